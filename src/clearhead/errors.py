@@ -1,0 +1,75 @@
+"""The exceptions Clearhead raises, and the one way their messages are built.
+
+Each of them is a `ValueError`, `TypeError` or `RuntimeError` as well, so code that catches PyTorch's or Python's
+own errors goes on working.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "CheckpointError",
+    "ClearheadError",
+    "DTypeError",
+    "DeviceError",
+    "KernelError",
+    "MaskTypeError",
+    "ShapeError",
+]
+
+
+class ClearheadError(Exception):
+    """Base of every error that Clearhead raises on purpose."""
+
+
+class ArgumentError(ClearheadError, ValueError):
+    """An argument has the right type but a value that means nothing here."""
+
+
+class ShapeError(ClearheadError, ValueError):
+    """The shape of a tensor does not fit the other tensors of the call."""
+
+
+class DTypeError(ClearheadError, TypeError):
+    """The dtype or type of an argument is not one the call can compute with."""
+
+
+class MaskTypeError(ClearheadError, TypeError):
+    """Something that is no mask, or could be read as two opposite masks, was given as one."""
+
+
+class DeviceError(ClearheadError, ValueError):
+    """The tensors of one call live on different devices."""
+
+
+class KernelError(ClearheadError, RuntimeError):
+    """The kernel that was asked for cannot run this call."""
+
+
+class CheckpointError(ClearheadError, ValueError):
+    """Weights on disk are not the ones that were expected."""
+
+
+def explain_problem(argument: str, *, expected: str, got: str, fix: str = "") -> str:
+    """Say what is wrong with one argument, always in the same order.
+
+    Args:
+        argument: name of the argument as the caller wrote it.
+        expected: what would have been accepted.
+        got: what came instead.
+        fix: what the caller can do; left out when there is nothing to add.
+
+    Returns:
+        One line: ``argument: expected …, got …. fix``.
+
+    Example:
+        >>> explain_problem("dropout_p", expected="a number in [0, 1]", got="1.5")
+        'dropout_p: expected a number in [0, 1], got 1.5.'
+    """
+    message = f"{argument}: expected {expected}, got {got}."
+    return f"{message} {fix}" if fix else message
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Write a shape the way the documentation does: ``(2, 5, 16)``."""
+    return "(" + ", ".join(str(size) for size in shape) + ("," if len(shape) == 1 else "") + ")"

@@ -1,0 +1,157 @@
+"""Pure PyTorch in O(L) memory: blocks of rows forward, the same blocks recomputed backward.
+
+The guarantee that nothing ever builds (B, H, L, S): any mask, any device, dropout included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, cast, final
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from ..dropout import dropout_factors
+from ..masks.grid import Block
+from ..tracing import is_tracing
+from .base import Kernel, Refusal
+from .blocks import (
+    HeadSpan,
+    block_scores,
+    block_weights,
+    grouped,
+    grouped_transposed,
+    head_spans,
+    row_slices,
+)
+
+__all__ = ["ChunkedKernel"]
+
+
+@final
+class ChunkedKernel(Kernel):
+    """Blocks of rows, each with a plain softmax over the keys it can see."""
+
+    name: ClassVar[str] = "chunked"
+    twice_differentiable: ClassVar[bool] = False
+
+    def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
+        if is_tracing():
+            return (Refusal("its loop over blocks would tie a traced graph to one length"),)
+        return ()
+
+    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        if call.needs_gradients:
+            output, lse = cast("tuple[Tensor, Tensor]", _Chunked.apply(call, *call.inputs))
+        else:
+            output, lse = _forward(call)
+        return output, lse if call.return_lse else None
+
+
+class _Chunked(torch.autograd.Function):
+    """Saves inputs, output and lse; the backward pass recomputes each block's weights from them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        output, lse = _forward(call)
+        # Only autograd may hold the tensors, so that checkpointing can let go of them.
+        ctx.call = replace(call, query=None, key=None, value=None, sinks=None)
+        ctx.has_sinks = call.sinks is not None
+        ctx.save_for_backward(output, lse, *inputs)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        output, lse, query, key, value, *rest = ctx.saved_tensors
+        sinks = rest[0] if ctx.has_sinks else None
+        call = replace(ctx.call, query=query, key=key, value=value, sinks=sinks)
+        with torch.autocast(query.device.type, enabled=False):
+            return (None, *_backward(call, output, lse, *gradients))
+
+
+def _forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    batch, heads, length, _ = call.query.shape
+    output = call.value.new_zeros(batch, heads, length, call.value.shape[-1])
+    lse = call.value.new_zeros(batch, heads, length, dtype=call.compute_dtype)
+    for span in head_spans(call):
+        query, key, value = _span_tensors(call, span)
+        for rows in row_slices(call, span, length):
+            block, part = _block(call, span, rows)
+            scores, _ = block_scores(call, block, query[:, :, rows], key[:, :, part])
+            weights, block_lse = block_weights(call, block, scores)
+            span.query(lse)[:, :, rows] = block_lse.squeeze(-1)
+            if call.dropout_seed is not None:
+                weights *= dropout_factors(call.dropout_seed, call.dropout_p, block, weights.dtype)
+            span.query(output)[:, :, rows] = grouped(weights, value[:, :, part]).to(output.dtype)
+    return output, lse
+
+
+def _backward(
+    call: AttentionCall, output: Tensor, lse: Tensor, output_gradient: Tensor, lse_gradient: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, sinks (if any) and every bias tensor, in the order of `call.inputs`.
+
+    With dO the output's gradient, dp = dO vᵀ (dropped as p was), δ = Σ_j p dp = Σ dO·o and dl that of lse:
+    ds = p (dp − δ + dl).
+    """
+    dtype = call.compute_dtype
+    query_gradient = torch.empty_like(call.query)
+    key_gradient = torch.empty_like(call.key)
+    value_gradient = torch.empty_like(call.value)
+    bias_gradients = [torch.zeros_like(tensor, dtype=dtype) for tensor in call.bias_tensors]
+    # What the softmax subtracts from dp in every row, and adds for lse: δ − dl.
+    correction = (output_gradient.to(dtype) * output.to(dtype)).sum(-1) - lse_gradient  # (B, H, L)
+    lse_finite = lse.masked_fill(lse == float("-inf"), 0)
+    for span in head_spans(call):
+        query, key, value = _span_tensors(call, span)
+        span_key_gradient, span_value_gradient = torch.zeros_like(key), torch.zeros_like(value)
+        for rows in row_slices(call, span, query.shape[2]):
+            block, part = _block(call, span, rows)
+            rows_query, rows_key = query[:, :, rows], key[:, :, part]
+            weights, squashed = block_scores(call, block, rows_query, rows_key)
+            weights.sub_(span.query(lse_finite)[:, :, rows, None]).exp_()
+            gradient = span.query(output_gradient)[:, :, rows].to(dtype)
+            scores_gradient = grouped(gradient, value[:, :, part].transpose(-2, -1))  # dp (b, h, l, s)
+            dropped = weights
+            if call.dropout_seed is not None:
+                factors = dropout_factors(call.dropout_seed, call.dropout_p, block, dtype)
+                dropped = weights * factors
+                scores_gradient *= factors
+            span_value_gradient[:, :, part] += grouped_transposed(dropped, gradient, key.shape[1])
+            scores_gradient.sub_(span.query(correction)[:, :, rows, None]).mul_(weights)  # ds
+            if call.mask is not None:
+                call.mask.add_bias_gradients(bias_gradients, block, scores_gradient)
+            if squashed is not None:
+                scores_gradient.mul_(1 - squashed.square())
+            scores_gradient.mul_(call.scale)
+            span.query(query_gradient)[:, :, rows] = grouped(scores_gradient, rows_key).to(query_gradient.dtype)
+            span_key_gradient[:, :, part] += grouped_transposed(scores_gradient, rows_query, key.shape[1])
+        span.key(key_gradient).copy_(span_key_gradient)
+        span.key(value_gradient).copy_(span_value_gradient)
+    sinks = () if call.sinks is None else (_sinks_gradient(call.sinks, correction, lse),)
+    biases = (grad.to(tensor.dtype) for grad, tensor in zip(bias_gradients, call.bias_tensors, strict=True))
+    return (query_gradient, key_gradient, value_gradient, *sinks, *biases)
+
+
+def _sinks_gradient(sinks: Tensor, correction: Tensor, lse: Tensor) -> Tensor:
+    """A sink is one more key whose value is zero: ds = −p_sink · (δ − dl), summed over batch and rows."""
+    share = (sinks.to(lse.dtype)[None, :, None] - lse).exp()  # (B, H, L)
+    return -(share * correction).sum((0, 2)).to(sinks.dtype)
+
+
+def _span_tensors(call: AttentionCall, span: HeadSpan) -> tuple[Tensor, Tensor, Tensor]:
+    """The span's query, key and value in the compute dtype, laid out for matrix products."""
+    dtype = call.compute_dtype
+    return (
+        span.query(call.query).to(dtype),
+        span.key(call.key).to(dtype).contiguous(),
+        span.key(call.value).to(dtype).contiguous(),
+    )
+
+
+def _block(call: AttentionCall, span: HeadSpan, rows: slice) -> tuple[Block, slice]:
+    """The block of these rows, narrowed to the columns the mask leaves them."""
+    start, stop = (0, call.grid.key_length) if call.mask is None else call.mask.key_span(call.grid, rows)
+    part = slice(start, stop)
+    return Block(call.grid, span.batch, span.heads, rows, part), part

@@ -1,0 +1,137 @@
+"""Which kernel runs a call, and why not the others."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from torch import Tensor
+
+from ..call import AttentionCall
+from ..dropout import draw_seed
+from ..errors import ArgumentError, KernelError, explain_problem
+from ..tracing import is_tracing
+from .base import Kernel
+from .chunked import ChunkedKernel
+from .reference import ReferenceKernel
+from .sdpa import SdpaKernel
+from .second_order import allow_second_derivatives
+
+__all__ = ["KERNELS", "Explanation", "choose", "explain_call", "run", "use_kernel"]
+
+#: In order of preference; the first without a reason against the call runs it. `reference` refuses nothing.
+KERNELS: tuple[Kernel, ...] = (SdpaKernel(), ChunkedKernel(), ReferenceKernel())
+
+
+class _Forced(threading.local):
+    # threading.local and not a ContextVar: torch.compile(fullgraph=True) can read this one.
+    kernel: Kernel | None = None
+
+
+_forced = _Forced()
+
+
+class use_kernel:
+    """Force one kernel inside a ``with`` block, in this thread; it raises instead of falling back.
+
+    Args:
+        name: ``"sdpa"``, ``"chunked"`` or ``"reference"``.
+
+    Raises:
+        ArgumentError: for an unknown name. Inside the block, `KernelError` where the kernel refuses a call.
+
+    Example:
+        >>> import torch, clearhead
+        >>> x = torch.randn(1, 2, 3, 4)
+        >>> with clearhead.use_kernel("reference"):
+        ...     clearhead.attention(x, x, x).shape
+        torch.Size([1, 2, 3, 4])
+    """
+
+    def __init__(self, name: str) -> None:
+        self._kernel = _named(name)
+        self._previous: list[Kernel | None] = []
+
+    def __enter__(self) -> None:
+        self._previous.append(_forced.kernel)
+        _forced.kernel = self._kernel
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _forced.kernel = self._previous.pop()
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel runs a call and what every kernel says to it.
+
+    Args:
+        kernel: name of the kernel that runs; ``None`` if the forced one refuses.
+        reasons: for each kernel in order of preference its reasons against the call; empty if it can run it.
+        forced: whether `use_kernel` decided.
+    """
+
+    kernel: str | None
+    reasons: dict[str, tuple[str, ...]]
+    forced: bool
+
+    def __str__(self) -> str:
+        how = " (forced by use_kernel)" if self.forced else ""
+        lines = [f"runs on: {self.kernel or 'no kernel'}{how}"]
+        for name, reasons in self.reasons.items():
+            lines.append(f"  {name:<10} {'; '.join(reasons) if reasons else 'can run it'}")
+        return "\n".join(lines)
+
+
+def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """Compute the call on the kernel that `choose` picks."""
+    kernel = choose(call)
+    if call.dropout_p > 0 and not isinstance(kernel, SdpaKernel):
+        call = replace(call, dropout_seed=draw_seed(call.query.device))
+    output, lse = kernel.run(call)
+    if kernel.twice_differentiable or is_tracing() or not output.requires_grad:
+        return output, lse
+    return allow_second_derivatives(kernel.name, call, output, lse)
+
+
+def choose(call: AttentionCall) -> Kernel:
+    """The forced kernel, or the first that has nothing against the call.
+
+    Raises:
+        KernelError: if the forced kernel refuses, with its reasons and what the others would say.
+    """
+    forced = _forced.kernel
+    if forced is None:
+        for kernel in KERNELS:
+            if not kernel.refusals(call):
+                return kernel
+        raise AssertionError("the reference kernel refuses nothing")
+    refusals = forced.refusals(call)
+    if refusals:
+        reasons = "; ".join(str(reason) for reason in refusals)
+        able = [kernel.name for kernel in KERNELS if not kernel.refusals(call)]
+        raise KernelError(
+            f"use_kernel({forced.name!r}): this kernel cannot run the call: {reasons}. "
+            f"Leave the choice to Clearhead, or force one that can: {', '.join(able)}."
+        )
+    return forced
+
+
+def explain_call(call: AttentionCall) -> Explanation:
+    """Ask every kernel for its reasons."""
+    reasons = {kernel.name: tuple(str(reason) for reason in kernel.refusals(call)) for kernel in KERNELS}
+    if _forced.kernel is not None:
+        name = _forced.kernel.name
+        return Explanation(None if reasons[name] else name, reasons, forced=True)
+    return Explanation(next(name for name, against in reasons.items() if not against), reasons, forced=False)
+
+
+def _named(name: str) -> Kernel:
+    for kernel in KERNELS:
+        if kernel.name == name:
+            return kernel
+    raise ArgumentError(
+        explain_problem("name", expected=f"one of {', '.join(kernel.name for kernel in KERNELS)}", got=repr(name))
+    )

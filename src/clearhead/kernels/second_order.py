@@ -1,0 +1,68 @@
+"""Second derivatives for fused kernels, whose backward PyTorch cannot differentiate.
+
+The kernel's output passes through an identity that also knows the inputs. An ordinary backward pass goes straight on
+to the kernel's own; under ``create_graph=True`` the gradients are computed by `reference` instead, which can be
+differentiated again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from ..errors import KernelError
+from .reference import ReferenceKernel
+
+__all__ = ["allow_second_derivatives"]
+
+
+def allow_second_derivatives(
+    kernel_name: str, call: AttentionCall, output: Tensor, lse: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the same output and lse, differentiable twice."""
+    if lse is None:
+        return cast(Tensor, _Identity.apply(kernel_name, call, 1, output, *call.inputs)), None
+    return cast("tuple[Tensor, Tensor]", _Identity.apply(kernel_name, call, 2, output, lse, *call.inputs))
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> Any:
+        # Only autograd may hold the tensors, so that checkpointing can let go of them.
+        ctx.kernel_name = kernel_name
+        ctx.call = replace(call, query=None, key=None, value=None, sinks=None)
+        ctx.has_sinks = call.sinks is not None
+        ctx.count = count
+        ctx.save_for_backward(*tensors[count:])
+        results = tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+        return results[0] if count == 1 else results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return (None, None, None, *gradients, *(None for _ in ctx.saved_tensors))
+        if ctx.call.dropout_p > 0 and ctx.call.dropout_seed is None:
+            raise KernelError(
+                f"create_graph=True: {ctx.kernel_name} drew its own dropout, which cannot be drawn again. "
+                "Run the forward pass under clearhead.use_kernel('chunked') or with dropout off."
+            )
+        return (None, None, None, *(None for _ in gradients), *_reference_gradients(ctx, gradients))
+
+
+def _reference_gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    # Views set apart inputs that are one tensor (self-attention), whose gradients must not be counted twice.
+    query, key, value, *rest = (tensor.view_as(tensor) for tensor in ctx.saved_tensors)
+    sinks = rest[0] if ctx.has_sinks else None
+    call = replace(ctx.call, query=query, key=key, value=value, sinks=sinks, return_lse=True)
+    with torch.autocast(query.device.type, enabled=False):
+        results = ReferenceKernel().run(call)[: ctx.count]
+    outputs = [result for result in results if result is not None]
+    inputs = call.inputs
+    wanted = {id(tensor): tensor for tensor in inputs if tensor.requires_grad}
+    computed = torch.autograd.grad(outputs, list(wanted.values()), gradients, create_graph=True, allow_unused=True)
+    found = dict(zip(wanted, computed, strict=True))
+    return tuple(found.pop(id(tensor), None) for tensor in inputs)  # a tensor given twice gets it once

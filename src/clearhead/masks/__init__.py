@@ -1,0 +1,32 @@
+"""The mask algebra: say which keys a query may attend to, combine with ``&``, ``|`` and ``~``.
+
+In every mask here ``True`` means *may attend*; the opposite convention enters only through `drop`.
+
+Example:
+    >>> import torch
+    >>> from clearhead import masks
+    >>> mask = masks.causal() & masks.lengths(torch.tensor([2, 3]))
+    >>> mask.dense(3)[0, 0].int()
+    tensor([[1, 0, 0],
+            [1, 1, 0],
+            [1, 1, 0]], dtype=torch.int32)
+"""
+
+from .base import Mask
+from .check import MaskReport
+from .positional import causal, documents, lengths, prefix, where, window
+from .tensors import bias, drop, keep
+
+__all__ = [
+    "Mask",
+    "MaskReport",
+    "bias",
+    "causal",
+    "documents",
+    "drop",
+    "keep",
+    "lengths",
+    "prefix",
+    "where",
+    "window",
+]

@@ -1,0 +1,119 @@
+"""The score matrix a mask speaks of: its sizes, its absolute positions, and rectangles of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+__all__ = ["ALL", "Block", "Grid", "Index", "take"]
+
+Index = slice | Tensor
+ALL = slice(None)
+
+
+def _all() -> slice:
+    return ALL
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of one attention call, and where its queries and keys stand.
+
+    Args:
+        batch_size: B.
+        num_heads: H, query heads.
+        query_length: L.
+        key_length: S.
+        device: where masks build their tensors.
+        query_positions: absolute positions of the queries, (1 or B, L); ``None`` means 0 … L−1.
+        key_positions: absolute positions of the keys, (1 or B, S); ``None`` means 0 … S−1.
+    """
+
+    batch_size: int
+    num_heads: int
+    query_length: int
+    key_length: int
+    device: torch.device
+    query_positions: Tensor | None = None
+    key_positions: Tensor | None = None
+
+    @property
+    def has_positions(self) -> bool:
+        return self.query_positions is not None or self.key_positions is not None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A rectangle of the grid: some batch items and heads, some rows (queries), some columns (keys).
+
+    `rows` and `columns` are slices with explicit ends, or index tensors when chosen rows are wanted.
+    """
+
+    grid: Grid
+    batch: slice = field(default_factory=_all)
+    heads: slice = field(default_factory=_all)
+    rows: Index = field(default_factory=_all)
+    columns: Index = field(default_factory=_all)
+
+    @property
+    def b(self) -> Tensor:
+        """Batch indices, (b, 1, 1, 1)."""
+        return _indices(self.batch, self.grid.batch_size, self.grid.device)[:, None, None, None]
+
+    @property
+    def h(self) -> Tensor:
+        """Query head indices, (1, h, 1, 1)."""
+        return _indices(self.heads, self.grid.num_heads, self.grid.device)[None, :, None, None]
+
+    @property
+    def i(self) -> Tensor:
+        """Row numbers of this call, (1, 1, l, 1)."""
+        return _indices(self.rows, self.grid.query_length, self.grid.device)[None, None, :, None]
+
+    @property
+    def j(self) -> Tensor:
+        """Column numbers of this call, (1, 1, 1, s)."""
+        return _indices(self.columns, self.grid.key_length, self.grid.device)[None, None, None, :]
+
+    @property
+    def q(self) -> Tensor:
+        """Absolute positions of the queries, (1 or b, 1, l, 1)."""
+        positions = self.grid.query_positions
+        if positions is None:
+            return self.i
+        return take(take(positions, 0, self.batch), 1, self.rows)[:, None, :, None]
+
+    @property
+    def k(self) -> Tensor:
+        """Absolute positions of the keys, (1 or b, 1, 1, s)."""
+        positions = self.grid.key_positions
+        if positions is None:
+            return self.j
+        return take(take(positions, 0, self.batch), 1, self.columns)[:, None, None, :]
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The part of a (1 or B, 1 or H, 1 or L, 1 or S) tensor that lies in this block; a view for slices."""
+        for dim, index in enumerate((self.batch, self.heads, self.rows, self.columns)):
+            tensor = take(tensor, dim, index)
+        return tensor
+
+
+def take(tensor: Tensor, dim: int, index: Index) -> Tensor:
+    """Select along one dimension; a dimension of size 1 broadcasts and is left alone."""
+    if tensor.shape[dim] == 1:
+        return tensor
+    if isinstance(index, Tensor):
+        return tensor.index_select(dim, index)
+    if index == ALL:
+        return tensor
+    return tensor[(ALL,) * dim + (index,)]
+
+
+def _indices(index: Index, length: int, device: torch.device) -> Tensor:
+    if isinstance(index, Tensor):
+        return index
+    if index == ALL:
+        return torch.arange(length, device=device)
+    return torch.arange(index.start, index.stop, device=device)

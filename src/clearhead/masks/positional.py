@@ -1,0 +1,348 @@
+"""Masks that are rules about positions: causal, window, prefix, lengths, documents, and any predicate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
+from ..tracing import is_tracing
+from .base import Mask, Sizes
+from .grid import Block, Grid, take
+
+__all__ = ["Causal", "causal", "documents", "lengths", "prefix", "where", "window"]
+
+Align = Literal["top_left", "bottom_right"]
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def causal(align: Align = "top_left") -> Mask:
+    """Let each query see itself and what comes before it: key j is visible from query i where j ≤ i.
+
+    Args:
+        align: with L ≠ S, which corners of the L × S matrix the diagonal joins. ``"top_left"`` (default, as in
+            PyTorch's `is_causal`): j ≤ i. ``"bottom_right"``: j ≤ i + S − L, the last query sees every key.
+            With explicit positions both mean key position ≤ query position.
+
+    Raises:
+        ArgumentError: for any other `align`.
+
+    Example:
+        >>> causal("bottom_right").dense(2, 4)[0, 0].int()
+        tensor([[1, 1, 1, 0],
+                [1, 1, 1, 1]], dtype=torch.int32)
+    """
+    if align not in ("top_left", "bottom_right"):
+        raise ArgumentError(explain_problem("align", expected="'top_left' or 'bottom_right'", got=repr(align)))
+    return Causal(align)
+
+
+def window(left: int, right: int) -> Mask:
+    """Let each query see its neighbourhood, both ends included: i − left ≤ j ≤ i + right.
+
+    Args:
+        left: how many positions before the query are visible, ≥ 0.
+        right: how many positions after it, ≥ 0.
+
+    Raises:
+        ArgumentError: for a negative number.
+        DTypeError: for anything but an int.
+
+    Example:
+        >>> window(1, 0).dense(3)[0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
+    """
+    for name, value in (("left", left), ("right", right)):
+        _require_count(name, value, "Use 0 to see nothing on that side; combine with causal() for one side.")
+    return _Window(left, right)
+
+
+def prefix(n: int | Tensor) -> Mask:
+    """Let every query see the first n positions.
+
+    ``causal() | prefix(n)`` is a prefix language model.
+
+    Args:
+        n: how many positions, ≥ 0; an int, or an integer tensor (B,) with one number per batch item.
+
+    Raises:
+        ArgumentError: for a negative number.
+        DTypeError: for floats.
+        ShapeError: for a tensor that is not (B,).
+
+    Example:
+        >>> (causal() | prefix(2)).dense(3)[0, 0].int()
+        tensor([[1, 1, 0],
+                [1, 1, 0],
+                [1, 1, 1]], dtype=torch.int32)
+    """
+    if isinstance(n, Tensor):
+        _require_integers("n", n)
+        if n.dim() != 1:
+            raise ShapeError(explain_problem("n", expected="an int or a (B,) tensor", got=shape_text(n.shape)))
+        return _Lengths(n, "prefix")
+    _require_count("n", n, "")
+    return _Prefix(n)
+
+
+def lengths(key_lengths: Tensor) -> Mask:
+    """Let queries see only the first `key_lengths` keys of their batch item: right padding.
+
+    Args:
+        key_lengths: integer tensor (B,), one length per batch item, or (B, L), one per query
+            (`valid_lens` in Dive into Deep Learning). Zero hides everything.
+
+    Raises:
+        ArgumentError: for negative lengths, and at the call for lengths beyond S.
+        DTypeError: for floats or bools.
+        ShapeError: for other shapes.
+
+    Example:
+        >>> lengths(torch.tensor([1, 3])).dense(1, 3)[:, 0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 1]], dtype=torch.int32)
+    """
+    if not isinstance(key_lengths, Tensor):
+        raise DTypeError(
+            explain_problem(
+                "key_lengths",
+                expected="an integer tensor of shape (B,) or (B, L)",
+                got=type(key_lengths).__name__,
+                fix="Write masks.lengths(torch.tensor([...])).",
+            )
+        )
+    _require_integers("key_lengths", key_lengths)
+    if key_lengths.dim() not in (1, 2):
+        raise ShapeError(
+            explain_problem("key_lengths", expected="shape (B,) or (B, L)", got=shape_text(key_lengths.shape))
+        )
+    return _Lengths(key_lengths, "lengths")
+
+
+def documents(ids: Tensor) -> Mask:
+    """Let queries see only keys of their own document: id of query = id of key.
+
+    Args:
+        ids: integer tensor (T,) or (B, T): the document each position belongs to. Without explicit
+            positions T must equal both L and S; with them, ids are looked up at the absolute positions.
+
+    Raises:
+        DTypeError: for floats or bools.
+        ShapeError: for other shapes, or at the call if T does not fit.
+
+    Example:
+        >>> documents(torch.tensor([0, 0, 1])).dense()[0, 0].int()
+        tensor([[1, 1, 0],
+                [1, 1, 0],
+                [0, 0, 1]], dtype=torch.int32)
+    """
+    _require_integers("ids", ids)
+    if ids.dim() not in (1, 2):
+        raise ShapeError(explain_problem("ids", expected="shape (T,) or (B, T)", got=shape_text(ids.shape)))
+    return _Documents(ids)
+
+
+def where(fn: Predicate) -> Mask:
+    """Let a predicate of your own decide, from index tensors that broadcast to (B, H, L, S).
+
+    Args:
+        fn: ``fn(b, h, q, k) -> bool tensor``: batch index, query head index, absolute query and key position.
+            ``True`` means may attend. It is called on blocks, so it must not assume it sees whole rows.
+
+    Raises:
+        DTypeError: if `fn` cannot be called, or at the call if it does not return a bool tensor.
+
+    Example:
+        >>> where(lambda b, h, q, k: (q - k) % 2 == 0).dense(3)[0, 0].int()
+        tensor([[1, 0, 1],
+                [0, 1, 0],
+                [1, 0, 1]], dtype=torch.int32)
+    """
+    if not callable(fn):
+        raise DTypeError(explain_problem("fn", expected="a function of (b, h, q, k)", got=type(fn).__name__))
+    return _Where(fn)
+
+
+@final
+class Causal(Mask):
+    """See `causal`."""
+
+    def __init__(self, align: Align) -> None:
+        self.align = align
+
+    def offset(self, grid: Grid) -> int:
+        """How far to the right of the main diagonal the last visible key lies."""
+        if grid.has_positions or self.align == "top_left":
+            return 0
+        return grid.key_length - grid.query_length
+
+    def visible(self, block: Block) -> Tensor:
+        return block.k <= block.q + self.offset(block.grid)
+
+    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
+        if grid.has_positions:
+            return 0, grid.key_length
+        return 0, _clamp(rows.stop + self.offset(grid), grid)
+
+    def describe(self) -> str:
+        return "causal()" if self.align == "top_left" else "causal('bottom_right')"
+
+
+@final
+class _Window(Mask):
+    def __init__(self, left: int, right: int) -> None:
+        self._left = left
+        self._right = right
+
+    def visible(self, block: Block) -> Tensor:
+        return (block.k >= block.q - self._left) & (block.k <= block.q + self._right)
+
+    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
+        if grid.has_positions:
+            return 0, grid.key_length
+        return _clamp(rows.start - self._left, grid), _clamp(rows.stop + self._right, grid)
+
+    def describe(self) -> str:
+        return f"window({self._left}, {self._right})"
+
+
+@final
+class _Prefix(Mask):
+    def __init__(self, n: int) -> None:
+        self._n = n
+
+    def visible(self, block: Block) -> Tensor:
+        return block.k < self._n
+
+    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
+        return 0, grid.key_length if grid.has_positions else _clamp(self._n, grid)
+
+    def describe(self) -> str:
+        return f"prefix({self._n})"
+
+
+@final
+class _Lengths(Mask):
+    def __init__(self, lengths: Tensor, name: Literal["lengths", "prefix"]) -> None:
+        self._lengths = lengths
+        self._name = name
+        # Looked at once, so that a call on an accelerator never waits for the value.
+        self._longest = 0 if is_tracing() or lengths.numel() == 0 else int(lengths.max())
+        argument = "key_lengths" if name == "lengths" else "n"
+        if not is_tracing() and lengths.numel() > 0 and int(lengths.min()) < 0:
+            raise ArgumentError(
+                explain_problem(argument, expected="numbers ≥ 0", got=f"a smallest one of {int(lengths.min())}")
+            )
+
+    def visible(self, block: Block) -> Tensor:
+        lengths = self._lengths.to(block.grid.device)
+        column = lengths[:, None, None, None] if lengths.dim() == 1 else lengths[:, None, :, None]
+        return block.k < block.cut(column)
+
+    def validate(self, grid: Grid) -> None:
+        shape = self._lengths.shape
+        per_query_fits = len(shape) == 1 or shape[1] in (1, grid.query_length)
+        if shape[0] not in (1, grid.batch_size) or not per_query_fits:
+            expected = f"shape ({grid.batch_size},) or ({grid.batch_size}, {grid.query_length})"
+            raise ShapeError(explain_problem(f"mask {self._name}(...)", expected=expected, got=shape_text(shape)))
+        if self._name == "lengths" and not grid.has_positions and self._longest > grid.key_length:
+            raise ArgumentError(
+                explain_problem(
+                    "mask lengths(...)",
+                    expected=f"lengths of at most S = {grid.key_length} keys",
+                    got=f"a length of {self._longest}",
+                    fix="Lengths count keys of this call; cut them, or check that they belong to this batch.",
+                )
+            )
+
+    def sizes(self) -> Sizes:
+        rows = self._lengths.shape[1] if self._lengths.dim() == 2 else None
+        return Sizes(self._lengths.shape[0], None, rows, self._longest or None)
+
+    def describe(self) -> str:
+        return f"{self._name}({shape_text(self._lengths.shape)})"
+
+
+@final
+class _Documents(Mask):
+    def __init__(self, ids: Tensor) -> None:
+        self._ids = ids if ids.dim() == 2 else ids[None]  # (1 or B, T)
+
+    def visible(self, block: Block) -> Tensor:
+        ids = take(self._ids.to(block.grid.device), 0, block.batch)
+        return _look_up(ids, block.q[:, 0, :, 0])[:, None, :, None] == _look_up(ids, block.k[:, 0, 0])[:, None, None]
+
+    def validate(self, grid: Grid) -> None:
+        batch, length = self._ids.shape
+        if batch not in (1, grid.batch_size):
+            expected = f"ids of shape (T,) or ({grid.batch_size}, T)"
+            raise ShapeError(explain_problem("mask documents(...)", expected=expected, got=shape_text(self._ids.shape)))
+        if not grid.has_positions and (length != grid.query_length or length != grid.key_length):
+            raise ShapeError(
+                explain_problem(
+                    "mask documents(...)",
+                    expected=f"one id per position, with L = {grid.query_length} and S = {grid.key_length} both "
+                    "equal to that count",
+                    got=f"{length} ids",
+                    fix="For queries that are only a part of the keys, pass query_positions and key_positions.",
+                )
+            )
+
+    def sizes(self) -> Sizes:
+        batch, length = self._ids.shape
+        return Sizes(batch if batch > 1 else None, None, length, length)
+
+    def describe(self) -> str:
+        return f"documents({shape_text(self._ids.shape)})"
+
+
+@final
+class _Where(Mask):
+    def __init__(self, fn: Predicate) -> None:
+        self._fn = fn
+
+    def visible(self, block: Block) -> Tensor:
+        result = self._fn(block.b, block.h, block.q, block.k)
+        if not isinstance(result, Tensor) or result.dtype != torch.bool:
+            got = f"a {result.dtype} tensor" if isinstance(result, Tensor) else type(result).__name__
+            raise DTypeError(
+                explain_problem(
+                    "mask where(fn)",
+                    expected="fn to return a bool tensor",
+                    got=got,
+                    fix="Compare, as in q >= k.",
+                )
+            )
+        return result
+
+    def describe(self) -> str:
+        return f"where({getattr(self._fn, '__name__', 'fn')})"
+
+
+def _look_up(ids: Tensor, positions: Tensor) -> Tensor:
+    """Look ids (1 or b, T) up at positions (1 or b, n) → (1 or b, n)."""
+    batch = max(ids.shape[0], positions.shape[0])
+    return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))
+
+
+def _clamp(column: int, grid: Grid) -> int:
+    return max(0, min(column, grid.key_length))
+
+
+def _require_count(name: str, value: object, fix: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise DTypeError(explain_problem(name, expected="an int ≥ 0", got=type(value).__name__))
+    if value < 0:
+        raise ArgumentError(explain_problem(name, expected="an int ≥ 0", got=str(value), fix=fix))
+
+
+def _require_integers(name: str, tensor: object) -> None:
+    if not isinstance(tensor, Tensor):
+        raise DTypeError(explain_problem(name, expected="an integer tensor", got=type(tensor).__name__))
+    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
+        raise DTypeError(explain_problem(name, expected="an integer tensor", got=str(tensor.dtype)))

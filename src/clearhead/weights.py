@@ -1,0 +1,239 @@
+"""`attention_weights`: the exact weights of chosen queries, built in blocks, never (B, H, L, S) unless asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .attention import autocast_off, cast_for_autocast, with_batch
+from .call import AttentionCall, build_call
+from .errors import ArgumentError, DTypeError, explain_problem
+from .kernels.blocks import block_scores, block_weights, grouped, grouped_transposed, head_spans, row_slices
+from .kernels.reference import reference_weights
+from .masks.base import Mask
+from .masks.grid import Block
+from .tracing import is_tracing
+
+__all__ = ["attention_weights"]
+
+Queries = int | slice | Sequence[int] | Tensor
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    query_positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    queries: Queries | None = None,
+    average_attn_weights: bool = False,
+) -> Tensor:
+    """The weights p that `attention` mixes the values with, before dropout, for all queries or chosen ones.
+
+    ::
+
+        p_ij = exp(s_ij − lse_i),  zero where masked;  a query that sees no key has p_i = 0
+
+    Rows are computed from query and key in blocks, so an average over heads never holds (B, H, L, S). Gradients
+    flow into query, key, sinks and biases.
+
+    Args:
+        query: (B, H, L, D), or (H, L, D) without a batch.
+        key: (B, Hkv, S, D).
+        mask, scale, softcap, sinks, query_positions, key_positions: as for `attention`.
+        queries: which rows: an index, a slice, a list of indices or an integer or bool tensor (L,). Default all.
+        average_attn_weights: average over the heads. Default False.
+
+    Returns:
+        (B, H, n, S), or (B, n, S) averaged, n the number of queries chosen (1 for an int); float32, float64 for
+        float64 inputs. Without a batch, without B.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError, MaskTypeError: as `attention`; also for indices out of
+            range.
+
+    Example:
+        >>> import torch, clearhead
+        >>> query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8)
+        >>> clearhead.attention_weights(query, key, queries=[0, 3], average_attn_weights=True).shape
+        torch.Size([2, 2, 7])
+    """
+    unbatched, (query, key) = with_batch(query, key)
+    query, key = cast_for_autocast(query, key)
+    with autocast_off(query):
+        call = build_call(
+            query,
+            key,
+            key,
+            mask,
+            scale=scale,
+            dropout_p=0.0,
+            softcap=softcap,
+            sinks=sinks,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            return_lse=False,
+        )
+        weights = compute_weights(call, _rows(queries, call.grid.query_length), average_attn_weights)
+    return weights.squeeze(0) if unbatched else weights
+
+
+def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:
+    """Weights of a validated call; `rows` holds row numbers, ``None`` means all."""
+    if is_tracing():
+        return _reference(call, rows, average)
+    request = _Request(rows if rows is None else rows.to(call.query.device), average)
+    inputs = _inputs(call)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        return cast(Tensor, _Weights.apply(call, request, *inputs))
+    return _forward(call, request)
+
+
+@dataclass(frozen=True)
+class _Request:
+    rows: Tensor | None
+    average: bool
+
+    def count(self, call: AttentionCall) -> int:
+        return call.grid.query_length if self.rows is None else len(self.rows)
+
+
+class _Weights(torch.autograd.Function):
+    """Recomputes blocks backward: with dp the gradient of p, ds = p (dp − Σ_j p dp)."""
+
+    @staticmethod
+    def forward(ctx: Any, call: AttentionCall, request: _Request, *inputs: Tensor) -> Tensor:
+        ctx.call = replace(call, query=None, key=None, value=None, sinks=None)
+        ctx.has_sinks = call.sinks is not None
+        ctx.request = request
+        ctx.save_for_backward(*inputs)
+        return _forward(call, request)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        # Views set apart a query and key that are one tensor.
+        query, key, *rest = (tensor.view_as(tensor) for tensor in ctx.saved_tensors)
+        sinks = rest[0] if ctx.has_sinks else None
+        call = replace(ctx.call, query=query, key=key, value=key, sinks=sinks)
+        with torch.autocast(query.device.type, enabled=False):
+            if torch.is_grad_enabled():
+                return (None, None, *_reference_gradients(call, ctx.request, gradients[0]))
+            return (None, None, *_backward(call, ctx.request, gradients[0]))
+
+
+def _forward(call: AttentionCall, request: _Request) -> Tensor:
+    batch, heads, keys = call.grid.batch_size, call.grid.num_heads, call.grid.key_length
+    shape = (batch, request.count(call), keys) if request.average else (batch, heads, request.count(call), keys)
+    result = call.query.new_zeros(shape, dtype=call.compute_dtype)
+    for block, place, query, key in _blocks(call, request):
+        weights, _ = block_weights(call, block, block_scores(call, block, query, key)[0])
+        if request.average:
+            result[block.batch, place, block.columns] += weights.sum(1) / heads
+        else:
+            result[block.batch, block.heads, place, block.columns] = weights
+    return result
+
+
+def _backward(call: AttentionCall, request: _Request, gradient: Tensor) -> tuple[Tensor, ...]:
+    dtype, heads = call.compute_dtype, call.grid.num_heads
+    query_gradient = torch.zeros_like(call.query, dtype=dtype)
+    key_gradient = torch.zeros_like(call.key, dtype=dtype)
+    sinks_gradient = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=dtype)
+    bias_gradients = [torch.zeros_like(tensor, dtype=dtype) for tensor in call.bias_tensors]
+    for block, place, query, key in _blocks(call, request):
+        scores, squashed = block_scores(call, block, query, key)
+        weights, lse = block_weights(call, block, scores)
+        if request.average:
+            weights_gradient = gradient[block.batch, None, place, block.columns].to(dtype) / heads
+        else:
+            weights_gradient = gradient[block.batch, block.heads, place, block.columns].to(dtype)
+        mean = (weights * weights_gradient).sum(-1, keepdim=True)
+        if call.sinks is not None and sinks_gradient is not None:
+            share = (call.sinks[block.heads].to(dtype)[None, :, None, None] - lse).exp()
+            sinks_gradient[block.heads] -= (share * mean).sum((0, 2, 3))
+        scores_gradient = weights * (weights_gradient - mean)
+        if call.mask is not None:
+            call.mask.add_bias_gradients(bias_gradients, block, scores_gradient)
+        if squashed is not None:
+            scores_gradient.mul_(1 - squashed.square())
+        scores_gradient.mul_(call.scale)
+        target = query_gradient[block.batch, block.heads]
+        rows = torch.arange(place.start, place.stop, device=query.device) if request.rows is None else block.rows
+        target.index_add_(2, cast(Tensor, rows), grouped(scores_gradient, key))
+        kv_heads = slice(block.heads.start // call.group, block.heads.stop // call.group)
+        key_gradient[block.batch, kv_heads, block.columns] += grouped_transposed(scores_gradient, query, key.shape[1])
+    gradients = [
+        query_gradient,
+        key_gradient,
+        *([] if sinks_gradient is None else [sinks_gradient]),
+        *bias_gradients,
+    ]
+    return tuple(found.to(tensor.dtype) for found, tensor in zip(gradients, _inputs(call), strict=True))
+
+
+def _blocks(call: AttentionCall, request: _Request) -> Iterator[tuple[Block, slice, Tensor, Tensor]]:
+    """Each block with its place among the chosen rows and its query and key in the compute dtype."""
+    for span in head_spans(call):
+        key = span.key(call.key).to(call.compute_dtype).contiguous()
+        for place in row_slices(call, span, request.count(call)):
+            start, stop = 0, call.grid.key_length
+            rows = place if request.rows is None else request.rows[place]
+            if call.mask is not None and isinstance(rows, slice):
+                start, stop = call.mask.key_span(call.grid, rows)
+            block = Block(call.grid, span.batch, span.heads, rows, slice(start, stop))
+            query = span.query(call.query)[:, :, rows].to(call.compute_dtype)
+            yield block, place, query, key[:, :, start:stop]
+
+
+def _reference(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:
+    weights = reference_weights(call)[0]
+    if rows is not None:
+        weights = weights.index_select(2, rows.to(weights.device))
+    return weights.mean(1) if average else weights
+
+
+def _reference_gradients(call: AttentionCall, request: _Request, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    weights = _reference(call, request.rows, request.average)
+    inputs = _inputs(call)
+    wanted = {id(tensor): tensor for tensor in inputs if tensor.requires_grad}
+    computed = torch.autograd.grad(weights, list(wanted.values()), gradient, create_graph=True, allow_unused=True)
+    found = dict(zip(wanted, computed, strict=True))
+    return tuple(found.pop(id(tensor), None) for tensor in inputs)
+
+
+def _inputs(call: AttentionCall) -> tuple[Tensor, ...]:
+    sinks = () if call.sinks is None else (call.sinks,)
+    return (call.query, call.key, *sinks, *call.bias_tensors)
+
+
+def _rows(queries: Queries | None, length: int) -> Tensor | None:
+    """Row numbers 0 … L−1 from whatever the caller indexes with."""
+    if queries is None:
+        return None
+    if isinstance(queries, slice):
+        return torch.tensor(range(length)[queries], dtype=torch.int64)
+    if isinstance(queries, Tensor) and queries.dtype == torch.bool:
+        if tuple(queries.shape) != (length,):
+            raise ArgumentError(
+                explain_problem("queries", expected=f"a bool tensor ({length},)", got=f"{tuple(queries.shape)}")
+            )
+        return queries.nonzero().squeeze(-1)
+    rows = torch.as_tensor(queries)
+    if rows.is_floating_point() or rows.dtype == torch.bool or rows.dim() > 1:
+        raise DTypeError(
+            explain_problem("queries", expected="an int, a slice or a list of row numbers", got=repr(queries))
+        )
+    rows = rows.reshape(-1).long()
+    if not is_tracing() and rows.numel() and not bool(((rows >= -length) & (rows < length)).all()):
+        raise ArgumentError(
+            explain_problem("queries", expected=f"row numbers below L = {length}", got=f"{rows.tolist()}")
+        )
+    return torch.where(rows < 0, rows + length, rows)
