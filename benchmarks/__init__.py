@@ -1,0 +1,1 @@
+"""Measurements side by side, each a command: ``python -m benchmarks.NAME``."""

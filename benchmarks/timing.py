@@ -1,0 +1,59 @@
+"""Timing several ways to do one thing in turn, so that a machine that slows down slows all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+__all__ = ["interleaved", "machine", "progress"]
+
+T = TypeVar("T")
+
+console = Console()
+
+
+def interleaved(ways: Mapping[str, Callable[[], object]], *, rounds: int = 15, budget: float = 2.0) -> dict[str, float]:
+    """Median seconds of each way over `rounds`, one call of each per round, after one warm-up round.
+
+    Args:
+        ways: what to time, by name.
+        rounds: how many rounds at most; at least three are run.
+        budget: seconds after which no further round starts.
+    """
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for way in ways.values():
+        way()
+    started = time.perf_counter()
+    for done in range(rounds):
+        if done >= 3 and time.perf_counter() - started > budget:
+            break
+        for name, way in ways.items():
+            start = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def machine() -> str:
+    """What the figures were measured on."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"torch {torch.__version__}, {torch.get_num_threads()} threads, {capability}, {_processor()}"
+
+
+def progress(items: Iterable[T], description: str) -> Iterable[T]:
+    """Show a progress bar on the terminal."""
+    return track(list(items), description=description, console=console, transient=True)
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as info:
+            return next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return "unknown processor"
