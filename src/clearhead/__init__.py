@@ -3,13 +3,14 @@
 One exact meaning on every kernel, at fused-kernel memory, and the weights when you ask for them.
 """
 
-from . import errors, masks
+from . import errors, masks, nn
 from ._version import __version__
 from .attention import attention, explain
 from .heads import merge_heads, split_heads
 from .inspection.walkthrough import walkthrough
 from .kernels import use_kernel
 from .multihead import MultiHeadAttention
+from .upgrade import downgrade, upgrade
 from .weights import attention_weights
 
 __all__ = [
@@ -17,11 +18,14 @@ __all__ = [
     "__version__",
     "attention",
     "attention_weights",
+    "downgrade",
     "errors",
     "explain",
     "masks",
     "merge_heads",
+    "nn",
     "split_heads",
+    "upgrade",
     "use_kernel",
     "walkthrough",
 ]

@@ -230,7 +230,7 @@ def _positions(name: str, positions: Tensor | None, tensor: Tensor) -> Tensor | 
     if result.shape[0] not in (1, batch) or result.shape[1] != length:
         expected = f"shape ({length},) or ({batch}, {length})"
         raise ShapeError(explain_problem(name, expected=expected, got=shape_text(positions.shape)))
-    return result
+    return result.long()
 
 
 def _scale(scale: float | None, query: Tensor) -> float:

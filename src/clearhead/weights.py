@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -12,10 +12,9 @@ from torch import Tensor
 from .attention import autocast_off, cast_for_autocast, with_batch
 from .call import AttentionCall, build_call
 from .errors import ArgumentError, DTypeError, explain_problem
-from .kernels.blocks import block_scores, block_weights, grouped, grouped_transposed, head_spans, row_slices
+from .kernels.blocks import block_scores, block_weights, grouped, grouped_transposed, score_blocks
 from .kernels.reference import reference_weights
 from .masks.base import Mask
-from .masks.grid import Block
 from .tracing import is_tracing
 
 __all__ = ["attention_weights"]
@@ -133,7 +132,7 @@ def _forward(call: AttentionCall, request: _Request) -> Tensor:
     batch, heads, keys = call.grid.batch_size, call.grid.num_heads, call.grid.key_length
     shape = (batch, request.count(call), keys) if request.average else (batch, heads, request.count(call), keys)
     result = call.query.new_zeros(shape, dtype=call.compute_dtype)
-    for block, place, query, key in _blocks(call, request):
+    for block, place, query, key in score_blocks(call, request.rows):
         weights, _ = block_weights(call, block, block_scores(call, block, query, key)[0])
         if request.average:
             result[block.batch, place, block.columns] += weights.sum(1) / heads
@@ -148,7 +147,7 @@ def _backward(call: AttentionCall, request: _Request, gradient: Tensor) -> tuple
     key_gradient = torch.zeros_like(call.key, dtype=dtype)
     sinks_gradient = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=dtype)
     bias_gradients = [torch.zeros_like(tensor, dtype=dtype) for tensor in call.bias_tensors]
-    for block, place, query, key in _blocks(call, request):
+    for block, place, query, key in score_blocks(call, request.rows):
         scores, squashed = block_scores(call, block, query, key)
         weights, lse = block_weights(call, block, scores)
         if request.average:
@@ -177,20 +176,6 @@ def _backward(call: AttentionCall, request: _Request, gradient: Tensor) -> tuple
         *bias_gradients,
     ]
     return tuple(found.to(tensor.dtype) for found, tensor in zip(gradients, _inputs(call), strict=True))
-
-
-def _blocks(call: AttentionCall, request: _Request) -> Iterator[tuple[Block, slice, Tensor, Tensor]]:
-    """Each block with its place among the chosen rows and its query and key in the compute dtype."""
-    for span in head_spans(call):
-        key = span.key(call.key).to(call.compute_dtype).contiguous()
-        for place in row_slices(call, span, request.count(call)):
-            start, stop = 0, call.grid.key_length
-            rows = place if request.rows is None else request.rows[place]
-            if call.mask is not None and isinstance(rows, slice):
-                start, stop = call.mask.key_span(call.grid, rows)
-            block = Block(call.grid, span.batch, span.heads, rows, slice(start, stop))
-            query = span.query(call.query)[:, :, rows].to(call.compute_dtype)
-            yield block, place, query, key[:, :, start:stop]
 
 
 def _reference(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:

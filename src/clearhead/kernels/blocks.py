@@ -15,7 +15,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..masks.grid import Block
 
-__all__ = ["HeadSpan", "block_scores", "block_weights", "head_spans", "row_slices"]
+__all__ = ["HeadSpan", "block_scores", "block_weights", "head_spans", "row_slices", "score_blocks"]
 
 #: Elements of the score matrix held at once; four to six temporaries of this size live at a time.
 BLOCK_ELEMENTS = 1 << 20
@@ -112,6 +112,29 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
     divisor = total.masked_fill(empty, 1)
     lse = (peak + divisor.log()).masked_fill_(empty, float("-inf"))
     return terms.div_(divisor), lse
+
+
+def score_blocks(call: AttentionCall, chosen: Tensor | None = None) -> Iterator[tuple[Block, slice, Tensor, Tensor]]:
+    """Walk over all rows of the score matrix, or over chosen ones.
+
+    Args:
+        call: the request.
+        chosen: row numbers (n,), or ``None`` for all.
+
+    Yields:
+        The block, its place among the (chosen) rows, and its query (b, h, l, D) and key (b, hkv, s, D) in the
+        compute dtype.
+    """
+    count = call.grid.query_length if chosen is None else len(chosen)
+    for span in head_spans(call):
+        key = span.key(call.key).to(call.compute_dtype).contiguous()
+        for place in row_slices(call, span, count):
+            start, stop = 0, call.grid.key_length
+            rows = place if chosen is None else chosen[place]
+            if call.mask is not None and isinstance(rows, slice):
+                start, stop = call.mask.key_span(call.grid, rows)
+            block = Block(call.grid, span.batch, span.heads, rows, slice(start, stop))
+            yield block, place, span.query(call.query)[:, :, rows].to(call.compute_dtype), key[:, :, start:stop]
 
 
 def grouped(left: Tensor, right: Tensor) -> Tensor:

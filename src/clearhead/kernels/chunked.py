@@ -58,16 +58,16 @@ class _Chunked(torch.autograd.Function):
         # Only autograd may hold the tensors, so that checkpointing can let go of them.
         ctx.call = replace(call, query=None, key=None, value=None, sinks=None)
         ctx.has_sinks = call.sinks is not None
-        ctx.save_for_backward(output, lse, *inputs)
+        ctx.save_for_backward(lse, *inputs)
         return output, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        output, lse, query, key, value, *rest = ctx.saved_tensors
+        lse, query, key, value, *rest = ctx.saved_tensors
         sinks = rest[0] if ctx.has_sinks else None
         call = replace(ctx.call, query=query, key=key, value=value, sinks=sinks)
         with torch.autocast(query.device.type, enabled=False):
-            return (None, *_backward(call, output, lse, *gradients))
+            return (None, *_backward(call, lse, *gradients))
 
 
 def _forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -87,21 +87,18 @@ def _forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return output, lse
 
 
-def _backward(
-    call: AttentionCall, output: Tensor, lse: Tensor, output_gradient: Tensor, lse_gradient: Tensor
-) -> tuple[Tensor, ...]:
+def _backward(call: AttentionCall, lse: Tensor, output_gradient: Tensor, lse_gradient: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, sinks (if any) and every bias tensor, in the order of `call.inputs`.
 
-    With dO the output's gradient, dp = dO vᵀ (dropped as p was), δ = Σ_j p dp = Σ dO·o and dl that of lse:
-    ds = p (dp − δ + dl).
+    With dO the output's gradient, dp = dO vᵀ (dropped as p was), δ = Σ_j p dp and dl that of lse:
+    ds = p (dp − δ + dl). δ is summed from the block's own row and not taken as dO·o, whose o may be rounded.
     """
     dtype = call.compute_dtype
     query_gradient = torch.empty_like(call.query)
     key_gradient = torch.empty_like(call.key)
     value_gradient = torch.empty_like(call.value)
     bias_gradients = [torch.zeros_like(tensor, dtype=dtype) for tensor in call.bias_tensors]
-    # What the softmax subtracts from dp in every row, and adds for lse: δ − dl.
-    correction = (output_gradient.to(dtype) * output.to(dtype)).sum(-1) - lse_gradient  # (B, H, L)
+    correction = torch.empty_like(lse)  # δ − dl, (B, H, L)
     lse_finite = lse.masked_fill(lse == float("-inf"), 0)
     for span in head_spans(call):
         query, key, value = _span_tensors(call, span)
@@ -119,7 +116,9 @@ def _backward(
                 dropped = weights * factors
                 scores_gradient *= factors
             span_value_gradient[:, :, part] += grouped_transposed(dropped, gradient, key.shape[1])
-            scores_gradient.sub_(span.query(correction)[:, :, rows, None]).mul_(weights)  # ds
+            delta = torch.linalg.vecdot(weights, scores_gradient) - span.query(lse_gradient)[:, :, rows]
+            span.query(correction)[:, :, rows] = delta
+            scores_gradient.sub_(delta[..., None]).mul_(weights)  # ds
             if call.mask is not None:
                 call.mask.add_bias_gradients(bias_gradients, block, scores_gradient)
             if squashed is not None:

@@ -16,6 +16,7 @@ from .base import Kernel, Refusal
 
 __all__ = ["SdpaKernel"]
 
+_HALF = (torch.bfloat16, torch.float16)
 _MATH = 0  # SDPBackend.MATH as `torch._fused_sdp_choice` numbers it
 
 
@@ -38,6 +39,10 @@ class SdpaKernel(Kernel):
             reasons.append(Refusal("a size is 0"))
         if any(tensor.requires_grad for tensor in call.bias_tensors) and torch.is_grad_enabled():
             reasons.append(Refusal("its fused kernels give no gradient for a bias"))
+        if call.needs_gradients and call.query.device.type == "cpu" and call.query.dtype in _HALF:
+            reasons.append(
+                Refusal("on the CPU its half-precision backward is more than twice as inexact as the formula")
+            )
         if not reasons and not is_tracing() and not _is_fused(call):
             reasons.append(Refusal("PyTorch has no fused kernel for this call and would build (B, H, L, S)"))
         return tuple(reasons)

@@ -1,0 +1,260 @@
+"""`clearhead.nn.MultiheadAttention`: `torch.nn.MultiheadAttention` to the letter, on Clearhead's core."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention import attention
+from ..errors import ArgumentError, explain_problem, shape_text
+from ..weights import attention_weights
+from .convention import Sizes, hidden_mask
+from .errors import (
+    ArgumentAssertionError,
+    DTypeRuntimeError,
+    ShapeAssertionError,
+    ShapeRuntimeError,
+)
+
+__all__ = ["MultiheadAttention", "keep_off_fast_path"]
+
+
+def keep_off_fast_path(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Do nothing, as a forward pre-hook.
+
+    `nn.TransformerEncoderLayer` goes round its attention module in eval mode and computes from the module's
+    weights itself, unless a hook is attached. This is that hook; it says nothing else.
+    """
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with one numerical path for training and eval.
+
+    Signature, parameters, ``state_dict`` keys, initialisation under a seed and return values are PyTorch's. It
+    differs where PyTorch is wrong or contradicts itself:
+
+    * ``is_causal=True`` alone is causal, in training and eval. (PyTorch: ignored in eval, an error in training.)
+    * With an `attn_mask` as well, both hide. (PyTorch: a hint under which the mask may be dropped.)
+    * A query with every key hidden gives ``out_proj(0)`` and zero weights. (PyTorch: NaN; pytorch#41508.)
+    * Keys appended by `add_bias_kv` and `add_zero_attn` stay visible under every mask.
+    * Returned weights are those before dropout.
+    * `out_proj` is called as a module, so hooks, LoRA, pruning and parametrizations on it take effect.
+    * Masks may also be (N, L, S) or (N, H, L, S), and bool and float masks mix without a warning.
+
+    Args:
+        embed_dim: E, features of query and output.
+        num_heads: H; divides E.
+        dropout: probability that a weight is dropped in training. Default 0.
+        bias: whether the projections have a bias. Default True.
+        add_bias_kv: append one learned key and value. Default False.
+        add_zero_attn: append one key and value of zeros. Default False.
+        kdim: features of the key input. Default E.
+        vdim: features of the value input. Default E.
+        batch_first: (N, L, E) rather than (L, N, E). Default False.
+        device, dtype: of the parameters.
+
+    Raises:
+        ArgumentError: for sizes that are not positive or do not divide; also an `AssertionError` where PyTorch
+            raises one.
+
+    Example:
+        >>> import torch, clearhead
+        >>> attend = clearhead.nn.MultiheadAttention(12, 3, batch_first=True).eval()
+        >>> x = torch.randn(2, 5, 12)
+        >>> output, weights = attend(x, x, x, is_causal=True)
+        >>> output.shape, weights.shape, bool((weights.triu(1) == 0).all())
+        (torch.Size([2, 5, 12]), torch.Size([2, 5, 5]), True)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _require_sizes(embed_dim, num_heads, dropout)
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+        self.register_forward_pre_hook(keep_off_fast_path)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from `query` to `key` and mix `value`.
+
+        Args:
+            query: (L, N, E), (N, L, E) if ``batch_first``, or (L, E) without a batch.
+            key: (S, N, kdim), (N, S, kdim) or (S, kdim).
+            value: (S, N, vdim), (N, S, vdim) or (S, vdim).
+            key_padding_mask: (N, S), or (S,) without a batch; bool ``True`` = hidden, or float, added to scores.
+            need_weights: also return the weights. Default True.
+            attn_mask: (L, S), (N·H, L, S), (N, L, S) or (N, H, L, S); bool ``True`` = hidden, or float, added.
+            average_attn_weights: average the weights over heads. Default True.
+            is_causal: query i sees keys j ≤ i only, besides what the masks hide. Default False.
+
+        Returns:
+            Output in the layout of `query`, and the weights (N, L, S′), (N, H, L, S′) if not averaged, without N for
+            unbatched inputs, or ``None``; S′ counts appended keys too.
+
+        Raises:
+            ShapeError, DTypeError: which are also instances of what PyTorch raises in the same place.
+        """
+        _require_inputs(self, query, key, value)
+        unbatched = query.dim() == 2
+        q, k, v = (self._batch_first(x, unbatched) for x in self._project(query, key, value))  # (N, L or S, E)
+        if key_padding_mask is not None and unbatched and key_padding_mask.dim() == 1:
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        length, keys = q.shape[1], k.shape[1]
+        k, v = self._append(k, v)
+        sizes = Sizes(q.shape[0], self.num_heads, length, keys, k.shape[1] - keys)
+        mask = hidden_mask(attn_mask, key_padding_mask, is_causal, sizes)
+        q, k, v = (self._split(x) for x in (q, k, v))  # (N, H, L or S, D)
+        mixed = attention(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)  # (N, H, L, D)
+        output = self.out_proj(self._merge(mixed, unbatched))
+        if not need_weights:
+            return output, None
+        weights = attention_weights(q, k, mask, average_attn_weights=average_attn_weights).to(output.dtype)
+        return output, weights.squeeze(0) if unbatched else weights
+
+    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value times their parts of the packed weight, in one product where inputs are one tensor."""
+        bias = self.in_proj_bias
+        if self.in_proj_weight is None:
+            biases = (None, None, None) if bias is None else bias.chunk(3)
+            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            pairs = zip((query, key, value), separate, biases, strict=True)
+            q, k, v = (F.linear(x, cast(Tensor, weight), b) for x, weight, b in pairs)
+            return q, k, v
+        weight, size = self.in_proj_weight, self.embed_dim
+        if query is key and key is value:
+            q, k, v = F.linear(query, weight, bias).chunk(3, -1)
+            return q, k, v
+        q = F.linear(query, weight[:size], None if bias is None else bias[:size])
+        if key is value:
+            k, v = F.linear(key, weight[size:], None if bias is None else bias[size:]).chunk(2, -1)
+            return q, k, v
+        k = F.linear(key, weight[size : 2 * size], None if bias is None else bias[size : 2 * size])
+        v = F.linear(value, weight[2 * size :], None if bias is None else bias[2 * size :])
+        return q, k, v
+
+    def _batch_first(self, x: Tensor, unbatched: bool) -> Tensor:
+        if unbatched:
+            return x.unsqueeze(0)
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the learned key and value, then the zero ones, as the module has them: (N, S, E) → (N, S′, E)."""
+        batch = k.shape[0]
+        if self.bias_k is not None and self.bias_v is not None:
+            k = torch.cat([k, self.bias_k.to(k.dtype).expand(batch, 1, -1)], 1)
+            v = torch.cat([v, self.bias_v.to(v.dtype).expand(batch, 1, -1)], 1)
+        if self.add_zero_attn:
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+        return k, v
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # (N, H, L, D)
+
+    def _merge(self, mixed: Tensor, unbatched: bool) -> Tensor:
+        """(N, H, L, D) → the layout of the query, heads side by side."""
+        if unbatched:
+            return mixed.squeeze(0).transpose(0, 1).flatten(-2)  # (L, E)
+        if self.batch_first:
+            return mixed.transpose(1, 2).flatten(-2)  # (N, L, E)
+        return mixed.permute(2, 0, 1, 3).flatten(-2)  # (L, N, E)
+
+
+def _require_sizes(embed_dim: int, num_heads: int, dropout: float) -> None:
+    for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads)):
+        if value <= 0:
+            raise ArgumentError(explain_problem(name, expected="an int ≥ 1", got=str(value)))
+    if embed_dim % num_heads:
+        raise ArgumentAssertionError(
+            explain_problem("embed_dim", expected=f"a multiple of num_heads = {num_heads}", got=str(embed_dim))
+        )
+    if not 0 <= dropout <= 1:
+        raise ArgumentError(explain_problem("dropout", expected="a probability in [0, 1]", got=str(dropout)))
+
+
+def _require_inputs(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise what PyTorch raises, with a text that says what to do."""
+    tensors = {"query": query, "key": key, "value": value}
+    shapes = ", ".join(f"{name} {shape_text(x.shape)}" for name, x in tensors.items()) if not query.is_nested else ""
+    if any(x.is_nested for x in tensors.values()):
+        raise ShapeAssertionError(
+            explain_problem(
+                "query, key, value",
+                expected="plain tensors",
+                got="nested tensors",
+                fix="In a model with nn.TransformerEncoder, clearhead.upgrade(model) turns its nested tensors off.",
+            )
+        )
+    if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
+        raise ShapeAssertionError(
+            explain_problem("query, key, value", expected="all three-dimensional, or all two-dimensional", got=shapes)
+        )
+    if query.shape[-1] != module.embed_dim:
+        raise ShapeAssertionError(
+            explain_problem("query", expected=f"{module.embed_dim} features", got=shape_text(query.shape))
+        )
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ShapeAssertionError(explain_problem("key, value", expected="equal lengths and batch sizes", got=shapes))
+    for name, x, features in (("key", key, module.kdim), ("value", value, module.vdim)):
+        if x.shape[-1] != features:
+            error = ShapeAssertionError if module.in_proj_weight is not None else ShapeRuntimeError
+            raise error(explain_problem(name, expected=f"{features} features", got=shape_text(x.shape)))
+    batch_dim = 0 if module.batch_first else 1
+    if query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
+        raise ShapeRuntimeError(
+            explain_problem(
+                "query, key",
+                expected=f"equal batch sizes N in dimension {batch_dim}",
+                got=shapes,
+                fix=f"This module has batch_first={module.batch_first}.",
+            )
+        )
+    _require_dtypes(module, tensors)
+
+
+def _require_dtypes(module: MultiheadAttention, tensors: dict[str, Tensor]) -> None:
+    weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
+    dtype = cast(Tensor, weight).dtype
+    for name, x in tensors.items():
+        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+            continue
+        if x.dtype != dtype:
+            raise DTypeRuntimeError(
+                explain_problem(
+                    name, expected=f"the module's dtype {dtype}", got=str(x.dtype), fix=f"Convert it with .to({dtype})."
+                )
+            )
