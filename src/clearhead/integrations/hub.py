@@ -1,0 +1,105 @@
+"""Read other people's models with transformers: safetensors only, no code of theirs, and no noise."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, explain_problem
+
+__all__ = ["read_model", "shortened", "without_noise"]
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def read_model(name: str, *, notify: Callable[[str], None]) -> tuple[Any, Any]:
+    """Read a model without its task's head, in float32 and with eager attention, and its tokenizer.
+
+    Args:
+        name: a folder, or a name on the Hugging Face hub; the local cache is asked before the network.
+        notify: called with a sentence before anything is downloaded.
+
+    Raises:
+        ArgumentError: if there is no such model, or transformers cannot read it.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _from_pretrained(str(folder), local=True)
+    if folder.exists() or not HUB_NAME.fullmatch(name):
+        raise _unknown_model(name, "a file" if folder.exists() else "no such folder")
+    return _from_hub(name, notify)
+
+
+@contextlib.contextmanager
+def without_noise() -> Generator[None]:
+    """Keep transformers and its hub from writing warnings and progress bars; leave its settings as they were."""
+    from huggingface_hub.utils import logging as hub_logging
+    from transformers.utils import logging
+
+    verbosities = [(module, module.get_verbosity()) for module in (logging, hub_logging)]
+    bars = logging.is_progress_bar_enabled()
+    for module, _ in verbosities:
+        module.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for module, verbosity in verbosities:
+            module.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _from_hub(name: str, notify: Callable[[str], None]) -> tuple[Any, Any]:
+    try:
+        return _from_pretrained(name, local=True)
+    except ArgumentError:
+        notify(f"{name} is not on this machine; asking the Hugging Face hub for it.")
+        _require_on_hub(name)
+        return _from_pretrained(name, local=False)
+
+
+def _require_on_hub(name: str) -> None:
+    """One quick question, because transformers asks for minutes where there is no network."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name, timeout=10)
+    except RepositoryNotFoundError as error:
+        raise _unknown_model(name, "no folder here and no public model there") from error
+    except Exception as error:  # whatever the network or the settings for it make of it
+        reason = shortened(str(error), 80)
+        raise _unknown_model(name, f"no folder here and no answer from the hub ({reason})") from error
+
+
+def _from_pretrained(path: str, *, local: bool) -> tuple[Any, Any]:
+    from transformers import AutoModel, AutoTokenizer
+
+    options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
+    with without_noise():
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, **options)
+            model = AutoModel.from_pretrained(
+                path, use_safetensors=True, dtype=torch.float32, attn_implementation="eager", **options
+            )
+        except Exception as error:  # transformers lets through whatever its readers raise
+            reason = shortened(str(error) or type(error).__name__, 200)
+            raise _unknown_model(path, f"this from transformers: {reason}") from error
+    return model, tokenizer
+
+
+def _unknown_model(name: str, got: str) -> ArgumentError:
+    expected = "a folder with config.json, a tokenizer and model.safetensors, or a model's name on the Hugging Face hub"
+    return ArgumentError(explain_problem(f"model {name}", expected=expected, got=got))
+
+
+def shortened(text: str, longest: int) -> str:
+    """Put a text of others on one line of at most `longest` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 1] + "…"

@@ -1,0 +1,277 @@
+"""Clearhead as an attention implementation of Hugging Face transformers; importing this module registers it.
+
+    import clearhead.integrations.transformers
+
+    model.set_attn_implementation("clearhead")
+    outputs = model(**inputs, output_attentions=True)
+
+Models then compute with `clearhead.attention`, grouped heads are never copied out, and ``output_attentions=True``
+in the call returns the exact weights (before dropout), which are built only when they are asked for.
+(``config.output_attentions = True`` is refused by transformers for everything but ``eager``.)
+
+What the mask argument means here:
+
+* A mask that arrives is the whole truth: transformers has already put the causal, window and padding patterns in.
+* ``None`` comes from `make_mask` below only where all that is hidden is the future, with the last query
+  aligned to the last key. So ``None`` is causal if the call or the module says so, bottom right aligned.
+* Where nothing is hidden at all, a mask of one ``True``, expanded, arrives instead of ``None``. Modules that do
+  not say whether they are causal could not tell the two apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.utils import output_capturing
+
+from .. import attention, attention_weights, masks
+from ..errors import ArgumentError, DTypeError, MaskTypeError, ShapeError, explain_problem, shape_text
+from ..tracing import is_tracing
+
+__all__ = ["attention_forward", "make_mask", "register"]
+
+NAME = "clearhead"
+
+# Models pass these to every attention function. They steer caches, outputs, losses or other kernels' settings, and
+# transformers' own eager attention ignores each of them as well.
+WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "encoder_hidden_states",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "seq_idx",
+        "use_cache",
+    }
+)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    output_attentions: bool | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute one attention layer of a transformers model; transformers calls it, under the name ``clearhead``.
+
+    Args:
+        module: the layer; its ``is_causal`` (default ``True``, as for ``sdpa``) counts where nothing else says it.
+        query: (B, H, L, D); a batch of 1 is expanded to the keys' batch.
+        key, value: (B, Hkv, S, D) and (B, Hkv, S, Dv), grouped heads not repeated.
+        attention_mask: bool (``True`` = may attend) or additive, (B or 1, H or 1, L or 1, S). Its dtype's lowest
+            number hides, as −inf does.
+        scaling: factor of q·k, 1/√D by default.
+        dropout: probability, used while the module trains.
+        softcap: c of c·tanh(s/c).
+        s_aux: (H,) sink logits.
+        sliding_window: without a mask, keys further than ``sliding_window`` − 1 positions away are hidden.
+        is_causal: without a mask, hide the future (``True``) or nothing (``False``).
+        position_bias: added to the scores, (B or 1, H or 1, L or 1, S).
+        cu_seq_lens_q, cu_seq_lens_k: (n + 1,) boundaries of sequences packed into one row.
+        output_attentions: return the weights too.
+
+    Returns:
+        The output (B, L, H, Dv), and the weights (B, H, L, S) in the query's dtype where they are asked for.
+
+    Raises:
+        ArgumentError: for a keyword that would change the result and is not supported, by name.
+        DTypeError, MaskTypeError, ShapeError: for a mask that cannot be read.
+    """
+    _refuse_unknown(others)
+    query, key, value = _same_batch(query, key, value)
+    shared: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if attention_mask is not None:
+        pattern = _given_mask(attention_mask)
+    else:
+        pattern = _causal(module, query, key, is_causal)
+        if sliding_window is not None and sliding_window < key.shape[2]:
+            pattern = _both(pattern, masks.window(sliding_window - 1, sliding_window - 1))
+            shared |= _last_positions(query, key)
+    if position_bias is not None:
+        pattern = _both(pattern, masks.bias(position_bias))
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        pattern = _both(pattern, _packed(query, key, cu_seq_lens_q, cu_seq_lens_k))
+    dropout_p = dropout if module.training else 0.0
+    output = attention(query, key, value, pattern, dropout_p=dropout_p, **shared)
+    output = output.transpose(1, 2).contiguous()  # (B, L, H, Dv)
+    if not _weights_wanted(module, output_attentions):
+        return output, None
+    return output, attention_weights(query, key, pattern, **shared).to(query.dtype)
+
+
+def make_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    allow_is_causal_skip: bool = True,
+    device: torch.device | str = "cpu",
+    **rest: Any,
+) -> Tensor | None:
+    """Build the mask of a transformers model for `attention_forward`; transformers calls it.
+
+    Args:
+        batch_size, q_length, kv_length: B, L and S.
+        q_offset, kv_offset: absolute position of the first query and of the first key.
+        allow_is_causal_skip: whether the model lets a plain causal mask be left out.
+        device: where the mask is made.
+        rest: what else describes the mask, as for transformers' own ``sdpa_mask``.
+
+    Returns:
+        A bool mask (B, 1, L, S), ``True`` = may attend; or ``None`` if it is causal, hides nothing else, and the last
+        query stands at the last key. With a static cache the keys reach further: the mask is then built.
+    """
+    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    mask = sdpa_mask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,  # type: ignore[arg-type]  (static caches give a tensor)
+        kv_offset=kv_offset,
+        allow_is_causal_skip=allow_is_causal_skip and aligned,
+        device=device,
+        **rest,
+    )
+    if mask is None and not allow_is_causal_skip:
+        return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
+    return mask
+
+
+def register() -> None:
+    """Make ``clearhead`` a name that ``model.set_attn_implementation`` knows; importing this module does it."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def _refuse_unknown(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if value is None or name in WITHOUT_EFFECT:
+            continue
+        raise ArgumentError(
+            explain_problem(
+                name,
+                expected="no keyword that Clearhead's attention for transformers does not know",
+                got=f"a {type(value).__name__} from the model",
+                fix='It may change the result, so it is not ignored. Use model.set_attn_implementation("eager").',
+            )
+        )
+
+
+def _same_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Expand a batch of 1 (learned queries, shared keys) to the others' size."""
+    batch = max(tensor.shape[0] for tensor in tensors)
+    return tuple(t.expand(batch, -1, -1, -1) if t.shape[0] == 1 < batch else t for t in tensors)
+
+
+def _causal(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> masks.Mask | None:
+    length, keys = query.shape[2], key.shape[2]
+    wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if not wanted or length == 1:
+        return None
+    return masks.causal("bottom_right" if length < keys else "top_left")
+
+
+def _given_mask(given: Tensor) -> masks.Mask | None:
+    if not isinstance(given, Tensor):
+        raise MaskTypeError(explain_problem("attention_mask", expected="a tensor or None", got=type(given).__name__))
+    if given.dtype == torch.bool:
+        return None if _hides_nothing(given) else masks.keep(given)
+    if given.is_floating_point():
+        # transformers writes "hidden" as the lowest number of the dtype.
+        lowest = torch.finfo(given.dtype).min
+        return masks.bias(given.masked_fill(given <= lowest, float("-inf")))
+    raise DTypeError(
+        explain_problem(
+            "attention_mask",
+            expected="a bool mask (True = may attend) or an additive float mask",
+            got=f"{given.dtype} of shape {shape_text(given.shape)}",
+            fix="Give 4-D masks as bool.",
+        )
+    )
+
+
+def _hides_nothing(given: Tensor) -> bool:
+    """Recognise the one expanded ``True`` that `make_mask` makes, without looking through a whole mask."""
+    if is_tracing() or given.numel() == 0 or any(given.stride()):
+        return False
+    return bool(given.flatten()[0])
+
+
+def _packed(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tensor | None) -> masks.Mask:
+    """Hide the other sequences of a packed row; boundaries 0, n₁, n₁ + n₂, … as flash attention takes them."""
+    length = query.shape[2]
+    same = starts_q is starts_k or (starts_q is not None and starts_k is not None and torch.equal(starts_q, starts_k))
+    if starts_q is None or not same or query.shape[0] != 1 or key.shape[2] != length:
+        raise ShapeError(
+            explain_problem(
+                "cu_seq_lens_q, cu_seq_lens_k",
+                expected="the same boundaries for queries and keys, one packed row (B = 1, L = S)",
+                got=f"query {shape_text(query.shape)}, key {shape_text(key.shape)}",
+                fix="Pass position_ids or an attention_mask instead.",
+            )
+        )
+    positions = torch.arange(length, device=query.device)
+    return masks.documents(torch.searchsorted(starts_q.to(query.device), positions, right=True))
+
+
+def _last_positions(query: Tensor, key: Tensor) -> dict[str, Tensor]:
+    """Where the queries stand if the last one is at the last key."""
+    length, keys = query.shape[2], key.shape[2]
+    return {"query_positions": torch.arange(keys - length, keys, device=query.device)} if length < keys else {}
+
+
+def _both(first: masks.Mask | None, second: masks.Mask) -> masks.Mask:
+    return second if first is None else first & second
+
+
+def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
+    """Whether the caller of the model asked for weights.
+
+    Most models hand ``output_attentions`` down; some (SigLIP, GPT-2's cross-attention) only let transformers' hooks
+    collect what the attention function returns, so the hooks' collector is asked as well.
+    """
+    if output_attentions is not None:
+        return bool(output_attentions)
+    collected = _hooked_outputs()
+    if collected is None:
+        return bool(getattr(getattr(module, "config", None), "output_attentions", False))
+    return any(name.endswith("attentions") for name in collected)
+
+
+def _hooked_outputs() -> dict[str, list[Any]] | None:
+    # transformers has no public name for it; without it, the models that hand nothing down return no weights.
+    collector = getattr(output_capturing, "_active_collector", None)
+    if collector is None or (torch.compiler.is_compiling() and not collector.compiling):
+        return None
+    return collector.get()
+
+
+register()

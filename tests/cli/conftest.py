@@ -1,0 +1,57 @@
+"""Small models in folders, as `--model` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from tests.integrations.architectures import GROUPED, SMALL, VOCABULARY
+
+WORDS = ["the", "animal", "did", "not", "cross", "street", "because", "it", "was", "too", "tired", "and", ",", "."]
+
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
+    "mpnet": ("MPNetModel", "MPNetConfig", SMALL),
+    "t5": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4},
+    ),
+    "clip": (
+        "CLIPModel",
+        "CLIPConfig",
+        {"text_config": SMALL, "vision_config": {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}},
+    ),
+}
+
+
+def save_tokenizer(folder: Path) -> None:
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function from the name of a kind of model to a folder with a small random one and a tokenizer."""
+    made: dict[str, Path] = {}
+
+    def folder_for(kind: str) -> Path:
+        if kind not in made:
+            model_name, config_name, options = KINDS[kind]
+            made[kind] = tmp_path_factory.mktemp(f"small-{kind}")
+            config = getattr(transformers, config_name)(**options)
+            getattr(transformers, model_name)(config).save_pretrained(made[kind])
+            save_tokenizer(made[kind])
+        return made[kind]
+
+    return folder_for

@@ -1,0 +1,85 @@
+"""`clearhead doctor` on the command line: text, JSON and the exit code."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+import clearhead
+from clearhead.cli import doctor as command
+from clearhead.cli.app import main
+from clearhead.inspection import doctor as inspection
+from clearhead.inspection.doctor_cases import CASES
+from clearhead.kernels.chunked import ChunkedKernel
+
+
+@pytest.fixture(autouse=True)
+def _few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = [case for case in CASES if case.name in ("causal", "soft-cap + sinks")]
+    monkeypatch.setattr(inspection, "CASES", [replace(case, dtypes=(torch.float64, torch.float32)) for case in few])
+
+
+@pytest.fixture
+def broken_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy = ChunkedKernel.run
+
+    def broken(self: ChunkedKernel, call: object) -> tuple:
+        output, lse = healthy(self, call)
+        return output + 1, lse
+
+    monkeypatch.setattr(ChunkedKernel, "run", broken)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", *arguments])
+
+
+def test_a_healthy_machine_exits_with_0() -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == "all well: 10 ok, 2 refused, 0 failed"
+    assert f"torch         {torch.__version__}" in result.stdout
+    assert result.stderr == ""
+
+
+@pytest.mark.usefixtures("broken_kernel")
+def test_a_broken_kernel_exits_with_1_and_is_named() -> None:
+    result = run()
+    assert result.exit_code == 1
+    assert "chunked, causal, float32: error of the output" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("not well: 6 ok, 2 refused, 4 failed.")
+
+
+def test_json() -> None:
+    result = run("--json")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["passed"] is True
+    assert report["versions"]["clearhead"] == clearhead.__version__
+    assert {check["status"] for check in report["checks"]} == {"ok", "refused"}
+
+
+@pytest.mark.usefixtures("broken_kernel")
+def test_json_of_a_broken_kernel_exits_with_1_too() -> None:
+    result = run("--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["passed"] is False
+
+
+@pytest.mark.usefixtures("broken_kernel")
+def test_a_terminal_gets_the_same_findings_untruncated_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "CASES", CASES)
+    monkeypatch.setattr(
+        command, "Console", lambda **options: Console(force_terminal=True, color_system=None, width=80, **options)
+    )
+    result = run()
+    assert result.exit_code == 1
+    assert "versions" in result.stdout
+    assert "…" not in result.stdout
+    for text in ("reference soft-cap + sinks", "refused", "FAIL", "sdpa refuses soft-cap + sinks"):
+        assert text in result.stdout

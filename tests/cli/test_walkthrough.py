@@ -1,0 +1,89 @@
+"""`clearhead walkthrough` on the command line: the example, its options, and one readable line for bad ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from clearhead.cli.app import main
+
+
+def run(*arguments: str, charset: str = "utf-8") -> Result:
+    return CliRunner(charset=charset).invoke(main, ["walkthrough", *arguments])
+
+
+def test_the_example_has_a_different_size_for_every_letter_it_can() -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert "(B, H, L, D) = (2, 3, 5, 4)" in result.stdout
+    assert "(B, L, E) = (2, 5, 12)" in result.stdout
+    assert "No mask was given" in result.stdout
+    assert result.stderr == ""
+
+
+def test_the_steps_and_the_module_agree() -> None:
+    last = run("--causal").stdout.rstrip().splitlines()[-1]
+    assert last.startswith("Largest difference between these steps and module(query, …) itself: ")
+    assert float(last.split(": ")[1].rstrip(".")) < 1e-5
+
+
+def test_the_text_is_the_same_every_time_and_leaves_the_generator_alone() -> None:
+    state = torch.get_rng_state()
+    assert run().stdout == run().stdout
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_causal_hides_later_tokens() -> None:
+    assert "hides 60 of 150 scores" in " ".join(run("--causal").stdout.split())
+
+
+def test_chinese() -> None:
+    result = run("--lang", "zh", "--causal")
+    assert result.exit_code == 0
+    for term in ("多头注意力", "查询", "缩放点积", "掩码", "加权求和", "输出投影"):
+        assert term in result.stdout
+
+
+def test_the_sizes_are_options() -> None:
+    options = ("--embed-dim", "20", "--num-heads", "4", "--num-kv-heads", "2", "--length", "7", "--batch-size", "3")
+    result = run(*options)
+    assert "(B, H, L, D) = (3, 4, 7, 5)" in result.stdout
+    assert "(B, Hkv, S, D) = (3, 2, 7, 5)" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--embed-dim", "13"), "clearhead: --embed-dim: expected a multiple of --num-heads 3, got 13."),
+        (("--num-kv-heads", "2"), "clearhead: --num-kv-heads: expected a divisor of --num-heads 3, got 2."),
+        (("--num-heads", "0"), "clearhead: --num-heads: expected 1 or more, got 0."),
+        (("--length", "-4"), "clearhead: --length: expected 1 or more, got -4."),
+        (("--batch-size", "0"), "clearhead: --batch-size: expected 1 or more, got 0."),
+        (("--lang", "fr"), "clearhead: --lang: expected en or zh, got 'fr'."),
+        (
+            ("--length", "100000"),
+            "clearhead: --embed-dim, --num-heads, --length, --batch-size: expected an example whose tensors hold at "
+            "most 50,000,000 numbers, got one of 60,000,000,000. Choose smaller sizes.",
+        ),
+    ],
+)
+def test_bad_options_give_one_line_and_exit_code_2(arguments: tuple[str, ...], line: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr == line + "\n"
+    assert result.stdout == ""
+
+
+def test_a_length_that_is_no_number_gives_one_line() -> None:
+    result = run("--length", "few")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("clearhead: Invalid value for '--length': ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_an_output_that_cannot_hold_chinese_gives_one_line() -> None:
+    result = run("--lang", "zh", charset="latin-1")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("clearhead: the output's encoding (latin-1) has no sign for '\\u9010'.")
+    assert "PYTHONIOENCODING" in result.stderr

@@ -1,0 +1,318 @@
+"""The walkthrough shows the numbers the module really computes, with shapes that are really there."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead
+from clearhead import MultiHeadAttention, masks
+from clearhead.errors import ArgumentError, DTypeError, ShapeError
+from clearhead.inspection.walkthrough import Walkthrough, walkthrough
+from clearhead.inspection.walkthrough_text import CHINESE, ENGLISH
+
+B, H, L, S, D = 2, 6, 5, 7, 4
+E = H * D
+
+
+@dataclass(frozen=True)
+class Setting:
+    module: Callable[[], MultiHeadAttention]
+    shapes: tuple[tuple[int, ...], ...]
+    mask: Callable[[], object] = lambda: None
+
+    def run(self, dtype: torch.dtype = torch.float64, language: str = "en") -> tuple[Walkthrough, tuple[Tensor, ...]]:
+        """Returns the walkthrough, and the module's own output and weights (per head) in evaluation mode."""
+        torch.manual_seed(3)
+        module = self.module().to(dtype).eval()
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.3)
+        inputs = [torch.randn(shape, dtype=torch.float64).to(dtype) for shape in self.shapes]
+        mask = self.mask()
+        walk = walkthrough(module, *inputs, mask=mask, language=language)
+        with torch.no_grad():
+            answer = module(*inputs, mask=mask, need_weights=True, average_attn_weights=False)
+        return walk, answer
+
+
+def bias_with_minus_infinity() -> masks.Mask:
+    bias = torch.linspace(-2, 2, H * L * L, dtype=torch.float64).reshape(1, H, L, L).clone()
+    bias[0, 2, 3] = float("-inf")
+    return masks.bias(bias)
+
+
+SELF = ((B, L, E),)
+CROSS = ((B, L, E), (B, S, 11), (B, S, 13))
+SETTINGS = {
+    "self": Setting(lambda: MultiHeadAttention(E, H), SELF),
+    "causal": Setting(lambda: MultiHeadAttention(E, H), SELF, masks.causal),
+    "no bias, own scale": Setting(lambda: MultiHeadAttention(E, H, bias=False, scale=0.3), SELF),
+    "wide heads": Setting(lambda: MultiHeadAttention(E, H, head_dim=3), SELF, lambda: masks.window(1, 2)),
+    "cross": Setting(
+        lambda: MultiHeadAttention(E, H, kdim=11, vdim=13), CROSS, lambda: masks.lengths(torch.tensor([7, 3]))
+    ),
+    "key is value": Setting(lambda: MultiHeadAttention(E, H), ((B, L, E), (B, S, E))),
+    "query dim": Setting(lambda: MultiHeadAttention(E, H, qdim=19), ((B, L, 19), (B, S, E))),
+    "grouped": Setting(lambda: MultiHeadAttention(E, H, num_kv_heads=2), SELF, masks.causal),
+    "one key head": Setting(lambda: MultiHeadAttention(E, H, num_kv_heads=1, kdim=11, vdim=13), CROSS),
+    "hidden item": Setting(lambda: MultiHeadAttention(E, H), SELF, lambda: masks.lengths(torch.tensor([0, 4]))),
+    "bias": Setting(lambda: MultiHeadAttention(E, H), SELF, lambda: masks.causal() & bias_with_minus_infinity()),
+    "bool tensor": Setting(lambda: MultiHeadAttention(E, H), SELF, lambda: torch.eye(L, dtype=torch.bool)),
+    "per head": Setting(
+        lambda: MultiHeadAttention(E, H), SELF, lambda: masks.where(lambda b, h, q, k: (q + k) % (h + 1) == 1)
+    ),
+    "no batch": Setting(lambda: MultiHeadAttention(E, H), ((L, E),), masks.causal),
+    "one token": Setting(lambda: MultiHeadAttention(E, H), ((1, 1, E),)),
+}
+every_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
+
+
+def size_of(symbol: str, sizes: dict[str, int]) -> int:
+    return math.prod(sizes[letter] for letter in symbol.split("·"))
+
+
+@every_setting
+def test_the_numbers_are_those_of_the_module(setting: Setting) -> None:
+    walk, (output, weights) = setting.run()
+    torch.testing.assert_close(walk.output.reshape(output.shape), output, rtol=0, atol=1e-10)
+    torch.testing.assert_close(walk["softmax"].tensor.reshape(weights.shape), weights, rtol=0, atol=1e-10)
+    assert walk.steps[-1].tensor is walk.output
+    assert walk.difference <= 1e-10
+    assert walk.agrees
+
+
+@every_setting
+def test_every_shape_is_the_one_that_is_named(setting: Setting) -> None:
+    walk, _ = setting.run()
+    for step in walk.steps:
+        symbols = step.symbols.strip("()").split(", ")
+        assert step.shape == tuple(step.tensor.shape), step.name
+        assert step.shape == tuple(size_of(symbol, dict(walk.sizes)) for symbol in symbols), step.name
+
+
+@every_setting
+def test_both_languages_tell_the_same_steps(setting: Setting) -> None:
+    english, _ = setting.run(language="en")
+    chinese, _ = setting.run(language="zh")
+    assert [(step.name, step.symbols, step.shape) for step in english.steps] == [
+        (step.name, step.symbols, step.shape) for step in chinese.steps
+    ]
+    for ours, theirs in zip(english.steps, chinese.steps, strict=True):
+        assert torch.equal(ours.tensor, theirs.tensor)
+        assert re.search(r"[一-鿿]", theirs.meaning)
+        assert not re.search(r"[一-鿿]", ours.meaning + ours.title)
+
+
+@every_setting
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_page_has_every_step_and_no_gaps(setting: Setting, language: str) -> None:
+    walk, _ = setting.run(language=language)
+    page = str(walk)
+    for number, step in enumerate(walk.steps, 1):
+        assert f"\n{number}. {step.title}\n" in page
+        assert f"{step.symbols} = {tuple(step.shape)}" in page
+        assert step.formula in page
+    assert not re.search(r"[{}]", page)
+    assert max(map(len, page.splitlines())) <= 96
+
+
+def test_the_steps_come_in_the_order_of_the_computation() -> None:
+    walk, _ = SETTINGS["grouped"].run()
+    assert [step.name for step in walk.steps] == [
+        "input",
+        "query_projection",
+        "key_projection",
+        "value_projection",
+        "query_heads",
+        "key_heads",
+        "value_heads",
+        "shared_heads",
+        "scores",
+        "mask",
+        "softmax",
+        "weighted_sum",
+        "merge",
+        "output_projection",
+    ]
+
+
+def test_every_step_explains_the_letters_of_its_shape() -> None:
+    walk, _ = SETTINGS["cross"].run()
+    page = str(walk)
+    assert "Ek  = 11   key input dim" in page
+    for step in walk.steps:
+        letters = dict.fromkeys(re.findall(r"[A-Za-z]+", step.symbols))
+        legend = ", ".join(f"{letter} {ENGLISH.letters[letter]}" for letter in letters)
+        assert re.search(rf"{re.escape(str(step.shape))}\n +{legend}\n", page), step.name
+
+
+def test_chinese_uses_the_terms_of_chinese_textbooks() -> None:
+    page = str(SETTINGS["grouped"].run(language="zh")[0])
+    terms = ["查询", "键", "值", "多头注意力", "缩放点积", "掩码", "加权求和", "输出投影", "线性投影", "分组查询注意力"]
+    assert [term for term in terms if term not in page] == []
+
+
+def test_both_languages_have_the_same_entries() -> None:
+    assert ENGLISH.letters.keys() == CHINESE.letters.keys()
+    assert ENGLISH.steps.keys() == CHINESE.steps.keys()
+    assert ENGLISH.phrases.keys() == CHINESE.phrases.keys()
+
+
+def test_the_chinese_page_can_be_written_in_gbk() -> None:
+    for setting in SETTINGS.values():
+        str(setting.run(language="zh")[0]).encode("gbk")
+
+
+def test_the_mask_step_counts_what_is_hidden() -> None:
+    walk, _ = SETTINGS["causal"].run()
+    assert f"hides {B * H * L * (L - 1) // 2} of {B * H * L * L} scores" in walk["mask"].meaning
+    assert torch.equal(walk["mask"].tensor.isneginf(), torch.ones(L, L).triu(1).bool().expand(B, H, L, L))
+
+
+def test_without_a_mask_the_mask_step_says_so() -> None:
+    walk, _ = SETTINGS["self"].run()
+    assert "No mask was given" in walk["mask"].meaning
+    assert torch.equal(walk["mask"].tensor, walk["scores"].tensor)
+
+
+def test_grouped_heads_are_explained() -> None:
+    walk, _ = SETTINGS["grouped"].run()
+    step = walk["shared_heads"]
+    assert "query heads 0–2 use key/value head 0, query heads 3–5 use key/value head 1" in step.meaning
+    assert torch.equal(step.tensor[:, 4], walk["key_heads"].tensor[:, 1])
+    assert "shared_heads" not in [step.name for step in SETTINGS["self"].run()[0].steps]
+
+
+def test_queries_that_see_nothing_are_pointed_out() -> None:
+    torch.manual_seed(5)
+    module = MultiHeadAttention(E, H).double().eval()
+    nn.init.normal_(module.out_proj.bias)
+    walk = walkthrough(module, torch.randn(B, L, E).double(), mask=masks.lengths(torch.tensor([3, 0])))
+    assert torch.equal(walk.hidden_rows, torch.tensor([False, True])[:, None, None].expand(B, H, L))
+    assert torch.count_nonzero(walk["softmax"].tensor[1]) == 0
+    assert torch.equal(walk.output[1], module.out_proj.bias.expand(L, E))
+    page = " ".join(str(walk).split())
+    assert f"in {H * L} of the {B * H * L} rows of scores the query sees no key at all" in page
+    assert "batch 1, query 0, every head" in page
+    assert "out_proj(0)" in page
+
+
+def test_a_query_hidden_in_one_head_only_is_named_with_its_head() -> None:
+    page = " ".join(str(SETTINGS["bias"].run()[0]).split())
+    assert "(batch 0, head 2, query 3; batch 1, head 2, query 3)" in page
+
+
+def test_nothing_is_said_about_hidden_queries_when_there_are_none() -> None:
+    walk, _ = SETTINGS["causal"].run()
+    assert not walk.hidden_rows.any()
+    assert "no key at all" not in str(walk)
+
+
+def test_training_mode_is_named_left_out_and_put_back() -> None:
+    module = MultiHeadAttention(E, H, dropout=0.5).double()
+    module.out_proj.eval()
+    inputs = torch.randn(B, L, E).double()
+    walk = walkthrough(module, inputs)
+    assert module.training
+    assert not module.out_proj.training
+    torch.testing.assert_close(walk.output, module.eval()(inputs), rtol=0, atol=1e-10)
+    assert walk.training
+    assert "training mode" in str(walk)
+    assert "训练模式" in str(walkthrough(module.train(), inputs, language="zh"))
+    assert "training mode" not in str(walkthrough(module.eval(), inputs))
+
+
+def test_the_mode_is_put_back_after_an_error() -> None:
+    module = MultiHeadAttention(E, H, dropout=0.5)
+    with pytest.raises(ShapeError):
+        walkthrough(module, torch.randn(B, L, E + 1))
+    assert module.training
+
+
+def test_replaced_projections_are_called_and_named() -> None:
+    class Doubled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * self.inner(x)
+
+    module = MultiHeadAttention(E, H).double().eval()
+    module.v_proj = Doubled(module.v_proj)
+    inputs = torch.randn(B, L, E).double()
+    walk = walkthrough(module, inputs)
+    torch.testing.assert_close(walk.output, module(inputs), rtol=0, atol=1e-10)
+    assert walk["value_projection"].formula == "v = Doubled(query)"
+
+
+def test_a_module_that_does_more_is_noticed() -> None:
+    class Shifted(MultiHeadAttention):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs) + 0.25
+
+    walk = walkthrough(Shifted(E, H).eval(), torch.randn(B, L, E))
+    assert walk.difference == pytest.approx(0.25, abs=1e-5)
+    assert not walk.agrees
+    assert "these steps do not show" in " ".join(str(walk).split())
+
+
+def test_nan_in_padding_stays_out() -> None:
+    module = MultiHeadAttention(E, H).double().eval()
+    memory = torch.randn(B, S, E).double()
+    memory[0, 3:] = float("nan")
+    walk = walkthrough(module, torch.randn(B, L, E).double(), memory, mask=masks.lengths(torch.tensor([3, S])))
+    assert walk.output.isfinite().all()
+    assert walk.agrees
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_other_dtypes_agree_with_the_module(dtype: torch.dtype) -> None:
+    walk, (output, _) = SETTINGS["causal"].run(dtype)
+    assert walk.output.dtype == output.dtype == dtype
+    assert walk["softmax"].tensor.dtype == torch.float32
+    assert walk.agrees
+
+
+def test_no_gradients_are_recorded() -> None:
+    walk, _ = SETTINGS["self"].run()
+    assert not any(step.tensor.requires_grad for step in walk.steps)
+
+
+def test_small_calls_show_the_weights_of_the_first_head() -> None:
+    walk, _ = SETTINGS["causal"].run()
+    rows = [line.split()[1:] for line in str(walk).splitlines() if re.match(r" +q\d ", line)]
+    shown = torch.tensor([[float(number) for number in row] for row in rows])
+    torch.testing.assert_close(shown, walk["softmax"].tensor[0, 0].float(), rtol=0, atol=5.1e-4)
+
+
+def test_larger_calls_show_no_table() -> None:
+    walk = walkthrough(MultiHeadAttention(E, H), torch.randn(1, 7, E))
+    assert "weights of batch item 0" not in str(walk)
+
+
+def test_the_public_name_is_this_function() -> None:
+    assert clearhead.walkthrough is walkthrough
+
+
+def test_another_language_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r'language: expected "en" or "zh", got \'fr\'\.'):
+        walkthrough(MultiHeadAttention(E, H), torch.randn(B, L, E), language="fr")
+
+
+def test_another_module_is_refused_with_what_it_takes() -> None:
+    module = nn.MultiheadAttention(E, H)
+    with pytest.raises(DTypeError, match=r"module: expected a clearhead\.MultiHeadAttention, got torch\.nn.*Multihead"):
+        walkthrough(module, torch.randn(B, L, E))  # pyright: ignore[reportArgumentType]
+
+
+def test_an_unknown_step_is_a_key_error() -> None:
+    walk, _ = SETTINGS["self"].run()
+    with pytest.raises(KeyError, match="rotary"):
+        walk["rotary"]

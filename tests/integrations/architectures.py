@@ -1,0 +1,120 @@
+"""Small random models of many architectures, as a pair: transformers' eager attention, and Clearhead's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+VOCABULARY, LENGTH = 97, 11
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
+SMALL_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
+SMALL_ENCODER_DECODER = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+# model class, configuration class, what differs from SMALL or GROUPED
+ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "bert": ("BertModel", "BertConfig", SMALL),
+    "roberta": ("RobertaModel", "RobertaConfig", SMALL),
+    "electra": ("ElectraModel", "ElectraConfig", SMALL | {"embedding_size": 16}),
+    "albert": ("AlbertModel", "AlbertConfig", SMALL | {"embedding_size": 16}),
+    "distilbert": (
+        "DistilBertModel",
+        "DistilBertConfig",
+        {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40, "vocab_size": VOCABULARY},
+    ),
+    # Its attention does not say whether it is causal; a mask of None would be read as causal.
+    "splinter": ("SplinterModel", "SplinterConfig", SMALL),
+    "modernbert": (
+        "ModernBertModel",
+        "ModernBertConfig",
+        SMALL | {"local_attention": 6, "global_attn_every_n_layers": 2},
+    ),
+    "esm": ("EsmModel", "EsmConfig", SMALL | {"position_embedding_type": "rotary"}),
+}
+DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", SMALL_GPT2 | {"bos_token_id": 1, "eos_token_id": 2}),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SMALL),
+    "opt": ("OPTForCausalLM", "OPTConfig", SMALL | {"ffn_dim": 40, "word_embed_proj_dim": 32}),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
+    "mistral, window": ("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": 5}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED),
+    "gemma2, soft-cap, window": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        GROUPED | {"sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 3.0},
+    ),
+    "gpt-oss, sinks, window": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        GROUPED | {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "phi": ("PhiForCausalLM", "PhiConfig", SMALL),
+    "llama4, chunks": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        GROUPED | {"attention_chunk_size": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+}
+
+
+def make_pair(model_name: str, config_name: str, options: dict[str, Any], **more: Any) -> tuple[Any, Any]:
+    """One random model twice, computing with eager attention and with Clearhead's."""
+    config = getattr(transformers, config_name)(**options, **more)
+    eager = getattr(transformers, model_name)(config).eval()
+    eager.set_attn_implementation("eager")
+    with torch.no_grad():
+        for name, parameter in eager.named_parameters():
+            if parameter.dim() > 1 or "sinks" in name:
+                parameter.normal_(std=0.15)
+    ours = copy.deepcopy(eager)
+    ours.set_attn_implementation("clearhead")
+    assert ours.config._attn_implementation == "clearhead"
+    return eager, ours
+
+
+def token_ids(batch_size: int = 3, length: int = LENGTH) -> Tensor:
+    return torch.randint(3, VOCABULARY, (batch_size, length))
+
+
+def padding(side: str, batch_size: int = 3, length: int = LENGTH) -> Tensor:
+    """A tokenizer's attention_mask: the second and third text are shorter."""
+    mask = torch.ones(batch_size, length, dtype=torch.long)
+    if side == "right":
+        mask[1, 7:] = 0
+        mask[2, 9:] = 0
+    elif side == "left":
+        mask[1, :4] = 0
+        mask[2, :2] = 0
+    return mask
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest expected number."""
+    return ((actual - expected).abs().max() / expected.abs().max()).item()

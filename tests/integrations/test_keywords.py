@@ -1,0 +1,242 @@
+"""Every keyword that changes the result is honoured or refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from clearhead.errors import ArgumentError, DTypeError, MaskTypeError, ShapeError
+from clearhead.integrations.transformers import attention_forward, make_mask
+
+B, H, HKV, L, S, D = 2, 6, 3, 5, 7, 4
+
+
+def layer(**attributes: Any) -> Any:
+    return SimpleNamespace(training=False, is_causal=False, **attributes) if "is_causal" not in attributes else (
+        SimpleNamespace(training=False, **attributes)
+    )  # fmt: skip
+
+
+def tensors(length: int = L, keys: int = S, batch: int = B) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(batch, H, length, D), torch.randn(batch, HKV, keys, D), torch.randn(batch, HKV, keys, D)
+
+
+def formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    bias: Tensor | float = 0.0,
+    scale: float = D**-0.5,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Scores, soft-cap, bias, softmax with sinks, in float64 and with repeated heads."""
+    query, key, value = (tensor.double() for tensor in (query, key, value))
+    key, value = (tensor.repeat_interleave(H // HKV, 1) for tensor in (key, value))
+    scores = query @ key.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + bias
+    if sinks is not None:
+        extra = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, extra], -1)
+    weights = scores.softmax(-1)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2), weights
+
+
+def hidden(visible: Tensor) -> Tensor:
+    return torch.where(visible, 0.0, float("-inf")).double()
+
+
+def check(expected: tuple[Tensor, Tensor], module: Any, *arguments: Any, **options: Any) -> None:
+    output, weights = attention_forward(module, *arguments, output_attentions=True, **options)
+    assert weights is not None
+    torch.testing.assert_close(output.double(), expected[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(weights.double(), expected[1], rtol=0, atol=1e-5)
+    without, nothing = attention_forward(module, *arguments, **options)
+    assert nothing is None
+    assert without.equal(output)
+
+
+def test_nothing_but_the_tensors() -> None:
+    inputs = tensors()
+    check(formula(*inputs), layer(), *inputs, None)
+
+
+@pytest.mark.parametrize("options", [{"scaling": 0.3}, {"softcap": 1.5}, {"s_aux": torch.linspace(-2, 3, H)}])
+def test_numbers_of_the_softmax(options: dict[str, Any]) -> None:
+    inputs = tensors()
+    ours = {"scaling": "scale", "softcap": "softcap", "s_aux": "sinks"}
+    check(formula(*inputs, **{ours[name]: value for name, value in options.items()}), layer(), *inputs, None, **options)
+
+
+def test_position_bias_adds_to_a_mask() -> None:
+    inputs = tensors()
+    position_bias, keep = torch.randn(1, H, L, S), torch.rand(B, 1, L, S) > 0.3
+    keep[..., 0] = True
+    expected = formula(*inputs, bias=position_bias + hidden(keep))
+    check(expected, layer(), *inputs, keep, position_bias=position_bias)
+
+
+@pytest.mark.parametrize("said_by", ["module", "call"])
+@pytest.mark.parametrize(("length", "keys"), [(5, 5), (3, 7)])
+def test_is_causal_without_a_mask_is_bottom_right(said_by: str, length: int, keys: int) -> None:
+    inputs = tensors(length, keys)
+    visible = torch.ones(length, keys, dtype=torch.bool).tril(keys - length)
+    module = layer(is_causal=said_by == "module")
+    options = {} if said_by == "module" else {"is_causal": True}
+    check(formula(*inputs, bias=hidden(visible)), module, *inputs, None, **options)
+
+
+def test_is_causal_false_wins_over_the_module() -> None:
+    inputs = tensors(5, 5)
+    check(formula(*inputs), layer(is_causal=True), *inputs, None, is_causal=False)
+
+
+def test_one_new_token_sees_the_whole_cache() -> None:
+    inputs = tensors(1, 7)
+    check(formula(*inputs), layer(is_causal=True), *inputs, None)
+
+
+def test_a_mask_is_the_whole_truth() -> None:
+    inputs = tensors(5, 5)
+    keep = torch.rand(B, 1, 5, 5) > 0.3
+    keep[..., 0] = True
+    check(formula(*inputs, bias=hidden(keep)), layer(is_causal=True), *inputs, keep, sliding_window=2)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("length", "keys"), [(7, 7), (3, 7)])
+def test_sliding_window_without_a_mask(causal: bool, length: int, keys: int) -> None:
+    inputs = tensors(length, keys)
+    distance = torch.arange(keys) - (torch.arange(length)[:, None] + keys - length)
+    visible = (distance > -3) & (distance <= 0 if causal else distance < 3)
+    check(formula(*inputs, bias=hidden(visible)), layer(is_causal=causal), *inputs, None, sliding_window=3)
+
+
+def test_packed_rows_by_their_boundaries() -> None:
+    inputs = tensors(7, 7, batch=1)
+    document = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    visible = (document == document[:, None]).tril()
+    bounds = torch.tensor([0, 3, 5, 7], dtype=torch.int32)
+    options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 3, "max_length_k": 3}
+    check(formula(*inputs, bias=hidden(visible)), layer(is_causal=True), *inputs, None, **options)
+
+
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, float("-inf")])
+def test_additive_masks_hide_with_the_lowest_number(lowest: float) -> None:
+    inputs = tensors()
+    keep = torch.rand(B, 1, L, S) > 0.3
+    keep[..., 0] = True
+    check(formula(*inputs, bias=hidden(keep)), layer(), *inputs, torch.where(keep, 0.0, lowest))
+
+
+def test_a_query_that_sees_nothing_gives_zero() -> None:
+    inputs = tensors()
+    keep = torch.ones(B, 1, L, S, dtype=torch.bool)
+    keep[0, :, 2] = False
+    additive = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
+    for mask in (keep, additive):
+        output, weights = attention_forward(layer(), *inputs, mask, output_attentions=True)
+        assert weights is not None
+        assert output[0, 2].eq(0).all()
+        assert weights[0, :, 2].eq(0).all()
+
+
+def test_dropout_counts_only_while_training() -> None:
+    inputs = tensors()
+    evaluated, _ = attention_forward(layer(), *inputs, None, dropout=1.0)
+    torch.testing.assert_close(evaluated.double(), formula(*inputs)[0], rtol=0, atol=1e-5)
+    trained, _ = attention_forward(SimpleNamespace(training=True, is_causal=False), *inputs, None, dropout=1.0)
+    assert trained.eq(0).all()
+
+
+def test_queries_shared_by_the_batch() -> None:
+    query, key, value = tensors()
+    expected = formula(query[:1].expand(B, -1, -1, -1), key, value)
+    check(expected, layer(), query[:1], key, value, None)
+
+
+def test_half_precision_weights_have_the_models_dtype() -> None:
+    inputs = [tensor.bfloat16() for tensor in tensors()]
+    output, weights = attention_forward(layer(), *inputs, None, output_attentions=True)
+    assert weights is not None
+    assert output.dtype == weights.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "cache", "head_mask", "block_table"])
+def test_unknown_keywords_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^{name}: .*may change the result"):
+        attention_forward(layer(), *tensors(), None, **{name: torch.zeros(1)})
+
+
+def test_unknown_keywords_of_none_and_known_ones_pass() -> None:
+    inputs = tensors()
+    check(formula(*inputs), layer(), *inputs, None, indices=None, use_cache=True, position_ids=torch.arange(L)[None])
+
+
+def test_masks_that_cannot_be_read() -> None:
+    inputs = tensors()
+    with pytest.raises(DTypeError, match=r"attention_mask: .*torch.int64 of shape \(2, 1, 5, 7\)"):
+        attention_forward(layer(), *inputs, torch.ones(B, 1, L, S, dtype=torch.long))
+    with pytest.raises(MaskTypeError, match=r"attention_mask: .*got str"):
+        attention_forward(layer(), *inputs, "causal")  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match="cu_seq_lens_q"):
+        attention_forward(layer(), *inputs, None, cu_seq_lens_q=torch.tensor([0, 5]))
+
+
+SIZES = {"batch_size": 2, "q_length": 5, "kv_length": 5}
+
+
+def test_mask_is_left_out_only_where_causal_says_it_all() -> None:
+    assert make_mask(**SIZES, mask_function=causal_mask_function) is None
+    assert make_mask(**SIZES | {"q_length": 1}, q_offset=4, mask_function=causal_mask_function) is None
+    padded = torch.ones(2, 5, dtype=torch.bool)
+    padded[1, 3:] = False
+    mask = make_mask(**SIZES, mask_function=causal_mask_function, attention_mask=padded)
+    assert mask is not None
+    assert mask.equal(torch.ones(5, 5, dtype=torch.bool).tril() & padded[:, None, None, :])
+
+
+def test_static_caches_get_a_mask() -> None:
+    """Their keys go on behind the last query; top-left and bottom-right would both be wrong for somebody."""
+    mask = make_mask(**SIZES | {"q_length": 3, "kv_length": 8}, mask_function=causal_mask_function)
+    assert mask is not None
+    assert mask[0, 0].equal(torch.ones(3, 8, dtype=torch.bool).tril())
+    mask = make_mask(**SIZES, q_offset=torch.tensor(0), mask_function=causal_mask_function)
+    assert mask is not None
+
+
+def test_windows_get_a_mask_once_they_matter() -> None:
+    for window, needed in ((9, False), (3, True)):
+        mask = make_mask(**SIZES, mask_function=sliding_window_causal_mask_function(window), local_size=window)
+        assert (mask is not None) == needed
+
+
+def test_nothing_hidden_is_one_true_and_not_none() -> None:
+    """A module that does not say whether it is causal would read None as causal."""
+    mask = make_mask(
+        **SIZES,
+        mask_function=bidirectional_mask_function,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=True,
+    )
+    assert mask is not None
+    assert mask.shape == (2, 1, 5, 5)
+    assert mask.all()
+    assert mask.untyped_storage().nbytes() == 1
+    inputs = tensors(5, 5)
+    undecided = SimpleNamespace(training=False)
+    check(formula(*inputs), undecided, *inputs, mask)
+    visible = torch.ones(5, 5, dtype=torch.bool).tril()
+    check(formula(*inputs, bias=hidden(visible)), undecided, *inputs, None)
