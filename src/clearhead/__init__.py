@@ -3,27 +3,44 @@
 One exact meaning on every kernel, at fused-kernel memory, and the weights when you ask for them.
 """
 
-from . import errors, masks, nn
+from . import checkpoints, errors, masks, nn
 from ._version import __version__
 from .attention import attention, explain
 from .heads import merge_heads, split_heads
+from .inspection.compute import AttentionStatistics, attention_statistics
+from .inspection.intervene import head_importance, intervene
+from .inspection.record import record
 from .inspection.walkthrough import walkthrough
 from .kernels import use_kernel
 from .multihead import MultiHeadAttention
+from .transformer import Decoder, DecoderLayer, DecoderWeights, Encoder, EncoderLayer, FeedForward, load_transformer
 from .upgrade import downgrade, upgrade
 from .weights import attention_weights
 
 __all__ = [
+    "AttentionStatistics",
+    "Decoder",
+    "DecoderLayer",
+    "DecoderWeights",
+    "Encoder",
+    "EncoderLayer",
+    "FeedForward",
     "MultiHeadAttention",
     "__version__",
     "attention",
+    "attention_statistics",
     "attention_weights",
+    "checkpoints",
     "downgrade",
     "errors",
     "explain",
+    "head_importance",
+    "intervene",
+    "load_transformer",
     "masks",
     "merge_heads",
     "nn",
+    "record",
     "split_heads",
     "upgrade",
     "use_kernel",

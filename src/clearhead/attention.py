@@ -7,10 +7,11 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from .call import build_call
-from .errors import ShapeError, explain_problem, shape_text
+from .call import AttentionCall, build_call
 from .kernels.dispatch import Explanation, explain_call, run
 from .masks.base import Mask
+from .observe import computing, is_computing, notify, watched
+from .tracing import is_tracing
 
 __all__ = ["attention", "explain"]
 
@@ -104,7 +105,6 @@ def attention(
         >>> clearhead.attention(query, key, value, clearhead.masks.causal()).shape
         torch.Size([2, 4, 5, 3])
     """
-    unbatched, (query, key, value) = with_batch(query, key, value)
     query, key, value = cast_for_autocast(query, key, value)
     with autocast_off(query):
         call = build_call(
@@ -120,8 +120,8 @@ def attention(
             key_positions=key_positions,
             return_lse=return_lse,
         )
-        output, lse = run(call)
-    if unbatched:
+        output, lse = _run_watched(call) if watched() and not is_computing() and not is_tracing() else run(call)
+    if query.dim() == 3:
         output, lse = output.squeeze(0), None if lse is None else lse.squeeze(0)
     return output if lse is None else (output, lse)
 
@@ -161,7 +161,6 @@ def explain(
           chunked    can run it
           reference  can run it
     """
-    _, (query, key, value) = with_batch(query, key, value)
     query, key, value = cast_for_autocast(query, key, value)
     call = build_call(
         query,
@@ -179,21 +178,10 @@ def explain(
     return explain_call(call)
 
 
-def with_batch(*tensors: Tensor) -> tuple[bool, tuple[Tensor, ...]]:
-    """Add a batch of one to tensors that have none; all or none of them may lack it."""
-    dims = [tensor.dim() if isinstance(tensor, Tensor) else 4 for tensor in tensors]
-    if all(dim == 3 for dim in dims):
-        return True, tuple(tensor.unsqueeze(0) for tensor in tensors)
-    if 3 in dims:
-        raise ShapeError(
-            explain_problem(
-                "query, key, value",
-                expected="all (B, H, L, D), or all (H, L, D) without a batch",
-                got=", ".join(shape_text(tensor.shape) for tensor in tensors),
-                fix="Add the batch with .unsqueeze(0).",
-            )
-        )
-    return False, tensors
+def _run_watched(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    with computing():
+        output, lse = run(call)
+        return notify(call, output), lse
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -216,4 +204,12 @@ def autocast_off(tensor: Tensor) -> torch.autocast:
 
 
 def _device_type(tensor: Tensor) -> str:
-    return tensor.device.type if isinstance(tensor, Tensor) else "cpu"
+    """The device autocast is asked about; one that has none (meta) stands for the CPU."""
+    if isinstance(tensor, Tensor) and torch.amp.is_autocast_available(tensor.device.type):
+        return tensor.device.type
+    return "cpu"
+
+
+def autocast_is_on(tensor: Tensor) -> bool:
+    """Whether autocast is enabled for the tensor's device."""
+    return torch.is_autocast_enabled(_device_type(tensor))

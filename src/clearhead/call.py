@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from .masks.grid import Grid
 from .masks.lowering import Reach, reach
 from .masks.tensors import as_mask
 
-__all__ = ["AttentionCall", "build_call"]
+__all__ = ["AttentionCall", "build_call", "is_finite", "is_probability", "number"]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -73,6 +75,20 @@ class AttentionCall:
         sinks = () if self.sinks is None else (self.sinks,)
         return (self.query, self.key, self.value, *sinks, *self.bias_tensors)
 
+    def without_tensors(self) -> AttentionCall:
+        """The request alone, for a backward pass: only autograd may hold the tensors, so that it can let go of them."""
+        return replace(self, query=None, key=None, value=None)  # pyright: ignore[reportArgumentType]
+
+    def with_tensors(self, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> AttentionCall:
+        """The request about other tensors, in the order of `inputs`.
+
+        Tensors that were one (self-attention, a bias used twice) are told apart when views are given.
+        """
+        others = iter(rest)
+        sinks = None if self.sinks is None else next(others)
+        mask = None if self.mask is None else self.mask.with_bias_tensors(others)
+        return replace(self, query=query, key=key, value=value, sinks=sinks, mask=mask)
+
     @property
     def needs_gradients(self) -> bool:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
@@ -81,7 +97,7 @@ class AttentionCall:
 def build_call(
     query: Tensor,
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     mask: object,
     *,
     scale: float | None,
@@ -92,14 +108,18 @@ def build_call(
     key_positions: Tensor | None,
     return_lse: bool,
 ) -> AttentionCall:
-    """Validate `attention`'s arguments (four-dimensional tensors) and cut out what cannot take part.
+    """Validate `attention`'s arguments, add a batch of one where there is none, and cut out what cannot take part.
 
     Queries that see no key and keys that no query sees are set to zero here, so that NaN or inf stored in
-    padding reaches neither outputs nor gradients, whatever the kernel.
+    padding reaches neither outputs nor gradients, whatever the kernel. Without a `value` the key stands in for it.
     """
-    _require_tensors(query=query, key=key, value=value)
-    _require_shapes(query, key, value)
-    _require_same(query, key, value)
+    given = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
+    _require_tensors(given)
+    _require_shapes(given)
+    _require_same(given)
+    if query.dim() == 3:
+        query, key, value = query[None], key[None], None if value is None else value[None]  # (1, H, L, D)
+    value = key if value is None else value
     grid = Grid(
         query.shape[0],
         query.shape[1],
@@ -142,8 +162,8 @@ def _per_key_head(seen: Tensor, num_kv_heads: int) -> Tensor:
     return seen.unflatten(1, (num_kv_heads, -1)).any(2)
 
 
-def _require_tensors(**tensors: object) -> None:
-    for name, tensor in tensors.items():
+def _require_tensors(given: dict[str, Tensor]) -> None:
+    for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise DTypeError(explain_problem(name, expected="a torch.Tensor", got=type(tensor).__name__))
         if tensor.dtype not in FLOATS:
@@ -157,33 +177,40 @@ def _require_tensors(**tensors: object) -> None:
             )
 
 
-def _require_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
+def _require_shapes(given: dict[str, Tensor]) -> None:
+    query, key = given["query"], given["key"]
+    dims = {tensor.dim() for tensor in given.values()}
+    if dims == {3, 4}:
+        _mismatch(
+            "numbers of dimensions: all (B, H, L, D), or all (H, L, D)", given, "Add the batch with .unsqueeze(0)."
+        )
+    for name, tensor in given.items():
+        if tensor.dim() not in (3, 4):
             raise ShapeError(
                 explain_problem(
                     name,
-                    expected="(B, H, L, D), or (H, L, D) for all three without a batch",
+                    expected="(B, H, L, D), or (H, L, D) for all without a batch",
                     got=shape_text(tensor.shape),
                     fix="clearhead.split_heads turns (B, L, H·D) into (B, H, L, D).",
                 )
             )
-    batch, heads, _, head_dim = query.shape
-    key_batch, kv_heads, key_length, key_dim = key.shape
-    if key_batch != batch or value.shape[0] != batch:
-        _mismatch("batch sizes", "B", query, key, value)
-    if key_dim != head_dim:
+    if query.dim() == 4 and any(tensor.shape[0] != query.shape[0] for tensor in given.values()):
+        _mismatch("batch sizes (B)", given, "Repeat the smaller with .expand, or check that they belong together.")
+    if key.shape[-1] != query.shape[-1]:
         raise ShapeError(
             explain_problem(
                 "key",
-                expected=f"head_dim D = {head_dim} as in query {shape_text(query.shape)}",
+                expected=f"head_dim D = {query.shape[-1]} as in query {shape_text(query.shape)}",
                 got=shape_text(key.shape),
+                fix="Project both to the same size; only values may have another.",
             )
         )
-    if value.shape[1] != kv_heads:
-        _mismatch("key/value head counts", "Hkv", query, key, value)
-    if value.shape[2] != key_length:
-        _mismatch("key and value lengths", "S", query, key, value)
+    value = given.get("value", key)
+    if value.shape[-3] != key.shape[-3]:
+        _mismatch("key/value head counts (Hkv)", given, "Each key head needs its value head.")
+    if value.shape[-2] != key.shape[-2]:
+        _mismatch("key and value lengths (S)", given, "Each key needs its value.")
+    heads, kv_heads = query.shape[-3], key.shape[-3]
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(
             explain_problem(
@@ -195,15 +222,14 @@ def _require_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def _mismatch(what: str, symbol: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-    shapes = ", ".join(
-        f"{name} {shape_text(tensor.shape)}" for name, tensor in (("query", query), ("key", key), ("value", value))
-    )
-    raise ShapeError(explain_problem("query, key, value", expected=f"equal {what} ({symbol})", got=shapes))
+def _mismatch(what: str, given: dict[str, Tensor], fix: str) -> NoReturn:
+    shapes = ", ".join(f"{name} {shape_text(tensor.shape)}" for name, tensor in given.items())
+    raise ShapeError(explain_problem(", ".join(given), expected=f"equal {what}", got=shapes, fix=fix))
 
 
-def _require_same(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("key", key), ("value", value)):
+def _require_same(given: dict[str, Tensor]) -> None:
+    query = given["query"]
+    for name, tensor in given.items():
         if tensor.dtype != query.dtype:
             raise DTypeError(
                 explain_problem(
@@ -213,49 +239,79 @@ def _require_same(query: Tensor, key: Tensor, value: Tensor) -> None:
                     fix=f"Convert it with .to({query.dtype}).",
                 )
             )
-        if tensor.device != query.device:
-            raise DeviceError(explain_problem(name, expected=f"query's device {query.device}", got=str(tensor.device)))
+        _require_device(name, tensor, query)
+
+
+def _require_device(name: str, tensor: Tensor, query: Tensor) -> None:
+    if tensor.device != query.device:
+        raise DeviceError(
+            explain_problem(
+                name,
+                expected=f"query's device {query.device}",
+                got=str(tensor.device),
+                fix=f"Move it with .to({str(query.device)!r}).",
+            )
+        )
 
 
 def _positions(name: str, positions: Tensor | None, tensor: Tensor) -> Tensor | None:
-    if positions is None:
-        return None
-    if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
-        got = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__
-        raise DTypeError(explain_problem(name, expected="an integer tensor (n,) or (B, n)", got=got))
-    if positions.device != tensor.device:
-        raise DeviceError(explain_problem(name, expected=f"device {tensor.device}", got=str(positions.device)))
     result = as_positions(name, positions)
+    if positions is None or result is None:
+        return None
+    _require_device(name, result, tensor)
     batch, length = tensor.shape[0], tensor.shape[2]
-    if result.shape[0] not in (1, batch) or result.shape[1] != length:
-        expected = f"shape ({length},) or ({batch}, {length})"
-        raise ShapeError(explain_problem(name, expected=expected, got=shape_text(positions.shape)))
-    return result.long()
+    if (result.shape[0] != 1 and result.shape[0] != batch) or result.shape[1] != length:
+        raise ShapeError(
+            explain_problem(
+                name,
+                expected=f"shape ({length},) or ({batch}, {length})",
+                got=shape_text(positions.shape),
+                fix="Give every query, or every key, its absolute position.",
+            )
+        )
+    return result
 
 
 def _scale(scale: float | None, query: Tensor) -> float:
     if scale is None:
         head_dim = query.shape[-1]
         return 1.0 if head_dim == 0 else 1.0 / math.sqrt(head_dim)
-    return _number("scale", scale, "a finite number, or None for 1/√D", math.isfinite)
+    return number("scale", scale, "a finite number, or None for 1/√D", is_finite)
 
 
 def _softcap(softcap: float | None) -> float | None:
     if softcap is None:
         return None
-    return _number("softcap", softcap, "a number > 0, or None", lambda c: math.isfinite(c) and c > 0)
+    return number("softcap", softcap, "a number > 0, or None", lambda c: 0 < c < math.inf)
 
 
 def _dropout(dropout_p: float) -> float:
-    return _number("dropout_p", dropout_p, "a probability in [0, 1]", lambda p: 0 <= p <= 1)
+    return number("dropout_p", dropout_p, "a probability in [0, 1]", is_probability)
 
 
-def _number(name: str, value: object, expected: str, accept: object) -> float:
+def is_finite(value: float) -> bool:
+    """Compared, because `math.isfinite` does not take a traced number."""
+    return -math.inf < value < math.inf
+
+
+def is_probability(value: float) -> bool:
+    """Whether it lies in [0, 1]."""
+    return 0 <= value <= 1
+
+
+def number(name: str, value: Any, expected: str, accept: Callable[[float], bool]) -> float:
+    """Check a number of the caller's.
+
+    Raises:
+        DTypeError: if it is no number.
+        ArgumentError: if it is not accepted.
+    """
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
-        raise DTypeError(explain_problem(name, expected=expected, got=type(value).__name__))
-    if not accept(value):  # type: ignore[operator]
+        fix = "Take it out of the tensor with .item()." if isinstance(value, Tensor) else ""
+        raise DTypeError(explain_problem(name, expected=expected, got=type(value).__name__, fix=fix))
+    if not accept(cast(float, value)):
         raise ArgumentError(explain_problem(name, expected=expected, got=str(value)))
-    return float(value)
+    return float(cast(float, value))
 
 
 def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
@@ -267,8 +323,12 @@ def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
         raise DTypeError(explain_problem("sinks", expected=f"a float tensor ({heads},)", got=got))
     if tuple(sinks.shape) != (heads,):
         raise ShapeError(
-            explain_problem("sinks", expected=f"one logit per query head, ({heads},)", got=shape_text(sinks.shape))
+            explain_problem(
+                "sinks",
+                expected=f"one logit per query head, ({heads},)",
+                got=shape_text(sinks.shape),
+                fix="Grouped heads have one sink per query head too.",
+            )
         )
-    if sinks.device != query.device:
-        raise DeviceError(explain_problem("sinks", expected=f"device {query.device}", got=str(sinks.device)))
+    _require_device("sinks", sinks, query)
     return sinks

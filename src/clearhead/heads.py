@@ -22,12 +22,14 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
     Raises:
         ShapeError: if `x` has no feature dimension or H does not divide it.
         ArgumentError: if `num_heads` is not positive.
+        DTypeError: if `x` is no tensor or `num_heads` no int.
 
     Example:
         >>> import torch
         >>> split_heads(torch.zeros(2, 5, 12), num_heads=3).shape
         torch.Size([2, 3, 5, 4])
     """
+    _require_tensor(x)
     if isinstance(num_heads, bool) or not isinstance(num_heads, int):
         raise DTypeError(explain_problem("num_heads", expected="an int ≥ 1", got=type(num_heads).__name__))
     if num_heads < 1:
@@ -60,6 +62,7 @@ def merge_heads(x: Tensor) -> Tensor:
         >>> merge_heads(torch.zeros(2, 3, 5, 4)).shape
         torch.Size([2, 5, 12])
     """
+    _require_tensor(x)
     if x.dim() not in (3, 4):
         raise ShapeError(explain_problem("x", expected="(B, H, L, D) or (H, L, D)", got=shape_text(x.shape)))
     return x.transpose(-3, -2).flatten(-2)  # (B, L, H·D)
@@ -75,3 +78,8 @@ def unfold_group(x: Tensor, num_heads: int) -> Tensor:
     """The way back: (B, Hkv, G·L, D) → (B, H, L, D)."""
     batch, kv_heads, rows, dim = x.shape
     return x.reshape(batch, num_heads, rows * kv_heads // num_heads, dim)
+
+
+def _require_tensor(x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise DTypeError(explain_problem("x", expected="a torch.Tensor", got=type(x).__name__))

@@ -7,8 +7,9 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
-from .attention import attention
-from .errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
+from .attention import attention, autocast_is_on
+from .call import is_finite, is_probability, number
+from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from .heads import merge_heads, split_heads
 from .masks.base import Mask
 from .weights import attention_weights
@@ -76,12 +77,15 @@ class MultiHeadAttention(nn.Module):
         self.head_dim = _head_dim(embed_dim, num_heads) if head_dim is None else _size("head_dim", head_dim)
         if num_heads % self.num_kv_heads:
             raise ArgumentError(
-                explain_problem("num_kv_heads", expected=f"a divisor of num_heads = {num_heads}", got=str(num_kv_heads))
+                explain_problem(
+                    "num_kv_heads",
+                    expected=f"a divisor of num_heads = {num_heads}",
+                    got=str(num_kv_heads),
+                    fix="Every key/value head serves the same number of query heads.",
+                )
             )
-        if not 0 <= dropout <= 1:
-            raise ArgumentError(explain_problem("dropout", expected="a probability in [0, 1]", got=str(dropout)))
-        self.scale = scale
-        self.dropout = dropout
+        self.scale = None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
+        self.dropout = number("dropout", dropout, "a probability in [0, 1]", is_probability)
         inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qdim, kdim, vdim = (
             _size(name, embed_dim if size is None else size)
@@ -155,12 +159,10 @@ class MultiHeadAttention(nn.Module):
             And what `attention` raises.
         """
         key, value = _complete(query, key, value)
-        for name, x, projection in (
-            ("query", query, self.q_proj),
-            ("key", key, self.k_proj),
-            ("value", value, self.v_proj),
-        ):
-            _require_features(name, x, projection)
+        _require_features("query", query, self.q_proj)
+        _require_features("key", key, self.k_proj)
+        _require_features("value", value, self.v_proj)
+        _require_together(query, key, value)
         q = split_heads(self.q_proj(query), self.num_heads)  # (B, H, L, D)
         k = split_heads(self.k_proj(key), self.num_kv_heads)  # (B, Hkv, S, D)
         v = split_heads(self.v_proj(value), self.num_kv_heads)  # (B, Hkv, S, D)
@@ -193,8 +195,13 @@ def _complete(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[
 
 
 def _require_features(name: str, x: object, projection: nn.Module) -> None:
+    """Raise unless a projection can take the input; a projection that is no plain `Linear` judges for itself."""
     if not isinstance(x, Tensor):
         raise DTypeError(explain_problem(name, expected="a torch.Tensor", got=type(x).__name__))
+    if not x.is_floating_point():
+        raise DTypeError(
+            explain_problem(name, expected="a floating point tensor", got=str(x.dtype), fix="Embed token ids first.")
+        )
     features = getattr(projection, "in_features", None)
     expected = features if isinstance(features, int) else "features"
     if x.dim() not in (2, 3) or (isinstance(features, int) and x.shape[-1] != features):
@@ -203,13 +210,45 @@ def _require_features(name: str, x: object, projection: nn.Module) -> None:
                 name,
                 expected=f"(B, length, {expected}), or (length, {expected}) without a batch",
                 got=shape_text(x.shape),
-                fix="The module is batch first; sizes of key and value inputs are set by kdim= and vdim=.",
+                fix=f"The module is batch first; the features of the {name} input are set by {name[0]}dim=.",
             )
         )
-    if not x.is_floating_point():
+    if type(projection) is not nn.Linear or autocast_is_on(x):
+        return
+    weight = projection.weight
+    if x.dtype != weight.dtype:
         raise DTypeError(
-            explain_problem(name, expected="a floating point tensor", got=str(x.dtype), fix="Embed token ids first.")
+            explain_problem(
+                name,
+                expected=f"the module's dtype {weight.dtype}",
+                got=str(x.dtype),
+                fix=f"Convert the input with .to({weight.dtype}), or the module.",
+            )
         )
+    if x.device != weight.device:
+        raise DeviceError(
+            explain_problem(
+                name,
+                expected=f"the module's device {weight.device}",
+                got=str(x.device),
+                fix="Move the input or the module with .to(...).",
+            )
+        )
+
+
+def _require_together(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise unless the inputs belong to one batch and each key has its value."""
+    if not query.dim() == key.dim() == value.dim():
+        problem = "inputs that all have a batch, or none"
+    elif query.dim() == 3 and not (query.shape[0] == key.shape[0] and key.shape[0] == value.shape[0]):
+        problem = "equal batch sizes B"
+    elif key.shape[-2] != value.shape[-2]:
+        problem = "equal key and value lengths S"
+    else:
+        return
+    got = f"query {shape_text(query.shape)}, key {shape_text(key.shape)}, value {shape_text(value.shape)}"
+    fix = "Inputs are (B, length, features)."
+    raise ShapeError(explain_problem("query, key, value", expected=problem, got=got, fix=fix))
 
 
 def _size(name: str, value: object) -> int:

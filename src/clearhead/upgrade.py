@@ -74,7 +74,7 @@ def upgrade(model: nn.Module) -> UpgradeReport:
             left[name] = "it is Clearhead's already"
         elif isinstance(module, nn.MultiheadAttention):
             left[name] = f"{type(module).__module__}.{type(module).__qualname__} is a subclass with code of its own"
-    return UpgradeReport("upgraded", tuple(changed), left, _nested_off(model) if changed else ())
+    return UpgradeReport("upgraded", tuple(changed), left, _nested_off(model))
 
 
 def downgrade(model: nn.Module) -> UpgradeReport:
@@ -109,14 +109,14 @@ def downgrade(model: nn.Module) -> UpgradeReport:
             changed.append(name)
         elif isinstance(module, MultiheadAttention):
             left[name] = f"{type(module).__module__}.{type(module).__qualname__} is a subclass with code of its own"
-    return UpgradeReport("downgraded", tuple(changed), left, _nested_back(model) if changed else ())
+    return UpgradeReport("downgraded", tuple(changed), left, _nested_back(model))
 
 
 def _nested_off(model: nn.Module) -> tuple[str, ...]:
     """`nn.TransformerEncoder` turns padded batches into nested tensors, which only its fast path can compute with."""
     encoders: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoder) and getattr(module, "use_nested_tensor", False):
+        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor and _holds_ours(module):
             setattr(module, _NESTED_BEFORE, True)
             module.use_nested_tensor = False
             encoders.append(name)
@@ -126,11 +126,15 @@ def _nested_off(model: nn.Module) -> tuple[str, ...]:
 def _nested_back(model: nn.Module) -> tuple[str, ...]:
     encoders: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoder) and hasattr(module, _NESTED_BEFORE):
+        if isinstance(module, nn.TransformerEncoder) and hasattr(module, _NESTED_BEFORE) and not _holds_ours(module):
             delattr(module, _NESTED_BEFORE)
             module.use_nested_tensor = True
             encoders.append(name)
     return tuple(encoders)
+
+
+def _holds_ours(module: nn.Module) -> bool:
+    return any(isinstance(part, MultiheadAttention) for part in module.modules())
 
 
 def _switched(action: str) -> str:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .attention import autocast_off, cast_for_autocast, with_batch
+from .attention import autocast_off, cast_for_autocast
 from .call import AttentionCall, build_call
 from .errors import ArgumentError, DTypeError, explain_problem
 from .kernels.blocks import block_scores, block_weights, grouped, grouped_transposed, score_blocks
 from .kernels.reference import reference_weights
+from .kernels.second_order import gradients_of
 from .masks.base import Mask
-from .tracing import is_tracing
+from .tracing import is_tracing, is_transformed
 
-__all__ = ["attention_weights"]
+__all__ = ["Queries", "attention_weights", "compute_weights", "row_numbers"]
 
 Queries = int | slice | Sequence[int] | Tensor
 
@@ -65,13 +66,12 @@ def attention_weights(
         >>> clearhead.attention_weights(query, key, queries=[0, 3], average_attn_weights=True).shape
         torch.Size([2, 2, 7])
     """
-    unbatched, (query, key) = with_batch(query, key)
     query, key = cast_for_autocast(query, key)
     with autocast_off(query):
         call = build_call(
             query,
             key,
-            key,
+            None,
             mask,
             scale=scale,
             dropout_p=0.0,
@@ -81,13 +81,13 @@ def attention_weights(
             key_positions=key_positions,
             return_lse=False,
         )
-        weights = compute_weights(call, _rows(queries, call.grid.query_length), average_attn_weights)
-    return weights.squeeze(0) if unbatched else weights
+        weights = compute_weights(call, row_numbers(queries, call.grid.query_length), average_attn_weights)
+    return weights.squeeze(0) if query.dim() == 3 else weights
 
 
 def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:
     """Weights of a validated call; `rows` holds row numbers, ``None`` means all."""
-    if is_tracing():
+    if is_tracing() or is_transformed():
         return _reference(call, rows, average)
     request = _Request(rows if rows is None else rows.to(call.query.device), average)
     inputs = _inputs(call)
@@ -110,22 +110,20 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, request: _Request, *inputs: Tensor) -> Tensor:
-        ctx.call = replace(call, query=None, key=None, value=None, sinks=None)
-        ctx.has_sinks = call.sinks is not None
+        ctx.call = call.without_tensors()
         ctx.request = request
         ctx.save_for_backward(*inputs)
         return _forward(call, request)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        # Views set apart a query and key that are one tensor.
         query, key, *rest = (tensor.view_as(tensor) for tensor in ctx.saved_tensors)
-        sinks = rest[0] if ctx.has_sinks else None
-        call = replace(ctx.call, query=query, key=key, value=key, sinks=sinks)
+        call = ctx.call.with_tensors(query, key, key, *rest)
         with torch.autocast(query.device.type, enabled=False):
-            if torch.is_grad_enabled():
-                return (None, None, *_reference_gradients(call, ctx.request, gradients[0]))
-            return (None, None, *_backward(call, ctx.request, gradients[0]))
+            if not torch.is_grad_enabled():
+                return (None, None, *_backward(call, ctx.request, gradients[0]))
+            weights = _reference(call, ctx.request.rows, ctx.request.average)
+            return (None, None, *gradients_of([weights], [query, key, *rest], gradients))
 
 
 def _forward(call: AttentionCall, request: _Request) -> Tensor:
@@ -185,21 +183,12 @@ def _reference(call: AttentionCall, rows: Tensor | None, average: bool) -> Tenso
     return weights.mean(1) if average else weights
 
 
-def _reference_gradients(call: AttentionCall, request: _Request, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    weights = _reference(call, request.rows, request.average)
-    inputs = _inputs(call)
-    wanted = {id(tensor): tensor for tensor in inputs if tensor.requires_grad}
-    computed = torch.autograd.grad(weights, list(wanted.values()), gradient, create_graph=True, allow_unused=True)
-    found = dict(zip(wanted, computed, strict=True))
-    return tuple(found.pop(id(tensor), None) for tensor in inputs)
-
-
 def _inputs(call: AttentionCall) -> tuple[Tensor, ...]:
     sinks = () if call.sinks is None else (call.sinks,)
     return (call.query, call.key, *sinks, *call.bias_tensors)
 
 
-def _rows(queries: Queries | None, length: int) -> Tensor | None:
+def row_numbers(queries: Queries | None, length: int) -> Tensor | None:
     """Row numbers 0 … L−1 from whatever the caller indexes with."""
     if queries is None:
         return None
@@ -211,7 +200,11 @@ def _rows(queries: Queries | None, length: int) -> Tensor | None:
                 explain_problem("queries", expected=f"a bool tensor ({length},)", got=f"{tuple(queries.shape)}")
             )
         return queries.nonzero().squeeze(-1)
-    rows = torch.as_tensor(queries)
+    try:
+        rows = torch.as_tensor(queries)
+    except (TypeError, ValueError, RuntimeError):
+        rows = torch.zeros(1)
+    rows = rows.long() if rows.numel() == 0 else rows
     if rows.is_floating_point() or rows.dtype == torch.bool or rows.dim() > 1:
         raise DTypeError(
             explain_problem("queries", expected="an int, a slice or a list of row numbers", got=repr(queries))

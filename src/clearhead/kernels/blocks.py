@@ -83,7 +83,7 @@ def block_scores(call: AttentionCall, block: Block, query: Tensor, key: Tensor) 
         squashed = scores.div_(call.softcap).tanh_()
         scores = squashed * call.softcap
     if call.mask is not None:
-        bias = call.mask.bias(block)
+        bias = call.mask.bias(block, scores.dtype)
         if bias is not None:
             scores += bias
         visible = call.mask.visible(block)

@@ -5,7 +5,6 @@ The guarantee that nothing ever builds (B, H, L, S): any mask, any device, dropo
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar, cast, final
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..dropout import dropout_factors
 from ..masks.grid import Block
-from ..tracing import is_tracing
+from ..tracing import is_tracing, is_transformed
 from .base import Kernel, Refusal
 from .blocks import (
     HeadSpan,
@@ -39,6 +38,8 @@ class ChunkedKernel(Kernel):
     def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
         if is_tracing():
             return (Refusal("its loop over blocks would tie a traced graph to one length"),)
+        if is_transformed():
+            return (Refusal("its own backward cannot be transformed by torch.func"),)
         return ()
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
@@ -55,19 +56,24 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         output, lse = _forward(call)
-        # Only autograd may hold the tensors, so that checkpointing can let go of them.
-        ctx.call = replace(call, query=None, key=None, value=None, sinks=None)
-        ctx.has_sinks = call.sinks is not None
+        ctx.call = call.without_tensors()
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(lse, *inputs)
         return output, lse
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        lse, query, key, value, *rest = ctx.saved_tensors
-        sinks = rest[0] if ctx.has_sinks else None
-        call = replace(ctx.call, query=query, key=key, value=value, sinks=sinks)
-        with torch.autocast(query.device.type, enabled=False):
-            return (None, *_backward(call, lse, *gradients))
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        output_gradient, lse_gradient = gradients
+        if output_gradient is None and lse_gradient is None:  # `second_order` has computed them all
+            return (None,) * len(ctx.needs_input_grad)
+        lse, *inputs = ctx.saved_tensors
+        call = ctx.call.with_tensors(*inputs)
+        if output_gradient is None:
+            output_gradient = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
+        if lse_gradient is None:
+            lse_gradient = torch.zeros_like(lse)
+        with torch.autocast(call.query.device.type, enabled=False):
+            return (None, *_backward(call, lse, output_gradient, lse_gradient))
 
 
 def _forward(call: AttentionCall) -> tuple[Tensor, Tensor]:

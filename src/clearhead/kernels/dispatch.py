@@ -26,7 +26,11 @@ KERNELS: tuple[Kernel, ...] = (SdpaKernel(), ChunkedKernel(), ReferenceKernel())
 
 class _Forced(threading.local):
     # threading.local and not a ContextVar: torch.compile(fullgraph=True) can read this one.
-    kernel: Kernel | None = None
+    stack: tuple[Kernel, ...] = ()
+
+    @property
+    def kernel(self) -> Kernel | None:
+        return self.stack[-1] if self.stack else None
 
 
 _forced = _Forced()
@@ -51,16 +55,14 @@ class use_kernel:
 
     def __init__(self, name: str) -> None:
         self._kernel = _named(name)
-        self._previous: list[Kernel | None] = []
 
     def __enter__(self) -> None:
-        self._previous.append(_forced.kernel)
-        _forced.kernel = self._kernel
+        _forced.stack = (*_forced.stack, self._kernel)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _forced.kernel = self._previous.pop()
+        _forced.stack = _forced.stack[:-1]
 
 
 @dataclass(frozen=True)

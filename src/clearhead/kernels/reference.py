@@ -43,15 +43,17 @@ def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
     A query that sees no key gets p = 0 and lse = −∞ (its sink, if there are sinks), with zero gradients.
     """
     scores = _scores(call)
-    peak = _peak(scores, call.sinks)  # (B, H, L, 1)
-    terms = (scores - peak).exp()  # (B, H, L, S)
-    total = terms.sum(-1, keepdim=True)
-    if call.sinks is not None:
-        total = total + (_column(call.sinks, scores.dtype) - peak).exp()
-    empty = total == 0
-    divisor = total.masked_fill(empty, 1)
-    lse = (peak + divisor.log()).masked_fill(empty, float("-inf"))
-    return terms / divisor, lse.squeeze(-1)
+    keys = scores.shape[-1]
+    if call.sinks is not None:  # a sink is one more key, whose value is zero
+        sinks = call.sinks.to(scores.dtype)[None, :, None, None]
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)  # (B, H, L, S + 1)
+        return scores.softmax(-1)[..., :keys], scores.logsumexp(-1)
+    if call.reach.queries is None:
+        return scores.softmax(-1), scores.logsumexp(-1)
+    blind = ~call.reach.queries  # (1 or B, 1 or H, L, 1)
+    scores = scores.masked_fill(blind, 0)  # any finite number: softmax of −∞ alone would be NaN
+    weights = scores.softmax(-1).masked_fill(blind, 0)
+    return weights, scores.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
 
 
 def _scores(call: AttentionCall) -> Tensor:
@@ -64,23 +66,8 @@ def _scores(call: AttentionCall) -> Tensor:
     if call.mask is None:
         return scores
     block = Block(call.grid)
-    bias = call.mask.bias(block)
+    bias = call.mask.bias(block, scores.dtype)
     if bias is not None:
-        scores = scores + bias.to(scores.dtype)
+        scores = scores + bias
     visible = call.mask.visible(block)
     return scores if visible is None else scores.masked_fill(~visible, float("-inf"))
-
-
-def _peak(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """A constant per row that keeps exp in range; its choice does not change the result."""
-    if scores.shape[-1] == 0:
-        peak = scores.new_full((*scores.shape[:-1], 1), float("-inf"))
-    else:
-        peak = scores.detach().amax(-1, keepdim=True)
-    if sinks is not None:
-        peak = torch.maximum(peak, _column(sinks.detach(), scores.dtype))
-    return peak.masked_fill(peak == float("-inf"), 0)
-
-
-def _column(sinks: Tensor, dtype: torch.dtype) -> Tensor:
-    return sinks.to(dtype)[None, :, None, None]  # (1, H, 1, 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..masks.grid import Block
 from ..masks.lowering import is_plain_causal
-from ..tracing import is_tracing
+from ..tracing import is_tracing, is_transformed
 from .base import Kernel, Refusal
 
 __all__ = ["SdpaKernel"]
@@ -33,12 +33,18 @@ class SdpaKernel(Kernel):
             reasons.append(Refusal("PyTorch does not give out the log-sum-exp"))
         if call.softcap is not None:
             reasons.append(Refusal("it has no soft-cap"))
+        if call.scale <= 0 and is_plain_causal(call.mask, call.grid):
+            reasons.append(Refusal("its causal path gives NaN for a scale of 0 or below"))
+        if not is_tracing() and _needs_scores_of_mask(call):
+            reasons.append(Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)"))
         if call.sinks is not None:
             reasons.append(Refusal("it has no sinks"))
         if 0 in call.query.shape or 0 in call.value.shape or 0 in call.key.shape:
             reasons.append(Refusal("a size is 0"))
         if any(tensor.requires_grad for tensor in call.bias_tensors) and torch.is_grad_enabled():
             reasons.append(Refusal("its fused kernels give no gradient for a bias"))
+        if is_transformed():
+            reasons.append(Refusal("torch.func cannot transform it twice"))
         if call.needs_gradients and call.query.device.type == "cpu" and call.query.dtype in _HALF:
             reasons.append(
                 Refusal("on the CPU its half-precision backward is more than twice as inexact as the formula")
@@ -89,6 +95,15 @@ def _is_fused(call: AttentionCall) -> bool:
     return choice != _MATH
 
 
+def _needs_scores_of_mask(call: AttentionCall) -> bool:
+    """Whether lowering would compute a mask of the size of the scores; one corner shows how it broadcasts."""
+    if call.mask is None or call.mask.is_tensor or 0 in call.query.shape or call.grid.key_length == 0:
+        return False
+    corner = Block(call.grid, rows=slice(0, 1), columns=slice(0, 1))
+    parts = (call.mask.visible(corner), call.mask.bias(corner, call.compute_dtype))
+    return any(part is not None and part.shape[1] > 1 for part in parts)
+
+
 def _lower(call: AttentionCall) -> tuple[Tensor | None, bool]:
     """The mask as PyTorch takes it: nothing, the causal flag, or one tensor that broadcasts.
 
@@ -100,9 +115,8 @@ def _lower(call: AttentionCall) -> tuple[Tensor | None, bool]:
     if is_plain_causal(call.mask, call.grid):
         return None, True
     block = Block(call.grid)
-    visible, bias = call.mask.visible(block), call.mask.bias(block)
+    visible, bias = call.mask.visible(block), call.mask.bias(block, call.compute_dtype)
     if bias is not None:
-        bias = bias.to(call.compute_dtype)
         if visible is not None:
             bias = bias.masked_fill(~visible, float("-inf"))
         if call.reach.queries is not None:

@@ -7,6 +7,7 @@ differentiated again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from ..call import AttentionCall
 from ..errors import KernelError
 from .reference import ReferenceKernel
 
-__all__ = ["allow_second_derivatives"]
+__all__ = ["allow_second_derivatives", "gradients_of"]
 
 
 def allow_second_derivatives(
@@ -32,10 +33,8 @@ def allow_second_derivatives(
 class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> Any:
-        # Only autograd may hold the tensors, so that checkpointing can let go of them.
         ctx.kernel_name = kernel_name
-        ctx.call = replace(call, query=None, key=None, value=None, sinks=None)
-        ctx.has_sinks = call.sinks is not None
+        ctx.call = call.without_tensors()
         ctx.count = count
         ctx.save_for_backward(*tensors[count:])
         results = tuple(tensor.view_as(tensor) for tensor in tensors[:count])
@@ -54,15 +53,18 @@ class _Identity(torch.autograd.Function):
 
 
 def _reference_gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    # Views set apart inputs that are one tensor (self-attention), whose gradients must not be counted twice.
-    query, key, value, *rest = (tensor.view_as(tensor) for tensor in ctx.saved_tensors)
-    sinks = rest[0] if ctx.has_sinks else None
-    call = replace(ctx.call, query=query, key=key, value=value, sinks=sinks, return_lse=True)
-    with torch.autocast(query.device.type, enabled=False):
+    views = [tensor.view_as(tensor) for tensor in ctx.saved_tensors]
+    call = replace(ctx.call.with_tensors(*views), return_lse=True)
+    with torch.autocast(call.query.device.type, enabled=False):
         results = ReferenceKernel().run(call)[: ctx.count]
     outputs = [result for result in results if result is not None]
-    inputs = call.inputs
-    wanted = {id(tensor): tensor for tensor in inputs if tensor.requires_grad}
-    computed = torch.autograd.grad(outputs, list(wanted.values()), gradients, create_graph=True, allow_unused=True)
-    found = dict(zip(wanted, computed, strict=True))
-    return tuple(found.pop(id(tensor), None) for tensor in inputs)  # a tensor given twice gets it once
+    return gradients_of(outputs, views, gradients)
+
+
+def gradients_of(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    """Gradients that can be differentiated again, ``None`` for inputs that need none."""
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, allow_unused=True))
+    return tuple(next(found) if tensor.requires_grad else None for tensor in inputs)

@@ -7,6 +7,7 @@ to, `bias` what is added to its scores.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -30,6 +31,7 @@ class Sizes:
     num_heads: int | None = None
     query_length: int | None = None
     key_length: int | None = None
+    fewest_keys: int = 0
 
     def merged(self, other: Sizes) -> Sizes:
         return Sizes(
@@ -37,6 +39,7 @@ class Sizes:
             self.num_heads if self.num_heads is not None else other.num_heads,
             self.query_length if self.query_length is not None else other.query_length,
             self.key_length if self.key_length is not None else other.key_length,
+            max(self.fewest_keys, other.fewest_keys),
         )
 
 
@@ -61,13 +64,17 @@ class Mask(ABC):
     def describe(self) -> str:
         """The mask as its user would write it."""
 
-    def bias(self, block: Block) -> Tensor | None:
-        """Float tensor added to the block's scores, or ``None``."""
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the block's scores, in their dtype, or ``None``."""
         return None
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
         """The tensors that biases are read from, for gradients, in a fixed order."""
         return ()
+
+    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        """The same mask reading its biases from other tensors, in the order of `bias_tensors`."""
+        return self
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
         """Add a block's score gradient (b, h, l, s) to the gradient of each of `bias_tensors`."""
@@ -88,6 +95,11 @@ class Mask(ABC):
 
     @property
     def has_bias(self) -> bool:
+        return False
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the mask already is one tensor that lowering only has to view."""
         return False
 
     def __and__(self, other: object) -> Mask:
@@ -124,6 +136,7 @@ class Mask(ABC):
 
         Raises:
             ArgumentError: if no length is given and the mask does not know one.
+            And what a call of these sizes raises if the mask does not fit.
 
         Example:
             >>> import torch
@@ -136,6 +149,7 @@ class Mask(ABC):
         from .lowering import dense_mask
 
         grid = grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+        self.validate(grid)
         return dense_mask(self, grid)
 
     def check(
@@ -191,16 +205,19 @@ class And(Mask):
                 result = seen if result is None else result & seen
         return result
 
-    def bias(self, block: Block) -> Tensor | None:
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
         result: Tensor | None = None
         for part in self._parts:
-            added = part.bias(block)
+            added = part.bias(block, dtype)
             if added is not None:
                 result = added if result is None else result + added
         return result
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
         return tuple(tensor for part in self._parts for tensor in part.bias_tensors())
+
+    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        return And(tuple(part.with_bias_tensors(tensors) for part in self._parts))
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
         start = 0

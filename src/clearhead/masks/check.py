@@ -7,19 +7,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, ClearheadError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
 from .base import Mask
 from .grid import Block, Grid
 from .lowering import reach
 
 __all__ = ["MaskReport", "check_mask", "grid_for"]
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _CORNER = 64  # rows and columns looked at to tell a causal mask from its opposite
 
 
 @dataclass(frozen=True)
 class MaskReport:
-    """What `Mask.check` found; ``ok`` if nothing."""
+    """What `Mask.check` found; ``ok`` if nothing.
+
+    Args:
+        description: the mask as its user would write it.
+        findings: one sentence each.
+
+    Example:
+        >>> from clearhead import masks
+        >>> report = masks.causal().check(4)
+        >>> report.ok, str(report)
+        (True, 'causal(): nothing suspicious')
+    """
 
     description: str
     findings: tuple[str, ...]
@@ -53,7 +65,7 @@ def check_mask(
     findings: list[str] = []
     queries = None if seen.queries is None else _per_item(seen.queries, grid)
     keys = None if seen.keys is None else _per_item(seen.keys, grid)
-    inverted = None if keys is None else _inverted_padding(keys)
+    inverted = None if keys is None else _inverted_padding(keys, mask.describe())
     if inverted:
         findings.append(inverted)
     if _looks_anticausal(mask, grid):
@@ -63,7 +75,8 @@ def check_mask(
         )
     if queries is not None and not bool(queries.all()):
         findings.append(_hidden_text("queries that see no key", "their output will be zero", ~queries))
-    if keys is not None and not bool(keys.all()):
+    # Keys that only some items hide are padding, and nothing to report.
+    if keys is not None and not bool(keys.any(0).all()):
         findings.append(_hidden_text("keys that no query sees", "fine for padding", ~keys))
     return MaskReport(mask.describe(), tuple(findings))
 
@@ -79,12 +92,12 @@ def grid_for(
 ) -> Grid:
     """The sizes that were given, completed by what the mask's own tensors say."""
     known = mask.sizes()
-    length = query_length if query_length is not None else known.query_length
-    keys = key_length if key_length is not None else known.key_length
-    if length is None and query_positions is not None:
-        length = query_positions.shape[-1]
-    if keys is None and key_positions is not None:
-        keys = key_positions.shape[-1]
+    query_positions = as_positions("query_positions", query_positions)
+    key_positions = as_positions("key_positions", key_positions)
+    length = _first(query_length, known.query_length, _size(query_positions, 1))
+    keys = _first(key_length, known.key_length, _size(key_positions, 1))
+    if keys is None:
+        keys = max(length or 0, known.fewest_keys) or length
     if length is None:
         length = keys
     if length is None:
@@ -96,33 +109,61 @@ def grid_for(
                 fix="Write for example mask.dense(8).",
             )
         )
-    bias_tensors = mask.bias_tensors()
+    keys = length if keys is None else keys
+    batch = _first(batch_size, known.batch_size, _batch(query_positions), _batch(key_positions))
+    heads = _first(num_heads, known.num_heads)
+    _require_count("query_positions", query_positions, length)
+    _require_count("key_positions", key_positions, keys)
     return Grid(
-        batch_size=batch_size if batch_size is not None else (known.batch_size or 1),
-        num_heads=num_heads if num_heads is not None else (known.num_heads or 1),
+        batch_size=1 if batch is None else batch,
+        num_heads=1 if heads is None else heads,
         query_length=length,
-        key_length=length if keys is None else keys,
-        device=bias_tensors[0].device if bias_tensors else _device_of(mask),
-        query_positions=None if query_positions is None else as_positions("query_positions", query_positions),
-        key_positions=None if key_positions is None else as_positions("key_positions", key_positions),
+        key_length=keys,
+        device=_device_of(mask) or torch.device("cpu"),
+        query_positions=query_positions,
+        key_positions=key_positions,
     )
 
 
-def as_positions(name: str, positions: Tensor) -> Tensor:
-    """Read positions given as (n,) or (B, n) as (1 or B, n)."""
+def as_positions(name: str, positions: Tensor | None) -> Tensor | None:
+    """Read positions given as (n,) or (B, n) as int64 (1 or B, n)."""
+    if positions is None:
+        return None
+    if not isinstance(positions, Tensor) or positions.dtype not in _INTEGERS:
+        got = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__
+        raise DTypeError(explain_problem(name, expected="an integer tensor (n,) or (B, n)", got=got))
     if positions.dim() not in (1, 2):
         raise ShapeError(explain_problem(name, expected="shape (n,) or (B, n)", got=shape_text(positions.shape)))
-    return positions if positions.dim() == 2 else positions[None]
+    # int64, because small and unsigned integers overflow when a window is added or taken off.
+    return (positions if positions.dim() == 2 else positions[None]).long()
 
 
-def _device_of(mask: Mask) -> torch.device:
+def _first(*sizes: int | None) -> int | None:
+    return next((size for size in sizes if size is not None), None)
+
+
+def _size(positions: Tensor | None, dim: int) -> int | None:
+    return None if positions is None else positions.shape[dim]
+
+
+def _batch(positions: Tensor | None) -> int | None:
+    return None if positions is None or positions.shape[0] == 1 else positions.shape[0]
+
+
+def _require_count(name: str, positions: Tensor | None, length: int) -> None:
+    if positions is not None and positions.shape[1] != length:
+        raise ShapeError(explain_problem(name, expected=f"{length} positions", got=shape_text(positions.shape)))
+
+
+def _device_of(mask: Mask) -> torch.device | None:
     for part in mask.parts():
         for value in vars(part).values():
-            if isinstance(value, Tensor):
-                return value.device
-            if isinstance(value, Mask):
-                return _device_of(value)
-    return torch.device("cpu")
+            found = (
+                value.device if isinstance(value, Tensor) else _device_of(value) if isinstance(value, Mask) else None
+            )
+            if found is not None:
+                return found
+    return None
 
 
 def _per_item(seen: Tensor, grid: Grid) -> Tensor:
@@ -135,10 +176,14 @@ def _hidden_text(what: str, so: str, hidden: Tensor) -> str:
     return f"{what}: {int(hidden.sum())} (the first: item {item}, index {first}); {so}"
 
 
-def _inverted_padding(keys: Tensor) -> str:
+def _inverted_padding(keys: Tensor, description: str) -> str:
     """Properly padded batches have one item without padding; an inverted one has an item with nothing else."""
-    if keys.shape[0] < 2 or keys.shape[1] < 2:
+    by_marks = "keep(" in description or "drop(" in description  # lengths have no polarity
+    if keys.shape[0] < 2 or keys.shape[1] < 2 or not by_marks:
         return ""
+    other = "if 1 marks padding in this tensor, use masks.drop(keys=t)"
+    if "drop(" in description and "keep(" not in description:
+        other = "if 1 marks real keys in this tensor, use masks.keep(keys=t)"
     counts = keys.sum(-1)
     empty = counts == 0
     partial = keys[~empty]
@@ -150,7 +195,7 @@ def _inverted_padding(keys: Tensor) -> str:
         return ""
     return (
         f"inverted padding: item {int(empty.nonzero()[0])} shows no key at all while others show only a few at one "
-        "end; if 1 marks padding in this tensor, use masks.drop(keys=t)"
+        f"end; {other}"
     )
 
 

@@ -14,7 +14,7 @@ from .positional import Causal
 
 __all__ = ["Reach", "dense_mask", "is_plain_causal", "reach"]
 
-_ROWS_AT_A_TIME = 1 << 24  # elements of mask evaluated at once when looking for hidden rows and columns
+_ROWS_AT_A_TIME = 1 << 21  # elements of mask evaluated at once when looking for hidden rows and columns
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,10 @@ def dense_mask(mask: Mask, grid: Grid) -> Tensor:
     shape = (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length)
     block = Block(grid)
     visible = mask.visible(block)
-    bias = mask.bias(block)
+    dtype = torch.float32
+    for tensor in mask.bias_tensors():
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    bias = mask.bias(block, dtype)
     if bias is None:
         if visible is None:
             return torch.ones(shape, dtype=torch.bool, device=grid.device)
@@ -62,11 +65,13 @@ def reach(mask: Mask, grid: Grid) -> Reach:
             return Reach(None, None)
         some_keys = visible.any(-2)
         keys = some_keys if keys is None else keys | some_keys
-        queries.append(visible.any(-1))
+        some_queries = visible.any(-1)
+        if rows != ALL:
+            some_queries = some_queries.expand(*some_queries.shape[:-1], rows.stop - rows.start)
+        queries.append(some_queries)
     if keys is None:
         return Reach(None, None)
-    same_for_all_rows = queries[0].shape[-1] == 1
-    seeing = queries[0] if same_for_all_rows else torch.cat(queries, -1)
+    seeing = queries[0] if len(queries) == 1 else torch.cat(queries, -1)
     if seeing.shape[-1] != grid.query_length:
         seeing = seeing.expand(*seeing.shape[:-1], grid.query_length)
     if keys.shape[-1] != grid.key_length:
@@ -77,7 +82,7 @@ def reach(mask: Mask, grid: Grid) -> Reach:
 def _row_slices(grid: Grid) -> list[slice]:
     if is_tracing() or grid.query_length == 0:
         return [ALL]
-    per_row = grid.batch_size * grid.num_heads * max(1, grid.key_length)
+    per_row = max(1, grid.batch_size * grid.num_heads * grid.key_length)
     step = max(1, _ROWS_AT_A_TIME // per_row)
     if step >= grid.query_length:
         return [ALL]

@@ -17,9 +17,10 @@ _LENGTH = 8  # drawn length of a mask that fits any
 def draw(mask: Mask) -> str:
     """Describe the mask and draw batch item 0, head 0: ``■`` visible, ``·`` hidden."""
     try:
+        known = mask.sizes()
         grid = grid_for(
             mask,
-            mask.sizes().query_length or mask.sizes().key_length or _LENGTH,
+            known.query_length or known.key_length or known.fewest_keys or _LENGTH,
             None,
             None,
             None,

@@ -58,7 +58,7 @@ def window(left: int, right: int) -> Mask:
                 [0, 1, 1]], dtype=torch.int32)
     """
     for name, value in (("left", left), ("right", right)):
-        _require_count(name, value, "Use 0 to see nothing on that side; combine with causal() for one side.")
+        _require_count(name, value, "For no limit on that side write a number as large as S.")
     return _Window(left, right)
 
 
@@ -246,11 +246,17 @@ class _Lengths(Mask):
 
     def validate(self, grid: Grid) -> None:
         shape = self._lengths.shape
-        per_query_fits = len(shape) == 1 or shape[1] in (1, grid.query_length)
-        if shape[0] not in (1, grid.batch_size) or not per_query_fits:
-            expected = f"shape ({grid.batch_size},) or ({grid.batch_size}, {grid.query_length})"
-            raise ShapeError(explain_problem(f"mask {self._name}(...)", expected=expected, got=shape_text(shape)))
-        if self._name == "lengths" and not grid.has_positions and self._longest > grid.key_length:
+        per_query_fits = len(shape) == 1 or shape[1] == 1 or shape[1] == grid.query_length
+        if (shape[0] != 1 and shape[0] != grid.batch_size) or not per_query_fits:
+            per_query = f" or ({grid.batch_size}, {grid.query_length})" if self._name == "lengths" else ""
+            expected = f"shape ({grid.batch_size},){per_query}"
+            fix = "Give one number per batch item."
+            raise ShapeError(
+                explain_problem(f"mask {self._name}(...)", expected=expected, got=shape_text(shape), fix=fix)
+            )
+        if self._name == "prefix" or grid.has_positions or is_tracing():
+            return
+        if self._longest > grid.key_length:
             raise ArgumentError(
                 explain_problem(
                     "mask lengths(...)",
@@ -261,8 +267,9 @@ class _Lengths(Mask):
             )
 
     def sizes(self) -> Sizes:
-        rows = self._lengths.shape[1] if self._lengths.dim() == 2 else None
-        return Sizes(self._lengths.shape[0], None, rows, self._longest or None)
+        batch, rows = self._lengths.shape[0], self._lengths.shape[1] if self._lengths.dim() == 2 else 1
+        fewest = self._longest if self._name == "lengths" else 0
+        return Sizes(batch if batch != 1 else None, None, rows if rows != 1 else None, None, fewest)
 
     def describe(self) -> str:
         return f"{self._name}({shape_text(self._lengths.shape)})"
@@ -279,10 +286,14 @@ class _Documents(Mask):
 
     def validate(self, grid: Grid) -> None:
         batch, length = self._ids.shape
-        if batch not in (1, grid.batch_size):
+        if batch != 1 and batch != grid.batch_size:
             expected = f"ids of shape (T,) or ({grid.batch_size}, T)"
             raise ShapeError(explain_problem("mask documents(...)", expected=expected, got=shape_text(self._ids.shape)))
-        if not grid.has_positions and (length != grid.query_length or length != grid.key_length):
+        if grid.has_positions:
+            if not is_tracing():
+                self._require_ids(grid)
+            return
+        if length != grid.query_length or length != grid.key_length:
             raise ShapeError(
                 explain_problem(
                     "mask documents(...)",
@@ -293,9 +304,22 @@ class _Documents(Mask):
                 )
             )
 
+    def _require_ids(self, grid: Grid) -> None:
+        block, length = Block(grid), self._ids.shape[1]
+        for positions in (block.q, block.k):
+            if positions.numel() and not bool(((positions >= 0) & (positions < length)).all()):
+                raise ArgumentError(
+                    explain_problem(
+                        "mask documents(...)",
+                        expected=f"positions from 0 to {length - 1}, one for each of the {length} ids",
+                        got=f"positions from {int(positions.min())} to {int(positions.max())}",
+                        fix="Give ids for every absolute position.",
+                    )
+                )
+
     def sizes(self) -> Sizes:
         batch, length = self._ids.shape
-        return Sizes(batch if batch > 1 else None, None, length, length)
+        return Sizes(batch if batch != 1 else None, None, length, length)
 
     def describe(self) -> str:
         return f"documents({shape_text(self._ids.shape)})"
@@ -318,7 +342,20 @@ class _Where(Mask):
                     fix="Compare, as in q >= k.",
                 )
             )
-        return result
+        sizes = (block.b.shape[0], block.h.shape[1], block.q.shape[2], block.k.shape[3])
+        missing = 4 - result.dim()
+        if missing < 0 or any(
+            size != 1 and size != full for size, full in zip(result.shape, sizes[missing:], strict=True)
+        ):
+            raise ShapeError(
+                explain_problem(
+                    "mask where(fn)",
+                    expected=f"fn to return what broadcasts to {shape_text(sizes)}",
+                    got=shape_text(result.shape),
+                    fix="Compute it from the index tensors alone.",
+                )
+            )
+        return result.reshape((1,) * missing + tuple(result.shape))
 
     def describe(self) -> str:
         return f"where({getattr(self._fn, '__name__', 'fn')})"
@@ -326,7 +363,7 @@ class _Where(Mask):
 
 def _look_up(ids: Tensor, positions: Tensor) -> Tensor:
     """Look ids (1 or b, T) up at positions (1 or b, n) → (1 or b, n)."""
-    batch = max(ids.shape[0], positions.shape[0])
+    batch = positions.shape[0] if ids.shape[0] == 1 else ids.shape[0]
     return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))
 
 
@@ -345,4 +382,5 @@ def _require_integers(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         raise DTypeError(explain_problem(name, expected="an integer tensor", got=type(tensor).__name__))
     if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-        raise DTypeError(explain_problem(name, expected="an integer tensor", got=str(tensor.dtype)))
+        fix = "Marks of 0 and 1 go into masks.keep(...)." if tensor.dtype == torch.bool else "Convert it with .long()."
+        raise DTypeError(explain_problem(name, expected="an integer tensor", got=str(tensor.dtype), fix=fix))

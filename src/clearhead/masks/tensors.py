@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import final
 
@@ -131,17 +132,23 @@ class _Keep(Mask):
         if self._per_key:
             _require_device(self._name, self._marks, grid)
             batch, length = self._marks.shape
-            if batch not in (1, grid.batch_size) or length != grid.key_length:
+            if not _broadcasts(batch, grid.batch_size) or length != grid.key_length:
                 expected = f"(B, S) = ({grid.batch_size}, {grid.key_length})"
                 got = shape_text(self._marks.shape)
-                raise ShapeError(explain_problem(f"mask {self._name}(keys=...)", expected=expected, got=got))
+                fix = "Marks of other keys than this call's? One row per batch item, one mark per key."
+                raise ShapeError(explain_problem(f"mask {self._name}(keys=...)", expected=expected, got=got, fix=fix))
         else:
             require_fit(self._name, self._marks, grid)
 
     def sizes(self) -> Sizes:
         if self._per_key:
-            return Sizes(self._marks.shape[0], None, None, self._marks.shape[1])
+            batch, keys = self._marks.shape
+            return Sizes(batch if batch != 1 else None, None, None, keys)
         return tensor_sizes(self._marks)
+
+    @property
+    def is_tensor(self) -> bool:
+        return True
 
     def describe(self) -> str:
         return f"{self._name}({'keys=' if self._per_key else ''}{shape_text(self._marks.shape)})"
@@ -153,13 +160,16 @@ class _Bias(Mask):
         self._tensor = tensor
 
     def visible(self, block: Block) -> Tensor:
-        return self.bias(block) != float("-inf")
+        return self.bias(block, self._tensor.dtype) != float("-inf")
 
-    def bias(self, block: Block) -> Tensor:
-        return block.cut(four_dimensional(self._tensor, block.grid))
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
+        return block.cut(four_dimensional(self._tensor, block.grid)).to(dtype)
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
         return (self._tensor,)
+
+    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        return _Bias(next(tensors))
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
         # Slices are views, so adding to the block adds to the whole gradient; chosen rows are copies.
@@ -181,6 +191,10 @@ class _Bias(Mask):
     def has_bias(self) -> bool:
         return True
 
+    @property
+    def is_tensor(self) -> bool:
+        return True
+
     def describe(self) -> str:
         return f"bias({shape_text(self._tensor.shape)})"
 
@@ -191,7 +205,7 @@ def four_dimensional(tensor: Tensor, grid: Grid) -> Tensor:
         return tensor[None, None]
     if tensor.dim() == 4:
         return tensor
-    if tensor.shape[0] in (1, grid.batch_size):
+    if _broadcasts(tensor.shape[0], grid.batch_size):
         return tensor[:, None]
     return tensor.unflatten(0, (grid.batch_size, grid.num_heads))
 
@@ -200,13 +214,12 @@ def require_fit(name: str, tensor: Tensor, grid: Grid) -> None:
     """Raise unless a mask tensor broadcasts to the call, guessing what the user meant."""
     b, h, length, keys = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
     _require_device(name, tensor, grid)
-    allowed_first = {2: (), 3: (1, b, b * h), 4: (1, b)}[tensor.dim()]
     sizes = tuple(tensor.shape)
-    fits = sizes[-2] in (1, length) and sizes[-1] in (1, keys)
-    if tensor.dim() > 2:
-        fits = fits and sizes[0] in allowed_first
+    fits = _broadcasts(sizes[-2], length) and _broadcasts(sizes[-1], keys)
+    if tensor.dim() == 3:
+        fits = fits and (_broadcasts(sizes[0], b) or sizes[0] == b * h)
     if tensor.dim() == 4:
-        fits = fits and sizes[1] in (1, h)
+        fits = fits and _broadcasts(sizes[0], b) and _broadcasts(sizes[1], h)
     if fits:
         return
     fix = ""
@@ -214,7 +227,7 @@ def require_fit(name: str, tensor: Tensor, grid: Grid) -> None:
         fix = f"If these are marks per key (batch, key), write masks.{'keep' if name == 'bias' else name}(keys=t)."
         if name == "bias":
             fix = "If these are numbers per key (batch, key), give them as t[:, None, None, :]."
-    elif sizes[-2:] == (keys, length):
+    elif keys != length and sizes[-2:] == (keys, length):
         fix = "The last two sizes are exchanged: queries come before keys; transpose it."
     raise ShapeError(
         explain_problem(
@@ -227,13 +240,15 @@ def require_fit(name: str, tensor: Tensor, grid: Grid) -> None:
     )
 
 
+def _broadcasts(size: int, full: int) -> bool:
+    # Written out, because a traced size is in no tuple.
+    return size == 1 or size == full
+
+
 def tensor_sizes(tensor: Tensor) -> Sizes:
-    known = [size if size > 1 else None for size in tensor.shape]
-    if tensor.dim() == 2:
-        return Sizes(None, None, *known)
-    if tensor.dim() == 3:
-        return Sizes(known[0], None, *known[1:])
-    return Sizes(*known)
+    *first, rows, columns = (size if size != 1 else None for size in tensor.shape)
+    batch, heads = first if len(first) == 2 else (first[0] if first else None, None)
+    return Sizes(batch, heads, rows, columns)
 
 
 def _keep(name: str, tensor: Tensor | None, keys: Tensor | None) -> Mask:
@@ -268,7 +283,9 @@ def _marks(name: str, tensor: object) -> Tensor:
                 name,
                 expected="bool, or numbers that are all 0 or 1",
                 got=f"{tensor.dtype} with {other}",
-                fix="An additive mask (0 and −inf) goes into masks.bias(t).",
+                fix="An additive mask (0 and −inf) goes into masks.bias(t)."
+                if tensor.is_floating_point()
+                else "Lengths go into masks.lengths(t), ids of documents into masks.documents(t).",
             )
         )
     return marks
@@ -281,6 +298,7 @@ def _require_device(name: str, tensor: Tensor, grid: Grid) -> None:
                 f"mask {name}(...)",
                 expected=f"a tensor on {grid.device}, like query",
                 got=f"one on {tensor.device}",
+                fix="Move it with .to(query.device).",
             )
         )
 
@@ -289,6 +307,9 @@ def _require_mask_shape(name: str, tensor: Tensor) -> None:
     if tensor.dim() not in (2, 3, 4):
         raise ShapeError(
             explain_problem(
-                f"masks.{name}", expected="2 to 4 dimensions, ending in (L, S)", got=shape_text(tensor.shape)
+                f"masks.{name}",
+                expected="2 to 4 dimensions, ending in (L, S)",
+                got=shape_text(tensor.shape),
+                fix="One mark per key is t[None].",
             )
         )

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import explain_problem, shape_text
+from ..errors import DTypeError, ShapeError, explain_problem, shape_text
 from ..masks import bias, causal, drop
 from ..masks.base import Mask, Not, Or
 from ..masks.positional import prefix
-from .errors import DTypeAssertionError, ShapeAssertionError, ShapeRuntimeError
 
 __all__ = ["Sizes", "hidden_mask"]
 
@@ -65,7 +64,7 @@ def _four_dimensional(attn_mask: Tensor, sizes: Sizes) -> Tensor:
         return attn_mask[:, None]
     if shape == (batch, heads, length, keys):
         return attn_mask
-    raise ShapeRuntimeError(
+    raise ShapeError(
         explain_problem(
             "attn_mask",
             expected=f"(L, S) = ({length}, {keys}), (N·H, L, S) = ({batch * heads}, {length}, {keys}), "
@@ -80,7 +79,7 @@ def _per_key(key_padding_mask: Tensor, sizes: Sizes) -> Tensor:
     """(N, S), or (S,) without a batch → (N, 1, 1, S)."""
     expected = (sizes.batch_size, sizes.key_length)
     if tuple(key_padding_mask.shape) != expected:
-        raise ShapeAssertionError(
+        raise ShapeError(
             explain_problem(
                 "key_padding_mask",
                 expected=f"(N, S) = {shape_text(expected)}, or (S,) without a batch",
@@ -91,9 +90,18 @@ def _per_key(key_padding_mask: Tensor, sizes: Sizes) -> Tensor:
     return key_padding_mask[:, None, None, :]
 
 
-def _require_bool_or_float(name: str, mask: Tensor) -> None:
+def _require_bool_or_float(name: str, mask: object) -> None:
+    if not isinstance(mask, Tensor):
+        raise DTypeError(
+            explain_problem(
+                name,
+                expected="a torch.Tensor, bool or float",
+                got=type(mask).__name__,
+                fix="Masks of clearhead.masks go into clearhead.MultiHeadAttention." if isinstance(mask, Mask) else "",
+            )
+        )
     if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise DTypeAssertionError(
+        raise DTypeError(
             explain_problem(
                 name,
                 expected="bool (True = hidden) or float (added to the scores)",

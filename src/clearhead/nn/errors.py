@@ -1,38 +1,35 @@
-"""The drop-in's errors: Clearhead's, and at the same time of the type PyTorch raises in that place."""
+"""The drop-in's errors: Clearhead's, and at the same time of the types PyTorch raises in the same places.
+
+PyTorch checks some arguments of its attention with `AssertionError`, meets others with `RuntimeError`, and what is no
+tensor with `AttributeError`; code that catches any of them goes on working.
+"""
 
 from __future__ import annotations
 
-from ..errors import ArgumentError, DTypeError, ShapeError
+from .. import errors
 
-__all__ = [
-    "ArgumentAssertionError",
-    "ArgumentRuntimeError",
-    "DTypeAssertionError",
-    "DTypeRuntimeError",
-    "ShapeAssertionError",
-    "ShapeRuntimeError",
-]
+__all__ = ["ArgumentError", "DTypeError", "DeviceError", "ShapeError", "also_pytorchs"]
 
 
-class ShapeAssertionError(ShapeError, AssertionError):
-    """A shape that PyTorch rejects with an `AssertionError`."""
+class ShapeError(errors.ShapeError, AssertionError, RuntimeError):
+    """See `clearhead.errors.ShapeError`."""
 
 
-class ShapeRuntimeError(ShapeError, RuntimeError):
-    """A shape that PyTorch rejects with a `RuntimeError`."""
+class DTypeError(errors.DTypeError, AssertionError, RuntimeError, AttributeError):
+    """See `clearhead.errors.DTypeError`."""
 
 
-class DTypeAssertionError(DTypeError, AssertionError):
-    """A dtype that PyTorch rejects with an `AssertionError`."""
+class DeviceError(errors.DeviceError, AssertionError, RuntimeError):
+    """See `clearhead.errors.DeviceError`."""
 
 
-class DTypeRuntimeError(DTypeError, RuntimeError):
-    """A dtype that PyTorch rejects with a `RuntimeError`."""
+class ArgumentError(errors.ArgumentError, AssertionError, RuntimeError):
+    """See `clearhead.errors.ArgumentError`."""
 
 
-class ArgumentAssertionError(ArgumentError, AssertionError):
-    """A value that PyTorch rejects with an `AssertionError`."""
-
-
-class ArgumentRuntimeError(ArgumentError, RuntimeError):
-    """A value that PyTorch rejects with a `RuntimeError`."""
+def also_pytorchs(error: errors.ClearheadError) -> errors.ClearheadError:
+    """The same error as an instance of PyTorch's types too."""
+    for kind in (ShapeError, DTypeError, DeviceError, ArgumentError):
+        if isinstance(error, kind.__mro__[1]):
+            return kind(*error.args)
+    return error

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ..attention import attention
-from ..errors import explain_problem, shape_text
+from ..errors import ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
 from ..masks import bias, causal, keep
 from ..masks.base import Mask
-from .errors import DTypeRuntimeError, ShapeRuntimeError
+from .errors import also_pytorchs
 
-__all__ = ["scaled_dot_product_attention"]
+__all__ = ["scaled_dot_product_attention", "translate"]
 
 
 def scaled_dot_product_attention(
@@ -51,35 +53,61 @@ def scaled_dot_product_attention(
         >>> clearhead.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([2, 5, 8])
     """
+    try:
+        leading, (q, k, v), mask = translate(query, key, value, attn_mask, is_causal, enable_gqa)
+        output = attention(q, k, v, mask, scale=scale, dropout_p=dropout_p)
+    except ClearheadError as error:
+        raise also_pytorchs(error) from error.__cause__
+    heads = (q.shape[1],) if max(tensor.dim() for tensor in (query, key, value)) > 2 else ()
+    return output.reshape(*leading, *heads, *output.shape[-2:])
+
+
+def translate(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
+) -> tuple[tuple[int, ...], tuple[Tensor, Tensor, Tensor], Mask | None]:
+    """Bring PyTorch's arguments into the core's form.
+
+    Returns:
+        The leading sizes, query, key and value as (B, H, L, D), B the product of the leading sizes, and the mask.
+
+    Raises:
+        ShapeError, DTypeError: for what does not fit.
+    """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise DTypeError(explain_problem(name, expected="a torch.Tensor", got=type(tensor).__name__))
         if tensor.dim() < 2:
-            raise ShapeRuntimeError(
+            raise ShapeError(
                 explain_problem(name, expected="at least (length, features)", got=shape_text(tensor.shape))
             )
-    heads = query.shape[-3] if query.dim() > 2 else 1
-    kv_heads = key.shape[-3] if key.dim() > 2 else 1
-    if kv_heads != heads and not enable_gqa and 1 not in (heads, kv_heads):
-        raise ShapeRuntimeError(
-            explain_problem(
-                "key",
-                expected=f"H = {heads} heads as in query",
-                got=shape_text(key.shape),
-                fix="Pass enable_gqa=True if query heads share keys.",
-            )
-        )
     leading = _broadcast(query, key, value)
+    heads, key_heads, value_heads = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in (query, key, value))
     if not enable_gqa:
-        heads = kv_heads = max(heads, kv_heads)
-    q = _four_dimensional(query, leading, heads)
-    k, v = _four_dimensional(key, leading, kv_heads), _four_dimensional(value, leading, kv_heads)
-    mask = _mask(attn_mask, leading, heads, is_causal)
-    output = attention(q, k, v, mask, scale=scale, dropout_p=dropout_p)
-    shape = (*leading, *((heads,) if _has_heads(query, key, value) else ()), *output.shape[-2:])
-    return output.reshape(shape)
+        heads = key_heads = value_heads = _common(query, key, value, (heads, key_heads, value_heads))
+    q, k = _four_dimensional(query, leading, heads), _four_dimensional(key, leading, key_heads)
+    v = _four_dimensional(value, leading, value_heads)
+    if key_heads != value_heads:  # PyTorch lets them group differently
+        k, v = (_repeated("key", k, heads), _repeated("value", v, heads))
+    return leading, (q, k, v), _mask(attn_mask, leading, (heads, q.shape[2], k.shape[2]), is_causal)
 
 
-def _has_heads(*tensors: Tensor) -> bool:
-    return max(tensor.dim() for tensor in tensors) > 2
+def _common(query: Tensor, key: Tensor, value: Tensor, heads: tuple[int, int, int]) -> int:
+    """The number of heads to which all broadcast."""
+    most = max(heads)
+    if any(count != 1 and count != most for count in heads):
+        got = ", ".join(shape_text(tensor.shape) for tensor in (query, key, value))
+        fix = "Pass enable_gqa=True if query heads share keys."
+        raise ShapeError(
+            explain_problem("query, key, value", expected=f"equal numbers of heads, H = {most}", got=got, fix=fix)
+        )
+    return most
+
+
+def _repeated(name: str, tensor: Tensor, heads: int) -> Tensor:
+    if heads % max(1, tensor.shape[1]):
+        got = shape_text(tensor.shape)
+        raise ShapeError(explain_problem(name, expected=f"a number of heads that divides {heads}", got=got))
+    return tensor.repeat_interleave(heads // max(1, tensor.shape[1]), 1)
 
 
 def _broadcast(*tensors: Tensor) -> tuple[int, ...]:
@@ -88,27 +116,41 @@ def _broadcast(*tensors: Tensor) -> tuple[int, ...]:
         return tuple(torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors)))
     except RuntimeError as error:
         got = ", ".join(shape_text(tensor.shape) for tensor in tensors)
-        raise ShapeRuntimeError(
+        raise ShapeError(
             explain_problem("query, key, value", expected="leading sizes that broadcast", got=got)
         ) from error
 
 
 def _four_dimensional(tensor: Tensor, leading: tuple[int, ...], heads: int) -> Tensor:
     """(…, H, L, D) → (B, H, L, D), B the product of the leading sizes."""
-    return tensor.expand(*leading, heads, *tensor.shape[-2:]).reshape(-1, heads, *tensor.shape[-2:])
+    size = math.prod(leading)
+    return tensor.expand(*leading, heads, *tensor.shape[-2:]).reshape(size, heads, *tensor.shape[-2:])
 
 
-def _mask(attn_mask: Tensor | None, leading: tuple[int, ...], heads: int, is_causal: bool) -> Mask | None:
+def _mask(
+    attn_mask: Tensor | None, leading: tuple[int, ...], sizes: tuple[int, int, int], is_causal: bool
+) -> Mask | None:
     rule = causal() if is_causal else None
     if attn_mask is None:
         return rule
+    if not isinstance(attn_mask, Tensor):
+        raise DTypeError(
+            explain_problem("attn_mask", expected="a torch.Tensor, bool or float", got=type(attn_mask).__name__)
+        )
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise DTypeRuntimeError(
+        raise DTypeError(
             explain_problem("attn_mask", expected="bool (True = may attend) or float", got=str(attn_mask.dtype))
         )
+    full = (*leading, *sizes)
+    given = tuple(attn_mask.shape)
+    pairs = zip(reversed(given), reversed(full), strict=False)
+    if len(given) > len(full) or any(size != 1 and size != whole for size, whole in pairs):
+        got, expected = shape_text(given), f"a shape that broadcasts to {shape_text(full)}"
+        raise ShapeError(explain_problem("attn_mask", expected=expected, got=got))
     if attn_mask.dim() > 3 and len(leading) != 1:
-        attn_mask = attn_mask.expand(*leading, *attn_mask.shape[-3:]).reshape(-1, *attn_mask.shape[-3:])
+        attn_mask = attn_mask.expand(*leading, *attn_mask.shape[-3:])
+        attn_mask = attn_mask.reshape(math.prod(leading), *attn_mask.shape[-3:])
     while attn_mask.dim() < 4:
         attn_mask = attn_mask.unsqueeze(0)
-    given = bias(attn_mask) if attn_mask.is_floating_point() else keep(attn_mask)
-    return given if rule is None else rule & given
+    mask = bias(attn_mask) if attn_mask.is_floating_point() else keep(attn_mask)
+    return mask if rule is None else rule & mask

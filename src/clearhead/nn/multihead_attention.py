@@ -5,19 +5,14 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..attention import attention
-from ..errors import ArgumentError, explain_problem, shape_text
+from ..attention import attention, autocast_is_on
+from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
 from ..weights import attention_weights
 from .convention import Sizes, hidden_mask
-from .errors import (
-    ArgumentAssertionError,
-    DTypeRuntimeError,
-    ShapeAssertionError,
-    ShapeRuntimeError,
-)
+from .errors import also_pytorchs
+from .projection import append_keys, project
 
 __all__ = ["MultiheadAttention", "keep_off_fast_path"]
 
@@ -83,7 +78,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _require_sizes(embed_dim, num_heads, dropout)
+        try:
+            _require_sizes(embed_dim, num_heads, dropout)
+        except ClearheadError as error:
+            raise also_pytorchs(error) from None
         super().__init__(
             embed_dim,
             num_heads,
@@ -129,58 +127,50 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             ShapeError, DTypeError: which are also instances of what PyTorch raises in the same place.
         """
+        try:
+            mixed, weights = self._attend(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        except ClearheadError as error:
+            raise also_pytorchs(error) from error.__cause__
+        output = self.out_proj(mixed)
+        return output, None if weights is None else weights.to(output.dtype)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Everything before `out_proj`: merged heads in the layout of `query`, and the weights."""
         _require_inputs(self, query, key, value)
         unbatched = query.dim() == 2
-        q, k, v = (self._batch_first(x, unbatched) for x in self._project(query, key, value))  # (N, L or S, E)
-        if key_padding_mask is not None and unbatched and key_padding_mask.dim() == 1:
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        projected = project(query, key, value, self.in_proj_weight, self.in_proj_bias, separate)
+        q, k, v = (self._batch_first(x, unbatched) for x in projected)  # (N, L or S, E)
+        if isinstance(key_padding_mask, Tensor) and unbatched and key_padding_mask.dim() == 1:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         length, keys = q.shape[1], k.shape[1]
-        k, v = self._append(k, v)
+        k, v = append_keys(k, v, self.bias_k, self.bias_v, self.add_zero_attn)  # (N, S′, E)
         sizes = Sizes(q.shape[0], self.num_heads, length, keys, k.shape[1] - keys)
         mask = hidden_mask(attn_mask, key_padding_mask, is_causal, sizes)
         q, k, v = (self._split(x) for x in (q, k, v))  # (N, H, L or S, D)
         mixed = attention(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)  # (N, H, L, D)
-        output = self.out_proj(self._merge(mixed, unbatched))
+        merged = self._merge(mixed, unbatched)
         if not need_weights:
-            return output, None
-        weights = attention_weights(q, k, mask, average_attn_weights=average_attn_weights).to(output.dtype)
-        return output, weights.squeeze(0) if unbatched else weights
-
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value times their parts of the packed weight, in one product where inputs are one tensor."""
-        bias = self.in_proj_bias
-        if self.in_proj_weight is None:
-            biases = (None, None, None) if bias is None else bias.chunk(3)
-            separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-            pairs = zip((query, key, value), separate, biases, strict=True)
-            q, k, v = (F.linear(x, cast(Tensor, weight), b) for x, weight, b in pairs)
-            return q, k, v
-        weight, size = self.in_proj_weight, self.embed_dim
-        if query is key and key is value:
-            q, k, v = F.linear(query, weight, bias).chunk(3, -1)
-            return q, k, v
-        q = F.linear(query, weight[:size], None if bias is None else bias[:size])
-        if key is value:
-            k, v = F.linear(key, weight[size:], None if bias is None else bias[size:]).chunk(2, -1)
-            return q, k, v
-        k = F.linear(key, weight[size : 2 * size], None if bias is None else bias[size : 2 * size])
-        v = F.linear(value, weight[2 * size :], None if bias is None else bias[2 * size :])
-        return q, k, v
+            return merged, None
+        weights = attention_weights(q, k, mask, average_attn_weights=average_attn_weights)
+        return merged, weights.squeeze(0) if unbatched else weights
 
     def _batch_first(self, x: Tensor, unbatched: bool) -> Tensor:
         if unbatched:
             return x.unsqueeze(0)
         return x if self.batch_first else x.transpose(0, 1)
-
-    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the learned key and value, then the zero ones, as the module has them: (N, S, E) → (N, S′, E)."""
-        batch = k.shape[0]
-        if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat([k, self.bias_k.to(k.dtype).expand(batch, 1, -1)], 1)
-            v = torch.cat([v, self.bias_v.to(v.dtype).expand(batch, 1, -1)], 1)
-        if self.add_zero_attn:
-            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-        return k, v
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # (N, H, L, D)
@@ -199,7 +189,7 @@ def _require_sizes(embed_dim: int, num_heads: int, dropout: float) -> None:
         if value <= 0:
             raise ArgumentError(explain_problem(name, expected="an int ≥ 1", got=str(value)))
     if embed_dim % num_heads:
-        raise ArgumentAssertionError(
+        raise ArgumentError(
             explain_problem("embed_dim", expected=f"a multiple of num_heads = {num_heads}", got=str(embed_dim))
         )
     if not 0 <= dropout <= 1:
@@ -207,11 +197,12 @@ def _require_sizes(embed_dim: int, num_heads: int, dropout: float) -> None:
 
 
 def _require_inputs(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise what PyTorch raises, with a text that says what to do."""
     tensors = {"query": query, "key": key, "value": value}
-    shapes = ", ".join(f"{name} {shape_text(x.shape)}" for name, x in tensors.items()) if not query.is_nested else ""
-    if any(x.is_nested for x in tensors.values()):
-        raise ShapeAssertionError(
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            raise DTypeError(explain_problem(name, expected="a torch.Tensor", got=type(x).__name__))
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise ShapeError(
             explain_problem(
                 "query, key, value",
                 expected="plain tensors",
@@ -220,40 +211,39 @@ def _require_inputs(module: MultiheadAttention, query: Tensor, key: Tensor, valu
             )
         )
     if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
-        raise ShapeAssertionError(
-            explain_problem("query, key, value", expected="all three-dimensional, or all two-dimensional", got=shapes)
-        )
-    if query.shape[-1] != module.embed_dim:
-        raise ShapeAssertionError(
-            explain_problem("query", expected=f"{module.embed_dim} features", got=shape_text(query.shape))
-        )
-    if key.shape[:-1] != value.shape[:-1]:
-        raise ShapeAssertionError(explain_problem("key, value", expected="equal lengths and batch sizes", got=shapes))
-    for name, x, features in (("key", key, module.kdim), ("value", value, module.vdim)):
+        problem, fix = "all three-dimensional, or all two-dimensional without a batch", "Add the batch with unsqueeze."
+        raise ShapeError(explain_problem("query, key, value", expected=problem, got=_shapes(tensors), fix=fix))
+    for name, x, features in (
+        ("query", query, module.embed_dim),
+        ("key", key, module.kdim),
+        ("value", value, module.vdim),
+    ):
         if x.shape[-1] != features:
-            error = ShapeAssertionError if module.in_proj_weight is not None else ShapeRuntimeError
-            raise error(explain_problem(name, expected=f"{features} features", got=shape_text(x.shape)))
+            fix = "Sizes of key and value inputs are set by kdim= and vdim=."
+            raise ShapeError(explain_problem(name, expected=f"{features} features", got=shape_text(x.shape), fix=fix))
+    layout = f"This module has batch_first={module.batch_first}."
+    if key.shape[:-1] != value.shape[:-1]:
+        problem = "equal lengths and batch sizes"
+        raise ShapeError(explain_problem("key, value", expected=problem, got=_shapes(tensors), fix=layout))
     batch_dim = 0 if module.batch_first else 1
     if query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
-        raise ShapeRuntimeError(
-            explain_problem(
-                "query, key",
-                expected=f"equal batch sizes N in dimension {batch_dim}",
-                got=shapes,
-                fix=f"This module has batch_first={module.batch_first}.",
-            )
-        )
+        problem = f"equal batch sizes N in dimension {batch_dim}"
+        raise ShapeError(explain_problem("query, key", expected=problem, got=_shapes(tensors), fix=layout))
     _require_dtypes(module, tensors)
+
+
+def _shapes(tensors: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {shape_text(x.shape)}" for name, x in tensors.items())
 
 
 def _require_dtypes(module: MultiheadAttention, tensors: dict[str, Tensor]) -> None:
     weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
     dtype = cast(Tensor, weight).dtype
     for name, x in tensors.items():
-        if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+        if autocast_is_on(x) and x.is_floating_point():
             continue
         if x.dtype != dtype:
-            raise DTypeRuntimeError(
+            raise DTypeError(
                 explain_problem(
                     name, expected=f"the module's dtype {dtype}", got=str(x.dtype), fix=f"Convert it with .to({dtype})."
                 )

@@ -1,0 +1,137 @@
+"""Seeing attention that other people's code computes with PyTorch's functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..attention import autocast_off, cast_for_autocast
+from ..call import AttentionCall, build_call
+from ..masks.base import Mask
+from ..nn.convention import Sizes, hidden_mask
+from ..nn.functional import translate
+from ..nn.projection import append_keys, project
+from ..observe import is_computing
+
+__all__ = ["CaptureMode", "Sink"]
+
+_SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax}
+_MHA = inspect.signature(F.multi_head_attention_forward)
+_SDPA = inspect.Signature(
+    [
+        inspect.Parameter("query", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        inspect.Parameter("key", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        inspect.Parameter("value", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        inspect.Parameter("attn_mask", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
+        inspect.Parameter("dropout_p", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=0.0),
+        inspect.Parameter("is_causal", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False),
+        inspect.Parameter("scale", inspect.Parameter.KEYWORD_ONLY, default=None),
+        inspect.Parameter("enable_gqa", inspect.Parameter.KEYWORD_ONLY, default=False),
+    ]
+)
+
+
+class Sink(Protocol):
+    """Where captured calls go."""
+
+    def wants_call(self) -> bool:
+        """Whether the running module is recorded at all."""
+        ...
+
+    def captured(self, call: AttentionCall) -> None:
+        """Take a call that PyTorch computed."""
+        ...
+
+    def saw_softmax(self) -> None:
+        """Take note of a softmax over a four-dimensional tensor."""
+        ...
+
+
+class CaptureMode(TorchFunctionMode):
+    """Hands every attention that goes through PyTorch's functions to a sink; the model's results stay its own.
+
+    `nn.MultiheadAttention` and the Transformer layers leave their inference fast path under any such mode and arrive
+    as one call of `F.multi_head_attention_forward`. Inside a handled call the mode is off, so nothing is seen twice.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        super().__init__()
+        self._sink = sink
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_computing():
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            read = _read_sdpa
+        elif func is F.multi_head_attention_forward:
+            read = _read_mha
+        else:
+            if func in _SOFTMAX:
+                scores = args[0] if args else kwargs.get("input")
+                if isinstance(scores, Tensor) and scores.dim() == 4:
+                    self._sink.saw_softmax()
+            return func(*args, **kwargs)
+        if self._sink.wants_call():
+            with torch.no_grad():
+                self._sink.captured(read(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def _read_sdpa(*args: Any, **kwargs: Any) -> AttentionCall:
+    bound = _SDPA.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    query, key, value = cast_for_autocast(given["query"], given["key"], given["value"])
+    _, (q, k, v), mask = translate(query, key, value, given["attn_mask"], given["is_causal"], given["enable_gqa"])
+    return _call(q, k, v, mask, given["scale"])
+
+
+def _read_mha(*args: Any, **kwargs: Any) -> AttentionCall:
+    bound = _MHA.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    query, key, value = given["query"], given["key"], given["value"]
+    separate = (given["q_proj_weight"], given["k_proj_weight"], given["v_proj_weight"])
+    packed = None if given["use_separate_proj_weight"] else given["in_proj_weight"]
+    projected = project(query, key, value, packed, given["in_proj_bias"], separate)
+    unbatched = query.dim() == 2
+    q, k, v = (x.unsqueeze(0) if unbatched else x.transpose(0, 1) for x in projected)  # (N, L or S, E)
+    keys = k.shape[1]
+    k, v = append_keys(k, v, given["bias_k"], given["bias_v"], given["add_zero_attn"])
+    heads = given["num_heads"]
+    sizes = Sizes(q.shape[0], heads, q.shape[1], keys, k.shape[1] - keys)
+    padding = given["key_padding_mask"]
+    if padding is not None and padding.dim() == 1:
+        padding = padding.unsqueeze(0)
+    attn_mask, causal = given["attn_mask"], False
+    if given["is_causal"] and padding is None and not given["need_weights"]:
+        attn_mask, causal = None, True  # PyTorch takes the hint and drops the mask here
+    mask = hidden_mask(attn_mask, padding, causal, sizes)
+    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # (N, H, L or S, D)
+    return _call(*cast_for_autocast(q, k, v), mask=mask, scale=None)
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None) -> AttentionCall:
+    with autocast_off(q):
+        return build_call(
+            q,
+            k,
+            v,
+            mask,
+            scale=scale,
+            dropout_p=0.0,
+            softcap=None,
+            sinks=None,
+            query_positions=None,
+            key_positions=None,
+            return_lse=False,
+        )

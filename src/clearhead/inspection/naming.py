@@ -1,0 +1,60 @@
+"""Which module of a model is running right now, by its qualified name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+__all__ = ["ModuleNames"]
+
+
+class ModuleNames:
+    """Follows the forward calls of a model's modules in the thread that entered it.
+
+    Args:
+        model: whose submodules are named; the model itself is ``""``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._thread = threading.get_ident()
+        self._running: list[str] = []
+        self.root_arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    @property
+    def current(self) -> str | None:
+        """Name of the innermost module that is running, ``None`` outside the model."""
+        return self._running[-1] if self._running else None
+
+    @contextmanager
+    def following(self) -> Generator[ModuleNames, None, None]:
+        """Attach hooks to every module inside the block, and take every one of them away after it."""
+        self._thread = threading.get_ident()
+        handles: list[Any] = []
+        try:
+            for name, module in self.model.named_modules():
+                handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True))
+                handles.append(module.register_forward_hook(self._leaving, always_call=True))
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._running.clear()
+
+    def _entering(self, name: str) -> Any:
+        def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() != self._thread:
+                return
+            if not self._running:
+                self.root_arguments = (args, kwargs)
+            self._running.append(name)
+
+        return entering
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == self._thread and self._running:
+            self._running.pop()

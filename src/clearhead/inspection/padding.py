@@ -1,0 +1,67 @@
+"""Finding a batch's padding in the arguments a model was called with, so that padded queries are not counted."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["PaddingFinder"]
+
+_KEEP = ("attention_mask",)  # 1 = real
+_DROP = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # True = padding
+_DECODER_KEEP = ("decoder_attention_mask",)
+_DECODER_DROP = ("tgt_key_padding_mask",)
+_DECODER_SIGNS = ("decoder_input_ids", "decoder_inputs_embeds", "tgt", *_DECODER_KEEP, *_DECODER_DROP)
+
+
+class PaddingFinder:
+    """Reads the root call of a model once and answers for each attention call which queries are real.
+
+    In an encoder–decoder model the source's padding speaks of modules with ``encoder`` in their name, the target's of
+    the others.
+
+    Args:
+        model: whose `forward` names its positional arguments.
+        arguments: positional and keyword arguments of the root call.
+    """
+
+    def __init__(self, model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        named = _named(model, arguments)
+        self._source = _read(named, _KEEP, _DROP)
+        self._target = _read(named, _DECODER_KEEP, _DECODER_DROP)
+        self._two_sided = any(named.get(name) is not None for name in _DECODER_SIGNS) or bool(
+            getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        )
+
+    def query_mask(self, name: str, batch_size: int, query_length: int, key_length: int) -> Tensor | None:
+        """Bool (B, L) of real queries, or ``None`` if the root call does not say."""
+        mask = self._source
+        if self._two_sided and "encoder" not in name.split("."):
+            mask = self._target
+        if mask is None or mask.shape[0] != batch_size:
+            return None
+        if mask.shape[1] == query_length:
+            return mask
+        if mask.shape[1] == key_length and query_length < key_length:
+            return mask[:, -query_length:]  # a decoding step: the queries are the last of the keys
+        return None
+
+
+def _named(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+    args, kwargs = arguments
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except TypeError:
+        return dict(kwargs)
+    extra = bound.get("kwargs")
+    return {**(extra if isinstance(extra, dict) else {}), **bound}
+
+
+def _read(named: dict[str, Any], keep: tuple[str, ...], drop: tuple[str, ...]) -> Tensor | None:
+    for name in (*keep, *drop):
+        mask = named.get(name)
+        if isinstance(mask, Tensor) and mask.dim() == 2 and (name in keep or not mask.is_floating_point()):
+            return mask != 0 if name in keep else mask == 0
+    return None

@@ -1,0 +1,76 @@
+"""Attention rollout: how much of the input tokens a final token mixes, through all layers, without an L × L tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from ..errors import ArgumentError, ShapeError, explain_problem
+from ..kernels.blocks import score_blocks
+from .rows import Rows
+
+__all__ = ["rollout"]
+
+
+def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, residual: float = 0.5) -> Tensor:
+    """Follow attention from target tokens of the last layer down to the input.
+
+    ::
+
+        r ← residual · r + (1 − residual) · r A_l    for l = last … first,  A_l the mean of layer l's weights over heads
+
+    starting from one-hot rows at the targets (Abnar and Zuidema, "Quantifying attention flow in Transformers", 2020).
+    Only products r A_l are formed, block by block.
+
+    Args:
+        calls: the layers' self-attention calls, first to last.
+        targets: token numbers, (t,).
+        residual: share of the residual connection. Default 0.5.
+
+    Returns:
+        (B, t, L); rows sum to 1 where every token sees something.
+
+    Raises:
+        ShapeError: if a layer's queries and keys differ in number, or layers differ.
+        ArgumentError: for a target that is not there, or a residual outside [0, 1].
+    """
+    if not 0 <= residual <= 1:
+        raise ArgumentError(explain_problem("residual", expected="a share in [0, 1]", got=str(residual)))
+    if not calls:
+        raise ArgumentError(explain_problem("layers", expected="at least one layer", got="none"))
+    length = calls[0].grid.query_length
+    for number, call in enumerate(calls):
+        if (call.grid.query_length, call.grid.key_length) != (length, length):
+            raise ShapeError(
+                explain_problem(
+                    "layers",
+                    expected=f"self-attention over the same L = {length} tokens in every layer",
+                    got=f"{call.grid.query_length} queries and {call.grid.key_length} keys in layer {number}",
+                    fix="Record or choose the self-attention layers of one stack only.",
+                )
+            )
+    index = torch.as_tensor(targets).reshape(-1).long()
+    if index.numel() and not bool(((index >= -length) & (index < length)).all()):
+        raise ArgumentError(
+            explain_problem("targets", expected=f"token numbers below {length}", got=str(index.tolist()))
+        )
+    query = calls[0].query
+    rows = torch.zeros(calls[0].grid.batch_size, len(index), length, dtype=calls[0].compute_dtype, device=query.device)
+    rows[:, torch.arange(len(index)), index % length] = 1  # (B, t, L)
+    with torch.no_grad():
+        for call in reversed(calls):
+            rows = residual * rows + (1 - residual) * _through(call, rows)
+    return rows
+
+
+def _through(call: AttentionCall, rows: Tensor) -> Tensor:
+    """The product r A with the head average, (B, t, L)."""
+    result = torch.zeros_like(rows)
+    for block, place, query, key in score_blocks(call):
+        part = Rows(call, block, place, query, key, None)
+        spread = rows[block.batch, None, :, place] @ part.weights  # (b, h, t, s)
+        result[block.batch, :, part.columns] += spread.sum(1) / call.grid.num_heads
+    return result

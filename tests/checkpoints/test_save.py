@@ -1,0 +1,164 @@
+"""Writing weights back: the same bits in every naming, on the same device, in the same dtype."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead
+from clearhead.checkpoints import NAMINGS, Naming, identify, load, save
+from clearhead.errors import ArgumentError, CheckpointError, DTypeError
+
+from .lessons import (
+    AnnotatedLesson,
+    DiveLesson,
+    NanoLesson,
+    SelfAttentionLesson,
+    TransformerLesson,
+    VisionLesson,
+)
+
+E, H = 35, 5
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for key, tensor in left.items():
+        other = right[key]
+        assert (tensor.dtype, tensor.device, tensor.shape) == (other.dtype, other.device, other.shape), key
+        bits = BITS[tensor.element_size()]
+        assert torch.equal(tensor.contiguous().view(bits), other.contiguous().view(bits)), key
+
+
+def odd_numbers(module: nn.Module) -> nn.Module:
+    """Numbers that a careless conversion would not survive, among ordinary ones."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+            parameter.view(-1)[:4] = torch.tensor([-0.0, float("nan"), float("-inf"), 1e-42])
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("naming", NAMINGS, ids=lambda naming: naming.name)
+def test_there_and_back(naming: Naming, dtype: torch.dtype) -> None:
+    ours = odd_numbers(clearhead.MultiHeadAttention(E, H, dtype=dtype))
+    theirs = save(ours, naming)
+    assert identify(theirs).naming == naming
+    again = load(theirs, H)
+    assert_same_bits(again.state_dict(), ours.state_dict())
+    assert_same_bits(save(again, naming), theirs)
+
+
+LESSONS = {
+    "o_proj": lambda: SelfAttentionLesson(E, H),
+    "w_q": lambda: TransformerLesson(E, H),
+    "d2l": lambda: DiveLesson(17, 19, 23, E, H, 0.1),
+    "timm": lambda: VisionLesson(E, H, qkv_bias=False),
+    "linears": lambda: AnnotatedLesson(H, E),
+    "torch": lambda: nn.MultiheadAttention(E, H),
+}
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_the_lessons_class_gets_its_weights_back(name: str) -> None:
+    lesson = odd_numbers(LESSONS[name]())
+    state = deepcopy(lesson.state_dict())
+    saved = save(load(lesson, H), name)
+    assert_same_bits(saved, state)
+    fresh = LESSONS[name]()
+    fresh.load_state_dict(saved)
+    assert_same_bits(fresh.state_dict(), state)
+
+
+def test_pytorchs_class_with_sizes_of_its_own_gets_its_weights_back() -> None:
+    theirs = odd_numbers(nn.MultiheadAttention(E, H, kdim=17, vdim=19))
+    assert_same_bits(save(load(theirs), "torch"), theirs.state_dict())
+
+
+def test_nanogpt_gets_its_weights_back_but_keeps_its_mask() -> None:
+    lesson = odd_numbers(NanoLesson(E, H, 7))
+    saved = save(load(lesson), "nanogpt")
+    assert_same_bits(saved, {key: value for key, value in lesson.state_dict().items() if key != "bias"})
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 5])
+def test_grouped_heads(num_kv_heads: int) -> None:
+    ours = odd_numbers(clearhead.MultiHeadAttention(E, 10, num_kv_heads=num_kv_heads, head_dim=3, bias=False))
+    again = load(save(ours, "o_proj"), 10)
+    assert again.num_kv_heads == num_kv_heads
+    assert_same_bits(again.state_dict(), ours.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("naming", ["clearhead", "torch", "gpt2"])
+def test_a_device_without_memory_is_kept(naming: str, dtype: torch.dtype) -> None:
+    ours = clearhead.MultiHeadAttention(E, H, device="meta", dtype=dtype)
+    saved = save(ours, naming)
+    again = load(saved, H)
+    tensors = [*saved.values(), *again.parameters()]
+    assert {(tensor.device.type, tensor.dtype) for tensor in tensors} == {("meta", dtype)}
+
+
+def test_each_tensor_keeps_a_dtype_of_its_own() -> None:
+    state = {f"w_{part}.weight": torch.randn(E, E).to(torch.bfloat16) for part in "qkv"}
+    state |= {"w_o.weight": torch.randn(E, E), "w_o.bias": torch.randn(E, dtype=torch.float64)}
+    assert_same_bits(save(load(state, H), "w_q"), state)
+
+
+def test_one_tensor_cannot_have_two_dtypes() -> None:
+    ours = clearhead.MultiHeadAttention(E, H)
+    ours.k_proj.double()
+    with pytest.raises(CheckpointError, match="several dtypes or devices for what is one tensor there, in_proj_weight"):
+        save(ours, "torch")
+
+
+def test_a_bias_for_some_is_written_as_zeros_for_the_others() -> None:
+    ours = clearhead.MultiHeadAttention(E, H)
+    ours.k_proj = nn.Linear(E, E, bias=False)
+    nn.init.ones_(ours.q_proj.bias)
+    query, key, _ = save(ours, "torch")["in_proj_bias"].chunk(3)
+    assert torch.equal(query, torch.ones(E))
+    assert torch.equal(key, torch.zeros(E))
+    assert "w_k.bias" not in save(ours, "w_q")
+
+
+def test_what_is_saved_is_a_copy_without_gradients() -> None:
+    ours = clearhead.MultiHeadAttention(E, H)
+    for naming in ("clearhead", "torch", "gpt2"):
+        for tensor in save(ours, naming).values():
+            assert not tensor.requires_grad
+            assert tensor.is_contiguous()
+            tensor.zero_()
+    assert ours.q_proj.weight.abs().sum() > 0
+
+
+@pytest.mark.parametrize("prefix", ["layers.0.attn", "layers.0.attn."])
+def test_a_prefix(prefix: str) -> None:
+    saved = save(clearhead.MultiHeadAttention(E, H), "d2l", prefix=prefix)
+    assert next(iter(saved)) == "layers.0.attn.W_q.weight"
+    assert identify(saved).prefix == "layers.0.attn."
+
+
+def test_our_own_module_can_be_the_source() -> None:
+    ours = clearhead.MultiHeadAttention(E, H, scale=0.5, dropout=0.1).eval()
+    again = load(ours)
+    assert (again.num_heads, again.scale, again.dropout, again.training) == (H, 0.5, 0.1, False)
+    assert_same_bits(again.state_dict(), ours.state_dict())
+
+
+def test_what_cannot_be_saved() -> None:
+    ours = clearhead.MultiHeadAttention(E, H)
+    with pytest.raises(ArgumentError, match=r"naming: expected one of clearhead, o_proj, .* got 'keras'"):
+        save(ours, "keras")
+    with pytest.raises(DTypeError, match=r"module: expected a clearhead\.MultiHeadAttention, got MultiheadAttention"):
+        save(nn.MultiheadAttention(E, H), "torch")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"inputs of 35, 17, 35 features, which share one weight there"):
+        save(clearhead.MultiHeadAttention(E, H, kdim=17), "timm")
+    nn.utils.parametrizations.weight_norm(ours.q_proj)
+    with pytest.raises(CheckpointError, match=r"module\.q_proj: expected a plain nn\.Linear, got Parametrized.* Merge"):
+        save(ours, "w_q")

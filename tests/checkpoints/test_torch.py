@@ -1,0 +1,157 @@
+"""PyTorch's own module: packed or separate weights, every combination of biases, and what has no place here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead
+from clearhead import masks
+from clearhead.checkpoints import identify, load, save
+from clearhead.errors import ArgumentError, CheckpointError
+
+B, H, D, L, S = 3, 5, 7, 11, 13
+E = H * D
+
+
+def perturbed(module: nn.Module) -> nn.Module:
+    """Fresh biases are zero, which would hide that they were forgotten."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return module.eval()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("kdim", "vdim"), [(None, None), (17, None), (None, 19), (17, 19)])
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_same_outputs_and_weights(bias: bool, kdim: int | None, vdim: int | None, batch_first: bool) -> None:
+    theirs = nn.MultiheadAttention(E, H, bias=bias, kdim=kdim, vdim=vdim, batch_first=batch_first, dtype=torch.float64)
+    perturbed(theirs)
+    ours = load(theirs)
+    assert identify(theirs).naming.fused == (kdim is None and vdim is None)
+    query, key, value = (torch.randn(B, n, size or E).double() for n, size in ((L, E), (S, kdim), (S, vdim)))
+    padding = torch.arange(S) >= torch.tensor([S, 4, 1])[:, None]
+    attn_mask = torch.rand(L, S) < 0.3
+    attn_mask[:, 0] = False
+    inputs = (query, key, value) if batch_first else tuple(x.transpose(0, 1) for x in (query, key, value))
+    expected, expected_weights = theirs(*inputs, key_padding_mask=padding, attn_mask=attn_mask)
+    output, weights = ours(query, key, value, masks.drop(attn_mask) & masks.drop(keys=padding), need_weights=True)
+    expected = expected if batch_first else expected.transpose(0, 1)
+    torch.testing.assert_close(output, expected, atol=1e-10, rtol=0)
+    torch.testing.assert_close(weights, expected_weights, atol=1e-10, rtol=0)
+
+
+def test_heads_and_dropout_come_from_the_module() -> None:
+    ours = load(nn.MultiheadAttention(E, H, dropout=0.2).eval())
+    assert (ours.num_heads, ours.head_dim, ours.dropout, ours.training) == (H, D, 0.2, False)
+
+
+def test_inside_a_layer_the_prefix_is_found() -> None:
+    layer = perturbed(nn.TransformerEncoderLayer(E, H, batch_first=True, dtype=torch.float64))
+    x = torch.randn(B, L, E, dtype=torch.float64)
+    assert identify(layer).prefix == "self_attn."
+    expected = layer.self_attn(x, x, x)[0]
+    for source in (layer, layer.state_dict()):
+        torch.testing.assert_close(load(source, H).eval()(x), expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("in_bias", [False, True])
+@pytest.mark.parametrize("out_bias", [False, True])
+def test_input_and_output_biases_are_kept_apart(in_bias: bool, out_bias: bool) -> None:
+    state = {"in_proj_weight": torch.randn(3 * E, E), "out_proj.weight": torch.randn(E, E)}
+    state |= {"in_proj_bias": torch.randn(3 * E)} if in_bias else {}
+    state |= {"out_proj.bias": torch.randn(E)} if out_bias else {}
+    ours = load(state, H)
+    assert (ours.q_proj.bias is not None, ours.out_proj.bias is not None) == (in_bias, out_bias)
+    saved = save(ours, "torch")
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[key], state[key]) for key in state)
+
+
+@pytest.mark.parametrize("biased", [("q",), ("q", "v"), ("k",), ("k", "o")])
+def test_a_missing_bias_among_query_key_and_value_becomes_zeros(biased: tuple[str, ...]) -> None:
+    state = {f"w_{part}.weight": torch.randn(E, E, dtype=torch.float64) for part in "qkvo"}
+    state |= {f"w_{part}.bias": torch.randn(E, dtype=torch.float64) for part in biased}
+    ours = load(state, H)
+    linears = {"q": ours.q_proj, "k": ours.k_proj, "v": ours.v_proj, "o": ours.out_proj}
+    for part in "qkv":
+        expected = state.get(f"w_{part}.bias", torch.zeros(E, dtype=torch.float64))
+        assert torch.equal(linears[part].bias, expected)
+    assert (ours.out_proj.bias is not None) == ("o" in biased)
+    roles = {"q": "query", "k": "key", "v": "value"}
+    missing = ", ".join(role for part, role in roles.items() if part not in biased)
+    assert f"biases of zeros added: {missing}" in str(ours.loaded_from)
+    saved = save(ours, "w_q")
+    assert {key for key in saved if not key.endswith("o.bias")} == {
+        f"w_{part}.{kind}" for part in "qkvo" for kind in ("weight", "bias") if (part, kind) != ("o", "bias")
+    }
+    assert all(torch.equal(saved[key], tensor) for key, tensor in state.items())
+
+
+def test_learned_extra_keys_are_refused_with_the_name_of_the_class_that_has_them() -> None:
+    theirs = nn.MultiheadAttention(E, H, add_bias_kv=True)
+    with pytest.raises(CheckpointError, match=r"got bias_k \(.*clearhead\.nn\.MultiheadAttention has them\); bias_v"):
+        load(theirs)
+    with pytest.raises(CheckpointError, match=r"clearhead\.nn\.MultiheadAttention"):
+        load({f"layers.0.{key}": value for key, value in theirs.state_dict().items()}, H)
+    assert list(identify(theirs).obstacles) == ["bias_k", "bias_v"]
+
+
+def test_the_zero_key_is_refused_too() -> None:
+    layer = nn.TransformerEncoderLayer(E, H)
+    layer.self_attn.add_zero_attn = True
+    for source in (layer, nn.MultiheadAttention(E, H, add_zero_attn=True)):
+        with pytest.raises(CheckpointError, match=r"add_zero_attn\. clearhead\.nn\.MultiheadAttention has it"):
+            load(source)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ({"num_kv_heads": 1}, "key/value heads 7 and"),
+        ({"qdim": 17}, "query 17,"),
+        ({"head_dim": 3}, "all heads 15,"),
+    ],
+)
+def test_sizes_that_pytorch_cannot_have_are_not_written(sizes: dict[str, int], problem: str) -> None:
+    with pytest.raises(CheckpointError, match=f"the naming torch has a place for, got .*{problem}"):
+        save(clearhead.MultiHeadAttention(E, H, **sizes), "torch")
+
+
+@pytest.mark.parametrize(("kdim", "vdim"), [(None, None), (17, 19)])
+def test_pytorch_loads_what_is_saved(kdim: int | None, vdim: int | None) -> None:
+    ours = perturbed(clearhead.MultiHeadAttention(E, H, kdim=kdim, vdim=vdim, dtype=torch.float64))
+    theirs = nn.MultiheadAttention(E, H, kdim=kdim, vdim=vdim, batch_first=True, dtype=torch.float64)
+    theirs.load_state_dict(save(ours, "torch"))
+    query, key, value = (torch.randn(B, n, size or E).double() for n, size in ((L, E), (S, kdim), (S, vdim)))
+    torch.testing.assert_close(ours(query, key, value), theirs(query, key, value)[0], atol=1e-10, rtol=0)
+
+
+def grouped(query: int, key: int) -> dict[str, Tensor]:
+    sizes = {"q": (query, E), "k": (key, E), "v": (key, E), "o": (E, query)}
+    return {f"{part}_proj.weight": torch.randn(*size) for part, size in sizes.items()}
+
+
+@pytest.mark.parametrize(
+    ("state", "heads", "expected"),
+    [
+        (grouped(E, E), {}, "num_heads: expected an int ≥ 1, got None. Shapes of weights do not say it"),
+        (grouped(E, E), {"num_heads": 4}, "num_heads: expected a divisor of 35, the features of the queries, got 4"),
+        (grouped(E, E), {"num_heads": 0}, "num_heads: expected a divisor of 35"),
+        (grouped(E, E), {"num_heads": 5.0}, "num_heads: expected a divisor of 35"),
+        (grouped(24, 6), {"num_heads": 3}, "24 features of queries and 6 of keys are whole heads of one size"),
+        (grouped(24, 18), {"num_heads": 4}, "24 features of queries and 18 of keys"),
+        (grouped(24, 6), {"num_heads": 8, "num_kv_heads": 4}, "num_kv_heads: expected 2, as the shapes say"),
+    ],
+)
+def test_heads_that_do_not_fit(state: dict[str, Tensor], heads: dict[str, int], expected: str) -> None:
+    with pytest.raises(ArgumentError) as raised:
+        load(state, **heads)
+    assert expected in str(raised.value)
+
+
+def test_heads_that_contradict_the_module() -> None:
+    with pytest.raises(ArgumentError, match="num_heads: expected 5, which is what the module says, got 7"):
+        load(nn.MultiheadAttention(E, H), num_heads=7)

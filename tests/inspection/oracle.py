@@ -1,0 +1,209 @@
+"""Every statistic a second time, in float64 from the whole (B, H, L, S) tensors: what the blocks are compared with.
+
+Nothing of Clearhead's is used here. Which keys a query sees arrives as a bool tensor that the caller made by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["TOLERANCES", "Oracle", "compare"]
+
+#: (rtol, atol) per statistic, for float32 results; what is not named here has those of ``weights``.
+TOLERANCES = {
+    "entropy": (0.0, 1e-5),
+    "normalized_entropy": (0.0, 1e-5),
+    "received": (1e-5, 1e-6),
+    "received_mean": (1e-5, 1e-6),
+    "max_logit": (1e-5, 1e-5),
+    "distance": (1e-5, 1e-5),
+    "output_norm": (1e-5, 1e-5),
+    "weights": (0.0, 1e-6),
+}
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """One call, whole.
+
+    Args:
+        query: (B, H, L, D), any dtype.
+        key: (B, Hkv, S, D).
+        visible: bool (B, H, L, S).
+        value: (B, Hkv, S, Dv).
+        bias: added to the scores, broadcasts to (B, H, L, S).
+        counted: bool (B, L), queries that column statistics count; ``None`` for all.
+        query_positions, key_positions: (B, L) and (B, S); ``None`` for 0, 1, 2, …
+    """
+
+    query: Tensor
+    key: Tensor
+    visible: Tensor
+    value: Tensor | None = None
+    bias: Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    counted: Tensor | None = None
+    query_positions: Tensor | None = None
+    key_positions: Tensor | None = None
+
+    @property
+    def scores(self) -> Tensor:
+        """s (B, H, L, S), −∞ where hidden."""
+        query, key = self.query.detach().double(), self.key.detach().double()
+        unseen_queries, unseen_keys = ~self.visible.any(-1), ~self.visible.any(-2)
+        key = key.repeat_interleave(query.shape[1] // max(1, key.shape[1]), 1)
+        query, key = query.masked_fill(unseen_queries[..., None], 0), key.masked_fill(unseen_keys[..., None], 0)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = torch.einsum("bhid,bhjd->bhij", query, key) * scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.bias is not None:
+            scores = scores + self.bias.detach().double()
+        return torch.where(self.visible, scores, -torch.inf)
+
+    @property
+    def p(self) -> Tensor:
+        """The weights (B, H, L, S)."""
+        scores = self.scores
+        if self.sinks is not None:
+            sinks = self.sinks.detach().double()[None, :, None, None].expand(*scores.shape[:3], 1)
+            return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        return torch.where(self.visible, scores.softmax(-1), 0.0) if scores.shape[-1] else scores
+
+    @property
+    def counts(self) -> Tensor:
+        """Counted queries as bool (B, 1, L, 1)."""
+        if self.counted is None:
+            batch, _, length, _ = self.visible.shape
+            return torch.ones(batch, 1, length, 1, dtype=torch.bool)
+        return self.counted[:, None, :, None].bool()
+
+    def entropy(self) -> Tensor:
+        return -torch.xlogy(self.p, self.p).sum(-1)
+
+    def normalized_entropy(self) -> Tensor:
+        keys = self.visible.sum(-1)
+        return torch.where(keys > 1, self.entropy() / keys.clamp(min=2).double().log(), 0.0)
+
+    def received(self) -> Tensor:
+        return (self.p * self.counts).sum(2)
+
+    def received_mean(self) -> Tensor:
+        viewers = (self.visible & self.counts).sum(2)
+        return torch.where(viewers > 0, self.received() / viewers, 0.0)
+
+    def max_logit(self) -> Tensor:
+        scores = torch.where(self.counts, self.scores, -torch.inf).flatten(2)
+        return torch.cat([scores, scores.new_full((*scores.shape[:2], 1), -torch.inf)], -1).amax(-1)
+
+    def confidence(self) -> Tensor:
+        return torch.cat([self.p, torch.zeros(*self.p.shape[:3], 1, dtype=torch.float64)], -1).amax(-1)
+
+    def sink(self, keys: int) -> Tensor:
+        """Mass on the first keys that any query of the item sees."""
+        seen = self.visible.any(2)  # (B, H, S)
+        result = torch.zeros(self.p.shape[:3], dtype=torch.float64)
+        for item in range(seen.shape[0]):
+            for head in range(seen.shape[1]):
+                first = seen[item, head].nonzero().flatten()[:keys]
+                result[item, head] = self.p[item, head][:, first].sum(-1)
+        return result
+
+    def distance(self) -> Tensor:
+        queries, keys = self._positions()
+        return (self.p * (queries[:, None, :, None] - keys[:, None, None, :]).abs()).sum(-1)
+
+    def offset(self, offsets: tuple[int, ...]) -> Tensor:
+        queries, keys = self._positions()
+        columns: list[Tensor] = []
+        for offset in offsets:
+            there = keys[:, None, None, :] == queries[:, None, :, None] + offset
+            there = there & self.visible & self.counts
+            sums, number = (self.p * there).sum((2, 3)), there.sum((2, 3))
+            columns.append(torch.where(number > 0, sums / number.clamp(min=1), 0.0))
+        return torch.stack(columns, -1)
+
+    def map(self, size: int, pooling: str) -> Tensor:
+        batch, heads, length, count = self.visible.shape
+        rows, columns = min(size, length), min(size, count)
+        row_tile = [i * rows // length for i in range(length)]
+        column_tile = [j * columns // count for j in range(count)]
+        result = torch.zeros(batch, heads, rows, columns, dtype=torch.float64)
+        for b in range(batch):
+            for r in range(rows):
+                queries = [i for i in range(length) if row_tile[i] == r and bool(self.counts[b, 0, i, 0])]
+                for c in range(columns):
+                    tile = self.p[b][:, queries][:, :, [j for j in range(count) if column_tile[j] == c]]
+                    if queries:
+                        pooled = tile.sum(-1).mean(-1) if pooling == "mass" else tile.amax((-2, -1))
+                        result[b, :, r, c] = pooled
+        return result
+
+    def head_average(self) -> Tensor:
+        return self.p.mean(1)
+
+    def output_norm(self) -> Tensor:
+        if self.value is None:
+            raise AssertionError("this oracle was given no values")
+        unseen = ~self.visible.any(-2)
+        value = self.value.detach().double().repeat_interleave(self.p.shape[1] // max(1, self.value.shape[1]), 1)
+        return torch.linalg.vector_norm(self.p @ value.masked_fill(unseen[..., None], 0), dim=-1)
+
+    def hidden_queries(self) -> Tensor:
+        return (~self.visible.any(-1)).sum(-1)
+
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        batch, _, length, count = self.visible.shape
+        queries = torch.arange(length) if self.query_positions is None else self.query_positions
+        keys = torch.arange(count) if self.key_positions is None else self.key_positions
+        return queries.expand(batch, length), keys.expand(batch, count)
+
+
+def compare(found: object, oracle: Oracle, *, exact: float | None = None) -> None:
+    """Assert that an `AttentionStatistics` holds what the oracle says, for every statistic it has.
+
+    Args:
+        found: the statistics; its ``options`` say how they were asked for.
+        oracle: the same call.
+        exact: one absolute tolerance for everything, instead of those of float32.
+    """
+    options = found.options
+    arguments = {"sink": (options.sink_keys,), "offset": (options.offsets,)}
+    arguments["map"] = (options.map_size, options.map_pooling)
+    for name in found.names:
+        if name in ("sees", "rows"):
+            continue
+        if name == "top_k":
+            _compare_top_k(found, oracle, exact)
+            continue
+        expected = getattr(oracle, name)(*arguments.get(name, ()))
+        actual = getattr(found, name)
+        assert actual.shape == expected.shape, f"{name}: {tuple(actual.shape)}, not {tuple(expected.shape)}"
+        rtol, atol = (0.0, exact) if exact is not None else TOLERANCES.get(name, TOLERANCES["weights"])
+        torch.testing.assert_close(
+            actual.double(), expected.double(), rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert found.hidden_queries.tolist() == oracle.hidden_queries().tolist()
+
+
+def _compare_top_k(found: object, oracle: Oracle, exact: float | None) -> None:
+    indices, weights = found.top_k
+    p = oracle.p
+    count = min(found.options.top_k, p.shape[-1])
+    assert indices.shape == weights.shape == (*p.shape[:3], count)
+    atol = TOLERANCES["weights"][1] if exact is None else exact
+    torch.testing.assert_close(weights.double(), p.topk(count, -1).values, rtol=0, atol=atol, msg=lambda m: f"top_k {m}")
+    there = indices >= 0
+    assert torch.equal(there.sum(-1), oracle.visible.sum(-1).clamp(max=count)), "−1 where a query sees fewer keys"
+    assert not weights[~there].any()
+    if count:
+        there_p = p.gather(-1, indices.clamp(min=0)).masked_fill(~there, 0)
+        torch.testing.assert_close(weights.double(), there_p, rtol=0, atol=atol, msg=lambda m: f"top_k indices {m}")
+        assert bool(oracle.visible.gather(-1, indices.clamp(min=0))[there].all()), "only visible keys are named"
+        apart = torch.where(there, indices, -1 - torch.arange(count))
+        assert all(len(set(row)) == count for row in apart.flatten(0, -2).tolist()), "no key is named twice"

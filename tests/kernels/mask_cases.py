@@ -1,0 +1,224 @@
+"""Generated masks, each one twice: as Clearhead's own, and as a rule in plain numbers for the oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from clearhead import masks
+
+from .oracle import Rule
+
+__all__ = ["Frame", "Part", "draw_mask"]
+
+Draw = Callable[..., object]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Sizes of a call and where its queries and keys stand, as lists of numbers for each batch item."""
+
+    batch: int
+    heads: int
+    length: int
+    count: int
+    query_positions: list[list[int]]
+    key_positions: list[list[int]]
+    positioned: bool
+    generator: torch.Generator
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator)
+
+
+@dataclass(frozen=True)
+class Part:
+    mask: masks.Mask | Tensor
+    rule: Rule
+    biases: tuple[Tensor, ...] = ()
+
+
+def draw_mask(draw: Draw, frame: Frame, dtype: torch.dtype, *, learnt_bias: bool) -> Part | None:
+    """No mask, a bool tensor, or up to three masks of any kind that all have to allow a key."""
+    how = draw(st.sampled_from(["none", "bool tensor", *["masks"] * 6]))
+    if how == "none":
+        return None
+    if how == "bool tensor":
+        marks = _mark_shapes(draw, frame)
+        return Part(marks > 0.3, _marks_rule(marks > 0.3, frame))
+    kinds = draw(st.lists(st.sampled_from([*_PREDICATES, "bias", "not", "or"]), min_size=1, max_size=3))
+    several = kinds.count("bias") > 1
+    parts = [_part(draw, frame, kind, dtype, learnt_bias=learnt_bias, several=several) for kind in kinds]
+    combined = parts[0].mask
+    for part in parts[1:]:
+        combined = combined & part.mask
+    rules = [part.rule for part in parts]
+    biases = tuple(bias for part in parts for bias in part.biases)
+    return Part(combined, lambda b, h, i, j: all(rule(b, h, i, j) for rule in rules), biases)
+
+
+def _part(draw: Draw, frame: Frame, kind: str, dtype: torch.dtype, *, learnt_bias: bool, several: bool) -> Part:
+    if kind == "bias":
+        return _bias(draw, frame, dtype, learnt=learnt_bias, several=several)
+    if kind == "not":
+        inner = _PREDICATES[draw(st.sampled_from(list(_PREDICATES)))](draw, frame)
+        return Part(~inner.mask, lambda b, h, i, j: not inner.rule(b, h, i, j))
+    if kind == "or":
+        left, right = (_PREDICATES[draw(st.sampled_from(list(_PREDICATES)))](draw, frame) for _ in range(2))
+        return Part(left.mask | right.mask, lambda b, h, i, j: left.rule(b, h, i, j) or right.rule(b, h, i, j))
+    return _PREDICATES[kind](draw, frame)
+
+
+def _causal(draw: Draw, frame: Frame) -> Part:
+    align = draw(st.sampled_from(["top_left", "bottom_right"]))
+    shift = 0 if align == "top_left" or frame.positioned else frame.count - frame.length
+    queries, keys = frame.query_positions, frame.key_positions
+    return Part(masks.causal(align), lambda b, h, i, j: keys[b][j] <= queries[b][i] + shift)
+
+
+def _window(draw: Draw, frame: Frame) -> Part:
+    left, right = draw(st.integers(0, 5)), draw(st.integers(0, 5))
+    queries, keys = frame.query_positions, frame.key_positions
+    return Part(masks.window(left, right), lambda b, h, i, j: -left <= keys[b][j] - queries[b][i] <= right)
+
+
+def _prefix(draw: Draw, frame: Frame) -> Part:
+    keys = frame.key_positions
+    if draw(st.booleans()):
+        n = draw(st.integers(0, frame.count + 2))
+        return Part(masks.prefix(n), lambda b, h, i, j: keys[b][j] < n)
+    counts = (frame.random(frame.batch) * (frame.count + 2)).long()
+    return Part(masks.prefix(counts), lambda b, h, i, j: keys[b][j] < int(counts[b]))
+
+
+def _lengths(draw: Draw, frame: Frame) -> Part:
+    shape = draw(st.sampled_from([(1,), (frame.batch,), (frame.batch, frame.length)]))
+    visible = (frame.random(*shape) * (frame.count + 1)).long()
+    keys = frame.key_positions
+
+    def rule(b: int, h: int, i: int, j: int) -> bool:
+        row = visible[b if shape[0] > 1 else 0]
+        return keys[b][j] < int(row[i] if row.dim() else row)
+
+    return Part(masks.lengths(visible), rule)
+
+
+def _documents(draw: Draw, frame: Frame) -> Part:
+    if not frame.positioned and frame.length != frame.count:
+        return _causal(draw, frame)
+    queries, keys = frame.query_positions, frame.key_positions
+    total = frame.count
+    if frame.positioned:
+        total = 1 + max((place for row in [*queries, *keys] for place in row), default=0)
+    shape = draw(st.sampled_from([(total,), (frame.batch, total)]))
+    ids = (frame.random(*shape) * 3).long()
+    table = ids.expand(frame.batch, total).tolist()
+    return Part(masks.documents(ids), lambda b, h, i, j: table[b][queries[b][i]] == table[b][keys[b][j]])
+
+
+def _where(draw: Draw, frame: Frame) -> Part:
+    fn = draw(st.sampled_from([_stripes, _late_keys, _early_queries, _odd_heads]))
+    queries, keys = frame.query_positions, frame.key_positions
+    return Part(masks.where(fn), lambda b, h, i, j: bool(fn(b, h, queries[b][i], keys[b][j])))
+
+
+def _stripes(b, h, q, k):
+    return (q + k + b + h) % 3 != 0
+
+
+def _late_keys(b, h, q, k):
+    return k > 1
+
+
+def _early_queries(b, h, q, k):
+    return q < 4
+
+
+def _odd_heads(b, h, q, k):
+    return h % 2 == 1
+
+
+def _keep(draw: Draw, frame: Frame) -> Part:
+    return _marks(draw, frame, masks.keep, opposite=False)
+
+
+def _drop(draw: Draw, frame: Frame) -> Part:
+    return _marks(draw, frame, masks.drop, opposite=True)
+
+
+def _marks(draw: Draw, frame: Frame, make: Callable[..., masks.Mask], *, opposite: bool) -> Part:
+    per_key = draw(st.booleans())
+    if per_key:
+        scores = frame.random(draw(st.sampled_from([1, frame.batch])), frame.count)
+    else:
+        scores = _mark_shapes(draw, frame)
+    visible = scores > draw(st.sampled_from([0.1, 0.5, 0.9]))
+    given = (~visible if opposite else visible).to(
+        draw(st.sampled_from([torch.bool, torch.int64, torch.uint8, torch.float32]))
+    )
+    if not per_key:
+        return Part(make(given), _marks_rule(visible, frame))
+    return Part(make(keys=given), _marks_rule(visible[:, None, None], frame))
+
+
+def _mark_shapes(draw: Draw, frame: Frame) -> Tensor:
+    """Random numbers in one of the shapes in which keep, drop and bias take tensors."""
+    batch, heads, length, count = frame.batch, frame.heads, frame.length, frame.count
+    shapes = [
+        (length, count),
+        (1, count),
+        (batch, length, count),
+        (batch * heads, length, count),
+        (1, 1, length, count),
+        (batch, 1, 1, count),
+        (1, heads, length, 1),
+        (batch, heads, length, count),
+    ]
+    return frame.random(*draw(st.sampled_from(shapes)))
+
+
+def _marks_rule(visible: Tensor, frame: Frame) -> Rule:
+    table = visible.tolist()
+
+    def pick(rows: list, index: int):
+        return rows[0 if len(rows) == 1 else index]
+
+    def rule(b: int, h: int, i: int, j: int) -> bool:
+        if visible.dim() == 2:
+            rows = table
+        elif visible.dim() == 4:
+            rows = pick(pick(table, b), h)
+        else:
+            rows = pick(table, b) if len(table) in (1, frame.batch) else table[b * frame.heads + h]
+        return pick(pick(rows, i), j)
+
+    return rule
+
+
+def _bias(draw: Draw, frame: Frame, dtype: torch.dtype, *, learnt: bool, several: bool) -> Part:
+    numbers = _mark_shapes(draw, frame)
+    # The sum of two biases belongs to test_biases_add_in_the_compute_dtype.
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    kind = computed if several else draw(st.sampled_from([dtype, torch.float32]))
+    added = (numbers * 4 - 2).to(kind)
+    if draw(st.booleans()):
+        added = added.masked_fill(numbers < draw(st.sampled_from([0.1, 0.6])), -torch.inf)
+    if learnt and draw(st.booleans()):
+        added.requires_grad_()
+    return Part(masks.bias(added), _marks_rule(added.detach() > -torch.inf, frame), (added,))
+
+
+_PREDICATES: dict[str, Callable[[Draw, Frame], Part]] = {
+    "causal": _causal,
+    "window": _window,
+    "prefix": _prefix,
+    "lengths": _lengths,
+    "documents": _documents,
+    "where": _where,
+    "keep": _keep,
+    "drop": _drop,
+}

@@ -1,0 +1,194 @@
+"""Autocast, activation checkpointing and `torch.func.functional_call`: as PyTorch's own attention behaves."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import clearhead
+from clearhead import masks
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+HALVES = [torch.bfloat16, torch.float16]
+
+autocast_to = pytest.mark.parametrize("to", HALVES, ids=str)
+kernels = pytest.mark.parametrize("kernel", [None, "chunked", "reference"])
+
+
+def forced(kernel: str | None, *args: object, **options: object) -> Tensor:
+    if kernel is None:
+        return clearhead.attention(*args, **options)
+    with clearhead.use_kernel(kernel):
+        return clearhead.attention(*args, **options)
+
+
+@autocast_to
+@kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes_are_those_of_pytorchs_attention(kernel: str | None, dtype: torch.dtype, to: torch.dtype) -> None:
+    ours, theirs = (torch.ones(2, 3, 7, 5, dtype=dtype, requires_grad=True) for _ in range(2))
+    with torch.autocast("cpu", dtype=to):
+        output = forced(kernel, ours, ours, ours)
+        expected = F.scaled_dot_product_attention(theirs, theirs, theirs)
+    assert output.dtype == expected.dtype
+    output.sum().backward()
+    assert ours.grad.dtype == dtype
+
+
+@kernels
+def test_mixed_dtypes_are_brought_together(kernel: str | None) -> None:
+    """A float32 query with a bfloat16 cache is an error, but not under autocast."""
+    query, cached = torch.randn(2, 3, 7, 5), torch.randn(2, 3, 11, 5, dtype=torch.bfloat16)
+    with pytest.raises(clearhead.errors.DTypeError, match="key: expected query's dtype"):
+        forced(kernel, query, cached, cached)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert forced(kernel, query, cached, cached).dtype == torch.bfloat16
+
+
+@kernels
+def test_numbers_are_those_of_half_inputs(kernel: str | None) -> None:
+    query, key, value = (torch.randn(2, 3, 7, 5) for _ in range(3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = forced(kernel, query, key, value, masks.causal())
+    expected = forced(kernel, query.bfloat16(), key.bfloat16(), value.bfloat16(), masks.causal())
+    assert torch.equal(output, expected)
+
+
+def test_scores_stay_in_float32() -> None:
+    """What autocast would make of a matrix product inside a kernel: scores rounded to bfloat16."""
+    x = torch.randn(2, 3, 7, 64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, lse = clearhead.attention(x, x, x, return_lse=True)
+        weights = clearhead.attention_weights(x, x)
+    rounded = x.bfloat16().double()
+    expected = (rounded @ rounded.mT / 8).logsumexp(-1)
+    assert lse.dtype == weights.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 7), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [None, "chunked"])
+def test_backward_inside_autocast_is_that_outside(kernel: str | None) -> None:
+    x = torch.randn(2, 3, 7, 5, requires_grad=True)
+    bias = torch.randn(7, 7, requires_grad=True)
+
+    def gradients(*, inside: bool) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = forced(kernel, x, x, x, masks.bias(bias)).float().square().sum()
+            if inside:
+                return torch.autograd.grad(loss, (x, bias))
+        return torch.autograd.grad(loss, (x, bias))
+
+    for found, expected in zip(gradients(inside=True), gradients(inside=False), strict=True):
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected)
+
+
+@autocast_to
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_module(to: torch.dtype, need_weights: bool) -> None:
+    module = clearhead.MultiHeadAttention(10, 2)
+    x = torch.randn(2, 7, 10, requires_grad=True)
+    with torch.autocast("cpu", dtype=to):
+        result = module(x, need_weights=need_weights)
+    output, weights = result if need_weights else (result, None)
+    assert output.dtype == to
+    output.float().square().sum().backward()
+    assert all(tensor.grad.dtype == torch.float32 for tensor in (x, *module.parameters()))
+    assert weights is None or weights.dtype == torch.float32
+    torch.testing.assert_close(output.float(), module(x), rtol=0, atol=0.02)
+
+
+def test_float64_module_is_left_alone() -> None:
+    module = clearhead.MultiHeadAttention(10, 2).double()
+    x = torch.randn(2, 7, 10, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, weights = module(x, need_weights=True)
+    assert output.dtype == weights.dtype == torch.float64
+    torch.testing.assert_close(output, module(x), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@kernels
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mask": masks.causal()}, {"dropout_p": 0.4}, {"softcap": 2.0, "dropout_p": 0.1}],
+    ids=lambda options: "+".join(options) or "plain",
+)
+def test_checkpointing_changes_no_gradient(kernel: str | None, options: dict[str, object], reentrant: bool) -> None:
+    inputs = [torch.randn(2, 3, 7, 5, requires_grad=True) for _ in range(3)]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return forced(kernel, query, key, value, **options)
+
+    found, expected = gradients_of(inputs, attend, reentrant), gradients_of(inputs, attend, None)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def gradients_of(inputs: list[Tensor], function: Callable[..., Tensor], reentrant: bool | None) -> tuple[Tensor, ...]:
+    """Gradients under one seed, checkpointed or (``None``) not; the random state differs when backward runs."""
+    torch.manual_seed(11)
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    output = function(*leaves) if reentrant is None else checkpoint(function, *leaves, use_reentrant=reentrant)
+    torch.rand(5)
+    output.square().sum().backward()
+    return tuple(leaf.grad for leaf in leaves)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_training_step_of_a_module(reentrant: bool) -> None:
+    module = clearhead.MultiHeadAttention(10, 2, dropout=0.3)
+    x = torch.randn(2, 7, 10, requires_grad=True)
+    gradients: list[list[Tensor]] = []
+    for use in (True, False):
+        torch.manual_seed(3)
+        module.zero_grad()
+        x.grad = None
+
+        def layer(y: Tensor) -> Tensor:
+            return module(y, mask=masks.causal())
+
+        output = checkpoint(layer, x, use_reentrant=reentrant) if use else layer(x)
+        output.square().sum().backward()
+        gradients.append([tensor.grad.clone() for tensor in (x, *module.parameters())])
+    for found, expected in zip(*gradients, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kernel", [None, "sdpa", "chunked", "reference"])
+def test_checkpointing_lets_go_of_the_activations(kernel: str | None, reentrant: bool) -> None:
+    """Between forward and backward nothing may keep the query, or checkpointing would save no memory."""
+    queries: list[weakref.ref[Tensor]] = []
+
+    def layer(x: Tensor) -> Tensor:
+        query = 2 * x
+        queries.append(weakref.ref(query))
+        return forced(kernel, query, query, query, masks.window(2, 2))
+
+    x = torch.randn(2, 3, 7, 5, requires_grad=True)
+    output = checkpoint(layer, x, use_reentrant=reentrant)
+    gc.collect()
+    assert queries[0]() is None
+    output.sum().backward()
+    assert len(queries) == 2, "it ran again"
+
+
+def test_functional_call_with_other_parameters() -> None:
+    module, other = (clearhead.MultiHeadAttention(10, 2) for _ in range(2))
+    x = torch.randn(2, 7, 10)
+    parameters = dict(other.named_parameters())
+    output = torch.func.functional_call(module, parameters, (x,), {"mask": masks.causal()})
+    assert torch.equal(output, other(x, mask=masks.causal()))
+    found = torch.autograd.grad(output.square().sum(), tuple(parameters.values()))
+    expected = torch.autograd.grad(other(x, mask=masks.causal()).square().sum(), tuple(other.parameters()))
+    for one, another in zip(found, expected, strict=True):
+        assert torch.equal(one, another)

@@ -1,0 +1,238 @@
+"""Which kernel runs and why: `explain`, `use_kernel`, refusals in words, threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead
+from clearhead import masks
+from clearhead.errors import ArgumentError, KernelError
+from clearhead.kernels.base import Refusal
+
+X = torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(1))
+NO_FUSED = "PyTorch has no fused kernel for this call and would build (B, H, L, S)"
+
+
+def chosen(*args: Tensor, **options: object) -> str | None:
+    return clearhead.explain(*(args or (X, X, X)), **options).kernel
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"return_lse": True}, "PyTorch does not give out the log-sum-exp"),
+        ({"softcap": 3.0}, "it has no soft-cap"),
+        ({"sinks": torch.zeros(3)}, "it has no sinks"),
+        ({"dropout_p": 0.5}, NO_FUSED),
+        ({"mask": masks.bias(torch.zeros(7, 7, requires_grad=True))}, "its fused kernels give no gradient for a bias"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_reasons_against_sdpa(options: dict[str, object], reason: str) -> None:
+    explanation = clearhead.explain(X, X, X, **options)
+    assert explanation.kernel == "chunked"
+    assert explanation.reasons == {"sdpa": (reason,), "chunked": (), "reference": ()}
+    assert not explanation.forced
+    with pytest.raises(KernelError) as raised, clearhead.use_kernel("sdpa"):
+        clearhead.attention(X, X, X, **options)
+    assert str(raised.value) == (
+        f"use_kernel('sdpa'): this kernel cannot run the call: {reason}. "
+        "Leave the choice to Clearhead, or force one that can: chunked, reference."
+    )
+
+
+def test_every_reason_is_named() -> None:
+    explanation = clearhead.explain(X, X, X, softcap=3.0, sinks=torch.zeros(3), return_lse=True)
+    assert explanation.reasons["sdpa"] == (
+        "PyTorch does not give out the log-sum-exp",
+        "it has no soft-cap",
+        "it has no sinks",
+    )
+    assert str(explanation).splitlines() == [
+        "runs on: chunked",
+        "  sdpa       PyTorch does not give out the log-sum-exp; it has no soft-cap; it has no sinks",
+        "  chunked    can run it",
+        "  reference  can run it",
+    ]
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(2, 2), masks.lengths(torch.tensor([7, 3]))])
+def test_plain_calls_run_on_sdpa(mask: masks.Mask | None) -> None:
+    assert chosen(mask=mask) == "sdpa"
+
+
+def test_sizes_of_zero_and_a_wider_value_leave_sdpa() -> None:
+    empty = torch.randn(2, 3, 0, 5)
+    assert clearhead.explain(empty, X, X).reasons["sdpa"] == ("a size is 0",)
+    assert clearhead.explain(X, X, torch.randn(2, 3, 7, 11)).reasons["sdpa"] == (NO_FUSED,)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_gradients_on_the_cpu_leave_sdpa(dtype: torch.dtype) -> None:
+    x = X.to(dtype).requires_grad_()
+    explanation = clearhead.explain(x, x, x)
+    assert explanation.kernel == "chunked"
+    assert explanation.reasons["sdpa"] == (
+        "on the CPU its half-precision backward is more than twice as inexact as the formula",
+    )
+    with torch.no_grad():
+        assert chosen(x, x, x) == "sdpa"
+
+
+def test_a_frozen_bias_and_a_bias_without_gradients_stay_on_sdpa() -> None:
+    learnt = masks.bias(torch.zeros(7, 7, requires_grad=True))
+    assert chosen(mask=masks.bias(torch.zeros(7, 7))) == "sdpa"
+    with torch.no_grad():
+        assert chosen(mask=learnt) == "sdpa"
+
+
+def test_explain_computes_nothing_and_raises_what_attention_raises() -> None:
+    with pytest.raises(clearhead.errors.ShapeError) as from_explain:
+        clearhead.explain(X, X[:1], X)
+    with pytest.raises(clearhead.errors.ShapeError) as from_attention:
+        clearhead.attention(X, X[:1], X)
+    assert str(from_explain.value) == str(from_attention.value)
+    state = torch.get_rng_state()
+    clearhead.explain(X, X, X, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_explain_takes_inputs_without_a_batch() -> None:
+    assert chosen(X[0], X[0], X[0]) == "sdpa"
+
+
+def test_explain_sees_autocast_and_mixed_dtypes() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert chosen(X, X.bfloat16(), X) == "sdpa"
+
+
+def test_use_kernel_decides_and_says_so() -> None:
+    with clearhead.use_kernel("reference"):
+        explanation = clearhead.explain(X, X, X)
+    assert (explanation.kernel, explanation.forced) == ("reference", True)
+    assert str(explanation).startswith("runs on: reference (forced by use_kernel)")
+
+
+def test_forced_and_refused() -> None:
+    with clearhead.use_kernel("sdpa"):
+        explanation = clearhead.explain(X, X, X, softcap=3.0)
+    assert explanation.kernel is None
+    assert str(explanation).startswith("runs on: no kernel (forced by use_kernel)")
+
+
+def test_nested_blocks_and_their_ends() -> None:
+    assert chosen() == "sdpa"
+    with clearhead.use_kernel("reference"):
+        assert chosen() == "reference"
+        with clearhead.use_kernel("chunked"):
+            assert chosen() == "chunked"
+        assert chosen() == "reference"
+    assert chosen() == "sdpa"
+
+
+def test_one_object_entered_twice() -> None:
+    force = clearhead.use_kernel("chunked")
+    with force:
+        with clearhead.use_kernel("reference"):
+            with force:
+                assert chosen() == "chunked"
+            assert chosen() == "reference"
+        assert chosen() == "chunked"
+    assert chosen() == "sdpa"
+    with force:
+        assert chosen() == "chunked"
+
+
+def test_an_exception_restores_what_was() -> None:
+    with clearhead.use_kernel("reference"):
+        with pytest.raises(ZeroDivisionError), clearhead.use_kernel("chunked"):
+            raise ZeroDivisionError
+        assert chosen() == "reference"
+        with pytest.raises(KernelError), clearhead.use_kernel("sdpa"):
+            clearhead.attention(X, X, X, softcap=1.0)
+        assert chosen() == "reference"
+    assert chosen() == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["flash", "", "SDPA", None, 3])
+def test_an_unknown_kernel(name: object) -> None:
+    with pytest.raises(ArgumentError, match=r"name: expected one of sdpa, chunked, reference, got "):
+        clearhead.use_kernel(name)
+
+
+def in_a_thread(function: object) -> list[object]:
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+    return results
+
+
+def test_other_threads_choose_for_themselves() -> None:
+    with clearhead.use_kernel("reference"):
+        assert in_a_thread(chosen) == ["sdpa"]
+        assert chosen() == "reference"
+
+
+def test_a_thread_that_forces_one_leaves_the_others_alone() -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    def force() -> None:
+        with clearhead.use_kernel("chunked"):
+            inside.set()
+            done.wait(timeout=60)
+
+    thread = threading.Thread(target=force)
+    thread.start()
+    assert inside.wait(timeout=60)
+    assert chosen() == "sdpa"
+    done.set()
+    thread.join(timeout=60)
+
+
+def test_one_object_shared_by_two_threads() -> None:
+    """Each thread gets back what it had, in whatever order they leave."""
+    force = clearhead.use_kernel("chunked")
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def other_thread() -> str | None:
+        with force:
+            entered.set()
+            may_leave.wait(timeout=60)
+        return chosen()
+
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(other_thread()))
+    thread.start()
+    assert entered.wait(timeout=60)
+    with clearhead.use_kernel("reference"), force:
+        may_leave.set()
+        thread.join(timeout=60)
+    assert results == ["sdpa"]
+    assert chosen() == "sdpa"
+
+
+def test_a_backward_pass_outside_the_block_is_the_forced_kernels() -> None:
+    x = X.clone().requires_grad_()
+    with clearhead.use_kernel("chunked"):
+        output = clearhead.attention(x, x, x)
+    (found,) = torch.autograd.grad(output.square().sum(), x)
+    with clearhead.use_kernel("reference"):
+        (expected,) = torch.autograd.grad(clearhead.attention(x, x, x).square().sum(), x)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_refusal_is_put_together_when_it_is_read() -> None:
+    class Unreadable:
+        def __str__(self) -> str:
+            raise AssertionError("formatted too early")
+
+    refusal = Refusal("longer than {limit}", limit=Unreadable())
+    with pytest.raises(AssertionError, match="too early"):
+        str(refusal)
+    assert str(Refusal("longer than {limit}", limit=3)) == "longer than 3"

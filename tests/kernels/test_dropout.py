@@ -1,0 +1,182 @@
+"""Dropout: its generator's published answers, its statistics, and one mask for every kernel, block and pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead
+from clearhead import masks
+from clearhead.dropout import dropout_factors, philox4x32
+from clearhead.masks.grid import Block, Grid
+
+OURS = pytest.mark.parametrize("kernel", ["chunked", "reference"])
+WORD = 0xFFFFFFFF
+
+
+def attend(kernel: str, *args: object, seed: int = 5, **options: object) -> Tensor:
+    torch.manual_seed(seed)
+    with clearhead.use_kernel(kernel):
+        return clearhead.attention(*args, **options)
+
+
+def dropped_weights(kernel: str, query: Tensor, key: Tensor, p: float, seed: int = 5, mask: object = None) -> Tensor:
+    """The weights after dropout, read off as the output for values that are the unit vectors."""
+    *lead, count, _ = key.shape
+    units = torch.eye(count, dtype=key.dtype).expand(*lead, count, count)
+    return attend(kernel, query, key, units, mask, seed=seed, dropout_p=p)
+
+
+def uniform(*shape: int) -> Tensor:
+    """Queries and keys of zeros: every weight is 1/S."""
+    return torch.zeros(shape)
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "answer"),
+    [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((WORD,) * 4, (WORD, WORD), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+    ids=["zeros", "ones", "pi"],
+)
+def test_philox_gives_the_answers_of_random123(
+    counter: tuple[int, ...], key: tuple[int, int], answer: tuple[int, ...]
+) -> None:
+    seed = key[0] | key[1] << 32
+    signed = torch.tensor(seed - (1 << 64) if seed >= 1 << 63 else seed)
+    words = philox4x32(tuple(torch.tensor(word) for word in counter), signed)
+    assert tuple(int(word) for word in words) == answer
+
+
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(2, 0)], ids=["all", "causal", "window"])
+@pytest.mark.parametrize("shape", [(2, 3, 2, 13, 19), (1, 6, 1, 7, 5)], ids=str)
+def test_chunked_and_reference_drop_the_same_entries(shape: tuple[int, ...], mask: object, small_blocks: None) -> None:
+    batch, kv_heads, group, length, count = shape
+    heads = kv_heads * group
+    query, key = torch.randn(batch, heads, length, 3), torch.randn(batch, kv_heads, count, 3)
+    chunked, reference = (dropped_weights(name, query, key, 0.3, mask=mask) for name in ("chunked", "reference"))
+    assert torch.equal(chunked == 0, reference == 0)
+    torch.testing.assert_close(chunked, reference)
+
+
+@OURS
+def test_manual_seed_repeats_it_and_another_seed_does_not(kernel: str) -> None:
+    x = uniform(1, 2, 17, 3)
+    first, again, other = (dropped_weights(kernel, x, x, 0.5, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@OURS
+def test_two_calls_drop_different_entries(kernel: str) -> None:
+    x = torch.randn(1, 2, 17, 3)
+    with clearhead.use_kernel(kernel):
+        first, second = (clearhead.attention(x, x, x, dropout_p=0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+
+
+@OURS
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_rate_and_independence(kernel: str, p: float) -> None:
+    """Of n = 2·5·101·103 draws a share p is dropped, within 4.5 standard deviations; so it is for every lag."""
+    query, key = uniform(2, 5, 101, 1), uniform(2, 5, 103, 1)
+    kept = (dropped_weights(kernel, query, key, p) > 0).double()
+    deviation = (p * (1 - p) / kept.numel()) ** 0.5
+    assert abs(float(kept.mean()) - (1 - p)) < 4.5 * deviation
+    centred = kept - (1 - p)
+    for dim in range(4):
+        for lag in (1, 2) if kept.shape[dim] > 2 else (1,):
+            shifted = centred.roll(lag, dim)
+            correlation = float((centred * shifted).mean()) / (p * (1 - p))
+            assert abs(correlation) < 4.5 / kept.numel() ** 0.5, f"dimension {dim}, lag {lag}"
+
+
+@OURS
+@pytest.mark.parametrize("p", [0.1, 0.25, 0.7])
+def test_kept_weights_are_scaled_so_that_the_mean_stays(kernel: str, p: float) -> None:
+    query, key = uniform(2, 5, 101, 1), uniform(2, 5, 103, 1)
+    weights = dropped_weights(kernel, query, key, p) * 103
+    kept = weights[weights > 0]
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - p)), rtol=1e-4, atol=0)
+    deviation = (p / (1 - p) / weights.numel()) ** 0.5
+    assert abs(float(weights.mean()) - 1) < 4.5 * deviation
+
+
+@OURS
+def test_probability_zero_is_no_dropout_and_draws_nothing(kernel: str) -> None:
+    x = torch.randn(2, 3, 7, 5)
+    state = torch.get_rng_state()
+    with clearhead.use_kernel(kernel):
+        assert torch.equal(clearhead.attention(x, x, x, dropout_p=0.0), clearhead.attention(x, x, x))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@OURS
+def test_probability_one_drops_everything(kernel: str) -> None:
+    x = torch.randn(2, 3, 7, 5, requires_grad=True)
+    output = attend(kernel, x, x, x, dropout_p=1.0)
+    output.sum().backward()
+    assert not output.any()
+    assert not x.grad.any()
+
+
+@OURS
+def test_lse_and_reported_weights_are_undropped(kernel: str) -> None:
+    x = torch.randn(2, 3, 7, 5)
+    with clearhead.use_kernel(kernel):
+        _, dropped = clearhead.attention(x, x, x, dropout_p=0.5, return_lse=True)
+        _, kept = clearhead.attention(x, x, x, return_lse=True)
+    assert torch.equal(dropped, kept)
+
+
+def test_module_reports_undropped_weights_and_drops_in_training_only() -> None:
+    module = clearhead.MultiHeadAttention(10, 2, dropout=0.5)
+    x = torch.randn(2, 7, 10)
+    output, weights = module.train()(x, need_weights=True)
+    calm, expected = module.eval()(x, need_weights=True)
+    torch.testing.assert_close(weights, expected)
+    assert not torch.allclose(output, calm)
+    torch.testing.assert_close(module(x), calm)
+
+
+def check_gradients(kernel: str) -> None:
+    inputs = [torch.randn(1, 2, 5, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(kernel, query, key, value, masks.causal(), dropout_p=0.4)
+
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+@OURS
+def test_backward_drops_what_forward_dropped(kernel: str) -> None:
+    check_gradients(kernel)
+
+
+def test_backward_drops_what_forward_dropped_in_many_blocks(small_blocks: None) -> None:
+    check_gradients("chunked")
+
+
+def test_any_block_gets_its_part_of_the_whole() -> None:
+    grid = Grid(3, 5, 11, 29, torch.device("cpu"))
+    seed = torch.tensor(123456789012345)
+    whole = dropout_factors(seed, 0.3, Block(grid), torch.float32)
+    assert whole.shape == (3, 5, 11, 29)
+    for columns in [(0, 29), (1, 29), (7, 9), (8, 16), (15, 24), (28, 29), (4, 4)]:
+        block = Block(grid, slice(1, 3), slice(2, 5), slice(4, 9), slice(*columns))
+        part = dropout_factors(seed, 0.3, block, torch.float32)
+        assert torch.equal(part, whole[1:3, 2:5, 4:9, slice(*columns)])
+
+
+def test_chosen_rows_get_their_part_of_the_whole() -> None:
+    grid = Grid(2, 3, 11, 13, torch.device("cpu"))
+    seed, rows = torch.tensor(42), torch.tensor([10, 0, 3, 3])
+    part = dropout_factors(seed, 0.3, Block(grid, rows=rows), torch.float32)
+    assert torch.equal(part, dropout_factors(seed, 0.3, Block(grid), torch.float32)[:, :, rows])

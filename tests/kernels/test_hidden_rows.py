@@ -1,0 +1,129 @@
+"""Queries that see no key, and what is stored in keys nobody sees: zeros and finite gradients on every kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead
+from clearhead import masks
+
+from .comparing import KERNELS
+from .oracle import Problem, gradients, solve
+
+BATCH, HEADS, LENGTH, COUNT, HEAD_DIM = 3, 5, 7, 2, 11
+VISIBLE = torch.tensor([[0, 1], [0, 0], [1, 0]])
+EMPTY = 1  # the batch item whose row of VISIBLE hides every key
+
+MASKS = {
+    "keys": lambda: masks.keep(keys=VISIBLE),
+    "four sizes": lambda: masks.keep(VISIBLE[:, None, None, :]),
+    "drop": lambda: masks.drop(keys=1 - VISIBLE),
+    "bool tensor": lambda: VISIBLE[:, None, None, :].bool(),
+    "bias": lambda: masks.bias(torch.where(VISIBLE.bool(), 0.0, -torch.inf)[:, None, None, :]),
+}
+
+mask_names = pytest.mark.parametrize("mask_name", MASKS)
+kernels = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def inputs(rubbish: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    query = torch.randn(BATCH, HEADS, LENGTH, HEAD_DIM)
+    hidden = (VISIBLE == 0)[:, None, :, None]
+    key, value = (torch.randn(BATCH, HEADS, COUNT, HEAD_DIM).masked_fill(hidden, rubbish) for _ in range(2))
+    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
+
+
+@kernels
+@mask_names
+@pytest.mark.parametrize("rubbish", [0.0, torch.nan, torch.inf], ids=str)
+def test_output_is_zero_and_gradients_are_the_oracles(kernel: str, mask_name: str, rubbish: float) -> None:
+    query, key, value = inputs(rubbish)
+    with clearhead.use_kernel(kernel):
+        output = clearhead.attention(query, key, value, MASKS[mask_name]())
+    output.sum().backward()
+    answer = solve(Problem(query, key, value, lambda b, h, i, j: bool(VISIBLE[b, j])))
+    assert not output[EMPTY].any()
+    torch.testing.assert_close(output.double(), answer.output, rtol=0, atol=1e-5)
+    for tensor, expected in zip((query, key, value), gradients(answer, torch.ones_like(output)), strict=True):
+        torch.testing.assert_close(tensor.grad.double(), expected, rtol=0, atol=1e-5)
+        assert not tensor.grad[EMPTY].any()
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "reference"])
+def test_lse_of_a_query_that_sees_nothing(kernel: str) -> None:
+    query, key, value = inputs()
+    sinks = torch.arange(HEADS, dtype=torch.float32)
+    with clearhead.use_kernel(kernel):
+        _, lse = clearhead.attention(query, key, value, MASKS["keys"](), return_lse=True)
+        output, lse_with_sinks = clearhead.attention(query, key, value, MASKS["keys"](), sinks=sinks, return_lse=True)
+    assert (lse[EMPTY] == -torch.inf).all()
+    assert lse[[0, 2]].isfinite().all()
+    torch.testing.assert_close(lse_with_sinks[EMPTY], sinks[:, None].expand(HEADS, LENGTH))
+    assert not output[EMPTY].any()
+
+
+@kernels
+def test_one_hidden_row_among_visible_ones(kernel: str) -> None:
+    visible = torch.ones(LENGTH, COUNT, dtype=torch.bool)
+    visible[4] = False
+    query = torch.randn(BATCH, HEADS, LENGTH, HEAD_DIM, requires_grad=True)
+    key, value = (torch.randn(BATCH, HEADS, COUNT, HEAD_DIM, requires_grad=True) for _ in range(2))
+    with clearhead.use_kernel(kernel):
+        output = clearhead.attention(query, key, value, visible)
+    output.square().sum().backward()
+    assert not output[:, :, 4].any()
+    assert output[:, :, [0, 1, 2, 3, 5, 6]].abs().min() > 0
+    assert not query.grad[:, :, 4].any()
+    assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))
+
+
+@kernels
+@pytest.mark.parametrize("hidden_per", ["query", "key"])
+def test_hidden_rows_are_found_in_blocks_of_one_row(kernel: str, hidden_per: str, small_blocks: None) -> None:
+    visible = torch.ones(13, 17, dtype=torch.bool)
+    if hidden_per == "query":
+        visible[::2] = False
+    else:
+        visible[:, ::2] = False
+        visible[0, 0] = True
+    query, key, value = torch.randn(2, 5, 13, 3), torch.randn(2, 5, 17, 3), torch.randn(2, 5, 17, 3)
+    with clearhead.use_kernel(kernel):
+        output = clearhead.attention(query, key, value, visible)
+    expected = solve(Problem(query, key, value, lambda b, h, i, j: bool(visible[i, j]))).output
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+
+
+@mask_names
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_module_returns_its_bias(mask_name: str, training: bool, dropout: float, need_weights: bool) -> None:
+    module = clearhead.MultiHeadAttention(HEADS * HEAD_DIM, HEADS, dropout=dropout).train(training)
+    torch.nn.init.normal_(module.out_proj.bias)
+    query = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM, requires_grad=True)
+    memory = torch.randn(BATCH, COUNT, HEADS * HEAD_DIM, requires_grad=True)
+    result = module(query, memory, mask=MASKS[mask_name](), need_weights=need_weights)
+    output, weights = result if need_weights else (result, None)
+    torch.testing.assert_close(output[EMPTY], module.out_proj.bias.expand(LENGTH, -1))
+    loss = output.square().sum()
+    if weights is not None:
+        assert not weights[EMPTY].any()
+        torch.testing.assert_close(weights[[0, 2]].sum(-1), torch.ones(2, LENGTH))
+        loss = loss + weights.square().sum()
+    loss.backward()
+    assert not query.grad[EMPTY].any()
+    assert not memory.grad[EMPTY].any()
+    for tensor in (query, memory, *module.parameters()):
+        assert tensor.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_module_in_inference_equals_training_without_dropout(need_weights: bool) -> None:
+    module = clearhead.MultiHeadAttention(HEADS * HEAD_DIM, HEADS)
+    query, memory = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM), torch.randn(BATCH, COUNT, HEADS * HEAD_DIM)
+    trained = module.train()(query, memory, mask=MASKS["keys"](), need_weights=need_weights)
+    with torch.inference_mode():
+        inferred = module.eval()(query, memory, mask=MASKS["keys"](), need_weights=need_weights)
+    torch.testing.assert_close(inferred, trained)

@@ -1,0 +1,168 @@
+"""Calls that generated ones do not reach: extreme scores, shared tensors, mixed dtypes, missing batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import clearhead
+from clearhead import masks
+from clearhead.errors import KernelError
+
+from .comparing import KERNELS
+from .oracle import Problem, gradients, solve
+
+kernels = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def everything(b: int, h: int, i: int, j: int) -> bool:
+    return True
+
+
+@kernels
+def test_without_a_batch(kernel: str) -> None:
+    query, key, value = torch.randn(6, 5, 3), torch.randn(2, 7, 3), torch.randn(2, 7, 3)
+    with clearhead.use_kernel(kernel):
+        output = clearhead.attention(query, key, value, masks.causal("bottom_right"))
+    expected = solve(Problem(query[None], key[None], value[None], lambda b, h, i, j: j <= i + 2)).output
+    assert output.shape == (6, 5, 3)
+    torch.testing.assert_close(output.double(), expected[0], rtol=0, atol=1e-5)
+
+
+def test_lse_without_a_batch() -> None:
+    query, key = torch.randn(6, 5, 3), torch.randn(2, 7, 3)
+    output, lse = clearhead.attention(query, key, key, return_lse=True)
+    assert output.shape == (6, 5, 3)
+    assert lse.shape == (6, 5)
+
+
+@kernels
+def test_one_tensor_as_query_key_and_value(kernel: str) -> None:
+    x = torch.randn(2, 3, 7, 5, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(2, 3, 7, 5, dtype=torch.float64)
+    with clearhead.use_kernel(kernel):
+        (found,) = torch.autograd.grad(clearhead.attention(x, x, x, masks.causal()), x, upstream)
+    answer = solve(Problem(x, x, x, lambda b, h, i, j: j <= i))
+    torch.testing.assert_close(found, sum(gradients(answer, upstream)), rtol=0, atol=1e-10)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_huge_scores_pick_the_largest(kernel: str, dtype: torch.dtype) -> None:
+    """Scores up to ±20,000, beyond what exp takes in float32."""
+    key = torch.randn(2, 3, 7, 5).to(dtype)
+    query, value = (key * 3000).to(dtype), torch.randn(2, 3, 7, 5).to(dtype)
+    with clearhead.use_kernel(kernel):
+        output = clearhead.attention(query, key, value)
+    expected = solve(Problem(query, key, value, everything)).output
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+@kernels
+@pytest.mark.parametrize("scale", [0.0, -0.5, -3.0])
+@pytest.mark.parametrize("rule", ["causal", "window", "keys"])
+def test_scale_of_zero_or_below(kernel: str, scale: float, rule: str) -> None:
+    mask, sees = {
+        "causal": (masks.causal(), lambda b, h, i, j: j <= i),
+        "window": (masks.window(2, 1), lambda b, h, i, j: i - 2 <= j <= i + 1),
+        "keys": (masks.keep(keys=torch.tensor([[1, 0, 1, 0, 1, 1, 0]])), lambda b, h, i, j: j in (0, 2, 4, 5)),
+    }[rule]
+    query, key, value = (torch.randn(2, 3, 7, 5) for _ in range(3))
+    if kernel == "sdpa" and rule == "causal":
+        # PyTorch's causal flag hides keys before it scales: a scale of zero or below makes NaN of −∞.
+        with pytest.raises(KernelError, match="scale"), clearhead.use_kernel("sdpa"):
+            clearhead.attention(query, key, value, mask, scale=scale)
+        output = clearhead.attention(query, key, value, mask, scale=scale)
+    else:
+        with clearhead.use_kernel(kernel):
+            output = clearhead.attention(query, key, value, mask, scale=scale)
+    expected = solve(Problem(query, key, value, sees, scale=scale)).output
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize(
+    ("dtype", "bias_dtype"), [(torch.float64, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
+def test_biases_add_in_the_compute_dtype(kernel: str, dtype: torch.dtype, bias_dtype: torch.dtype) -> None:
+    """Two small biases are exact in the scores' dtype, but their sum is not in their own."""
+    query, key, value = (torch.randn(2, 3, 7, 5, dtype=dtype) for _ in range(3))
+    first, second = (torch.randn(7, 7).to(bias_dtype) for _ in range(2))
+    with clearhead.use_kernel(kernel):
+        output = clearhead.attention(query, key, value, masks.bias(first) & masks.bias(second))
+    expected = solve(Problem(query, key, value, everything, biases=(first, second))).output
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=tolerance)
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8], ids=str)
+@pytest.mark.parametrize("rule", ["causal", "window", "documents"])
+def test_positions_in_any_integer_dtype(kernel: str, dtype: torch.dtype, rule: str) -> None:
+    ids = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2])
+    mask, sees = {
+        "causal": (masks.causal(), lambda q, k: k <= q),
+        "window": (masks.window(3, 1), lambda q, k: q - 3 <= k <= q + 1),
+        "documents": (masks.documents(ids), lambda q, k: bool(ids[q] == ids[k])),
+    }[rule]
+    query, key, value = torch.randn(2, 3, 5, 7), torch.randn(2, 3, 11, 7), torch.randn(2, 3, 11, 7)
+    queries, keys = [0, 1, 2, 9, 10], [10, 0, 9, 1, 8, 2, 7, 3, 6, 4, 5]
+    with clearhead.use_kernel(kernel):
+        output = clearhead.attention(
+            query,
+            key,
+            value,
+            mask,
+            query_positions=torch.tensor(queries, dtype=dtype),
+            key_positions=torch.tensor(keys, dtype=dtype),
+        )
+    expected = solve(Problem(query, key, value, lambda b, h, i, j: sees(queries[i], keys[j]))).output
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "reference"])
+def test_a_bias_in_any_shape_gets_its_gradient(kernel: str) -> None:
+    query, key, value = torch.randn(2, 3, 5, 7), torch.randn(2, 3, 11, 7), torch.randn(2, 3, 11, 7)
+    upstream = torch.randn(2, 3, 5, 7)
+    for shape in [(5, 11), (5, 1), (1, 11), (2, 5, 11), (6, 5, 11), (1, 3, 1, 11), (2, 1, 5, 1), (2, 3, 5, 11)]:
+        # A transposed and an expanded one: gradients must come back in the bias's own layout.
+        for bias in (torch.randn(*shape[:-2], shape[-1], shape[-2]).mT, torch.randn(()).expand(shape)):
+            bias.requires_grad_()
+            with clearhead.use_kernel(kernel):
+                output = clearhead.attention(query, key, value, masks.bias(bias))
+            (found,) = torch.autograd.grad(output, bias, upstream)
+            answer = solve(Problem(query, key, value, everything, biases=(bias,)))
+            *_, expected = gradients(answer, upstream)
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "reference"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        None,
+        masks.causal(),
+        masks.window(2, 1),
+        masks.where(lambda b, h, q, k: (b + h + q + k) % 2 == 0),
+        masks.lengths(torch.zeros(0, dtype=torch.int64)),
+        masks.keep(keys=torch.zeros(0, 7)),
+    ],
+    ids=lambda mask: mask.describe() if mask else "none",
+)
+def test_an_empty_batch(kernel: str, mask: masks.Mask | None) -> None:
+    x = torch.zeros(0, 3, 7, 5, requires_grad=True)
+    with clearhead.use_kernel(kernel):
+        output = clearhead.attention(x, x, x, mask)
+    output.sum().backward()
+    assert output.shape == x.grad.shape == (0, 3, 7, 5)
+    assert clearhead.attention_weights(x, x, mask).shape == (0, 3, 7, 7)
+
+
+@kernels
+def test_output_can_be_changed_in_place(kernel: str) -> None:
+    query, key, value = (torch.randn(2, 3, 7, 5, requires_grad=True) for _ in range(3))
+    with clearhead.use_kernel(kernel), torch.no_grad():
+        output = clearhead.attention(query, key, value)
+        before = output.clone()
+        output.mul_(2)
+    torch.testing.assert_close(output, 2 * before)

@@ -1,0 +1,252 @@
+"""`torch.compile` and `torch.export`: one graph for all lengths, the same numbers, and `use_kernel` obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, export
+
+import clearhead
+from clearhead import masks
+
+# Sizes that occur nowhere else, so that no length is taken for the same as another size.
+BATCH, HEADS, HEAD_DIM = 3, 2, 5
+LENGTHS = (11, 13, 23)
+
+KERNELS = ("sdpa", "reference")  # chunked says that it cannot be traced
+
+
+class Counting:
+    """A backend that runs graphs as they are and counts them and the attention operations in them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.fused = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        self.graphs += 1
+        self.fused = sum("scaled_dot_product_attention" in str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def random(length: int, *, grad: bool = False) -> Tensor:
+    return torch.randn(BATCH, HEADS, length, HEAD_DIM, requires_grad=grad)
+
+
+def compiled(function: Callable[..., object], *, dynamic: bool = True) -> tuple[Callable[..., object], Counting]:
+    backend = Counting()
+    return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic), backend
+
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "bottom right": {"mask": masks.causal("bottom_right")},
+    "window": {"mask": masks.window(3, 2)},
+    "prefix": {"mask": masks.causal() | masks.prefix(2)},
+    "lengths": {"mask": masks.lengths(torch.tensor([11, 4, 0]))},
+    "where": {"mask": masks.where(lambda b, h, q, k: (q + k + h) % 3 != b)},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.tensor([0.5, -0.5])},
+    "lse": {"return_lse": True},
+    "scale": {"scale": 0.3, "mask": masks.causal() & masks.window(5, 0)},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_graph_for_all_lengths_of_self_attention(variant: str) -> None:
+    options = VARIANTS[variant]
+    function, backend = compiled(lambda x: clearhead.attention(x, x, x, **options))
+    for length in LENGTHS:
+        x = random(length)
+        torch.testing.assert_close(function(x), clearhead.attention(x, x, x, **options))
+    assert backend.graphs == 1
+
+
+@pytest.mark.parametrize("variant", ["plain", "causal", "bottom right", "lengths", "scale", "lse"])
+def test_one_graph_for_all_lengths_of_cross_attention(variant: str) -> None:
+    options = VARIANTS[variant]
+    function, backend = compiled(lambda x, y: clearhead.attention(x, y, y, **options))
+    for length, count in [(11, 13), (17, 29), (23, 19)]:
+        x, y = random(length), random(count)
+        torch.testing.assert_close(function(x, y), clearhead.attention(x, y, y, **options))
+    # Shorter and longer queries may need a graph each; a pair of lengths may not.
+    assert backend.graphs <= 2
+
+
+def test_tensors_of_masks_are_inputs_of_the_graph() -> None:
+    def attend(x: Tensor, padding: Tensor, bias: Tensor) -> Tensor:
+        return clearhead.attention(x, x, x, masks.keep(keys=padding) & masks.bias(bias) & masks.causal())
+
+    function, backend = compiled(attend)
+    for length in LENGTHS:
+        arguments = random(length), torch.rand(BATCH, length) > 0.5, torch.randn(length, length)
+        torch.testing.assert_close(function(*arguments), attend(*arguments))
+    assert backend.graphs == 1
+
+
+@pytest.mark.parametrize("variant", ["plain", "scale", "sinks"])
+def test_gradients(variant: str) -> None:
+    options = VARIANTS[variant]
+    function = torch.compile(
+        lambda x: clearhead.attention(x, x, x, **options), backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    for length in LENGTHS[:2]:
+        x = random(length, grad=True)
+        (found,) = torch.autograd.grad(function(x).square().sum(), x)
+        (expected,) = torch.autograd.grad(clearhead.attention(x, x, x, **options).square().sum(), x)
+        torch.testing.assert_close(found, expected)
+
+
+def test_hidden_rows_and_poisoned_padding() -> None:
+    def attend(x: Tensor, y: Tensor, padding: Tensor) -> Tensor:
+        return clearhead.attention(x, y, y, masks.keep(keys=padding))
+
+    padding = torch.ones(BATCH, 13, dtype=torch.bool)
+    padding[0, 4:], padding[1] = False, False
+    y = random(13).masked_fill(~padding[:, None, :, None], torch.nan).requires_grad_()
+    x = random(11, grad=True)
+    function = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    output = function(x, y, padding)
+    torch.testing.assert_close(output, attend(x, y, padding))
+    assert not output[1].any()
+    for gradient in torch.autograd.grad(output.square().sum(), (x, y)):
+        assert gradient.isfinite().all()
+
+
+def test_dropout_keeps_the_mean() -> None:
+    def attend(x: Tensor) -> Tensor:
+        return clearhead.attention(x, x, torch.ones_like(x), softcap=50.0, dropout_p=0.25)
+
+    function, _ = compiled(attend)
+    output = function(torch.randn(7, 5, 53, 3))
+    assert output.unique().numel() > 100
+    assert abs(float(output.mean()) - 1) < 0.01
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_weights(average: bool) -> None:
+    def weigh(x: Tensor, y: Tensor) -> Tensor:
+        return clearhead.attention_weights(x, y, masks.causal("bottom_right"), average_attn_weights=average)
+
+    function, backend = compiled(weigh)
+    for length, count in [(11, 13), (17, 23)]:
+        x, y = random(length), random(count)
+        torch.testing.assert_close(function(x, y), weigh(x, y))
+    assert backend.graphs == 1
+
+
+def test_weights_of_chosen_queries() -> None:
+    def weigh(x: Tensor, rows: Tensor) -> Tensor:
+        return clearhead.attention_weights(x, x, queries=rows)
+
+    function, _ = compiled(weigh)
+    x, rows = random(11), torch.tensor([10, 0, -1])
+    torch.testing.assert_close(function(x, rows), weigh(x, rows))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_use_kernel_inside_the_compiled_function(kernel: str) -> None:
+    def attend(x: Tensor) -> Tensor:
+        with clearhead.use_kernel(kernel):
+            return clearhead.attention(x, x, x)
+
+    function, backend = compiled(attend)
+    x = random(11)
+    torch.testing.assert_close(function(x), attend(x))
+    assert backend.fused == (kernel == "sdpa")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_use_kernel_around_the_compiled_function(kernel: str) -> None:
+    function, backend = compiled(lambda x: clearhead.attention(x, x, x))
+    x = random(11)
+    with clearhead.use_kernel(kernel):
+        torch.testing.assert_close(function(x), clearhead.attention(x, x, x))
+    assert backend.fused == (kernel == "sdpa")
+
+
+def test_use_kernel_after_compiling_takes_effect() -> None:
+    function, backend = compiled(lambda x: clearhead.attention(x, x, x))
+    x = random(11)
+    expected = function(x)
+    assert (backend.graphs, backend.fused) == (1, 1)
+    with clearhead.use_kernel("reference"):
+        torch.testing.assert_close(function(x), expected)
+    assert (backend.graphs, backend.fused) == (2, 0)
+    function(x)
+    assert backend.graphs == 2, "the first graph is still good"
+
+
+def test_a_forced_kernel_that_cannot_be_traced_says_so() -> None:
+    function, _ = compiled(lambda x: clearhead.attention(x, x, x))
+    with clearhead.use_kernel("chunked"), pytest.raises(Exception, match="loop over blocks would tie a traced graph"):
+        function(random(11))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("variant", ["plain", "window", "sinks"])
+def test_the_default_backend(variant: str) -> None:
+    options = VARIANTS[variant]
+    function = torch.compile(lambda x: clearhead.attention(x, x, x, **options), fullgraph=True, dynamic=True)
+    for length in LENGTHS:
+        x = random(length, grad=True)
+        (found,) = torch.autograd.grad(function(x).square().sum(), x)
+        (expected,) = torch.autograd.grad(clearhead.attention(x, x, x, **options).square().sum(), x)
+        torch.testing.assert_close(found, expected)
+
+
+class Padded(nn.Module):
+    """A module with a padding mask as an input, exported as people export encoders."""
+
+    def __init__(self, scale: float | None = None) -> None:
+        super().__init__()
+        self.attend = clearhead.MultiHeadAttention(HEADS * HEAD_DIM, HEADS, num_kv_heads=1, scale=scale)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.attend(x, mask=masks.drop(keys=padding) & masks.causal())
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_compiled_module_has_one_graph_for_all_lengths(scale: float | None) -> None:
+    module = Padded(scale)
+    function, backend = compiled(module)
+    for length in LENGTHS:
+        arguments = torch.randn(BATCH, length, HEADS * HEAD_DIM), torch.rand(BATCH, length) > 0.7
+        torch.testing.assert_close(function(*arguments), module(*arguments))
+    assert backend.graphs == 1
+
+
+@pytest.mark.parametrize("need_weights", [False, True])
+def test_exported_module_takes_any_batch_and_length(need_weights: bool) -> None:
+    module = clearhead.MultiHeadAttention(HEADS * HEAD_DIM, HEADS).eval()
+    options = {"need_weights": need_weights}
+    batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=512)
+    example = torch.randn(BATCH, LENGTHS[0], HEADS * HEAD_DIM)
+    shapes = {"query": {0: batch, 1: length}, "need_weights": None}
+    program = export(module, (example,), options, dynamic_shapes=shapes)
+    for size in ((3, 11), (7, 29), (2, 2), (64, 5)):
+        x = torch.randn(*size, HEADS * HEAD_DIM)
+        torch.testing.assert_close(program.module()(x, **options), module(x, **options))
+
+
+def test_exported_module_with_a_padding_mask() -> None:
+    module = Padded().eval()
+    batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=512)
+    example = torch.randn(BATCH, 11, HEADS * HEAD_DIM), torch.rand(BATCH, 11) > 0.7
+    shapes = ({0: batch, 1: length}, {0: batch, 1: length})
+    program = export(module, example, dynamic_shapes=shapes)
+    for size in ((3, 11), (7, 29)):
+        arguments = torch.randn(*size, HEADS * HEAD_DIM), torch.rand(*size) > 0.7
+        torch.testing.assert_close(program.module()(*arguments), module(*arguments))

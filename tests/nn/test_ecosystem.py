@@ -1,0 +1,323 @@
+"""What people do to an `nn.MultiheadAttention` from outside: copy, load, hook, prune, adapt and shrink it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrize, prune
+from torch.utils.checkpoint import checkpoint
+
+import clearhead
+
+E, H, N, L, S = 12, 3, 2, 5, 7
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "kdim and vdim": {"kdim": 5, "vdim": 7},
+    "kdim without bias": {"kdim": 5, "bias": False},
+    "appended keys": {"add_bias_kv": True, "add_zero_attn": True},
+    "all": {"kdim": 5, "vdim": 7, "add_bias_kv": True, "dropout": 0.1, "batch_first": True, "dtype": torch.float64},
+}
+
+
+def attend(module: nn.Module) -> Tensor:
+    """The same call for every module of E features, batch first or not."""
+    x = torch.linspace(-1, 1, N * L * E).reshape(N, L, E).sin()
+    return module(x, x, x)[0]
+
+
+@pytest.fixture
+def module() -> clearhead.nn.MultiheadAttention:
+    made = clearhead.nn.MultiheadAttention(E, H, batch_first=True)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(std=0.3)
+    return made
+
+
+def test_signatures_are_pytorchs() -> None:
+    for name in ("__init__", "forward"):
+        ours, theirs = (
+            {p.name: p.default for p in inspect.signature(getattr(c, name)).parameters.values()}
+            for c in (clearhead.nn.MultiheadAttention, nn.MultiheadAttention)
+        )
+        assert list(ours.items()) == list(theirs.items())
+    assert issubclass(clearhead.nn.MultiheadAttention, nn.MultiheadAttention)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_seed_gives_the_same_parameters(options: dict[str, Any]) -> None:
+    states, following = [], []
+    for module_class in (clearhead.nn.MultiheadAttention, nn.MultiheadAttention):
+        torch.manual_seed(5)
+        made = module_class(E, H, **options)
+        states.append(made.state_dict())
+        following.append(torch.rand(1))
+        made._reset_parameters()
+        states.append(made.state_dict())
+    first, _, other, _ = states
+    assert list(first) == list(other)
+    for ours, theirs in zip(states[:2], states[2:], strict=True):
+        assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in theirs)
+    assert torch.equal(*following)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_state_dicts_go_both_ways(options: dict[str, Any], tmp_path: Path) -> None:
+    ours, theirs = clearhead.nn.MultiheadAttention(E, H, **options), nn.MultiheadAttention(E, H, **options)
+    for source, target in ((ours, theirs), (nn.MultiheadAttention(E, H, **options), ours)):
+        torch.save(source.state_dict(), tmp_path / "weights.pt")
+        target.load_state_dict(torch.load(tmp_path / "weights.pt", weights_only=True), strict=True)
+        loaded = target.state_dict()
+        assert all(torch.equal(value, loaded[name]) for name, value in source.state_dict().items())
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("way", ["pickle", "deepcopy", "torch.save"])
+def test_copies(options: dict[str, Any], way: str, tmp_path: Path) -> None:
+    made = clearhead.nn.MultiheadAttention(E, H, **options).eval()
+    if way == "pickle":
+        copied = pickle.loads(pickle.dumps(made))
+    elif way == "deepcopy":
+        copied = copy.deepcopy(made)
+    else:
+        torch.save(made, tmp_path / "module.pt")
+        copied = torch.load(tmp_path / "module.pt", weights_only=False)
+    assert type(copied) is clearhead.nn.MultiheadAttention
+    dtype, kdim, vdim = options.get("dtype"), options.get("kdim", E), options.get("vdim", E)
+    query, key, value = (torch.randn(N, N, features, dtype=dtype) for features in (E, kdim, vdim))
+    for one, other in zip(copied(query, key, value), made(query, key, value), strict=True):
+        assert torch.equal(one, other)
+    assert not {id(p) for p in made.parameters()} & {id(p) for p in copied.parameters()}
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def test_parametrizations(module: clearhead.nn.MultiheadAttention) -> None:
+    twice = copy.deepcopy(module)
+    with torch.no_grad():
+        twice.in_proj_weight.mul_(2)
+        twice.out_proj.weight.mul_(2)
+    expected = attend(twice)
+
+    parametrize.register_parametrization(module, "in_proj_weight", Doubled())
+    parametrize.register_parametrization(module.out_proj, "weight", Doubled())
+    assert isinstance(module, nn.MultiheadAttention)
+    for training in (True, False):
+        torch.testing.assert_close(attend(module.train(training)), expected)
+    attend(module).sum().backward()
+    assert module.parametrizations.in_proj_weight.original.grad.abs().max() > 0
+    assert module.out_proj.parametrizations.weight.original.grad.abs().max() > 0
+
+    parametrize.remove_parametrizations(module, "in_proj_weight")
+    parametrize.remove_parametrizations(module.out_proj, "weight")
+    assert type(module) is clearhead.nn.MultiheadAttention
+    torch.testing.assert_close(attend(module), expected)
+
+
+def test_a_hook_on_out_proj_sees_and_changes_the_output(module: clearhead.nn.MultiheadAttention) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def negate(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen.append(tuple(args[0].shape))
+        return -output
+
+    before = attend(module)
+    handle = module.out_proj.register_forward_hook(negate)
+    torch.testing.assert_close(attend(module), -before)
+    with torch.no_grad():
+        torch.testing.assert_close(attend(module.eval()), -before)
+    assert seen == [(N, L, E)] * 2
+    handle.remove()
+    torch.testing.assert_close(attend(module), before)
+
+
+def test_pruning(module: clearhead.nn.MultiheadAttention) -> None:
+    before = attend(module)
+    prune.l1_unstructured(module, "in_proj_weight", amount=0.5)
+    prune.l1_unstructured(module.out_proj, "weight", amount=0.5)
+    pruned = attend(module)
+    assert not torch.allclose(pruned, before)
+    with torch.no_grad():
+        module.out_proj.weight_orig.mul_(2)
+        module.in_proj_weight_orig.mul_(2)
+    attend(module).sum().backward()
+    for part, name in ((module, "in_proj_weight"), (module.out_proj, "weight")):
+        hidden = getattr(part, f"{name}_mask") == 0
+        assert hidden.float().mean() == 0.5
+        assert bool((getattr(part, f"{name}_orig").grad[hidden] == 0).all())
+    moved = attend(module)
+    assert not torch.allclose(moved, pruned)
+    prune.remove(module, "in_proj_weight")
+    prune.remove(module.out_proj, "weight")
+    torch.testing.assert_close(attend(module), moved)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_autocast(module: clearhead.nn.MultiheadAttention, dtype: torch.dtype, need_weights: bool) -> None:
+    """The dtypes PyTorch gives, errors of the size it makes, and gradients in the parameters' dtype."""
+    theirs = nn.MultiheadAttention(E, H, batch_first=True)
+    theirs.load_state_dict(module.state_dict())
+    x = torch.randn(N, L, E)
+    exact = copy.deepcopy(theirs).double()(x.double(), x.double(), x.double())[0]
+    with torch.autocast("cpu", dtype):
+        answers = [m(x, x, x, need_weights=need_weights) for m in (module, theirs)]
+    errors = [(output.double() - exact).abs().max().item() for output, _ in answers]
+    assert errors[0] <= 2 * errors[1]
+    assert answers[0][0].dtype == answers[1][0].dtype == dtype
+    if need_weights:
+        assert answers[0][1].dtype == answers[1][1].dtype
+    answers[0][0].float().sum().backward()
+    assert all(p.grad.dtype == torch.float32 and bool(p.grad.isfinite().all()) for p in module.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_modules(module: clearhead.nn.MultiheadAttention, dtype: torch.dtype) -> None:
+    theirs = nn.MultiheadAttention(E, H, batch_first=True)
+    theirs.load_state_dict(module.state_dict())
+    x = torch.randn(N, L, E).to(dtype)
+    answers = [m.to(dtype)(x, x, x) for m in (module, theirs)]
+    exact = theirs.double()(x.double(), x.double(), x.double())
+    for ours, reference, right in zip(*answers, exact, strict=True):
+        assert ours.dtype == reference.dtype
+        assert (ours - right).abs().max() <= 2 * (reference - right).abs().max()
+
+
+def test_activation_checkpointing(module: clearhead.nn.MultiheadAttention) -> None:
+    module.dropout = 0.3
+    x = torch.randn(N, L, E, requires_grad=True)
+    gradients = []
+    for checkpointed in (False, True):
+        torch.manual_seed(3)
+        output = checkpoint(module, x, x, x, use_reentrant=False)[0] if checkpointed else module(x, x, x)[0]
+        gradients.append(torch.autograd.grad(output.square().sum(), [x, *module.parameters()]))
+    for one, other in zip(*gradients, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_functional_call(module: clearhead.nn.MultiheadAttention) -> None:
+    doubled = {name: 2 * parameter.detach() for name, parameter in module.named_parameters()}
+    x = torch.randn(N, L, E)
+    found = functional_call(module, doubled, (x, x, x))[0]
+    module.load_state_dict(doubled)
+    torch.testing.assert_close(found, module(x, x, x)[0])
+
+
+# Fails while `torch.func` meets autograd functions of ours, which have no `setup_context`.
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_function_transforms(module: clearhead.nn.MultiheadAttention, need_weights: bool) -> None:
+    """`torch.func.grad` of a `functional_call`, as PyTorch's own module allows."""
+    x = torch.randn(N, L, E)
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(module, parameters, (x, x, x), {"need_weights": need_weights})[0].square().sum()
+
+    parameters = dict(module.named_parameters())
+    found = torch.func.grad(loss)({name: parameter.detach() for name, parameter in parameters.items()})
+    expected = torch.autograd.grad(loss(parameters), list(parameters.values()))
+    for name, gradient in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(found[name], gradient)
+
+
+class Block(nn.Module):
+    """A model that calls its attention itself, as peft's wrapper for parameters needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(E, H, batch_first=True)
+        self.head = nn.Linear(E, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attend(x, x, x)[0])
+
+
+class Reader(nn.Module):
+    """A model whose attention is inside PyTorch's encoder layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(E, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(E, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
+LORA = {
+    "the attention module": (Reader, {"target_modules": ["self_attn"]}, 8),
+    "out_proj": (Reader, {"target_modules": ["out_proj"]}, 4),
+    "the attention module of a block": (Block, {"target_modules": ["attend"]}, 4),
+    "in_proj_weight as a parameter": (
+        Block,
+        {"target_modules": [], "target_parameters": ["attend.in_proj_weight"]},
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LORA)
+def test_lora(name: str) -> None:
+    """peft's adapters act, in eval under `no_grad` too, learn, and can be merged into weights PyTorch runs with."""
+    from peft import LoraConfig, get_peft_model
+
+    model_class, targets, count = LORA[name]
+    model = model_class()
+    assert clearhead.upgrade(model).changed
+    x = torch.randn(N, L, E)
+    before = model.eval()(x).detach()
+    adapted = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, **targets)).eval()
+    adapters = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
+    assert len(adapters) == count
+    assert all("lora_" in n for n in adapters)
+    torch.testing.assert_close(adapted(x), before, atol=1e-5, rtol=0)  # B starts at zero
+
+    with torch.no_grad():
+        for n, parameter in adapters.items():
+            if "lora_B" in n:
+                parameter.normal_()
+        after = adapted(x)
+    assert (after - before).abs().max() > 0.1
+    torch.testing.assert_close(adapted(x), after, atol=1e-5, rtol=0)
+
+    adapted.train()(x).square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in adapters.values())
+
+    merged = adapted.eval().merge_and_unload()
+    with torch.no_grad():
+        torch.testing.assert_close(merged(x), after, atol=1e-5, rtol=0)
+        clearhead.downgrade(merged)
+        torch.testing.assert_close(merged(x), after, atol=1e-5, rtol=0)
+    assert not any("lora" in key for key in merged.state_dict())
+
+
+def test_torchao_quantises_the_linears_of_our_own_module() -> None:
+    """int8 weights: half of their step of 1/127 of a row's largest weight, through two projections."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    module = clearhead.MultiHeadAttention(64, 4).eval()
+    x = torch.randn(N, L, 64)
+    linears = ("q_proj", "k_proj", "v_proj", "out_proj")
+    with torch.no_grad():
+        exact = module(x, mask=clearhead.masks.causal())
+        quantize_(module, Int8WeightOnlyConfig())
+        for name in linears:
+            weight = getattr(module, name).weight
+            assert type(weight).__module__.startswith("torchao")
+            assert weight.qdata.dtype == torch.int8
+        found = module(x, mask=clearhead.masks.causal())
+    assert found.dtype == exact.dtype
+    assert 0 < (found - exact).norm() / exact.norm() < 0.02

@@ -1,0 +1,338 @@
+"""Bad input: Clearhead's error with its words, and an instance of what PyTorch raises for the very same call."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import clearhead
+from clearhead.errors import ArgumentError, ClearheadError, DTypeError, ShapeError
+
+E, H, N, L, S = 12, 3, 2, 5, 7
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def mask(*shape: int, dtype: torch.dtype = torch.bool) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def raised(call: Callable[[], Any]) -> Exception:
+    """What a call raises; prototype warnings on the way there are PyTorch's own affair."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            call()
+    return caught.value
+
+
+def assert_useful(ours: Exception, theirs: Exception, kind: type[ClearheadError], *words: str) -> None:
+    assert isinstance(ours, kind), f"{type(ours).__mro__}: {ours}"
+    assert isinstance(ours, type(theirs)), f"PyTorch raises {type(theirs).__name__}, ours is {type(ours).__mro__}"
+    for word in words:
+        assert word in str(ours), f"{word!r} is not in: {ours}"
+
+
+CONSTRUCTIONS = {
+    "embed_dim of zero": ((0, 2), {}, ArgumentError, ("embed_dim", "≥ 1", "got 0")),
+    "negative embed_dim": ((-4, 2), {}, ArgumentError, ("embed_dim", "≥ 1", "got -4")),
+    "no heads": ((12, 0), {}, ArgumentError, ("num_heads", "≥ 1", "got 0")),
+    "heads that do not divide": ((12, 5), {}, ArgumentError, ("embed_dim", "a multiple of num_heads = 5", "got 12")),
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTIONS)
+def test_construction(name: str) -> None:
+    args, options, kind, words = CONSTRUCTIONS[name]
+    ours = raised(lambda: clearhead.nn.MultiheadAttention(*args, **options))
+    theirs = raised(lambda: nn.MultiheadAttention(*args, **options))
+    assert_useful(ours, theirs, kind, *words)
+
+
+def test_a_dropout_that_is_no_probability_is_refused_at_once() -> None:
+    """PyTorch waits until the first call in training for the one, and takes the other for no dropout."""
+    ours = raised(lambda: clearhead.nn.MultiheadAttention(12, 3, dropout=1.5))
+    theirs = raised(lambda: nn.MultiheadAttention(12, 3, dropout=1.5)(x(L, E), x(S, E), x(S, E)))
+    assert_useful(ours, theirs, ArgumentError, "dropout", "a probability in [0, 1]", "got 1.5")
+    with pytest.raises(ArgumentError, match=r"dropout: expected a probability in \[0, 1\], got -0.1"):
+        clearhead.nn.MultiheadAttention(12, 3, dropout=-0.1)
+
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def masked(**masks: Any) -> Given:
+    return (x(L, N, E), x(S, N, E), x(S, N, E)), masks
+
+
+def unbatched(**masks: Any) -> Given:
+    return (x(L, E), x(S, E), x(S, E)), masks
+
+
+BATCH_FIRST, OWN_SIZES = {"batch_first": True}, {"kdim": 5, "vdim": 6}
+ATTN_MASK = "(L, S) = (5, 7), (N·H, L, S) = (6, 5, 7), (N, L, S) = (2, 5, 7) or (N, H, L, S) = (2, 3, 5, 7)"
+
+#: name: (options of the module, arguments of the call, Clearhead's error, words its text has)
+CALLS: dict[str, tuple[dict[str, Any], Given, type[ClearheadError], tuple[str, ...]]] = {
+    "query features": ({}, ((x(L, N, 11), x(S, N, E), x(S, N, E)), {}), ShapeError, ("query", "12 features", "11)")),
+    "key features": ({}, ((x(L, N, E), x(S, N, 11), x(S, N, 11)), {}), ShapeError, ("key", "12 features", "11)")),
+    "value features": ({}, ((x(L, N, E), x(S, N, E), x(S, N, 11)), {}), ShapeError, ("value", "12 features", "11)")),
+    "key features beside kdim": (
+        OWN_SIZES,
+        ((x(L, N, E), x(S, N, 4), x(S, N, 6)), {}),
+        ShapeError,
+        ("key", "5 features", "(7, 2, 4)"),
+    ),
+    "value features beside vdim": (
+        OWN_SIZES,
+        ((x(L, N, E), x(S, N, 5), x(S, N, 4)), {}),
+        ShapeError,
+        ("value", "6 features", "(7, 2, 4)"),
+    ),
+    "key and value lengths": (
+        {},
+        ((x(L, N, E), x(S, N, E), x(6, N, E)), {}),
+        ShapeError,
+        ("key, value", "equal lengths", "key (7, 2, 12)", "value (6, 2, 12)"),
+    ),
+    "key and value lengths beside kdim": (
+        OWN_SIZES,
+        ((x(L, N, E), x(S, N, 5), x(6, N, 6)), {}),
+        ShapeError,
+        ("key, value", "equal lengths", "value (6, 2, 6)"),
+    ),
+    "batch sizes": (
+        {},
+        ((x(L, N, E), x(S, 4, E), x(S, 4, E)), {}),
+        ShapeError,
+        ("query, key", "equal batch sizes N in dimension 1", "(7, 4, 12)", "batch_first=False"),
+    ),
+    "batch sizes, batch first": (
+        BATCH_FIRST,
+        ((x(N, L, E), x(4, S, E), x(4, S, E)), {}),
+        ShapeError,
+        ("query, key", "equal batch sizes N in dimension 0", "(4, 7, 12)", "batch_first=True"),
+    ),
+    "one dimension": ({}, ((x(E), x(E), x(E)), {}), ShapeError, ("three-dimensional", "two-dimensional", "(12,)")),
+    "four dimensions": ({}, ((x(1, L, N, E),) * 3, {}), ShapeError, ("three-dimensional", "(1, 5, 2, 12)")),
+    "batched query only": (
+        {},
+        ((x(L, N, E), x(S, E), x(S, E)), {}),
+        ShapeError,
+        ("query, key, value", "query (5, 2, 12)", "key (7, 12)"),
+    ),
+    "unbatched query only": (
+        {},
+        ((x(L, E), x(S, N, E), x(S, N, E)), {}),
+        ShapeError,
+        ("query, key, value", "query (5, 12)", "key (7, 2, 12)"),
+    ),
+    "float64 in a float32 module": (
+        {},
+        ((x(L, N, E, dtype=torch.float64), x(S, N, E), x(S, N, E)), {}),
+        DTypeError,
+        ("query", "torch.float32", "got torch.float64", ".to(torch.float32)"),
+    ),
+    "integer query": (
+        {},
+        ((x(L, N, E, dtype=torch.int64),) * 3, {}),
+        DTypeError,
+        ("query", "torch.float32", "got torch.int64"),
+    ),
+    # The next two fail while the error is not an AttributeError as well, which is what PyTorch raises.
+    "query is None": ({}, ((None, x(S, N, E), x(S, N, E)), {}), DTypeError, ("query", "torch.Tensor", "NoneType")),
+    "key is a list": ({}, ((x(L, N, E), [1.0], x(S, N, E)), {}), DTypeError, ("key", "torch.Tensor", "list")),
+    "padding mask transposed": (
+        {},
+        masked(key_padding_mask=mask(S, N)),
+        ShapeError,
+        ("key_padding_mask", "(N, S) = (2, 7)", "got (7, 2)", "batch first"),
+    ),
+    "padding mask for another batch": (
+        {},
+        masked(key_padding_mask=mask(3, S)),
+        ShapeError,
+        ("key_padding_mask", "(N, S) = (2, 7)", "got (3, 7)"),
+    ),
+    "padding mask without a batch": (
+        {},
+        masked(key_padding_mask=mask(S)),
+        ShapeError,
+        ("key_padding_mask", "(N, S) = (2, 7)", "got (7,)"),
+    ),
+    "padding mask with three dimensions": (
+        {},
+        masked(key_padding_mask=mask(N, 1, S)),
+        ShapeError,
+        ("key_padding_mask", "(N, S) = (2, 7)", "got (2, 1, 7)"),
+    ),
+    "padding mask of a wrong length, unbatched": (
+        {},
+        unbatched(key_padding_mask=mask(6)),
+        ShapeError,
+        ("key_padding_mask", "7", "6"),
+    ),
+    "integer padding mask": (
+        {},
+        masked(key_padding_mask=mask(N, S, dtype=torch.int64)),
+        DTypeError,
+        ("key_padding_mask", "bool (True = hidden) or float", "got torch.int64", ".bool()"),
+    ),
+    "integer attn_mask": (
+        {},
+        masked(attn_mask=mask(L, S, dtype=torch.uint8)),
+        DTypeError,
+        ("attn_mask", "bool (True = hidden) or float", "got torch.uint8", ".bool()"),
+    ),
+    "attn_mask transposed": ({}, masked(attn_mask=mask(S, L)), ShapeError, ("attn_mask", ATTN_MASK, "got (7, 5)")),
+    "attn_mask that is a padding mask": (
+        {},
+        masked(attn_mask=mask(N, S)),
+        ShapeError,
+        ("attn_mask", ATTN_MASK, "got (2, 7)", "key_padding_mask"),
+    ),
+    "attn_mask for another batch": ({}, masked(attn_mask=mask(4, L, S)), ShapeError, (ATTN_MASK, "got (4, 5, 7)")),
+    "attn_mask with one dimension": ({}, masked(attn_mask=mask(S)), ShapeError, (ATTN_MASK, "got (7,)")),
+    "attn_mask with four wrong sizes": (
+        {},
+        masked(attn_mask=mask(N, 2, L, S)),
+        ShapeError,
+        (ATTN_MASK, "got (2, 2, 5, 7)"),
+    ),
+    "attn_mask with five dimensions": (
+        {},
+        masked(attn_mask=mask(1, N, H, L, S)),
+        ShapeError,
+        (ATTN_MASK, "got (1, 2, 3, 5, 7)"),
+    ),
+    "attn_mask transposed, unbatched": ({}, unbatched(attn_mask=mask(S, L)), ShapeError, ("attn_mask", "got (7, 5)")),
+    "attn_mask of other heads, unbatched": (
+        {},
+        unbatched(attn_mask=mask(4, L, S)),
+        ShapeError,
+        ("attn_mask", "(3, 5, 7)", "got (4, 5, 7)"),
+    ),
+    "attn_mask is a list": ({}, masked(attn_mask=[[0.0] * S] * L), DTypeError, ("attn_mask", "torch.Tensor", "list")),
+    "attn_mask is one of Clearhead's masks": (
+        {},
+        masked(attn_mask=clearhead.masks.causal()),
+        DTypeError,
+        ("attn_mask", "torch.Tensor", "Causal", "clearhead.MultiHeadAttention"),
+    ),
+    "padding mask is a list": (
+        {},
+        masked(key_padding_mask=[[0.0] * S] * N),
+        DTypeError,
+        ("key_padding_mask", "torch.Tensor", "list"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call(name: str) -> None:
+    options, (args, keywords), kind, words = CALLS[name]
+    ours = raised(lambda: clearhead.nn.MultiheadAttention(E, H, **options)(*args, **keywords))
+    theirs = raised(lambda: nn.MultiheadAttention(E, H, **options)(*args, **keywords))
+    assert_useful(ours, theirs, kind, *words)
+
+
+@pytest.mark.parametrize("nested", ["query, key and value", "key and value"])
+def test_nested_tensors(nested: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")
+        ragged = torch.nested.nested_tensor([x(L, E), x(3, E)])
+    args = (ragged if nested.startswith("query") else x(N, L, E), ragged, ragged)
+    ours = raised(lambda: clearhead.nn.MultiheadAttention(E, H, **BATCH_FIRST)(*args))
+    theirs = raised(lambda: nn.MultiheadAttention(E, H, **BATCH_FIRST)(*args))
+    assert_useful(ours, theirs, ShapeError, "expected plain tensors", "nested", "clearhead.upgrade(model)")
+
+
+def test_a_module_on_the_meta_device_gives_shapes() -> None:
+    """Not an error: sizes are worked out there without memory, by PyTorch's module and by ours."""
+    for module_class in (clearhead.nn.MultiheadAttention, nn.MultiheadAttention):
+        module = module_class(E, H, device="meta")
+        query, key = torch.empty(L, N, E, device="meta"), torch.empty(S, N, E, device="meta")
+        output, weights = module(query, key, key)
+        assert output.is_meta
+        assert (output.shape, weights.shape) == ((L, N, E), (N, L, S))
+
+
+# Fails while the drop-in makes its error classes at run time: pickle does not find them by name.
+def test_an_error_can_be_sent_to_another_process() -> None:
+    """Worker processes hand their exceptions back pickled."""
+    error = raised(lambda: clearhead.nn.MultiheadAttention(E, H)(x(L, 11), x(S, E), x(S, E)))
+    received = pickle.loads(pickle.dumps(error))
+    assert str(received) == str(error)
+    assert isinstance(received, (ShapeError, AssertionError))
+
+
+def four(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+Q, K, V = four(2, 6, 5, 4), four(2, 6, 7, 4), four(2, 6, 7, 3)
+
+FUNCTIONAL: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[ClearheadError], tuple[str, ...]]] = {
+    "heads": (
+        (Q, K[:, :2], V[:, :2]),
+        {},
+        ShapeError,
+        ("key", "equal numbers of heads", "(2, 2, 7, 4)", "enable_gqa=True"),
+    ),
+    "heads that do not divide": (
+        (Q, K[:, :4], V[:, :4]),
+        {"enable_gqa": True},
+        ShapeError,
+        ("key", "H = 6", "(2, 4, 7, 4)"),
+    ),
+    "features": ((Q, K[..., :3], V), {}, ShapeError, ("key", "D = 4", "(2, 6, 7, 3)")),
+    "lengths": ((Q, K, V[:, :, :6]), {}, ShapeError, ("key", "value", "(2, 6, 6, 3)")),
+    "batch sizes": (
+        (Q, four(4, 6, 7, 4), four(4, 6, 7, 3)),
+        {},
+        ShapeError,
+        ("query, key, value", "broadcast", "(4, 6, 7, 4)"),
+    ),
+    "one dimension": ((four(4), four(4), four(4)), {}, ShapeError, ("query", "(length, features)", "(4,)")),
+    "dtypes": ((Q, K.double(), V.double()), {}, DTypeError, ("key", "torch.float32", "torch.float64")),
+    "dtype of value": ((Q, K, V.double()), {}, DTypeError, ("value", "torch.float32", "torch.float64")),
+    "integers": ((Q.long(), K.long(), V.long()), {}, DTypeError, ("query", "torch.int64", ".float()")),
+    # The next two fail while the core's error comes out unchanged: it names no argument that the caller wrote.
+    "mask shape": ((Q, K, V, mask(7, 5)), {}, ShapeError, ("attn_mask", "(7, 5)")),
+    "mask per item without a head dimension": ((Q, K, V, mask(2, 5, 7)), {}, ShapeError, ("attn_mask", "(2, 5, 7)")),
+    "mask with too many dimensions": ((Q, K, V, mask(1, 2, 6, 5, 7)), {}, ShapeError, ("attn_mask", "(1, 2, 6, 5, 7)")),
+    "mask with a batch for inputs without": (
+        (Q[0], K[0], V[0], mask(2, 6, 5, 7)),
+        {},
+        ShapeError,
+        ("attn_mask", "(2, 6, 5, 7)"),
+    ),
+    "integer mask": ((Q, K, V, mask(5, 7, dtype=torch.int64)), {}, DTypeError, ("attn_mask", "bool", "torch.int64")),
+    "mask is a list": ((Q, K, V, [[True] * 7] * 5), {}, DTypeError, ("attn_mask", "torch.Tensor", "list")),
+    "dropout": ((Q, K, V, None, 1.5), {}, ArgumentError, ("dropout_p", "[0, 1]", "1.5")),
+    "query is None": ((None, K, V), {}, DTypeError, ("query", "torch.Tensor", "NoneType")),
+    "scale": ((Q, K, V), {"scale": "small"}, DTypeError, ("scale", "a finite number", "str")),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_functional(name: str) -> None:
+    args, keywords, kind, words = FUNCTIONAL[name]
+    ours = raised(lambda: clearhead.nn.functional.scaled_dot_product_attention(*args, **keywords))
+    theirs = raised(lambda: F.scaled_dot_product_attention(*args, **keywords))
+    assert_useful(ours, theirs, kind, *words)
+
+
+@pytest.mark.parametrize("function", [clearhead.upgrade, clearhead.downgrade])
+def test_only_modules_are_upgraded(function: Callable[[Any], Any]) -> None:
+    with pytest.raises(DTypeError, match=r"model: expected a torch\.nn\.Module, got dict"):
+        function({"weight": x(3)})

@@ -1,0 +1,250 @@
+"""`clearhead.nn.functional.scaled_dot_product_attention` against `torch.nn.functional`'s, in float64."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import clearhead
+from tests.nn.oracle import assert_equal, gradients
+
+ours = clearhead.nn.functional.scaled_dot_product_attention
+theirs = F.scaled_dot_product_attention
+
+B, H, L, S, D, DV = 2, 6, 5, 7, 3, 4
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def visible(*shape: int) -> Tensor:
+    """A bool mask under which every query sees the first key."""
+    marks = torch.rand(shape) < 0.6
+    return marks | (torch.arange(shape[-1]) == 0)
+
+
+def assert_same(*tensors: Tensor | None, **options: object) -> None:
+    """Outputs, and gradients for everything that can have one."""
+    answers = []
+    for function in (ours, theirs):
+        leaves = [x.clone().requires_grad_(x.is_floating_point()) if x is not None else None for x in tensors]
+        output = function(*leaves, **options)
+        wanted = [x for x in leaves if x is not None and x.requires_grad]
+        answers.append((output, gradients((output, None), wanted)))
+    (mine, my_gradients), (reference, reference_gradients) = answers
+    assert_equal(mine, reference, "output")
+    for index, (one, other) in enumerate(zip(my_gradients, reference_gradients, strict=True)):
+        assert_equal(one, other, f"gradient {index}")
+
+
+def test_the_signature_is_pytorchs() -> None:
+    """PyTorch's is written in C++, so it is read from the first line of its documentation."""
+    documented = re.search(r"scaled_dot_product_attention\(([^)]*)\)", theirs.__doc__ or "")
+    assert documented is not None
+    names = [part.split("=")[0].strip() for part in documented.group(1).replace("*,", "").split(",")]
+    parameters = inspect.signature(ours).parameters
+    assert [name for name in names if name] == list(parameters)
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    assert defaults == {
+        "attn_mask": None,
+        "dropout_p": 0.0,
+        "is_causal": False,
+        "scale": None,
+        "enable_gqa": False,
+    }
+
+
+LEADING = {
+    "batch and heads": ((B, H), (B, H), (B, H)),
+    "heads alone": ((H,), (H,), (H,)),
+    "no heads": ((), (), ()),
+    "three sizes before": ((3, B, H), (3, B, H), (3, B, H)),
+    "four sizes before": ((1, 3, B, H), (1, 3, B, H), (1, 3, B, H)),
+    "one key batch for all": ((B, H), (1, H), (1, H)),
+    "one query batch for all": ((1, H), (B, H), (B, H)),
+    "one key head for all": ((B, H), (B, 1), (B, 1)),
+    "one query head for all": ((B, 1), (B, H), (B, H)),
+    "one key head, all value heads": ((B, H), (B, 1), (B, H)),
+    "all key heads, one value head": ((B, H), (B, H), (B, 1)),
+    "value heads alone": ((B, 1), (B, 1), (B, H)),
+    "keys without a batch": ((B, H), (H,), (H,)),
+    "keys without heads": ((B, H), (), ()),
+    "query without a batch": ((H,), (B, H), (B, H)),
+    "query without heads": ((), (B, H), (B, H)),
+    "sizes crossing over": ((3, 1, H), (1, B, H), (B, H)),
+}
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", LEADING)
+def test_leading_sizes(name: str, is_causal: bool) -> None:
+    query, key, value = LEADING[name]
+    assert_same(normal(*query, L, D), normal(*key, S, D), normal(*value, S, DV), is_causal=is_causal)
+
+
+MASKS = {
+    "(L, S)": ((B, H), (L, S)),
+    "(1, S)": ((B, H), (1, S)),
+    "(L, 1)": ((B, H), (L, 1)),
+    "(1, L, S)": ((B, H), (1, L, S)),
+    "(H, L, S)": ((B, H), (H, L, S)),
+    "(H, L, S), H = B": ((B, B), (B, L, S)),
+    "(1, 1, L, S)": ((B, H), (1, 1, L, S)),
+    "(B, 1, 1, S)": ((B, H), (B, 1, 1, S)),
+    "(B, 1, L, S)": ((B, H), (B, 1, L, S)),
+    "(B, H, L, S)": ((B, H), (B, H, L, S)),
+    "(L, S), no batch": ((H,), (L, S)),
+    "(H, L, S), no batch": ((H,), (H, L, S)),
+    "(1, L, S), no batch": ((H,), (1, L, S)),
+    "(L, S), no heads": ((), (L, S)),
+    "(L, S), more sizes": ((3, B, H), (L, S)),
+    "(H, L, S), more sizes": ((3, B, H), (H, L, S)),
+    "(B, H, L, S), more sizes": ((3, B, H), (B, H, L, S)),
+    "(B, 1, L, S), more sizes": ((3, B, H), (B, 1, L, S)),
+    "(3, 1, 1, 1, S), more sizes": ((3, B, H), (3, 1, 1, 1, S)),
+    "(3, B, H, L, S), more sizes": ((3, B, H), (3, B, H, L, S)),
+}
+
+
+@pytest.mark.parametrize("floats", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, floats: bool) -> None:
+    leading, shape = MASKS[name]
+    mask = normal(*shape) if floats else visible(*shape)
+    assert_same(normal(*leading, L, D), normal(*leading, S, D), normal(*leading, S, DV), mask)
+
+
+GROUPS = {
+    "two groups": ((B, H), (B, 2), (B, 2)),
+    "one group": ((B, H), (B, 1), (B, 1)),
+    "as many": ((B, H), (B, H), (B, H)),
+    "no batch": ((H,), (2,), (2,)),
+    "more sizes": ((3, B, H), (3, B, 2), (3, B, 2)),
+    "one key batch for all": ((B, H), (1, 2), (1, 2)),
+    "other groups for values": ((B, H), (B, 2), (B, 3)),
+}
+
+
+@pytest.mark.parametrize("masked", ["no", "causal", "bool", "float"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_grouped_heads(name: str, masked: str) -> None:
+    query, key, value = GROUPS[name]
+    mask = {"bool": visible(H, L, S), "float": normal(H, L, S)}.get(masked)
+    tensors = (normal(*query, L, D), normal(*key, S, D), normal(*value, S, DV), mask)
+    assert_same(*tensors, is_causal=masked == "causal", enable_gqa=True)
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0])
+def test_scale(scale: float) -> None:
+    assert_same(normal(B, H, L, D), normal(B, H, S, D), normal(B, H, S, DV), scale=scale)
+
+
+@pytest.mark.parametrize(("length", "keys"), [(7, 5), (5, 7), (1, 7), (7, 1)])
+def test_causal_is_top_left(length: int, keys: int) -> None:
+    assert_same(normal(B, H, length, D), normal(B, H, keys, D), normal(B, H, keys, DV), is_causal=True)
+
+
+ZEROS = {
+    "no queries": ((B, H, 0, D), (B, H, S, D), (B, H, S, DV)),
+    "no keys": ((B, H, L, D), (B, H, 0, D), (B, H, 0, DV)),
+    "no batch items": ((0, H, L, D), (0, H, S, D), (0, H, S, DV)),
+    "no batch items, no queries": ((0, H, 0, D), (0, H, S, D), (0, H, S, DV)),
+    "no features": ((B, H, L, 0), (B, H, S, 0), (B, H, S, DV)),
+    "no value features": ((B, H, L, D), (B, H, S, D), (B, H, S, 0)),
+    "no keys, no batch": ((H, L, D), (H, 0, D), (H, 0, DV)),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_sizes_of_zero(name: str) -> None:
+    tensors = [normal(*shape) for shape in ZEROS[name]]
+    assert_equal(ours(*tensors), theirs(*tensors), "output")
+
+
+@settings(max_examples=settings.default.max_examples * 5)
+@given(st.data())
+def test_generated(data: st.DataObject) -> None:
+    """Any number of leading sizes, each dropped or set to 1 for some of the tensors, with any mask that broadcasts."""
+    draw = data.draw
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    leading = draw(st.lists(st.sampled_from((1, 2, 3)), max_size=3))
+    length, keys = draw(st.sampled_from((1, 2, 5))), draw(st.sampled_from((1, 3, 7)))
+    enable_gqa = len(leading) > 0 and draw(st.booleans())
+    group = draw(st.sampled_from((1, 2, 3))) if enable_gqa else 1
+
+    def thinned(sizes: list[int]) -> tuple[int, ...]:
+        kept = [draw(st.sampled_from((1, size))) for size in sizes]
+        return tuple(kept)
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query_sizes = tuple(leading)
+    key_sizes = tuple(leading) if enable_gqa else thinned(leading)
+    if enable_gqa:
+        query_sizes = (*leading[:-1], leading[-1] * group)
+    shape = (*query_sizes, length, keys)
+    kind = draw(st.sampled_from(("none", "causal", "bool", "float")))
+    mask = None
+    if kind in ("bool", "float"):
+        # At least (1 or L, 1 or S): PyTorch itself takes no mask of fewer dimensions.
+        mask_shape = thinned(list(shape))[draw(st.integers(0, len(query_sizes))) :]
+        mask = tensor(*mask_shape)
+        mask = mask.abs() > 0.3 if kind == "bool" else mask
+        if kind == "bool" and not bool(mask.any(-1).all()):
+            mask = mask | (torch.arange(mask.shape[-1]) == 0)
+    assert_same(
+        tensor(*query_sizes, length, 2),
+        tensor(*key_sizes, keys, 2),
+        tensor(*key_sizes, keys, 3),
+        mask,
+        is_causal=kind == "causal",
+        enable_gqa=enable_gqa,
+    )
+
+
+def test_is_causal_with_a_mask_means_both() -> None:
+    """PyTorch refuses the two together."""
+    query, key, value, mask = normal(B, H, L, D), normal(B, H, S, D), normal(B, H, S, DV), visible(L, S)
+    with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal"):
+        theirs(query, key, value, mask, is_causal=True)
+    both = mask & torch.ones(L, S, dtype=torch.bool).tril()
+    assert_equal(ours(query, key, value, mask, is_causal=True), theirs(query, key, value, both), "output")
+
+
+@pytest.mark.parametrize("floats", [False, True])
+def test_a_hidden_row_is_zero_with_zero_gradients(floats: bool) -> None:
+    query, key, value = (normal(B, H, n, D).requires_grad_() for n in (L, S, S))
+    mask = visible(L, S)
+    mask[2] = False
+    given_mask = torch.zeros(L, S, dtype=torch.float64).masked_fill(~mask, float("-inf")) if floats else mask
+    output = ours(query, key, value, given_mask)
+    assert bool((output[:, :, 2] == 0).all())
+    for gradient in torch.autograd.grad(output.sum(), (query, key, value)):
+        assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes_keep_theirs(dtype: torch.dtype) -> None:
+    tensors = [normal(B, H, n, D).to(dtype) for n in (L, S, S)]
+    output = ours(*tensors, is_causal=True)
+    exact = theirs(*(x.double() for x in tensors), is_causal=True)
+    assert output.dtype == dtype
+    allowed = 1e-5 if dtype == torch.float32 else 2 * (theirs(*tensors, is_causal=True) - exact).abs().max().item()
+    assert (output - exact).abs().max().item() <= allowed
+
+
+def test_dropout_acts_whatever_the_mode() -> None:
+    query, key, value = normal(B, H, L, D), normal(B, H, S, D), normal(B, H, S, DV)
+    assert not torch.equal(ours(query, key, value, None, 0.5), ours(query, key, value, None, 0.5))
+    assert torch.equal(ours(query, key, value, None, 1.0), torch.zeros(B, H, L, DV, dtype=torch.float64))
+    mean = torch.stack([ours(query, key, value, dropout_p=0.2) for _ in range(400)]).mean(0)
+    assert (mean - ours(query, key, value)).abs().max() < 0.2

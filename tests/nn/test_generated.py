@@ -1,0 +1,251 @@
+"""Generated calls over the whole signature against `torch.nn.MultiheadAttention` in float64.
+
+Each call is compared with PyTorch given the explicit mask that its arguments mean; where PyTorch itself reads the
+arguments rightly, also with PyTorch given the very same arguments, in the same mode, its fast path included.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import clearhead
+from tests.nn.oracle import Meant, assert_equal, explicit_bias, gradients, hidden_rows
+
+ATTN_MASKS = ("none", "(L, S)", "(N·H, L, S)", "(N, L, S)", "(N, H, L, S)", "the causal one")
+CELLS = list(itertools.product(ATTN_MASKS, (False, True), (False, True), (False, True)))
+#: 45 calls in each of 48 cells: 2,160 in the ordinary run.
+PER_CELL = max(1, settings.default.max_examples * 9 // 8)
+
+_calls: Counter[str] = Counter()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What hypothesis chooses inside a cell."""
+
+    batch: int | None
+    length: int
+    keys: int
+    heads: int
+    head_dim: int
+    kdim: int | None
+    vdim: int | None
+    bias: bool
+    batch_first: bool
+    same: str
+    float_attn_mask: bool
+    key_padding: str
+    hide: float
+    need_weights: bool
+    average: bool
+    training: bool
+    with_gradients: bool
+    seed: int
+
+
+SIZES = st.sampled_from((1, 2, 3, 5))
+DRAWN = st.builds(
+    Drawn,
+    batch=st.sampled_from((None, 1, 2, 3)),
+    length=SIZES,
+    keys=st.sampled_from((1, 2, 3, 7)),
+    heads=st.sampled_from((1, 2, 3, 4)),
+    head_dim=st.sampled_from((1, 2, 3)),
+    kdim=st.sampled_from((None, 5)),
+    vdim=st.sampled_from((None, 7)),
+    bias=st.booleans(),
+    batch_first=st.booleans(),
+    same=st.sampled_from(("all one tensor", "key is value", "all different")),
+    float_attn_mask=st.booleans(),
+    key_padding=st.sampled_from(("none", "bool", "float")),
+    hide=st.sampled_from((0.0, 0.2, 0.6)),
+    need_weights=st.booleans(),
+    average=st.booleans(),
+    training=st.booleans(),
+    with_gradients=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+
+
+class Call:
+    """One call, with the same tensors and parameters for both modules."""
+
+    def __init__(self, drawn: Drawn, attn_mask: str, is_causal: bool, add_bias_kv: bool, add_zero_attn: bool) -> None:
+        self.drawn, self.attn_kind, self.is_causal = drawn, attn_mask, is_causal
+        self.appended = add_bias_kv or add_zero_attn
+        self.random = torch.Generator().manual_seed(drawn.seed)
+        embed_dim = drawn.heads * drawn.head_dim
+        options = {
+            "bias": drawn.bias,
+            "add_bias_kv": add_bias_kv,
+            "add_zero_attn": add_zero_attn,
+            "kdim": drawn.kdim,
+            "vdim": drawn.vdim,
+            "batch_first": drawn.batch_first,
+            "dtype": torch.float64,
+        }
+        self.ours = clearhead.nn.MultiheadAttention(embed_dim, drawn.heads, **options).train(drawn.training)
+        self.theirs = nn.MultiheadAttention(embed_dim, drawn.heads, **options).train(drawn.training)
+        for parameter in self.ours.parameters():
+            with torch.no_grad():
+                parameter.copy_(self.normal(*parameter.shape))  # biases are not left at zero
+        self.theirs.load_state_dict(self.ours.state_dict())
+        self.query, self.key, self.value = self._inputs(embed_dim)
+        self.attn_mask = self._attn_mask()
+        self.key_padding_mask = self._key_padding_mask()
+        self.bias = explicit_bias(self.sizes, self.attn_mask, self.key_padding_mask, is_causal)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.random, dtype=torch.float64)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        length = self.drawn.length
+        keys = length if self.query is self.key else self.drawn.keys
+        return self.drawn.batch or 1, self.drawn.heads, length, keys
+
+    def _inputs(self, embed_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        drawn = self.drawn
+        kdim, vdim = drawn.kdim or embed_dim, drawn.vdim or embed_dim
+        query = self._input(drawn.length, embed_dim)
+        if drawn.same == "all one tensor" and kdim == vdim == embed_dim:
+            return query, query, query
+        key = self._input(drawn.keys, kdim)
+        if drawn.same == "key is value" and kdim == vdim:
+            return query, key, key
+        return query, key, self._input(drawn.keys, vdim)
+
+    def _input(self, length: int, features: int) -> Tensor:
+        batch = self.drawn.batch
+        if batch is None:
+            shape = (length, features)
+        else:
+            shape = (batch, length, features) if self.drawn.batch_first else (length, batch, features)
+        return self.normal(*shape).requires_grad_(self.drawn.with_gradients)
+
+    def _attn_mask(self) -> Tensor | None:
+        batch, heads, length, keys = self.sizes
+        if self.attn_kind == "none":
+            return None
+        if self.attn_kind == "the causal one":
+            hidden = torch.ones(length, keys, dtype=torch.bool).triu(1)
+            return self._numbers(hidden, noise=False) if self.drawn.float_attn_mask else hidden
+        shapes = {"(L, S)": (), "(N·H, L, S)": (batch * heads,), "(N, L, S)": (batch,), "(N, H, L, S)": (batch, heads)}
+        hidden = self._marks(*shapes[self.attn_kind], length, keys)
+        return self._numbers(hidden) if self.drawn.float_attn_mask else hidden
+
+    def _key_padding_mask(self) -> Tensor | None:
+        batch, _, _, keys = self.sizes
+        if self.drawn.key_padding == "none":
+            return None
+        hidden = self._marks(*(() if self.drawn.batch is None else (batch,)), keys)
+        return self._numbers(hidden) if self.drawn.key_padding == "float" else hidden
+
+    def _marks(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.random) < self.drawn.hide
+
+    def _numbers(self, hidden: Tensor, noise: bool = True) -> Tensor:
+        numbers = self.normal(*hidden.shape) if noise else torch.zeros(hidden.shape, dtype=torch.float64)
+        return numbers.masked_fill(hidden, float("-inf")).requires_grad_(self.drawn.with_gradients)
+
+    def as_given(self, module: nn.MultiheadAttention) -> tuple[Tensor, Tensor | None]:
+        return module(
+            self.query,
+            self.key,
+            self.value,
+            key_padding_mask=self.key_padding_mask,
+            need_weights=self.drawn.need_weights,
+            attn_mask=self.attn_mask,
+            average_attn_weights=self.drawn.average,
+            is_causal=self.is_causal,
+        )
+
+    def as_meant(self) -> tuple[Tensor, Tensor | None]:
+        meant = Meant(self.theirs.train())
+        return meant(self.query, self.key, self.value, self.bias, self.drawn.need_weights, self.drawn.average)
+
+    def pytorch_reads_it_rightly(self) -> bool:
+        """No hidden rows, a mask shape PyTorch has, and `is_causal` only beside the causal mask itself."""
+        if hidden_rows(self.theirs, self.bias).any():
+            return False
+        batch, heads, length, keys = self.sizes
+        shapes = ((length, keys), (batch * heads, length, keys))
+        if self.attn_mask is not None and tuple(self.attn_mask.shape) not in shapes:
+            return False
+        return not self.is_causal or (self.attn_kind == "the causal one" and not self.appended)
+
+    def differentiable(self, module: nn.MultiheadAttention) -> list[Tensor]:
+        tensors = {id(x): x for x in (self.query, self.key, self.value, self.attn_mask, self.key_padding_mask)}
+        leaves = [x for x in tensors.values() if x is not None and x.requires_grad]
+        return [*leaves, *module.parameters()]
+
+
+@pytest.mark.parametrize(("attn_mask", "is_causal", "add_bias_kv", "add_zero_attn"), CELLS)
+def test_the_answer_is_pytorchs(attn_mask: str, is_causal: bool, add_bias_kv: bool, add_zero_attn: bool) -> None:
+    cell = f"attn_mask={attn_mask}, is_causal={is_causal}, add_bias_kv={add_bias_kv}, add_zero_attn={add_zero_attn}"
+
+    @settings(max_examples=PER_CELL)
+    @given(DRAWN)
+    def check(drawn: Drawn) -> None:
+        call = Call(drawn, attn_mask, is_causal, add_bias_kv, add_zero_attn)
+        _calls[cell] += 1
+        _calls["hidden rows"] += bool(hidden_rows(call.theirs, call.bias).any())
+        with torch.set_grad_enabled(drawn.with_gradients):
+            ours = call.as_given(call.ours)
+            answers = {"the meaning": call.as_meant()}
+            if call.pytorch_reads_it_rightly():
+                _calls["same arguments"] += 1
+                call.theirs.train(drawn.training)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "Support for mismatched")
+                    warnings.filterwarnings("ignore", "Converting mask without torch.bool")
+                    answers["the same arguments"] = call.as_given(call.theirs)
+        found = gradients(ours, call.differentiable(call.ours)) if drawn.with_gradients else []
+        for name, theirs in answers.items():
+            assert_equal(ours[0], theirs[0], f"output, PyTorch given {name}")
+            assert_equal(ours[1], theirs[1], f"weights, PyTorch given {name}")
+            expected = gradients(theirs, call.differentiable(call.theirs)) if drawn.with_gradients else []
+            for index, (gradient, wanted) in enumerate(zip(found, expected, strict=True)):
+                assert_equal(gradient, wanted, f"gradient {index}, PyTorch given {name}")
+
+    check()
+
+
+def test_enough_calls_were_compared() -> None:
+    cells = [cell for cell in _calls if cell.startswith("attn_mask")]
+    if len(cells) < len(CELLS):
+        pytest.skip("only some of the cells above were run")
+    calls = sum(_calls[cell] for cell in cells)
+    print(
+        f"{calls} calls compared, {_calls['same arguments']} of them also with the very same arguments, "
+        f"{_calls['hidden rows']} with queries that see no key"
+    )
+    assert calls >= len(CELLS) * PER_CELL
+    if PER_CELL >= 45:
+        assert calls >= 2000
+        assert _calls["same arguments"] >= 400
+        assert _calls["hidden rows"] >= 100
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize(("length", "keys", "batch"), [(0, 3, 2), (3, 0, 2), (0, 0, 2), (3, 5, 0), (0, 3, None)])
+def test_sizes_of_zero(length: int, keys: int, batch: int | None, need_weights: bool, training: bool) -> None:
+    ours = clearhead.nn.MultiheadAttention(6, 2, batch_first=True, dtype=torch.float64).train(training)
+    theirs = nn.MultiheadAttention(6, 2, batch_first=True, dtype=torch.float64).train(training)
+    theirs.load_state_dict(ours.state_dict())
+    leading = () if batch is None else (batch,)
+    query = torch.randn(*leading, length, 6, dtype=torch.float64)
+    key = torch.randn(*leading, keys, 6, dtype=torch.float64)
+    found, expected = (m(query, key, key, need_weights=need_weights) for m in (ours, theirs))
+    assert_equal(found[0], expected[0], "output")
+    assert_equal(found[1], expected[1], "weights")

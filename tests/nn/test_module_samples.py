@@ -1,0 +1,148 @@
+"""PyTorch's own samples for its attention and Transformer modules, run through Clearhead's attention."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.common_modules import FunctionInput, ModuleInput, module_db
+
+import clearhead
+
+#: How many samples torch 2.13 has, in training and in eval mode.
+SAMPLES = {
+    nn.MultiheadAttention: (64, 64),
+    nn.TransformerEncoderLayer: (39, 35),
+    nn.TransformerDecoderLayer: (67, 67),
+    nn.TransformerEncoder: (39, 35),
+    nn.Transformer: (64, 64),
+}
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def samples(module_class: type[nn.Module], dtype: torch.dtype, training: bool) -> list[ModuleInput]:
+    (info,) = (info for info in module_db if info.module_cls is module_class)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "enable_nested_tensor is True")
+        return info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
+
+
+def pair(module_class: type[nn.Module], sample: ModuleInput, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """Clearhead's and PyTorch's, with equal weights and without dropout."""
+    args, options = sample.constructor_input.args, {**sample.constructor_input.kwargs, "dtype": dtype}
+    if module_class is nn.TransformerEncoder:
+        del options["dtype"]  # its layer argument has it
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "enable_nested_tensor is True")
+        theirs = module_class(*copy.deepcopy(args), **options).to(dtype)
+    for module in theirs.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    if module_class is nn.MultiheadAttention:
+        ours: nn.Module = clearhead.nn.MultiheadAttention(*args, **options)
+        ours.load_state_dict(theirs.state_dict())
+    else:
+        ours = copy.deepcopy(theirs)
+        assert clearhead.upgrade(ours).changed
+    return ours, theirs
+
+
+def tensors(answer: Any) -> list[Tensor]:
+    return [answer] if isinstance(answer, Tensor) else [part for part in answer if part is not None]
+
+
+def derivatives(module: nn.Module, sample: ModuleInput, order: int) -> Iterator[list[Tensor]]:
+    """The answer, the gradients of a fixed mixture of it, and the gradients of a fixed mixture of those."""
+    args, options = sample.forward_input.args, sample.forward_input.kwargs
+    found = tensors(module(*args, **options))
+    yield found
+    given = {id(x): x for x in (*args, *options.values()) if isinstance(x, Tensor) and x.requires_grad}
+    leaves = [*given.values(), *module.parameters()]
+    for again in range(order):
+        generator = torch.Generator().manual_seed(again)
+        factors = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in found]
+        mixture = sum((x * factor).sum() for x, factor in zip(found, factors, strict=True) if x.requires_grad)
+        gradients = torch.autograd.grad(mixture, leaves, create_graph=again + 1 < order, allow_unused=True)
+        found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)]
+        yield found
+
+
+def distance(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """The largest difference, relative to the largest entry where that is above 1."""
+    largest = max([1.0, *(x.abs().max().item() for x in theirs if x.numel())])
+    differences = [(x.double() - y.double()).abs().max().item() for x, y in zip(ours, theirs, strict=True) if x.numel()]
+    assert all(difference == difference for difference in differences), "NaN"
+    return max(differences) / largest
+
+
+def in_float64(module: nn.Module, sample: ModuleInput) -> tuple[nn.Module, ModuleInput]:
+    """The same numbers in float64, to see how far float32 arithmetic takes PyTorch itself from them."""
+    seen: dict[int, Any] = {}
+
+    def convert(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return seen.setdefault(id(x), x.detach().double().requires_grad_(x.requires_grad))
+
+    given = sample.forward_input
+    options = {name: convert(x) for name, x in given.kwargs.items()}
+    forward = FunctionInput(*(convert(x) for x in given.args), **options)
+    return copy.deepcopy(module).double(), ModuleInput(constructor_input=None, forward_input=forward)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("module_class", SAMPLES, ids=lambda module_class: module_class.__name__)
+def test_outputs_gradients_and_second_derivatives(
+    module_class: type[nn.Module], training: bool, dtype: torch.dtype
+) -> None:
+    """Within the tolerance, or ten times PyTorch's own rounding error on that sample, where that is more in float32.
+
+    The samples normalise four features and differentiate twice; some cost PyTorch four of float32's seven digits.
+    """
+    found = samples(module_class, dtype, training)
+    for number, sample in enumerate(found):
+        ours, theirs = (module.train(training) for module in pair(module_class, sample, dtype))
+        # PyTorch's fused CPU attention has no second derivative; its unfused one has.
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = list(derivatives(theirs, sample, order=2))
+        for order, (mine, wanted) in enumerate(zip(derivatives(ours, sample, order=2), expected, strict=True)):
+            assert [(x.shape, x.dtype) for x in mine] == [(x.shape, x.dtype) for x in wanted]
+            difference, allowed = distance(mine, wanted), TOLERANCE[dtype]
+            if difference > allowed and dtype == torch.float32:
+                with sdpa_kernel(SDPBackend.MATH):
+                    exact = list(derivatives(*in_float64(theirs, sample), order=2))
+                allowed = max(allowed, 10 * distance(wanted, exact[order]))
+            assert difference <= allowed, f"sample {number} ({sample.desc}), derivative {order}: {difference:.2e}"
+    print(f"{module_class.__name__}, {'training' if training else 'eval'}, {dtype}: {len(found)} samples")
+    assert len(found) >= SAMPLES[module_class][0 if training else 1]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("module_class", SAMPLES, ids=lambda module_class: module_class.__name__)
+def test_inference_equals_pytorchs_fast_path(module_class: type[nn.Module], dtype: torch.dtype) -> None:
+    """Under `no_grad` in eval mode PyTorch leaves its modules for fused code of its own; ours has one path.
+
+    Its nested tensors stay off, since they put zeros into padded outputs, which the decoder here then reads.
+    """
+    for number, sample in enumerate(samples(module_class, dtype, training=False)):
+        ours, theirs = (module.eval() for module in pair(module_class, sample, dtype))
+        for module in theirs.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
+        args, options = sample.forward_input.args, sample.forward_input.kwargs
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Converting mask without torch.bool")
+            wanted = tensors(theirs(*args, **options))
+        with torch.no_grad():
+            mine = tensors(ours(*args, **options))
+        assert [(x.shape, x.dtype) for x in mine] == [(x.shape, x.dtype) for x in wanted]
+        assert distance(mine, wanted) <= TOLERANCE[dtype], f"sample {number} ({sample.desc})"

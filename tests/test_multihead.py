@@ -1,0 +1,301 @@
+"""`MultiHeadAttention`: what it computes, what its projections are, and how it lives as a module."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead
+from clearhead import MultiHeadAttention, masks, merge_heads, split_heads
+from clearhead.masks import Mask
+
+B, L, S, E, H = 2, 5, 7, 12, 3
+
+
+def by_hand(module: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
+    """Each query head by itself, its key/value head looked up; the textbook formula."""
+    q, k, v = module.q_proj(query), module.k_proj(key), module.v_proj(value)
+    dim, group = module.head_dim, module.num_heads // module.num_kv_heads
+    visible = torch.ones(1, 1, 1, 1).bool()
+    if mask is not None:
+        visible = mask.dense(query.shape[1], key.shape[1], batch_size=query.shape[0], num_heads=module.num_heads)
+    heads: list[Tensor] = []
+    for h in range(module.num_heads):
+        mine, shared = slice(h * dim, (h + 1) * dim), slice(h // group * dim, (h // group + 1) * dim)
+        scores = q[..., mine] @ k[..., shared].mT / math.sqrt(dim)  # (B, L, S)
+        seen = visible[:, h % visible.shape[1]]
+        heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0) @ v[..., shared])
+    return module.out_proj(torch.cat(heads, -1))
+
+
+MASKS = [
+    None,
+    masks.causal(),
+    masks.window(1, 1),
+    masks.lengths(torch.tensor([3, 0])),
+    masks.keep(torch.rand(B, H, 1, 1, generator=torch.Generator().manual_seed(1)) < 0.5) | masks.prefix(2),
+]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["none", "causal", "window", "lengths", "per head"])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_it_computes_the_formula(mask: Mask | None, kv_heads: int) -> None:
+    module = MultiHeadAttention(E, H, num_kv_heads=kv_heads, dtype=torch.float64)
+    query, key, value = (torch.randn(B, n, E, dtype=torch.float64) for n in (L, S, S))
+    expected = by_hand(module, query, key, value, mask)
+    torch.testing.assert_close(module(query, key, value, mask), expected, rtol=0, atol=1e-12)
+
+
+def test_key_defaults_to_query_and_value_to_key() -> None:
+    module = MultiHeadAttention(E, H)
+    x, memory = torch.randn(B, L, E), torch.randn(B, S, E)
+    assert torch.equal(module(x), module(x, x, x))
+    assert torch.equal(module(x, memory), module(x, memory, memory))
+    assert module(x, memory).shape == (B, L, E)
+
+
+def test_inputs_and_heads_of_other_sizes() -> None:
+    module = MultiHeadAttention(E, 4, num_kv_heads=2, head_dim=5, qdim=11, kdim=13, vdim=17)
+    sizes = [module.q_proj, module.k_proj, module.v_proj, module.out_proj]
+    assert [(p.in_features, p.out_features) for p in sizes] == [(11, 20), (13, 10), (17, 10), (20, E)]
+    query, key, value = torch.randn(B, L, 11), torch.randn(B, S, 13), torch.randn(B, S, 17)
+    output, weights = module(query, key, value, need_weights=True)
+    assert output.shape == (B, L, E)
+    assert weights.shape == (B, L, S)
+    torch.testing.assert_close(output, by_hand(module, query, key, value, None))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+def test_grouped_heads_equal_key_and_value_heads_repeated(kv_heads: int) -> None:
+    grouped = MultiHeadAttention(24, 6, num_kv_heads=kv_heads, dtype=torch.float64)
+    repeated = MultiHeadAttention(24, 6, dtype=torch.float64)
+    state = grouped.state_dict()
+    for name in ("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias"):
+        heads = state[name].unflatten(0, (kv_heads, 4))
+        state[name] = heads.repeat_interleave(6 // kv_heads, 0).flatten(0, 1)
+    repeated.load_state_dict(state)
+    x = torch.randn(B, L, 24, dtype=torch.float64)
+    for got, expected in zip(grouped(x, need_weights=True), repeated(x, need_weights=True), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def pytorchs_own(module: MultiHeadAttention) -> nn.MultiheadAttention:
+    other = nn.MultiheadAttention(E, H, batch_first=True, dtype=torch.float64)
+    projections = (module.q_proj, module.k_proj, module.v_proj)
+    with torch.no_grad():
+        other.in_proj_weight.copy_(torch.cat([p.weight for p in projections]))
+        other.in_proj_bias.copy_(torch.cat([p.bias for p in projections]))
+        other.out_proj.load_state_dict(module.out_proj.state_dict())
+    return other
+
+
+PADDING = torch.tensor([[False] * S, [False] * 4 + [True] * 3])  # True = padding, as PyTorch's module reads it
+HIDDEN = torch.ones(L, S).triu(2).bool()
+ADDED = torch.linspace(-2, 2, B * H * L * S, dtype=torch.float64).reshape(B * H, L, S)
+
+
+@pytest.mark.parametrize(
+    ("mask", "theirs"),
+    [
+        (None, {}),
+        (masks.drop(keys=PADDING), {"key_padding_mask": PADDING}),
+        (masks.drop(HIDDEN), {"attn_mask": HIDDEN}),
+        (masks.bias(ADDED), {"attn_mask": ADDED}),
+        (masks.drop(HIDDEN) & masks.drop(keys=PADDING), {"attn_mask": HIDDEN, "key_padding_mask": PADDING}),
+    ],
+    ids=["none", "padding", "hidden", "added", "both"],
+)
+@pytest.mark.parametrize("average", [True, False], ids=["averaged", "per head"])
+def test_it_equals_pytorchs_module_with_the_same_weights(
+    mask: Mask | None, theirs: dict[str, Tensor], average: bool
+) -> None:
+    module = MultiHeadAttention(E, H, dtype=torch.float64)
+    for projection in module.children():
+        nn.init.normal_(projection.bias)
+    query, memory = (torch.randn(B, n, E, dtype=torch.float64) for n in (L, S))
+    query.requires_grad_()
+    got = module(query, memory, mask=mask, need_weights=True, average_attn_weights=average)
+    expected = pytorchs_own(module)(query, memory, memory, average_attn_weights=average, **theirs)
+    for mine, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-10)
+    gradients = [torch.autograd.grad(output.square().sum(), query)[0] for output in (got[0], expected[0])]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-10)
+
+
+def test_a_plain_tensor_comes_back_unless_weights_are_asked_for() -> None:
+    module, x = MultiHeadAttention(E, H), torch.randn(B, L, E)
+    alone = module(x)
+    assert isinstance(alone, Tensor)
+    output, averaged = module(x, need_weights=True)
+    same, per_head = module(x, need_weights=True, average_attn_weights=False)
+    assert torch.equal(output, alone)
+    assert torch.equal(same, alone)
+    assert averaged.shape == (B, L, L)
+    assert per_head.shape == (B, H, L, L)
+    torch.testing.assert_close(per_head.mean(1), averaged)
+    torch.testing.assert_close(averaged.sum(-1), torch.ones(B, L))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+@pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no weights"])
+def test_an_item_whose_keys_are_all_hidden_gives_the_output_bias(training: bool, need_weights: bool) -> None:
+    marks = torch.tensor([[0, 1], [0, 0], [1, 0]])
+    module = MultiHeadAttention(E, H).train(training)
+    nn.init.normal_(module.out_proj.bias)
+    x = torch.randn(3, 2, E, requires_grad=True)
+    result = module(x, mask=masks.keep(keys=marks), need_weights=need_weights)
+    output, weights = result if need_weights else (result, None)
+    assert torch.equal(output[1], module.out_proj.bias.expand(2, E))
+    if weights is not None:
+        assert torch.equal(weights, marks[:, None].expand(3, 2, 2).float())
+    output.sum().backward()
+    gradients = [x.grad, *(parameter.grad for parameter in module.parameters())]
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert not x.grad[1].any()
+
+
+def test_dropout_is_drawn_in_training_only_and_never_shows_in_the_weights() -> None:
+    module = MultiHeadAttention(E, H, dropout=0.5)
+    x = torch.randn(B, 16, E)
+    module.eval()
+    output, weights = module(x, need_weights=True)
+    assert torch.equal(module(x), output)
+    module.train()
+    dropped, reported = module(x, need_weights=True)
+    assert not torch.allclose(dropped, output)
+    assert not torch.allclose(module(x), dropped)
+    assert torch.equal(reported, weights)
+
+
+def test_without_a_batch() -> None:
+    module = MultiHeadAttention(E, H)
+    query, memory = torch.randn(L, E), torch.randn(S, E)
+    output, weights = module(query, memory, mask=masks.causal(), need_weights=True)
+    batched = module(query[None], memory[None], mask=masks.causal(), need_weights=True)
+    assert output.shape == (L, E)
+    assert weights.shape == (L, S)
+    torch.testing.assert_close((output[None], weights[None]), batched)
+
+
+@pytest.mark.parametrize(("batch", "queries", "keys"), [(0, L, S), (B, 0, S), (B, L, 0), (0, 0, 0)])
+def test_sizes_of_zero(batch: int, queries: int, keys: int) -> None:
+    module = MultiHeadAttention(E, H)
+    query, memory = torch.randn(batch, queries, E, requires_grad=True), torch.randn(batch, keys, E)
+    output, weights = module(query, memory, need_weights=True)
+    assert output.shape == (batch, queries, E)
+    assert weights.shape == (batch, queries, keys)
+    output.sum().backward()
+    assert not query.grad.any()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_kv_heads": 1, "head_dim": 7, "qdim": 5, "kdim": 11, "vdim": 13}])
+def test_each_projection_starts_xavier_uniform_with_zero_bias(sizes: dict[str, int]) -> None:
+    for projection in MultiHeadAttention(96, 3, **sizes).children():
+        bound = math.sqrt(6 / (projection.in_features + projection.out_features))
+        assert projection.weight.abs().max() <= bound
+        assert projection.weight.abs().max() > 0.95 * bound
+        assert abs(projection.weight.std().item() - bound / math.sqrt(3)) < 0.06 * bound
+        assert not projection.bias.any()
+
+
+@pytest.mark.parametrize(("bias", "out_bias", "expected"), [(True, None, 4), (False, None, 0), (True, False, 3)])
+def test_biases_can_be_left_out(bias: bool, out_bias: bool | None, expected: int) -> None:
+    module = MultiHeadAttention(E, H, bias=bias, out_bias=out_bias)
+    assert sum(projection.bias is not None for projection in module.children()) == expected
+    assert (MultiHeadAttention(E, H, bias=False, out_bias=True).out_proj.bias is None) is False
+
+
+def test_the_names_in_a_checkpoint() -> None:
+    names = [f"{p}_proj.{kind}" for p in ("q", "k", "v", "out") for kind in ("weight", "bias")]
+    assert list(MultiHeadAttention(E, H).state_dict()) == names
+
+
+class LowRank(nn.Module):
+    """What adapter libraries put in a Linear's place: no `weight`, no `in_features` of its own."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(2, base.in_features))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
+def test_a_projection_that_was_replaced_is_called(name: str) -> None:
+    module, x = MultiHeadAttention(E, H), torch.randn(B, L, E)
+    merged = copy.deepcopy(module)
+    adapted = LowRank(module.get_submodule(name))
+    setattr(module, name, adapted)
+    with torch.no_grad():
+        merged.get_submodule(name).weight += adapted.up @ adapted.down
+    torch.testing.assert_close(module(x), merged(x))
+    module(x).sum().backward()
+    assert adapted.up.grad is not None
+
+
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
+def test_hooks_on_projections_run_and_may_change_the_result(name: str) -> None:
+    module, x = MultiHeadAttention(E, H), torch.randn(B, L, E)
+    before = module(x)
+    shapes: list[torch.Size] = []
+
+    def zero(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        shapes.append(inputs[0].shape)
+        return torch.zeros_like(output)
+
+    module.get_submodule(name).register_forward_hook(zero)
+    assert not torch.allclose(module(x), before)
+    assert shapes == [(B, L, E)]
+
+
+def test_it_is_its_parts_put_together() -> None:
+    module, x = MultiHeadAttention(E, H, scale=0.3), torch.randn(B, L, E)
+    q, k, v = (split_heads(p(x), H) for p in (module.q_proj, module.k_proj, module.v_proj))
+    mixed = clearhead.attention(q, k, v, masks.causal(), scale=0.3)
+    assert torch.equal(module(x, mask=masks.causal()), module.out_proj(merge_heads(mixed)))
+    weights = clearhead.attention_weights(q, k, masks.causal(), scale=0.3)
+    got = module(x, mask=masks.causal(), need_weights=True, average_attn_weights=False)[1]
+    assert torch.equal(got, weights)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_computes_the_same_and_shares_nothing(duplicate: Any) -> None:
+    module, x = MultiHeadAttention(E, H, num_kv_heads=1, dropout=0.1).eval(), torch.randn(B, L, E)
+    expected, twin = module(x), duplicate(module)
+    nn.init.zeros_(module.q_proj.weight)
+    assert torch.equal(twin(x), expected)
+    assert repr(twin) == repr(module)
+
+
+def test_parameters_are_made_where_and_as_asked() -> None:
+    module = MultiHeadAttention(E, H, device="meta", dtype=torch.bfloat16)
+    assert {(p.device.type, p.dtype) for p in module.parameters()} == {("meta", torch.bfloat16)}
+    module = module.to_empty(device="cpu")
+    module.reset_parameters()
+    output, weights = module(torch.randn(B, L, E, dtype=torch.bfloat16), need_weights=True)
+    assert output.dtype == torch.bfloat16
+    assert weights.dtype == torch.float32
+    assert MultiHeadAttention(E, H).double()(torch.randn(B, L, E).double()).dtype == torch.float64
+
+
+def test_other_parameters_can_be_called_in() -> None:
+    module, other, x = MultiHeadAttention(E, H), MultiHeadAttention(E, H), torch.randn(B, L, E)
+    got = torch.func.functional_call(module, dict(other.named_parameters()), (x,), {"mask": masks.causal()})
+    assert torch.equal(got, other(x, mask=masks.causal()))
+    assert not torch.allclose(got, module(x, mask=masks.causal()))
+
+
+def test_it_prints_its_sizes() -> None:
+    first = repr(MultiHeadAttention(E, H)).splitlines()[1]
+    assert first == "  embed_dim=12, num_heads=3, head_dim=4"
+    first = repr(MultiHeadAttention(E, H, num_kv_heads=1, head_dim=5, dropout=0.1)).splitlines()[1]
+    assert first == "  embed_dim=12, num_heads=3, num_kv_heads=1, head_dim=5, dropout=0.1"
