@@ -67,7 +67,9 @@ def test_every_public_object_is_documented(module: str, name: str) -> None:
     assert not text.startswith(f"{name}(")  # what `dataclass` writes where nothing is written
 
 
-@pytest.mark.parametrize(("module", "name"), [pair for pair in DOCUMENTED if pair[1] not in ("checkpoints", "errors", "masks", "nn")])
+@pytest.mark.parametrize(
+    ("module", "name"), [pair for pair in DOCUMENTED if pair[1] not in ("checkpoints", "errors", "masks", "nn")]
+)
 def test_every_public_function_and_class_shows_an_example(module: str, name: str) -> None:
     # DEFECT: MaskReport shows none.
     text = getattr(sys.modules[module], name).__doc__

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from .call import AttentionCall
@@ -31,8 +32,12 @@ _watch = _Watch()
 
 
 def watched() -> bool:
-    """Whether any observer is active in this thread."""
-    return bool(_watch.observers)
+    """Whether any observer is active in this thread; a recomputation in a backward pass is nobody's business."""
+    return bool(_watch.observers) and not _in_backward()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore
 
 
 def is_computing() -> bool:

@@ -116,7 +116,11 @@ def _nested_off(model: nn.Module) -> tuple[str, ...]:
     """`nn.TransformerEncoder` turns padded batches into nested tensors, which only its fast path can compute with."""
     encoders: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoder) and module.use_nested_tensor and _holds_ours(module):
+        if (
+            isinstance(module, nn.TransformerEncoder)
+            and getattr(module, "use_nested_tensor", False)
+            and _holds_ours(module)
+        ):
             setattr(module, _NESTED_BEFORE, True)
             module.use_nested_tensor = False
             encoders.append(name)

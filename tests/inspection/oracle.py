@@ -197,7 +197,9 @@ def _compare_top_k(found: object, oracle: Oracle, exact: float | None) -> None:
     count = min(found.options.top_k, p.shape[-1])
     assert indices.shape == weights.shape == (*p.shape[:3], count)
     atol = TOLERANCES["weights"][1] if exact is None else exact
-    torch.testing.assert_close(weights.double(), p.topk(count, -1).values, rtol=0, atol=atol, msg=lambda m: f"top_k {m}")
+    torch.testing.assert_close(
+        weights.double(), p.topk(count, -1).values, rtol=0, atol=atol, msg=lambda m: f"top_k {m}"
+    )
     there = indices >= 0
     assert torch.equal(there.sum(-1), oracle.visible.sum(-1).clamp(max=count)), "−1 where a query sees fewer keys"
     assert not weights[~there].any()

@@ -74,10 +74,10 @@ def test_a_healthy_machine_is_well(report: Report) -> None:
 
 
 def test_nothing_but_sdpa_refuses_and_it_says_why(report: Report) -> None:
-    refused = {check.case: check.reasons for check in report.checks if check.status == "refused"}
+    refused = {c.case: c.reasons for c in report.checks if c.status == "refused" and c.dtype == "float32"}
     assert {check.kernel for check in report.checks if check.reasons} == {"sdpa"}
     assert refused["soft-cap + sinks"] == ("it has no soft-cap", "it has no sinks")
-    assert "sdpa refuses soft-cap + sinks: it has no soft-cap; it has no sinks" in str(report)
+    assert "it has no soft-cap; it has no sinks" in str(report)
 
 
 def test_where_a_kernel_refuses_only_gradients_its_output_is_checked(report: Report) -> None:
@@ -190,7 +190,9 @@ def test_a_broken_reference_does_not_go_unnoticed(monkeypatch: pytest.MonkeyPatc
 def test_a_reference_that_raises_fails_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     break_kernel(monkeypatch, ReferenceKernel, raise_an_error)
     found = examine()
-    assert len(found.failures) == len(found.checks)
+    refused = [check for check in found.checks if check.status == "refused"]
+    assert len(found.failures) == len(found.checks) - len(refused) > 0
+    assert {check.kernel for check in refused} <= {"sdpa"}
 
 
 @pytest.mark.usefixtures("two_calls")
@@ -201,7 +203,7 @@ def test_it_leaves_generator_and_threads_alone_and_works_without_gradients() -> 
         found = examine()
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
-    assert {check.status for check in found.checks} == {"ok"}
+    assert {check.status for check in found.checks if check.kernel != "sdpa"} == {"ok"}
     assert all(check.gradient is not None for check in found.checks if check.kernel == "chunked")
 
 

@@ -1,4 +1,4 @@
-"""Recording transformers models: every head equals a float64 oracle built from the query and key the layer handed over."""
+"""Recording transformers models: every head equals a float64 oracle on the query and key the layer handed over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 import clearhead
-import clearhead.integrations.transformers  # noqa: F401  registers the name
+import clearhead.integrations.transformers
 from clearhead.demo import default_model_path
 from clearhead.inspection.record import RecordError
 

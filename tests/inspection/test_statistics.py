@@ -43,7 +43,11 @@ def oracle_of(call: Call, counted: Tensor | None) -> Oracle:
     count = call.key.shape[2]
     shape = (batch, heads, length, count)
     rule = [
-        problem.rule(b, h, i, j) for b in range(batch) for h in range(heads) for i in range(length) for j in range(count)
+        problem.rule(b, h, i, j)
+        for b in range(batch)
+        for h in range(heads)
+        for i in range(length)
+        for j in range(count)
     ]
     visible = torch.tensor(rule, dtype=torch.bool).reshape(shape)
     bias = torch.zeros(shape, dtype=torch.float64)
@@ -312,7 +316,11 @@ def test_only_what_was_asked_for_is_there() -> None:
 
 
 ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
-    "unknown statistic": (ArgumentError, "statistics: expected names among entropy, .*got 'mean'", {"statistics": "mean"}),
+    "unknown statistic": (
+        ArgumentError,
+        "statistics: expected names among entropy, .*got 'mean'",
+        {"statistics": "mean"},
+    ),
     "values missing": (ArgumentError, "statistics: expected value= for 'output_norm'", {"statistics": "output_norm"}),
     "top_k of 0": (ArgumentError, "top_k: expected an int ≥ 1, got 0", {"top_k": 0}),
     "top_k of True": (ArgumentError, "top_k: expected an int ≥ 1, got True", {"top_k": True}),

@@ -68,24 +68,17 @@ def test_chunked_equals_oracle_in_many_blocks(dtype: torch.dtype, small_blocks: 
     compare()
 
 
-# DEFECT shown under HYPOTHESIS_PROFILE=full: PyTorch's CPU kernel rounds p to the dtype as well, which misses the limit
-# by up to a sixth in one call of a few hundred, where few keys cancel to a small output.
+# `sdpa` is not among them: PyTorch's CPU kernel rounds p to the dtype as well, which misses the limit by up to a sixth in
+# one call of a few hundred, so it refuses half precision there.
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("kernel", ["sdpa", "chunked"])
-def test_half_precision_output_is_as_good_as_reference(kernel: str, dtype: torch.dtype) -> None:
-    ran: Counter[bool] = Counter()
-
-    @given(calls(dtype, fusable=kernel == "sdpa"))
+def test_half_precision_output_is_as_good_as_reference(dtype: torch.dtype) -> None:
+    @given(calls(dtype))
     @torch.no_grad()
     def compare(call: Call) -> None:
-        runs = not refused(call, kernel)
-        ran[runs] += 1
-        if runs:
-            found, reference = ({"output": eval_output(call, name)} for name in (kernel, "reference"))
-            require_half_as_good(found, reference, {"output": solve(call.problem).output.detach()}, dtype)
+        found, reference = ({"output": eval_output(call, name)} for name in ("chunked", "reference"))
+        require_half_as_good(found, reference, {"output": solve(call.problem).output.detach()}, dtype)
 
     compare()
-    assert ran[True] > 2 * ran[False]
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -72,15 +72,13 @@ def test_sizes_of_zero_and_a_wider_value_leave_sdpa() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_gradients_on_the_cpu_leave_sdpa(dtype: torch.dtype) -> None:
-    x = X.to(dtype).requires_grad_()
+def test_half_precision_on_the_cpu_leaves_sdpa(dtype: torch.dtype) -> None:
+    x = X.to(dtype)
     explanation = clearhead.explain(x, x, x)
     assert explanation.kernel == "chunked"
     assert explanation.reasons["sdpa"] == (
-        "on the CPU its half-precision backward is more than twice as inexact as the formula",
+        "on the CPU it rounds weights to half precision, which can more than double the error",
     )
-    with torch.no_grad():
-        assert chosen(x, x, x) == "sdpa"
 
 
 def test_a_frozen_bias_and_a_bias_without_gradients_stay_on_sdpa() -> None:
@@ -107,7 +105,7 @@ def test_explain_takes_inputs_without_a_batch() -> None:
 
 def test_explain_sees_autocast_and_mixed_dtypes() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert chosen(X, X.bfloat16(), X) == "sdpa"
+        assert chosen(X, X.bfloat16(), X) == "chunked"  # both are bfloat16 by then
 
 
 def test_use_kernel_decides_and_says_so() -> None:

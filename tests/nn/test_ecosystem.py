@@ -216,7 +216,6 @@ def test_functional_call(module: clearhead.nn.MultiheadAttention) -> None:
     torch.testing.assert_close(found, module(x, x, x)[0])
 
 
-# Fails while `torch.func` meets autograd functions of ours, which have no `setup_context`.
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_function_transforms(module: clearhead.nn.MultiheadAttention, need_weights: bool) -> None:
     """`torch.func.grad` of a `functional_call`, as PyTorch's own module allows."""
@@ -230,6 +229,21 @@ def test_function_transforms(module: clearhead.nn.MultiheadAttention, need_weigh
     expected = torch.autograd.grad(loss(parameters), list(parameters.values()))
     for name, gradient in zip(parameters, expected, strict=True):
         torch.testing.assert_close(found[name], gradient)
+
+
+def test_gradients_per_sample(module: clearhead.nn.MultiheadAttention) -> None:
+    """`vmap` over `grad`, the usual way to them, against one backward pass for each sample."""
+    x = torch.randn(N, L, E)
+
+    def loss(parameters: dict[str, Tensor], sample: Tensor) -> Tensor:
+        return functional_call(module, parameters, (sample, sample, sample), {"is_causal": True})[0].square().sum()
+
+    parameters = dict(module.named_parameters())
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    for index, sample in enumerate(x):
+        expected = torch.autograd.grad(loss(parameters, sample), list(parameters.values()))
+        for name, gradient in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(found[name][index], gradient)
 
 
 class Block(nn.Module):

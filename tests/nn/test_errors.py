@@ -148,7 +148,6 @@ CALLS: dict[str, tuple[dict[str, Any], Given, type[ClearheadError], tuple[str, .
         DTypeError,
         ("query", "torch.float32", "got torch.int64"),
     ),
-    # The next two fail while the error is not an AttributeError as well, which is what PyTorch raises.
     "query is None": ({}, ((None, x(S, N, E), x(S, N, E)), {}), DTypeError, ("query", "torch.Tensor", "NoneType")),
     "key is a list": ({}, ((x(L, N, E), [1.0], x(S, N, E)), {}), DTypeError, ("key", "torch.Tensor", "list")),
     "padding mask transposed": (
@@ -266,7 +265,6 @@ def test_a_module_on_the_meta_device_gives_shapes() -> None:
         assert (output.shape, weights.shape) == ((L, N, E), (N, L, S))
 
 
-# Fails while the drop-in makes its error classes at run time: pickle does not find them by name.
 def test_an_error_can_be_sent_to_another_process() -> None:
     """Worker processes hand their exceptions back pickled."""
     error = raised(lambda: clearhead.nn.MultiheadAttention(E, H)(x(L, 11), x(S, E), x(S, E)))
@@ -306,7 +304,6 @@ FUNCTIONAL: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[ClearheadError
     "dtypes": ((Q, K.double(), V.double()), {}, DTypeError, ("key", "torch.float32", "torch.float64")),
     "dtype of value": ((Q, K, V.double()), {}, DTypeError, ("value", "torch.float32", "torch.float64")),
     "integers": ((Q.long(), K.long(), V.long()), {}, DTypeError, ("query", "torch.int64", ".float()")),
-    # The next two fail while the core's error comes out unchanged: it names no argument that the caller wrote.
     "mask shape": ((Q, K, V, mask(7, 5)), {}, ShapeError, ("attn_mask", "(7, 5)")),
     "mask per item without a head dimension": ((Q, K, V, mask(2, 5, 7)), {}, ShapeError, ("attn_mask", "(2, 5, 7)")),
     "mask with too many dimensions": ((Q, K, V, mask(1, 2, 6, 5, 7)), {}, ShapeError, ("attn_mask", "(1, 2, 6, 5, 7)")),

@@ -283,6 +283,20 @@ def test_downgrade_leaves_an_encoder_that_never_used_nested_tensors() -> None:
     assert model.use_nested_tensor is False
 
 
+# Fails while `_nested_off` reads `use_nested_tensor` of an encoder that has none.
+def test_an_encoder_pickled_before_nested_tensors_existed(x: Tensor) -> None:
+    """PyTorch's own forward allows for encoders without the attribute; so does `upgrade`."""
+    model = encoder().eval()
+    del model.use_nested_tensor
+    expected = model(x, src_key_padding_mask=PADDING)
+    report = clearhead.upgrade(model)
+    assert len(report.changed) == 2
+    assert report.encoders == ()
+    torch.testing.assert_close(model(x, src_key_padding_mask=PADDING), expected, atol=1e-5, rtol=0)
+    clearhead.downgrade(model)
+    assert not hasattr(model, "use_nested_tensor")
+
+
 def test_downgrade_of_layers_first_still_gives_the_encoder_back() -> None:
     model = encoder()
     clearhead.upgrade(model)

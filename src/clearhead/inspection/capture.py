@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..attention import autocast_off, cast_for_autocast
@@ -18,6 +19,7 @@ from ..nn.convention import Sizes, hidden_mask
 from ..nn.functional import translate
 from ..nn.projection import append_keys, project
 from ..observe import is_computing
+from .grouping import regroup
 
 __all__ = ["CaptureMode", "Sink"]
 
@@ -48,6 +50,11 @@ class Sink(Protocol):
         """Take a call that PyTorch computed."""
         ...
 
+    @property
+    def running_module(self) -> nn.Module:
+        """The module that computes the call."""
+        ...
+
     def saw_softmax(self) -> None:
         """Take note of a softmax over a four-dimensional tensor."""
         ...
@@ -71,7 +78,7 @@ class CaptureMode(TorchFunctionMode):
         if is_computing():
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            read = _read_sdpa
+            read = partial(_read_sdpa, self._sink)
         elif func is F.multi_head_attention_forward:
             read = _read_mha
         else:
@@ -86,12 +93,14 @@ class CaptureMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _read_sdpa(*args: Any, **kwargs: Any) -> AttentionCall:
+def _read_sdpa(sink: Sink, *args: Any, **kwargs: Any) -> AttentionCall:
     bound = _SDPA.bind(*args, **kwargs)
     bound.apply_defaults()
     given = bound.arguments
     query, key, value = cast_for_autocast(given["query"], given["key"], given["value"])
-    _, (q, k, v), mask = translate(query, key, value, given["attn_mask"], given["is_causal"], given["enable_gqa"])
+    query, key, value, attn_mask, grouped = regroup(sink.running_module, query, key, value, given["attn_mask"])
+    grouped = grouped or given["enable_gqa"]
+    _, (q, k, v), mask = translate(query, key, value, attn_mask, given["is_causal"], grouped)
     return _call(q, k, v, mask, given["scale"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -213,7 +214,7 @@ def compute_statistics(
     batch, heads, length = call.grid.batch_size, call.grid.num_heads, call.grid.query_length
     sees = torch.zeros(batch, heads, length, dtype=torch.bool, device=call.query.device)
     with torch.no_grad(), autocast_off(call.query):
-        for block, place, query, key in score_blocks(call):
+        for block, place, query, key in score_blocks(call, dtype=torch.float64):
             part = None if column is None else column[block.batch, :, place]
             block_rows = Rows(call, block, place, query, key, part)
             sees[block.batch, block.heads, place] = (block_rows.largest > float("-inf")).squeeze(-1)
@@ -221,7 +222,7 @@ def compute_statistics(
                 statistic.add(block_rows)
         results = {name: tensor for statistic in gathered for name, tensor in statistic.result().items()}
         if "rows" in names:
-            results["rows"] = compute_weights(call, row_numbers(rows, length), average=False)
+            results["rows"] = exact_weights(call, row_numbers(rows, length))
     if per == "kv_head":
         _reduce_heads(results, gathered, call)
     if per == "kv_head":
@@ -230,6 +231,12 @@ def compute_statistics(
     results["sees"] = sees
     everything = torch.ones(batch, length, dtype=torch.bool, device=call.query.device)
     return AttentionStatistics(call, everything if counted is None else counted, results, options, per)
+
+
+def exact_weights(call: AttentionCall, rows: Tensor | None) -> Tensor:
+    """Weights of chosen rows (B, H, n, S) from scores in float64, in the compute dtype."""
+    in_float64 = replace(call, query=call.query.double(), key=call.key.double(), value=call.value.double())
+    return compute_weights(in_float64, rows, average=False).to(call.compute_dtype)
 
 
 def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]:
@@ -281,7 +288,7 @@ def require_per(per: Per, names: Sequence[str]) -> None:
         raise ArgumentError(
             explain_problem(
                 "per",
-                expected=f"'query_head' for {' and '.join(unaveraged)}, which have no average over heads",
+                expected="'query_head' for top_k and rows, which have no average over heads",
                 got="'kv_head'",
                 fix="Name the statistics you want without them.",
             )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..call import AttentionCall
 from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
 from ..observe import observing
-from .naming import ModuleNames
+from .naming import ModuleNames, uncompiled
 
 __all__ = ["Change", "head_importance", "intervene"]
 
@@ -69,7 +69,7 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
             )
     running = ModuleNames(model)
     editor = _Editor(running, changes)
-    with torch.compiler.set_stance("force_eager"), running.following(), observing(editor):
+    with uncompiled(model), running.following(), observing(editor):
         yield
     missed = sorted({name for name, _ in changes} - editor.seen)
     if missed:
@@ -126,7 +126,7 @@ def head_importance(
     for batch in _with_progress(batches, progress):
         running = ModuleNames(model)
         gates = _Gates(running)
-        with torch.compiler.set_stance("force_eager"), running.following(), observing(gates), torch.enable_grad():
+        with uncompiled(model), running.following(), observing(gates), torch.enable_grad():
             value = loss(model, batch)
         if value.dim() != 0:
             raise ShapeError(explain_problem("loss", expected="a scalar", got=shape_text(value.shape)))

@@ -5,11 +5,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
-__all__ = ["ModuleNames"]
+__all__ = ["ModuleNames", "uncompiled"]
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Generator[None, None, None]:
+    """Run the compiled parts of a model as they were written inside the block: nobody can watch inside their graphs."""
+    restore: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for module in model.modules():
+            if getattr(module, "_compiled_call_impl", None) is not None:
+                restore.append((module, "_compiled_call_impl", module._compiled_call_impl))
+                module._compiled_call_impl = None
+            if type(module).__name__ == "OptimizedModule":  # what torch.compile(module) returns
+                restore.append((module, "forward", module.forward))
+                module.forward = cast(nn.Module, module._orig_mod).__call__
+        yield
+    finally:
+        for module, name, value in restore:
+            setattr(module, name, value)
 
 
 class ModuleNames:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 __all__ = ["PaddingFinder"]
 
 _KEEP = ("attention_mask",)  # 1 = real
-_DROP = ("src_key_padding_mask", "key_padding_mask", "padding_mask")  # True = padding
+_DROP = ("src_key_padding_mask",)  # True = padding
 _DECODER_KEEP = ("decoder_attention_mask",)
 _DECODER_DROP = ("tgt_key_padding_mask",)
 _DECODER_SIGNS = ("decoder_input_ids", "decoder_inputs_embeds", "tgt", *_DECODER_KEEP, *_DECODER_DROP)

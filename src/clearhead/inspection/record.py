@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..call import AttentionCall
 from ..errors import ArgumentError, ClearheadError, DTypeError, explain_problem
 from ..observe import observing
-from ..weights import Queries, compute_weights, row_numbers
+from ..weights import Queries, row_numbers
 from .capture import CaptureMode
 from .compute import (
     DEFAULT,
@@ -23,11 +23,12 @@ from .compute import (
     Per,
     compute_statistics,
     counted_queries,
+    exact_weights,
     make_options,
     require_names,
     require_per,
 )
-from .naming import ModuleNames
+from .naming import ModuleNames, uncompiled
 from .padding import PaddingFinder
 from .rollout import rollout
 from .summary import Summary, fold, summarize
@@ -155,7 +156,7 @@ class record(Mapping[str, Calls]):
         self._stack = ExitStack()
 
     def __enter__(self) -> record:
-        self._stack.enter_context(torch.compiler.set_stance("force_eager"))  # a compiled graph cannot be watched
+        self._stack.enter_context(uncompiled(self._running.model))
         self._stack.enter_context(self._running.following())
         self._stack.enter_context(observing(self))
         self._stack.enter_context(CaptureMode(self))
@@ -177,6 +178,11 @@ class record(Mapping[str, Calls]):
         if self.wants_call():
             self.captured(call)
         return output
+
+    @property
+    def running_module(self) -> nn.Module:
+        """The innermost module that is running."""
+        return self._running.model.get_submodule(self._running.current or "")
 
     def wants_call(self) -> bool:
         """Whether the running module is among `layers`; gives it the next number if it is new."""
@@ -249,7 +255,7 @@ class record(Mapping[str, Calls]):
         """
         kept = self.kept_call(layer, call)
         with torch.no_grad():
-            weights = compute_weights(kept, row_numbers(rows, kept.grid.query_length), average=False)
+            weights = exact_weights(kept, row_numbers(rows, kept.grid.query_length))
         if head is None:
             return weights
         if not -weights.shape[1] <= head < weights.shape[1]:
@@ -315,6 +321,8 @@ class record(Mapping[str, Calls]):
     def _counted(self, name: str, call: AttentionCall) -> Tensor | None:
         batch, length = call.grid.batch_size, call.grid.query_length
         if self._query_mask is not None:
+            if not isinstance(self._query_mask, Tensor):
+                return counted_queries(self._query_mask, call)
             if tuple(self._query_mask.shape) != (batch, length) and name in self._calls:
                 return None  # a later step of other sizes; the first call has been checked
             return counted_queries(self._query_mask, call)

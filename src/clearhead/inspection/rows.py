@@ -19,12 +19,15 @@ GROUP = 64  # neighbouring keys whose largest score is kept, to find the top-k q
 class Rows:
     """Some heads' whole rows of the score matrix, restricted to the columns the mask leaves.
 
+    Scores are in float64: an error of a score is a relative error of its weight, and float32 products of long vectors
+    are not exact enough for weights to 1e-6. What is left after the largest score is taken off fits the compute dtype.
+
     Args:
         call: the request.
         block: which rows, columns, heads and batch items.
         place: the rows' place, a slice of 0 … L.
-        query: (b, h, l, D) in the compute dtype.
-        key: (b, hkv, s, D) in the compute dtype.
+        query: (b, h, l, D) in float64.
+        key: (b, hkv, s, D) in float64.
         counted: bool (b, 1, l, 1), the queries that column statistics count; ``None`` for all.
     """
 
@@ -63,8 +66,8 @@ class Rows:
 
     @cached_property
     def shifted(self) -> Tensor:
-        """S − shift, (b, h, l, s); takes the scores' place in memory."""
-        return self._scores.sub_(self.shift)
+        """Scores less their shift, in the compute dtype, (b, h, l, s)."""
+        return self._scores.sub_(self.shift).to(self.call.compute_dtype)
 
     @cached_property
     def terms(self) -> Tensor:
@@ -76,7 +79,7 @@ class Rows:
         """Σ_j exp(s − shift), with the sink's term, 1 where nothing is visible, (b, h, l, 1)."""
         total = self._term_sum
         if self._sinks is not None:
-            total = total + (self._sinks - self.shift).exp()
+            total = total + (self._sinks - self.shift).exp().to(total.dtype)
         return total.masked_fill(total == 0, 1)
 
     @cached_property

@@ -145,7 +145,7 @@ class MaxLogit(Statistic):
     def add(self, rows: Rows) -> None:
         largest = rows.largest if rows.counted is None else rows.largest.masked_fill(~rows.counted, float("-inf"))
         where = (rows.block.batch, rows.block.heads)
-        self._largest[where] = torch.maximum(self._largest[where], largest.amax((-2, -1)))
+        self._largest[where] = torch.maximum(self._largest[where], largest.amax((-2, -1)).to(self._largest.dtype))
 
     def result(self) -> dict[str, Any]:
         return {"max_logit": self._largest}
@@ -163,7 +163,7 @@ class Confidence(Statistic):
         self._confidence = self.zeros(*self.row_shape)
 
     def add(self, rows: Rows) -> None:
-        self.put(self._confidence, rows, (rows.largest - rows.shift).exp() / rows.total)
+        self.put(self._confidence, rows, (rows.largest - rows.shift).exp().to(rows.total.dtype) / rows.total)
 
     def result(self) -> dict[str, Any]:
         return {"confidence": self._confidence}

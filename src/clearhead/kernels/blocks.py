@@ -114,27 +114,30 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
     return terms.div_(divisor), lse
 
 
-def score_blocks(call: AttentionCall, chosen: Tensor | None = None) -> Iterator[tuple[Block, slice, Tensor, Tensor]]:
+def score_blocks(
+    call: AttentionCall, chosen: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[Block, slice, Tensor, Tensor]]:
     """Walk over all rows of the score matrix, or over chosen ones.
 
     Args:
         call: the request.
         chosen: row numbers (n,), or ``None`` for all.
+        dtype: of the query and key that come out. Default the compute dtype.
 
     Yields:
-        The block, its place among the (chosen) rows, and its query (b, h, l, D) and key (b, hkv, s, D) in the
-        compute dtype.
+        The block, its place among the (chosen) rows, and its query (b, h, l, D) and key (b, hkv, s, D).
     """
+    dtype = dtype or call.compute_dtype
     count = call.grid.query_length if chosen is None else len(chosen)
     for span in head_spans(call):
-        key = span.key(call.key).to(call.compute_dtype).contiguous()
+        key = span.key(call.key).to(dtype).contiguous()
         for place in row_slices(call, span, count):
             start, stop = 0, call.grid.key_length
             rows = place if chosen is None else chosen[place]
             if call.mask is not None and isinstance(rows, slice):
                 start, stop = call.mask.key_span(call.grid, rows)
             block = Block(call.grid, span.batch, span.heads, rows, slice(start, stop))
-            yield block, place, span.query(call.query)[:, :, rows].to(call.compute_dtype), key[:, :, start:stop]
+            yield block, place, span.query(call.query)[:, :, rows].to(dtype), key[:, :, start:stop]
 
 
 def grouped(left: Tensor, right: Tensor) -> Tensor:

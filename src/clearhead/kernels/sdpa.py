@@ -45,9 +45,9 @@ class SdpaKernel(Kernel):
             reasons.append(Refusal("its fused kernels give no gradient for a bias"))
         if is_transformed():
             reasons.append(Refusal("torch.func cannot transform it twice"))
-        if call.needs_gradients and call.query.device.type == "cpu" and call.query.dtype in _HALF:
+        if call.query.device.type == "cpu" and call.query.dtype in _HALF and not is_tracing():
             reasons.append(
-                Refusal("on the CPU its half-precision backward is more than twice as inexact as the formula")
+                Refusal("on the CPU it rounds weights to half precision, which can more than double the error")
             )
         if not reasons and not is_tracing() and not _is_fused(call):
             reasons.append(Refusal("PyTorch has no fused kernel for this call and would build (B, H, L, S)"))
@@ -121,13 +121,9 @@ def _lower(call: AttentionCall) -> tuple[Tensor | None, bool]:
             bias = bias.masked_fill(~visible, float("-inf"))
         if call.reach.queries is not None:
             bias = bias.masked_fill(~call.reach.queries, 0)
-        return _expand(bias, call), False
+        return bias, False
     if visible is None:
         return None, False
     if call.reach.queries is not None:
         visible = visible | ~call.reach.queries
-    return _expand(visible, call), False
-
-
-def _expand(mask: Tensor, call: AttentionCall) -> Tensor:
-    return mask.expand(*mask.shape[:2], call.grid.query_length, call.grid.key_length)
+    return visible, False

@@ -59,7 +59,7 @@ def reach(mask: Mask, grid: Grid) -> Reach:
         return Reach(None, (torch.arange(grid.key_length, device=grid.device) < grid.query_length)[None, None, :, None])
     queries: list[Tensor] = []
     keys: Tensor | None = None
-    for rows in _row_slices(grid):
+    for rows in _row_slices(mask, grid):
         visible = mask.visible(Block(grid, rows=rows))
         if visible is None:
             return Reach(None, None)
@@ -79,10 +79,11 @@ def reach(mask: Mask, grid: Grid) -> Reach:
     return Reach(seeing[..., None], keys[..., None])
 
 
-def _row_slices(grid: Grid) -> list[slice]:
-    if is_tracing() or grid.query_length == 0:
+def _row_slices(mask: Mask, grid: Grid) -> list[slice]:
+    if is_tracing() or grid.query_length == 0 or grid.key_length == 0:
         return [ALL]
-    per_row = max(1, grid.batch_size * grid.num_heads * grid.key_length)
+    corner = mask.visible(Block(grid, rows=slice(0, 1), columns=slice(0, 1)))  # shows which sizes broadcast
+    per_row = grid.key_length * (1 if corner is None else max(1, corner.numel()))
     step = max(1, _ROWS_AT_A_TIME // per_row)
     if step >= grid.query_length:
         return [ALL]
