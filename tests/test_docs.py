@@ -15,9 +15,7 @@ BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 def blocks(page: Path) -> list[str]:
     """The page's Python, each block after as many empty lines as stand before it, so that errors give the page's."""
     text = page.read_text(encoding="utf-8")
-    return [
-        "\n" * text.count("\n", 0, found.start(2)) + textwrap.dedent(found[2]) for found in BLOCK.finditer(text)
-    ]
+    return ["\n" * text.count("\n", 0, found.start(2)) + textwrap.dedent(found[2]) for found in BLOCK.finditer(text)]
 
 
 PAGES = [page for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))) if blocks(page)]

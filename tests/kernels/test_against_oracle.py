@@ -68,8 +68,8 @@ def test_chunked_equals_oracle_in_many_blocks(dtype: torch.dtype, small_blocks: 
     compare()
 
 
-# `sdpa` is not among them: PyTorch's CPU kernel rounds p to the dtype as well, which misses the limit by up to a sixth in
-# one call of a few hundred, so it refuses half precision there.
+# `sdpa` is not among them: PyTorch's CPU kernel rounds p to the dtype as well, which misses the limit by up to a sixth
+# in one call of a few hundred, so it refuses half precision there.
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_half_precision_output_is_as_good_as_reference(dtype: torch.dtype) -> None:
     @given(calls(dtype))

@@ -19,8 +19,8 @@ def uncompiled(model: nn.Module) -> Generator[None, None, None]:
     try:
         for module in model.modules():
             if getattr(module, "_compiled_call_impl", None) is not None:
-                restore.append((module, "_compiled_call_impl", module._compiled_call_impl))
-                module._compiled_call_impl = None
+                restore.append((module, "_compiled_call_impl", getattr(module, "_compiled_call_impl")))  # noqa: B009
+                setattr(module, "_compiled_call_impl", None)  # noqa: B010
             if type(module).__name__ == "OptimizedModule":  # what torch.compile(module) returns
                 restore.append((module, "forward", module.forward))
                 module.forward = cast(nn.Module, module._orig_mod).__call__
