@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor
 from ..attention import autocast_off, cast_for_autocast
 from ..call import AttentionCall, build_call
 from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
-from ..kernels.blocks import score_blocks
+from ..kernels.blocks import exact_dtype, score_blocks
 from ..masks.base import Mask
-from ..weights import Queries, compute_weights, row_numbers
+from ..weights import Queries, row_numbers
 from .rows import Rows
 from .statistics import STATISTICS, Options, Statistic, TopK
 
@@ -214,7 +213,7 @@ def compute_statistics(
     batch, heads, length = call.grid.batch_size, call.grid.num_heads, call.grid.query_length
     sees = torch.zeros(batch, heads, length, dtype=torch.bool, device=call.query.device)
     with torch.no_grad(), autocast_off(call.query):
-        for block, place, query, key in score_blocks(call, dtype=torch.float64):
+        for block, place, query, key in score_blocks(call, dtype=exact_dtype(call)):
             part = None if column is None else column[block.batch, :, place]
             block_rows = Rows(call, block, place, query, key, part)
             sees[block.batch, block.heads, place] = (block_rows.largest > float("-inf")).squeeze(-1)
@@ -234,9 +233,16 @@ def compute_statistics(
 
 
 def exact_weights(call: AttentionCall, rows: Tensor | None) -> Tensor:
-    """Weights of chosen rows (B, H, n, S) from scores in float64, in the compute dtype."""
-    in_float64 = replace(call, query=call.query.double(), key=call.key.double(), value=call.value.double())
-    return compute_weights(in_float64, rows, average=False).to(call.compute_dtype)
+    """Weights of chosen rows, (B, H, n, S), without gradients, from scores in `exact_dtype`."""
+    count = call.grid.query_length if rows is None else len(rows)
+    shape = (call.grid.batch_size, call.grid.num_heads, count, call.grid.key_length)
+    result = call.query.new_zeros(shape, dtype=call.compute_dtype)
+    chosen = None if rows is None else rows.to(call.query.device)
+    with torch.no_grad(), autocast_off(call.query):
+        for block, place, query, key in score_blocks(call, chosen, exact_dtype(call)):
+            part = Rows(call, block, place, query, key, None)
+            result[block.batch, block.heads, place, part.columns] = part.weights
+    return result
 
 
 def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]:

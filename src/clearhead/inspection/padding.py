@@ -31,9 +31,10 @@ class PaddingFinder:
         named = _named(model, arguments)
         self._source = _read(named, _KEEP, _DROP)
         self._target = _read(named, _DECODER_KEEP, _DECODER_DROP)
-        self._two_sided = any(named.get(name) is not None for name in _DECODER_SIGNS) or bool(
-            getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-        )
+        # An encoder taken out of such a model still has its config, but no decoder.
+        has_decoder = any("decoder" in name.split(".") for name, _ in model.named_modules())
+        is_both = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and has_decoder
+        self._two_sided = bool(is_both) or any(named.get(name) is not None for name in _DECODER_SIGNS)
 
     def query_mask(self, name: str, batch_size: int, query_length: int, key_length: int) -> Tensor | None:
         """Bool (B, L) of real queries, or ``None`` if the root call does not say."""

@@ -19,15 +19,15 @@ GROUP = 64  # neighbouring keys whose largest score is kept, to find the top-k q
 class Rows:
     """Some heads' whole rows of the score matrix, restricted to the columns the mask leaves.
 
-    Scores are in float64: an error of a score is a relative error of its weight, and float32 products of long vectors
-    are not exact enough for weights to 1e-6. What is left after the largest score is taken off fits the compute dtype.
+    Scores come in the dtype of query and key (see `exact_dtype`); what is left after the largest score is taken off
+    fits the compute dtype.
 
     Args:
         call: the request.
         block: which rows, columns, heads and batch items.
         place: the rows' place, a slice of 0 … L.
-        query: (b, h, l, D) in float64.
-        key: (b, hkv, s, D) in float64.
+        query: (b, h, l, D).
+        key: (b, hkv, s, D), in the same dtype.
         counted: bool (b, 1, l, 1), the queries that column statistics count; ``None`` for all.
     """
 

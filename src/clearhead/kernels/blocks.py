@@ -15,7 +15,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..masks.grid import Block
 
-__all__ = ["HeadSpan", "block_scores", "block_weights", "head_spans", "row_slices", "score_blocks"]
+__all__ = ["HeadSpan", "block_scores", "block_weights", "exact_dtype", "head_spans", "row_slices", "score_blocks"]
 
 #: Elements of the score matrix held at once; four to six temporaries of this size live at a time.
 BLOCK_ELEMENTS = 1 << 20
@@ -77,7 +77,8 @@ def block_scores(call: AttentionCall, block: Block, query: Tensor, key: Tensor) 
     Returns:
         s (b, h, l, s) with −∞ where hidden, and tanh(s/c) before bias and mask, or ``None``.
     """
-    scores = grouped(query * call.scale, key.transpose(-2, -1))
+    # Scaled after the product: a scaled query would be rounded once more.
+    scores = grouped(query, key.transpose(-2, -1)).mul_(call.scale)
     squashed = None
     if call.softcap is not None:
         squashed = scores.div_(call.softcap).tanh_()
@@ -112,6 +113,15 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
     divisor = total.masked_fill(empty, 1)
     lse = (peak + divisor.log()).masked_fill_(empty, float("-inf"))
     return terms.div_(divisor), lse
+
+
+def exact_dtype(call: AttentionCall) -> torch.dtype:
+    """float64 up to 1024 keys, where it costs milliseconds, the compute dtype beyond.
+
+    The error of a score is a relative error of its weight, and float32 products of long vectors are not exact enough
+    for weights to 1e-6.
+    """
+    return torch.float64 if call.grid.key_length <= 1024 else call.compute_dtype
 
 
 def score_blocks(
