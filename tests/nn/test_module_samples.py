@@ -104,9 +104,9 @@ def in_float64(module: nn.Module, sample: ModuleInput) -> tuple[nn.Module, Modul
 def test_outputs_gradients_and_second_derivatives(
     module_class: type[nn.Module], training: bool, dtype: torch.dtype
 ) -> None:
-    """Within the tolerance, or ten times PyTorch's own rounding error on that sample, where that is more in float32.
+    """Within the tolerance; float32 second derivatives within four times PyTorch's own rounding error where that is more.
 
-    The samples normalise four features and differentiate twice; some cost PyTorch four of float32's seven digits.
+    Differentiated twice, a few samples cost PyTorch itself up to 8e-6, and two such errors add up to more than 1e-5.
     """
     found = samples(module_class, dtype, training)
     for number, sample in enumerate(found):
@@ -117,10 +117,10 @@ def test_outputs_gradients_and_second_derivatives(
         for order, (mine, wanted) in enumerate(zip(derivatives(ours, sample, order=2), expected, strict=True)):
             assert [(x.shape, x.dtype) for x in mine] == [(x.shape, x.dtype) for x in wanted]
             difference, allowed = distance(mine, wanted), TOLERANCE[dtype]
-            if difference > allowed and dtype == torch.float32:
+            if difference > allowed and dtype == torch.float32 and order == 2:
                 with sdpa_kernel(SDPBackend.MATH):
                     exact = list(derivatives(*in_float64(theirs, sample), order=2))
-                allowed = max(allowed, 10 * distance(wanted, exact[order]))
+                allowed = max(allowed, 4 * distance(wanted, exact[order]))
             assert difference <= allowed, f"sample {number} ({sample.desc}), derivative {order}: {difference:.2e}"
     print(f"{module_class.__name__}, {'training' if training else 'eval'}, {dtype}: {len(found)} samples")
     assert len(found) >= SAMPLES[module_class][0 if training else 1]
