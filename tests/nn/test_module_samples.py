@@ -104,7 +104,7 @@ def in_float64(module: nn.Module, sample: ModuleInput) -> tuple[nn.Module, Modul
 def test_outputs_gradients_and_second_derivatives(
     module_class: type[nn.Module], training: bool, dtype: torch.dtype
 ) -> None:
-    """Within the tolerance; float32 second derivatives within four times PyTorch's own rounding error where that is more.
+    """Within the tolerance; in float32 second derivatives within four times PyTorch's own rounding error, if more.
 
     Differentiated twice, a few samples cost PyTorch itself up to 8e-6, and two such errors add up to more than 1e-5.
     """
