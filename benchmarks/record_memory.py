@@ -4,9 +4,10 @@
 
 Every point runs in a process of its own: first the model alone, then the model with its record (or with its weights).
 Reported is how far the second run raises the peak resident memory of the process over that of the first, in megabytes
-(10⁶ bytes), the statistics themselves included. `nn.MultiheadAttention(need_weights=True)` runs as long as its
-(B, H, L, S) tensors fit into the memory that is free. The bar for the record is growth linear in L, below 200 MB at
-64k. The curve is written to docs/images/record-memory.png.
+(10⁶ bytes), the statistics themselves included. `attention_statistics` stands beside it without any model, so that
+nothing it needs can hide in memory that a model had and gave back. `nn.MultiheadAttention(need_weights=True)` runs as
+long as its (B, H, L, S) tensors fit into the memory that is free. The bar for the record is growth linear in L, below
+200 MB at 64k. The curve is written to docs/images/record-memory.png.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from benchmarks.timing import console, machine, progress
 
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
 STATISTICS = ("entropy", "received", "max_logit", "top_k")
-RECORD, WEIGHTS = "clearhead.record", "nn.MultiheadAttention, need_weights=True"
+RECORD, STATISTICS_ALONE = "clearhead.record", "clearhead.attention_statistics"
+WEIGHTS = "nn.MultiheadAttention, need_weights=True"
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "record-memory.png"
 Points = dict[str, dict[int, float]]
 
@@ -55,6 +57,11 @@ def record(length: int) -> tuple[Run, Run]:
     return lambda: model(query, key, value), recorded
 
 
+def statistics_alone(length: int) -> tuple[Run, Run]:
+    query, key = (torch.randn(BATCH, HEADS, length, HEAD_DIM) for _ in range(2))
+    return lambda: None, lambda: clearhead.attention_statistics(query, key, statistics=STATISTICS, top_k=8)
+
+
 def need_weights(length: int) -> tuple[Run, Run]:
     model = torch.nn.MultiheadAttention(HEADS * HEAD_DIM, HEADS, batch_first=True)
     x = torch.randn(BATCH, length, HEADS * HEAD_DIM)
@@ -66,7 +73,11 @@ def need_weights(length: int) -> tuple[Run, Run]:
 
 
 #: The model alone and with what is measured, for a length.
-WAYS: dict[str, Callable[[int], tuple[Run, Run]]] = {RECORD: record, WEIGHTS: need_weights}
+WAYS: dict[str, Callable[[int], tuple[Run, Run]]] = {
+    RECORD: record,
+    STATISTICS_ALONE: statistics_alone,
+    WEIGHTS: need_weights,
+}
 
 
 def peak_growth(name: str, length: int) -> tuple[float, float]:
@@ -101,7 +112,7 @@ def fits(length: int) -> bool:
 def measure(lengths: list[int]) -> tuple[Points, dict[int, float]]:
     points: Points = {name: {} for name in WAYS}
     times: dict[int, float] = {}
-    jobs = [(name, length) for length in lengths for name in WAYS if name == RECORD or fits(length)]
+    jobs = [(name, length) for length in lengths for name in WAYS if name != WEIGHTS or fits(length)]
     for name, length in progress(jobs, "measuring"):
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             points[name][length], seconds = pool.submit(peak_growth, name, length).result()
@@ -114,14 +125,14 @@ def show(points: Points, times: dict[int, float]) -> None:
     table = Table(
         title=f"Peak additional memory, MB; B={BATCH} H={HEADS} L=S D={HEAD_DIM}, float32, top-8", caption=machine()
     )
-    for column in ("L", "record", "per token, kB", "seconds", "need_weights", "one (B, H, L, S) tensor"):
+    for column in ("L", "record", "statistics alone", "seconds", "need_weights", "one (B, H, L, S) tensor"):
         table.add_column(column, justify="right")
     for length, megabytes in points[RECORD].items():
         other = points[WEIGHTS].get(length)
         table.add_row(
             str(length),
             f"{megabytes:.0f}",
-            f"{megabytes * 1e3 / length:.1f}",
+            f"{points[STATISTICS_ALONE][length]:.0f}",
             f"{times[length]:.1f}",
             "does not fit" if other is None else f"{other:.0f}",
             f"{whole_tensor(length):.0f}",
@@ -138,6 +149,7 @@ def draw(points: Points, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.4), dpi=120, layout="constrained")
     lengths = list(points[RECORD])
     axes.plot(lengths, list(points[RECORD].values()), "o-", color="#0072b2", label=RECORD)
+    axes.plot(lengths, list(points[STATISTICS_ALONE].values()), "^--", color="#009e73", label=STATISTICS_ALONE)
     axes.plot(list(points[WEIGHTS]), list(points[WEIGHTS].values()), "s-", color="#d55e00", label=WEIGHTS)
     whole = [whole_tensor(length) for length in lengths]
     axes.plot(lengths, whole, ":", color="0.5", label="one (B, H, L, S) tensor of float32")

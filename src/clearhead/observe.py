@@ -16,7 +16,15 @@ __all__ = ["Observer", "computing", "is_computing", "notify", "observing", "watc
 
 
 class Observer(Protocol):
-    """Something that is told of every attention call of its thread."""
+    """Something that is told of every attention call of its thread.
+
+    Args:
+        recomputing: whether it is told of calls that activation checkpointing repeats in a backward pass: what changes
+            outputs has to change them again, what counts calls must not count them twice.
+    """
+
+    @property
+    def recomputing(self) -> bool: ...
 
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
         """See a call and its output (B, H, L, Dv); return the output that goes on."""
@@ -32,8 +40,14 @@ _watch = _Watch()
 
 
 def watched() -> bool:
-    """Whether any observer is active in this thread; a recomputation in a backward pass is nobody's business."""
-    return bool(_watch.observers) and not _in_backward()
+    """Whether any observer is to be told of a call that runs now in this thread."""
+    return bool(_watch.observers) and bool(_listening())
+
+
+def _listening() -> tuple[Observer, ...]:
+    if not _in_backward():
+        return _watch.observers
+    return tuple(observer for observer in _watch.observers if observer.recomputing)
 
 
 def _in_backward() -> bool:
@@ -47,7 +61,7 @@ def is_computing() -> bool:
 
 def notify(call: AttentionCall, output: Tensor) -> Tensor:
     """Show the call to every observer, the innermost last."""
-    for observer in _watch.observers:
+    for observer in _listening():
         output = observer.attended(call, output)
     return output
 

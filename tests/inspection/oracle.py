@@ -10,7 +10,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["TOLERANCES", "Oracle", "compare"]
+__all__ = ["EVERY", "TOLERANCES", "Oracle", "compare"]
+
+#: Every statistic but ``rows``, whose result depends on what is asked for.
+EVERY = (
+    "entropy",
+    "received",
+    "max_logit",
+    "confidence",
+    "top_k",
+    "sink",
+    "distance",
+    "offset",
+    "map",
+    "head_average",
+    "output_norm",
+)
 
 #: (rtol, atol) per statistic, for float32 results; what is not named here has those of ``weights``.
 TOLERANCES = {

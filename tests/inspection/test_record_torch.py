@@ -1,8 +1,7 @@
-"""Recording plain PyTorch: `nn.MultiheadAttention`, `nn.Transformer*`, callers of `F.scaled_dot_product_attention`."""
+"""Recording `nn.MultiheadAttention` and whoever calls `F.scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,49 +14,7 @@ import clearhead
 from tests.nn.oracle import explicit_bias
 
 from .oracle import Oracle, compare
-
-BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 7, 11, 12, 3
-EVEN_HEADS = 4  # PyTorch's inference fast path wants an even number
-STATISTICS = ("entropy", "received", "max_logit", "confidence", "top_k", "sink", "distance", "offset", "head_average")
-EXACT = 1e-10
-
-modes = pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
-nested = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-kinds = pytest.mark.parametrize("upgraded", [False, True], ids=["torch", "upgraded"])
-
-
-def record(model: nn.Module, **options: Any) -> clearhead.record:
-    return clearhead.record(model, (*STATISTICS, "output_norm"), **options)
-
-
-def projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:
-    """Query, key and value as (N, H, length, D), by hand from the module's parameters."""
-    if module.in_proj_weight is not None:
-        weights = module.in_proj_weight.chunk(3)
-    else:
-        weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
-    biases = [0, 0, 0] if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
-    batch_first = [x if module.batch_first else x.transpose(0, 1) for x in inputs]
-    found = [x @ weight.T + bias for x, weight, bias in zip(batch_first, weights, biases, strict=True)]
-    for place, learned in ((1, module.bias_k), (2, module.bias_v)):
-        if learned is not None:
-            found[place] = torch.cat([found[place], learned.expand(found[place].shape[0], 1, -1)], 1)
-    if module.add_zero_attn:
-        found[1:] = [torch.cat([x, torch.zeros_like(x[:, :1])], 1) for x in found[1:]]
-    return [x.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for x in found]
-
-
-def oracle(module: nn.MultiheadAttention, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor, counted: Any) -> Oracle:
-    """`bias` (N, H, L, S) holds every mask as numbers; appended keys are always visible."""
-    query, key, value = projected(module, *inputs)
-    bias = torch.nn.functional.pad(bias, (0, key.shape[2] - bias.shape[-1]))
-    return Oracle(query, key, bias > -torch.inf, value, bias, counted=counted)
-
-
-def padding(length: int) -> Tensor:
-    """(N, length), True = padding, at the end of the second item."""
-    return torch.arange(length) >= torch.tensor([[length], [length - 3]])
-
+from .torch_calls import BATCH, EXACT, HEADS, KEYS, LENGTH, WIDTH, kinds, modes, oracle, padding, record
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -121,6 +78,22 @@ def test_without_a_batch(upgraded: bool) -> None:
     hidden = explicit_bias((1, HEADS, LENGTH, LENGTH), None, padding(LENGTH)[1:], False)
     # The mask names this call's keys; queries and keys are one sequence.
     compare(rec[""][0], oracle(module, (x[None],) * 3, hidden, None), exact=EXACT)
+
+
+@modes
+def test_a_hint_beside_another_mask(training: bool) -> None:
+    """Without weights PyTorch believes ``is_causal`` and drops the mask; the record shows what was computed."""
+    module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True).double().train(training)
+    x = torch.randn(BATCH, LENGTH, WIDTH).double()
+    arguments = {"attn_mask": torch.zeros(LENGTH, LENGTH, dtype=torch.bool), "is_causal": True, "need_weights": False}
+    with torch.no_grad(), record(module) as rec:
+        inside = module(x, x, x, **arguments)[0]
+    causal = explicit_bias((BATCH, HEADS, LENGTH, LENGTH), None, None, True)
+    expected = oracle(module, (x, x, x), causal, None)
+    compare(rec[""][0], expected, exact=EXACT)
+    assert expected.value is not None
+    mixed = (expected.p @ expected.value).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(inside, module.out_proj(mixed), rtol=0, atol=EXACT)
 
 
 @modes
@@ -260,152 +233,3 @@ def test_under_autocast(kind: str) -> None:
             model(*arguments)
     visible = torch.ones(2, 3, 37, 37, dtype=torch.bool)
     compare(rec[""][0], Oracle(q.bfloat16(), k.bfloat16(), visible, v.bfloat16()))
-
-
-def encoder(**options: Any) -> nn.TransformerEncoder:
-    layer = nn.TransformerEncoderLayer(WIDTH, EVEN_HEADS, 16, batch_first=True, **options)
-    return nn.TransformerEncoder(layer, 2).double()
-
-
-@modes
-@kinds
-@nested
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
-def test_transformer_encoder(padded: bool, upgraded: bool, training: bool) -> None:
-    model = encoder(dropout=0.0).train(training)
-    if upgraded:
-        clearhead.upgrade(model)
-    x, hidden = torch.randn(BATCH, LENGTH, WIDTH).double(), padding(LENGTH) if padded else None
-    with torch.no_grad():
-        outside = model(x, src_key_padding_mask=hidden)
-        with record(model) as rec:
-            inside = model(x, src_key_padding_mask=hidden)
-    valid = torch.ones(BATCH, LENGTH, dtype=torch.bool) if hidden is None else ~hidden
-    torch.testing.assert_close(inside[valid], outside[valid], rtol=0, atol=EXACT)
-    assert list(rec) == ["layers.0.self_attn", "layers.1.self_attn"]
-    bias = explicit_bias((BATCH, EVEN_HEADS, LENGTH, LENGTH), None, hidden, False)
-    compare(rec["layers.0.self_attn"][0], oracle(model.layers[0].self_attn, (x, x, x), bias, valid), exact=EXACT)
-
-
-@modes
-@kinds
-def test_transformer(upgraded: bool, training: bool) -> None:
-    model = nn.Transformer(WIDTH, EVEN_HEADS, 1, 1, 16, dropout=0.0, batch_first=True).double().train(training)
-    if upgraded:
-        clearhead.upgrade(model)
-    source, target = torch.randn(BATCH, KEYS, WIDTH).double(), torch.randn(BATCH, LENGTH, WIDTH).double()
-    masks = {
-        "src_key_padding_mask": padding(KEYS),
-        "memory_key_padding_mask": padding(KEYS),
-        "tgt_key_padding_mask": padding(LENGTH).flip(0),
-        "tgt_mask": torch.ones(LENGTH, LENGTH).triu(1).bool(),
-    }
-    with torch.no_grad():
-        outside = model(source, target, **masks)
-        with record(model) as rec:
-            inside = model(source, target, **masks)
-    torch.testing.assert_close(inside, outside, rtol=0, atol=EXACT)
-    assert list(rec) == [
-        "encoder.layers.0.self_attn",
-        "decoder.layers.0.self_attn",
-        "decoder.layers.0.multihead_attn",
-    ]
-    real = (~padding(KEYS), ~padding(LENGTH).flip(0), ~padding(LENGTH).flip(0))
-    for found, counted in zip(rec.values(), real, strict=True):
-        assert found.counted.tolist() == counted.tolist()
-    bias = explicit_bias((BATCH, EVEN_HEADS, LENGTH, LENGTH), masks["tgt_mask"], masks["tgt_key_padding_mask"], False)
-    attend = model.decoder.layers[0].self_attn
-    compare(rec["decoder.layers.0.self_attn"][0], oracle(attend, (target,) * 3, bias, real[1]), exact=EXACT)
-
-
-@modes
-def test_transformer_decoder(training: bool) -> None:
-    layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 16, batch_first=True)
-    model = nn.TransformerDecoder(layer, 2).double().train(training)
-    with torch.no_grad(), record(model) as rec:
-        model(torch.randn(BATCH, LENGTH, WIDTH).double(), torch.randn(BATCH, KEYS, WIDTH).double())
-    assert list(rec) == [f"layers.{n}.{kind}" for n in (0, 1) for kind in ("self_attn", "multihead_attn")]
-    assert [found.key_length for found in rec.values()] == [LENGTH, KEYS, LENGTH, KEYS]
-
-
-@pytest.fixture(name="fast_calls")
-def _fast_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of PyTorch's fused inference functions, one for each time they ran."""
-    seen: list[str] = []
-    for name in ("_transformer_encoder_layer_fwd", "_native_multi_head_attention"):
-        original = getattr(torch, name)
-
-        def counted(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
-            seen.append(name)
-            return original(*args, **kwargs)
-
-        monkeypatch.setattr(torch, name, counted)
-    return seen
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["ends", "raises"])
-def test_the_fast_path_is_off_inside_and_back_after(fails: bool, fast_calls: list[str]) -> None:
-    model, x = encoder().eval(), torch.randn(BATCH, LENGTH, WIDTH).double()
-    with torch.no_grad():
-        model(x)
-        assert fast_calls == ["_transformer_encoder_layer_fwd"] * 2
-        with contextlib.suppress(ZeroDivisionError), record(model):
-            model(x)
-            if fails:
-                _ = 1 / 0
-        assert len(fast_calls) == 2, "off inside"
-        model(x)
-    assert len(fast_calls) == 4, "back after"
-
-
-@nested
-def test_the_nested_path_zeroes_padding_and_the_recorded_one_does_not() -> None:
-    """What the docstring of `record` says; positions that are not padding agree."""
-    model, x, hidden = encoder().eval(), torch.randn(BATCH, LENGTH, WIDTH).double(), padding(LENGTH)
-    with torch.no_grad():
-        outside = model(x, src_key_padding_mask=hidden)
-        with record(model):
-            inside = model(x, src_key_padding_mask=hidden)
-        after = model(x, src_key_padding_mask=hidden)
-    assert not outside[hidden].any()
-    assert inside[hidden].any()
-    torch.testing.assert_close(inside[~hidden], outside[~hidden], rtol=0, atol=EXACT)
-    assert torch.equal(after, outside)
-
-
-@kinds
-def test_training_inside_has_the_gradients_of_training_outside(upgraded: bool) -> None:
-    model, x = encoder(dropout=0.3).train(), torch.randn(BATCH, LENGTH, WIDTH).double()
-    if upgraded:
-        clearhead.upgrade(model)
-    found: list[list[Tensor]] = []
-    for recorded in (False, True):
-        model.zero_grad()
-        torch.manual_seed(5)
-        if recorded:
-            with record(model) as rec:
-                model(x).square().mean().backward()
-            assert not any(calls.entropy.requires_grad for calls in rec.values())
-        else:
-            model(x).square().mean().backward()
-        found.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), "the same dropout and the same gradients"
-
-
-def test_training_under_autocast_keeps_its_gradients() -> None:
-    """Casts of the weights that the record makes without gradients must not be cached for the model."""
-    module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-    x = torch.randn(BATCH, LENGTH, WIDTH)
-    gradients: list[Tensor] = []
-    for recorded in (False, True):
-        module.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            if recorded:
-                with record(module):
-                    loss = module(x, x, x, need_weights=False)[0].float().square().mean()
-            else:
-                loss = module(x, x, x, need_weights=False)[0].float().square().mean()
-        loss.backward()
-        assert module.in_proj_weight.grad is not None
-        gradients.append(module.in_proj_weight.grad.clone())
-    assert torch.equal(*gradients)

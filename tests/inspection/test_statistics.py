@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,26 +10,11 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.errors import ArgumentError, DTypeError, ShapeError
-from tests.kernels.allocations import Allocations
+from clearhead.errors import ArgumentError
 from tests.kernels.calls import Call, calls
 
-from .oracle import Oracle, compare
+from .oracle import EVERY, Oracle, compare
 
-EVERY = (
-    "entropy",
-    "received",
-    "max_logit",
-    "confidence",
-    "top_k",
-    "sink",
-    "distance",
-    "offset",
-    "map",
-    "head_average",
-    "output_norm",
-)
-FLOAT = 4  # bytes
 EXACT = {torch.float64: 1e-10, torch.float32: None}
 
 
@@ -313,68 +295,3 @@ def test_only_what_was_asked_for_is_there() -> None:
     with pytest.raises(AttributeError, match=r"received: not among the statistics.*statistics=\('received', \.\.\.\)"):
         _ = found.received
     assert not hasattr(found, "__array__")
-
-
-ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
-    "unknown statistic": (
-        ArgumentError,
-        "statistics: expected names among entropy, .*got 'mean'",
-        {"statistics": "mean"},
-    ),
-    "values missing": (ArgumentError, "statistics: expected value= for 'output_norm'", {"statistics": "output_norm"}),
-    "top_k of 0": (ArgumentError, "top_k: expected an int ≥ 1, got 0", {"top_k": 0}),
-    "top_k of True": (ArgumentError, "top_k: expected an int ≥ 1, got True", {"top_k": True}),
-    "map size": (ArgumentError, "map_size: expected an int ≥ 1, got 2.5", {"map_size": 2.5}),
-    "sink keys": (ArgumentError, "sink_keys: expected an int ≥ 1, got -1", {"sink_keys": -1}),
-    "pooling": (ArgumentError, "map_pooling: expected 'mass' or 'max', got 'mean'", {"map_pooling": "mean"}),
-    "query mask of floats": (DTypeError, "query_mask: expected a bool or 0/1", {"query_mask": torch.ones(1, 5)}),
-    "query mask as a list": (DTypeError, "query_mask: expected a bool or 0/1.*got list", {"query_mask": [1, 0]}),
-    "query mask's shape": (
-        ShapeError,
-        r"query_mask: expected \(B, L\) = \(1, 5\), got \(5, 1\)",
-        {"query_mask": torch.ones(5, 1).bool()},
-    ),
-    "rows out of range": (ArgumentError, "row numbers below L = 5", {"statistics": ("rows",), "rows": [7]}),
-}
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors_name_the_argument(case: str) -> None:
-    kind, text, options = ERRORS[case]
-    query = torch.randn(1, 2, 5, 4)
-    with pytest.raises(kind, match=text):
-        clearhead.attention_statistics(query, query, **options)
-
-
-def test_bad_inputs_are_named_as_by_attention() -> None:
-    query = torch.randn(1, 2, 5, 4)
-    with pytest.raises(ShapeError, match=re.escape("key: expected head_dim D = 4")):
-        clearhead.attention_statistics(query, query[..., :3])
-    with pytest.raises(DTypeError, match="key: expected query's dtype"):
-        clearhead.attention_statistics(query, query.double())
-
-
-MASKS = {"full": None, "causal": masks.causal(), "window": masks.window(100, 0)}
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("statistic", [name for name in EVERY if name != "head_average"])
-def test_no_block_is_near_the_whole_tensor(statistic: str, mask: str) -> None:
-    """The largest storage of any operation, beside the (B, H, L, S) scores nobody may build."""
-    heads, length = 4, 3001
-    query, key, value = (torch.randn(1, heads, length, 4) for _ in range(3))
-    with Allocations(query, key, value) as allocations:
-        clearhead.attention_statistics(query, key, MASKS[mask], value=value, statistics=(statistic,))
-    scores = heads * length * length * FLOAT
-    assert allocations.largest < scores / 10, f"{allocations.operation}: {allocations.largest} of {scores}"
-
-
-@pytest.mark.parametrize("statistic", ["entropy", "received", "max_logit", "top_k"])
-def test_the_largest_storage_does_not_grow_with_length(statistic: str) -> None:
-    largest: list[int] = []
-    for length in (2000, 8000):
-        query, key = torch.randn(1, 1, length, 4), torch.randn(1, 1, length, 4)
-        with Allocations(query, key) as allocations:
-            clearhead.attention_statistics(query, key, statistics=(statistic,))
-        largest.append(allocations.largest)
-    assert largest[1] <= 1.1 * largest[0]

@@ -1,100 +1,180 @@
-"""The page as text: complete, safe and alone. How it behaves is in test_page_in_browser.py."""
+"""The page as text: complete, safe, small and alone. How it behaves is in test_page_in_browser.py."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
+import html
 import re
-import zlib
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModel, AutoTokenizer
 
+import clearhead
+from clearhead.demo import default_model_path
 from clearhead.errors import ArgumentError, ShapeError
-from clearhead.plot.html import page_text, write_page
+from clearhead.inspection.record import RecordError
+from clearhead.plot import Tokens, given, page
+
+from .pages import Contents, Elements
+from .recorded import KEPT, Two, record_pair, record_two
 
 HOSTILE = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(2)>", "a & b", "\u2028", "\u202eabc", "'\"`"]
+TWO = given([torch.eye(2)[None]])
+FOUR = ("entropy", "received", "top_k", "map")
 
 
-class Elements(HTMLParser):
-    """What a parser makes of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: dict[str, str] = {}
-        self._open = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._open = dict(attrs).get("id") or tag
-
-    def handle_endtag(self, tag: str) -> None:
-        self._open = ""
-
-    def handle_data(self, data: str) -> None:
-        self.texts[self._open] = self.texts.get(self._open, "") + data
+def test_carries_every_weight_of_short_texts_to_four_decimals() -> None:
+    _, rec = record_two()
+    contents = Contents(page(rec, list("abcdefg")).text)
+    for layer in range(2):
+        found = contents.layer(0, 0, layer)
+        shown = contents.array(0, found["map"], 3, 7, 7)
+        torch.testing.assert_close(shown.float(), rec.weights(layer)[0], rtol=0, atol=0.5e-4 + 1e-6)
+        assert found["crops"] == {}
 
 
-def data_of(text: str) -> dict[str, Any]:
-    return json.loads(Elements(text).texts["data"])
+def test_carries_tiles_largest_weights_and_marginals_of_long_texts() -> None:
+    _, rec = record_two(300, keep="queries_keys", top_k=4)
+    contents = Contents(page(rec, layer=1, head=2).text)
+    found, exact = contents.layer(0, 0, 1), rec.weights(1)[0]
+    statistics = clearhead.attention_statistics(
+        rec.kept_call(1).query, rec.kept_call(1).key, statistics=(*FOUR,), top_k=4
+    )
+    tiles = contents.array(0, found["map"], 3, 128, 128)
+    torch.testing.assert_close(tiles.sqrt().float(), statistics.map[0].sqrt(), rtol=0, atol=0.5 / 255 + 1e-6)
+    indices = contents.array(0, found["indices"], 3, 300, 4)
+    weights = contents.array(0, found["weights"], 3, 300, 4)
+    torch.testing.assert_close(exact.gather(-1, indices), weights.float(), rtol=0, atol=0.5e-4 + 1e-6)
+    torch.testing.assert_close(exact.topk(4, -1).values, weights.float(), rtol=0, atol=0.5e-4 + 1e-6)
+    entropy = torch.special.entr(exact.double()).sum(-1)
+    torch.testing.assert_close(contents.array(0, found["entropy"], 3, 300).double(), entropy, rtol=0, atol=6e-4)
+    received = contents.array(0, found["received"], 3, 300) * 300
+    torch.testing.assert_close(received.float(), exact.sum(1), rtol=2e-3, atol=1e-3)
+    assert list(found["crops"]) == ["2"], "the head that is large at first is exact"
+    crop = contents.array(0, found["crops"]["2"]["weights"], 300, 300)
+    torch.testing.assert_close(crop.float(), exact[2], rtol=0, atol=0.5e-4 + 1e-6)
 
 
-def weights_of(data: dict[str, Any]) -> torch.Tensor:
-    units = zlib.decompress(base64.b64decode(data["weights"]))
-    return torch.frombuffer(bytearray(units), dtype=torch.uint16).float() / data["unit"]
+def test_crops_are_what_is_asked_for() -> None:
+    _, rec = record_two(150)
+    contents = Contents(page(rec, crops=[(0, 1, slice(20, 33), slice(-11, None)), ("blocks.1", 0)]).text)
+    cut = contents.layer(0, 0, 0)["crops"]["1"]
+    assert (cut["queries"], cut["keys"]) == ([20, 33], [139, 150])
+    exact = rec.weights(0, 1)[0, 20:33, 139:]
+    torch.testing.assert_close(contents.array(0, cut["weights"], 13, 11).float(), exact, rtol=0, atol=6e-5)
+    assert list(contents.layer(0, 0, 1)["crops"]) == ["0"]
 
 
-def test_carries_every_weight_to_four_decimals() -> None:
-    weights = [torch.randn(heads, 3, 5).softmax(-1) for heads in (2, 4)]
-    data = data_of(page_text(weights, list("abc"), 1, 3, key_tokens=list("vwxyz")))
-    assert (data["layer"], data["head"], data["tokens"], data["keys"]) == (1, 3, list("abc"), list("vwxyz"))
-    assert [len(layer) for layer in data["heads"]] == [2, 4]
-    expected = torch.cat([layer.flatten() for layer in weights])
-    torch.testing.assert_close(weights_of(data), expected, rtol=0, atol=0.5e-4 + 1e-7)
+def test_statistics_alone_are_enough_and_what_is_missing_is_named() -> None:
+    _, rec = record_two(150, statistics=FOUR)
+    assert Contents(page(rec).text).layer(0, 0, 0)["crops"] == {}
+    with pytest.raises(RecordError, match="keep='queries_keys'"):
+        page(rec, crops=[(0, 0)])
+    _, poor = record_two(statistics=("entropy",))
+    with pytest.raises(RecordError, match=r"without received, top_k, map\. Record with statistics="):
+        page(poor)
+
+
+def test_heads_keep_their_numbers() -> None:
+    model = Two()
+    with clearhead.record(model, layers=[1], heads=[2, 0], **KEPT) as rec:
+        model(torch.randn(1, 5, 12))
+    contents = Contents(page(rec, head=2).text)
+    assert contents.data["sections"][0]["layers"] == [{"label": "1", "name": "blocks.1", "heads": [2, 0]}]
+    assert contents.data["head"] == 0
+    shown = contents.array(0, contents.layer(0, 0, 0)["map"], 2, 5, 5)
+    torch.testing.assert_close(shown.float(), rec.weights(1)[0, [2, 0]], rtol=0, atol=6e-5)
+
+
+def test_padding_is_not_shown_and_items_are_named() -> None:
+    model = Two()
+    keep = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 0, 1, 1, 1]])
+    with clearhead.record(model, **KEPT) as rec:
+        model(torch.randn(3, 5, 12), attention_mask=keep)
+    tokens = [list("abcde"), ["x", "y", "z", "[PAD]", "[PAD]"], ["p", "q", "r"]]
+    contents = Contents(page(rec, tokens, labels=["one", "two", "three"]).text)
+    assert [item["label"] for item in contents.data["items"]] == ["one", "two", "three"]
+    assert contents.text(1, 0, "queries")["names"] == ["x", "y", "z"]
+    assert contents.text(2, 0, "keys")["names"] == ["p", "q", "r"]
+    assert contents.layer(2, 0, 0)["origin"] == [2, 2]
+    entropy = contents.array(2, contents.layer(2, 0, 1)["entropy"], 3, 3)
+    exact = torch.special.entr(rec.weights(1)[2, :, 2:].double()).sum(-1)
+    torch.testing.assert_close(entropy.double(), exact, rtol=0, atol=6e-4)
+
+
+def test_encoder_decoder_and_cross_attention_are_sections() -> None:
+    rec = record_pair()
+    contents = Contents(
+        page(rec, list("abcde"), key_tokens=list("stuvwxy"), layer="decoder.layers.0.multihead_attn").text
+    )
+    titles = [section["title"] for section in contents.data["sections"]]
+    assert titles == ["encoder self-attention", "decoder self-attention", "cross-attention"]
+    assert contents.data["section"] == 2
+    names = [[len(contents.text(0, section, side)["names"]) for side in ("queries", "keys")] for section in range(3)]
+    assert names == [[7, 7], [5, 5], [5, 7]]
+    cross = contents.array(0, contents.layer(0, 2, 0)["map"], 2, 5, 7)
+    exact = rec.weights("decoder.layers.0.multihead_attn")[0]
+    torch.testing.assert_close(cross.float(), exact, rtol=0, atol=6e-5)
+
+
+def test_calls_are_items() -> None:
+    model = Two()
+    with clearhead.record(model, **KEPT) as rec:
+        model(torch.randn(2, 3, 12))
+        model(torch.randn(1, 4, 12))
+    contents = Contents(page(rec).text)
+    assert [len(contents.text(item, 0, "keys")["names"]) for item in range(3)] == [3, 3, 4]
+    exact = rec.weights(0, call=1)[0]
+    shown = contents.array(2, contents.layer(2, 0, 0)["map"], 3, 4, 4)
+    torch.testing.assert_close(shown.float(), exact, rtol=0, atol=6e-5)
+
+
+def test_words_come_with_their_own_entropy() -> None:
+    weights = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.25, 0.75], [0.0, 0.0, 1.0]])
+    contents = Contents(page(given([weights[None]]), Tokens(["play", "##ing", "chess"])).text)
+    text = contents.text(0, 0, "keys")
+    assert (text["words"], text["wordNames"]) == ([0, 0, 1], ["playing", "chess"])
+    entropy = contents.array(0, contents.layer(0, 0, 0)["wordEntropy"], 1, 2)
+    assert entropy[0].tolist() == pytest.approx([0.693, 0.0])
 
 
 def test_tokens_cannot_leave_the_data() -> None:
-    text = page_text([torch.full((1, 6, 6), 1 / 6)], HOSTILE, 0, 0, title="</title><script>alert(3)</script>")
+    rec = given([torch.full((1, 6, 6), 1 / 6)])
+    text = page(rec, HOSTILE, title="</title><script>alert(3)</script>", labels=["</script><b>"]).text
     elements = Elements(text)
-    assert [tag for tag, _ in elements.tags].count("script") == 2
-    assert "img" not in [tag for tag, _ in elements.tags]
-    assert "alert" not in text.replace("\\u003cscript\\u003ealert", "").replace("onerror=alert", "").replace(
-        "&lt;script&gt;alert", ""
-    )
-    data = data_of(text)
-    assert data["tokens"][:3] == HOSTILE[:3]
-    assert data["tokens"][3:] == ["\\u2028", "\\u202eabc", "'\"`"]
+    assert [tag for tag, _ in elements.tags].count("script") == 3
+    assert not {"img", "b"} & {tag for tag, _ in elements.tags}
+    known = ("\\u003cscript\\u003ealert", "onerror=alert", "&lt;script&gt;alert")
+    assert "alert" not in re.sub("|".join(map(re.escape, known)), "", text)
+    names = Contents(text).text(0, 0, "queries")["names"]
+    assert names[:3] == HOSTILE[:3]
+    assert names[3:] == ["\\u2028", "\\u202eabc", "'\"`"]
 
 
 def test_placeholders_in_tokens_stay_tokens() -> None:
-    data = data_of(page_text([torch.eye(2)[None]], ["@script@", "@data@"], 0, 0, title="@style@"))
-    assert data["tokens"] == ["@script@", "@data@"]
-    assert data["facts"].startswith("@style@ · 1 layers")
+    contents = Contents(page(TWO, ["@script@", "@data@"], title="@style@").text)
+    assert contents.text(0, 0, "queries")["names"] == ["@script@", "@data@"]
+    assert contents.data["title"] == "@style@"
 
 
 def test_refers_to_nothing_outside() -> None:
-    text = page_text([torch.eye(2)[None]], ["a", "b"], 0, 0)
+    text = page(TWO, ["a", "b"]).text
     for tag, attributes in Elements(text).tags:
         assert tag not in ("link", "iframe", "object", "base", "form", "img")
         assert not {"src", "href", "action", "style", "srcset"} & set(attributes)
         assert not any(name.startswith("on") for name in attributes)
-    assert "http:" not in text
-    assert "https:" not in text
-    assert "url(" not in text
-    assert "@import" not in text
+    for forbidden in ("http:", "https:", "url(", "@import"):
+        assert forbidden not in text
     for forbidden in ("fetch(", "XMLHttpRequest", "WebSocket", "innerHTML", "eval(", "document.write", "import("):
         assert forbidden not in text
 
 
 def test_policy_names_exactly_the_pages_own_script_and_style() -> None:
-    text = page_text([torch.eye(2)[None]], ["a", "b"], 0, 0)
-    elements = Elements(text)
+    elements = Elements(page(TWO, ["a", "b"]).text)
     [policy] = [attributes["content"] for _, attributes in elements.tags if "http-equiv" in attributes]
     assert policy is not None
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
@@ -106,19 +186,64 @@ def test_policy_names_exactly_the_pages_own_script_and_style() -> None:
 
 
 def test_says_that_weights_are_not_explanations() -> None:
-    text = re.sub(r"\s+", " ", page_text([torch.eye(2)[None]], ["a", "b"], 0, 0))
+    text = re.sub(r"\s+", " ", page(TWO, ["a", "b"]).text)
     assert "Attention weights show where a head reads from. They are not explanations" in text
 
 
-def test_writes_utf8(tmp_path: Path) -> None:
-    path = write_page(tmp_path / "page.html", [torch.eye(2)[None]], ["街", "\udce9"], 0, 0, title="街")
+def test_saves_utf8_and_shows_itself_in_notebooks(tmp_path: Path) -> None:
+    made = page(TWO, ["街", "\udce9"], title="街")
+    path = made.save(tmp_path / "page.html")
     text = path.read_text(encoding="utf-8")
     assert "<title>街</title>" in text
-    assert data_of(text)["tokens"] == ["街", "\\udce9"]
+    assert Contents(text).text(0, 0, "keys")["names"] == ["街", "\\udce9"]
+    [(tag, frame)] = Elements(made._repr_html_()).tags
+    assert (tag, frame["sandbox"], frame["srcdoc"]) == ("iframe", "allow-scripts", made.text)
+    assert html.escape(made.text) in made._repr_html_()
 
 
-def test_wrong_arguments() -> None:
-    with pytest.raises(ArgumentError, match="head: expected 0 "):
-        page_text([torch.eye(2)[None]], ["a", "b"], 0, 1)
-    with pytest.raises(ShapeError, match=r"weights\[0\]"):
-        page_text([torch.eye(2)[None]], ["a", "b", "c"], 0, 0)
+WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "head": (ArgumentError, "head: expected one of the recorded heads, got 1", {"head": 1}),
+    "layer": (ArgumentError, "layer: expected 0 … 0, got 2", {"layer": 2}),
+    "tokens": (ShapeError, "tokens: expected 2 tokens for item 0, got 3", {"tokens": list("abc")}),
+    "texts": (ShapeError, "tokens: expected 1 texts, one per batch item, got 2", {"tokens": [["a", "b"], ["c", "d"]]}),
+    "labels": (ShapeError, "labels: expected 1, one per item, got 2", {"labels": ["a", "b"]}),
+    "crops": (ArgumentError, "slices without a step", {"crops": [(0, 0, slice(0, 2, 2), slice(2))]}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments(case: str) -> None:
+    error, message, options = WRONG[case]
+    rec = TWO if case != "crops" else given([torch.eye(150)[None]])
+    with pytest.raises(error, match=re.escape(message)):
+        page(rec, **options)
+
+
+def test_modules_that_ran_unequally_often() -> None:
+    model = Two()
+    with clearhead.record(model, **KEPT) as rec:
+        model(torch.randn(1, 3, 12))
+        model.blocks[0](torch.randn(1, 3, 12))
+        model.blocks[0](torch.randn(1, 3, 12))
+    with pytest.raises(
+        ArgumentError, match=r"equally many calls of every module, got 3 of blocks\.0 and 1 of blocks\.1"
+    ):
+        page(rec)
+
+
+def test_all_of_minilm_at_512_tokens_is_below_three_megabytes(record_property: Any) -> None:
+    """72 heads; every weight of all of them at four decimals in JSON would be about 150 MB."""
+    path = default_model_path()
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModel.from_pretrained(path).eval()
+    text = (Path(__file__).parent.parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    encoded = tokenizer(text, truncation=True, max_length=512, return_tensors="pt")
+    with torch.no_grad(), clearhead.record(model, statistics=FOUR, **KEPT) as rec:
+        model(**encoded)
+    made = page(rec, tokenizer.convert_ids_to_tokens(encoded["input_ids"][0].tolist()))
+    contents = Contents(made.text)
+    assert [len(layer["heads"]) for layer in contents.data["sections"][0]["layers"]] == [12] * 6
+    assert len(contents.text(0, 0, "keys")["names"]) == 512
+    assert sum(len(layer["crops"]) for layer in contents.data["items"][0]["sections"][0]["layers"]) == 1
+    size = len(made.text.encode())
+    record_property("bytes", size)
+    assert 1_000_000 < size < 3_000_000

@@ -1,9 +1,8 @@
-"""The page in a real browser: pointer, keyboard, hostile tokens, and no request."""
+"""The page in a real browser: pointer, keyboard, words, selection, hostile tokens, and no request."""
 
 from __future__ import annotations
 
 import io
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,109 +11,189 @@ import pytest
 import torch
 from PIL import Image
 
-from clearhead.plot.html import write_page
+from clearhead.plot import Tokens, given, page
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+from .browsing import CHROMIUM, opened_browser, watched_page
+
+pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs an installed chromium")
 
-TOKENS = ["the", "<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "street", "街"]
-QUIET = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+NAMES = ["the", "</script><img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "str", "##eet", "街"]
+TOKENS = Tokens(NAMES)
+SIZE = len(NAMES)
+WORDS = [0, 1, 2, 3, 3, 4]
 
 
-@pytest.fixture(scope="module")
-def weights() -> list[torch.Tensor]:
+@pytest.fixture(scope="module", name="weights")
+def _weights() -> list[torch.Tensor]:
     torch.manual_seed(5)
-    return [torch.randn(3, 5, 5).softmax(-1) for _ in range(2)]
+    return [torch.randn(3, SIZE, SIZE).softmax(-1) for _ in range(2)]
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as tools:
-        opened = tools.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+@pytest.fixture(scope="module", name="browser")
+def _browser() -> Iterator[Any]:
+    with opened_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(name="shown")
+def _shown(browser: Any, weights: list[torch.Tensor], tmp_path: Path) -> Iterator[Any]:
+    made = page(given(weights), TOKENS, layer=0, head=1, title="</title><script>alert(3)</script>")
+    with watched_page(browser, made.save(tmp_path / "page.html")) as opened:
         yield opened
-        opened.close()
-
-
-@pytest.fixture
-def page(browser: Any, weights: list[torch.Tensor], tmp_path: Path) -> Iterator[Any]:
-    """The page, watched: a request, a dialog, an error or a line in the console fails the test."""
-    path = write_page(tmp_path / "page.html", weights, TOKENS, 0, 1, title="</title><script>alert(3)</script>")
-    opened = browser.new_page(viewport={"width": 1400, "height": 900})
-    events: list[str] = []
-    for event in ("dialog", "pageerror", "console", "request"):
-        opened.on(event, lambda what, event=event: events.append(f"{event} {getattr(what, 'url', what)}"))
-    opened.goto(path.as_uri())
-    opened.wait_for_selector("html[data-ready]")
-    yield opened
-    assert events == [f"request {path.as_uri()}"]
-    opened.close()
 
 
 def written(weight: torch.Tensor) -> str:
     return f"{weight.item():.4f}"
 
 
-def test_the_pointer_reads_the_weight(page: Any, weights: list[torch.Tensor]) -> None:
-    box = page.locator("#cells").bounding_box()
-    page.mouse.move(box["x"] + box["width"] * 0.7, box["y"] + box["height"] * 0.5)
-    assert page.locator("#readout").inner_text().split() == [
-        *TOKENS[2].split(), "→", "street", written(weights[0][1, 2, 3]),
-    ]  # fmt: skip
+def text_of(shown: Any, name: str) -> str:
+    return " ".join(shown.locator(f"#{name}").inner_text().split())
 
 
-def test_the_pointer_on_the_text_lists_what_the_token_looks_at(page: Any, weights: list[torch.Tensor]) -> None:
-    page.locator("#sentence span").nth(4).hover()
-    order = weights[0][1, 4].argsort(descending=True).tolist()
-    shown = page.locator("#list li").all_inner_texts()
-    assert [item.splitlines()[0] for item in shown] == [TOKENS[key] for key in order]
-    assert [item.splitlines()[1] for item in shown] == [written(weights[0][1, 4, key]) for key in order]
+def cell(shown: Any, query: int, key: int, count: int = SIZE) -> tuple[float, float]:
+    """Where on the screen a cell of the map is."""
+    box = shown.locator("#cells").bounding_box()
+    return box["x"] + box["width"] * (key + 0.5) / count, box["y"] + box["height"] * (query + 0.5) / count
 
 
-def test_a_click_on_a_thumbnail_shows_the_head(page: Any, weights: list[torch.Tensor]) -> None:
-    page.locator('[data-place="1-2"]').click()
-    assert page.locator("#head-title").inner_text() == "Layer 1, head 2"
-    assert page.locator('#overview button[aria-selected="true"]').count() == 1
-    page.locator("#sentence span").nth(0).hover()
-    assert written(weights[1][2, 0].max()) in page.locator("#readout").inner_text()
+def token(shown: Any, place: int) -> Any:
+    return shown.locator(".text span").nth(place)
 
 
-def test_the_keyboard_reaches_heads_and_cells(page: Any, weights: list[torch.Tensor]) -> None:
-    page.keyboard.press("Tab")
-    page.keyboard.press("ArrowDown")
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    assert page.locator("#head-title").inner_text() == "Layer 1, head 2"
-    page.keyboard.press("Tab")
+def test_the_pointer_reads_the_weight_and_what_row_and_column_come_to(shown: Any, weights: list[torch.Tensor]) -> None:
+    shown.mouse.move(*cell(shown, 2, 3))
+    assert text_of(shown, "readout") == f"{NAMES[2]} → str {written(weights[0][1, 2, 3])}"
+    entropy = torch.special.entr(weights[0][1, 2]).sum()
+    received = weights[0][1, :, 3].sum()
+    assert f"entropy {entropy:.2f} nats" in text_of(shown, "details")
+    assert f"receives {received:.2f} from 6 queries" in text_of(shown, "details")
+    shown.mouse.move(1, 1)
+    assert " looks most at " in text_of(shown, "readout")
+
+
+def test_the_pointer_on_a_token_lists_what_it_looks_at(shown: Any, weights: list[torch.Tensor]) -> None:
+    token(shown, 5).hover()
+    order = weights[0][1, 5].argsort(descending=True).tolist()
+    items = [item.splitlines() for item in shown.locator("#list li").all_inner_texts()]
+    assert [item[0] for item in items] == [NAMES[key] for key in order]
+    assert [item[1] for item in items] == [written(weights[0][1, 5, key]) for key in order]
+
+
+def test_a_click_on_a_token_keeps_and_shades_its_row(shown: Any, weights: list[torch.Tensor]) -> None:
+    token(shown, 3).click()
+    shown.mouse.move(1, 1)
+    assert text_of(shown, "readout").startswith("str looks most at ")
+    assert token(shown, 3).get_attribute("class") == "query"
+    shades = [token(shown, key).evaluate("mark => getComputedStyle(mark).backgroundColor") for key in range(SIZE)]
+    lightness = [sum(map(int, shade[4:-1].split(","))) for shade in shades]
+    row = weights[0][1, 3]
+    assert lightness.index(min(lightness)) == int(row.argmax())
+    assert lightness.index(max(lightness)) == int(row.argmin())
+
+
+def test_a_click_on_a_thumbnail_shows_the_head(shown: Any, weights: list[torch.Tensor]) -> None:
+    shown.locator('[data-place="1-2"]').click()
+    assert text_of(shown, "head-title") == "Layer 1, head 2"
+    assert shown.locator('#overview button[aria-pressed="true"]').count() == 1
+    token(shown, 0).hover()
+    assert written(weights[1][2, 0].max()) in text_of(shown, "readout")
+
+
+def test_dragging_over_tokens_sums_what_a_query_gives_them(shown: Any, weights: list[torch.Tensor]) -> None:
+    token(shown, 0).click()
+    token(shown, 3).hover()
+    shown.mouse.down()
+    token(shown, 5).hover()
+    shown.mouse.up()
+    total = written(weights[0][1, 0, 3:6].double().sum())
+    assert text_of(shown, "sum-text") == f"the → str ##eet 街 {total} sum of 3 keys"
+    assert shown.locator(".text span.selected").count() == 3
+    shown.keyboard.press("Escape")
+    assert shown.locator(".text span.selected").count() == 0
+
+
+def test_dragging_over_the_map_averages_queries(shown: Any, weights: list[torch.Tensor]) -> None:
+    before = shown.locator("#cells").bounding_box()
+    shown.mouse.move(*cell(shown, 4, 5))
+    shown.mouse.down()
+    shown.mouse.move(*cell(shown, 2, 3), steps=3)
+    shown.mouse.up()
+    total = weights[0][1, 2:5, 3:6].double().sum(-1).mean()
+    assert text_of(shown, "sum-text").startswith("mean over 3 queries: ")
+    assert f" → str ##eet 街 {total:.4f} sum of 3 keys" in text_of(shown, "sum-text")
+    assert shown.locator("#cells").bounding_box() == before, "the map moved under the pointer"
+
+
+def test_words_are_put_together(shown: Any, weights: list[torch.Tensor]) -> None:
+    shown.locator("#words").check()
+    assert shown.locator(".text span").all_inner_texts() == [*NAMES[:3], "street", "街"]
+    columns = weights[0][1].double() @ torch.nn.functional.one_hot(torch.tensor(WORDS)).double()
+    merged = torch.stack(
+        [columns[[query for query in range(SIZE) if WORDS[query] == word]].mean(0) for word in range(5)]
+    )
+    shown.mouse.move(*cell(shown, 3, 3, count=5))
+    assert text_of(shown, "readout") == f"street → street {written(merged[3, 3])}"
+    assert f"entropy {torch.special.entr(merged[3]).sum():.2f} nats" in text_of(shown, "details")
+    shown.locator("#words").uncheck()
+    assert token(shown, 4).inner_text() == "##eet"
+
+
+def test_the_keyboard_reaches_everything(shown: Any) -> None:
+    reached: list[str] = []
     for _ in range(5):
-        page.keyboard.press("ArrowUp")
-    page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
-    assert page.locator("#readout").inner_text().split()[0] == "the"
-    assert page.locator("#readout").inner_text().split()[-1] == written(weights[1][2, 0, 2])
+        shown.keyboard.press("Tab")
+        name = "e => e.id || e.dataset.place || e.className"
+        reached.append(shown.evaluate(f"({name})(document.activeElement)"))
+    assert reached == ["words", "text both", "statistic", "0-1", "map"]
 
 
-def test_tokens_are_text(page: Any) -> None:
-    assert page.locator("#sentence span").all_inner_texts() == TOKENS
-    assert page.locator("img").count() == 0
-    assert page.locator("script").count() == 2
-    assert page.title() == "</title><script>alert(3)</script>"
+def test_arrow_keys_walk_heads_cells_and_tokens(shown: Any, weights: list[torch.Tensor]) -> None:
+    shown.locator('[data-place="0-1"]').focus()
+    for key in ("ArrowDown", "ArrowRight", "ArrowRight"):
+        shown.keyboard.press(key)
+    assert text_of(shown, "head-title") == "Layer 1, head 2"
+    shown.locator("#map").focus()
+    for key in ["ArrowUp"] * SIZE + ["ArrowRight"] * 2:
+        shown.keyboard.press(key)
+    assert text_of(shown, "readout") == f"the → {NAMES[2]} {written(weights[1][2, 0, 2])}"
+    shown.keyboard.press("Shift+ArrowDown")
+    shown.keyboard.press("Shift+ArrowRight")
+    assert written(weights[1][2, :2, 2:4].double().sum(-1).mean()) in text_of(shown, "sum-text")
+    shown.locator(".text").focus()
+    for key in ("ArrowRight", "ArrowRight", "Shift+ArrowRight"):
+        shown.keyboard.press(key)
+    assert shown.locator(".text .query").inner_text() == "str"
 
 
-def test_colours_follow_the_scheme(page: Any) -> None:
+def test_the_overview_shows_statistics(shown: Any, weights: list[torch.Tensor]) -> None:
+    shown.locator("#statistic").select_option("confidence")
+    means = [[f"{head.amax(-1).mean():.2f}" for head in layer] for layer in weights]
+    assert shown.locator("#overview button span").all_inner_texts() == [*means[0], *means[1]]
+    assert f"confidence {means[0][1]}" in text_of(shown, "about")
+
+
+def test_the_scale_is_printed(shown: Any) -> None:
+    ticks = [float(tick) for tick in shown.locator("#overview-scale .ticks span").all_inner_texts()]
+    assert ticks == [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1]
+    assert "square root" in text_of(shown, "overview-scale")
+
+
+def test_tokens_are_text(shown: Any) -> None:
+    assert shown.locator(".text span").all_inner_texts() == NAMES
+    assert shown.locator("img").count() == 0
+    assert shown.locator("script").count() == 3
+    assert shown.title() == "</title><script>alert(3)</script>"
+
+
+def test_colours_follow_the_scheme(shown: Any) -> None:
     def lowest() -> int:
-        picture = Image.open(io.BytesIO(page.locator("#ramp").screenshot())).convert("L")
+        picture = Image.open(io.BytesIO(shown.locator("#overview-scale .ramp").screenshot())).convert("L")
         return picture.getpixel((4, picture.height // 2))
 
-    page.emulate_media(color_scheme="light")
+    shown.emulate_media(color_scheme="light")
     light = lowest()
-    page.emulate_media(color_scheme="dark")
-    page.wait_for_function("getComputedStyle(document.body).backgroundColor === 'rgb(18, 22, 28)'")
+    shown.emulate_media(color_scheme="dark")
+    shown.wait_for_function("getComputedStyle(document.body).backgroundColor === 'rgb(18, 22, 28)'")
     assert light > 250
     assert lowest() < 40

@@ -7,11 +7,13 @@ import io
 import pytest
 import torch
 from rich.console import Console, RenderableType
+from torch import Tensor
 
-from clearhead.errors import ArgumentError
+from clearhead.plot import given
+from clearhead.plot.collect import SectionPicture, collect
 from clearhead.plot.heads import summarize
-from clearhead.plot.labels import printable
-from clearhead.plot.terminal import overview, top_keys
+from clearhead.plot.terminal import colored_tokens, overview, sparkline, top_keys
+from clearhead.plot.tokens import as_texts
 
 
 def shown(what: RenderableType, width: int = 80, *, terminal: bool = False) -> str:
@@ -20,56 +22,96 @@ def shown(what: RenderableType, width: int = 80, *, terminal: bool = False) -> s
     return file.getvalue()
 
 
+def picture(weights: list[Tensor], tokens: list[str] | None = None, keys: list[str] | None = None) -> SectionPicture:
+    return collect(given(weights), as_texts(tokens), as_texts(keys))[0].sections[0]
+
+
 def test_overview_has_a_cell_per_head() -> None:
     weights = [torch.eye(4).repeat(3, 1, 1), torch.full((3, 4, 4), 0.25)]
-    lines = shown(overview(summarize(weights), layer=1, head=2)).splitlines()
+    lines = shown(overview(summarize(picture(weights)), chosen=(1, 2))).splitlines()
     assert lines[0].split() == ["layer", "0", "1", "2"]
     assert lines[1].split() == ["0", "i", "0.0", "i", "0.0", "i", "0.0"]
     assert lines[2].split() == ["1", "b", "1.4", "b", "1.4>b", "1.4"]
-    assert "i the token itself" in " ".join(lines)
+    text = " ".join(" ".join(lines).split())
+    assert "i the token itself" in text
+    assert "Number: mean entropy in nats." in text
+
+
+@pytest.mark.parametrize(
+    ("numbers", "cells"),
+    [
+        ([[0.056, 0.5, 0.0]], ["i .06", "i .50", "i .00"]),
+        ([[12.34, 1.0, -3.26]], ["i12.3", "i 1.0", "i-3.3"]),
+        ([[123.4, -120.0, 1e5]], ["i 123", "i-120", "i1000"]),
+    ],
+)
+def test_overview_of_any_statistic(numbers: list[list[float]], cells: list[str]) -> None:
+    summaries = summarize(picture([torch.eye(4).repeat(3, 1, 1)]))
+    line = shown(overview(summaries, numbers=("sink", numbers), labels=["7"])).splitlines()[1]
+    assert [line[start : start + 6].strip() for start in (5, 11, 17)] == cells
+    assert line.startswith("    7")
+    assert "Number: sink." in " ".join(shown(overview(summaries, numbers=("sink", numbers))).split())
 
 
 def test_overview_continues_where_the_terminal_ends() -> None:
-    text = shown(overview(summarize([torch.eye(2).repeat(32, 1, 1)]), width=60), width=60)
+    text = shown(overview(summarize(picture([torch.eye(2).repeat(32, 1, 1)])), width=60), width=60)
     assert max(len(line) for line in text.splitlines()) <= 60
     headers = [line.split()[1:] for line in text.splitlines() if line.startswith("layer")]
     assert [int(number) for header in headers for number in header] == list(range(32))
-    assert text.count("i 0.0") == 32
+    assert text.count("i .00") == 32
 
 
 def test_colour_only_in_a_terminal() -> None:
-    table = overview(summarize([torch.eye(2)[None]]))
-    assert "\x1b[" in shown(table, terminal=True)
-    assert "\x1b[" not in shown(table)
+    for what in (overview(summarize(picture([torch.eye(2)[None]]))), colored_tokens(["a", "b"], [0.1, 1.0])):
+        assert "\x1b[" in shown(what, terminal=True)
+        assert "\x1b[" not in shown(what)
 
 
 def test_top_keys_in_order() -> None:
-    weights = [torch.tensor([[[0.1, 0.6, 0.3], [0.0, 0.25, 0.75]]])]
-    lines = shown(top_keys(weights, ["a", "b"], 0, 0, key_tokens=["x", "y", "z"])).splitlines()
+    section = picture([torch.tensor([[[0.1, 0.6, 0.3], [0.0, 0.25, 0.75]]])], ["a", "b"], ["x", "y", "z"])
+    lines = shown(top_keys(section, section.layers[0], 0)).splitlines()
     assert [line.split() for line in lines] == [
         ["a", "→", "y", "0.60", "z", "0.30", "x", "0.10"],
-        ["b", "→", "z", "0.75", "y", "0.25", "x", "0.00"],
+        ["b", "→", "z", "0.75", "y", "0.25"],
     ]
 
 
+def test_a_query_that_sees_nothing() -> None:
+    weights = torch.eye(2)
+    weights[1] = 0
+    section = picture([weights[None]], ["a", "b"])
+    assert shown(top_keys(section, section.layers[0], 0)).splitlines()[1].split() == ["b", "→", "nothing"]
+
+
 def test_top_keys_of_long_texts_stop() -> None:
-    text = shown(top_keys([torch.eye(100)[None]], [f"t{i}" for i in range(100)], 0, 0))
+    section = picture([torch.eye(100)[None]], [f"t{i}" for i in range(100)])
+    text = shown(top_keys(section, section.layers[0], 0))
     assert "and 40 more tokens" in text
     assert "t60" not in text
 
 
 def test_tokens_are_neither_markup_nor_escape_codes() -> None:
-    text = shown(top_keys([torch.eye(3)[None]], ["[bold]", "\x1b[2J", "街"], 0, 0), terminal=True)
-    assert "[bold]" in text
-    assert "\\x1b[2J" in text
-    assert "\x1b[2J" not in text
-    assert "街" in text
+    tokens = ["[bold]", "\x1b[2J", "街"]
+    section = picture([torch.eye(3)[None]], tokens)
+    for what in (top_keys(section, section.layers[0], 0), colored_tokens(tokens, [1.0, 2.0, 3.0])):
+        text = shown(what, terminal=True)
+        assert "[bold]" in text
+        assert "\\x1b[2J" in text
+        assert "\x1b[2J" not in text
+        assert "街" in text
 
 
-def test_a_head_that_does_not_exist() -> None:
-    with pytest.raises(ArgumentError, match="layer: expected 0 "):
-        top_keys([torch.eye(2)[None]], ["a", "b"], 1, 0)
+def test_coloured_tokens_are_darker_where_the_value_is_larger() -> None:
+    text = colored_tokens(["a", "b", "c"], [0.0, 0.5, 1.0])
+    assert text.plain == "a b c"
+    styles = {text.plain[span.start : span.end]: str(span.style) for span in text.spans if str(span.style) != "none"}
+    assert set(styles) == {"b", "c"}
+    assert styles["b"] != styles["c"]
+    assert "and 5 more tokens" in colored_tokens(["x"] * 305, [1.0] * 305).plain
 
 
-def test_printable() -> None:
-    assert printable(["a b", "\n", "\u200b", "", "é"]) == ["a b", "\\n", "\\u200b", "∅", "é"]
+def test_sparklines() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0.0, 0.0]) == "▁▁"
+    assert sparkline([]) == ""
+    assert sparkline([0] * 50 + [9] + [0] * 49, width=10) == "▁▁▁▁▁█▁▁▁▁"

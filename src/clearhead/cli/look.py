@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +13,8 @@ from ..errors import ArgumentError, ClearheadError, explain_problem
 from .errors import UsageProblem, warn
 
 if TYPE_CHECKING:
-    from ..demo import HeadWeights, TextModel
-    from ..plot.heads import HeadSummary
-
-    Summaries = list[list[HeadSummary]]
+    from ..demo import TextModel
+    from .seeing import Seen
 
 __all__ = ["look"]
 
@@ -42,33 +39,75 @@ def look(
     head: Annotated[
         int | None, typer.Option("--head", help="The head shown large, from 0.", show_default="a telling one")
     ] = None,
+    stat: Annotated[
+        str | None,
+        typer.Option(
+            "--stat",
+            metavar="NAME",
+            help="What the overviews show per head: entropy, normalized_entropy, confidence, sink, distance, "
+            "previous, max_logit or output_norm.",
+            show_default="entropy, and maps",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for attention.png and attention.html.")] = Path(),
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Where to write the page.", show_default="attention.html in --out")
+    ] = None,
+    no_html: Annotated[bool, typer.Option("--no-html", help="Write no page.")] = False,
+    png: Annotated[
+        Path | None, typer.Option("--png", help="Where to write the picture.", show_default="attention.png in --out")
+    ] = None,
+    no_png: Annotated[bool, typer.Option("--no-png", help="Write no picture.")] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            help="Also write every number as JSON; with - to the standard output, and nothing else there.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Show where every head of a pretrained Transformer looks on a text.
 
     Prints an overview of all heads and one head token by token, and writes attention.png and attention.html. Without
     --layer and --head, the head shown large is the one where different words most clearly look at different words
     further away, rather than at special tokens or neighbours.
+
+    A text that is longer than the model takes is read in windows, each sharing an eighth of its tokens with the next;
+    numbers per head are means over all of them.
     """
     content = _read_text(text, file)
+    paths = {
+        "png": _target("--png", png, no_png, out / "attention.png"),
+        "html": _target("--html", html, no_html, out / "attention.html"),
+    }
+    to_stdout = json is not None and str(json) == "-"
     if out.exists() and not out.is_dir():
         raise ArgumentError(explain_problem("--out", expected="a folder", got=f"a file, {out}"))
-    with _progress("loading the model", "running it", "drawing the picture", "writing the page") as next_step:
+    with _progress() as step:
+        step("loading the model", 1)
         from .. import demo
-        from ..plot.heads import summarize
+        from .look_page import print_seen, seen_as_json
+        from .seeing import STATISTICS, see
+        from .windows import cut_into_windows
 
+        if stat is not None and stat not in STATISTICS:
+            raise UsageProblem(explain_problem("--stat", expected=f"one of {', '.join(STATISTICS)}", got=stat))
         loaded = demo.load_text_model(model, notify=warn)
-        next_step()
-        found = demo.read_heads(loaded, content)
-        summaries = summarize(found.weights, found.special)
-        place = _place(summaries, layer, head)
-        next_step()
-        paths = _write(loaded, found, place, content, out, next_step)
-    _print(loaded, found, summaries, place, chosen=layer is not None and head is not None)
-    print(*(f"wrote {path}" for path in paths), sep="\n")
-    if found.dropped:
-        cut = f"the text was cut to {len(found.tokens)} tokens; {found.dropped} more at its end are left out"
-        warn(f"{cut} ({loaded.limit_reason}).")
+        windows = cut_into_windows(loaded, content)
+        running = "running it" if len(windows) == 1 else f"running it on {len(windows)} windows"
+        advance = step(running, len(windows))
+        seen = see(loaded, windows, layer=layer, head=head, statistic=stat, next_window=advance)
+        title = " ".join(content.split())
+        written = _write_png(paths["png"], seen, title, stat, step)
+        written += _write_html(paths["html"], loaded, seen, stat, step)
+        if json is not None and not to_stdout:
+            written += _written("--json", json, seen_as_json(loaded, seen))
+    if to_stdout:
+        print(seen_as_json(loaded, seen))
+    else:
+        print_seen(loaded, seen, statistic=stat, chosen=layer is not None and head is not None)
+        print(*(f"wrote {path}" for path in written), sep="\n", end="\n" if written else "")
     if not loaded.clearhead:
         warn(f"{loaded.name} does not let its attention be replaced; these weights are from its own attention.")
 
@@ -93,89 +132,76 @@ def _read_text(text: str | None, file: Path | None) -> str:
     return text
 
 
-def _place(summaries: Summaries, layer: int | None, head: int | None) -> tuple[int, int]:
-    """The head to show large: what was chosen, and for the rest the head with the largest contrast."""
-    if layer is not None and not 0 <= layer < len(summaries):
-        raise UsageProblem(explain_problem("--layer", expected=_range(len(summaries)), got=str(layer)))
-    layers = range(len(summaries)) if layer is None else [layer]
-    most = max(len(summaries[index]) for index in layers)
-    if head is not None and not 0 <= head < most:
-        raise UsageProblem(explain_problem("--head", expected=_range(most), got=str(head)))
-    places = [
-        (index, number) for index in layers for number in range(len(summaries[index])) if head is None or number == head
-    ]
-    return max(places, key=lambda place: summaries[place[0]][place[1]].contrast)
+def _target(option: str, path: Path | None, unwanted: bool, default: Path) -> Path | None:
+    if path is not None and unwanted:
+        raise UsageProblem(explain_problem(option, expected=f"{option} or --no-{option[2:]}", got="both"))
+    return None if unwanted else path or default
 
 
-def _range(count: int) -> str:
-    return f"0 to {count - 1}, counted from 0"
+Step = Callable[[str, int], Callable[[], None]]
 
 
-def _write(
-    loaded: TextModel,
-    found: HeadWeights,
-    place: tuple[int, int],
-    content: str,
-    out: Path,
-    next_step: Callable[[], None],
-) -> tuple[Path, Path]:
-    from ..plot.html import write_page
-    from ..plot.matplotlib import draw_heads, save_figure
+def _write_png(path: Path | None, seen: Seen, title: str, stat: str | None, step: Step) -> list[Path]:
+    if path is None:
+        return []
+    step("drawing the picture", 1)
+    from ..plot.ink import save_figure
+    from ..plot.sheet import draw_sheet
 
-    title = " ".join(content.split())
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        figure = draw_heads(found.weights, found.tokens, *place, title=title)
-        picture = save_figure(figure, out / "attention.png")
-        next_step()
-        page = out / "attention.html"
-        write_page(page, found.weights, found.tokens, *place, special=found.special, title=loaded.name)
-    except OSError as error:
-        got = f"{out}: {error.strerror or type(error).__name__}"
-        raise ClearheadError(explain_problem("--out", expected="a folder that can be written to", got=got)) from error
-    return picture, page
+    numbers = None if stat is None else (stat, seen.numbers[stat])
+    figure = draw_sheet(seen.first, *seen.place, title=title, numbers=numbers)
+    with _writing("--png", path):
+        return [save_figure(figure, path)]
 
 
-def _print(
-    loaded: TextModel, found: HeadWeights, summaries: Summaries, place: tuple[int, int], *, chosen: bool
-) -> None:
-    from rich.console import Console
-    from rich.text import Text
+def _write_html(path: Path | None, loaded: TextModel, seen: Seen, stat: str | None, step: Step) -> list[Path]:
+    if path is None:
+        return []
+    step("writing the page", 1)
+    shown = {None: "maps", "previous": "offset -1"}.get(stat, stat) or "maps"
+    page = seen.page.page((0, *seen.place), title=loaded.name, statistic=shown)
+    with _writing("--html", path):
+        return [page.save(path)]
 
-    from ..plot.terminal import overview, top_keys
 
-    # A terminal or pipe that is not UTF-8 shows "?" instead of failing.
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    layer, head = place
-    console = Console(highlight=False)
-    heads = max(len(row) for row in summaries)
-    console.print(
-        Text(f"{loaded.name} · {len(summaries)} layers × {heads} heads · {len(found.tokens)} tokens", style="bold")
-    )
-    console.print()
-    console.print(overview(summaries, layer=layer, head=head, width=console.width))
-    console.print()
-    console.print(Text(f"layer {layer}, head {head}: what each token looks at most", style="bold"))
-    if not chosen:
-        console.print(Text("Chosen for its clear looks at words further away; choose with --layer and --head.", "dim"))
-    console.print(top_keys(found.weights, found.tokens, layer, head))
-    console.print(Text("Weights show where a head reads; they do not explain what the model decides.", style="dim"))
-    console.print()
+def _written(option: str, path: Path, text: str) -> list[Path]:
+    with _writing(option, path):
+        path.write_text(text + "\n", encoding="utf-8")
+    return [path]
 
 
 @contextmanager
-def _progress(*steps: str) -> Generator[Callable[[], None]]:
-    """Show a bar on stderr while the steps go on, if that is a terminal; the first step begins at once."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+def _writing(option: str, path: Path) -> Generator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        got = f"{path}: {error.strerror or type(error).__name__}"
+        raise ClearheadError(explain_problem(option, expected="a file that can be written", got=got)) from error
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+
+@contextmanager
+def _progress() -> Generator[Step]:
+    """Show a bar on stderr while the steps go on, if that is a terminal.
+
+    Yields a function that begins a step of so many parts and returns one that counts them.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(steps[0], total=len(steps))
-        upcoming = iter(steps[1:])
+        task = progress.add_task("", total=1)
 
-        def next_step() -> None:
-            progress.update(task, advance=1, description=next(upcoming))
+        def begin(description: str, parts: int) -> Callable[[], None]:
+            progress.reset(task, description=description, total=parts)
+            return lambda: progress.advance(task)
 
-        yield next_step
+        yield begin

@@ -160,6 +160,8 @@ def head_importance(
 class _Editor:
     """Applies the changes of the module that is running."""
 
+    recomputing = True
+
     def __init__(self, running: ModuleNames, changes: Mapping[tuple[str, int], Change]) -> None:
         self._running = running
         self._changes: dict[str, dict[int, Change]] = {}
@@ -184,6 +186,8 @@ class _Editor:
 
 class _Gates:
     """Multiplies every head's output with a gate of one per example."""
+
+    recomputing = False
 
     def __init__(self, running: ModuleNames) -> None:
         self._running = running

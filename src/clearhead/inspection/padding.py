@@ -13,6 +13,7 @@ _KEEP = ("attention_mask",)  # 1 = real
 _DROP = ("src_key_padding_mask",)  # True = padding
 _DECODER_KEEP = ("decoder_attention_mask",)
 _DECODER_DROP = ("tgt_key_padding_mask",)
+_MASKS = (*_KEEP, *_DROP, *_DECODER_KEEP, *_DECODER_DROP)
 _DECODER_SIGNS = ("decoder_input_ids", "decoder_inputs_embeds", "tgt", *_DECODER_KEEP, *_DECODER_DROP)
 
 
@@ -35,6 +36,7 @@ class PaddingFinder:
         has_decoder = any("decoder" in name.split(".") for name, _ in model.named_modules())
         is_both = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and has_decoder
         self._two_sided = bool(is_both) or any(named.get(name) is not None for name in _DECODER_SIGNS)
+        self._input_length = _input_length(named)
 
     def query_mask(self, name: str, batch_size: int, query_length: int, key_length: int) -> Tensor | None:
         """Bool (B, L) of real queries, or ``None`` if the root call does not say."""
@@ -45,7 +47,8 @@ class PaddingFinder:
             return None
         if mask.shape[1] == query_length:
             return mask
-        if mask.shape[1] == key_length and query_length < key_length:
+        is_step = query_length == self._input_length and query_length < key_length
+        if mask.shape[1] == key_length and is_step:
             return mask[:, -query_length:]  # a decoding step: the queries are the last of the keys
         return None
 
@@ -58,6 +61,14 @@ def _named(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) 
         return dict(kwargs)
     extra = bound.get("kwargs")
     return {**(extra if isinstance(extra, dict) else {}), **bound}
+
+
+def _input_length(named: dict[str, Any]) -> int | None:
+    """How many tokens the root call was given: the length of its first tensor that is no mask."""
+    for name, value in named.items():
+        if isinstance(value, Tensor) and value.dim() >= 2 and name not in _MASKS:
+            return value.shape[1]
+    return None
 
 
 def _read(named: dict[str, Any], keep: tuple[str, ...], drop: tuple[str, ...]) -> Tensor | None:

@@ -117,6 +117,8 @@ class record(Mapping[str, Calls]):
         (['self_attn'], torch.Size([2, 3, 5]))
     """
 
+    recomputing = False
+
     def __init__(
         self,
         model: nn.Module,

@@ -3,144 +3,211 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import html
 import json
 import re
-import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .heads import KINDS, require_head, require_weights, summarize
+from ..errors import ArgumentError, ShapeError, explain_problem
+from ..inspection.record import RecordError
+from .collect import ItemPicture, collect
+from .crops import CropRequest, with_crops
+from .heads import summarize
 from .labels import printable
+from .page_contents import ScaleEnds, describe_item, describe_section
+from .protocol import Recorded
+from .tokens import Texts, as_texts
 
-__all__ = ["page_text", "write_page"]
+__all__ = ["Page", "PageMaker", "page"]
 
-# Weights are stored in ten-thousandths: the four decimals that the page shows.
-UNIT = 10_000
+SCRIPTS = ("data", "color", "grids", "overview", "text", "map", "margins", "view", "pointer", "main")
 
 
-def write_page(
-    path: Path,
-    weights: Sequence[Tensor],
-    tokens: Sequence[str],
-    layer: int,
-    head: int,
-    *,
-    key_tokens: Sequence[str] | None = None,
-    special: Sequence[bool] | None = None,
-    title: str = "Attention",
-) -> Path:
-    """Write the page that `page_text` describes, in UTF-8.
+@dataclass(frozen=True)
+class Page:
+    """A finished page.
 
     Args:
-        path: where to; the folder must exist. The other arguments are those of `page_text`.
-
-    Returns:
-        The path.
-
-    Raises:
-        ArgumentError, ShapeError: as `page_text`.
-        OSError: if the file cannot be written.
+        text: the HTML.
+        height: of the frame it is shown in inside a notebook, in CSS pixels.
     """
-    text = page_text(weights, tokens, layer, head, key_tokens=key_tokens, special=special, title=title)
-    path.write_text(text, encoding="utf-8", newline="\n")
-    return path
+
+    text: str
+    height: int = 860
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page, in UTF-8.
+
+        Args:
+            path: where to; the folder must exist.
+
+        Returns:
+            The path.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        path = Path(path)
+        path.write_text(self.text, encoding="utf-8", newline="\n")
+        return path
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, which is what notebooks show; it reaches neither them nor the network."""
+        return (
+            f'<iframe srcdoc="{html.escape(self.text)}" sandbox="allow-scripts" title="Attention" '
+            f'style="width: 100%; height: {self.height}px; border: 0"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"Page({len(self.text) / 1e6:.2f} MB; .save(path) writes it)"
 
 
-def page_text(
-    weights: Sequence[Tensor],
-    tokens: Sequence[str],
-    layer: int,
-    head: int,
+def page(
+    rec: Recorded,
+    tokens: Texts | None = None,
     *,
-    key_tokens: Sequence[str] | None = None,
-    special: Sequence[bool] | None = None,
+    key_tokens: Texts | None = None,
+    layer: int | str | None = None,
+    head: int | None = None,
+    crops: Sequence[CropRequest] | None = None,
+    labels: Sequence[str] | None = None,
     title: str = "Attention",
-) -> str:
-    """Make one self-contained HTML page: all heads as thumbnails, the chosen one large, weights under the pointer.
+) -> Page:
+    """Make one self-contained HTML page of a record: every head as a thumbnail, one large, weights under the pointer.
 
-    The page carries every weight to four decimals and asks the network for nothing; its content security policy
-    forbids it, and forbids any script but its own. Tokens are data, never markup: ``<script>`` is shown, not run.
+    The page holds, per head: the map pooled to 128 × 128 tiles (exact up to 128 tokens), the exact largest weights of
+    every query (`top_k` of the record), the entropy of every query, what every key receives; and every weight of the
+    heads in `crops`. It asks the network for nothing; its content security policy forbids that, and any script but
+    its own. Tokens are data, never markup.
 
     Args:
-        weights: one (H, L, S) tensor per layer; rows sum to at most 1.
-        tokens: L query tokens.
-        layer, head: which head is large at first, counted from 0.
-        key_tokens: S key tokens. Default: the query tokens.
-        special: per key, whether it is a special token such as ``[CLS]``. Default: none is.
+        rec: a record with the statistics entropy, received, top_k and map, or with ``keep="queries_keys"``.
+        tokens: a list of strings or `Tokens`, or one for every batch item. With an encoder and a decoder: those of the
+            decoder. With or without padding. Default: numbers.
+        key_tokens: the same for the text that is attended to, where that is another one.
+        layer: which layer is large at first, by number in running order or module name.
+        head: and which of its heads. Default of both: the clearest one, see `clearest_head`.
+        crops: (layer, head) or (layer, head, queries, keys) with slices, heads that keep every weight however long the
+            text. Default: the head that is large at first, if queries and keys were kept.
+        labels: what to call the batch items. Default: item 0, item 1, …
         title: of the page, also shown in it; the model's name for instance.
 
     Raises:
-        ArgumentError: if there is no such layer or head.
-        ShapeError: if weights and tokens do not fit.
+        RecordError: if the record lacks what the page needs.
+        ArgumentError: for a layer or head that is not there.
+        ShapeError: if tokens and record do not fit.
 
     Example:
-        >>> page = page_text([torch.eye(2)[None]], ["</script>", "b"], layer=0, head=0)
-        >>> page.count("</script>")
-        2
+        >>> import torch, clearhead
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with clearhead.record(model, keep="queries_keys") as rec:
+        ...     _ = model(torch.randn(1, 3, 8))
+        >>> page(rec, ["a", "b", "</script>"]).text.count("</script>")
+        3
     """
-    keys = tokens if key_tokens is None else key_tokens
-    require_weights(weights, tokens, keys)
-    require_head(weights, layer, head)
-    data = _data(weights, tokens, keys, special, same=key_tokens is None)
-    shown_title = printable([title])[0]
-    data |= {"layer": layer, "head": head, "facts": f"{shown_title} · {_counted(weights, tokens)}"}
-    style, script = _part("page.css"), _part("page.js")
-    parts = {
-        "policy": f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
-        "base-uri 'none'; form-action 'none'",
-        "title": html.escape(shown_title),
-        "style": style,
-        "script": script,
-        "data": _json(data),
-    }
-    # One pass: what is put in is never searched for places again.
-    return re.sub(r"@(policy|title|style|script|data)@", lambda place: parts[place[1]], _part("page.html"))
+    items = collect(rec, as_texts(tokens), as_texts(key_tokens))
+    if labels is not None:
+        if len(labels) != len(items):
+            raise ShapeError(explain_problem("labels", expected=f"{len(items)}, one per item", got=str(len(labels))))
+        items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
+    place = _place(rec, items, layer, head)
+    if crops is not None:
+        items = with_crops(rec, items, crops)
+    else:
+        large = items[0].sections[place[0]].layers[place[1]]
+        with contextlib.suppress(RecordError):  # nothing was kept, and nothing was asked for
+            items = with_crops(rec, items, [(large.name, large.heads[place[2]])])
+    maker = PageMaker()
+    for item in items:
+        maker.add(item)
+    return maker.page(place, title=title)
 
 
-def _data(
-    weights: Sequence[Tensor],
-    tokens: Sequence[str],
-    keys: Sequence[str],
-    special: Sequence[bool] | None,
-    *,
-    same: bool,
-) -> dict[str, Any]:
-    heads = [
-        [{"entropy": round(head.entropy, 3), "kind": KINDS[head.kind]} for head in layer]
-        for layer in summarize(weights, special)
-    ]
-    return {
-        "tokens": printable(tokens),
-        "keys": printable(keys),
-        "same": same,
-        "query": _first_ordinary(special, len(tokens)) if same else 0,
-        "heads": heads,
-        "unit": UNIT,
-        "weights": _packed(weights),
-    }
+class PageMaker:
+    """Makes a page of one batch item after the other, keeping each only as it will be in the file."""
+
+    def __init__(self) -> None:
+        self._sections: list[dict[str, Any]] = []
+        self._ends: list[ScaleEnds] = []
+        self._items: list[dict[str, Any]] = []
+        self._streams: list[str] = []
+
+    def add(self, item: ItemPicture) -> None:
+        """Append an item; all have the same sections, layers and heads."""
+        if not self._sections:
+            self._sections = [describe_section(picture) for picture in item.sections]
+            self._ends = [ScaleEnds() for _ in item.sections]
+        for ends, picture in zip(self._ends, item.sections, strict=True):
+            ends.add(picture)
+        description, stream = describe_item(item)
+        self._items.append(description)
+        self._streams.append(stream)
+
+    def page(self, place: tuple[int, int, int], *, title: str, statistic: str = "maps") -> Page:
+        """The finished page.
+
+        Args:
+            place: section, layer and head that are shown first, as places in the items.
+            title: as in `page`.
+            statistic: what the overview shows at first: ``"maps"``, or a statistic's name.
+        """
+        shown_title = printable([title])[0]
+        data = {
+            "title": shown_title,
+            "sections": [part | ends.describe() for part, ends in zip(self._sections, self._ends, strict=True)],
+            "items": self._items,
+            "section": place[0],
+            "layer": place[1],
+            "head": place[2],
+            "statistic": statistic,
+        }
+        style, script = _part("page.css"), "".join(_part(f"page_{name}.js") for name in SCRIPTS)
+        script = f'"use strict";\n(async () => {{\n{script}}})();\n'
+        parts = {
+            "policy": f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
+            "base-uri 'none'; form-action 'none'",
+            "title": html.escape(shown_title),
+            "style": style,
+            "script": script,
+            "data": _json(data),
+            "streams": "\n".join(
+                f'<script type="application/octet-stream" id="stream-{number}">{stream}</script>'
+                for number, stream in enumerate(self._streams)
+            ),
+        }
+        # One pass: what is put in is never searched for places again.
+        places = r"@(policy|title|style|script|data|streams)@"
+        return Page(re.sub(places, lambda found: parts[found[1]], _part("page.html")))
 
 
-def _packed(weights: Sequence[Tensor]) -> str:
-    """Heads one after the other, layer by layer, each row by row: little-endian uint16, deflated, in base64."""
-    deflate = zlib.compressobj(6)
-    parts = []
-    for layer in weights:
-        units = (layer.detach().float().clamp(0, 1) * UNIT).round().to(torch.int32).cpu().numpy().astype("<u2")
-        parts.append(deflate.compress(units.tobytes()))
-    parts.append(deflate.flush())
-    return base64.b64encode(b"".join(parts)).decode("ascii")
+def _place(
+    rec: Recorded, items: Sequence[ItemPicture], layer: int | str | None, head: int | None
+) -> tuple[int, int, int]:
+    """Section, layer and head to show first: what was chosen, and for the rest the clearest head."""
+    places: list[tuple[float, tuple[int, int, int]]] = []
+    name = None if layer is None else rec.name_of(layer)
+    for section, picture in enumerate(items[0].sections):
+        summaries = summarize(picture)
+        for index, found in enumerate(picture.layers):
+            for number, summary in enumerate(summaries[index]):
+                if name in (None, found.name) and head in (None, found.heads[number]):
+                    places.append((summary.contrast, (section, index, number)))
+    if not places:
+        where = "" if name is None else f" of {name}"
+        raise ArgumentError(explain_problem("head", expected=f"one of the recorded heads{where}", got=str(head)))
+    first_section = min(place[0] for _, place in places)
+    return max((each for each in places if each[1][0] == first_section), key=lambda each: each[0])[1]
 
 
 def _json(data: dict[str, Any]) -> str:
     """JSON that HTML cannot misread: ASCII only, and no character that could end the element around it."""
-    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"))
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
@@ -151,15 +218,3 @@ def _source(text: str) -> str:
 
 def _part(name: str) -> str:
     return resources.files("clearhead.plot").joinpath(name).read_text(encoding="utf-8")
-
-
-def _counted(weights: Sequence[Tensor], tokens: Sequence[str]) -> str:
-    heads = sorted({layer.shape[0] for layer in weights})
-    per_layer = str(heads[0]) if len(heads) == 1 else f"{heads[0]} to {heads[-1]}"
-    return f"{len(weights)} layers × {per_layer} heads · {len(tokens)} tokens"
-
-
-def _first_ordinary(special: Sequence[bool] | None, length: int) -> int:
-    """The query the page starts with: in the middle of the text, and no special token if there is another."""
-    order = sorted(range(length), key=lambda place: abs(place - 2 * length // 3))
-    return next((place for place in order if special is None or not special[place]), order[0])

@@ -1,127 +1,188 @@
-"""Attention in the terminal: an overview of all heads, and one head token by token."""
+"""Attention in the terminal: an overview of all heads, one head token by token, coloured text and sparklines."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rich.console import Group, RenderableType
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
-from .heads import KINDS, HeadSummary, require_head, require_weights
+from .collect import LayerPicture, SectionPicture
+from .heads import KINDS, HeadSummary
 from .labels import printable
 
-__all__ = ["overview", "top_keys"]
+__all__ = ["colored_tokens", "overview", "sparkline", "top_keys"]
 
 LAYER_WIDTH = 5
 CELL_WIDTH = 6
 MOST_ROWS = 60
+MOST_TOKENS = 300
+BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def overview(
-    summaries: Sequence[Sequence[HeadSummary]], *, layer: int | None = None, head: int | None = None, width: int = 80
+    summaries: Sequence[Sequence[HeadSummary]],
+    *,
+    numbers: tuple[str, Sequence[Sequence[float]]] | None = None,
+    labels: Sequence[str] | None = None,
+    chosen: tuple[int, int] | None = None,
+    width: int = 80,
 ) -> RenderableType:
-    """Draw a layers × heads table: the kind of each head, and the mean entropy of its queries in nats.
+    """Draw a layers × heads table: the kind of each head, and a number.
 
-    Heads that look at few tokens are shaded; models with more heads than fit continue in another table.
+    Heads with large numbers are shaded (with small ones, for the entropy: they look at few tokens); models with more
+    heads than fit continue in another table.
 
     Args:
-        summaries: from `summarize`.
-        layer, head: the chosen head, marked with ``>``.
+        summaries: from `clearhead.plot.heads.summarize`.
+        numbers: a statistic's name and one number per head. Default: the mean entropy of a head's queries.
+        labels: of the layers. Default: numbers from 0.
+        chosen: layer and head that are marked with ``>``.
         width: columns of the terminal.
 
     Example:
-        >>> import torch
         >>> from rich.console import Console
-        >>> from clearhead.plot.heads import summarize
-        >>> Console(width=40).print(overview(summarize([torch.eye(4)[None]]), width=40))  # doctest: +ELLIPSIS
+        >>> head = HeadSummary(entropy=0.0, spread=0.0, shares={"itself": 1.0}, contrast=0.0, queries=4)
+        >>> Console(width=40).print(overview([[head]], width=40))  # doctest: +ELLIPSIS
         layer     0
             0 i 0.0
         ...
     """
     most = max(len(row) for row in summaries)
     per_table = max(1, (width - LAYER_WIDTH) // CELL_WIDTH)
-    parts = [range(first, min(first + per_table, most)) for first in range(0, most, per_table)]
-    return Group(*(_overview_part(summaries, heads, (layer, head)) for heads in parts), _legend(summaries))
+    name, values = numbers or ("entropy", [[head.entropy for head in row] for row in summaries])
+    strengths = _strengths(name, values, summaries)
+    decimals = 1 if max((abs(value) for row in values for value in row), default=0.0) >= 1 else 2
+    names = list(labels) if labels else [str(layer) for layer in range(len(summaries))]
+    tables: list[Table] = []
+    for first in range(0, most, per_table):
+        heads = range(first, min(first + per_table, most))
+        table = Table(box=None, pad_edge=False, padding=0, header_style="dim")
+        table.add_column("layer", justify="right", style="dim", width=LAYER_WIDTH)
+        for head in heads:
+            table.add_column(str(head), justify="right", width=CELL_WIDTH, no_wrap=True)
+        for layer, row in enumerate(summaries):
+            cells = [
+                _cell(
+                    row[head].kind,
+                    _short(values[layer][head], decimals),
+                    strengths[layer][head],
+                    (layer, head) == chosen,
+                )
+                if head < len(row)
+                else Text("")
+                for head in heads
+            ]
+            table.add_row(names[layer], *cells)
+        tables.append(table)
+    return Group(*tables, _legend(summaries, name))
 
 
-def top_keys(
-    weights: Sequence[Tensor],
-    tokens: Sequence[str],
-    layer: int,
-    head: int,
-    *,
-    key_tokens: Sequence[str] | None = None,
-    count: int = 3,
-) -> RenderableType:
+def top_keys(picture: SectionPicture, layer: LayerPicture, head: int, *, count: int = 3) -> RenderableType:
     """List what each token looks at most, with the weights.
 
     Args:
-        weights: one (H, L, S) tensor per layer.
-        tokens: L query tokens.
-        layer, head: which head, counted from 0.
-        key_tokens: S key tokens. Default: the query tokens.
+        picture, layer: from `clearhead.plot.collect.collect`.
+        head: the head's place in the layer.
         count: how many keys per query.
-
-    Raises:
-        ArgumentError: if there is no such layer or head.
-        ShapeError: if weights and tokens do not fit.
     """
-    keys = tokens if key_tokens is None else key_tokens
-    require_weights(weights, tokens, keys)
-    require_head(weights, layer, head)
-    queries, keys = printable(tokens), printable(keys)
+    queries, keys = printable(picture.queries.names), printable(picture.keys.names)
     table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
     table.add_column(justify="right", no_wrap=True)
     table.add_column()
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
     table.add_column(style="dim", no_wrap=True)
-    values, indices = weights[layer][head].topk(min(count, len(keys)), dim=-1)  # (L, count)
-    for query, row, places in zip(queries[:MOST_ROWS], values.tolist(), indices.tolist(), strict=False):
-        others = [Text(f"{keys[place]} {value:.2f}") for value, place in zip(row[1:], places[1:], strict=True)]
-        first = Text(keys[places[0]]), Text(f"{row[0]:.2f}")
+    rows = zip(queries, layer.indices[head].tolist(), layer.weights[head].tolist(), strict=True)
+    for query, places, weights in list(rows)[:MOST_ROWS]:
+        seen = [(keys[place], weight) for place, weight in zip(places, weights, strict=True) if place >= 0][:count]
+        if not seen:
+            table.add_row(Text(query, style="bold"), "→", Text("nothing", style="dim"), "", "")
+            continue
+        others = [Text(f"{key} {weight:.2f}") for key, weight in seen[1:]]
+        first = Text(seen[0][0]), Text(f"{seen[0][1]:.2f}")
         table.add_row(Text(query, style="bold"), "→", *first, Text("  ").join(others))
     if len(queries) <= MOST_ROWS:
         return table
     return Group(table, Text(f"… and {len(queries) - MOST_ROWS} more tokens; the page shows them all.", style="dim"))
 
 
-def _overview_part(
-    summaries: Sequence[Sequence[HeadSummary]], heads: range, chosen: tuple[int | None, int | None]
-) -> Table:
-    table = Table(box=None, pad_edge=False, padding=0, header_style="dim")
-    table.add_column("layer", justify="right", style="dim", width=LAYER_WIDTH)
-    for head in heads:
-        table.add_column(str(head), justify="right", width=CELL_WIDTH, no_wrap=True)
-    for layer, row in enumerate(summaries):
-        cells = [_cell(row[head], (layer, head) == chosen) if head < len(row) else Text("") for head in heads]
-        table.add_row(str(layer), *cells)
-    return table
+def colored_tokens(tokens: Sequence[str], values: Sequence[float]) -> Text:
+    """Write a text with each token shaded by its value; without colours it is just the text.
+
+    Args:
+        tokens: as they are; control characters are written as escapes.
+        values: one per token, ≥ 0; shading follows the square root of value / largest.
+
+    Example:
+        >>> colored_tokens(["the", "animal"], [0.1, 0.9]).plain
+        'the animal'
+    """
+    most = max(values, default=0.0) or 1.0
+    text = Text()
+    for token, value in zip(printable(tokens)[:MOST_TOKENS], values, strict=False):
+        if text:
+            text.append(" ")
+        text.append(token, _shade((max(value, 0.0) / most) ** 0.5))
+    if len(tokens) > MOST_TOKENS:
+        text.append(f" … and {len(tokens) - MOST_TOKENS} more tokens", "dim")
+    return text
 
 
-def _cell(summary: HeadSummary, chosen: bool) -> Text:
-    inside = f"{summary.kind[0]}{summary.entropy:4.1f}"
+def sparkline(values: Sequence[float], width: int = 60) -> str:
+    """Draw numbers ≥ 0 as a row of blocks, from 0 to the largest; where there are more than `width`, the largest count.
+
+    Example:
+        >>> sparkline([0, 1, 2, 3, 7])
+        '▁▂▃▄█'
+    """
+    if len(values) > width:
+        edges = [place * len(values) // width for place in range(width + 1)]
+        values = [max(values[first:last]) for first, last in pairwise(edges)]
+    most = max(values, default=0.0) or 1.0
+    return "".join(
+        BLOCKS[min(len(BLOCKS) - 1, int(max(value, 0.0) / most * (len(BLOCKS) - 0.001)))] for value in values
+    )
+
+
+def _strengths(
+    name: str, values: Sequence[Sequence[float]], summaries: Sequence[Sequence[HeadSummary]]
+) -> list[list[float]]:
+    """How strongly each head is shaded, in [0, 1]."""
+    if name == "entropy":
+        return [[1 - head.spread for head in row] for row in summaries]
+    everything = [value for row in values for value in row]
+    low, high = min(everything), max(everything)
+    return [[(value - low) / ((high - low) or 1.0) for value in row] for row in values]
+
+
+def _cell(kind: str, number: str, strength: float, chosen: bool) -> Text:
     if chosen:
-        return Text(f">{inside}", style="bold reverse")
-    return Text(f" {inside}", style=_shade(1 - summary.spread))
+        return Text(f">{kind[0]}{number}", style="bold reverse")
+    return Text(f" {kind[0]}{number}", style=_shade(strength))
 
 
-def _shade(focus: float) -> Style:
-    """From the terminal's own background, for heads that look everywhere, to a strong blue for one token."""
-    if focus < 0.15:
+def _short(value: float, decimals: int) -> str:
+    """Four characters: ``1.4``, ``.06``, ``12.3``, ``-120``."""
+    text = f"{value:.{decimals}f}" if abs(value) < 100 else f"{value:.0f}"
+    return f"{text.replace('0.', '.', 1) if decimals == 2 else text:>4}"[:4]
+
+
+def _shade(strength: float) -> Style:
+    """From the terminal's own background to a strong blue."""
+    if strength < 0.15:
         return Style()
-    level = min(1.0, focus)
+    level = min(1.0, strength)
     return Style(
         color="bright_white", bgcolor=f"rgb({int(40 - 22 * level)},{int(52 + 30 * level)},{int(80 + 110 * level)})"
     )
 
 
-def _legend(summaries: Sequence[Sequence[HeadSummary]]) -> Text:
-    seen = {summary.kind for row in summaries for summary in row}
-    kinds = ", ".join(f"{name[0]} {meaning}" for name, meaning in KINDS.items() if name in seen)
-    return Text(
-        f"columns: heads. Letter: where most of the weight goes ({kinds}). Number: mean entropy in nats.", "dim"
-    )
+def _legend(summaries: Sequence[Sequence[HeadSummary]], name: str) -> Text:
+    seen = {head.kind for row in summaries for head in row}
+    kinds = ", ".join(f"{kind[0]} {meaning}" for kind, meaning in KINDS.items() if kind in seen)
+    what = "mean entropy in nats" if name == "entropy" else name
+    return Text(f"columns: heads. Letter: where most of the weight goes ({kinds}). Number: {what}.", "dim")

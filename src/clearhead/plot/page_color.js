@@ -1,0 +1,71 @@
+  // ---- colour ----------------------------------------------------------------------------------------------
+
+  // One hue, lightness changing steadily: readable in grey and with every kind of colour blindness.
+  const LIGHT = ["#ffffff", "#dbe7ee", "#a9c8d8", "#6ea3bf", "#3a7aa3", "#1d5281", "#122c55", "#0a1230"];
+  const DARK = ["#171c23", "#1d2c3b", "#244660", "#2b6584", "#3f88a3", "#6aabb4", "#a9cfc6", "#f6f3dc"];
+  const TICKS = [0, 0.01, 0.05, 0.1, 0.25, 0.5, 1];
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  let colors = shades();
+
+  function shades() {
+    const stops = (dark.matches ? DARK : LIGHT).map((hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16)));
+    const table = new Uint32Array(256);
+    for (let level = 0; level < 256; level++) {
+      const place = (level / 255) * (stops.length - 1);
+      const low = Math.min(Math.floor(place), stops.length - 2);
+      const mix = (i) => Math.round(stops[low][i] + (stops[low + 1][i] - stops[low][i]) * (place - low));
+      table[level] = ((255 << 24) | (mix(2) << 16) | (mix(1) << 8) | mix(0)) >>> 0;
+    }
+    return table;
+  }
+
+  /** The colour of a weight on a scale from 0 to `end`: faint weights stay visible. */
+  function colorOf(value, end) {
+    return colors[Math.min(255, Math.round(255 * Math.sqrt(value / end)))];
+  }
+
+  function css(color) {
+    return `rgb(${color & 255} ${(color >> 8) & 255} ${(color >> 16) & 255})`;
+  }
+
+  function readableOn(color) {
+    const light = 0.299 * (color & 255) + 0.587 * ((color >> 8) & 255) + 0.114 * ((color >> 16) & 255);
+    return light > 140 ? "#10151c" : "#ffffff";
+  }
+
+  /** A printed scale: `place` says where between 0 and 1 a tick stands. */
+  function drawScale(id, ticks, caption) {
+    const ramp = element("canvas", "", "ramp");
+    ramp.width = 256;
+    ramp.height = 1;
+    const context = ramp.getContext("2d");
+    const image = context.createImageData(256, 1);
+    new Uint32Array(image.data.buffer).set(colors);
+    context.putImageData(image, 0, 0);
+    const labels = element("div", "", "ticks quiet");
+    for (const { text, place } of ticks) {
+      const label = element("span", text);
+      label.style.left = 100 * place + "%";
+      labels.append(label);
+    }
+    byId(id).replaceChildren(ramp, labels, element("p", caption, "quiet"));
+  }
+
+  function weightTicks(end) {
+    return TICKS.map((part) => ({
+      text: (part === 1 && end < 1 ? "≥ " : "") + Number((part * end).toPrecision(2)),
+      place: Math.sqrt(part),
+    }));
+  }
+
+  function evenTicks(low, high) {
+    return [0, 0.25, 0.5, 0.75, 1].map((place) => ({ text: brief(low + (high - low) * place), place }));
+  }
+
+  function brief(value) {
+    return Math.abs(value) >= 100 ? value.toFixed(0) : Math.abs(value) >= 10 ? value.toFixed(1) : value.toFixed(2);
+  }
+
+  function precise(weight) {
+    return weight < 0.00005 ? "< 0.0001" : weight.toFixed(4);
+  }

@@ -1,0 +1,56 @@
+  // ---- what the page carries -------------------------------------------------------------------------------
+
+  const byId = (id) => document.getElementById(id);
+  const data = JSON.parse(byId("data").textContent);
+
+  // Bytes per number and its meaning; packing.py has the inverses.
+  const DECODERS = {
+    units: [2, (n) => n / 10000],
+    roots8: [1, (n) => (n / 255) ** 2],
+    roots16: [2, (n) => (n / 65535) ** 2],
+    thousandths: [2, (n) => n / 1000],
+    index: [4, (n) => (n === 4294967295 ? -1 : n)],
+  };
+
+  const streams = new Map();
+
+  async function streamOf(item) {
+    if (!streams.has(item)) {
+      streams.clear(); // one text at a time is held unpacked
+      streams.set(item, await inflated(byId("stream-" + item).textContent));
+    }
+    return streams.get(item);
+  }
+
+  async function inflated(text) {
+    const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+    const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+    return new Uint8Array(await new Response(stream).arrayBuffer());
+  }
+
+  /** `count` numbers of an array, from its number `from` on. */
+  function decoded(bytes, [encoding, first, length], from = 0, count = length) {
+    const [width, meaning] = DECODERS[encoding];
+    const numbers = new Float64Array(count);
+    for (let plane = width - 1; plane >= 0; plane--) {
+      const start = first + plane * length + from;
+      for (let i = 0; i < count; i++) numbers[i] = numbers[i] * 256 + bytes[start + i];
+    }
+    return numbers.map(meaning);
+  }
+
+  function element(name, text = "", kind = "") {
+    const result = document.createElement(name);
+    result.textContent = text;
+    if (kind) result.className = kind;
+    result.dir = "auto";
+    return result;
+  }
+
+  function clamp(index, count) {
+    return Math.max(0, Math.min(count - 1, index));
+  }
+
+  function ordered(a, b) {
+    return a <= b ? [a, b] : [b, a];
+  }

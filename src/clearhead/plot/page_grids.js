@@ -1,0 +1,158 @@
+  // ---- one head as numbers ---------------------------------------------------------------------------------
+  // A grid is a matrix of weights and which of its rows and columns a query and a key belong to (−1: none). A head has
+  // one or two: every weight where they are there, and tiles.
+
+  function headOf(bytes, item, section, layer, head) {
+    const place = item.sections[section];
+    const texts = [item.texts[place.queries], item.texts[place.keys]];
+    const found = place.layers[layer];
+    const [rows, columns] = texts.map((text) => ({ names: text.names, words: null }));
+    const grids = [tiles(bytes, found, head, data.sections[section].pooling)];
+    const crop = found.crops[head];
+    if (crop) grids.unshift(cropped(bytes, crop));
+    const whole = grids[0].exact && covers(grids[0], rows.names.length, columns.names.length);
+    const part = (what, names) => decoded(bytes, found[what], head * names.length, names.length);
+    const result = {
+      rows,
+      columns,
+      grids,
+      whole,
+      entropy: part("entropy", rows.names),
+      received: part("received", columns.names).map((share) => share * rows.names.length),
+      largest: largestOf(bytes, found, head, rows.names.length),
+    };
+    const pieces = texts.some((text) => text.words);
+    result.words = pieces && whole ? () => merged(result, texts, wordEntropy(bytes, found, head)) : null;
+    return result;
+  }
+
+  function tiles(bytes, layer, head, pooling) {
+    const [rows, columns] = layer.grid;
+    const [length, keys] = layer.size;
+    const [firstQuery, firstKey] = layer.origin;
+    const exact = rows === length && columns === keys;
+    return {
+      rows,
+      columns,
+      exact,
+      pooling,
+      values: decoded(bytes, layer.map, head * rows * columns, rows * columns),
+      row: (query) => Math.floor(((query + firstQuery) * rows) / length),
+      column: (key) => Math.floor(((key + firstKey) * columns) / keys),
+      rowStart: (row) => Math.ceil((row * length) / rows) - firstQuery,
+      columnStart: (column) => Math.ceil((column * keys) / columns) - firstKey,
+    };
+  }
+
+  function cropped(bytes, crop) {
+    const [top, bottom] = crop.queries;
+    const [left, right] = crop.keys;
+    return {
+      rows: bottom - top,
+      columns: right - left,
+      exact: true,
+      values: decoded(bytes, crop.weights),
+      row: (query) => (query >= top && query < bottom ? query - top : -1),
+      column: (key) => (key >= left && key < right ? key - left : -1),
+      rowStart: (row) => row + top,
+      columnStart: (column) => column + left,
+    };
+  }
+
+  function covers(grid, rows, columns) {
+    return [0, rows - 1].every((query) => grid.row(query) >= 0) && [0, columns - 1].every((key) => grid.column(key) >= 0);
+  }
+
+  function largestOf(bytes, layer, head, queries) {
+    const { count } = layer;
+    return (query) => {
+      const from = (head * queries + query) * count;
+      const weights = decoded(bytes, layer.weights, from, count);
+      return [...decoded(bytes, layer.indices, from, count)]
+        .map((key, place) => ({ key, weight: weights[place] }))
+        .filter(({ key }) => key >= 0);
+    };
+  }
+
+  function wordEntropy(bytes, layer, head) {
+    const crop = layer.crops[head];
+    if (crop) return decoded(bytes, crop.wordEntropy);
+    const [, , length] = layer.wordEntropy;
+    const count = length / (data.sections[state.section].layers[state.layer].heads.length);
+    return decoded(bytes, layer.wordEntropy, head * count, count);
+  }
+
+  /** The head between words: the weights of a word's pieces added up as keys, averaged as queries. */
+  function merged(head, texts, entropy) {
+    const [rows, columns] = texts.map((text) => ({
+      names: text.wordNames || text.names,
+      words: text.words || text.names.map((_, place) => place),
+    }));
+    const height = rows.names.length;
+    const width = columns.names.length;
+    const values = new Float64Array(height * width);
+    const pieces = new Float64Array(height);
+    rows.words.forEach((word) => pieces[word]++);
+    rows.words.forEach((row, query) =>
+      columns.words.forEach((column, key) => {
+        values[row * width + column] += weightAt(head.grids[0], query, key) / pieces[row];
+      }),
+    );
+    const same = (index) => index;
+    const grid = { rows: height, columns: width, exact: true, values, row: same, column: same, rowStart: same, columnStart: same };
+    const received = new Float64Array(width);
+    values.forEach((value, at) => (received[at % width] += value));
+    const largest = (query) =>
+      [...columns.names.keys()]
+        .map((key) => ({ key, weight: values[query * width + key] }))
+        .sort((a, b) => b.weight - a.weight)
+        .slice(0, 8);
+    return { rows, columns, grids: [grid], whole: true, entropy, received, largest, words: null };
+  }
+
+  function weightAt(grid, query, key) {
+    return grid.values[grid.row(query) * grid.columns + grid.column(key)];
+  }
+
+  function gridAt(head, query, key) {
+    return head.grids.find((grid) => grid.row(query) >= 0 && grid.column(key) >= 0);
+  }
+
+  /** What is known about one weight: itself, or the tile it lies in. */
+  function look(head, query, key) {
+    const grid = gridAt(head, query, key);
+    if (grid.exact) return { weight: weightAt(grid, query, key) };
+    const listed = head.largest(query).find((entry) => entry.key === key);
+    if (listed) return { weight: listed.weight };
+    const [row, column] = [grid.row(query), grid.column(key)];
+    const [rows, columns] = [head.rows.names.length, head.columns.names.length];
+    return {
+      tile: weightAt(grid, query, key),
+      pooling: grid.pooling,
+      queries: [Math.max(0, grid.rowStart(row)), Math.min(rows, grid.rowStart(row + 1)) - 1],
+      keys: [Math.max(0, grid.columnStart(column)), Math.min(columns, grid.columnStart(column + 1)) - 1],
+    };
+  }
+
+  /** Σ over keys, averaged over queries; from tiles only about. */
+  function spanSum(head, [top, bottom], [left, right]) {
+    const corners = [[top, left], [bottom, right]].map(([query, key]) => gridAt(head, query, key));
+    const grid = corners[0] === corners[1] ? corners[0] : head.grids[head.grids.length - 1];
+    if (!grid.exact && grid.pooling !== "mass") return null;
+    const rows = overlaps(top, bottom, grid.row, () => 1);
+    const columns = overlaps(left, right, grid.column, (column) => grid.columnStart(column + 1) - grid.columnStart(column));
+    let sum = 0;
+    for (const [row, rowShare] of rows) {
+      for (const [column, columnShare] of columns) sum += rowShare * columnShare * grid.values[row * grid.columns + column];
+    }
+    return { sum: sum / (bottom - top + 1), exact: grid.exact };
+  }
+
+  function overlaps(first, last, place, size) {
+    const shares = new Map();
+    for (let index = first; index <= last; index++) {
+      const at = place(index);
+      shares.set(at, (shares.get(at) || 0) + 1 / size(at));
+    }
+    return shares;
+  }

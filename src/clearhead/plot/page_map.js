@@ -1,0 +1,151 @@
+  // ---- one head, large -----------------------------------------------------------------------------------------
+
+  const LARGEST_CELL = 40;
+  const LONGEST_LABEL = 16;
+  const BAR = 56;
+
+  function drawMap() {
+    const { view } = state;
+    const { rows, columns } = state.current;
+    const labels = [labelWidth(rows.names), labelWidth(columns.names)];
+    const wide = Math.max(200, byId("frame").parentElement.clientWidth - labels[0] - BAR - 20);
+    const high = Math.max(320, innerHeight * 0.86 - labels[1] - BAR);
+    state.cell = Math.min(wide / view.columns, high / view.rows, LARGEST_CELL);
+    const canvas = byId("cells");
+    const ratio = devicePixelRatio || 1;
+    const size = [view.columns, view.rows].map((count) => Math.max(1, Math.round(count * state.cell)));
+    [canvas.style.width, canvas.style.height] = size.map((pixels) => pixels + "px");
+    [canvas.width, canvas.height] = size.map((pixels) => Math.round(pixels * ratio));
+    const end = paintCells(canvas, ratio);
+    placeLabels(labels);
+    drawMargins(size, ratio);
+    drawMapScale(end);
+    showPart();
+    showNote();
+    showCross(state.shown.query, state.shown.key);
+    showSpan();
+  }
+
+  /** Every pixel asks the finest grid that knows its place; a grid finer than the pixels would lose weights. */
+  function paintCells(canvas, ratio) {
+    const { view, current } = state;
+    const { tileEnd, cellEnd } = data.sections[state.section];
+    const visible = current.grids.filter((grid) => state.cell * ratio >= 0.99 || grid === current.grids.at(-1));
+    const lookups = visible.map((grid) => ({
+      grid,
+      end: grid.exact ? cellEnd : tileEnd,
+      lines: places(canvas.height, view.row, view.rows, grid.row),
+      across: places(canvas.width, view.column, view.columns, grid.column),
+    }));
+    fill(canvas, (at) => {
+      const y = Math.floor(at / canvas.width);
+      const x = at - y * canvas.width;
+      for (const { grid, end, lines, across } of lookups) {
+        if (lines[y] >= 0 && across[x] >= 0) return colorOf(grid.values[lines[y] * grid.columns + across[x]], end);
+      }
+      return 0;
+    });
+    state.tiled = !lookups[0].grid.exact || !lookups[0].lines.some((place) => place >= 0) || !lookups[0].across.some((place) => place >= 0);
+    return state.tiled ? tileEnd : cellEnd;
+  }
+
+  function places(pixels, first, count, place) {
+    return Int32Array.from({ length: pixels }, (_, pixel) => place(first + Math.floor(((pixel + 0.5) * count) / pixels)));
+  }
+
+  function drawMapScale(end) {
+    const layer = state.item.sections[state.section].layers[state.layer];
+    const single = { ...layer, grid: layer.size };
+    const caption = scaleCaption(state.tiled ? layer : single);
+    drawScale("map-scale", weightTicks(end), caption);
+    const { tileEnd } = data.sections[state.section];
+    byId("map-scale").hidden = state.statistic === "maps" && end === tileEnd && caption === scaleCaption(layer);
+  }
+
+  function placeLabels([rowsWidth, columnsHeight]) {
+    byId("rows").style.width = rowsWidth + "px";
+    byId("columns").style.height = columnsHeight + "px";
+    const { view, current } = state;
+    const step = Math.max(1, Math.ceil(15 / state.cell));
+    for (const [id, names, side, first, count] of [
+      ["rows", current.rows.names, "top", view.row, view.rows],
+      ["columns", current.columns.names, "left", view.column, view.columns],
+    ]) {
+      const labels = [];
+      for (let place = first; place < first + count; place += step) labels.push(label(names, place, side));
+      byId(id).replaceChildren(...labels);
+    }
+  }
+
+  function label(names, place, side) {
+    const mark = element("span", shortened(names[place]));
+    const first = side === "top" ? state.view.row : state.view.column;
+    mark.style[side] = (place - first + 0.5) * state.cell + "px";
+    mark.dataset.place = place;
+    return mark;
+  }
+
+  function labelWidth(names) {
+    const widths = names.map((name) => [...shortened(name)].reduce((sum, c) => sum + (c > "\u1100" ? 14 : 7.6), 0));
+    return Math.ceil(widths.reduce((most, width) => Math.max(most, width), 0)) + 14;
+  }
+
+  function shortened(name) {
+    const characters = [...name];
+    return characters.length > LONGEST_LABEL ? characters.slice(0, LONGEST_LABEL - 1).join("") + "…" : name;
+  }
+
+  function markLabel(id, names, place, side) {
+    const box = byId(id);
+    for (const old of box.querySelectorAll(".extra")) old.remove();
+    for (const old of box.querySelectorAll(".active")) old.classList.remove("active");
+    const [first, count] = side === "top" ? [state.view.row, state.view.rows] : [state.view.column, state.view.columns];
+    if (place === null || place < first || place >= first + count) return;
+    let mark = box.querySelector(`[data-place="${place}"]`);
+    if (!mark) {
+      mark = label(names, place, side);
+      mark.classList.add("extra");
+      box.append(mark);
+    }
+    mark.classList.add("active");
+  }
+
+  function showCross(query, key) {
+    const { view } = state;
+    place("cross", [query, query], key === null ? [view.column, view.column + view.columns - 1] : [key, key]);
+  }
+
+  function showSpan() {
+    if (!state.span) byId("span").hidden = true;
+    else place("span", state.span.rows || [state.query, state.query], state.span.columns);
+  }
+
+  /** Put a frame around cells, as far as they are in view. */
+  function place(id, rows, columns) {
+    const { view, cell } = state;
+    const [top, bottom] = [Math.max(rows[0], view.row), Math.min(rows[1] + 1, view.row + view.rows)];
+    const [left, right] = [Math.max(columns[0], view.column), Math.min(columns[1] + 1, view.column + view.columns)];
+    const frame = byId(id);
+    frame.hidden = top >= bottom || left >= right;
+    frame.classList.toggle("thin", cell < 6);
+    frame.style.top = (top - view.row) * cell + "px";
+    frame.style.left = (left - view.column) * cell + "px";
+    frame.style.height = Math.max(2, (bottom - top) * cell) + "px";
+    frame.style.width = Math.max(2, (right - left) * cell) + "px";
+  }
+
+  function showNote() {
+    const { grids, whole } = state.current;
+    const notes = [];
+    if (!whole) {
+      notes.push("Tiles of several tokens; weights that are among their query’s largest are known exactly.");
+      if (grids[0].exact) {
+        const [first, last] = [grids[0].rowStart(0), grids[0].columnStart(0)];
+        notes.push(
+          `Every weight is known for queries ${first}–${first + grids[0].rows - 1} and keys ${last}–${last + grids[0].columns - 1}.`,
+        );
+      }
+      if (state.words) notes.push("Word pieces stay apart here: merging needs every weight of the head.");
+    }
+    byId("note").textContent = notes.join(" ");
+  }

@@ -1,0 +1,28 @@
+  // ---- marginals: what rows and columns come to ---------------------------------------------------------------
+
+  function drawMargins([width, height], ratio) {
+    const { view, current } = state;
+    const most = [current.entropy, current.received].map((values) => values.reduce((a, b) => Math.max(a, b), 0));
+    const shares = current.entropy.map((value) => value / most[0]);
+    // A key that everything looks at would leave the others no length at all.
+    const roots = current.received.map((value) => Math.sqrt(value / most[1]));
+    drawBars(byId("entropy"), [BAR, height], ratio, shares.subarray(view.row, view.row + view.rows), true);
+    drawBars(byId("received"), [width, BAR], ratio, roots.subarray(view.column, view.column + view.columns), false);
+    byId("entropy-title").replaceChildren("entropy", element("br"), `0 – ${brief(most[0])} nats`);
+    byId("received-title").replaceChildren("received", element("br"), `0 – ${brief(most[1])}`);
+  }
+
+  function drawBars(canvas, size, ratio, shares, upright) {
+    [canvas.style.width, canvas.style.height] = size.map((pixels) => pixels + "px");
+    [canvas.width, canvas.height] = size.map((pixels) => Math.round(pixels * ratio));
+    const context = canvas.getContext("2d");
+    const [along, across] = upright ? [canvas.height, canvas.width] : [canvas.width, canvas.height];
+    const step = along / shares.length;
+    const thick = Math.max(1, step > 6 ? step - Math.round(ratio) : step);
+    context.fillStyle = getComputedStyle(document.body).getPropertyValue("--bar");
+    shares.forEach((share, place) => {
+      const length = Math.max(1, (share || 0) * (across - 2));
+      if (upright) context.fillRect(0, place * step, length, thick);
+      else context.fillRect(place * step, 0, thick, length);
+    });
+  }

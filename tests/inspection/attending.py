@@ -1,0 +1,85 @@
+"""Models whose attention runs through Clearhead, each in its own way, as functions of (B, L, E)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import clearhead
+import clearhead.integrations.transformers
+from clearhead import masks
+
+BATCH, LENGTH, WIDTH, HEADS = 2, 7, 12, 3
+HEAD_DIM = WIDTH // HEADS
+VOCABULARY = 31
+
+
+class Ours(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = clearhead.MultiHeadAttention(WIDTH, HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(x, mask=masks.causal())
+
+
+def upgraded() -> nn.Module:
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(WIDTH, HEADS, 16, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+    ).eval()
+    clearhead.upgrade(model)
+    return model
+
+
+def llama() -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=1,
+        head_dim=HEAD_DIM,
+        intermediate_size=16,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=32,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.3)
+    model.set_attn_implementation("clearhead")
+    return model
+
+
+class Logits(nn.Module):
+    """A transformers model as a function of embeddings, so that all three kinds take the same input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(inputs_embeds=x).logits
+
+
+# How to make the model, the name of an attention module in it, and the name of its output projection.
+MODELS: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
+    "Clearhead's": (Ours, "attend", "attend.out_proj"),
+    "upgraded": (upgraded, "layers.1.self_attn", "layers.1.self_attn.out_proj"),
+    "transformers": (Logits, "model.model.layers.0.self_attn", "model.model.layers.0.self_attn.o_proj"),
+}
+kinds = pytest.mark.parametrize("kind", MODELS)
+
+
+def made(kind: str) -> tuple[nn.Module, str, nn.Linear, Tensor]:
+    make, name, projection = MODELS[kind]
+    model = make().double()
+    return model, name, model.get_submodule(projection), torch.randn(BATCH, LENGTH, WIDTH).double()

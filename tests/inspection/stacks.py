@@ -1,0 +1,47 @@
+"""A small model of Clearhead's own modules that most tests of `record` look into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+import clearhead
+
+__all__ = ["BATCH", "CAUSAL", "HEADS", "LENGTH", "NAMES", "WIDTH", "Block", "Stack", "hooks"]
+
+BATCH, LENGTH, WIDTH, HEADS = 2, 7, 12, 4
+CAUSAL = clearhead.masks.causal()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = clearhead.MultiHeadAttention(WIDTH, HEADS, num_kv_heads=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attend(x, mask=CAUSAL)
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+NAMES = [f"blocks.{number}.attend" for number in range(3)]
+
+
+def hooks(model: nn.Module) -> list[str]:
+    """Names of all dictionaries of hooks that hold something."""
+    return [
+        f"{name}.{attribute}"
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if "hooks" in attribute and isinstance(value, Mapping) and value
+    ]

@@ -1,0 +1,38 @@
+"""No statistic ever holds anything near the (B, H, L, S) tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import clearhead
+from clearhead import masks
+from tests.kernels.allocations import Allocations
+
+from .oracle import EVERY
+
+FLOAT = 4  # bytes
+MASKS = {"full": None, "causal": masks.causal(), "window": masks.window(100, 0)}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("statistic", [name for name in EVERY if name != "head_average"])
+def test_no_block_is_near_the_whole_tensor(statistic: str, mask: str) -> None:
+    """The largest storage of any operation, beside the (B, H, L, S) scores nobody may build."""
+    heads, length = 4, 3001
+    query, key, value = (torch.randn(1, heads, length, 4) for _ in range(3))
+    with Allocations(query, key, value) as allocations:
+        clearhead.attention_statistics(query, key, MASKS[mask], value=value, statistics=(statistic,))
+    scores = heads * length * length * FLOAT
+    assert allocations.largest < scores / 10, f"{allocations.operation}: {allocations.largest} of {scores}"
+
+
+@pytest.mark.parametrize("statistic", ["entropy", "received", "max_logit", "top_k"])
+def test_the_largest_storage_does_not_grow_with_length(statistic: str) -> None:
+    largest: list[int] = []
+    for length in (2000, 8000):
+        query, key = torch.randn(1, 1, length, 4), torch.randn(1, 1, length, 4)
+        with Allocations(query, key) as allocations:
+            clearhead.attention_statistics(query, key, statistics=(statistic,))
+        largest.append(allocations.largest)
+    assert largest[1] <= 1.1 * largest[0]

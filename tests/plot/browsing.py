@@ -1,0 +1,42 @@
+"""Opening pages in headless Chromium, watched: a request, a dialog, an error or a line in the console is an event."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+QUIET = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@contextmanager
+def opened_browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as tools:
+        browser = tools.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def watched_page(browser: Any, path: Path, *, ready: str = "html[data-ready]", **options: Any) -> Iterator[Any]:
+    """Open a file and, at the end, raise if anything happened but its own loading."""
+    opened = browser.new_page(viewport={"width": 1400, "height": 1400}, **options)
+    events: list[str] = []
+    for event in ("dialog", "pageerror", "console", "request"):
+        opened.on(event, lambda what, event=event: events.append(f"{event} {getattr(what, 'url', what)}"))
+    opened.goto(path.as_uri())
+    opened.wait_for_selector(ready)
+    yield opened
+    assert events == [f"request {path.as_uri()}"]
+    opened.close()

@@ -1,0 +1,193 @@
+"""Long texts, several texts and several kinds of attention in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from clearhead.plot import page
+
+from .browsing import CHROMIUM, opened_browser, watched_page
+from .recorded import record_pair, record_two
+
+pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs an installed chromium")
+
+LENGTH = 300
+
+
+@pytest.fixture(scope="module", name="browser")
+def _browser() -> Iterator[Any]:
+    with opened_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module", name="rec")
+def _rec() -> Any:
+    torch.manual_seed(5)
+    return record_two(LENGTH)[1]
+
+
+@pytest.fixture(name="shown")
+def _shown(browser: Any, rec: Any, tmp_path: Path) -> Iterator[Any]:
+    made = page(rec, [f"t{place}" for place in range(LENGTH)], layer=1, head=0)
+    with watched_page(browser, made.save(tmp_path / "long.html")) as opened:
+        yield opened
+
+
+def text_of(shown: Any, name: str) -> str:
+    return " ".join(shown.locator(f"#{name}").inner_text().split())
+
+
+def view(shown: Any) -> list[int]:
+    """First and last query and key in view."""
+    numbers = text_of(shown, "part").replace("queries ", "").replace("keys ", "")
+    if not numbers:
+        return [0, LENGTH - 1, 0, LENGTH - 1]
+    return [int(number) for part in numbers.split(", ") for number in part.split("–")]
+
+
+def at(shown: Any, query: int, key: int) -> tuple[float, float]:
+    """Where on the screen a cell of the map is."""
+    top, bottom, left, right = view(shown)
+    box = shown.locator("#cells").bounding_box()
+    down, across = (query - top + 0.5) / (bottom - top + 1), (key - left + 0.5) / (right - left + 1)
+    return box["x"] + box["width"] * across, box["y"] + box["height"] * down
+
+
+def test_an_exact_crop_gives_every_weight(shown: Any, rec: Any) -> None:
+    weights = rec.weights(1, 0)[0]
+    for query, key in ((0, 0), (141, 260), (299, 7)):
+        shown.mouse.move(*at(shown, query, key))
+        exact = weights[query, key].item()
+        expected = f"{exact:.4f}" if exact >= 0.00005 else "< 0.0001"
+        assert text_of(shown, "readout") == f"t{query} → t{key} {expected}"
+
+
+def test_a_double_click_zooms_and_the_keyboard_zooms_back(shown: Any) -> None:
+    shown.mouse.dblclick(*at(shown, 100, 200))
+    shown.mouse.dblclick(*at(shown, 100, 200))
+    top, bottom, left, right = view(shown)
+    assert bottom - top + 1 == right - left + 1 == LENGTH // 4
+    assert top <= 100 <= bottom
+    assert left <= 200 <= right
+    shown.mouse.move(*at(shown, top, left))
+    assert text_of(shown, "readout").startswith(f"t{top} → t{left} ")
+    shown.locator("#map").focus()
+    shown.keyboard.press("-")
+    assert view(shown)[1] - view(shown)[0] + 1 == LENGTH // 2
+    shown.keyboard.press("0")
+    assert text_of(shown, "part") == ""
+    shown.keyboard.press("+")
+    assert view(shown)[1] - view(shown)[0] + 1 == LENGTH // 2
+
+
+def test_the_wheel_zooms_with_ctrl_and_moves_what_is_zoomed(shown: Any) -> None:
+    shown.mouse.move(*at(shown, 150, 150))
+    shown.keyboard.down("Control")
+    for _ in range(3):
+        shown.mouse.wheel(0, -100)
+    shown.keyboard.up("Control")
+    shown.wait_for_function("document.getElementById('part').textContent")
+    before = view(shown)
+    shown.mouse.wheel(0, 120)
+    shown.wait_for_function(f"!document.getElementById('part').textContent.startsWith('queries {before[0]}–')")
+    after = view(shown)
+    assert after[0] > before[0]
+    assert after[2:] == before[2:]
+
+
+def test_arrow_keys_move_the_view_along(shown: Any) -> None:
+    shown.locator('.text [data-place="10"]').click()
+    shown.locator("#map").focus()
+    for _ in range(4):
+        shown.keyboard.press("+")
+    last = view(shown)[1]
+    for _ in range(last - 10 + 5):
+        shown.keyboard.press("ArrowDown")
+    assert view(shown)[1] == last + 5
+    assert text_of(shown, "readout").startswith(f"t{last + 5} → ")
+
+
+def test_the_selection_can_be_zoomed_to(shown: Any, rec: Any) -> None:
+    shown.mouse.move(*at(shown, 40, 60))
+    shown.mouse.down()
+    shown.mouse.move(*at(shown, 79, 99), steps=3)
+    shown.mouse.up()
+    mean = rec.weights(1, 0)[0, 40:80, 60:100].double().sum(-1).mean().item()
+    shown_sum = float(text_of(shown, "sum-text").split(" sum of ")[0].split()[-1])
+    assert shown_sum == pytest.approx(mean, abs=2e-3)
+    shown.locator("#sum-zoom").click()
+    assert view(shown) == [40, 79, 60, 99]
+
+
+def test_tiles_say_that_they_are_tiles(shown: Any, rec: Any) -> None:
+    shown.locator('[data-place="0-2"]').click()
+    assert "Tiles of several tokens" in text_of(shown, "note")
+    weights = rec.weights(0, 2)[0]
+    best = int(weights[120].argmax())
+    shown.mouse.move(*at(shown, 120, best))
+    assert text_of(shown, "readout") == f"t120 → t{best} {weights[120, best]:.4f}"
+    least = int(weights[120].argmin())
+    shown.mouse.move(*at(shown, 120, least))
+    assert f"t120 → t{least} about " in text_of(shown, "readout")
+    assert "its tile, keys" in text_of(shown, "readout")
+    assert "weight of a tile: of 3 keys together, averaged over 3 queries" in text_of(shown, "overview-scale")
+
+
+def test_sums_over_tiles_are_about_right(shown: Any, rec: Any) -> None:
+    shown.locator('[data-place="0-2"]').click()
+    shown.mouse.move(*at(shown, 0, 50))
+    shown.mouse.down()
+    shown.mouse.move(*at(shown, 299, 149), steps=3)
+    shown.mouse.up()
+    mean = rec.weights(0, 2)[0, :, 50:150].double().sum(-1).mean().item()
+    found = text_of(shown, "sum-text")
+    assert " about " in found
+    assert float(found.split(" about ")[1].split()[0]) == pytest.approx(mean, abs=0.02)
+
+
+def test_long_texts_scroll_to_the_query(shown: Any) -> None:
+    box = shown.locator(".text").bounding_box()
+    mark = shown.locator(".text .query").bounding_box()
+    assert box["y"] <= mark["y"] <= box["y"] + box["height"]
+
+
+def test_two_texts_and_three_kinds_of_attention(browser: Any, tmp_path: Path) -> None:
+    rec = record_pair()
+    made = page(rec, list("abcde"), key_tokens=list("stuvwxy"))
+    with watched_page(browser, made.save(tmp_path / "pair.html")) as shown:
+        assert shown.locator("#sections button").all_inner_texts() == [
+            "encoder self-attention", "decoder self-attention", "cross-attention",
+        ]  # fmt: skip
+        shown.get_by_role("button", name="cross-attention").click()
+        assert text_of(shown, "head-title") == "Cross-attention, layer 0, head 0"
+        assert shown.locator(".text.queries span").all_inner_texts() == list("abcde")
+        shown.locator(".text.queries span").nth(1).click()
+        shown.locator(".text.keys span").nth(6).hover()
+        weights = rec.weights("decoder.layers.0.multihead_attn", 0)[0]
+        assert text_of(shown, "readout") == f"b → y {weights[1, 6]:.4f}"
+        shown.mouse.down()
+        shown.locator(".text.keys span").nth(4).hover()
+        shown.mouse.up()
+        found = text_of(shown, "sum-text").removeprefix("b → w x y ").removesuffix(" sum of 3 keys")
+        assert float(found) == pytest.approx(weights[1, 4:].sum().item(), abs=2e-4)
+
+
+def test_texts_are_chosen_from_a_list_and_frames_work(browser: Any, tmp_path: Path) -> None:
+    _, rec = record_two(4, batch=2)
+    made = page(rec, [list("abcd"), list("wxyz")], labels=["first", "second"], layer=0, head=1)
+    (tmp_path / "notebook.html").write_text(f"<!doctype html><p>a cell</p>{made._repr_html_()}", encoding="utf-8")
+    with watched_page(browser, tmp_path / "notebook.html", ready="iframe") as notebook:
+        frame = notebook.frame_locator("iframe")
+        frame.locator("html[data-ready]").wait_for()
+        frame.locator("#item").select_option("second")
+        frame.locator('.text [data-place="3"]').get_by_text("z", exact=True).hover()
+        best = rec.weights(0, 1)[1, 3]
+        expected = f"z looks most at {'wxyz'[int(best.argmax())]} {best.max():.4f}"
+        frame.locator("#readout").get_by_text("z looks most at").wait_for()
+        assert " ".join(frame.locator("#readout").inner_text().split()) == expected

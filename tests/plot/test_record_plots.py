@@ -1,0 +1,180 @@
+"""matplotlib pictures of a record: what they show, where they draw, and how they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from matplotlib import pyplot
+from matplotlib.figure import Figure
+
+import clearhead
+from clearhead.errors import ArgumentError, ShapeError
+from clearhead.inspection.record import RecordError
+from clearhead.plot import Tokens, given, plot_heads, plot_map, plot_received, plot_rollout
+from clearhead.plot.ink import save_figure
+
+from .recorded import KEPT, Two, record_pair, record_two
+
+
+@pytest.fixture(autouse=True)
+def _close_figures() -> Iterator[None]:
+    yield
+    pyplot.close("all")
+
+
+def values(axes: Any, end: float = 1.0) -> torch.Tensor:
+    """The weights behind the colours of an image."""
+    return torch.tensor(numpy.asarray(axes.images[-1].get_array())).square() * end
+
+
+def printed_end(axes: Any) -> float:
+    """The largest number on the colour bar beside axes."""
+    [bar] = [other for other in axes.figure.axes if other is not axes]
+    return float(bar.get_yticklabels()[-1].get_text())
+
+
+def names(labels: Any) -> list[str]:
+    return [label.get_text() for label in labels]
+
+
+@pytest.mark.parametrize("statistic", ["entropy", "normalized_entropy", "sink", "offset +1", "max_logit"])
+def test_heads_are_numbers(statistic: str) -> None:
+    _, rec = record_two(statistics=("entropy", "sink", "offset", "max_logit"), offsets=(1,))
+    axes = plot_heads(rec, statistic)
+    shown = torch.tensor(numpy.asarray(axes.images[0].get_array()))
+    torch.testing.assert_close(shown, torch.stack(list(rec.summary()[statistic].values())))
+    assert (names(axes.get_xticklabels()), names(axes.get_yticklabels())) == (["0", "1", "2"], ["0", "1"])
+    assert axes.get_title("left") == statistic
+
+
+def test_heads_without_the_statistic() -> None:
+    _, rec = record_two(statistics=("entropy", "map"))
+    with pytest.raises(
+        ArgumentError, match=r"statistic: expected one of entropy, normalized_entropy, got 'sink'\. Rec"
+    ):
+        plot_heads(rec, "sink")
+
+
+def test_a_map_is_the_heads_weights() -> None:
+    _, rec = record_two(7, batch=2)
+    axes = plot_map(rec, 1, 2, tokens=[list("abcdefg"), list("tuvwxyz")], item=1)
+    torch.testing.assert_close(values(axes, printed_end(axes)), rec.weights(1, 2)[1], atol=1e-5, rtol=1e-4)
+    assert names(axes.get_yticklabels()) == names(axes.get_xticklabels()) == list("tuvwxyz")
+    assert axes.get_title("left") == "layer 1, head 2"
+
+
+def test_a_long_map_is_exact_where_it_can_be_and_tiles_elsewhere() -> None:
+    torch.manual_seed(1)
+    _, rec = record_two(200)
+    exact = plot_map(rec, 0, 1)
+    assert exact.images[0].get_array().shape == (200, 200)
+    end = printed_end(exact)
+    torch.testing.assert_close(values(exact, end), rec.weights(0, 1)[0].clamp(max=end), atol=1e-5, rtol=1e-4)
+    _, poor = record_two(200, statistics=("entropy", "received", "top_k", "map"))
+    tiles = plot_map(poor, 0, 1)
+    assert tiles.images[0].get_array().shape == (128, 128)
+    assert tiles.images[0].get_extent() == [-0.5, 199.5, 199.5, -0.5]
+    [bar] = [other for other in tiles.figure.axes if other is not tiles]
+    assert "tile" in bar.get_ylabel()
+    with pytest.raises(ArgumentError, match="words: expected False where only tiles are known"):
+        plot_map(poor, 0, 1, words=True)
+
+
+def test_a_map_between_words() -> None:
+    weights = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.25, 0.75], [0.0, 0.0, 1.0]])
+    axes = plot_map(given([weights[None]]), 0, 0, tokens=Tokens(["play", "##ing", "chess"]), words=True)
+    assert names(axes.get_yticklabels()) == ["playing", "chess"]
+    torch.testing.assert_close(values(axes, printed_end(axes)), torch.tensor([[0.5, 0.5], [0.0, 1.0]]))
+
+
+def test_a_map_between_two_texts() -> None:
+    rec = record_pair()
+    axes = plot_map(rec, "decoder.layers.0.multihead_attn", 1, tokens=list("abcde"), key_tokens=list("stuvwxy"))
+    assert names(axes.get_yticklabels()) == list("abcde")
+    assert names(axes.get_xticklabels()) == list("stuvwxy")
+    shown = values(axes, printed_end(axes))
+    torch.testing.assert_close(shown, rec.weights("decoder.layers.0.multihead_attn", 1)[0], atol=1e-5, rtol=1e-4)
+
+
+def test_what_keys_receive() -> None:
+    _, rec = record_two()
+    heights = [bar.get_height() for bar in plot_received(rec, 1, 0, tokens=list("abcdefg")).patches]
+    assert heights == pytest.approx(rec.weights(1, 0)[0].sum(0).tolist(), rel=1e-4)
+    heights = [bar.get_height() for bar in plot_received(rec).patches]
+    both = torch.stack([rec.weights(layer)[0].sum(1).mean(0) for layer in range(2)]).mean(0)
+    assert heights == pytest.approx(both.tolist(), rel=1e-4)
+
+
+def test_padding_is_left_out() -> None:
+    model = Two()
+    with clearhead.record(model, **KEPT) as rec:
+        model(torch.randn(2, 5, 12), attention_mask=torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]))
+    axes = plot_map(rec, 0, 0, tokens=[list("abcde"), list("xyz")], item=1)
+    assert names(axes.get_xticklabels()) == ["x", "y", "z"]
+    shown = values(axes, printed_end(axes))
+    torch.testing.assert_close(shown, rec.weights(0, 0)[1, :3, :3], atol=1e-5, rtol=1e-4)
+
+
+def test_rollout_over_tokens() -> None:
+    _, rec = record_two()
+    axes = plot_rollout(rec, [2, 5], tokens=list("abcdefg"))
+    torch.testing.assert_close(values(axes, printed_end(axes)), rec.rollout([2, 5])[0], atol=1e-5, rtol=1e-4)
+    assert names(axes.get_yticklabels()) == ["c", "f"]
+    assert names(axes.get_xticklabels()) == list("abcdefg")
+
+
+@pytest.mark.parametrize(
+    "image", [None, torch.rand(3, 30, 40), numpy.zeros((30, 40, 3), dtype="uint8"), torch.randn(9, 12)]
+)
+def test_rollout_over_an_image(image: Any) -> None:
+    _, rec = record_two(1 + 2 + 3 * 4)
+    axes = plot_rollout(rec, 0, grid=(3, 4), image=image)
+    patches = rec.rollout([0])[0, 0, 3:].view(3, 4)
+    shown = torch.tensor(numpy.asarray(axes.images[-1].get_array())).square()
+    torch.testing.assert_close(shown / shown.max(), patches / patches.max(), atol=1e-4, rtol=1e-3)
+    assert len(axes.images) == (1 if image is None else 2)
+    if image is not None:
+        alpha = torch.tensor(numpy.asarray(axes.images[1].get_alpha()))
+        assert int(alpha.argmax()) == int(patches.argmax())
+        assert axes.images[0].get_extent() == axes.images[1].get_extent()
+
+
+def test_wrong_arguments() -> None:
+    _, rec = record_two()
+    _, poor = record_two(statistics=("entropy",))
+    refusals: list[tuple[type[Exception], str, Any]] = [
+        (ArgumentError, "head: expected one of 0, 1, 2 in blocks.1, got 3", lambda: plot_map(rec, 1, 3)),
+        (ArgumentError, "layer: expected 0 … 1, got 2", lambda: plot_map(rec, 2, 0)),
+        (ArgumentError, "item: expected 0 … 0, got 1", lambda: plot_map(rec, 0, 0, item=1)),
+        (RecordError, "a record without received, top_k, map", lambda: plot_map(poor, 0, 0)),
+        (RecordError, "keep='queries_keys'", lambda: plot_rollout(poor, 0)),
+        (ArgumentError, "item: expected 0 … 0, got 4", lambda: plot_rollout(rec, 0, item=4)),
+        (ArgumentError, "targets: expected one target with a grid", lambda: plot_rollout(rec, [0, 1], grid=(2, 3))),
+        (ShapeError, "grid: expected at most 7 patches, got 3 × 3", lambda: plot_rollout(rec, 0, grid=(3, 3))),
+        (ArgumentError, "image: expected grid=", lambda: plot_rollout(rec, 0, image=torch.rand(4, 4))),
+        (ShapeError, "image: expected", lambda: plot_rollout(rec, 0, grid=(2, 3), image=torch.rand(4))),
+        (ShapeError, "tokens: expected 7 tokens, got 2", lambda: plot_rollout(rec, 0, tokens=["a", "b"])),
+    ]
+    for error, message, call in refusals:
+        with pytest.raises(error) as raised:
+            call()
+        assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_they_draw_where_they_are_told_and_save(kind: str, tmp_path: Path) -> None:
+    _, rec = record_two(1 + 6)
+    figure = Figure(layout="constrained")
+    four = figure.subplots(2, 2)
+    assert plot_heads(rec, ax=four[0, 0]) is four[0, 0]
+    assert plot_map(rec, 0, 0, tokens=["$\\frac{", "<b>", "街", "d", "e", "f", "g"], ax=four[0, 1]) is four[0, 1]
+    assert plot_received(rec, 0, ax=four[1, 0]) is four[1, 0]
+    assert plot_rollout(rec, 0, grid=(2, 3), ax=four[1, 1]) is four[1, 1]
+    assert pyplot.get_fignums() == []
+    path = save_figure(figure, tmp_path / f"four.{kind}")
+    assert path.stat().st_size > 10_000

@@ -1,0 +1,113 @@
+"""The picture of a whole model: what it shows, that it can always be saved, and that it touches nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+import numpy
+import pytest
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+from torch import Tensor
+
+from clearhead.plot import given
+from clearhead.plot.collect import collect
+from clearhead.plot.crops import with_crops
+from clearhead.plot.ink import save_figure
+from clearhead.plot.scale import scale_end
+from clearhead.plot.sheet import draw_sheet
+from clearhead.plot.tokens import as_texts
+
+from .recorded import record_two
+
+
+def random_weights(layers: int, heads: int, length: int, keys: int) -> list[Tensor]:
+    return [torch.randn(heads, length, keys).softmax(-1) for _ in range(layers)]
+
+
+def sheet(
+    weights: list[Tensor], tokens: list[str], layer: int, head: int, keys: list[str] | None = None, **options: object
+) -> Figure:
+    [item] = collect(given(weights), as_texts(tokens), as_texts(keys))
+    return draw_sheet(item.sections[0], layer, head, **options)  # type: ignore[arg-type]
+
+
+def test_the_large_map_is_the_chosen_head() -> None:
+    weights = random_weights(3, 2, 5, 7)
+    tokens, keys = [f"q{i}" for i in range(5)], [f"k{i}" for i in range(7)]
+    figure = sheet(weights, tokens, 2, 1, keys, title="A title")
+    large, _, bar = figure.axes
+    shown = torch.tensor(numpy.asarray(large.images[0].get_array())).square()
+    end = scale_end([weights[2][1]])
+    torch.testing.assert_close(shown * end, weights[2][1].clamp(max=end), atol=1e-5, rtol=1e-4)
+    assert float(bar.get_xticklabels()[-1].get_text()) == end
+    assert [label.get_text() for label in large.get_yticklabels()] == tokens
+    assert [label.get_text() for label in large.get_xticklabels()] == keys
+    assert [text.get_text() for text in figure.texts] == ["A title   ·   layer 2, head 1"]
+
+
+def test_a_long_text_is_drawn_from_its_crop() -> None:
+    _, rec = record_two(150)
+    items = with_crops(rec, collect(rec), [(1, 2)])
+    large = draw_sheet(items[0].sections[0], 1, 2).axes[0]
+    assert large.images[0].get_array().shape == (150, 150)
+    assert draw_sheet(items[0].sections[0], 1, 1).axes[0].images[0].get_array().shape == (128, 128)
+
+
+def test_every_head_has_its_thumbnail() -> None:
+    weights = [torch.eye(4).repeat(heads, 1, 1) for heads in (3, 2)]
+    weights[1][1] = torch.full((4, 4), 0.25)
+    thumbnails = sheet(weights, list("abcd"), 0, 0).axes[1]
+    mosaic = torch.tensor(numpy.asarray(thumbnails.images[0].get_array()))
+    height, width = mosaic.shape[0] / 2, mosaic.shape[1] / 3
+    # In the corner right of the diagonal there is only the even head's weight.
+    corners = [[mosaic[int((r + 0.2) * height), int((c + 0.8) * width)].item() for c in range(3)] for r in range(2)]
+    assert corners == [[0, 0, 0], [0, 0.5, 0]]
+
+
+def test_a_statistic_takes_the_thumbnails_place() -> None:
+    numbers = [[0.25, 3.5], [12.0, 0.0]]
+    figure = sheet(random_weights(2, 2, 3, 3), list("abc"), 0, 0, numbers=("sink", numbers))
+    assert [text.get_text() for text in figure.axes[1].texts] == ["0.25", "3.50", "12", "0.00"]
+    assert figure.axes[1].get_title("left") == "sink of all heads"
+
+
+def test_the_color_bar_is_labelled_with_weights() -> None:
+    bar = sheet(random_weights(1, 1, 3, 3), list("abc"), 0, 0).axes[2]
+    labels = [float(label.get_text()) for label in bar.get_xticklabels()]
+    assert labels[0] == 0
+    assert bar.get_xticks().tolist() == pytest.approx([(label / labels[-1]) ** 0.5 for label in labels], abs=0.01)
+    assert "do not explain" in bar.get_xlabel()
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "length", "keys"),
+    [(1, 1, 1, 1), (6, 12, 16, 16), (2, 3, 5, 19), (32, 32, 70, 70), (1, 2, 300, 300)],
+)
+def test_sizes(layers: int, heads: int, length: int, keys: int, tmp_path: Path) -> None:
+    tokens, key_tokens = [f"t{i}" for i in range(length)], [f"t{i}" for i in range(keys)]
+    figure = sheet(random_weights(layers, heads, length, keys), tokens, 0, 0, key_tokens)
+    with Image.open(save_figure(figure, tmp_path / "heads.png")) as picture:
+        width, height = picture.size
+        assert 700 < width < 3500
+        assert 300 < height < 3500
+        assert len(picture.convert("RGB").getcolors(1 << 24) or ()) > 10
+
+
+def test_hostile_and_foreign_tokens_are_drawn(tmp_path: Path) -> None:
+    tokens = ["今天", "$x^2$", "\x1b[31m", "<script>", "a" * 99, "😀", "ไทย", "\u202eabc", "$\\frac{", ""]
+    figure = sheet(random_weights(1, 1, 10, 10), tokens, 0, 0, title="$\\bad{ 今天 \U000e0001")
+    assert save_figure(figure, tmp_path / "heads.svg").stat().st_size > 1000
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels[1:4] == ["$x^2$", "\\x1b[31m", "<script>"]
+    assert labels[4] == "a" * 15 + "…"
+    assert labels[7] == "\\u202eabc"
+
+
+def test_no_global_state_is_touched(tmp_path: Path) -> None:
+    before, backend = dict(matplotlib.rcParams), matplotlib.get_backend(auto_select=False)
+    save_figure(sheet(random_weights(1, 1, 2, 2), ["a", "b"], 0, 0), tmp_path / "heads.png")
+    assert dict(matplotlib.rcParams) == before
+    assert matplotlib.get_backend(auto_select=False) == backend

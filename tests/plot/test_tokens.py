@@ -1,0 +1,110 @@
+"""Tokens, which of them are special, and the words they are pieces of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from clearhead.demo import default_model_path
+from clearhead.errors import ArgumentError, DTypeError, ShapeError
+from clearhead.plot.labels import layer_labels, printable, shortened
+from clearhead.plot.tokens import Tokens, as_texts, read_tokens
+from clearhead.plot.words import merge_words, row_entropy
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("[CLS] un ##afford ##able ! [SEP]", "[CLS] unaffordable ! [SEP]"),
+        ("<s> ▁un afford able ! ▁now", "<s> ▁unaffordable ! ▁now"),
+        ("un afford Ġable , Ġnow s", "unafford Ġable , Ġnows"),
+        ("▁今 天 天 气", "▁今 天 天 气"),
+        ("no marks at all", "no marks at all"),
+        ("<|endoftext|> ing", "<|endoftext|> ing"),
+    ],
+)
+def test_words_are_guessed_from_the_marks_of_tokenizers(names: str, words: str) -> None:
+    assert Tokens(names.split()).word_names() == words.split()
+
+
+def test_special_tokens_are_recognised() -> None:
+    names = ["[CLS]", "[SEP]", "<s>", "</s>", "<pad>", "<|im_start|>", "<script>", "[x]", "the", "["]
+    assert Tokens(names).special == (True,) * 6 + (False,) * 4
+
+
+def test_words_may_be_given_by_any_numbers() -> None:
+    tokens = Tokens(list("abcde"), words=[7, 7, 3, 9, 9])
+    assert tokens.words == (0, 0, 1, 2, 2)
+    assert tokens.cut(1, 4).words == (0, 1, 2)
+    assert tokens.cut(1, 4).word_names() == ["b", "c", "d"]
+
+
+def test_a_tokenizers_own_words_and_special_tokens() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(default_model_path())
+    encoding = tokenizer("Tokenizers aren't [MASK]ed.")
+    tokens = read_tokens(tokenizer, encoding["input_ids"], words=encoding.word_ids(0))
+    assert tokens.names[:4] == ("[CLS]", "token", "##izer", "##s")
+    assert tokens.word_names() == ["[CLS]", "tokenizers", "aren", "'", "t", "[MASK]", "ed", ".", "[SEP]"]
+    assert [name for name, special in zip(tokens.names, tokens.special, strict=True) if special] == [
+        "[CLS]", "[MASK]", "[SEP]",
+    ]  # fmt: skip
+
+
+def test_one_word_for_everything_is_no_word() -> None:
+    class Joined:
+        """A tokenizer that takes the whole text for one word, as some with ▁ do."""
+
+        all_special_ids = (0,)
+        unk_token_id = 9
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return [["<s>", "▁The", "▁an", "imal"][number] for number in ids]
+
+        def decode(self, ids: list[int], **options: Any) -> str:
+            return self.convert_ids_to_tokens(ids)[0].replace("▁", " ")
+
+    tokens = read_tokens(Joined(), [0, 1, 2, 3], words=[None, 0, 0, 0])
+    assert (tokens.names, tokens.word_names()) == (("<s>", "The", "an", "imal"), ["<s>", "The", "animal"])
+
+
+def test_merging_sums_keys_and_averages_queries() -> None:
+    weights = torch.randn(2, 5, 4).softmax(-1)
+    queries, keys = Tokens(list("abcde"), words=[0, 0, 1, 2, 2]), Tokens(list("wxyz"), words=[0, 1, 1, 2])
+    merged = merge_words(weights, queries, keys)
+    assert merged.shape == (2, 3, 3)
+    expected = weights[:, 3:, 1:3].sum(-1).mean(-1)
+    torch.testing.assert_close(merged[:, 2, 1], expected)
+    torch.testing.assert_close(merged.sum(-1), torch.ones(2, 3))
+    assert bool((row_entropy(merged) < row_entropy(torch.full((3,), 1 / 3)) + 1e-6).all())
+
+
+def test_texts_however_they_are_given() -> None:
+    assert as_texts(None) is None
+    assert [text.names for text in as_texts(["a", "b"]) or []] == [("a", "b")]
+    assert [text.names for text in as_texts([["a"], ["b"]]) or []] == [("a",), ("b",)]
+    assert [text.names for text in as_texts(Tokens(["a"])) or []] == [("a",)]
+
+
+def test_wrong_tokens() -> None:
+    with pytest.raises(DTypeError, match="tokens: expected a list of strings, got one string"):
+        Tokens("a text")
+    with pytest.raises(DTypeError, match="got one string"):
+        as_texts("a text")
+    with pytest.raises(DTypeError, match="got other things among them"):
+        Tokens([1, 2])  # type: ignore[list-item]
+    with pytest.raises(ShapeError, match="special: expected 2 values, one per token, got 1"):
+        Tokens(["a", "b"], [True])
+    with pytest.raises(ShapeError, match="words: expected 2 values"):
+        Tokens(["a", "b"], words=[0])
+    with pytest.raises(ArgumentError, match="words: expected an int per token, got None"):
+        Tokens(["a"], words=[None])  # type: ignore[list-item]
+
+
+def test_labels() -> None:
+    assert printable(["a b", "\n", "\u200b", "", "é"]) == ["a b", "\\n", "\\u200b", "∅", "é"]
+    assert (shortened("abc", 3), shortened("abcd", 3)) == ("abc", "ab…")
+    assert layer_labels(["h.4.attn", "h.10.attn"]) == ["4", "10"]
+    assert layer_labels(["h.4.attn", "h.4.cross"]) == ["0", "1"]
