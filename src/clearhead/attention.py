@@ -27,8 +27,8 @@ def attention(
     dropout_p: float = 0.0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -44,8 +44,8 @@ def attention(
     dropout_p: float = 0.0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -60,8 +60,8 @@ def attention(
     dropout_p: float = 0.0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention with one meaning on every kernel.
@@ -86,8 +86,9 @@ def attention(
         dropout_p: probability in [0, 1] that a weight is dropped. Default 0; there is no training mode here.
         softcap: c > 0 limits scores to (−c, c). Default: none.
         sinks: (H,) logits that only enlarge the denominator of the softmax. Default: none.
-        query_positions: integers (L,) or (B, L): the absolute positions masks speak of. Default 0 … L−1.
-        key_positions: integers (S,) or (B, S). Default 0 … S−1.
+        query_positions: the absolute positions masks speak of: an int p for p … p + L − 1, or integers (L,) or (B, L).
+            Default 0 … L−1.
+        key_positions: likewise an int, (S,) or (B, S); or (B, H, S) where heads hold different keys. Default 0 … S−1.
         return_lse: also return lse.
 
     Returns:
@@ -136,8 +137,8 @@ def explain(
     dropout_p: float = 0.0,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
     return_lse: bool = False,
 ) -> Explanation:
     """Say which kernel `attention` would run for these arguments, and why not the others. Nothing is computed.

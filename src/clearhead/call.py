@@ -104,8 +104,8 @@ def build_call(
     dropout_p: float,
     softcap: float | None,
     sinks: Tensor | None,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
+    query_positions: Tensor | int | None,
+    key_positions: Tensor | int | None,
     return_lse: bool,
 ) -> AttentionCall:
     """Validate `attention`'s arguments, add a batch of one where there is none, and cut out what cannot take part.
@@ -127,7 +127,7 @@ def build_call(
         key.shape[2],
         query.device,
         _positions("query_positions", query_positions, query),
-        _positions("key_positions", key_positions, key),
+        _positions("key_positions", key_positions, key, heads=query.shape[1]),
     )
     checked = None if mask is None else as_mask(mask)
     seen = Reach(None, None)
@@ -254,18 +254,20 @@ def _require_device(name: str, tensor: Tensor, query: Tensor) -> None:
         )
 
 
-def _positions(name: str, positions: Tensor | None, tensor: Tensor) -> Tensor | None:
-    result = as_positions(name, positions)
-    if positions is None or result is None:
-        return None
+def _positions(name: str, positions: object, tensor: Tensor, *, heads: int | None = None) -> Tensor | int | None:
+    result = as_positions(name, positions, per_head=heads is not None)
+    if not isinstance(result, Tensor):
+        return result
     _require_device(name, result, tensor)
     batch, length = tensor.shape[0], tensor.shape[2]
-    if (result.shape[0] != 1 and result.shape[0] != batch) or result.shape[1] != length:
+    fits = (result.shape[0] == 1 or result.shape[0] == batch) and result.shape[-1] == length
+    if not fits or (result.dim() == 3 and result.shape[1] != heads):
+        per_head = "" if heads is None else f" or ({batch}, {heads}, {length})"
         raise ShapeError(
             explain_problem(
                 name,
-                expected=f"shape ({length},) or ({batch}, {length})",
-                got=shape_text(positions.shape),
+                expected=f"shape ({length},) or ({batch}, {length}){per_head}",
+                got=shape_text(result.shape),
                 fix="Give every query, or every key, its absolute position.",
             )
         )

@@ -31,8 +31,8 @@ def attention_weights(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    key_positions: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
     queries: Queries | None = None,
     average_attn_weights: bool = False,
 ) -> Tensor:

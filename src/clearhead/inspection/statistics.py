@@ -267,10 +267,11 @@ class Offset(Statistic):
 
     def _stripe(self, rows: Rows, offset: int) -> tuple[Tensor, Tensor]:
         """Shifted scores on one diagonal and whether the key is there and visible."""
-        if self.call.grid.has_positions:
+        shift = self.call.grid.shift
+        if shift is None:
             there = (rows.block.k == rows.block.q + offset) & (rows.shifted > float("-inf"))
             return rows.shifted, there
-        column = rows.block.i + offset - rows.columns.start  # (1, 1, l, 1)
+        column = rows.block.i + shift + offset - rows.columns.start  # (1, 1, l, 1)
         inside = (column >= 0) & (column < rows.width)
         if rows.width == 0:
             return rows.total, torch.zeros_like(rows.total, dtype=torch.bool)

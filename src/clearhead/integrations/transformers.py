@@ -242,10 +242,10 @@ def _packed(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tenso
     return masks.documents(torch.searchsorted(starts_q.to(query.device), positions, right=True))
 
 
-def _last_positions(query: Tensor, key: Tensor) -> dict[str, Tensor]:
+def _last_positions(query: Tensor, key: Tensor) -> dict[str, int]:
     """Where the queries stand if the last one is at the last key."""
     length, keys = query.shape[2], key.shape[2]
-    return {"query_positions": torch.arange(keys - length, keys, device=query.device)} if length < keys else {}
+    return {"query_positions": keys - length} if length < keys else {}
 
 
 def _both(first: masks.Mask | None, second: masks.Mask) -> masks.Mask:

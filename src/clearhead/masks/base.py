@@ -118,8 +118,8 @@ class Mask(ABC):
         *,
         batch_size: int | None = None,
         num_heads: int | None = None,
-        query_positions: Tensor | None = None,
-        key_positions: Tensor | None = None,
+        query_positions: Tensor | int | None = None,
+        key_positions: Tensor | int | None = None,
     ) -> Tensor:
         """Build the mask as a tensor, for looking at it.
 
@@ -128,8 +128,8 @@ class Mask(ABC):
             key_length: S; defaults to what the mask's tensors say, else to L.
             batch_size: B; defaults to what the mask's tensors say, else to 1.
             num_heads: H; likewise.
-            query_positions: absolute positions of the queries, (L,) or (B, L).
-            key_positions: absolute positions of the keys, (S,) or (B, S).
+            query_positions: absolute positions of the queries, as for `clearhead.attention`.
+            key_positions: absolute positions of the keys, likewise.
 
         Returns:
             (B, H, L, S): bool, ``True`` = may attend; with a bias in the mask, float, −inf = hidden.
@@ -159,8 +159,8 @@ class Mask(ABC):
         *,
         batch_size: int | None = None,
         num_heads: int | None = None,
-        query_positions: Tensor | None = None,
-        key_positions: Tensor | None = None,
+        query_positions: Tensor | int | None = None,
+        key_positions: Tensor | int | None = None,
     ) -> MaskReport:
         """Look for the usual mistakes and say in words what was found.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -52,8 +53,8 @@ def check_mask(
     key_length: int | None,
     batch_size: int | None,
     num_heads: int | None,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
+    query_positions: Tensor | int | None,
+    key_positions: Tensor | int | None,
 ) -> MaskReport:
     """See `Mask.check`."""
     grid = grid_for(mask, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
@@ -87,15 +88,15 @@ def grid_for(
     key_length: int | None,
     batch_size: int | None,
     num_heads: int | None,
-    query_positions: Tensor | None,
-    key_positions: Tensor | None,
+    query_positions: Tensor | int | None,
+    key_positions: Tensor | int | None,
 ) -> Grid:
     """The sizes that were given, completed by what the mask's own tensors say."""
     known = mask.sizes()
     query_positions = as_positions("query_positions", query_positions)
-    key_positions = as_positions("key_positions", key_positions)
-    length = _first(query_length, known.query_length, _size(query_positions, 1))
-    keys = _first(key_length, known.key_length, _size(key_positions, 1))
+    key_positions = as_positions("key_positions", key_positions, per_head=True)
+    length = _first(query_length, known.query_length, _count(query_positions))
+    keys = _first(key_length, known.key_length, _count(key_positions))
     if keys is None:
         keys = max(length or 0, known.fewest_keys) or length
     if length is None:
@@ -125,33 +126,44 @@ def grid_for(
     )
 
 
-def as_positions(name: str, positions: Tensor | None) -> Tensor | None:
-    """Read positions given as (n,) or (B, n) as int64 (1 or B, n)."""
+def as_positions(name: str, positions: object, *, per_head: bool = False) -> Tensor | int | None:
+    """Read positions: an int stays one, a tensor (n,) or (B, n) becomes int64 (1 or B, n).
+
+    Args:
+        name: of the argument.
+        positions: what was given.
+        per_head: whether (B, H, n) may be given too; it stays as it is.
+    """
     if positions is None:
         return None
+    shapes = "(n,), (B, n) or (B, H, n)" if per_head else "(n,) or (B, n)"
+    if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
+        if positions < 0:
+            raise ArgumentError(explain_problem(name, expected="a first position ≥ 0", got=str(positions)))
+        return cast(int, positions)
     if not isinstance(positions, Tensor) or positions.dtype not in _INTEGERS:
         got = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__
-        raise DTypeError(explain_problem(name, expected="an integer tensor (n,) or (B, n)", got=got))
-    if positions.dim() not in (1, 2):
-        raise ShapeError(explain_problem(name, expected="shape (n,) or (B, n)", got=shape_text(positions.shape)))
+        raise DTypeError(explain_problem(name, expected=f"an int, or an integer tensor {shapes}", got=got))
+    if positions.dim() not in ((1, 2, 3) if per_head else (1, 2)):
+        raise ShapeError(explain_problem(name, expected=f"shape {shapes}", got=shape_text(positions.shape)))
     # int64, because small and unsigned integers overflow when a window is added or taken off.
-    return (positions if positions.dim() == 2 else positions[None]).long()
+    return (positions[None] if positions.dim() == 1 else positions).long()
 
 
 def _first(*sizes: int | None) -> int | None:
     return next((size for size in sizes if size is not None), None)
 
 
-def _size(positions: Tensor | None, dim: int) -> int | None:
-    return None if positions is None else positions.shape[dim]
+def _count(positions: Tensor | int | None) -> int | None:
+    return positions.shape[-1] if isinstance(positions, Tensor) else None
 
 
-def _batch(positions: Tensor | None) -> int | None:
-    return None if positions is None or positions.shape[0] == 1 else positions.shape[0]
+def _batch(positions: Tensor | int | None) -> int | None:
+    return positions.shape[0] if isinstance(positions, Tensor) and positions.shape[0] != 1 else None
 
 
-def _require_count(name: str, positions: Tensor | None, length: int) -> None:
-    if positions is not None and positions.shape[1] != length:
+def _require_count(name: str, positions: Tensor | int | None, length: int) -> None:
+    if isinstance(positions, Tensor) and positions.shape[-1] != length:
         raise ShapeError(explain_problem(name, expected=f"{length} positions", got=shape_text(positions.shape)))
 
 

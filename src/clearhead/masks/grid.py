@@ -27,8 +27,9 @@ class Grid:
         query_length: L.
         key_length: S.
         device: where masks build their tensors.
-        query_positions: absolute positions of the queries, (1 or B, L); ``None`` means 0 … L−1.
-        key_positions: absolute positions of the keys, (1 or B, S); ``None`` means 0 … S−1.
+        query_positions: absolute positions of the queries: (1 or B, L), or an int p for p … p + L−1; ``None`` means
+            that the caller named none, and 0 … L−1.
+        key_positions: of the keys: (1 or B, S), per head (B, H, S), or an int; ``None`` as above.
     """
 
     batch_size: int
@@ -36,12 +37,20 @@ class Grid:
     query_length: int
     key_length: int
     device: torch.device
-    query_positions: Tensor | None = None
-    key_positions: Tensor | None = None
+    query_positions: Tensor | int | None = None
+    key_positions: Tensor | int | None = None
 
     @property
     def has_positions(self) -> bool:
+        """Whether the caller said where queries or keys stand."""
         return self.query_positions is not None or self.key_positions is not None
+
+    @property
+    def shift(self) -> int | None:
+        """How far the first query stands after the first key; ``None`` where positions do not simply count up."""
+        if isinstance(self.query_positions, Tensor) or isinstance(self.key_positions, Tensor):
+            return None
+        return (self.query_positions or 0) - (self.key_positions or 0)
 
 
 @dataclass(frozen=True)
@@ -81,17 +90,27 @@ class Block:
     def q(self) -> Tensor:
         """Absolute positions of the queries, (1 or b, 1, l, 1)."""
         positions = self.grid.query_positions
-        if positions is None:
-            return self.i
+        if not isinstance(positions, Tensor):
+            return self.i if positions is None else self.i + positions
         return take(take(positions, 0, self.batch), 1, self.rows)[:, None, :, None]
 
     @property
     def k(self) -> Tensor:
-        """Absolute positions of the keys, (1 or b, 1, 1, s)."""
+        """Absolute positions of the keys, (1 or b, 1 or h, 1, s)."""
         positions = self.grid.key_positions
-        if positions is None:
-            return self.j
-        return take(take(positions, 0, self.batch), 1, self.columns)[:, None, None, :]
+        if not isinstance(positions, Tensor):
+            return self.j if positions is None else self.j + positions
+        per_head = positions if positions.dim() == 3 else positions[:, None]
+        return take(take(take(per_head, 0, self.batch), 1, self.heads), 2, self.columns)[:, :, None, :]
+
+    @property
+    def ends(self) -> tuple[int, int, int, int] | None:
+        """First and one past the last row, the same of the columns; ``None`` for chosen ones."""
+        if isinstance(self.rows, Tensor) or isinstance(self.columns, Tensor):
+            return None
+        first_row, stop_row = (0, self.grid.query_length) if self.rows == ALL else (self.rows.start, self.rows.stop)
+        first, stop = (0, self.grid.key_length) if self.columns == ALL else (self.columns.start, self.columns.stop)
+        return first_row, stop_row, first, stop
 
     def cut(self, tensor: Tensor) -> Tensor:
         """The part of a (1 or B, 1 or H, 1 or L, 1 or S) tensor that lies in this block; a view for slices."""

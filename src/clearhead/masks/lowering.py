@@ -32,7 +32,7 @@ class Reach:
 
 def is_plain_causal(mask: Mask | None, grid: Grid) -> bool:
     """True if the mask says exactly j ≤ i, which fused kernels know as a flag."""
-    return isinstance(mask, Causal) and not grid.has_positions and mask.offset(grid) == 0
+    return isinstance(mask, Causal) and mask.diagonal(grid) == 0
 
 
 def dense_mask(mask: Mask, grid: Grid) -> Tensor:

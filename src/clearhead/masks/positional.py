@@ -175,22 +175,28 @@ class Causal(Mask):
     def __init__(self, align: Align) -> None:
         self.align = align
 
-    def offset(self, grid: Grid) -> int:
-        """How far to the right of the main diagonal the last visible key lies."""
-        if grid.has_positions or self.align == "top_left":
-            return 0
-        return grid.key_length - grid.query_length
+    def diagonal(self, grid: Grid) -> int | None:
+        """Row i sees columns up to i plus this; ``None`` where positions do not simply count up."""
+        return None if grid.shift is None else grid.shift + self._offset(grid)
 
-    def visible(self, block: Block) -> Tensor:
-        return block.k <= block.q + self.offset(block.grid)
+    def visible(self, block: Block) -> Tensor | None:
+        diagonal = self.diagonal(block.grid)
+        if diagonal is not None and block.ends is not None:
+            first_row, _, _, stop = block.ends
+            if stop - 1 <= first_row + diagonal:
+                return None
+        return block.k <= block.q + self._offset(block.grid)
 
     def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        if grid.has_positions:
-            return 0, grid.key_length
-        return 0, _clamp(rows.stop + self.offset(grid), grid)
+        diagonal = self.diagonal(grid)
+        return 0, grid.key_length if diagonal is None else _clamp(rows.stop + diagonal, grid)
 
     def describe(self) -> str:
         return "causal()" if self.align == "top_left" else "causal('bottom_right')"
+
+    def _offset(self, grid: Grid) -> int:
+        """What `align` adds to a query's position; explicit positions leave nothing to align."""
+        return 0 if grid.has_positions or self.align == "top_left" else grid.key_length - grid.query_length
 
 
 @final
@@ -199,13 +205,19 @@ class _Window(Mask):
         self._left = left
         self._right = right
 
-    def visible(self, block: Block) -> Tensor:
+    def visible(self, block: Block) -> Tensor | None:
+        shift = block.grid.shift
+        if shift is not None and block.ends is not None:
+            first_row, stop_row, first, stop = block.ends
+            if first >= stop_row - 1 + shift - self._left and stop - 1 <= first_row + shift + self._right:
+                return None
         return (block.k >= block.q - self._left) & (block.k <= block.q + self._right)
 
     def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        if grid.has_positions:
+        shift = grid.shift
+        if shift is None:
             return 0, grid.key_length
-        return _clamp(rows.start - self._left, grid), _clamp(rows.stop + self._right, grid)
+        return _clamp(rows.start + shift - self._left, grid), _clamp(rows.stop + shift + self._right, grid)
 
     def describe(self) -> str:
         return f"window({self._left}, {self._right})"
@@ -220,7 +232,8 @@ class _Prefix(Mask):
         return block.k < self._n
 
     def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        return 0, grid.key_length if grid.has_positions else _clamp(self._n, grid)
+        first = grid.key_positions or 0 if not isinstance(grid.key_positions, Tensor) else None
+        return 0, grid.key_length if first is None else _clamp(self._n - first, grid)
 
     def describe(self) -> str:
         return f"prefix({self._n})"
@@ -282,7 +295,10 @@ class _Documents(Mask):
 
     def visible(self, block: Block) -> Tensor:
         ids = take(self._ids.to(block.grid.device), 0, block.batch)
-        return _look_up(ids, block.q[:, 0, :, 0])[:, None, :, None] == _look_up(ids, block.k[:, 0, 0])[:, None, None]
+        queries = _look_up(ids, block.q[:, 0, :, 0])[:, None, :, None]  # (1 or b, 1, l, 1)
+        k = block.k[:, :, 0]  # (1 or b, 1 or h, s)
+        keys = _look_up(ids, k.flatten(1)).unflatten(1, k.shape[1:])[:, :, None]  # (1 or b, 1 or h, 1, s)
+        return queries == keys
 
     def validate(self, grid: Grid) -> None:
         batch, length = self._ids.shape

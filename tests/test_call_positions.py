@@ -1,0 +1,111 @@
+"""Absolute positions given to `attention`: an int counts up, tensors say each, keys may differ between heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import clearhead
+from clearhead import masks
+from clearhead.errors import ArgumentError, DTypeError, ShapeError
+from clearhead.masks import Mask
+
+BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM = 2, 6, 3, 5, 11, 7
+
+RULES: dict[str, Mask] = {
+    "causal": masks.causal(),
+    "bottom right": masks.causal("bottom_right"),
+    "window": masks.window(3, 1),
+    "narrow": masks.window(0, 0),
+    "causal window": masks.causal() & masks.window(2, 0),
+    "prefix": masks.causal() | masks.prefix(4),
+    "lengths": masks.lengths(torch.tensor([6, 9])),
+    "where": masks.where(lambda b, h, q, k: (q + k + h) % 2 == 0),
+    "documents": masks.documents(torch.arange(23) // 4),
+}
+
+
+def tensors(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(3)
+    return (
+        torch.randn(BATCH, HEADS, QUERIES, DIM, dtype=dtype),
+        torch.randn(BATCH, KV_HEADS, KEYS, DIM, dtype=dtype),
+        torch.randn(BATCH, KV_HEADS, KEYS, DIM, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "reference", None])
+@pytest.mark.parametrize(("first_query", "first_key"), [(0, 0), (6, 0), (10, 0), (3, 4), (0, 8), (12, 5)])
+@pytest.mark.parametrize("rule", RULES)
+def test_an_int_counts_up(rule: str, first_query: int, first_key: int, kernel: str | None) -> None:
+    query, key, value = tensors()
+    starts = {"query_positions": first_query, "key_positions": first_key}
+    spelt = {
+        "query_positions": torch.arange(first_query, first_query + QUERIES),
+        "key_positions": torch.arange(first_key, first_key + KEYS),
+    }
+    mask = RULES[rule]
+    shown = mask.dense(QUERIES, KEYS, batch_size=BATCH, num_heads=HEADS, **starts)
+    assert torch.equal(shown, mask.dense(QUERIES, KEYS, batch_size=BATCH, num_heads=HEADS, **spelt))
+    with clearhead.use_kernel("reference"):
+        expected = clearhead.attention(query, key, value, masks.keep(shown))
+    if kernel is None:
+        found = clearhead.attention(query, key, value, mask, **starts)
+    else:
+        with clearhead.use_kernel(kernel):
+            found = clearhead.attention(query, key, value, mask, **starts)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_keys_that_differ_between_heads() -> None:
+    query, key, value = tensors()
+    positions = torch.randint(0, 20, (BATCH, HEADS, KEYS))
+    queries = torch.tensor([4, 5, 6, 12, 19])
+    for mask in (masks.causal(), masks.window(3, 2), masks.documents(torch.arange(20) // 3)):
+        found = clearhead.attention(query, key, value, mask, query_positions=queries, key_positions=positions)
+        for head in range(HEADS):
+            alone = clearhead.attention(
+                query[:, [head]],
+                key[:, [head // 2]],
+                value[:, [head // 2]],
+                mask,
+                query_positions=queries,
+                key_positions=positions[:, head],
+            )
+            torch.testing.assert_close(found[:, [head]], alone, rtol=0, atol=1e-12)
+
+
+def test_statistics_know_where_keys_stand() -> None:
+    query, key, _ = tensors()
+    starts = {"query_positions": 6, "mask": masks.causal()}
+    spelt = {"query_positions": torch.arange(6, 11), "mask": masks.causal()}
+    for name in ("offset", "distance"):
+        found, expected = (
+            getattr(clearhead.attention_statistics(query, key, statistics=(name,), offsets=(-2, -1, 0), **given), name)
+            for given in (starts, spelt)
+        )
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+BAD = {
+    "negative": ({"query_positions": -1}, ArgumentError, r"query_positions: expected a first position ≥ 0, got -1"),
+    "bool": ({"key_positions": True}, DTypeError, r"key_positions: expected an int, or an integer tensor"),
+    "floats": ({"key_positions": torch.zeros(KEYS)}, DTypeError, r"key_positions: .*got torch.float32"),
+    "heads": (
+        {"key_positions": torch.zeros(BATCH, KV_HEADS, KEYS).long()},
+        ShapeError,
+        r"key_positions: expected shape \(11,\) or \(2, 11\) or \(2, 6, 11\)",
+    ),
+    "per head queries": (
+        {"query_positions": torch.zeros(BATCH, HEADS, QUERIES).long()},
+        ShapeError,
+        r"query_positions: expected shape \(n,\) or \(B, n\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_positions_that_fit_nothing(case: str) -> None:
+    given, kind, text = BAD[case]
+    with pytest.raises(kind, match=text):
+        clearhead.attention(*tensors(), masks.causal(), **given)  # type: ignore[arg-type]
