@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "ArgumentError",
+    "CacheError",
     "CheckpointError",
     "ClearheadError",
     "DTypeError",
@@ -44,6 +45,10 @@ class DeviceError(ClearheadError, ValueError):
 
 class KernelError(ClearheadError, RuntimeError):
     """The kernel that was asked for cannot run this call."""
+
+
+class CacheError(ClearheadError, RuntimeError):
+    """A key/value cache cannot take, or no longer has, what was asked of it."""
 
 
 class CheckpointError(ClearheadError, ValueError):

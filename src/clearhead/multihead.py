@@ -1,20 +1,39 @@
-"""`MultiHeadAttention`: project, split into heads, attend, merge, project back."""
+"""`MultiHeadAttention`: project, split into heads, place, remember, attend, merge, project back."""
 
 from __future__ import annotations
 
-from typing import Literal, overload
+import math
+from collections.abc import Callable
+from typing import Literal, TypedDict, overload
 
 import torch
 from torch import Tensor, nn
 
-from .attention import attention, autocast_is_on
+from .attention import attention, cast_for_autocast
+from .caches.base import Cache, Cached, Positions
+from .caches.kv import KVCache
 from .call import is_finite, is_probability, number
-from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from .errors import ArgumentError, ShapeError, explain_problem
 from .heads import merge_heads, split_heads
 from .masks.base import Mask
+from .masks.check import as_positions
+from .masks.positional import Present
+from .masks.tensors import as_mask
+from .multihead_checks import (
+    checked_size,
+    complete,
+    require_features,
+    require_keys,
+    require_mask,
+    require_parts,
+    whole_head_dim,
+)
 from .weights import attention_weights
 
-__all__ = ["MultiHeadAttention"]
+__all__ = ["MultiHeadAttention", "PositionPart"]
+
+#: Turns queries (B, H, L, D) and keys (B, Hkv, L, D) by their positions, as `clearhead.positions.Rotary` does.
+PositionPart = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
 
 
 class MultiHeadAttention(nn.Module):
@@ -25,7 +44,8 @@ class MultiHeadAttention(nn.Module):
         head_h = attention(query Wq_h, key Wk_h, value Wv_h);  output = concat(head_1 … head_H) Wo
 
     (Vaswani et al., "Attention is all you need", 2017.) The four projections are ordinary `Linear` submodules,
-    called as modules, so hooks, LoRA and quantisation on them take effect, and each can be replaced.
+    called as modules, so hooks, LoRA and quantisation on them take effect, and each can be replaced. What newer models
+    do differently comes in as parts: a position part, norms, a mask, a cache.
 
     Args:
         embed_dim: E, the size of the output, and of the query unless `qdim` says otherwise.
@@ -39,10 +59,20 @@ class MultiHeadAttention(nn.Module):
         out_bias: whether the output projection has one. Default as `bias`.
         scale: factor of the scores. Default 1/√D.
         dropout: probability that a weight is dropped in training. Default 0.
+        position: turns queries and keys by their positions, ``(q, k, positions) -> (q, k)``, such as
+            `clearhead.positions.Rotary`. Default: none.
+        query_norm, key_norm: modules applied to every head's query (B, H, L, D) and key (B, Hkv, S, D) before the
+            position part, such as ``nn.RMSNorm(head_dim)`` (Qwen3). Default: none.
+        softcap: c > 0 limits scores to (−c, c) (Gemma 2). Default: none.
+        sinks: learn a logit per head that only enlarges the softmax's denominator (gpt-oss), as the parameter
+            ``sinks`` (H,). Default False.
+        mask: a mask of the layer's own, which every call's mask is combined with: a sliding window, `ALiBi`, a
+            `RelativeBias`. Default: none.
         device, dtype: of the parameters.
 
     Raises:
         ArgumentError: for sizes that are not positive or do not divide, or dropout outside [0, 1].
+        DTypeError, MaskTypeError: for parts of another kind.
 
     Example:
         >>> import torch, clearhead
@@ -67,14 +97,20 @@ class MultiHeadAttention(nn.Module):
         out_bias: bool | None = None,
         scale: float | None = None,
         dropout: float = 0.0,
+        position: PositionPart | None = None,
+        query_norm: nn.Module | None = None,
+        key_norm: nn.Module | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        mask: Mask | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.embed_dim = _size("embed_dim", embed_dim)
-        self.num_heads = _size("num_heads", num_heads)
-        self.num_kv_heads = _size("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
-        self.head_dim = _head_dim(embed_dim, num_heads) if head_dim is None else _size("head_dim", head_dim)
+        self.embed_dim = checked_size("embed_dim", embed_dim)
+        self.num_heads = checked_size("num_heads", num_heads)
+        self.num_kv_heads = checked_size("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        self.head_dim = whole_head_dim(embed_dim, num_heads) if head_dim is None else checked_size("head_dim", head_dim)
         if num_heads % self.num_kv_heads:
             raise ArgumentError(
                 explain_problem(
@@ -86,9 +122,20 @@ class MultiHeadAttention(nn.Module):
             )
         self.scale = None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
         self.dropout = number("dropout", dropout, "a probability in [0, 1]", is_probability)
+        self.softcap = (
+            None if softcap is None else number("softcap", softcap, "a number > 0, or None", lambda c: 0 < c < math.inf)
+        )
+        require_parts(position, query_norm=query_norm, key_norm=key_norm)
+        require_mask(mask)
+        self.position = position
+        self.query_norm, self.key_norm = query_norm, key_norm
+        self.mask = mask
+        if mask is not None and not isinstance(mask, nn.Module):
+            # What learns in a combined mask is this module's too.
+            self.mask_parts = nn.ModuleList(part for part in mask.parts() if isinstance(part, nn.Module))
         inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qdim, kdim, vdim = (
-            _size(name, embed_dim if size is None else size)
+            checked_size(name, embed_dim if size is None else size)
             for name, size in (("qdim", qdim), ("kdim", kdim), ("vdim", vdim))
         )
         self.q_proj = nn.Linear(qdim, inner, bias=bias, device=device, dtype=dtype)
@@ -96,14 +143,30 @@ class MultiHeadAttention(nn.Module):
         self.v_proj = nn.Linear(vdim, kv_inner, bias=bias, device=device, dtype=dtype)
         out_bias = bias if out_bias is None else out_bias
         self.out_proj = nn.Linear(inner, embed_dim, bias=out_bias, device=device, dtype=dtype)
+        own = nn.Parameter(torch.empty(self.num_heads, device=device, dtype=dtype)) if sinks else None
+        self.sinks: nn.Parameter | None
+        self.register_parameter("sinks", own)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw every projection from Xavier's uniform distribution and set biases to zero."""
+        """Draw every projection from Xavier's uniform distribution and set biases and sinks to zero."""
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             nn.init.xavier_uniform_(projection.weight)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    def make_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """An empty `clearhead.caches.KVCache` of this module's sizes, dtype and device.
+
+        Args:
+            batch_size: B.
+            max_length: how many tokens it can hold.
+        """
+        weight = self.k_proj.weight
+        dtype = weight.dtype if weight.is_floating_point() else None
+        return KVCache(batch_size, self.num_kv_heads, max_length, self.head_dim, dtype=dtype, device=weight.device)
 
     @overload
     def forward(
@@ -113,6 +176,8 @@ class MultiHeadAttention(nn.Module):
         value: Tensor | None = None,
         mask: Mask | Tensor | None = None,
         *,
+        positions: Positions | None = None,
+        cache: Cache | None = None,
         need_weights: Literal[False] = False,
         average_attn_weights: bool = True,
     ) -> Tensor: ...
@@ -125,6 +190,8 @@ class MultiHeadAttention(nn.Module):
         value: Tensor | None = None,
         mask: Mask | Tensor | None = None,
         *,
+        positions: Positions | None = None,
+        cache: Cache | None = None,
         need_weights: Literal[True],
         average_attn_weights: bool = True,
     ) -> tuple[Tensor, Tensor]: ...
@@ -136,6 +203,8 @@ class MultiHeadAttention(nn.Module):
         value: Tensor | None = None,
         mask: Mask | Tensor | None = None,
         *,
+        positions: Positions | None = None,
+        cache: Cache | None = None,
         need_weights: bool = False,
         average_attn_weights: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -146,127 +215,125 @@ class MultiHeadAttention(nn.Module):
             key: (B, S, kdim). Default: the query, which makes it self-attention.
             value: (B, S, vdim). Default: the key.
             mask: from `clearhead.masks`, or a bool tensor with ``True`` = may attend. Default: everything visible.
+                A cache never implies causality: pass ``masks.causal()``, which compares absolute positions.
+            positions: absolute positions of the queries, and in self-attention of the keys: an int p for p … p + L − 1,
+                or integers (L,) or (B, L); −1 marks padding, which neither sees nor is seen. Default: after what the
+                cache holds, else 0 … L−1.
+            cache: from `clearhead.caches`: the new keys and values are added to it and all of it is attended to.
+                Default: none.
             need_weights: also return the weights, before dropout. Default False.
             average_attn_weights: average them over the heads. Default True.
 
         Returns:
             Output (B, L, E); with `need_weights` also the weights, (B, L, S), or (B, H, L, S) if not averaged, in
-            float32 (float64 for float64 inputs). A query that sees no key has zero weights and ``out_proj(0)``.
+            float32 (float64 for float64 inputs), S counting all keys that were attended to. A query that sees no key
+            has zero weights and ``out_proj(0)``.
 
         Raises:
             ShapeError: if an input does not have the features its projection takes, or shapes disagree.
             ArgumentError: if `value` is given without `key`.
+            CacheError: if the cache is full, or gradients are asked for.
             And what `attention` raises.
         """
-        key, value = _complete(query, key, value)
-        _require_features("query", query, self.q_proj)
-        _require_features("key", key, self.k_proj)
-        _require_features("value", value, self.v_proj)
-        _require_together(query, key, value)
-        q = split_heads(self.q_proj(query), self.num_heads)  # (B, H, L, D)
-        k = split_heads(self.k_proj(key), self.num_kv_heads)  # (B, Hkv, S, D)
-        v = split_heads(self.v_proj(value), self.num_kv_heads)  # (B, Hkv, S, D)
+        known = None if cache is None else cache.recall()
+        own = key is None or key is query
+        require_features("query", query, self.q_proj)
+        places = _places(positions, cache, query.shape[-2])
+        q = _normed(_heads(self.q_proj(query), self.num_heads), self.query_norm)  # (B, H, L, D)
+        if known is None:
+            key, value = complete(query, key, value)
+            require_keys(self, query, key, value)
+            k = _normed(_heads(self.k_proj(key), self.num_kv_heads), self.key_norm)  # (B, Hkv, S, D)
+            v = _heads(self.v_proj(value), self.num_kv_heads)  # (B, Hkv, S, D)
+            q, k = self._turned(q, k, places)
+            q, k, v = cast_for_autocast(q, k, v)
+            known = Cached(k, v) if cache is None else cache.update(k, v, places)
+        key_positions = _key_positions(known, places if own and cache is None else None, self.num_heads)
+        request: _Request = {
+            "mask": self._mask(mask, known, places),
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "query_positions": None if cache is None and positions is None else places,
+            "key_positions": None if cache is None and positions is None else key_positions,
+        }
         dropout_p = self.dropout if self.training else 0.0
-        mixed = attention(q, k, v, mask, scale=self.scale, dropout_p=dropout_p)  # (B, H, L, D)
-        output = self.out_proj(merge_heads(mixed))  # (B, L, E)
-        if not need_weights:
-            return output
-        return output, attention_weights(q, k, mask, scale=self.scale, average_attn_weights=average_attn_weights)
+        mixed = attention(q, known.key, known.value, **request, dropout_p=dropout_p)  # (B, H, L, D)
+        merged = merge_heads(mixed if query.dim() == 3 else mixed.squeeze(0))  # (B, L, H·D)
+        output = self.out_proj(merged)  # (B, L, E)
+        weights = None
+        if need_weights:
+            weights = attention_weights(q, known.key, **request, average_attn_weights=average_attn_weights)
+            weights = weights if query.dim() == 3 else weights.squeeze(0)
+        if cache is not None:
+            cache.attended(q, known, request["mask"], places, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
+        return output if weights is None else (output, weights)
+
+    def _turned(self, q: Tensor, k: Tensor, places: Positions) -> tuple[Tensor, Tensor]:
+        if self.position is None:
+            return q, k
+        if q.shape[2] != k.shape[2]:
+            raise ShapeError(
+                explain_problem(
+                    "key",
+                    expected=f"the query's length {q.shape[2]}: a position part turns both by the same positions",
+                    got=f"{k.shape[2]}",
+                    fix="Use position= in self-attention, and a module without it for cross-attention.",
+                )
+            )
+        return self.position(q, k, places)
+
+    def _mask(self, mask: Mask | Tensor | None, known: Cached, places: Positions) -> Mask | None:
+        """Everything that hides: the layer's mask, the call's, the cache's, and padding."""
+        parts = [self.mask, None if mask is None else as_mask(mask), known.mask]
+        if isinstance(places, Tensor) and known.mask is None:
+            parts.append(Present())
+        combined: Mask | None = None
+        for part in parts:
+            if part is not None:
+                combined = part if combined is None else combined & part
+        return combined
 
     def extra_repr(self) -> str:
         kv = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
+        softcap = f", softcap={self.softcap}" if self.softcap is not None else ""
+        sinks = ", sinks=True" if self.sinks is not None else ""
+        mask = f", mask={self.mask.describe()}" if self.mask is not None else ""
         dropout = f", dropout={self.dropout}" if self.dropout else ""
-        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}{kv}, head_dim={self.head_dim}{dropout}"
+        sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}{kv}, head_dim={self.head_dim}"
+        return f"{sizes}{softcap}{sinks}{mask}{dropout}"
 
 
-def _complete(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
-    if key is None:
-        if value is not None:
-            raise ArgumentError(
-                explain_problem(
-                    "key",
-                    expected="a tensor, because value was given",
-                    got="None",
-                    fix="Leave both out for self-attention, or pass key too.",
-                )
-            )
-        key = query
-    return key, key if value is None else value
+class _Request(TypedDict):
+    mask: Mask | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    query_positions: Positions | None
+    key_positions: Positions | None
 
 
-def _require_features(name: str, x: object, projection: nn.Module) -> None:
-    """Raise unless a projection can take the input; a projection that is no plain `Linear` judges for itself."""
-    if not isinstance(x, Tensor):
-        raise DTypeError(explain_problem(name, expected="a torch.Tensor", got=type(x).__name__))
-    if not x.is_floating_point():
-        raise DTypeError(
-            explain_problem(name, expected="a floating point tensor", got=str(x.dtype), fix="Embed token ids first.")
-        )
-    features = getattr(projection, "in_features", None)
-    expected = features if isinstance(features, int) else "features"
-    if x.dim() not in (2, 3) or (isinstance(features, int) and x.shape[-1] != features):
-        raise ShapeError(
-            explain_problem(
-                name,
-                expected=f"(B, length, {expected}), or (length, {expected}) without a batch",
-                got=shape_text(x.shape),
-                fix=f"The module is batch first; the features of the {name} input are set by {name[0]}dim=.",
-            )
-        )
-    if type(projection) is not nn.Linear or autocast_is_on(x):
-        return
-    weight = projection.weight
-    if x.dtype != weight.dtype:
-        raise DTypeError(
-            explain_problem(
-                name,
-                expected=f"the module's dtype {weight.dtype}",
-                got=str(x.dtype),
-                fix=f"Convert the input with .to({weight.dtype}), or the module.",
-            )
-        )
-    if x.device != weight.device:
-        raise DeviceError(
-            explain_problem(
-                name,
-                expected=f"the module's device {weight.device}",
-                got=str(x.device),
-                fix="Move the input or the module with .to(...).",
-            )
-        )
+def _heads(x: Tensor, num_heads: int) -> Tensor:
+    """(B, L, H·D), or (L, H·D) without a batch → (B or 1, H, L, D)."""
+    heads = split_heads(x, num_heads)
+    return heads if heads.dim() == 4 else heads[None]
 
 
-def _require_together(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise unless the inputs belong to one batch and each key has its value."""
-    if not query.dim() == key.dim() == value.dim():
-        problem = "inputs that all have a batch, or none"
-    elif query.dim() == 3 and not (query.shape[0] == key.shape[0] and key.shape[0] == value.shape[0]):
-        problem = "equal batch sizes B"
-    elif key.shape[-2] != value.shape[-2]:
-        problem = "equal key and value lengths S"
-    else:
-        return
-    got = f"query {shape_text(query.shape)}, key {shape_text(key.shape)}, value {shape_text(value.shape)}"
-    fix = "Inputs are (B, length, features)."
-    raise ShapeError(explain_problem("query, key, value", expected=problem, got=got, fix=fix))
+def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
+    return x if norm is None else norm(x)
 
 
-def _size(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise DTypeError(explain_problem(name, expected="an int ≥ 1", got=repr(value)))
-    if value < 1:
-        raise ArgumentError(explain_problem(name, expected="an int ≥ 1", got=str(value)))
-    return value
+def _places(positions: Positions | None, cache: Cache | None, length: int) -> Positions:
+    """Where the queries stand."""
+    checked = as_positions("positions", positions)
+    if checked is not None:
+        return checked
+    return 0 if cache is None else cache.next_positions(length)
 
 
-def _head_dim(embed_dim: int, num_heads: int) -> int:
-    if embed_dim % num_heads:
-        raise ArgumentError(
-            explain_problem(
-                "embed_dim",
-                expected=f"a multiple of num_heads = {num_heads}",
-                got=str(embed_dim),
-                fix="Choose other sizes, or set head_dim yourself.",
-            )
-        )
-    return embed_dim // num_heads
+def _key_positions(known: Cached, own: Positions | None, num_heads: int) -> Positions | None:
+    """Where the keys stand: as the cache says, or with the queries."""
+    found = known.positions
+    if found is None:
+        return own
+    return found if found.dim() == 2 else found.repeat_interleave(num_heads // found.shape[1], 1)  # (B, H, S)

@@ -13,7 +13,7 @@ from ..tracing import is_tracing
 from .base import Mask, Sizes
 from .grid import Block, Grid, take
 
-__all__ = ["Causal", "causal", "documents", "lengths", "prefix", "where", "window"]
+__all__ = ["Causal", "Prefix", "Present", "Window", "causal", "documents", "lengths", "prefix", "where", "window"]
 
 Align = Literal["top_left", "bottom_right"]
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -59,7 +59,7 @@ def window(left: int, right: int) -> Mask:
     """
     for name, value in (("left", left), ("right", right)):
         _require_count(name, value, "For no limit on that side write a number as large as S.")
-    return _Window(left, right)
+    return Window(left, right)
 
 
 def prefix(n: int | Tensor) -> Mask:
@@ -87,7 +87,7 @@ def prefix(n: int | Tensor) -> Mask:
             raise ShapeError(explain_problem("n", expected="an int or a (B,) tensor", got=shape_text(n.shape)))
         return _Lengths(n, "prefix")
     _require_count("n", n, "")
-    return _Prefix(n)
+    return Prefix(n)
 
 
 def lengths(key_lengths: Tensor) -> Mask:
@@ -200,43 +200,65 @@ class Causal(Mask):
 
 
 @final
-class _Window(Mask):
+class Present(Mask):
+    """Hides what stands at position −1, which is padding, and lets it see nothing."""
+
+    def visible(self, block: Block) -> Tensor | None:
+        if block.grid.shift is not None:
+            return None
+        return (block.k >= 0) & (block.q >= 0)
+
+    def describe(self) -> str:
+        return "present()"
+
+
+@final
+class Window(Mask):
+    """See `window`."""
+
     def __init__(self, left: int, right: int) -> None:
-        self._left = left
-        self._right = right
+        self.left = left
+        self.right = right
 
     def visible(self, block: Block) -> Tensor | None:
         shift = block.grid.shift
         if shift is not None and block.ends is not None:
             first_row, stop_row, first, stop = block.ends
-            if first >= stop_row - 1 + shift - self._left and stop - 1 <= first_row + shift + self._right:
+            if first >= stop_row - 1 + shift - self.left and stop - 1 <= first_row + shift + self.right:
                 return None
-        return (block.k >= block.q - self._left) & (block.k <= block.q + self._right)
+        return (block.k >= block.q - self.left) & (block.k <= block.q + self.right)
 
     def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
         shift = grid.shift
         if shift is None:
             return 0, grid.key_length
-        return _clamp(rows.start + shift - self._left, grid), _clamp(rows.stop + shift + self._right, grid)
+        return _clamp(rows.start + shift - self.left, grid), _clamp(rows.stop + shift + self.right, grid)
 
     def describe(self) -> str:
-        return f"window({self._left}, {self._right})"
+        return f"window({self.left}, {self.right})"
 
 
 @final
-class _Prefix(Mask):
+class Prefix(Mask):
+    """See `prefix`, with one number for all items."""
+
     def __init__(self, n: int) -> None:
-        self._n = n
+        self.n = n
 
     def visible(self, block: Block) -> Tensor:
-        return block.k < self._n
+        return block.k < self.n
+
+    def stop(self, grid: Grid) -> int | None:
+        """One past the last column that is seen; ``None`` where positions of keys do not simply count up."""
+        first = grid.key_positions
+        return None if isinstance(first, Tensor) else _clamp(self.n - (first or 0), grid)
 
     def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        first = grid.key_positions or 0 if not isinstance(grid.key_positions, Tensor) else None
-        return 0, grid.key_length if first is None else _clamp(self._n - first, grid)
+        stop = self.stop(grid)
+        return 0, grid.key_length if stop is None else stop
 
     def describe(self) -> str:
-        return f"prefix({self._n})"
+        return f"prefix({self.n})"
 
 
 @final

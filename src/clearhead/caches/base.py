@@ -1,0 +1,200 @@
+"""What every key/value cache does: take new keys and values, and give what is attended to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, CacheError, DTypeError, ShapeError, explain_problem, shape_text
+from ..masks.base import Mask
+
+__all__ = ["Buffers", "Cache", "Cached", "Positions"]
+
+#: Absolute positions of L tokens: an int p for p … p + L − 1, or integers (L,) or (B, L); −1 marks padding.
+Positions = Tensor | int
+
+
+class Cached(NamedTuple):
+    """What a query attends to.
+
+    Args:
+        key: (B, Hkv, S, D).
+        value: (B, Hkv, S, Dv).
+        positions: of the keys: ``None`` for 0 … S−1, (B, S), or (B, Hkv, S); −1 where nothing stands.
+        mask: what the cache itself hides, in absolute positions, or ``None``.
+
+    Example:
+        >>> import torch
+        >>> from clearhead.caches import KVCache
+        >>> found = KVCache(1, 2, 9, 4).update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+        >>> found.key.shape, found.positions
+        (torch.Size([1, 2, 3, 4]), None)
+    """
+
+    key: Tensor
+    value: Tensor
+    positions: Tensor | None = None
+    mask: Mask | None = None
+
+
+class Cache(ABC):
+    """Keys and values of the tokens so far, kept for the queries to come.
+
+    A plain object, not a module: it belongs to a text being written and not to the model. For inference: `update`
+    refuses keys that gradients are asked for.
+    """
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """How many tokens it has taken, padding included; of the longest row if rows differ."""
+
+    @abstractmethod
+    def next_positions(self, count: int) -> Positions:
+        """The absolute positions of the next `count` tokens: an int, or (B, count) where rows differ."""
+
+    @abstractmethod
+    def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> Cached:
+        """Take the keys and values of new tokens and return everything their queries attend to.
+
+        Args:
+            key: (B, Hkv, L, D), already turned by its position part.
+            value: (B, Hkv, L, Dv).
+            positions: where the tokens stand. Default: after those before, `next_positions`.
+
+        Raises:
+            CacheError: if there is no room, or gradients are asked for.
+            ShapeError, DTypeError, DeviceError: if the tensors do not fit the cache.
+        """
+
+    @abstractmethod
+    def reorder(self, indices: Tensor) -> None:
+        """Let row b go on from what row ``indices[b]`` held: beam search after each step.
+
+        Args:
+            indices: integers (B,), each a row of the cache. More or fewer than B change the batch size.
+        """
+
+    @abstractmethod
+    def crop(self, length: int | Tensor) -> None:
+        """Forget the last tokens: speculative decoding after a rejection.
+
+        Args:
+            length: how many of the first tokens stay; (B,) for one number per row, after which every row goes on
+                where it ended. After a right-padded prompt, ``crop(prompt_lengths)`` takes the padding out.
+
+        Raises:
+            ArgumentError: for a length that is negative or longer than the cache's.
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget everything; the memory stays."""
+
+    def recall(self) -> Cached | None:
+        """What is attended to without new keys; ``None`` where each call brings its own."""
+        return None
+
+    def attended(
+        self,
+        query: Tensor,
+        cached: Cached,
+        mask: Mask | None,
+        positions: Positions,
+        *,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """Hear, after attention, who looked at what `update` returned: what an evicting cache learns from."""
+
+
+class Buffers:
+    """The preallocated key and value tensors of a cache and the checks of what comes in.
+
+    Args:
+        batch_size, num_kv_heads, slots, head_dim, value_head_dim: (B, Hkv, slots, D) and (…, Dv).
+        dtype: default PyTorch's.
+        device: default PyTorch's.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_kv_heads: int,
+        slots: int,
+        head_dim: int,
+        value_head_dim: int | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        shape = (batch_size, num_kv_heads, slots)
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        # Zeros and not uninitialised memory: a hidden slot must hold no NaN.
+        self.key = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self.value = torch.zeros(*shape, value_head_dim, dtype=dtype, device=device)
+
+    def check(self, key: Tensor, value: Tensor) -> None:
+        """Raise unless the tensors can be stored."""
+        for name, given, own in (("key", key, self.key), ("value", value, self.value)):
+            if torch.is_grad_enabled() and given.requires_grad:
+                raise CacheError(
+                    explain_problem(
+                        name,
+                        expected="no gradients asked for: a cache is written in place",
+                        got="a tensor that requires them",
+                        fix="Decode under torch.no_grad() or torch.inference_mode(), or train without a cache.",
+                    )
+                )
+            expected = (own.shape[0], own.shape[1], "L", own.shape[3])
+            if given.dim() != 4 or (given.shape[0], given.shape[1], "L", given.shape[3]) != expected:
+                raise ShapeError(
+                    explain_problem(
+                        name,
+                        expected=f"the cache's (B, Hkv, L, D) = ({', '.join(map(str, expected))})",
+                        got=shape_text(given.shape),
+                        fix="Make the cache with the module's sizes and this batch size: module.make_cache(...).",
+                    )
+                )
+            if given.dtype != own.dtype or given.device != own.device:
+                raise DTypeError(
+                    explain_problem(
+                        name,
+                        expected=f"the cache's {own.dtype} on {own.device}",
+                        got=f"{given.dtype} on {given.device}",
+                        fix="Make the cache with dtype= and device= of the module.",
+                    )
+                )
+        if key.shape[2] != value.shape[2]:
+            raise ShapeError(
+                explain_problem("value", expected=f"{key.shape[2]} tokens as in key", got=str(value.shape[2]))
+            )
+
+    def reorder(self, indices: Tensor) -> None:
+        self.key = self.key.index_select(0, indices)
+        self.value = self.value.index_select(0, indices)
+
+
+def require_sizes(**sizes: object) -> None:
+    """Raise unless every size is an int ≥ 1 (a value head dim may be 0)."""
+    for name, size in sizes.items():
+        least = 0 if name == "value_head_dim" else 1
+        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
+            raise DTypeError(explain_problem(name, expected=f"an int ≥ {least}", got=repr(size)))
+        if size < least:
+            raise ArgumentError(explain_problem(name, expected=f"an int ≥ {least}", got=str(size)))
+
+
+def checked_indices(indices: Tensor, device: torch.device) -> Tensor:
+    """Row numbers for `reorder`, on the cache's device."""
+    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32):
+        got = str(indices.dtype) if isinstance(indices, Tensor) else type(indices).__name__
+        raise DTypeError(explain_problem("indices", expected="an int64 or int32 tensor (B,)", got=got))
+    if indices.dim() != 1:
+        raise ShapeError(
+            explain_problem("indices", expected="one row number per row, (B,)", got=shape_text(indices.shape))
+        )
+    return indices.to(device)
