@@ -3,7 +3,7 @@
 One exact meaning on every kernel, at fused-kernel memory, and the weights when you ask for them.
 """
 
-from . import checkpoints, errors, masks, nn
+from . import caches, checkpoints, errors, masks, nn, positions
 from ._version import __version__
 from .attention import attention, explain
 from .heads import merge_heads, split_heads
@@ -30,6 +30,7 @@ __all__ = [
     "attention",
     "attention_statistics",
     "attention_weights",
+    "caches",
     "checkpoints",
     "downgrade",
     "errors",
@@ -40,6 +41,7 @@ __all__ = [
     "masks",
     "merge_heads",
     "nn",
+    "positions",
     "record",
     "split_heads",
     "upgrade",

@@ -46,14 +46,14 @@ def require_keys(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None
 
 def require_parts(position: object, **modules: object) -> None:
     """Raise unless the position part can be called and the others are modules."""
-    if position is not None and not callable(position):
-        expected = "a callable (q, k, positions) -> (q, k), such as positions.Rotary"
-        raise DTypeError(explain_problem("position", expected=expected, got=type(position).__name__))
     if isinstance(position, Mask):
         fix = "It biases scores: pass it as mask=."
         raise MaskTypeError(
             explain_problem("position", expected="what turns q and k", got=position.describe(), fix=fix)
         )
+    if position is not None and not callable(position):
+        expected = "a callable (q, k, positions) -> (q, k), such as positions.Rotary"
+        raise DTypeError(explain_problem("position", expected=expected, got=type(position).__name__))
     for name, module in modules.items():
         if module is not None and not isinstance(module, nn.Module):
             fix = "For example torch.nn.RMSNorm(head_dim)."

@@ -1,0 +1,32 @@
+"""Where tokens stand: rotary positions turn queries and keys, ALiBi and relative biases are masks.
+
+A part that turns q and k is a callable ``(q, k, positions) -> (q, k)``; a part that biases scores is a mask and
+combines with ``&``.
+
+Example:
+    >>> import torch
+    >>> from clearhead import attention, masks
+    >>> from clearhead.positions import ALiBi, Rotary
+    >>> q, k, v = torch.randn(3, 1, 2, 5, 8)
+    >>> q, k = Rotary(head_dim=8)(q, k, 0)
+    >>> attention(q, k, v, masks.causal() & ALiBi(num_heads=2)).shape
+    torch.Size([1, 2, 5, 8])
+"""
+
+from .alibi import ALiBi
+from .config import rotary_from_config
+from .relative import RelativeBias
+from .rotary import Rotary
+from .scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
+
+__all__ = [
+    "ALiBi",
+    "DynamicNTKScaling",
+    "LinearScaling",
+    "Llama3Scaling",
+    "RelativeBias",
+    "Rotary",
+    "Scaling",
+    "YarnScaling",
+    "rotary_from_config",
+]

@@ -1,0 +1,63 @@
+"""Checks of the sizes and numbers that position parts are made with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ..call import number
+from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem
+from ..masks.grid import Grid
+
+__all__ = ["factor_at_least_one", "positive", "require_device", "require_heads", "whole"]
+
+
+def whole(name: str, value: object, least: int = 1) -> int:
+    """An int that is at least `least`.
+
+    Raises:
+        DTypeError: if it is no int.
+        ArgumentError: if it is too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise DTypeError(explain_problem(name, expected=f"an int ≥ {least}", got=type(value).__name__))
+    if value < least:
+        raise ArgumentError(explain_problem(name, expected=f"an int ≥ {least}", got=str(value)))
+    return value
+
+
+def positive(name: str, value: object, above: float = 0) -> float:
+    """A finite number greater than `above`."""
+    return number(name, value, f"a finite number > {above:g}", lambda given: above < given < math.inf)
+
+
+def factor_at_least_one(value: object) -> float:
+    """A scaling's factor, by how much the context grows."""
+    return number("factor", value, "a finite number ≥ 1", lambda given: 1 <= given < math.inf)
+
+
+def require_heads(name: str, num_heads: int, grid: Grid) -> None:
+    """Raise unless a per-head mask was made for as many heads as the call has."""
+    if grid.num_heads != num_heads:
+        raise ShapeError(
+            explain_problem(
+                f"mask {name}(num_heads={num_heads})",
+                expected=f"num_heads = {grid.num_heads}, the query's head count H",
+                got=str(num_heads),
+                fix="Grouped heads count too: give the number of query heads, not of key/value heads.",
+            )
+        )
+
+
+def require_device(name: str, tensor: torch.Tensor, grid: Grid) -> None:
+    """Raise unless a mask's tensor lives where the call does."""
+    if tensor.device != grid.device:
+        raise DeviceError(
+            explain_problem(
+                f"mask {name}(...)",
+                expected=f"weights on {grid.device}, like query",
+                got=f"weights on {tensor.device}",
+                fix=f"Move it with .to({str(grid.device)!r}).",
+            )
+        )

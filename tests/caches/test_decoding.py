@@ -1,0 +1,182 @@
+"""Step-by-step decoding equals one full causal pass, whatever the cache, the chunks and the rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clearhead import masks
+from clearhead.caches import CrossKVCache
+
+from .decoding import CACHES, EMBED, close, fed, module, rule, whole
+
+B = 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
+@pytest.mark.parametrize("kind", CACHES)
+@given(sizes=st.lists(st.sampled_from([1, 1, 1, 2, 3, 7, 13]), min_size=1, max_size=9).filter(lambda n: sum(n) <= 40))
+def test_chunks_of_any_size(kind: str, rotary: bool, dtype: torch.dtype, sizes: list[int]) -> None:
+    attend = module(rotary=rotary, dtype=dtype)
+    x = torch.randn(B, sum(sizes), EMBED, dtype=dtype)
+    cache = CACHES[kind](B, dtype)
+    close(fed(attend, x, cache, sizes), whole(attend, x, kind))
+    assert cache.length == sum(sizes)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_mask_of_the_layer_and_of_the_call(kind: str) -> None:
+    attend = module()
+    attend.mask = masks.window(2, 0)
+    x = torch.randn(B, 17, EMBED, dtype=torch.float64)
+    close(fed(attend, x, CACHES[kind](B, x.dtype), [4, *[1] * 11, 2]), whole(attend, x, kind))
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_beams_are_reordered(kind: str) -> None:
+    """Each row follows its own history through three reorderings."""
+    attend, cache = module(), CACHES[kind](B, torch.float64)
+    history = torch.randn(B, 6, EMBED, dtype=torch.float64)
+    fed(attend, history, cache, [6])
+    for order in ([2, 0, 0], [1, 1, 2], [0, 2, 1]):
+        cache.reorder(torch.tensor(order))
+        more = torch.randn(B, 2, EMBED, dtype=torch.float64)
+        found = fed(attend, more, cache, [1, 1])
+        history = torch.cat((history[order], more), 1)
+        close(found, whole(attend, history, kind)[:, -2:])
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_reordering_can_change_the_number_of_rows(kind: str) -> None:
+    attend, cache = module(), CACHES[kind](1, torch.float64)
+    x = torch.randn(1, 7, EMBED, dtype=torch.float64)
+    fed(attend, x, cache, [7])
+    cache.reorder(torch.zeros(4, dtype=torch.int64))
+    more = torch.randn(4, 1, EMBED, dtype=torch.float64)
+    close(fed(attend, more, cache, [1]), whole(attend, torch.cat((x.expand(4, -1, -1), more), 1), kind)[:, -1:])
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("before", [3, 9], ids=["short", "beyond the window"])
+def test_rejected_tokens_are_cropped(kind: str, before: int) -> None:
+    attend, cache = module(), CACHES[kind](B, torch.float64)
+    x = torch.randn(B, before + 6, EMBED, dtype=torch.float64)
+    fed(attend, x[:, :before], cache, [before])
+    for _ in range(3):
+        fed(attend, torch.randn(B, 4, EMBED, dtype=torch.float64), cache, [4])
+        cache.crop(before)
+    assert cache.length == before
+    close(fed(attend, x[:, before:], cache, [1, 4, 1]), whole(attend, x, kind)[:, before:])
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_rows_are_cropped_to_different_lengths(kind: str) -> None:
+    """Speculative decoding in a batch: each row accepts another number of tokens."""
+    attend, cache = module(), CACHES[kind](B, torch.float64)
+    x = torch.randn(B, 9, EMBED, dtype=torch.float64)
+    kept = [9, 6, 8]
+    fed(attend, x, cache, [5, 4])
+    cache.crop(torch.tensor(kept))
+    more = torch.randn(B, 5, EMBED, dtype=torch.float64)
+    found = fed(attend, more, cache, [1, 1, 2, 1])
+    for row, n in enumerate(kept):
+        alone = torch.cat((x[[row], :n], more[[row]]), 1)
+        close(found[[row]], whole(attend, alone, kind)[:, n:])
+
+
+@pytest.mark.parametrize("side", ["left", "right", "both"])
+@pytest.mark.parametrize("kind", CACHES)
+def test_padded_prompts(kind: str, side: str) -> None:
+    """Padding stands at position −1 and is neither seen nor counted."""
+    attend, cache = module(), CACHES[kind](B, torch.float64)
+    lengths, width = [8, 3, 1], 9
+    x = torch.full((B, width, EMBED), float("nan"), dtype=torch.float64)
+    positions = torch.full((B, width), -1)
+    prompts = [torch.randn(n, EMBED, dtype=torch.float64) for n in lengths]
+    for row, prompt in enumerate(prompts):
+        first = {"left": width - len(prompt), "right": 0, "both": (width - len(prompt)) // 2}[side]
+        x[row, first : first + len(prompt)] = prompt
+        positions[row, first : first + len(prompt)] = torch.arange(len(prompt))
+    with torch.no_grad():
+        prefill = attend(x, mask=masks.causal(), positions=positions, cache=cache)
+        close(prefill, attend(x, mask=rule(kind), positions=positions))
+    more = torch.randn(B, 5, EMBED, dtype=torch.float64)
+    found = fed(attend, more, cache, [1, 1, 2, 1])
+    for row, prompt in enumerate(prompts):
+        alone = whole(attend, torch.cat((prompt, more[row]))[None], kind)
+        close(prefill[[row]][:, positions[row] >= 0], alone[:, : len(prompt)])
+        close(found[[row]], alone[:, len(prompt) :])
+    assert prefill[positions < 0].isfinite().all()
+
+
+def test_right_padding_can_be_cropped_away() -> None:
+    attend, cache = module(), CACHES["kv"](B, torch.float64)
+    x, lengths = torch.randn(B, 7, EMBED, dtype=torch.float64), torch.tensor([7, 2, 5])
+    fed(attend, x, cache, [7])
+    cache.crop(lengths)
+    more = torch.randn(B, 3, EMBED, dtype=torch.float64)
+    found = fed(attend, more, cache, [1, 2])
+    for row, n in enumerate(lengths.tolist()):
+        close(found[[row]], whole(attend, torch.cat((x[[row], :n], more[[row]]), 1), "kv")[:, n:])
+
+
+def test_left_padding_said_by_a_tensor_mask() -> None:
+    """Columns of a `KVCache` line up with what was fed."""
+    attend, cache = module(rotary=False), CACHES["kv"](2, torch.float64)
+    x = torch.randn(2, 6, EMBED, dtype=torch.float64)
+    real = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+    found: list[torch.Tensor] = []
+    with torch.no_grad():
+        for start, stop in ((0, 4), (4, 5), (5, 6)):
+            mask = masks.causal() & masks.keep(keys=real[:, :stop])
+            found.append(attend(x[:, start:stop], mask=mask, cache=cache))
+    close(torch.cat(found, 1)[[1], 2:], whole(attend, x[[1], 2:], "kv"))
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_cache_can_start_again(kind: str) -> None:
+    attend, cache = module(), CACHES[kind](B, torch.float64)
+    fed(attend, torch.randn(B, 13, EMBED, dtype=torch.float64), cache, [9, 4])
+    for forget in (cache.reset, lambda: cache.crop(0)):
+        forget()
+        assert cache.length == 0
+        x = torch.randn(B, 11, EMBED, dtype=torch.float64)
+        close(fed(attend, x, cache, [1, 6, 4]), whole(attend, x, kind))
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_weights_count_what_the_cache_holds(kind: str) -> None:
+    attend, cache = module(), CACHES[kind](B, torch.float64)
+    x = torch.randn(B, 4, EMBED, dtype=torch.float64)
+    with torch.no_grad():
+        _, expected = attend(x, mask=rule(kind), need_weights=True)
+        attend(x[:, :3], mask=masks.causal(), cache=cache)
+        _, weights = attend(x[:, 3:], mask=masks.causal(), cache=cache, need_weights=True)
+    close(weights, expected[:, 3:])
+
+
+def test_memory_is_projected_once() -> None:
+    attend, cache = module(rotary=False), CrossKVCache()
+    x, memory = torch.randn(B, 5, EMBED, dtype=torch.float64), torch.randn(B, 7, EMBED, dtype=torch.float64)
+    mask = masks.lengths(torch.tensor([7, 4, 1]))
+    calls: list[int] = []
+    attend.k_proj.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        expected = attend(x, memory, mask=mask)
+        found = [attend(x[:, [n]], memory if n == 0 else None, mask=mask, cache=cache) for n in range(5)]
+    assert len(calls) == 2
+    close(torch.cat(found, 1), expected)
+    cache.reorder(torch.tensor([1, 1, 0]))
+    with torch.no_grad():
+        close(attend(x, cache=cache), attend(x, memory[[1, 1, 0]]))
+
+
+def test_no_batch_is_a_batch_of_one() -> None:
+    attend, cache = module(), CACHES["kv"](1, torch.float64)
+    x = torch.randn(6, EMBED, dtype=torch.float64)
+    with torch.no_grad():
+        found = torch.cat([attend(x[[n]], mask=masks.causal(), cache=cache) for n in range(6)])
+        close(found, attend(x, mask=masks.causal()))

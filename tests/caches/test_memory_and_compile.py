@@ -1,0 +1,85 @@
+"""A step copies nothing of the past, and compiles once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from clearhead import masks
+from clearhead.caches import Cache, EvictingKVCache, KVCache, SlidingKVCache
+
+from .decoding import DIM, EMBED, KV_HEADS, close, fed, module, whole
+
+
+def test_keys_stay_where_they_are() -> None:
+    cache = KVCache(2, KV_HEADS, 9, DIM)
+    places = set[int]()
+    for _ in range(9):
+        found = cache.update(*(torch.randn(2, KV_HEADS, 1, DIM) for _ in range(2)))
+        places |= {found.key.data_ptr(), found.value.data_ptr()}
+    assert len(places) == 2
+
+
+@pytest.mark.parametrize("make", [SlidingKVCache, EvictingKVCache])
+def test_memory_does_not_grow(make: Callable[..., Cache]) -> None:
+    cache = make(2, KV_HEADS, 4, DIM)
+    places = set[int]()
+    x = torch.randn(2, KV_HEADS, 1, DIM)
+    for _ in range(23):
+        found = cache.update(x, x)
+        assert found.key.shape[2] <= 5
+        places.add(found.key.data_ptr())
+    assert len(places) == 1
+
+
+def compiled_steps(cache: Cache, steps: int, kind: str) -> tuple[Any, list[int]]:
+    """Decode with a compiled step; how often it had been compiled after each step."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    attend = module(rotary=False, dtype=torch.float64)
+    x = torch.randn(2, steps + 3, EMBED, dtype=torch.float64)
+    causal = masks.causal()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def step(token: Tensor) -> Tensor:
+        return attend(token, mask=causal, cache=cache)
+
+    with torch.no_grad():
+        found = [attend(x[:, :3], mask=causal, cache=cache)]
+        counts: list[int] = []
+        for n in range(3, steps + 3):
+            found.append(step(x[:, [n]]))
+            counts.append(counter.frame_count)
+    close(torch.cat(found, 1), whole(attend, x, kind))
+    return counter, counts
+
+
+def test_a_compiled_step_recompiles_once_at_most() -> None:
+    _, counts = compiled_steps(KVCache(2, KV_HEADS, 40, DIM, dtype=torch.float64), 12, "kv")
+    assert counts[0] == 1
+    assert counts[1] <= 2
+    assert counts[-1] == counts[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_the_compiler_makes_code_of_a_step() -> None:
+    """The same through Inductor, with what it generates for this processor."""
+    torch._dynamo.reset()
+    attend = module(rotary=False, dtype=torch.float32)
+    cache = attend.make_cache(2, 20)
+    x, causal = torch.randn(2, 9, EMBED), masks.causal()
+    step = torch.compile(lambda token: attend(token, mask=causal, cache=cache), fullgraph=True)
+    with torch.no_grad():
+        found = [step(x[:, [n]]) for n in range(9)]
+    close(torch.cat(found, 1), whole(attend, x, "kv"))
+
+
+def test_eager_steps_are_what_prefill_is() -> None:
+    attend = module()
+    x = torch.randn(2, 19, EMBED, dtype=torch.float64)
+    close(fed(attend, x, KVCache(2, KV_HEADS, 19, DIM, dtype=x.dtype), [1] * 19), whole(attend, x, "kv"))

@@ -1,0 +1,127 @@
+"""Which keys stay in an evicting cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from clearhead import attention_weights, masks
+from clearhead.caches import (
+    EvictingKVCache,
+    EvictionPolicy,
+    HeavyHitters,
+    Held,
+    RandomEviction,
+    SinksAndRecent,
+)
+
+from .decoding import DIM, EMBED, HEADS, KV_HEADS, close, fed, module
+
+B, BUDGET = 2, 6
+
+
+def cached(policy: EvictionPolicy, budget: int = BUDGET) -> EvictingKVCache:
+    return EvictingKVCache(B, KV_HEADS, budget, DIM, policy=policy, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("sizes", [[1] * 15, [15], [4, 9, 1, 1], [7, 8]], ids=str)
+@pytest.mark.parametrize("policy", [HeavyHitters(), SinksAndRecent(2), RandomEviction(3)], ids=repr)
+def test_the_budget_is_kept_and_so_is_the_newest(policy: EvictionPolicy, sizes: list[int]) -> None:
+    cache, x = cached(policy), torch.randn(B, 15, EMBED, dtype=torch.float64)
+    fed(module(), x, cache, sizes)
+    held = cache.positions
+    assert held.shape == (B, KV_HEADS, BUDGET)
+    assert (held == 14).any(-1).all()
+    for row in held.flatten(0, 1):
+        assert len(set(row.tolist())) == BUDGET
+
+
+def test_sinks_and_the_latest_stay() -> None:
+    for sizes in ([1] * 15, [15], [3, 12]):
+        cache = cached(SinksAndRecent(2))
+        fed(module(), torch.randn(B, 15, EMBED, dtype=torch.float64), cache, sizes)
+        assert cache.positions.sort(-1).values.tolist() == [[[0, 1, 11, 12, 13, 14]] * KV_HEADS] * B
+
+
+def test_heavy_hitters_are_those_that_received_most() -> None:
+    """After one prefill every head keeps the keys with the largest column sums, and the latest."""
+    attend, cache = module(), cached(HeavyHitters(recent=0.5))
+    x = torch.randn(B, 13, EMBED, dtype=torch.float64)
+    fed(attend, x, cache, [13])
+    with torch.no_grad():
+        _, weights = attend(x, mask=masks.causal(), need_weights=True, average_attn_weights=False)
+    received = weights.sum(2).unflatten(1, (KV_HEADS, -1)).sum(2)  # (B, Hkv, S)
+    heavy = received[..., :10].topk(3, -1).indices.sort(-1).values
+    expected = torch.cat((heavy, torch.tensor([10, 11, 12]).expand(B, KV_HEADS, 3)), -1)
+    assert torch.equal(cache.positions.sort(-1).values, expected)
+    assert len({tuple(row.tolist()) for row in cache.positions.flatten(0, 1)}) > 1  # heads choose for themselves
+
+
+class Seen(EvictionPolicy):
+    """Keeps nothing in particular and remembers what it was shown."""
+
+    needs_received = True
+
+    def __init__(self) -> None:
+        self.shown: list[Held] = []
+
+    def rank(self, held: Held) -> Tensor:
+        self.shown.append(Held(held.positions.clone(), held.received.clone(), held.budget))
+        return held.positions.double()
+
+
+def test_a_policy_of_ones_own_sees_what_keys_received_step_by_step() -> None:
+    attend, policy = module(rotary=False), Seen()
+    cache = cached(policy)
+    x = torch.randn(B, BUDGET + 1, EMBED, dtype=torch.float64)
+    fed(attend, x, cache, [1] * (BUDGET + 1))
+    with torch.no_grad():
+        _, weights = attend(x, mask=masks.causal(), need_weights=True, average_attn_weights=False)
+    [held] = policy.shown
+    assert held.budget == BUDGET
+    received = weights.sum(2).unflatten(1, (KV_HEADS, -1)).sum(2)
+    torch.testing.assert_close(held.received.double(), received, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_left_is_attended_to_exactly() -> None:
+    """The step after an eviction is attention to the keys that stayed, each head to its own."""
+    attend, cache = module(), cached(HeavyHitters())
+    x = torch.randn(B, 12, EMBED, dtype=torch.float64)
+    fed(attend, x[:, :11], cache, [11])
+    stayed = cache.positions.repeat_interleave(HEADS // KV_HEADS, 1)  # (B, H, S)
+    visible = torch.zeros(B, HEADS, 12, 12, dtype=torch.bool)
+    for query in range(12):
+        visible[:, :, query, : query + 1] = True
+    last = torch.zeros(B, HEADS, 12, dtype=torch.bool).scatter_(2, stayed, True)
+    last[:, :, 11] = True
+    visible[:, :, 11] = last
+    with torch.no_grad():
+        expected = attend(x, mask=masks.keep(visible))[:, 11:]
+    close(fed(attend, x[:, 11:], cache, [1]), expected)
+
+
+def test_a_window_looks_at_where_keys_stood() -> None:
+    attend, cache = module(), cached(SinksAndRecent(2))
+    attend.mask = masks.window(2, 0)
+    x = torch.randn(B, 14, EMBED, dtype=torch.float64)
+    found = fed(attend, x, cache, [9, *[1] * 5])
+    with torch.no_grad():
+        close(found, attend(x, mask=masks.causal()))
+
+
+@pytest.mark.parametrize("recent", [-0.1, 1.5])
+def test_shares(recent: float) -> None:
+    with pytest.raises(ValueError, match=r"recent: expected a share in \[0, 1\]"):
+        HeavyHitters(recent)
+
+
+def test_statistics_are_those_of_attention_weights() -> None:
+    """The column sums a policy gets are not another computation of the weights."""
+    query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    cache = EvictingKVCache(1, 2, 4, 4, policy=Seen())
+    found = cache.update(key, key)
+    cache.attended(query, found, None, 2, scale=0.3, softcap=2.0, sinks=torch.tensor([0.5, -1.0]))
+    expected = attention_weights(query, key, scale=0.3, softcap=2.0, sinks=torch.tensor([0.5, -1.0])).sum(2)
+    [held] = cache.policy.shown  # type: ignore[attr-defined]
+    torch.testing.assert_close(held.received, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,224 @@
+"""Rotary positions: the angles, which features turn, every way of giving positions, and exactness at any dtype."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from clearhead.positions import LinearScaling, Rotary
+
+from .oracle import frequency, turn
+
+BATCH, HEADS, KV_HEADS, LENGTH = 3, 10, 5, 7
+HEAD_DIM = 22
+FRACTIONS = {22: 1.0, 14: 14 / 22, 2: 2 / 22}
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def states(head_dim: int = HEAD_DIM, dtype: torch.dtype = torch.float32, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    return (
+        torch.randn(BATCH, HEADS, length, head_dim, dtype=dtype),
+        torch.randn(BATCH, KV_HEADS, length, head_dim, dtype=dtype),
+    )
+
+
+def plain_frequencies(size: int, base: float = 10000.0) -> list[float]:
+    return [frequency(base, size, i) for i in range(size // 2)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("size", FRACTIONS)
+def test_it_turns_pairs_as_complex_numbers(size: int, interleaved: bool, dtype: torch.dtype) -> None:
+    q, k = states(dtype=dtype)
+    positions = torch.randint(0, 40, (BATCH, LENGTH))
+    rotary = Rotary(HEAD_DIM, base=500.0, fraction=FRACTIONS[size], interleaved=interleaved)
+    for x, turned in zip((q, k), rotary(q, k, positions), strict=True):
+        expected = turn(x, positions, plain_frequencies(size, 500.0), interleaved=interleaved)
+        assert turned.dtype == dtype
+        torch.testing.assert_close(turned.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_what_a_fraction_leaves_out_is_untouched() -> None:
+    q, k = states()
+    turned_q, turned_k = Rotary(HEAD_DIM, fraction=14 / 22)(q, k, 5)
+    assert torch.equal(turned_q[..., 14:], q[..., 14:])
+    assert torch.equal(turned_k[..., 14:], k[..., 14:])
+    assert not torch.isclose(turned_q[..., :14], q[..., :14]).all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_scores_depend_on_the_difference_of_positions_alone(dtype: torch.dtype) -> None:
+    q, k = (torch.randn(1, 1, 1, HEAD_DIM, dtype=dtype).expand(1, 1, LENGTH, HEAD_DIM) for _ in range(2))
+    rotary = Rotary(HEAD_DIM)
+
+    def scores(start: int) -> Tensor:
+        turned_q, turned_k = rotary(q, k, start)
+        return turned_q @ turned_k.transpose(-2, -1)
+
+    torch.testing.assert_close(scores(31), scores(0), rtol=0, atol=TOLERANCE[dtype] * 10)
+    diagonals = [scores(0)[0, 0].diagonal(offset) for offset in range(LENGTH)]
+    assert all(torch.allclose(d, d[:1].expand_as(d), rtol=0, atol=TOLERANCE[dtype] * 10) for d in diagonals)
+
+
+def test_lengths_are_kept() -> None:
+    q, k = states(dtype=torch.float64)
+    turned, _ = Rotary(HEAD_DIM)(q, k, 1234567)
+    torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1), rtol=0, atol=1e-12)
+
+
+INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_positions_come_as_a_start_a_list_or_a_list_per_item(dtype: torch.dtype) -> None:
+    q, k = states()
+    rotary = Rotary(HEAD_DIM)
+    expected = rotary(q, k, 11)
+    counted = torch.arange(11, 11 + LENGTH, dtype=dtype)
+    for positions in (counted, counted[None], counted.expand(BATCH, LENGTH)):
+        for turned, one in zip(rotary(q, k, positions), expected, strict=True):
+            assert torch.equal(turned, one)
+
+
+def test_items_of_a_batch_stand_where_they_say() -> None:
+    q, k = states()
+    rotary = Rotary(HEAD_DIM)
+    starts = torch.tensor([0, 17, 5])
+    turned_q, turned_k = rotary(q, k, starts[:, None] + torch.arange(LENGTH))
+    for item, start in enumerate(starts.tolist()):
+        alone_q, alone_k = rotary(q[item : item + 1], k[item : item + 1], start)
+        torch.testing.assert_close(turned_q[item : item + 1], alone_q)
+        torch.testing.assert_close(turned_k[item : item + 1], alone_k)
+
+
+def test_left_padded_tokens_are_marked_by_minus_one_and_disturb_nobody() -> None:
+    q, k = states()
+    rotary = Rotary(HEAD_DIM)
+    positions = torch.tensor([[-1, -1, -1, 0, 1, 2, 3], [-1, 0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6]])
+    turned, _ = rotary(q, k, positions)
+    assert torch.equal(turned[0, :, :3], q[0, :, :3])  # as at position 0: not turned, so finite where q is
+    alone, _ = rotary(q[:1, :, 3:], k[:1, :, 3:], 0)
+    torch.testing.assert_close(turned[:1, :, 3:], alone)
+
+
+def test_a_step_is_turned_as_in_the_whole_sequence() -> None:
+    q, k = states(length=13)
+    rotary = Rotary(HEAD_DIM)
+    whole_q, whole_k = rotary(q, k, 0)
+    for step in range(13):
+        step_q, step_k = rotary(q[:, :, step : step + 1], k[:, :, step : step + 1], step)
+        torch.testing.assert_close(step_q, whole_q[:, :, step : step + 1], rtol=0, atol=1e-6)
+        torch.testing.assert_close(step_k, whole_k[:, :, step : step + 1], rtol=0, atol=1e-6)
+
+
+def test_no_position_is_too_long() -> None:
+    q, k = states(dtype=torch.float64)
+    far = 3_000_017
+    turned, _ = Rotary(HEAD_DIM)(q, k, far)
+    expected = turn(q, torch.arange(far, far + LENGTH).expand(BATCH, -1), plain_frequencies(HEAD_DIM))
+    # The angle itself, 3e6 radians, is known to 3e6 · 2⁻⁵³.
+    torch.testing.assert_close(turned, expected, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_no_token_and_one_token(length: int) -> None:
+    q, k = states(length=length)
+    turned_q, turned_k = Rotary(HEAD_DIM)(q, k, 5)
+    assert turned_q.shape == q.shape
+    assert turned_k.shape == k.shape
+
+
+def test_strided_inputs() -> None:
+    q = torch.randn(BATCH, LENGTH, HEADS, HEAD_DIM).transpose(1, 2)
+    k = torch.randn(HEAD_DIM, LENGTH, KV_HEADS, BATCH).permute(3, 2, 1, 0)
+    rotary = Rotary(HEAD_DIM, interleaved=True)
+    for turned, one in zip(rotary(q, k, 3), rotary(q.contiguous(), k.contiguous(), 3), strict=True):
+        torch.testing.assert_close(turned, one)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_gradients(interleaved: bool) -> None:
+    q = torch.randn(1, 2, 3, 10, dtype=torch.float64, requires_grad=True)
+    k = torch.randn(1, 1, 3, 10, dtype=torch.float64, requires_grad=True)
+    rotary = Rotary(10, fraction=0.6, interleaved=interleaved)
+    assert torch.autograd.gradcheck(lambda q, k: rotary(q, k, 7), (q, k))
+    assert torch.autograd.gradgradcheck(lambda q, k: rotary(q, k, 7), (q, k))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_turned_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    q, k = states(dtype=dtype)
+    rotary = Rotary(HEAD_DIM)
+    turned, _ = rotary(q, k, 1000)
+    exact, _ = rotary(q.float(), k.float(), 1000)
+    assert turned.dtype == dtype
+    assert torch.equal(turned, exact.to(dtype))
+
+
+MOVES = {
+    "to bfloat16": lambda module: module.to(torch.bfloat16),
+    "half": lambda module: module.half(),
+    "double": lambda module: module.double(),
+    "there and back": lambda module: module.to(torch.bfloat16).float(),
+    "by way of meta": lambda module: module.to("meta").to_empty(device="cpu"),
+    "deep copy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+}
+
+
+@pytest.mark.parametrize("scaling", [None, LinearScaling(3.0)])
+@pytest.mark.parametrize("move", MOVES)
+def test_frequencies_survive_what_is_done_to_a_model(move: str, scaling: LinearScaling | None) -> None:
+    q, k = states()
+    expected = Rotary(HEAD_DIM, scaling=scaling)(q, k, 4001)
+    model = MOVES[move](nn.Sequential(nn.Linear(2, 3), Rotary(HEAD_DIM, scaling=scaling)))
+    for turned, one in zip(model[1](q, k, 4001), expected, strict=True):
+        assert torch.equal(turned, one)
+
+
+def test_a_model_made_on_meta_gets_its_frequencies_with_its_memory() -> None:
+    with torch.device("meta"):
+        rotary = Rotary(HEAD_DIM)
+    assert rotary.frequencies.is_meta
+    q, k = states()
+    assert torch.equal(rotary.to_empty(device="cpu")(q, k, 9)[0], Rotary(HEAD_DIM)(q, k, 9)[0])
+
+
+def test_there_is_nothing_to_learn_or_to_store() -> None:
+    rotary = Rotary(HEAD_DIM)
+    assert list(rotary.parameters()) == []
+    assert rotary.state_dict() == {}
+    rotary.load_state_dict({})
+
+
+def test_autocast_changes_nothing() -> None:
+    q, k = states()
+    rotary = Rotary(HEAD_DIM, interleaved=True)
+    expected = rotary(q, k, 3001)
+    with torch.autocast("cpu", torch.bfloat16):
+        for turned, one in zip(rotary(q, k, 3001), expected, strict=True):
+            assert turned.dtype == torch.float32
+            assert torch.equal(turned, one)
+
+
+def test_vmap_over_positions() -> None:
+    q, k = states()
+    rotary = Rotary(HEAD_DIM)
+    starts = torch.tensor([0, 5, 9])
+    counted = starts[:, None] + torch.arange(LENGTH)
+    mapped, _ = torch.func.vmap(lambda q, k, p: tuple(x[0] for x in rotary(q[None], k[None], p)))(q, k, counted)
+    torch.testing.assert_close(mapped, rotary(q, k, counted)[0])
+
+
+def test_it_says_what_it_is() -> None:
+    assert repr(Rotary(64)) == "Rotary(head_dim=64, base=10000)"
+    described = repr(Rotary(64, base=5e5, fraction=0.25, interleaved=True, scaling=LinearScaling(2.0)))
+    assert described == (
+        "Rotary(head_dim=64, base=500000, fraction=0.25, interleaved=True, scaling=LinearScaling(factor=2.0))"
+    )

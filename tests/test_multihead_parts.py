@@ -1,0 +1,134 @@
+"""The parts of newer models in `MultiHeadAttention`: positions, norms, soft-cap, sinks, masks of the layer's own."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead
+from clearhead import MultiHeadAttention, masks
+from clearhead.positions import ALiBi, RelativeBias, Rotary
+
+B, L, E, H, KV, D = 2, 7, 11, 6, 3, 4
+
+
+def by_hand(module: MultiHeadAttention, x: Tensor, visible: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The textbook formula, head by head."""
+    q, k, v = (proj(x).unflatten(-1, (-1, D)).transpose(1, 2) for proj in (module.q_proj, module.k_proj, module.v_proj))
+    if module.query_norm is not None:
+        q = q / (q.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * module.query_norm.weight
+    if module.key_norm is not None:
+        k = k / (k.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * module.key_norm.weight
+    heads: list[Tensor] = []
+    for h in range(H):
+        scores = q[:, h] @ k[:, h // 2].mT / math.sqrt(D)
+        if module.softcap is not None:
+            scores = module.softcap * torch.tanh(scores / module.softcap)
+        if bias is not None:
+            scores = scores + bias[h]
+        terms = scores.exp() * visible
+        total = terms.sum(-1, keepdim=True) + (0 if module.sinks is None else module.sinks[h].exp())
+        heads.append(terms / total @ v[:, h // 2])
+    return module.out_proj(torch.cat(heads, -1))
+
+
+def made(**parts: Any) -> MultiHeadAttention:
+    torch.manual_seed(4)
+    return MultiHeadAttention(E, H, num_kv_heads=KV, head_dim=D, dtype=torch.float64, **parts)
+
+
+PARTS: dict[str, Any] = {
+    "nothing": dict,
+    "head_dim": dict,
+    "norms": lambda: {"query_norm": nn.RMSNorm(D, dtype=torch.float64), "key_norm": nn.RMSNorm(D, dtype=torch.float64)},
+    "softcap": lambda: {"softcap": 0.7},
+    "sinks": lambda: {"sinks": True},
+    "everything": lambda: {"key_norm": nn.RMSNorm(D, dtype=torch.float64), "softcap": 1.3, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("parts", PARTS)
+def test_the_formula_and_its_gradients(parts: str) -> None:
+    module = made(**PARTS[parts]())
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(B, L, E, dtype=torch.float64, requires_grad=True)
+    visible = torch.ones(L, L).tril().double()
+    inputs = [x, *module.parameters()]
+    found = module(x, mask=masks.causal())
+    expected = by_hand(module, x, visible)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    towards = torch.randn_like(found)
+    for mine, theirs in zip(
+        torch.autograd.grad(found, inputs, towards), torch.autograd.grad(expected, inputs, towards), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
+
+
+def test_the_layers_mask_and_the_calls_both_hide() -> None:
+    module = made(mask=masks.window(2, 1))
+    x = torch.randn(B, L, E, dtype=torch.float64)
+    near = (masks.window(2, 1) & masks.causal()).dense(L)[0, 0].double()
+    torch.testing.assert_close(module(x, mask=masks.causal()), by_hand(module, x, near), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        module(x), by_hand(module, x, masks.window(2, 1).dense(L)[0, 0].double()), rtol=0, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_bias_that_learns_belongs_to_the_module(combined: bool) -> None:
+    bias = RelativeBias(H, 8, 16).double()
+    module = made(mask=bias & masks.window(3, 3) if combined else bias)
+    assert any(parameter is bias.weight for parameter in module.parameters())
+    twin = copy.deepcopy(module)
+    nn.init.normal_(bias.weight)
+    x = torch.randn(B, L, E, dtype=torch.float64)
+    output = module(x)
+    assert not torch.allclose(output, twin(x))
+    twin.load_state_dict(module.state_dict())
+    torch.testing.assert_close(twin(x), output)
+    output.square().sum().backward()
+    assert bias.weight.grad is not None
+    assert bias.weight.grad.abs().sum() > 0
+
+
+def test_alibi_and_rotary_compose() -> None:
+    """Both say positions; moving all of them changes nothing."""
+    module = made(position=Rotary(D), mask=ALiBi(H) & masks.window(4, 0))
+    x = torch.randn(B, L, E, dtype=torch.float64)
+    torch.testing.assert_close(
+        module(x, mask=masks.causal(), positions=1000), module(x, mask=masks.causal()), rtol=0, atol=1e-6
+    )
+
+
+def test_positions_of_a_left_padded_batch() -> None:
+    module = made(position=Rotary(D), mask=ALiBi(H))
+    x = torch.randn(2, L, E, dtype=torch.float64)
+    positions = torch.stack((torch.arange(L), torch.arange(L) - 3)).clamp(min=-1)
+    found = module(x, mask=masks.causal(), positions=positions)
+    torch.testing.assert_close(found[0], module(x[0], mask=masks.causal()), rtol=0, atol=1e-10)
+    torch.testing.assert_close(found[1, 3:], module(x[1, 3:], mask=masks.causal()), rtol=0, atol=1e-10)
+    torch.testing.assert_close(found[1, :3], module.out_proj.bias.expand(3, -1), rtol=0, atol=1e-12)
+
+
+def test_every_part_is_recorded_and_shown() -> None:
+    module = made(position=Rotary(D), softcap=2.0, sinks=True, mask=masks.window(3, 0))
+    assert "softcap=2.0, sinks=True, mask=window(3, 0)" in repr(module)
+    x = torch.randn(B, L, E, dtype=torch.float64)
+    with clearhead.record(module, statistics=("rows",)) as rec:
+        _, weights = module(x, mask=masks.causal(), need_weights=True, average_attn_weights=False)
+    torch.testing.assert_close(rec[""].rows, weights, rtol=0, atol=1e-10)
+    assert (weights.sum(-1) < 1).all()  # a sink has its share
+
+
+def test_all_of_it_compiles_in_one_graph() -> None:
+    torch._dynamo.reset()
+    module = made(position=Rotary(D), query_norm=nn.RMSNorm(D, dtype=torch.float64), mask=masks.window(3, 0)).eval()
+    x, causal = torch.randn(B, L, E, dtype=torch.float64), masks.causal()
+    compiled = torch.compile(lambda y: module(y, mask=causal), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), module(x, mask=causal), rtol=0, atol=1e-12)
