@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from clearhead import demo
 from tests.integrations.architectures import GROUPED, SMALL, VOCABULARY
 
 WORDS = ["the", "animal", "did", "not", "cross", "street", "because", "it", "was", "too", "tired", "and", ",", "."]
@@ -55,3 +56,17 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return made[kind]
 
     return folder_for
+
+
+@pytest.fixture(name="in_an_empty_folder")
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module", name="default_model_once")
+def _load_the_default_model_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        default = demo.load_text_model()
+        load = demo.load_text_model
+        patch.setattr(demo, "load_text_model", lambda name, **options: load(name, **options) if name else default)
+        yield

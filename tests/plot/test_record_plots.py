@@ -35,7 +35,7 @@ def values(axes: Any, end: float = 1.0) -> torch.Tensor:
 def printed_end(axes: Any) -> float:
     """The largest number on the colour bar beside axes."""
     [bar] = [other for other in axes.figure.axes if other is not axes]
-    return float(bar.get_yticklabels()[-1].get_text())
+    return float(bar.get_yticklabels()[-1].get_text().removeprefix("≥ "))
 
 
 def names(labels: Any) -> list[str]:

@@ -42,7 +42,7 @@ def test_the_large_map_is_the_chosen_head() -> None:
     shown = torch.tensor(numpy.asarray(large.images[0].get_array())).square()
     end = scale_end([weights[2][1]])
     torch.testing.assert_close(shown * end, weights[2][1].clamp(max=end), atol=1e-5, rtol=1e-4)
-    assert float(bar.get_xticklabels()[-1].get_text()) == end
+    assert float(bar.get_xticklabels()[-1].get_text().removeprefix("≥ ")) == end
     assert [label.get_text() for label in large.get_yticklabels()] == tokens
     assert [label.get_text() for label in large.get_xticklabels()] == keys
     assert [text.get_text() for text in figure.texts] == ["A title   ·   layer 2, head 1"]
@@ -76,7 +76,7 @@ def test_a_statistic_takes_the_thumbnails_place() -> None:
 
 def test_the_color_bar_is_labelled_with_weights() -> None:
     bar = sheet(random_weights(1, 1, 3, 3), list("abc"), 0, 0).axes[2]
-    labels = [float(label.get_text()) for label in bar.get_xticklabels()]
+    labels = [float(label.get_text().removeprefix("≥ ")) for label in bar.get_xticklabels()]
     assert labels[0] == 0
     assert bar.get_xticks().tolist() == pytest.approx([(label / labels[-1]) ** 0.5 for label in labels], abs=0.01)
     assert "do not explain" in bar.get_xlabel()

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["look"]
 
+PICTURES = (".png", ".svg", ".pdf")
+
 
 def look(
     text: Annotated[str | None, typer.Argument(help="The text to look at.", show_default=False)] = None,
@@ -55,7 +57,10 @@ def look(
     ] = None,
     no_html: Annotated[bool, typer.Option("--no-html", help="Write no page.")] = False,
     png: Annotated[
-        Path | None, typer.Option("--png", help="Where to write the picture.", show_default="attention.png in --out")
+        Path | None,
+        typer.Option(
+            "--png", help="Where to write the picture: .png, .svg or .pdf.", show_default="attention.png in --out"
+        ),
     ] = None,
     no_png: Annotated[bool, typer.Option("--no-png", help="Write no picture.")] = False,
     json: Annotated[
@@ -81,6 +86,8 @@ def look(
         "png": _target("--png", png, no_png, out / "attention.png"),
         "html": _target("--html", html, no_html, out / "attention.html"),
     }
+    if paths["png"] is not None and paths["png"].suffix.lower() not in PICTURES:
+        raise UsageProblem(explain_problem("--png", expected=f"a name ending in {', '.join(PICTURES)}", got=str(png)))
     to_stdout = json is not None and str(json) == "-"
     if out.exists() and not out.is_dir():
         raise ArgumentError(explain_problem("--out", expected="a folder", got=f"a file, {out}"))

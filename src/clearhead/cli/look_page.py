@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -71,10 +72,12 @@ def seen_as_json(loaded: TextModel, seen: Seen) -> str:
                 "last": window.last,
                 "tokens": list(window.tokens.names),
                 "special": list(window.tokens.special),
-                "top_keys": indices,
-                "top_weights": [[round(weight, 6) for weight in row] for row in weights],
+                "entropy": _rounded(found.entropy),
+                "received": _rounded(found.received),
+                "top_keys": found.top_keys,
+                "top_weights": [_rounded(row) for row in found.top_weights],
             }
-            for window, (indices, weights) in zip(seen.windows, seen.top, strict=True)
+            for window, found in zip(seen.windows, seen.chosen, strict=True)
         ],
     }
     return json.dumps(data, ensure_ascii=True, allow_nan=False)
@@ -90,21 +93,30 @@ def _facts(loaded: TextModel, seen: Seen) -> str:
 
 
 def _print_marginals(console: Console, seen: Seen) -> None:
-    """The text, shaded by what its tokens receive, and both marginals as sparklines."""
+    """The text, shaded by what its tokens receive, and both marginals as sparklines.
+
+    A key that everything looks at would leave the others no height at all, so blocks follow square roots there.
+    """
     layer, head = seen.place
     found = seen.first.layers[layer]
     received, entropy = found.received[head].tolist(), found.entropy[head].tolist()
     if console.color_system is not None:
         console.print(Text("shaded by what each token receives", style="dim"))
         console.print(colored_tokens(seen.first.keys.names, received))
-    for name, values, most in (
-        ("received", received, f"{max(received):.1f} of {len(entropy)}"),
+    lines = (
+        ("received", [value**0.5 for value in received], f"{max(received):.1f} of {len(entropy)}, as square roots"),
         ("entropy", entropy, f"{max(entropy):.2f} nats"),
-    ):
+    )
+    room = console.width - len("received   up to ") - max(len(most) for _, _, most in lines)
+    for name, values, most in lines:
         line = Text(f"{name:>8} ", "dim")
-        line.append(sparkline(values, min(SPARKS, max(10, console.width - 30))), "")
+        line.append(sparkline(values, min(SPARKS, max(10, room))), "")
         line.append(f"  up to {most}", "dim")
         console.print(line)
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 6) for value in values]
 
 
 def _finite(value: float) -> float | None:

@@ -13,7 +13,7 @@ from ..demo import TextModel
 from ..errors import ArgumentError, ClearheadError, explain_problem
 from ..inspection.record import UnseenAttentionWarning, record
 from ..integrations.hub import shortened
-from ..plot.collect import ItemPicture, SectionPicture, collect
+from ..plot.collect import ItemPicture, LayerPicture, SectionPicture, collect
 from ..plot.crops import with_crops
 from ..plot.given import given
 from ..plot.heads import HeadSummary, average, clearest_head, summarize
@@ -22,7 +22,7 @@ from ..plot.protocol import Recorded
 from .errors import UsageProblem, warn
 from .windows import Window
 
-__all__ = ["STATISTICS", "Seen", "see"]
+__all__ = ["STATISTICS", "ChosenHead", "Seen", "see"]
 
 #: What the overview can show, and which statistic of a record it is.
 STATISTICS = {
@@ -41,6 +41,22 @@ PREVIOUS = "offset -1"
 
 
 @dataclass(frozen=True)
+class ChosenHead:
+    """One head on one window.
+
+    Args:
+        entropy: of every query, in nats.
+        received: by every key, Σ over queries.
+        top_keys, top_weights: what every query looks at most; key −1 where there are fewer.
+    """
+
+    entropy: list[float]
+    received: list[float]
+    top_keys: list[list[int]]
+    top_weights: list[list[float]]
+
+
+@dataclass(frozen=True)
 class Seen:
     """Where every head looked.
 
@@ -49,7 +65,7 @@ class Seen:
         windows: all of them.
         summaries: per layer and head, over all windows.
         numbers: statistic → layer → head, over all windows.
-        top: per window, what each token looks at in the chosen head: key places and weights.
+        chosen: the chosen head, per window.
         place: the chosen layer and head.
         page: the page of all windows, but for its frame.
     """
@@ -58,7 +74,7 @@ class Seen:
     windows: list[Window]
     summaries: list[list[HeadSummary]]
     numbers: dict[str, list[list[float]]]
-    top: list[tuple[list[list[int]], list[list[float]]]]
+    chosen: list[ChosenHead]
     place: tuple[int, int]
     page: PageMaker
 
@@ -94,7 +110,7 @@ def see(
     place = (0, 0)
     summaries: list[list[list[HeadSummary]]] = []
     numbers: list[dict[str, list[list[float]]]] = []
-    top: list[tuple[list[list[int]], list[list[float]]]] = []
+    heads: list[ChosenHead] = []
     for window in windows:
         rec = _record(loaded, window, statistics)
         item = replace(collect(rec, [window.tokens])[0], label=f"tokens {window.first}–{window.last}")
@@ -105,13 +121,13 @@ def see(
         item = with_crops(rec, [item], [(chosen.name, chosen.heads[place[1]])])[0]
         first = first or item.sections[0]
         numbers.append(_numbers(item))
-        top.append((chosen.indices[place[1]].tolist(), chosen.weights[place[1]].tolist()))
+        heads.append(_chosen_head(chosen, place[1]))
         page.add(item)
         next_window()
     if first is None:
         raise ArgumentError(explain_problem("windows", expected="at least one", got="none"))
     lengths = [len(window.tokens) for window in windows]
-    return Seen(first, list(windows), average(summaries), _averaged(numbers, lengths), top, place, page)
+    return Seen(first, list(windows), average(summaries), _averaged(numbers, lengths), heads, place, page)
 
 
 def choose(summaries: Sequence[Sequence[HeadSummary]], layer: int | None, head: int | None) -> tuple[int, int]:
@@ -131,6 +147,11 @@ def choose(summaries: Sequence[Sequence[HeadSummary]], layer: int | None, head: 
         return layers[index], found
     there = [index for index in layers if head < len(summaries[index])]
     return max(there, key=lambda index: summaries[index][head].contrast), head
+
+
+def _chosen_head(layer: LayerPicture, head: int) -> ChosenHead:
+    fields = (layer.entropy, layer.received, layer.indices, layer.weights)
+    return ChosenHead(*(values[head].tolist() for values in fields))
 
 
 def _range(count: int) -> str:

@@ -28,6 +28,7 @@ from .compute import (
     require_names,
     require_per,
 )
+from .drawing import Drawable
 from .naming import ModuleNames, uncompiled
 from .padding import PaddingFinder
 from .rollout import rollout
@@ -80,7 +81,7 @@ class Calls(Sequence[AttentionStatistics]):
         return f"Calls({self.name!r}, {len(self.statistics)} calls)"
 
 
-class record(Mapping[str, Calls]):
+class record(Drawable, Mapping[str, Calls]):
     """Record the attention of a model inside a ``with`` block, without gradients and without changing its results.
 
     Seen are Clearhead's modules and functions, everything that calls `F.scaled_dot_product_attention` (transformers
@@ -88,7 +89,8 @@ class record(Mapping[str, Calls]):
     training and eval. PyTorch's inference fast path is off inside the block; with a padding mask that path returns
     zeros for padded positions and the ordinary one does not, so outputs may differ there.
 
-    Afterwards the record is a mapping from the qualified name of the module in which attention ran to its `Calls`.
+    Afterwards the record is a mapping from the qualified name of the module in which attention ran to its `Calls`, and
+    draws itself: `page`, `plot_heads`, `plot_map`, `plot_received`, `plot_rollout`.
 
     Args:
         model: the module whose submodules name the calls.

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..call import AttentionCall, build_call
 from ..errors import ArgumentError, ShapeError, explain_problem, shape_text
 from ..inspection.compute import AttentionStatistics, compute_statistics, make_options
+from ..inspection.drawing import Drawable
 from ..inspection.rollout import rollout
 from ..inspection.summary import Summary, summarize
 from ..masks.tensors import bias
@@ -53,7 +54,7 @@ def given(weights: Sequence[Tensor], names: Sequence[str] | None = None) -> Give
 
 
 @final
-class Given(Mapping[str, Sequence[AttentionStatistics]]):
+class Given(Drawable, Mapping[str, Sequence[AttentionStatistics]]):
     """Statistics of weights that were given; see `given`."""
 
     def __init__(self, calls: dict[str, AttentionCall]) -> None:

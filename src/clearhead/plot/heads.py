@@ -19,6 +19,7 @@ KINDS = {
     "previous": "the token before",
     "next": "the token after",
     "far": "tokens further away",
+    "one": "one token at a time",
     "broad": "everything about alike",
     "mixed": "several places",
 }
@@ -112,7 +113,8 @@ def _summarize_layer(layer: LayerPicture, picture: SectionPicture) -> list[HeadS
     if same:
         places |= {name: ordinary & (offset == away) for name, away in (("itself", 0), ("previous", -1), ("next", 1))}
     far = ordinary & (offset.abs() > 1) if same else ordinary
-    places["far"] = far & same
+    # Between two texts nothing is near or far; there a head is telling where it has one key for each query.
+    places |= {"far": far} if same else {"one": ordinary & (torch.arange(keys.shape[2]) == 0)}
     shares = {name: (layer.weights * place).sum(-1).mean(-1) for name, place in places.items()}  # (H,) each
     contrast = _contrast(layer, keys, far, ~is_special if same else torch.ones(length, dtype=torch.bool))
     return [

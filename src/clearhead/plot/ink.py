@@ -116,8 +116,10 @@ def plain_frame(axes: Axes) -> None:
 def weight_bar(figure: Any, image: AxesImage, *, end: float = 1.0, caption: str, **place: Any) -> Any:
     """A colour bar that prints weights, with its caption; `place` is for `Figure.colorbar`."""
     bar = figure.colorbar(image, **place)
-    ticks = [tick * end for tick in TICKS]
-    bar.set_ticks([tick**GAMMA for tick in TICKS], labels=[f"{tick:.2g}" for tick in ticks])
+    labels = [f"{tick * end:.2g}" for tick in TICKS]
+    if end < 1 and image.get_array().max() >= 1:  # type: ignore[union-attr]
+        labels[-1] = f"≥ {labels[-1]}"  # `scale_end` leaves a few weights out
+    bar.set_ticks([tick**GAMMA for tick in TICKS], labels=labels)
     bar.ax.tick_params(length=2, labelsize=8, labelcolor=QUIET, color=QUIET)
     if place.get("orientation") == "horizontal":
         bar.ax.set_xlabel(caption, color=QUIET, fontsize=9, loc="left", linespacing=1.6)

@@ -26,8 +26,9 @@
     const length = state.item.sections.map((section) => state.item.texts[section.queries].names.length);
     const heads = data.sections.flatMap((section) => section.layers.map((layer) => layer.heads.length));
     const [least, most] = [Math.min(...heads), Math.max(...heads)];
+    const what = data.sections.length > 1 ? "attention layers" : "layers";
     byId("facts").textContent =
-      `${data.title} · ${heads.length} layers × ${least === most ? most : least + " to " + most} heads · ` +
+      `${data.title} · ${heads.length} ${what} × ${least === most ? most : least + " to " + most} heads · ` +
       (texts > 1 ? [...new Set(state.item.texts.map((text) => text.names.length))].join(" and ") : length[0]) + " tokens";
     byId("words-control").hidden = !state.item.texts.some((text) => text.words);
     showSection(state.section);

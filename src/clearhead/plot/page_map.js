@@ -2,13 +2,14 @@
 
   const LARGEST_CELL = 40;
   const LONGEST_LABEL = 16;
+  const LABEL_HEIGHT = 15;
   const BAR = 56;
 
   function drawMap() {
     const { view } = state;
     const { rows, columns } = state.current;
     const labels = [labelWidth(rows.names), labelWidth(columns.names)];
-    const wide = Math.max(200, byId("frame").parentElement.clientWidth - labels[0] - BAR - 20);
+    const wide = Math.max(150, byId("frame").parentElement.clientWidth - labels[0] - BAR - 44);
     const high = Math.max(320, innerHeight * 0.86 - labels[1] - BAR);
     state.cell = Math.min(wide / view.columns, high / view.rows, LARGEST_CELL);
     const canvas = byId("cells");
@@ -66,7 +67,7 @@
     byId("rows").style.width = rowsWidth + "px";
     byId("columns").style.height = columnsHeight + "px";
     const { view, current } = state;
-    const step = Math.max(1, Math.ceil(15 / state.cell));
+    const step = Math.max(1, Math.ceil(LABEL_HEIGHT / state.cell));
     for (const [id, names, side, first, count] of [
       ["rows", current.rows.names, "top", view.row, view.rows],
       ["columns", current.columns.names, "left", view.column, view.columns],
@@ -98,7 +99,7 @@
   function markLabel(id, names, place, side) {
     const box = byId(id);
     for (const old of box.querySelectorAll(".extra")) old.remove();
-    for (const old of box.querySelectorAll(".active")) old.classList.remove("active");
+    for (const old of box.querySelectorAll(".active, .covered")) old.classList.remove("active", "covered");
     const [first, count] = side === "top" ? [state.view.row, state.view.rows] : [state.view.column, state.view.columns];
     if (place === null || place < first || place >= first + count) return;
     let mark = box.querySelector(`[data-place="${place}"]`);
@@ -108,6 +109,10 @@
       box.append(mark);
     }
     mark.classList.add("active");
+    for (const other of box.children) {
+      const away = Math.abs(other.dataset.place - place) * state.cell;
+      other.classList.toggle("covered", other !== mark && away < LABEL_HEIGHT);
+    }
   }
 
   function showCross(query, key) {
@@ -134,6 +139,14 @@
     frame.style.width = Math.max(2, (right - left) * cell) + "px";
   }
 
+  /** The heads of this section that carry exact crops. */
+  function exactHeads() {
+    return state.item.sections[state.section].layers.flatMap(({ crops }, index) => {
+      const { label, heads } = data.sections[state.section].layers[index];
+      return Object.keys(crops).map((head) => `layer ${label}, head ${heads[head]}`);
+    });
+  }
+
   function showNote() {
     const { grids, whole } = state.current;
     const notes = [];
@@ -144,6 +157,8 @@
         notes.push(
           `Every weight is known for queries ${first}–${first + grids[0].rows - 1} and keys ${last}–${last + grids[0].columns - 1}.`,
         );
+      } else if (exactHeads().length) {
+        notes.push(`Exact weights are here for ${exactHeads().join("; ")}.`);
       }
       if (state.words) notes.push("Word pieces stay apart here: merging needs every weight of the head.");
     }

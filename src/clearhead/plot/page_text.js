@@ -147,14 +147,13 @@
     const { columns } = state.span;
     const counts = [rows, columns].map(([first, last]) => last - first + 1);
     const found = spanSum(state.current, rows, columns);
-    const value = found ? (found.exact ? "" : "about ") + found.sum.toFixed(4) : "not known from largest weights alone";
+    const value = found ? (found.exact ? "" : "about ") + found.sum.toFixed(4) : "unknown (tiles hold largest weights):";
+    const over = counts[0] > 1 ? `, mean over ${counts[0]} queries` : "";
     byId("sum-text").replaceChildren(
-      counts[0] > 1 ? `mean over ${counts[0]} queries: ` : "",
+      element("b", value, "weight"),
+      ` sum of ${counts[1]} key${counts[1] > 1 ? "s" : ""}${over}: `,
       element("b", quoted(state.current.rows.names, rows)),
       " → ",
       element("b", quoted(state.current.columns.names, columns)),
-      " ",
-      element("span", value, "weight"),
-      counts[1] > 1 ? ` sum of ${counts[1]} keys ` : " ",
     );
   }

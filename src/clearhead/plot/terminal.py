@@ -166,9 +166,14 @@ def _cell(kind: str, number: str, strength: float, chosen: bool) -> Text:
 
 
 def _short(value: float, decimals: int) -> str:
-    """Four characters: ``1.4``, ``.06``, ``12.3``, ``-120``."""
-    text = f"{value:.{decimals}f}" if abs(value) < 100 else f"{value:.0f}"
-    return f"{text.replace('0.', '.', 1) if decimals == 2 else text:>4}"[:4]
+    """At most four characters: ``1.4``, ``.06``, ``12.3``, ``-120``, ``1e5``, ``-inf``."""
+    if abs(value) >= 99.5:
+        text = f"{value:.0f}"
+        return f"{text if len(text) <= 4 else f'{value:.0e}'.replace('e+0', 'e').replace('e+', 'e'):>4}"
+    text = f"{value:.{decimals}f}"
+    if decimals == 2:
+        text = text.replace("0.", ".", 1)
+    return f"{text if len(text) <= 4 else f'{value:.0f}':>4}"
 
 
 def _shade(strength: float) -> Style:

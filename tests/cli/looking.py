@@ -1,0 +1,35 @@
+"""Running `clearhead look` in tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from clearhead.cli import main
+from tests.plot.pages import Contents
+
+SENTENCE = "The animal didn't cross the street because it was too tired."
+LETTERS = "the animal was too tired , and it did not cross the street ."
+
+
+def look(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["look", *arguments])
+
+
+def fails(result: Result, code: int) -> str:
+    """The one line an expected failure prints."""
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.output
+    *notes, line = result.stderr.strip().splitlines()
+    assert all(note.startswith("clearhead: ") for note in notes)
+    assert line.startswith("clearhead: ")
+    return line
+
+
+def contents(path: Path) -> Contents:
+    return Contents(path.read_text(encoding="utf-8"))
+
+
+def tokens_of(path: Path, item: int = 0) -> list[str]:
+    return contents(path).text(item, 0, "queries")["names"]

@@ -1,0 +1,113 @@
+"""`clearhead look` on texts that are longer than the model takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from clearhead import demo
+from clearhead.cli.windows import cut_into_windows
+
+from .looking import contents, look
+
+pytestmark = pytest.mark.usefixtures("in_an_empty_folder", "default_model_once")
+
+
+def test_long_texts_are_read_in_windows(tmp_path: Path, model_folder: Callable[[str], Path]) -> None:
+    """64 tokens at once, one of them special: 63 of the text, of which 8 are seen twice."""
+    some = ["the", "animal", "did", "not", "cross", "the", "street", ",", "it", "was", "too", "tired"]
+    words = [some[n % 12] for n in range(150)]
+    (tmp_path / "long.txt").write_text(" ".join(words), encoding="utf-8")
+    result = look("--file", "long.txt", "--model", str(model_folder("llama")), "--json", "all.json")
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    assert "150 tokens in 3 windows of up to 64" in result.stdout
+    assert "The first window of 3, tokens 0–62." in " ".join(result.stdout.split())
+    page = contents(tmp_path / "attention.html")
+    assert [item["label"] for item in page.data["items"]] == ["tokens 0–62", "tokens 55–117", "tokens 110–149"]
+    assert page.text(2, 0, "queries")["names"] == ["<s>", *words[110:]]
+    windows = json.loads((tmp_path / "all.json").read_text())["windows"]
+    seen = [word for window in windows for word in window["tokens"][1 + 8 * (window["first"] > 0) :]]
+    assert seen == words, "every token of the text is in a window"
+
+
+def test_numbers_are_means_over_all_windows(model_folder: Callable[[str], Path]) -> None:
+    text = "the animal did not cross the street , it was too tired . " * 8
+    folder = str(model_folder("llama"))
+    both = json.loads(look(text, "--model", folder, "--json", "-").stdout)
+    parts = [window["tokens"][1:] for window in both["windows"]]
+    alone = [json.loads(look(" ".join(part), "--model", folder, "--json", "-").stdout) for part in parts]
+    weights = [len(part) + 1 for part in parts]
+    for place, head in enumerate(both["heads"]):
+        for name in ("entropy", "sink", "previous"):
+            values = [found["heads"][place][name] for found in alone]
+            mean = sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+            assert head[name] == pytest.approx(mean, abs=2e-5)
+        assert head["max_logit"] == pytest.approx(max(found["heads"][place]["max_logit"] for found in alone), abs=1e-4)
+
+
+def test_windows_without_a_fast_tokenizer(model_folder: Callable[[str], Path]) -> None:
+    class Slow:
+        """Splits at spaces, with a special token on either side."""
+
+        is_fast = False
+        all_special_ids = (1, 2)
+        unk_token_id = 3
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            return {"input_ids": [int(word) for word in text.split()]}
+
+        def num_special_tokens_to_add(self) -> int:
+            return 2
+
+        def build_inputs_with_special_tokens(self, ids: list[int]) -> list[int]:
+            return [1, *ids, 2]
+
+        def get_special_tokens_mask(self, ids: list[int], already_has_special_tokens: bool) -> list[int]:
+            return [int(number in (1, 2)) for number in ids]
+
+        def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+            return [str(number) for number in ids]
+
+        def decode(self, ids: list[int], **options: object) -> str:
+            return str(ids[0])
+
+    loaded = demo.TextModel("slow", None, Slow(), True, max_tokens=16)
+    windows = cut_into_windows(loaded, " ".join(str(number) for number in range(10, 40)))
+    assert [(window.first, window.last) for window in windows] == [(0, 13), (12, 25), (24, 29)]
+    assert windows[1].tokens.names == ("1", *map(str, range(22, 36)), "2")
+    assert windows[1].inputs["input_ids"].tolist() == [[1, *range(22, 36), 2]]
+    assert windows[2].tokens.special == (True, *[False] * 6, True)
+
+
+def test_the_default_model_takes_512_tokens() -> None:
+    windows = cut_into_windows(demo.load_text_model(None), "one two three " * 300)
+    assert [len(window.tokens) for window in windows] == [512, 456]
+    assert [(window.first, window.last) for window in windows] == [(0, 509), (446, 899)]
+    assert (windows[0].tokens.names[0], windows[0].tokens.names[-1]) == ("[CLS]", "[SEP]")
+
+
+def test_a_bar_counts_windows_in_a_terminal() -> None:
+    import pty
+
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-c", "from clearhead.cli import main; main()", "look", "a b c " * 300, "--no-png"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=follower, env=environment)
+    os.close(follower)
+    shown = b""
+    try:
+        while part := os.read(leader, 65536):
+            shown += part
+    except OSError:  # the terminal is gone once the process has ended
+        pass
+    os.close(leader)
+    assert process.wait() == 0
+    assert b"running it on 2 windows" in shown
+    assert b"1/2" in shown

@@ -1,0 +1,60 @@
+"""The colours of weights: one scale everywhere, in order for every kind of sight."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+
+import pytest
+import torch
+from torch import Tensor
+
+from clearhead.plot.ink import RAMP, weight_bar
+
+# How linear RGB looks with one kind of cone missing: Machado, Oliveira and Fernandes 2009, severity 1.
+SIGHTS = {
+    "all cones": torch.eye(3).tolist(),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+def page_ramp(name: str) -> list[str]:
+    script = resources.files("clearhead.plot").joinpath("page_color.js").read_text(encoding="utf-8")
+    [colors] = re.findall(rf"const {name} = \[(.*?)\];", script)
+    return re.findall(r"#[0-9a-f]{6}", colors)
+
+
+def lightness(colors: list[str], sight: str) -> Tensor:
+    """CIE L*, 0 to 100, as seen."""
+    values = torch.tensor([[int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)] for color in colors])
+    linear = torch.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    seen = (linear @ torch.tensor(SIGHTS[sight]).T).clamp(0, 1)
+    luminance = seen @ torch.tensor([0.2126, 0.7152, 0.0722])
+    return torch.where(luminance > 0.008856, 116 * luminance ** (1 / 3) - 16, 903.3 * luminance)
+
+
+def test_page_and_pictures_share_one_scale() -> None:
+    assert page_ramp("LIGHT") == list(RAMP)
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize(("ramp", "direction"), [("LIGHT", -1), ("DARK", 1)])
+def test_more_weight_is_always_more_contrast(sight: str, ramp: str, direction: int) -> None:
+    steps = lightness(page_ramp(ramp), sight).diff() * direction
+    assert steps.min() > 3
+    assert steps.sum() > 75
+
+
+@pytest.mark.parametrize(("largest", "last"), [(0.15, "0.2"), (0.2, "≥ 0.2"), (0.7, "≥ 0.2")])
+def test_a_printed_scale_says_when_weights_exceed_it(largest: float, last: str) -> None:
+    from matplotlib.figure import Figure
+
+    from clearhead.plot.ink import shade
+
+    figure = Figure()
+    axes = figure.subplots()
+    image = axes.imshow(shade(torch.tensor([[0.0, largest]]), 0.2), vmin=0, vmax=1)
+    bar = weight_bar(figure, image, end=0.2, caption="weight", ax=axes)
+    assert [label.get_text() for label in bar.ax.get_yticklabels()][-1] == last
