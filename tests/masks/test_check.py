@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clearhead import masks
+from clearhead import masks, positions
 from clearhead.errors import ArgumentError
 from clearhead.masks import Mask
 
@@ -189,3 +189,7 @@ def test_positions_are_taken_into_account() -> None:
     assert "queries that see no key: 1 (the first: item 0, index 1)" in "\n".join(
         masks.window(0, 0).check(2, 2, query_positions=torch.tensor([1, 5])).findings
     )
+
+
+def test_a_learnt_bias_says_its_device() -> None:
+    assert positions.RelativeBias(3, 8, 16, device="meta").dense(5).device.type == "meta"

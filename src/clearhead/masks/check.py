@@ -169,7 +169,7 @@ def _require_count(name: str, positions: Tensor | int | None, length: int) -> No
 
 def _device_of(mask: Mask) -> torch.device | None:
     for part in mask.parts():
-        for value in vars(part).values():
+        for value in (*part.bias_tensors(), *vars(part).values()):
             found = (
                 value.device if isinstance(value, Tensor) else _device_of(value) if isinstance(value, Mask) else None
             )
