@@ -24,6 +24,7 @@ PUBLIC = [
     "MultiHeadAttention",
     "__version__",
     "attention",
+    "attention_packed",
     "attention_statistics",
     "attention_weights",
     "caches",

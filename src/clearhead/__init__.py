@@ -13,6 +13,7 @@ from .inspection.record import record
 from .inspection.walkthrough import walkthrough
 from .kernels import use_kernel
 from .multihead import MultiHeadAttention
+from .packed import attention_packed
 from .transformer import Decoder, DecoderLayer, DecoderWeights, Encoder, EncoderLayer, FeedForward, load_transformer
 from .upgrade import downgrade, upgrade
 from .weights import attention_weights
@@ -28,6 +29,7 @@ __all__ = [
     "MultiHeadAttention",
     "__version__",
     "attention",
+    "attention_packed",
     "attention_statistics",
     "attention_weights",
     "caches",

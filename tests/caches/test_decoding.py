@@ -123,6 +123,20 @@ def test_right_padding_can_be_cropped_away() -> None:
         close(found[[row]], whole(attend, torch.cat((x[[row], :n], more[[row]]), 1), "kv")[:, n:])
 
 
+@pytest.mark.parametrize("kind", CACHES)
+def test_right_padding_at_no_position_can_be_cropped_away(kind: str) -> None:
+    attend, cache = module(), CACHES[kind](B, torch.float64)
+    x, lengths = torch.randn(B, 23, EMBED, dtype=torch.float64), torch.tensor([23, 2, 13])
+    columns = torch.arange(23).expand(B, -1)
+    with torch.no_grad():
+        attend(x, mask=masks.causal(), positions=columns.masked_fill(columns >= lengths[:, None], -1), cache=cache)
+    cache.crop(lengths)
+    more = torch.randn(B, 7, EMBED, dtype=torch.float64)
+    found = fed(attend, more, cache, [1, 5, 1])
+    for row, n in enumerate(lengths.tolist()):
+        close(found[[row]], whole(attend, torch.cat((x[[row], :n], more[[row]]), 1), kind)[:, n:])
+
+
 def test_left_padding_said_by_a_tensor_mask() -> None:
     """Columns of a `KVCache` line up with what was fed."""
     attend, cache = module(rotary=False), CACHES["kv"](2, torch.float64)

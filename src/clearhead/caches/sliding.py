@@ -110,23 +110,19 @@ class SlidingKVCache(Cache):
 
     def crop(self, length: int | Tensor) -> None:
         kept = checked_lengths(length, self._length, self._buffers.key)
-        shortest, longest = (int(kept.min()), int(kept.max())) if isinstance(kept, Tensor) else (kept, kept)
-        furthest_back = max(self._furthest - self._slots + self.window - 1, 0) if self._furthest > self._slots else 0
-        if 0 < shortest < furthest_back or (shortest == 0 and isinstance(kept, Tensor) and furthest_back > 0):
-            raise CacheError(
-                explain_problem(
-                    "length",
-                    expected=f"{furthest_back} … {self._length}: the window before what stays must still be there",
-                    got=str(shortest),
-                    fix="Make the cache with max_crop= as many tokens as you take back, or reset() it.",
-                )
-            )
+        longest = int(kept.max()) if isinstance(kept, Tensor) else kept
         if longest == 0:
-            self.reset()
-            return
+            return self.reset()
         if isinstance(kept, Tensor) or self._rows is not None:
             rows = self._spelt_out()
-            rows.crop(kept if isinstance(kept, Tensor) else torch.full_like(rows.taken, kept))
+            lengths = kept if isinstance(kept, Tensor) else torch.full_like(rows.taken, kept)
+            unable = rows.unable_to_crop(lengths, self._slots, self.window)
+            if bool(unable.any()):
+                raise _forgotten("lengths that leave each row the window before its end", lengths[unable].tolist())
+            rows.crop(lengths)
+        elif kept < self._furthest - self._slots + self.window - 1 and self._furthest > self._slots:
+            nearest = self._furthest - self._slots + self.window - 1
+            raise _forgotten(f"{nearest} … {self._length}: the window before what stays must still be there", kept)
         self._length = longest
 
     def reset(self) -> None:
@@ -188,7 +184,8 @@ class SlidingKVCache(Cache):
             batch = self._buffers.key.shape[0]
             positions = self._ring_positions(self._length, self._furthest).repeat(batch, 1)
             taken = torch.full((batch,), self._length, device=positions.device)
-            self._rows = _Rows(positions, positions.clone(), taken, taken.clone())
+            furthest = torch.full_like(taken, self._furthest)
+            self._rows = _Rows(positions, positions.clone(), taken, taken.clone(), furthest)
         return self._rows
 
 
@@ -200,10 +197,12 @@ class _Rows:
         columns: (B, slots) which token of its row it was, padding counted.
         taken: (B,) tokens taken so far, padding counted.
         written: (B,) how many of them were written, so that the next slot is this mod slots.
+        furthest: (B,) the most that ever were: beyond the slots, older ones are overwritten.
     """
 
-    def __init__(self, positions: Tensor, columns: Tensor, taken: Tensor, written: Tensor) -> None:
+    def __init__(self, positions: Tensor, columns: Tensor, taken: Tensor, written: Tensor, furthest: Tensor) -> None:
         self.positions, self.columns, self.taken, self.written = positions, columns, taken, written
+        self.furthest = furthest
 
     def take(self, positions: Tensor, slots: int) -> Tensor:
         """Note new tokens (B, L) and return their slots; those that are padding or soon overwritten get the spare."""
@@ -218,7 +217,13 @@ class _Rows:
             own.copy_(wider.scatter_(1, places, new)[:, :slots])
         self.taken = self.taken + positions.shape[1]
         self.written = self.written + count
+        self.furthest = torch.maximum(self.furthest, self.written)
         return places
+
+    def unable_to_crop(self, length: Tensor, slots: int, window: int) -> Tensor:
+        """(B,) whether a row of that length would miss keys in its window that are overwritten."""
+        left = ((self.columns < length[:, None]) & (self.positions >= 0)).sum(1)
+        return (self.furthest > slots) & (left < window - 1)
 
     def crop(self, length: Tensor) -> None:
         length = torch.minimum(length, self.taken)
@@ -229,6 +234,12 @@ class _Rows:
         self.taken = length
 
     def reorder(self, indices: Tensor) -> None:
-        self.positions, self.columns, self.taken, self.written = (
-            tensor.index_select(0, indices) for tensor in (self.positions, self.columns, self.taken, self.written)
+        own = (self.positions, self.columns, self.taken, self.written, self.furthest)
+        self.positions, self.columns, self.taken, self.written, self.furthest = (
+            tensor.index_select(0, indices) for tensor in own
         )
+
+
+def _forgotten(expected: str, got: object) -> CacheError:
+    fix = "Make the cache with max_crop= as many tokens as you take back, or reset() it."
+    return CacheError(explain_problem("length", expected=expected, got=str(got), fix=fix))

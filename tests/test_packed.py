@@ -1,0 +1,169 @@
+"""`attention_packed`: each document as if it were alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import clearhead
+from clearhead import attention_packed, masks
+from clearhead.errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError
+from clearhead.masks import Mask
+
+H, KV, D, DV = 6, 3, 5, 7
+
+RULES: dict[str, Mask | None] = {
+    "none": None,
+    "causal": masks.causal(),
+    "window": masks.window(2, 1),
+    "both": masks.causal() & masks.window(3, 0),
+    "prefix": masks.causal() | masks.prefix(2),
+    "bias": masks.bias(torch.randn(1, H, 1, 1, generator=torch.Generator().manual_seed(2)).double()),
+}
+
+
+def tokens(count: int, heads: int, dim: int) -> Tensor:
+    return torch.randn(count, heads, dim, dtype=torch.float64, requires_grad=True)
+
+
+def ends(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, queries: list[int], keys: list[int], mask: Any, **more: Any
+) -> Any:
+    """The reference kernel on every document."""
+    found = []
+    with clearhead.use_kernel("reference"):
+        for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
+            output, lse = clearhead.attention(*(x.transpose(0, 1) for x in (q, k, v)), mask, return_lse=True, **more)
+            found.append((output.transpose(0, 1), lse.transpose(0, 1)))
+    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@given(sizes=st.lists(st.tuples(*[st.sampled_from([0, 1, 2, 3, 11, 17])] * 2), min_size=1, max_size=6))
+def test_documents_of_any_lengths(rule: str, sizes: list[tuple[int, int]]) -> None:
+    """Outputs, log-sum-exps and gradients; queries and keys of other lengths, none at all."""
+    queries, keys = ([pair[side] for pair in sizes] for side in (0, 1))
+    query, key, value = tokens(sum(queries), H, D), tokens(sum(keys), KV, D), tokens(sum(keys), KV, DV)
+    mask, more = RULES[rule], {"softcap": 3.0, "sinks": torch.linspace(-1, 1, H).double()}
+    found = attention_packed(query, key, value, ends(queries), ends(keys), mask, return_lse=True, **more)
+    expected = one_by_one(query, key, value, queries, keys, mask, **more)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+    towards = torch.randn_like(found[0])
+    gradients = [torch.autograd.grad(x[0], (query, key, value), towards) for x in (found, expected)]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
+
+
+def test_self_attention_on_one_set_of_boundaries() -> None:
+    x, bounds = tokens(19, H, D), torch.tensor([0, 4, 4, 15, 19], dtype=torch.int32)
+    found = attention_packed(x, x, x, bounds, bounds, masks.causal())
+    expected, _ = one_by_one(x, x, x, [4, 0, 11, 4], [4, 0, 11, 4], masks.causal())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_a_document_without_keys_gives_zeros() -> None:
+    query, key = tokens(5, H, D), tokens(3, KV, D)
+    found, lse = attention_packed(query, key, key, ends([2, 3]), ends([3, 0]), return_lse=True)
+    assert torch.equal(found[2:], torch.zeros(3, H, D).double())
+    assert (lse[2:] == -torch.inf).all()
+
+
+def test_work_grows_with_the_documents_and_not_with_their_product() -> None:
+    """32 documents of 128 tokens: a kernel that looked at all pairs would hold 32 times as many scores."""
+    query = torch.randn(4096, 2, 8)
+    bounds = torch.arange(0, 4097, 128)
+    seen: list[int] = []
+    original = torch.baddbmm
+
+    def counting(*args: Any, **options: Any) -> Tensor:
+        result = original(*args, **options)
+        seen.append(result.numel())
+        return result
+
+    with pytest.MonkeyPatch.context() as patch, clearhead.use_kernel("chunked"):
+        patch.setattr(torch, "baddbmm", counting)
+        attention_packed(query, query, query, bounds, bounds)
+    scores = sum(seen)
+    assert 2 * 4096 * 128 <= scores < 2 * 4096 * 128 * 8
+
+
+class Packed(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return attention_packed(x, x, x, ends([3, 4]), ends([3, 4]))
+
+
+def test_it_is_recorded() -> None:
+    x, model = tokens(7, 2, D).detach(), Packed()
+    with clearhead.record(model, statistics=("head_average",)) as rec:
+        model(x)
+    weights = rec[""].head_average[0]  # (T, T)
+    torch.testing.assert_close(weights.sum(-1), torch.ones(7).double())
+    assert (weights[:3, 3:] == 0).all()
+    assert (weights[3:, :3] == 0).all()
+
+
+BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
+    "decreasing": (
+        {"cu_seqlens_q": torch.tensor([0, 4, 3, 7])},
+        ArgumentError,
+        "cu_seqlens_q: .*do not decrease, got 4, 3",
+    ),
+    "lengths": (
+        {"cu_seqlens_q": torch.tensor([3, 4, 0, 0])},
+        ArgumentError,
+        "boundaries from 0 on, got a first one of 3",
+    ),
+    "short": (
+        {"cu_seqlens_q": torch.tensor([0, 3, 3, 6])},
+        ArgumentError,
+        "a last boundary of 7, .*query tokens, got 6",
+    ),
+    "long": (
+        {"cu_seqlens_k": torch.tensor([0, 3, 3, 9])},
+        ArgumentError,
+        "cu_seqlens_k: .*last boundary of 8, .*got 9",
+    ),
+    "documents": (
+        {"cu_seqlens_k": torch.tensor([0, 8])},
+        ArgumentError,
+        "as many documents as cu_seqlens_q has, 3, got 1",
+    ),
+    "floats": ({"cu_seqlens_q": torch.tensor([0.0, 7.0])}, DTypeError, "an int32 or int64 tensor"),
+    "list": ({"cu_seqlens_q": [0, 7]}, DTypeError, "got list"),
+    "two dimensions": (
+        {"cu_seqlens_q": torch.zeros(2, 2).long()},
+        ShapeError,
+        r"\(n \+ 1,\) for n documents, got \(2, 2\)",
+    ),
+    "empty": ({"cu_seqlens_q": torch.zeros(0).long()}, ShapeError, r"got \(0,\)"),
+    "device": ({"cu_seqlens_q": torch.zeros(4, device="meta").long()}, DeviceError, "cu_seqlens_q: .*cpu, got meta"),
+    "a batch": ({"query": torch.zeros(1, 7, H, D)}, ShapeError, r"query: expected \(T, H, D\), got \(1, 7, 6, 5\)"),
+    "corner": ({"mask": masks.causal("bottom_right")}, ArgumentError, r"mask: expected causal\(\), got causal"),
+    "size of a mask": ({"mask": masks.lengths(torch.tensor([3, 4, 1]))}, ShapeError, "lengths"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit(case: str) -> None:
+    given, kind, text = BAD[case]
+    bounds = torch.tensor([0, 3, 3, 7])
+    arguments: dict[str, Any] = {
+        "query": torch.zeros(7, H, D),
+        "key": torch.zeros(8, KV, D),
+        "value": torch.zeros(8, KV, DV),
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_k": torch.tensor([0, 3, 3, 8]),
+        **given,
+    }
+    with pytest.raises(kind, match=text):
+        attention_packed(**arguments)
