@@ -15,6 +15,7 @@ from .caches.kv import KVCache
 from .call import is_finite, is_probability, number
 from .errors import ArgumentError, ShapeError, explain_problem
 from .heads import merge_heads, split_heads
+from .jagged import is_jagged, pack_jagged, refuse_jagged
 from .masks.base import Mask
 from .masks.check import as_positions
 from .masks.positional import Present
@@ -28,6 +29,7 @@ from .multihead_checks import (
     require_parts,
     whole_head_dim,
 )
+from .packed import Packing
 from .weights import attention_weights
 
 __all__ = ["MultiHeadAttention", "PositionPart"]
@@ -211,7 +213,8 @@ class MultiHeadAttention(nn.Module):
         """Attend from `query` to `key` and mix `value`.
 
         Args:
-            query: (B, L, qdim), or (L, qdim) without a batch.
+            query: (B, L, qdim), or (L, qdim) without a batch; or jagged, ``torch.nested`` with ``layout=torch.jagged``,
+                rows of their own lengths without padding. Masks then speak of positions within each row.
             key: (B, S, kdim). Default: the query, which makes it self-attention.
             value: (B, S, vdim). Default: the key.
             mask: from `clearhead.masks`, or a bool tensor with ``True`` = may attend. Default: everything visible.
@@ -225,16 +228,37 @@ class MultiHeadAttention(nn.Module):
             average_attn_weights: average them over the heads. Default True.
 
         Returns:
-            Output (B, L, E); with `need_weights` also the weights, (B, L, S), or (B, H, L, S) if not averaged, in
-            float32 (float64 for float64 inputs), S counting all keys that were attended to. A query that sees no key
-            has zero weights and ``out_proj(0)``.
+            Output (B, L, E), jagged like the query. With `need_weights` also the weights, (B, L, S), or (B, H, L, S) if
+            not averaged, in float32 (float64 for float64 inputs), S counting all keys that were attended to. A query
+            that sees no key has zero weights and ``out_proj(0)``.
 
         Raises:
             ShapeError: if an input does not have the features its projection takes, or shapes disagree.
-            ArgumentError: if `value` is given without `key`.
+            ArgumentError: if `value` is given without `key`; positions, a cache or weights with jagged inputs.
             CacheError: if the cache is full, or gradients are asked for.
             And what `attention` raises.
         """
+        if is_jagged(query, key, value):
+            refuse_jagged(positions=positions, cache=cache, need_weights=need_weights)
+            (q, k, v), pack, jagged = pack_jagged(query, *complete(query, key, value))
+            output, _ = self._run(q, k, v, pack.within(mask), pack.query_positions, None, pack, None)
+            return jagged(output)
+        averaged = average_attn_weights if need_weights else None
+        output, weights = self._run(query, key, value, mask, positions, cache, None, averaged)
+        return output if weights is None else (output, weights)
+
+    def _run(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        mask: Mask | Tensor | None,
+        positions: Positions | None,
+        cache: Cache | None,
+        pack: Packing | None,
+        averaged: bool | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output, and the weights, averaged or not, or none of them."""
         known = None if cache is None else cache.recall()
         own = key is None or key is query
         require_features("query", query, self.q_proj)
@@ -247,7 +271,10 @@ class MultiHeadAttention(nn.Module):
             v = _heads(self.v_proj(value), self.num_kv_heads)  # (B, Hkv, S, D)
             q, k = self._turned(q, k, places)
             q, k, v = cast_for_autocast(q, k, v)
-            known = Cached(k, v) if cache is None else cache.update(k, v, places)
+            if cache is not None:
+                known = cache.update(k, v, places)
+            else:
+                known = Cached(k, v, None if pack is None else pack.key_positions[None])
         key_positions = _key_positions(known, places if own and cache is None else None, self.num_heads)
         request: _Request = {
             "mask": self._mask(mask, known, places),
@@ -262,12 +289,12 @@ class MultiHeadAttention(nn.Module):
         merged = merge_heads(mixed if query.dim() == 3 else mixed.squeeze(0))  # (B, L, H·D)
         output = self.out_proj(merged)  # (B, L, E)
         weights = None
-        if need_weights:
-            weights = attention_weights(q, known.key, **request, average_attn_weights=average_attn_weights)
+        if averaged is not None:
+            weights = attention_weights(q, known.key, **request, average_attn_weights=averaged)
             weights = weights if query.dim() == 3 else weights.squeeze(0)
         if cache is not None:
             cache.attended(q, known, request["mask"], places, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
-        return output if weights is None else (output, weights)
+        return output, weights
 
     def _turned(self, q: Tensor, k: Tensor, places: Positions) -> tuple[Tensor, Tensor]:
         if self.position is None:
