@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 import clearhead
 from clearhead.errors import ArgumentError, DTypeError
@@ -160,6 +161,27 @@ def test_what_is_kept_hangs_on_no_graph(model: Stack, x: Tensor) -> None:
     assert not any(tensor.requires_grad for tensor in (kept.query, kept.key, kept.value))
 
 
+def test_only_queries_and_keys_are_kept() -> None:
+    """Not the values, nor the joint projection or the cache that query and key may be views of."""
+    cache = torch.randn(BATCH, 19, 3, HEADS, 5)
+
+    class Packed(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return scaled_dot_product_attention(*x.permute(2, 0, 3, 1, 4).unbind(0))
+
+    model = Packed()
+    with clearhead.record(model, keep="queries_keys") as rec:
+        model(cache[:, :LENGTH])
+    expected = clearhead.attention_weights(*cache[:, :LENGTH, :2].permute(2, 0, 3, 1, 4))
+    cache.zero_()  # the next sequence is written over it
+    torch.testing.assert_close(rec.weights(0), expected, rtol=0, atol=1e-6)
+    kept = rec.kept_call(0)
+    bytes_kept = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in (kept.query, kept.key, kept.value)
+    }
+    assert sum(bytes_kept.values()) == 2 * BATCH * HEADS * LENGTH * 5 * 4
+
+
 def test_summary_is_one_number_per_head(model: Stack, x: Tensor) -> None:
     mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
     names = ("entropy", "max_logit", "offset", "top_k", "sink")
@@ -194,7 +216,19 @@ BAD_ARGUMENTS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "top_k": (ArgumentError, "top_k: expected an int ≥ 1", {"top_k": 0}),
     "map_size": (ArgumentError, "map_size: expected an int ≥ 1", {"map_size": 0}),
     "per": (ArgumentError, "per: expected 'query_head' or 'kv_head'", {"per": "head"}),
-    "per of top_k": (ArgumentError, "per: expected 'query_head' for top_k", {"per": "kv_head"}),
+    "per of top_k": (
+        ArgumentError,
+        r"per: expected 'query_head' for top_k.*Write statistics=\('entropy', 'received', 'max_logit'\)",
+        {"per": "kv_head"},
+    ),
+    "one head": (ArgumentError, "heads: expected a list of whole numbers, got 2", {"heads": 2}),
+    "half a head": (ArgumentError, r"heads: expected a list of whole numbers, got \[0.5\]", {"heads": [0.5]}),
+    "one offset": (ArgumentError, "offsets: expected a list of whole numbers, got -1", {"offsets": -1}),
+    "one layer": (
+        ArgumentError,
+        r"layers: expected a list of names or numbers, got 'blocks'\. Write \['blocks'\]",
+        {"layers": "blocks"},
+    ),
 }
 
 

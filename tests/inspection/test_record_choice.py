@@ -21,8 +21,9 @@ def test_chosen_layers(layers: Any, model: Stack, x: Tensor) -> None:
     assert list(rec) == [NAMES[1]]
 
 
-@pytest.mark.parametrize("layers", [["blocks.1.attention"], [3], [0, 99], [-1]], ids=str)
+@pytest.mark.parametrize("layers", [["blocks.1.attention"], [3], [0, 99], [-1], ["blocks.1", 0]], ids=str)
 def test_layers_that_are_not_there(layers: Any, model: Stack, x: Tensor) -> None:
+    """Nor modules in which no attention ran, such as the block around it."""
     with pytest.raises(ArgumentError, match="layers: expected"), clearhead.record(model, layers=layers):
         model(x)
 

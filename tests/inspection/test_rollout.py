@@ -159,6 +159,25 @@ def test_no_layers() -> None:
         rec.rollout([0], layers=[])
 
 
+def test_layers_over_other_batches_have_no_rollout() -> None:
+    """Windows of an image are a larger batch of shorter sequences; two modules of one length may differ in it too."""
+
+    class Windows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.local, self.all = (clearhead.MultiHeadAttention(WIDTH, HEADS) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.all(self.local(x.repeat(3, 1, 1))[: len(x)])
+
+    rec = record(Windows(), torch.randn(BATCH, LENGTH, WIDTH))
+    with pytest.raises(
+        ShapeError, match=r"layers: expected the same batch size B = 6 in every layer, got B = 2 in layer 1"
+    ):
+        rec.rollout([0])
+    assert rec.rollout([0], layers=["all"]).shape == (BATCH, 1, LENGTH)
+
+
 def test_cross_attention_has_no_rollout() -> None:
     model = nn.Transformer(WIDTH, HEADS, 1, 1, 16, batch_first=True).eval()
     rec = record(model, torch.randn(BATCH, 7, WIDTH), torch.randn(BATCH, LENGTH, WIDTH))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from ..attention import autocast_off, cast_for_autocast
@@ -20,10 +22,13 @@ from ..nn.functional import translate
 from ..nn.projection import append_keys, project
 from ..observe import is_computing
 from .grouping import regroup
+from .unseen import SOFTMAX
 
-__all__ = ["CaptureMode", "Sink"]
+__all__ = ["CaptureMode", "Sink", "obstacle"]
 
 _SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax}
+#: Names of others' kernels, such as ``flash_attn._flash_attn_forward`` or ``aten._scaled_dot_product_cudnn_attention``.
+_KERNELS = re.compile("attention|attn|flash|fmha")
 _MHA = inspect.signature(F.multi_head_attention_forward)
 _SDPA = inspect.Signature(
     [
@@ -55,8 +60,8 @@ class Sink(Protocol):
         """The module that computes the call."""
         ...
 
-    def saw_softmax(self) -> None:
-        """Take note of a softmax over a four-dimensional tensor."""
+    def missed(self, what: str) -> None:
+        """Take note of something that may be attention and cannot be recorded."""
         ...
 
 
@@ -82,15 +87,53 @@ class CaptureMode(TorchFunctionMode):
         elif func is F.multi_head_attention_forward:
             read = _read_mha
         else:
-            if func in _SOFTMAX:
-                scores = args[0] if args else kwargs.get("input")
-                if isinstance(scores, Tensor) and scores.dim() == 4:
-                    self._sink.saw_softmax()
+            what = _unreadable(func, args, kwargs)
+            if what is not None:
+                _step_out_of_graph()
+                self._sink.missed(what)
             return func(*args, **kwargs)
+        _step_out_of_graph()
         if self._sink.wants_call():
+            what = obstacle(*args, *kwargs.values())
+            if what is not None:
+                self._sink.missed(what)
+                return func(*args, **kwargs)
             with torch.no_grad():
                 self._sink.captured(read(*args, **kwargs))
         return func(*args, **kwargs)
+
+
+def _step_out_of_graph() -> None:
+    """Nobody can watch inside a graph: let the compiler break it here and run what follows as it was written."""
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break()  # pyright: ignore
+
+
+def obstacle(*inputs: Any) -> str | None:
+    """What attention over such inputs is called, if it cannot be folded into statistics."""
+    tensors = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
+    if any(tensor.is_nested for tensor in tensors):
+        return "attention over nested tensors"
+    return "attention under torch.vmap" if any(_is_batched(tensor) for tensor in tensors) else None
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    functorch = torch._C._functorch  # pyright: ignore
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+def _unreadable(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What a function computes, if that may be attention in a form that cannot be read."""
+    if func in _SOFTMAX:
+        scores = args[0] if args else kwargs.get("input")
+        return SOFTMAX if isinstance(scores, Tensor) and scores.dim() == 4 else None
+    if isinstance(func, (OpOverload, OpOverloadPacket)) and _KERNELS.search(str(func)):
+        return f"the kernel {func}"
+    return None
 
 
 def _read_sdpa(sink: Sink, *args: Any, **kwargs: Any) -> AttentionCall:

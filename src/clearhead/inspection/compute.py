@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from operator import index
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,14 @@ from ..weights import Queries, row_numbers
 from .rows import Rows
 from .statistics import STATISTICS, Options, Statistic, TopK
 
-__all__ = ["AttentionStatistics", "attention_statistics", "compute_statistics", "make_options", "require_names"]
+__all__ = [
+    "AttentionStatistics",
+    "attention_statistics",
+    "compute_statistics",
+    "make_options",
+    "require_names",
+    "whole_numbers",
+]
 
 Per = Literal["query_head", "kv_head"]
 DEFAULT = ("entropy", "received", "max_logit", "top_k")
@@ -90,13 +98,13 @@ class AttentionStatistics:
             raise ArgumentError(
                 explain_problem("heads", expected=f"numbers in 0 … {present - 1}", got=str(list(heads)))
             )
-        index = torch.tensor([head % present for head in heads], device=self.counted.device)
+        places = torch.tensor([head % present for head in heads], device=self.counted.device)
         results = {
-            name: tensor if name == "head_average" else _select_heads(tensor, index)
+            name: tensor if name == "head_average" else _select_heads(tensor, places)
             for name, tensor in self.results.items()
         }
         chosen = self.like(results, self.counted, self.key_length)
-        chosen.heads = tuple(int(head) for head in index)
+        chosen.heads = tuple(places.tolist())
         return chosen
 
     def like(self, results: dict[str, Any], counted: Tensor, key_length: int) -> AttentionStatistics:
@@ -162,7 +170,8 @@ def attention_statistics(
             ``offset`` and ``map``. Default: all count.
         rows: which queries ``rows`` means; default all.
         top_k, map_size, map_pooling, sink_keys, offsets: see above; `map_pooling` is ``"mass"`` or ``"max"``.
-        per: ``"kv_head"`` averages over the query heads of each key/value head. Default ``"query_head"``.
+        per: ``"kv_head"`` averages over the query heads of each key/value head; name the statistics then, because the
+            default ones include ``top_k``, which has no average. Default ``"query_head"``.
 
     Returns:
         An `AttentionStatistics`.
@@ -278,7 +287,19 @@ def make_options(
             raise ArgumentError(explain_problem(name, expected="an int ≥ 1", got=repr(number)))
     if map_pooling not in ("mass", "max"):
         raise ArgumentError(explain_problem("map_pooling", expected="'mass' or 'max'", got=repr(map_pooling)))
-    return Options(top_k, map_size, map_pooling, sink_keys, tuple(offsets))
+    return Options(top_k, map_size, map_pooling, sink_keys, whole_numbers("offsets", offsets))
+
+
+def whole_numbers(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
+    """Check a list of numbers.
+
+    Raises:
+        ArgumentError: if it is something else.
+    """
+    try:
+        return tuple(index(number) for number in numbers)
+    except TypeError as error:
+        raise ArgumentError(explain_problem(name, expected="a list of whole numbers", got=repr(numbers))) from error
 
 
 def require_per(per: Per, names: Sequence[str]) -> None:
@@ -296,7 +317,7 @@ def require_per(per: Per, names: Sequence[str]) -> None:
                 "per",
                 expected="'query_head' for top_k and rows, which have no average over heads",
                 got="'kv_head'",
-                fix="Name the statistics you want without them.",
+                fix=f"Write statistics={tuple(name for name in names if name not in unaveraged)}.",
             )
         )
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from inspect import getattr_static
+from types import FunctionType, MethodType
+from typing import Any
 
+import torch
 from torch import nn
+
+from ..errors import ArgumentError, explain_problem
 
 __all__ = ["ModuleNames", "uncompiled"]
 
@@ -16,18 +21,35 @@ __all__ = ["ModuleNames", "uncompiled"]
 def uncompiled(model: nn.Module) -> Generator[None, None, None]:
     """Run the compiled parts of a model as they were written inside the block: nobody can watch inside their graphs."""
     restore: list[tuple[nn.Module, str, Any]] = []
+    added: list[nn.Module] = []
     try:
         for module in model.modules():
             if getattr(module, "_compiled_call_impl", None) is not None:
                 restore.append((module, "_compiled_call_impl", getattr(module, "_compiled_call_impl")))  # noqa: B009
                 setattr(module, "_compiled_call_impl", None)  # noqa: B010
-            if type(module).__name__ == "OptimizedModule":  # what torch.compile(module) returns
-                restore.append((module, "forward", module.forward))
-                module.forward = cast(nn.Module, module._orig_mod).__call__
+            # `forward` of what torch.compile(module) returns, or any function that somebody compiled and put there
+            for name, value in list(vars(module).items()):
+                if _is_compiled(value):
+                    restore.append((module, name, value))
+                    setattr(module, name, _written(value))
+            if "forward" not in vars(module) and _is_compiled(getattr_static(type(module), "forward", None)):
+                added.append(module)
+                module.forward = MethodType(_written(type(module).forward), module)
         yield
     finally:
         for module, name, value in restore:
             setattr(module, name, value)
+        for module in added:
+            vars(module).pop("forward", None)
+
+
+def _is_compiled(value: Any) -> bool:
+    return isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable")
+
+
+def _written(compiled: Any) -> Any:
+    """The function as it was written."""
+    return compiled._torchdynamo_orig_callable
 
 
 class ModuleNames:
@@ -55,6 +77,15 @@ class ModuleNames:
         handles: list[Any] = []
         try:
             for name, module in self.model.named_modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise ArgumentError(
+                        explain_problem(
+                            "model",
+                            expected="modules that run in Python",
+                            got=f"{name or 'the model itself'!r}, which is TorchScript",
+                            fix="Take the model as it was before torch.jit.",
+                        )
+                    )
                 handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(self._leaving, always_call=True))
             yield self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..call import AttentionCall
-from ..errors import ArgumentError, ClearheadError, DTypeError, explain_problem
+from ..errors import ArgumentError, DTypeError, explain_problem
 from ..observe import observing
 from ..weights import Queries, row_numbers
-from .capture import CaptureMode
+from .capture import CaptureMode, obstacle
 from .compute import (
     DEFAULT,
     AttentionStatistics,
@@ -27,24 +26,18 @@ from .compute import (
     make_options,
     require_names,
     require_per,
+    whole_numbers,
 )
 from .drawing import Drawable
 from .naming import ModuleNames, uncompiled
 from .padding import PaddingFinder
 from .rollout import rollout
 from .summary import Summary, fold, summarize
+from .unseen import RecordError, Unseen, UnseenAttentionWarning
 
 __all__ = ["Calls", "RecordError", "UnseenAttentionWarning", "record"]
 
 Keep = Literal["statistics", "queries_keys"]
-
-
-class RecordError(ClearheadError, RuntimeError):
-    """Nothing could be recorded, or something was asked of a record that it did not keep."""
-
-
-class UnseenAttentionWarning(UserWarning):
-    """A module computed a softmax over a four-dimensional tensor by itself; its attention is not in the record."""
 
 
 class Calls(Sequence[AttentionStatistics]):
@@ -104,11 +97,12 @@ class record(Drawable, Mapping[str, Calls]):
         rows, top_k, map_size, map_pooling, sink_keys, offsets, per: as for `attention_statistics`.
 
     Raises:
-        RecordError: at the end of the block if no attention was seen at all.
+        RecordError: at the end of the block if no attention was seen at all, or compiled functions attended.
         ArgumentError, DTypeError: for arguments that mean nothing.
 
     Warns:
-        UnseenAttentionWarning: if modules computed a softmax over four dimensions by themselves; it names them.
+        UnseenAttentionWarning: if modules computed a softmax over four dimensions by themselves, called attention
+            kernels of others, or attended over nested tensors or under `torch.vmap`; it names them.
 
     Example:
         >>> import torch, clearhead
@@ -147,7 +141,7 @@ class record(Drawable, Mapping[str, Calls]):
         _require_layers(layers, model)
         self._options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
         self._layers = None if layers is None else tuple(layers)
-        self._heads = None if heads is None else tuple(heads)
+        self._heads = None if heads is None else whole_numbers("heads", heads)
         self._query_mask = query_mask
         self._keep = keep
         self._rows = rows
@@ -155,7 +149,7 @@ class record(Drawable, Mapping[str, Calls]):
         self._running = ModuleNames(model)
         self._calls: dict[str, Calls] = {}
         self._order: list[str] = []
-        self._softmaxes: dict[str, int] = {}
+        self._unseen = Unseen(model)
         self._padding: tuple[Any, PaddingFinder] | None = None
         self._stack = ExitStack()
 
@@ -174,13 +168,23 @@ class record(Drawable, Mapping[str, Calls]):
         self._padding = None
         if kind is None:
             self._report_unseen()
+        elif kind.__module__ == "torch._dynamo.exc":
+            raise RecordError(
+                "record: a compiled function attended inside the block, and nobody can watch inside its graph. Let it "
+                "run as it was written: with torch.compiler.set_stance('force_eager'), clearhead.record(model) as rec: "
+                "…"
+            ) from error
 
     # What observers and the capture mode tell.
 
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
         """Take a call of Clearhead's own attention."""
         if self.wants_call():
-            self.captured(call)
+            what = obstacle(call.query, call.key, call.value)
+            if what is None:
+                self.captured(call)
+            else:
+                self.missed(what)
         return output
 
     @property
@@ -209,14 +213,13 @@ class record(Drawable, Mapping[str, Calls]):
         calls = self._calls.setdefault(name, Calls(name))
         calls.statistics.append(found)
         if self._keep == "queries_keys":
-            detached = (call.query.detach(), call.key.detach(), call.value.detach())
-            calls.kept.append(replace(call, query=detached[0], key=detached[1], value=detached[2]))
+            calls.kept.append(_queries_and_keys(call))
 
-    def saw_softmax(self) -> None:
-        """Take note of a softmax that the running module computed itself."""
+    def missed(self, what: str) -> None:
+        """Take note of something that the running module computed and that cannot be recorded."""
         name = self._running.current
         if name is not None:
-            self._softmaxes[name] = self._softmaxes.get(name, 0) + 1
+            self._unseen.note(what, name)
 
     # What the user asks for.
 
@@ -267,7 +270,7 @@ class record(Drawable, Mapping[str, Calls]):
         return weights[:, head]
 
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
-        """The recorded query, key and value of one call.
+        """The recorded query and key of one call with its mask; values are not kept, the key stands in for them.
 
         Raises:
             RecordError: if they were not kept.
@@ -320,7 +323,8 @@ class record(Drawable, Mapping[str, Calls]):
         return {name: fold(calls.statistics) for name, calls in self._calls.items()}
 
     def __repr__(self) -> str:
-        return f"<record of {len(self._calls)} attention modules: {', '.join(self._calls) or 'nothing yet'}>"
+        names = ", ".join(name or "the model itself" for name in self._calls)
+        return f"<record of {len(self._calls)} attention modules: {names or 'nothing yet'}>"
 
     def _counted(self, name: str, call: AttentionCall) -> Tensor | None:
         batch, length = call.grid.batch_size, call.grid.query_length
@@ -336,39 +340,36 @@ class record(Drawable, Mapping[str, Calls]):
         return self._padding[1].query_mask(name, batch, length, call.grid.key_length)
 
     def _report_unseen(self) -> None:
-        missing = [layer for layer in self._layers or () if isinstance(layer, int) and layer >= len(self._order)]
-        if missing:
+        missing = [layer for layer in self._layers or () if isinstance(layer, str) and layer not in self._order]
+        missing += [layer for layer in self._layers or () if isinstance(layer, int) and layer >= len(self._order)]
+        if self._order and missing:
             raise ArgumentError(
                 explain_problem(
                     "layers",
-                    expected=f"numbers below {len(self._order)}, the attention modules that ran",
-                    got=", ".join(map(str, missing)),
+                    expected=f"numbers below {len(self._order)}, or names among the attention modules that ran: "
+                    + ", ".join(map(repr, self._order)),
+                    got=", ".join(map(repr, missing)),
                 )
             )
-        unseen = ", ".join(
-            f"{name or 'the model itself'} ({type(self._running.model.get_submodule(name)).__name__})"
-            for name in self._softmaxes
-            if name not in self._calls
-        )
-        if not self._calls:
-            raise RecordError(
-                "record: no attention was seen. "
-                + (f"A softmax over four dimensions was computed by {unseen}. " if unseen else "")
-                + "Attention is seen in Clearhead's modules, torch.nn.MultiheadAttention and wherever "
-                "F.scaled_dot_product_attention is called, uncompiled. A transformers model needs "
-                "model.set_attn_implementation('sdpa') or 'clearhead'; of a compiled model record model._orig_mod."
-            )
-        if unseen:
-            warnings.warn(
-                f"record: a softmax over four dimensions that is not in the record was computed by {unseen}. "
-                "If that is attention, switch it to F.scaled_dot_product_attention; for a transformers model "
-                "model.set_attn_implementation('sdpa').",
-                UnseenAttentionWarning,
-                stacklevel=3,
-            )
+        self._unseen.report(self._calls)
+
+
+def _queries_and_keys(call: AttentionCall) -> AttentionCall:
+    """The call without its values, and with copies: of views a whole projection or cache would stay in memory.
+
+    A cache may also be written over in place. The key stands in for the value, as where there never was one.
+    """
+    query, key = call.query.detach().clone(), call.key.detach().clone()
+    return replace(call, query=query, key=key, value=key)
 
 
 def _require_layers(layers: Sequence[int | str] | None, model: nn.Module) -> None:
+    if isinstance(layers, (str, int)):
+        raise ArgumentError(
+            explain_problem(
+                "layers", expected="a list of names or numbers", got=repr(layers), fix=f"Write [{layers!r}]."
+            )
+        )
     names = {name for name, _ in model.named_modules()}
     for layer in layers or ():
         if isinstance(layer, str) and layer not in names:

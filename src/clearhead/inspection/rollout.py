@@ -34,7 +34,7 @@ def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, res
         (B, t, L); rows sum to 1 where every token sees something.
 
     Raises:
-        ShapeError: if a layer's queries and keys differ in number, or layers differ.
+        ShapeError: if a layer's queries and keys differ in number, or layers differ in these or in their batch size.
         ArgumentError: for a target that is not there, or a residual outside [0, 1].
     """
     if not 0 <= residual <= 1:
@@ -50,6 +50,15 @@ def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, res
                     expected=f"self-attention over the same L = {length} tokens in every layer",
                     got=f"{call.grid.query_length} queries and {call.grid.key_length} keys in layer {number}",
                     fix="Record or choose the self-attention layers of one stack only.",
+                )
+            )
+        if call.grid.batch_size != calls[0].grid.batch_size:
+            raise ShapeError(
+                explain_problem(
+                    "layers",
+                    expected=f"the same batch size B = {calls[0].grid.batch_size} in every layer",
+                    got=f"B = {call.grid.batch_size} in layer {number}",
+                    fix="Layers that see parts of the batch, such as windows of an image, have no rollout together.",
                 )
             )
     index = torch.as_tensor(targets).reshape(-1).long()
