@@ -6,20 +6,34 @@ altogether are skipped. Shared by the `chunked` kernel and by everything that lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..masks.band import band_of
+from ..masks.base import Mask
 from ..masks.grid import Block
+from ..masks.lowering import row_blocks
 
-__all__ = ["HeadSpan", "block_scores", "block_weights", "exact_dtype", "head_spans", "row_slices", "score_blocks"]
+__all__ = [
+    "HeadSpan",
+    "Workspace",
+    "block_scores",
+    "block_weights",
+    "exact_dtype",
+    "head_spans",
+    "score_blocks",
+    "span_blocks",
+]
 
 #: Elements of the score matrix held at once; four to six temporaries of this size live at a time.
 BLOCK_ELEMENTS = 1 << 20
-_ROWS = 256  # enough rows for an efficient matrix product
+_ROWS = 128  # enough rows for an efficient matrix product, few enough for heads to share a block of the mask
 _FEWEST_ROWS = 16
 
 
@@ -35,6 +49,11 @@ class HeadSpan:
     def heads(self) -> slice:
         return slice(self.kv_heads.start * self.group, self.kv_heads.stop * self.group)
 
+    @property
+    def matrices(self) -> int:
+        """How many matrices of scores, one for each batch item and query head."""
+        return (self.batch.stop - self.batch.start) * (self.heads.stop - self.heads.start)
+
     def query(self, tensor: Tensor) -> Tensor:
         """Cut a (B, H, …) tensor to (b, h, …)."""
         return tensor[self.batch, self.heads]
@@ -44,11 +63,53 @@ class HeadSpan:
         return tensor[self.batch, self.kv_heads]
 
 
+@final
+class Workspace:
+    """What one block leaves for the next.
+
+    Its memory, because fresh memory can cost a CPU more than the arithmetic, and what its mask hid, because the blocks
+    of a window look all the same.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._outline: tuple[int, ...] | None = None
+        self._limit: Tensor | None = None
+
+    def take(self, like: Tensor, *shape: int) -> Tensor:
+        """A tensor of this shape, its contents undefined, that is good until the next one is taken."""
+        count = math.prod(shape)
+        if self._memory is None or self._memory.numel() < count:
+            self._memory = like.new_empty(count)
+        return self._memory[:count].view(shape)
+
+    def limit(self, mask: Mask, block: Block, dtype: torch.dtype) -> Tensor | None:
+        """What scores are at most, −∞ where hidden and ∞ elsewhere, for (b, h, l, s); ``None`` if nothing is hidden."""
+        band = band_of(mask, block.grid)
+        outline = None if band is None else band.outline(block)
+        if outline is None or outline != self._outline:
+            visible = mask.visible(block)
+            self._outline, self._limit = outline, None if visible is None else _limit(visible, dtype)
+        return self._limit
+
+
+def _limit(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.full(visible.shape, float("inf"), dtype=dtype, device=visible.device).masked_fill_(
+        ~visible, float("-inf")
+    )
+
+
 def head_spans(call: AttentionCall) -> Iterator[HeadSpan]:
     """Split batch and heads so that a span's blocks fit the budget with rows enough."""
+    rows = row_blocks(call.mask, call.grid, BLOCK_ELEMENTS // call.group, _FEWEST_ROWS)
+    cells = max((min(_ROWS, part.stop - part.start) * (stop - start) for part, (start, stop) in rows), default=0)
+    return _spans(call, cells)
+
+
+def _spans(call: AttentionCall, cells: int) -> Iterator[HeadSpan]:
+    """Split batch and heads so that blocks of so many cells in each head fit the budget."""
     batch, kv_heads, group = call.query.shape[0], call.key.shape[1], call.group
-    per_group = group * max(1, min(_ROWS, call.grid.query_length) * call.grid.key_length)
-    groups = max(1, BLOCK_ELEMENTS // per_group)
+    groups = max(1, BLOCK_ELEMENTS // max(1, group * cells))
     items = max(1, groups // kv_heads)
     groups = min(groups, kv_heads)
     for item in range(0, batch, items):
@@ -56,16 +117,28 @@ def head_spans(call: AttentionCall) -> Iterator[HeadSpan]:
             yield HeadSpan(slice(item, min(item + items, batch)), slice(head, min(head + groups, kv_heads)), group)
 
 
-def row_slices(call: AttentionCall, span: HeadSpan, count: int) -> Iterator[slice]:
-    """Split `count` rows into blocks that fit the budget."""
-    items = span.batch.stop - span.batch.start
-    per_row = items * (span.heads.stop - span.heads.start) * max(1, call.grid.key_length)
-    step = max(min(_FEWEST_ROWS, count), min(BLOCK_ELEMENTS // per_row, count), 1)
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
+def span_blocks(call: AttentionCall, span: HeadSpan) -> Iterator[tuple[slice, Block]]:
+    """Split the rows of a span into blocks that fit the budget: rows, and the block of the columns they can see."""
+    for rows, (start, stop) in row_blocks(call.mask, call.grid, BLOCK_ELEMENTS // max(1, span.matrices), _FEWEST_ROWS):
+        yield rows, Block(call.grid, span.batch, span.heads, rows, slice(start, stop))
 
 
-def block_scores(call: AttentionCall, block: Block, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
+def _chosen_spans(call: AttentionCall, count: int) -> Iterator[HeadSpan]:
+    return _spans(call, min(_ROWS, count) * call.grid.key_length)
+
+
+def _chosen_blocks(call: AttentionCall, span: HeadSpan, chosen: Tensor) -> Iterator[tuple[slice, Block]]:
+    """Split chosen rows, which may see any column, into blocks that fit the budget: places, and the block."""
+    columns = slice(0, call.grid.key_length)
+    step = max(_FEWEST_ROWS, BLOCK_ELEMENTS // max(1, span.matrices * call.grid.key_length))
+    for start in range(0, len(chosen), step):
+        place = slice(start, min(start + step, len(chosen)))
+        yield place, Block(call.grid, span.batch, span.heads, chosen[place], columns)
+
+
+def block_scores(
+    call: AttentionCall, block: Block, query: Tensor, key: Tensor, workspace: Workspace | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Masked scores of a block and, with a soft-cap, tanh's value for the backward pass.
 
     Args:
@@ -73,12 +146,13 @@ def block_scores(call: AttentionCall, block: Block, query: Tensor, key: Tensor) 
         block: rows, columns, heads and batch items.
         query: (b, h, l, D) in the compute dtype.
         key: (b, hkv, s, D) in the compute dtype.
+        workspace: that of the block before; the scores are put where its scores were. Default: a new one.
 
     Returns:
         s (b, h, l, s) with −∞ where hidden, and tanh(s/c) before bias and mask, or ``None``.
     """
-    # Scaled after the product: a scaled query would be rounded once more.
-    scores = grouped(query, key.transpose(-2, -1)).mul_(call.scale)
+    workspace = workspace or Workspace()
+    scores = grouped(query, key.transpose(-2, -1), call.scale, workspace)
     squashed = None
     if call.softcap is not None:
         squashed = scores.div_(call.softcap).tanh_()
@@ -87,32 +161,39 @@ def block_scores(call: AttentionCall, block: Block, query: Tensor, key: Tensor) 
         bias = call.mask.bias(block, scores.dtype)
         if bias is not None:
             scores += bias
-        visible = call.mask.visible(block)
-        if visible is not None:
-            scores.masked_fill_(~visible, float("-inf"))
+        limit = workspace.limit(call.mask, block, scores.dtype)
+        if limit is not None:
+            torch.minimum(scores, limit, out=scores)
     return scores, squashed
 
 
 def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax of whole rows, in place: p (b, h, l, s) and lse (b, h, l, 1)."""
-    sinks = None
-    if call.sinks is not None:
-        sinks = call.sinks[block.heads].to(scores.dtype)[None, :, None, None]
+    sinks = None if call.sinks is None else call.sinks[block.heads].to(scores.dtype)[None, :, None, None]
     if scores.shape[-1] == 0:
-        peak = scores.new_full((*scores.shape[:-1], 1), float("-inf"))
-    else:
-        peak = scores.amax(-1, keepdim=True)
+        lse = scores.new_full((*scores.shape[:-1], 1), float("-inf"))
+        return scores, lse if sinks is None else torch.logaddexp(lse, sinks)
+    peak = scores.amax(-1, keepdim=True)
+    empty = None if call.reach.queries is None else peak == float("-inf")
+    if empty is not None:
+        scores.masked_fill_(empty, 0)  # any finite number: softmax of −∞ alone would be NaN
+    weights = torch.softmax(scores, -1, out=scores)
+    # The largest weight is e^0 / Σ, so its logarithm is the one of the sum.
+    lse = peak - weights.amax(-1, keepdim=True).log()
+    if empty is not None:
+        weights.masked_fill_(empty, 0)
+        lse.masked_fill_(empty, float("-inf"))
     if sinks is not None:
-        peak = torch.maximum(peak, sinks)
-    peak.masked_fill_(peak == float("-inf"), 0)
-    terms = scores.sub_(peak).exp_()
-    total = terms.sum(-1, keepdim=True)
-    if sinks is not None:
-        total += (sinks - peak).exp()
-    empty = total == 0
-    divisor = total.masked_fill(empty, 1)
-    lse = (peak + divisor.log()).masked_fill_(empty, float("-inf"))
-    return terms.div_(divisor), lse
+        without, lse = lse, torch.logaddexp(lse, sinks)
+        weights.mul_((without - lse).exp())
+    return weights, lse
+
+
+def block_softmax(call: AttentionCall, block: Block, scores: Tensor) -> Tensor:
+    """The weights alone, in place, which is quicker where there is neither a sink nor a hidden query."""
+    if call.sinks is not None or call.reach.queries is not None or scores.shape[-1] == 0:
+        return block_weights(call, block, scores)[0]
+    return torch.softmax(scores, -1, out=scores)
 
 
 def exact_dtype(call: AttentionCall) -> torch.dtype:
@@ -138,24 +219,24 @@ def score_blocks(
         The block, its place among the (chosen) rows, and its query (b, h, l, D) and key (b, hkv, s, D).
     """
     dtype = dtype or call.compute_dtype
-    count = call.grid.query_length if chosen is None else len(chosen)
-    for span in head_spans(call):
+    for span in head_spans(call) if chosen is None else _chosen_spans(call, len(chosen)):
         key = span.key(call.key).to(dtype).contiguous()
-        for place in row_slices(call, span, count):
-            start, stop = 0, call.grid.key_length
-            rows = place if chosen is None else chosen[place]
-            if call.mask is not None and isinstance(rows, slice):
-                start, stop = call.mask.key_span(call.grid, rows)
-            block = Block(call.grid, span.batch, span.heads, rows, slice(start, stop))
-            yield block, place, span.query(call.query)[:, :, rows].to(dtype), key[:, :, start:stop]
+        blocks = span_blocks(call, span) if chosen is None else _chosen_blocks(call, span, chosen)
+        for place, block in blocks:
+            yield block, place, span.query(call.query)[:, :, block.rows].to(dtype), key[:, :, block.columns]
 
 
-def grouped(left: Tensor, right: Tensor) -> Tensor:
-    """Matrix product of (b, h, n, m) with (b, hkv, m, k), each key/value head serving its group: (b, h, n, k)."""
+def grouped(left: Tensor, right: Tensor, scale: float = 1.0, workspace: Workspace | None = None) -> Tensor:
+    """Matrix product of (b, h, n, m) with (b, hkv, m, k), times a number, each key/value head serving its group.
+
+    The number multiplies the product and not a factor, which would be rounded once more.
+    """
     batch, heads, rows, inner = left.shape
-    kv_heads = right.shape[1]
-    folded = left.reshape(batch, kv_heads, heads // kv_heads * rows, inner)  # (b, hkv, G·n, m)
-    return (folded @ right).view(batch, heads, rows, right.shape[-1])
+    kv_heads, width = right.shape[1], right.shape[-1]
+    folded = left.reshape(batch * kv_heads, heads // kv_heads * rows, inner)  # (b·hkv, G·n, m)
+    result = (workspace or Workspace()).take(left, batch * kv_heads, folded.shape[1], width)
+    torch.baddbmm(result, folded, right.flatten(0, 1), beta=0, alpha=scale, out=result)
+    return result.view(batch, heads, rows, width)
 
 
 def grouped_transposed(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:

@@ -12,17 +12,18 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from ..dropout import dropout_factors
-from ..masks.grid import Block
 from ..tracing import is_tracing, is_transformed
 from .base import Kernel, Refusal
 from .blocks import (
     HeadSpan,
+    Workspace,
     block_scores,
+    block_softmax,
     block_weights,
     grouped,
     grouped_transposed,
     head_spans,
-    row_slices,
+    span_blocks,
 )
 
 __all__ = ["ChunkedKernel"]
@@ -45,9 +46,9 @@ class ChunkedKernel(Kernel):
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         if call.needs_gradients:
             output, lse = cast("tuple[Tensor, Tensor]", _Chunked.apply(call, *call.inputs))
-        else:
-            output, lse = _forward(call)
-        return output, lse if call.return_lse else None
+            return output, lse if call.return_lse else None
+        lse = _empty_lse(call) if call.return_lse else None
+        return _forward(call, lse), lse
 
 
 class _Chunked(torch.autograd.Function):
@@ -55,7 +56,8 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        output, lse = _forward(call)
+        lse = _empty_lse(call)
+        output = _forward(call, lse)
         ctx.call = call.without_tensors()
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(lse, *inputs)
@@ -76,21 +78,28 @@ class _Chunked(torch.autograd.Function):
             return (None, *_backward(call, lse, output_gradient, lse_gradient))
 
 
-def _forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
-    batch, heads, length, _ = call.query.shape
-    output = call.value.new_zeros(batch, heads, length, call.value.shape[-1])
-    lse = call.value.new_zeros(batch, heads, length, dtype=call.compute_dtype)
+def _empty_lse(call: AttentionCall) -> Tensor:
+    return call.query.new_empty(call.query.shape[:3], dtype=call.compute_dtype)
+
+
+def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
+    """The output; lse (B, H, L) is written where it is wanted."""
+    output = call.value.new_empty(*call.query.shape[:3], call.value.shape[-1])
+    workspace = Workspace()
     for span in head_spans(call):
         query, key, value = _span_tensors(call, span)
-        for rows in row_slices(call, span, length):
-            block, part = _block(call, span, rows)
-            scores, _ = block_scores(call, block, query[:, :, rows], key[:, :, part])
-            weights, block_lse = block_weights(call, block, scores)
-            span.query(lse)[:, :, rows] = block_lse.squeeze(-1)
+        for rows, block in span_blocks(call, span):
+            part = block.columns
+            scores, _ = block_scores(call, block, query[:, :, rows], key[:, :, part], workspace)
+            if lse is None:
+                weights = block_softmax(call, block, scores)
+            else:
+                weights, block_lse = block_weights(call, block, scores)
+                span.query(lse)[:, :, rows] = block_lse.squeeze(-1)
             if call.dropout_seed is not None:
                 weights *= dropout_factors(call.dropout_seed, call.dropout_p, block, weights.dtype)
             span.query(output)[:, :, rows] = grouped(weights, value[:, :, part]).to(output.dtype)
-    return output, lse
+    return output
 
 
 def _backward(call: AttentionCall, lse: Tensor, output_gradient: Tensor, lse_gradient: Tensor) -> tuple[Tensor, ...]:
@@ -106,16 +115,18 @@ def _backward(call: AttentionCall, lse: Tensor, output_gradient: Tensor, lse_gra
     bias_gradients = [torch.zeros_like(tensor, dtype=dtype) for tensor in call.bias_tensors]
     correction = torch.empty_like(lse)  # δ − dl, (B, H, L)
     lse_finite = lse.masked_fill(lse == float("-inf"), 0)
+    workspace, gradient_workspace = Workspace(), Workspace()
     for span in head_spans(call):
         query, key, value = _span_tensors(call, span)
         span_key_gradient, span_value_gradient = torch.zeros_like(key), torch.zeros_like(value)
-        for rows in row_slices(call, span, query.shape[2]):
-            block, part = _block(call, span, rows)
+        for rows, block in span_blocks(call, span):
+            part = block.columns
             rows_query, rows_key = query[:, :, rows], key[:, :, part]
-            weights, squashed = block_scores(call, block, rows_query, rows_key)
+            weights, squashed = block_scores(call, block, rows_query, rows_key, workspace)
             weights.sub_(span.query(lse_finite)[:, :, rows, None]).exp_()
             gradient = span.query(output_gradient)[:, :, rows].to(dtype)
-            scores_gradient = grouped(gradient, value[:, :, part].transpose(-2, -1))  # dp (b, h, l, s)
+            rows_value = value[:, :, part].transpose(-2, -1)
+            scores_gradient = grouped(gradient, rows_value, workspace=gradient_workspace)  # dp (b, h, l, s)
             dropped = weights
             if call.dropout_seed is not None:
                 factors = dropout_factors(call.dropout_seed, call.dropout_p, block, dtype)
@@ -153,10 +164,3 @@ def _span_tensors(call: AttentionCall, span: HeadSpan) -> tuple[Tensor, Tensor, 
         span.key(call.key).to(dtype).contiguous(),
         span.key(call.value).to(dtype).contiguous(),
     )
-
-
-def _block(call: AttentionCall, span: HeadSpan, rows: slice) -> tuple[Block, slice]:
-    """The block of these rows, narrowed to the columns the mask leaves them."""
-    start, stop = (0, call.grid.key_length) if call.mask is None else call.mask.key_span(call.grid, rows)
-    part = slice(start, stop)
-    return Block(call.grid, span.batch, span.heads, rows, part), part

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
-from ..tracing import is_tracing
+from ..tracing import is_tracing, is_transformed
 from .base import Mask, Sizes
 from .grid import Block, Grid, take
 
@@ -314,6 +314,16 @@ class _Lengths(Mask):
 class _Documents(Mask):
     def __init__(self, ids: Tensor) -> None:
         self._ids = ids if ids.dim() == 2 else ids[None]  # (1 or B, T)
+        self._runs: tuple[list[int], list[int]] | None = None
+
+    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
+        if grid.shift is None or rows.start == rows.stop or is_transformed():
+            return 0, grid.key_length
+        if self._runs is None:
+            self._runs = _runs(self._ids)
+        first, stop = self._runs
+        query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
+        return _clamp(first[query + rows.start] - key, grid), _clamp(stop[query + rows.stop - 1] - key, grid)
 
     def visible(self, block: Block) -> Tensor:
         ids = take(self._ids.to(block.grid.device), 0, block.batch)
@@ -397,6 +407,24 @@ class _Where(Mask):
 
     def describe(self) -> str:
         return f"where({getattr(self._fn, '__name__', 'fn')})"
+
+
+def _runs(ids: Tensor) -> tuple[list[int], list[int]]:
+    """For each place the first and one past the last place of its document in any item, ids (1 or B, T).
+
+    Documents that do not lie in one piece are taken to reach everywhere.
+    """
+    length = ids.shape[1]
+    if len(ids) == 0:
+        return [0] * length, [length] * length
+    first, stop = torch.full((length,), length), torch.zeros(length, dtype=torch.long)
+    for row in ids.cpu():
+        _, number, counts = row.unique_consecutive(return_inverse=True, return_counts=True)
+        if len(counts) != len(row.unique()):
+            return [0] * length, [length] * length
+        ends = counts.cumsum(0)
+        first, stop = torch.minimum(first, (ends - counts)[number]), torch.maximum(stop, ends[number])
+    return first.tolist(), stop.tolist()
 
 
 def _look_up(ids: Tensor, positions: Tensor) -> Tensor:
