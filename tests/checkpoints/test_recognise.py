@@ -66,8 +66,8 @@ def test_a_finding_can_be_read() -> None:
         "  sizes: query 17, key 19, value 23, all heads 24, grouped key/value heads 6, output 29",
         "  biases: value",
         "  ignored: rotary_emb.inv_freq",
-        "  no place for k_norm.weight: normalises queries or keys head by head; clearhead.MultiHeadAttention has no "
-        "place for it yet",
+        "  no place for k_norm.weight: normalises queries or keys head by head; checkpoints.from_transformers reads it "
+        "with its eps",
     ]
 
 
@@ -149,7 +149,7 @@ def test_an_unknown_naming() -> None:
     [
         ("gate_proj.weight", "no part of attention that is known here"),
         ("q_proj.lora_A.weight", "LoRA: merge it into the weights first"),
-        ("sinks", "the module has no place for them yet"),
+        ("sinks", "sinks, which checkpoints.from_transformers reads"),
         ("relative_attention_bias.weight", "relative positions"),
         ("q_norm.weight", "normalises queries or keys"),
         ("k_layernorm.weight", "normalises queries or keys"),

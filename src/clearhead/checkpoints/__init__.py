@@ -1,5 +1,8 @@
 """Other people's attention weights: recognise them by their names, load them, write them back.
 
+`load` reads weights under anybody's names; `from_transformers` reads a known model's attention with everything that
+its configuration says.
+
 Example:
     >>> import torch
     >>> from clearhead import checkpoints
@@ -11,8 +14,18 @@ Example:
 """
 
 from .load import identify, load
+from .models import from_transformers, layers_from_transformers
 from .namings import NAMINGS, Naming
 from .recognise import Finding
 from .save import save
 
-__all__ = ["NAMINGS", "Finding", "Naming", "identify", "load", "save"]
+__all__ = [
+    "NAMINGS",
+    "Finding",
+    "Naming",
+    "from_transformers",
+    "identify",
+    "layers_from_transformers",
+    "load",
+    "save",
+]

@@ -17,12 +17,12 @@ _OBSTACLES = (
     (r"bias_[kv]", "a learned key or value appended to the others; clearhead.nn.MultiheadAttention has them"),
     (
         r"(q|k|query|key)_?(norm|layernorm|ln)\..*",
-        "normalises queries or keys head by head; clearhead.MultiHeadAttention has no place for it yet",
+        "normalises queries or keys head by head; checkpoints.from_transformers reads it with its eps",
     ),
-    (r"sinks?", "sinks: clearhead.attention takes sinks=, the module has no place for them yet"),
+    (r"sinks?", "sinks, which checkpoints.from_transformers reads"),
     (
         r".*(relative_attention_bias|relative_position_bias_table|distance_embedding|rel_pos).*",
-        "relative positions, which change the scores",
+        "relative positions, which change the scores; checkpoints.from_transformers reads T5's",
     ),
     (r".*lora_.*", "LoRA: merge it into the weights first"),
 )
@@ -89,7 +89,9 @@ def describe(tensors: Mapping[str, Tensor], naming: Naming, prefix: str, project
     ignored = tuple(name for name in others if any(re.fullmatch(pattern, name) for pattern in naming.ignored))
     obstacles = {name: _reason(name) for name in others if name not in ignored}
     if _T5.fullmatch(prefix):
-        obstacles[naming.keys[0]] = "T5: its scores are not scaled and have a relative bias"
+        obstacles[naming.keys[0]] = (
+            "T5: its scores are not scaled and have a relative bias; checkpoints.from_transformers reads both"
+        )
     return Finding(
         naming,
         prefix,

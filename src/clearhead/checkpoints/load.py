@@ -5,17 +5,14 @@ from __future__ import annotations
 import logging
 import math
 
-import torch
-from torch import Tensor, nn
-
 from ..errors import ArgumentError, CheckpointError, explain_problem
 from ..multihead import MultiHeadAttention
+from .fill import fill
 from .finding import Finding
-from .namings import ROLES, Naming, Role, namings_called
+from .namings import Naming, Role, namings_called
 from .recognise import recognise
 from .settings import Settings, read_settings
 from .sources import Source, read_source
-from .unpack import Projections
 
 __all__ = ["identify", "load"]
 
@@ -63,7 +60,8 @@ def load(
 
     The naming is recognised from the keys; the attribute ``loaded_from`` of the result says in words what was found,
     and so does the logger ``clearhead`` at level INFO. Weights are all that is loaded: rotary positions, as in
-    Llama, Mistral and Qwen2, are not applied, nor are masks, which go into the call. The result is batch first.
+    Llama, Mistral and Qwen2, are not applied, nor are masks, which go into the call; `from_transformers` reads them
+    from a model's configuration. The result is batch first.
 
     dtype and device are those of each tensor; files are read onto the CPU. If only some of query, key and value have
     a bias, the others get one of zeros, which changes nothing and is mentioned in ``loaded_from``.
@@ -122,7 +120,7 @@ def load(
         dropout=(settings.dropout or 0.0) if dropout is None else dropout,
         device="meta",
     )
-    _fill(loaded, projections)
+    fill(loaded, projections)
     loaded.loaded_from = _report(finding, loaded)  # pyright: ignore[reportArgumentType]
     _LOGGER.info("loaded attention weights from %s", loaded.loaded_from)
     return loaded.train(block is None or block.training)
@@ -176,22 +174,6 @@ def _kv_heads(given: int | None, finding: Finding, heads: int, head_dim: int) ->
 def _scale(given: float | None, settings: Settings, head_dim: int) -> float | None:
     scale = settings.scale if given is None else given
     return None if scale is None or math.isclose(scale, head_dim**-0.5) else scale
-
-
-def _fill(module: MultiHeadAttention, projections: Projections) -> None:
-    """Put copies of the tensors in place of the module's parameters, which have neither memory nor values yet."""
-    linears = (module.q_proj, module.k_proj, module.v_proj, module.out_proj)
-    for role, linear in zip(ROLES, linears, strict=True):
-        weight, bias = projections[role]
-        linear.weight = _parameter(weight)
-        if bias is not None:
-            linear.bias = _parameter(bias)
-        elif linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
-            linear.bias = nn.Parameter(weight.new_zeros(weight.shape[0]))
-
-
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format))
 
 
 def _report(finding: Finding, module: MultiHeadAttention) -> str:

@@ -160,7 +160,7 @@ NAMINGS: tuple[Naming, ...] = (
         "bert",
         "self.query self.key self.value output.dense",
         "BERT, RoBERTa and ELECTRA in transformers, whose LayerNorm after the block is not part of attention",
-        (r"output\.LayerNorm\.(weight|bias)",),
+        (r"output\.LayerNorm\.(weight|bias|gamma|beta)",),
     ),
     _linears(
         "vit",

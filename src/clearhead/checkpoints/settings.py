@@ -67,6 +67,6 @@ def _require_plain(block: nn.Module) -> None:
                 "source",
                 expected="attention without soft-capping",
                 got="a module with attn_logit_softcapping",
-                fix="clearhead.attention takes softcap=; the module has no place for it yet.",
+                fix="checkpoints.from_transformers reads it from the configuration of the model.",
             )
         )

@@ -1,0 +1,299 @@
+"""`from_transformers`: what it takes, what it says, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor, nn
+
+from clearhead import MultiHeadAttention, masks
+from clearhead.checkpoints import from_transformers, layers_from_transformers
+from clearhead.errors import ArgumentError, CheckpointError, DTypeError
+
+from .architectures import CASES, B, L, randomised, t5
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, nn.Module]:
+    torch.manual_seed(7)
+    return {
+        name: CASES[name].model() for name in ("llama", "mistral", "qwen3", "gemma2", "gpt_oss", "gpt_neox", "bert")
+    }
+
+
+def same(left: MultiHeadAttention, right: MultiHeadAttention) -> bool:
+    x = torch.randn(B, L, left.embed_dim)
+    with torch.no_grad():
+        return torch.equal(left.eval()(x, mask=masks.causal()), right.eval()(x, mask=masks.causal()))
+
+
+def changed(config: Any, **settings: Any) -> Any:
+    """The same configuration with other settings; those given as ... are missing."""
+    own = {name: value for name, value in config.to_dict().items() if settings.get(name) is not ...}
+    return SimpleNamespace(**(own | {name: value for name, value in settings.items() if value is not ...}))
+
+
+@pytest.mark.parametrize("source", ["state dict", "safetensors", "torch.save", "wrapped"])
+def test_every_kind_of_source_gives_the_same(models: dict[str, nn.Module], source: str, tmp_path: Path) -> None:
+    model = models["gpt_oss"]
+    config, given = model.config, None
+    if source == "state dict":
+        given = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    elif source == "safetensors":
+        given = tmp_path / "model.safetensors"
+        safetensors.torch.save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, given)
+    elif source == "torch.save":
+        given = str(tmp_path / "model.bin")
+        torch.save(model.state_dict(), given)
+    else:
+        given = nn.ModuleDict({"backbone": model})
+    assert same(from_transformers(given, 1, config=config), from_transformers(model, 1))
+
+
+def test_a_model_saved_by_transformers(tmp_path: Path) -> None:
+    """Its files have other names than its modules."""
+    config = transformers.ViTConfig(
+        hidden_size=35,
+        num_attention_heads=5,
+        num_hidden_layers=2,
+        intermediate_size=29,
+        image_size=12,
+        patch_size=4,
+    )
+    model = randomised(transformers.ViTForImageClassification(config))
+    model.save_pretrained(tmp_path)
+    read = transformers.AutoConfig.from_pretrained(tmp_path)
+    from_file = from_transformers(tmp_path / "model.safetensors", 1, config=read)
+    assert "(under 'vit.encoder.layer.1.attention.')" in str(from_file.loaded_from)
+    assert same(from_file, from_transformers(model, 1))
+
+
+def test_the_result_is_a_copy_in_its_own_dtypes(models: dict[str, nn.Module]) -> None:
+    model = copy.deepcopy(models["gpt_oss"]).to(torch.bfloat16)
+    model.layers[1].self_attn.sinks.data = model.layers[1].self_attn.sinks.data.float()
+    ours = from_transformers(model, 1)
+    assert ours.q_proj.weight.dtype == torch.bfloat16
+    assert ours.sinks is not None
+    assert ours.sinks.dtype == torch.float32
+    assert {name for name, _ in ours.named_parameters()} == {
+        *(f"{role}_proj.{kind}" for role in ("q", "k", "v", "out") for kind in ("weight", "bias")),
+        "sinks",
+    }
+    own = {parameter.data_ptr() for parameter in ours.parameters()}
+    assert not own & {parameter.data_ptr() for parameter in model.parameters()}
+    assert all(parameter.requires_grad for parameter in ours.parameters())
+
+
+def test_nothing_random_is_drawn(models: dict[str, nn.Module]) -> None:
+    theirs = t5()
+    before = torch.get_rng_state()
+    from_transformers(models["qwen3"], 1)
+    from_transformers(theirs, 0, part="decoder")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_and_mode_are_the_model_s() -> None:
+    config = copy.deepcopy(CASES["bert"].model().config)
+    config.attention_probs_dropout_prob = 0.25
+    model = transformers.BertModel(config)
+    assert (from_transformers(model.train(), 0).dropout, from_transformers(model, 0).training) == (0.25, True)
+    assert not from_transformers(model.eval(), 0).training
+
+
+def test_all_layers_are_what_each_is_alone(models: dict[str, nn.Module]) -> None:
+    for name, count in (("llama", 2), ("gemma2", 3), ("gpt_neox", 2)):
+        layers = layers_from_transformers(models[name])
+        assert len(layers) == count
+        assert all(same(layer, from_transformers(models[name], number)) for number, layer in enumerate(layers))
+
+
+def test_what_was_read_is_told_by_the_module_and_the_logger(
+    models: dict[str, nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="clearhead"):
+        ours = from_transformers(models["gemma2"], 2)
+    assert str(ours.loaded_from).splitlines() == [
+        "gemma2, layer 2, self attention",
+        "  weights: q_proj.weight, k_proj.weight, v_proj.weight, o_proj.weight (under 'layers.2.self_attn.')",
+        "  heads: 6, key/value heads 2, head_dim 10",
+        "  position: Rotary(head_dim=10, base=10000)",
+        "  scale: 0.22941573387056177",
+        "  softcap: 1.5",
+        "  mask: window(3, 0)",
+        "  the future: hidden in the model: pass mask=masks.causal()",
+    ]
+    (record,) = caplog.records
+    assert record.getMessage() == f"loaded attention from {ours.loaded_from}"
+    assert "sinks: one per head" in str(from_transformers(models["gpt_oss"], 0).loaded_from)
+    assert "the future: not hidden in the model" in str(from_transformers(models["bert"], 0).loaded_from)
+
+
+def test_settings_that_switch_something_off(models: dict[str, nn.Module]) -> None:
+    mistral, gemma2 = models["mistral"], models["gemma2"]
+    assert from_transformers(mistral, 0, config=changed(mistral.config, sliding_window=None)).mask is None
+    uncapped = changed(gemma2.config, attn_logit_softcapping=None)
+    assert from_transformers(gemma2, 1, config=uncapped).softcap is None
+
+
+def test_an_unknown_model_lists_those_known() -> None:
+    config = SimpleNamespace(model_type="mamba", num_hidden_layers=1)
+    with pytest.raises(ArgumentError) as raised:
+        from_transformers({}, 0, config=config)
+    known = "llama, mistral, qwen3, gemma2, gpt_oss, gpt_neox, bloom, t5, deepseek_v2, deepseek_v3, gpt2, bert, vit"
+    assert str(raised.value).startswith(f"config.model_type: expected one of {known}")
+    assert "got 'mamba'. Of other models checkpoints.load reads the weights" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "text"),
+    [
+        (None, ArgumentError, r"config: expected the model's configuration, got None. .* pass config=model.config"),
+        ({"model_type": "llama"}, DTypeError, r"object with model_type, got dict. transformers.AutoConfig"),
+        (3, DTypeError, r"an object with model_type, got int\."),
+    ],
+)
+def test_what_is_no_configuration(config: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        from_transformers({}, 0, config=config)
+
+
+@pytest.mark.parametrize(
+    ("layer", "error", "text"),
+    [
+        (2, ArgumentError, r"layer: expected 0 … 1, the layers of the model, got 2"),
+        (-1, ArgumentError, r"layer: expected 0 … 1, the layers of the model, got -1"),
+        ("1", DTypeError, r"layer: expected an int, got str. layers_from_transformers reads all"),
+        (None, DTypeError, r"layer: expected an int, got NoneType"),
+    ],
+)
+def test_a_layer_that_is_not_there(models: dict[str, nn.Module], layer: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        from_transformers(models["llama"], layer)
+
+
+def test_a_part_that_is_not_there(models: dict[str, nn.Module]) -> None:
+    with pytest.raises(ArgumentError, match=r"part: expected 'self' in llama, got 'cross'"):
+        from_transformers(models["llama"], 0, part="cross")
+    with pytest.raises(ArgumentError, match=r"part: expected 'encoder' or 'decoder' or 'cross' in t5, got None"):
+        from_transformers(t5(), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("llama", "o_proj.weight"), ("llama", "k_proj.bias"), ("qwen3", "k_norm.weight"), ("gpt_oss", "sinks")],
+)
+def test_a_tensor_that_is_missing(models: dict[str, nn.Module], name: str, key: str) -> None:
+    state = models[name].state_dict()
+    del state[f"layers.1.self_attn.{key}"]
+    with pytest.raises(CheckpointError) as raised:
+        from_transformers(state, 1, config=models[name].config)
+    expected = f"source: expected what {name} with this configuration has under 'layers.1.self_attn.'"
+    assert str(raised.value).startswith(f"{expected}, got no layers.1.self_attn.{key}")
+
+
+def test_t5_without_its_bias() -> None:
+    model = t5()
+    state = model.state_dict()
+    del state["decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"]
+    with pytest.raises(CheckpointError, match=r"got no decoder\.block\.0\.layer\.0\..*relative_attention_bias"):
+        from_transformers(state, 2, config=model.config, part="decoder")
+
+
+def test_weights_of_another_model(models: dict[str, nn.Module]) -> None:
+    with pytest.raises(CheckpointError) as raised:
+        from_transformers(models["bert"].state_dict(), 0, config=models["llama"].config)
+    assert "expected attention of llama under 'layers.0.self_attn.'" in str(raised.value)
+    assert "got embeddings.word_embeddings.weight, " in str(raised.value)
+    with pytest.raises(CheckpointError, match=r"expected attention of llama .*, got no names"):
+        from_transformers({}, 0, config=models["llama"].config)
+
+
+def test_two_models_in_one(models: dict[str, nn.Module]) -> None:
+    both = nn.ModuleDict({"teacher": models["llama"], "student": models["llama"]})
+    with pytest.raises(CheckpointError, match=r"got several, under 'teacher.layers.0.self_attn.', 'student.layers"):
+        from_transformers(both, 0, config=models["llama"].config)
+
+
+def test_layers_of_another_name_do_not_count(models: dict[str, nn.Module]) -> None:
+    state = models["llama"].state_dict()
+    more = {name.replace("layers.", "draft_layers."): torch.zeros_like(tensor) for name, tensor in state.items()}
+    assert same(
+        from_transformers(more | state, 1, config=models["llama"].config), from_transformers(models["llama"], 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("llama", "q_norm.weight"), ("qwen3", "sinks"), ("gpt_oss", "q_proj.lora_A.weight")]
+)
+def test_a_tensor_that_would_be_left_out(models: dict[str, nn.Module], name: str, key: str) -> None:
+    state = {**models[name].state_dict(), f"layers.1.self_attn.{key}": torch.ones(10)}
+    with pytest.raises(CheckpointError, match=rf"nothing but what {name} has under .*, got layers.1.self_attn.{key}"):
+        from_transformers(state, 1, config=models[name].config)
+    from_transformers(state, 0, config=models[name].config)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ("gpt_neox", "layers.1.attention.masked_bias"),
+        ("gpt_neox", "layers.1.attention.bias"),
+        ("gpt_neox", "layers.1.attention.rotary_emb.inv_freq"),
+        ("llama", "layers.1.self_attn.rotary_emb.inv_freq"),
+        ("bert", "encoder.layer.1.attention.output.LayerNorm.gamma"),
+    ],
+)
+def test_what_old_files_have_besides(models: dict[str, nn.Module], extra: tuple[str, str]) -> None:
+    name, key = extra
+    state = {**models[name].state_dict(), key: torch.ones(3)}
+    assert same(from_transformers(state, 1, config=models[name].config), from_transformers(models[name], 1))
+
+
+OTHER_SIZES: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"num_attention_heads": 8}, r"weight of the query under 'layers.1.self_attn.': expected \(80, 42\)"),
+    ("llama", {"num_key_value_heads": 3}, r"weight of the key .*: expected \(30, 42\), got \(20, 42\)"),
+    ("llama", {"attention_bias": False}, r"config: expected a configuration with these biases, got none for q_proj"),
+    ("qwen3", {"attention_bias": True}, r"got no layers.1.self_attn.q_proj.bias, layers.1.self_attn.k_proj.bias"),
+    ("gpt_oss", {"num_attention_heads": 4, "head_dim": 15}, r"weight of the key .*: expected \(30, 42\)"),
+    ("gpt_neox", {"hidden_size": 75}, r"query_key_value.weight: expected 225 rows, got \(240, 80\)"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "text"), OTHER_SIZES)
+def test_a_configuration_of_other_sizes(
+    models: dict[str, nn.Module], name: str, settings: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        from_transformers(models[name], 1, config=changed(models[name].config, **settings))
+
+
+OTHER_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rope_parameters": ...}, r"config: expected the setting rope_parameters, .*llama.* SimpleNamespace"),
+    ("llama", {"num_hidden_layers": ...}, r"config: expected the setting num_hidden_layers"),
+    ("llama", {"rope_parameters": {"rope_type": "longrope"}}, r"rope_type: expected one of default, linear"),
+    ("gemma2", {"use_bidirectional_attention": True}, r"got use_bidirectional_attention = True"),
+    ("gemma2", {"attn_logit_softcapping": 0.0}, r"softcap: expected a number > 0"),
+    ("gemma2", {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, r"sliding_window = None"),
+    ("qwen3", {"layer_types": ["chunked_attention"] * 3}, r"layer_types\[1\] full_attention, .* got 'chunked"),
+    ("qwen3", {"layer_types": ["full_attention"]}, r"layer_types\[1\] full_attention, .* got None"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "text"), OTHER_SETTINGS)
+def test_settings_that_do_not_fit(models: dict[str, nn.Module], name: str, settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ArgumentError, match=text):
+        from_transformers(models[name], 1, config=changed(models[name].config, **settings))
+
+
+def test_a_norm_of_another_size(models: dict[str, nn.Module]) -> None:
+    state: dict[str, Tensor] = models["qwen3"].state_dict()
+    state["layers.1.self_attn.q_norm.weight"] = torch.ones(42)
+    with pytest.raises(CheckpointError, match=r"q_norm.weight: expected \(10,\), got \(42,\). Does the config"):
+        from_transformers(state, 1, config=models["qwen3"].config)
