@@ -16,12 +16,15 @@ from clearhead import masks
 PUBLIC = [
     "AttentionStatistics",
     "Decoder",
+    "DecoderCache",
     "DecoderLayer",
     "DecoderWeights",
     "Encoder",
     "EncoderLayer",
     "FeedForward",
     "MultiHeadAttention",
+    "MultiHeadLatentAttention",
+    "SwiGLU",
     "__version__",
     "attention",
     "attention_packed",
@@ -71,7 +74,8 @@ def test_every_public_object_is_documented(module: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [pair for pair in DOCUMENTED if pair[1] not in ("caches", "checkpoints", "errors", "masks", "nn", "positions")]
+    ("module", "name"),
+    [pair for pair in DOCUMENTED if pair[1] not in ("caches", "checkpoints", "errors", "masks", "nn", "positions")],
 )
 def test_every_public_function_and_class_shows_an_example(module: str, name: str) -> None:
     # DEFECT: MaskReport shows none.

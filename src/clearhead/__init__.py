@@ -12,21 +12,35 @@ from .inspection.intervene import head_importance, intervene
 from .inspection.record import record
 from .inspection.walkthrough import walkthrough
 from .kernels import use_kernel
+from .latent import MultiHeadLatentAttention
 from .multihead import MultiHeadAttention
 from .packed import attention_packed
-from .transformer import Decoder, DecoderLayer, DecoderWeights, Encoder, EncoderLayer, FeedForward, load_transformer
+from .transformer import (
+    Decoder,
+    DecoderCache,
+    DecoderLayer,
+    DecoderWeights,
+    Encoder,
+    EncoderLayer,
+    FeedForward,
+    SwiGLU,
+    load_transformer,
+)
 from .upgrade import downgrade, upgrade
 from .weights import attention_weights
 
 __all__ = [
     "AttentionStatistics",
     "Decoder",
+    "DecoderCache",
     "DecoderLayer",
     "DecoderWeights",
     "Encoder",
     "EncoderLayer",
     "FeedForward",
     "MultiHeadAttention",
+    "MultiHeadLatentAttention",
+    "SwiGLU",
     "__version__",
     "attention",
     "attention_packed",

@@ -1,8 +1,19 @@
 """Transformer layers that attention is put into, and stacks of them."""
 
-from .feed_forward import FeedForward
+from .decoder_layer import DecoderCache, DecoderLayer, DecoderWeights
+from .encoder_layer import EncoderLayer
+from .feed_forward import FeedForward, SwiGLU
 from .from_torch import load_transformer
-from .layers import DecoderLayer, DecoderWeights, EncoderLayer
 from .stacks import Decoder, Encoder
 
-__all__ = ["Decoder", "DecoderLayer", "DecoderWeights", "Encoder", "EncoderLayer", "FeedForward", "load_transformer"]
+__all__ = [
+    "Decoder",
+    "DecoderCache",
+    "DecoderLayer",
+    "DecoderWeights",
+    "Encoder",
+    "EncoderLayer",
+    "FeedForward",
+    "SwiGLU",
+    "load_transformer",
+]

@@ -1,13 +1,14 @@
-"""The position-wise feed-forward part of a Transformer layer."""
+"""The position-wise feed-forward parts of a Transformer layer: `FeedForward` and `SwiGLU`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FeedForward"]
+__all__ = ["FeedForward", "SwiGLU"]
 
 
 class FeedForward(nn.Module):
@@ -53,3 +54,44 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, E) to (…, E)."""
         return self.linear2(self.dropout(self.activation(self.linear1(x))))
+
+
+@final
+class SwiGLU(nn.Module):
+    """Three linear maps, one of which gates another, applied to every position alone.
+
+    ::
+
+        down_proj(silu(gate_proj(x)) · up_proj(x)),   silu(a) = a / (1 + exp(−a))
+
+    (Shazeer, "GLU variants improve Transformer", 2020.) The names of the maps are those of Llama's checkpoints.
+
+    Args:
+        embed_dim: E, features of input and output.
+        hidden_dim: features in between; 8/3 times E has as many weights as a `FeedForward` with four times E.
+        bias: whether the linear maps have a bias. Default False.
+        device, dtype: of the parameters.
+
+    Example:
+        >>> import torch, clearhead
+        >>> clearhead.SwiGLU(12, 32)(torch.zeros(2, 5, 12)).shape
+        torch.Size([2, 5, 12])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int,
+        bias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (…, E) to (…, E)."""
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))

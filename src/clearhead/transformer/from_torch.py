@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from ..checkpoints import load
 from ..errors import DTypeError, explain_problem
 from ..multihead import MultiHeadAttention
+from .decoder_layer import DecoderLayer
+from .encoder_layer import EncoderLayer
 from .feed_forward import FeedForward
-from .layers import DecoderLayer, EncoderLayer
 from .stacks import Decoder, Encoder
 
 __all__ = ["load_transformer"]
