@@ -64,6 +64,17 @@ def test_a_memory_with_lengths_of_its_own(mask: Mask | None) -> None:
     torch.testing.assert_close(found.values(), torch.cat(expected), rtol=0, atol=1e-10)
 
 
+def test_a_position_part_needs_keys_beside_queries() -> None:
+    """As many in all is not enough: each row has lengths of its own."""
+    attend, queries = made(position=Rotary(4)), rows(LENGTHS)
+    with pytest.raises(ShapeError, match="key: expected the query's lengths: a position part turns both"):
+        attend(jagged(queries), jagged(rows(LENGTHS[::-1])))
+    keys = rows(LENGTHS)
+    found = attend(jagged(queries), jagged(keys), mask=masks.causal())
+    expected = [attend(query, key, mask=masks.causal()) for query, key in zip(queries, keys, strict=True)]
+    torch.testing.assert_close(found.values(), torch.cat(expected), rtol=0, atol=1e-10)
+
+
 BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
     "padded key": ({"key": torch.zeros(3, 7, E).double()}, ShapeError, "key: expected a jagged .*got a padded tensor"),
     "rows": ({"key": jagged(rows([4, 4]))}, ShapeError, "key: expected the query's 3 rows, got 2"),

@@ -116,6 +116,15 @@ def test_positions_of_a_left_padded_batch() -> None:
     torch.testing.assert_close(found[1, :3], module.out_proj.bias.expand(3, -1), rtol=0, atol=1e-12)
 
 
+def test_keys_stand_where_a_position_part_turns_them() -> None:
+    """Also when key and query are two tensors: of the same tokens, as after norms of their own."""
+    module, x = made(position=Rotary(D)), torch.randn(2, L, E, dtype=torch.float64)
+    padded = torch.stack((torch.arange(L), torch.arange(L) - 3)).clamp(min=-1)
+    for positions in (1000, padded):
+        expected = module(x, mask=masks.causal(), positions=positions)
+        assert torch.equal(module(x, x.clone(), mask=masks.causal(), positions=positions), expected)
+
+
 def test_every_part_is_recorded_and_shown() -> None:
     module = made(position=Rotary(D), softcap=2.0, sinks=True, mask=masks.window(3, 0))
     assert "softcap=2.0, sinks=True, mask=window(3, 0)" in repr(module)

@@ -126,12 +126,12 @@ BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
     "short": (
         {"cu_seqlens_q": torch.tensor([0, 3, 3, 6])},
         ArgumentError,
-        "a last boundary of 7, .*query tokens, got 6",
+        "a last boundary of 7: .*query tokens, got 6",
     ),
     "long": (
         {"cu_seqlens_k": torch.tensor([0, 3, 3, 9])},
         ArgumentError,
-        "cu_seqlens_k: .*last boundary of 8, .*got 9",
+        "cu_seqlens_k: .*last boundary of 8: .*key tokens, got 9",
     ),
     "documents": (
         {"cu_seqlens_k": torch.tensor([0, 8])},

@@ -11,6 +11,7 @@ from torch import Tensor
 from .errors import ArgumentError, ShapeError, explain_problem
 from .masks.base import Mask
 from .packed import Packing, packing
+from .tracing import is_tracing
 
 __all__ = ["is_jagged", "pack_jagged", "refuse_jagged"]
 
@@ -32,16 +33,21 @@ def is_jagged(*tensors: Tensor | None) -> bool:
 
 
 def pack_jagged(
-    query: Tensor, key: Tensor, value: Tensor
+    query: Tensor, key: Tensor, value: Tensor, *, side_by_side: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Packing, Callable[[Tensor], Tensor]]:
     """Lay the rows of jagged (B, lengths, features) tensors end to end.
+
+    Args:
+        query, key, value: the inputs of self-attention or cross-attention.
+        side_by_side: whether each key has to stand beside a query, for a position part that turns both.
 
     Returns:
         Query, key and value, (T, features), (Tk, features); where the rows lie; and a function that makes (T, features)
         jagged like the query.
 
     Raises:
-        ShapeError: if one is not jagged, has more dimensions than these, or holes; or batch sizes disagree.
+        ShapeError: if one is not jagged, has more dimensions than these, or holes; or batch sizes disagree, or
+            lengths where they must not.
     """
     given = {"query": query, "key": key, "value": value}
     for name, tensor in given.items():
@@ -59,11 +65,20 @@ def pack_jagged(
         )
     offsets: Tensor = cast(Any, query).offsets()
     pack = packing(offsets, cast(Any, key).offsets(), query.values(), key.values())
+    if side_by_side and key is not query:
+        _require_side_by_side(pack)
 
     def jagged(x: Tensor) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(x, offsets)
 
     return (query.values(), key.values(), value.values()), pack, jagged
+
+
+def _require_side_by_side(pack: Packing) -> None:
+    if not is_tracing() and not torch.equal(pack.query_positions, pack.key_positions):
+        expected = "the query's lengths: a position part turns both by the same positions"
+        fix = "Use position= in self-attention, and a module without it for cross-attention."
+        raise ShapeError(explain_problem("key", expected=expected, got="others", fix=fix))
 
 
 def refuse_jagged(**given: object) -> None:

@@ -15,11 +15,9 @@ from .errors import ArgumentError, ShapeError, explain_problem, shape_text
 from .heads import merge_heads, split_heads
 from .latent_forms import Form, UpWeights, absorbed, absorbing_is_less, expanded, mixed_up, up_weights
 from .masks.base import Mask
-from .masks.check import as_positions
-from .masks.positional import Present
-from .masks.tensors import as_mask
-from .multihead import PositionPart
-from .multihead_checks import checked_size, require_features, require_mask, require_parts
+from .multihead_checks import cache_dtype, checked_size, require_cache, require_features, require_mask, require_parts
+from .observe import watched
+from .placing import PositionPart, combined_mask, positions_of_keys, positions_of_queries, turned
 from .weights import attention_weights
 
 __all__ = ["MultiHeadLatentAttention"]
@@ -38,7 +36,8 @@ class MultiHeadLatentAttention(nn.Module):
     (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.) Two forms compute the same. The *expanded* one makes every head's
     keys c_j Wk_h and values c_j Wv_h and attends as usual: calls without a cache, and long prompts. The *absorbed* one
     reads s' = (a'_ih Wk_hᵀ) · c_j and o_ih = (Σ_j p_ijh c_j) Wv_h from the same sums: all heads share c_j as one
-    key/value head, nothing of the past is expanded. It runs with a cache, as long as it multiplies less.
+    key/value head, nothing of the past is expanded. It runs with a cache, as long as it multiplies less, and not under
+    `clearhead.record` and `intervene`, which are to see the heads' own values.
 
     A cache holds [c_j, r_j] alone, as keys of one head: `make_cache`, or any of `clearhead.caches` with
     ``num_kv_heads=1, head_dim=cache_head_dim, value_head_dim=0``.
@@ -161,17 +160,17 @@ class MultiHeadLatentAttention(nn.Module):
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def make_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """An empty `clearhead.caches.KVCache` for this module's latents, of its dtype and device.
+        """An empty `clearhead.caches.KVCache` for this module's latents.
+
+        It has the module's dtype, or autocast's where that is on, and its device.
 
         Args:
             batch_size: B.
             max_length: how many tokens it can hold.
         """
         weight = self.kv_down.weight
-        dtype = weight.dtype if weight.is_floating_point() else None
-        return KVCache(
-            batch_size, 1, max_length, self.cache_head_dim, value_head_dim=0, dtype=dtype, device=weight.device
-        )
+        sizes = batch_size, 1, max_length, self.cache_head_dim
+        return KVCache(*sizes, value_head_dim=0, dtype=cache_dtype(weight), device=weight.device)
 
     @overload
     def forward(
@@ -221,9 +220,9 @@ class MultiHeadLatentAttention(nn.Module):
             value: the same tensor as `key`, or left out: one latent gives both.
             mask: from `clearhead.masks`, or a bool tensor with ``True`` = may attend. Default: everything visible.
                 A cache never implies causality: pass ``masks.causal()``, which compares absolute positions.
-            positions: absolute positions of the queries, and in self-attention of the keys: an int p for p … p + L − 1,
-                or integers (L,) or (B, L); −1 marks padding, which neither sees nor is seen. Default: after what the
-                cache holds, else 0 … L−1.
+            positions: absolute positions of the queries, and of the keys in self-attention and with a position part: an
+                int p for p … p + L − 1, or integers (L,) or (B, L); −1 marks padding, which neither sees nor is seen.
+                Default: after what the cache holds, else 0 … L−1.
             cache: from `clearhead.caches`: the new latents are added to it and all of it is attended to. Default: none.
             need_weights: also return the weights, before dropout. Default False.
             average_attn_weights: average them over the heads. Default True.
@@ -239,26 +238,27 @@ class MultiHeadLatentAttention(nn.Module):
             CacheError: if the cache is full, or gradients are asked for.
             And what `attention` raises.
         """
+        require_cache(cache, self.position)
         known = None if cache is None else cache.recall()
-        own = key is None or key is query
         self._require_input("query", query)
-        places = _places(positions, cache, query.shape[-2])
+        places = positions_of_queries(positions, cache, query.shape[-2])
+        own = places if cache is None and (key is None or key is query or self.position is not None) else None
         q_nope, q_rope = self._queries(query)  # (B, H, L, Dn), (B, H, L, Dr)
         if known is None:
             source = _one_source(query, key, value)
             self._require_input("key", source)
             _require_together(query, source)
             latent, k_rope = self._latents(source)  # (B, 1, S, R), (B, 1, S, Dr)
-            q_rope, k_rope = self._turned(q_rope, k_rope, places)
+            q_rope, k_rope = turned(self.position, q_rope, k_rope, places)
             kept = torch.cat(cast_for_autocast(latent, k_rope), -1)  # (B, 1, S, R + Dr)
             known = Cached(kept, kept[..., :0]) if cache is None else cache.update(kept, kept[..., :0], places)
         q_nope, q_rope = cast_for_autocast(q_nope, q_rope)
         bare = cache is None and positions is None
         request: _Request = {
-            "mask": self._mask(mask, known, places),
+            "mask": combined_mask(self.mask, mask, known, places),
             "scale": self.scale,
             "query_positions": None if bare else places,
-            "key_positions": None if bare else _key_positions(known, own and cache is None, places, self.num_heads),
+            "key_positions": None if bare else positions_of_keys(known, own, self.num_heads),
         }
         form, mixed = self._attend(q_nope, q_rope, known.key, request, cache is not None)
         output = self.out_proj(merge_heads(mixed if query.dim() == 3 else mixed.squeeze(0)))  # (B, L, E)
@@ -276,7 +276,8 @@ class MultiHeadLatentAttention(nn.Module):
         """The form that ran, and every head's mixture of its values (B, H, L, Dv)."""
         dropout_p = self.dropout if self.training else 0.0
         rows, sizes = q_nope.shape[2], (self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim)
-        if not cached or not absorbing_is_less(rows, *sizes):
+        # Who watches is to see the heads' own values, not mixtures of latents.
+        if not cached or watched() or not absorbing_is_less(rows, *sizes):
             form = expanded(self.kv_up, q_nope, q_rope, kept)
             return form, attention(*form, **request, dropout_p=dropout_p)
         weights = self._up_weights(q_nope)
@@ -285,9 +286,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The parts of every head's query without and with positions, (B, H, L, Dn) and (B, H, L, Dr)."""
-        heads = split_heads(
-            self.q_proj(x), self.num_heads
-        )  # (B, H, L, Dn + Dr), without B for an input without a batch
+        heads = split_heads(self.q_proj(x), self.num_heads)  # (B, H, L, Dn + Dr), or without B
         heads = heads if heads.dim() == 4 else heads[None]
         nope, rope = heads.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
         return nope, rope
@@ -298,36 +297,15 @@ class MultiHeadLatentAttention(nn.Module):
         latent = self.kv_norm(latent)
         return (latent[:, None], k_rope[:, None]) if x.dim() == 3 else (latent[None, None], k_rope[None, None])
 
-    def _turned(self, q_rope: Tensor, k_rope: Tensor, places: Positions) -> tuple[Tensor, Tensor]:
-        if self.position is None:
-            return q_rope, k_rope
-        if q_rope.shape[2] != k_rope.shape[2]:
-            raise ShapeError(
-                explain_problem(
-                    "key",
-                    expected=f"the query's length {q_rope.shape[2]}: a position part turns both by the same positions",
-                    got=f"{k_rope.shape[2]}",
-                    fix="Use position= in self-attention, and a module without it for cross-attention.",
-                )
-            )
-        return self.position(q_rope, k_rope, places)
-
     def _up_weights(self, like: Tensor) -> UpWeights:
         return up_weights(self.kv_up, self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, like)
 
-    def _mask(self, mask: Mask | Tensor | None, known: Cached, places: Positions) -> Mask | None:
-        """Everything that hides: the layer's mask, the call's, the cache's, and padding."""
-        parts = [self.mask, None if mask is None else as_mask(mask), known.mask]
-        if isinstance(places, Tensor) and known.mask is None:
-            parts.append(Present())
-        combined: Mask | None = None
-        for part in parts:
-            if part is not None:
-                combined = part if combined is None else combined & part
-        return combined
-
     def _require_input(self, name: str, x: object) -> None:
         """Raise unless the projections can take it."""
+        if isinstance(x, Tensor) and x.is_nested:
+            expected = f"a padded tensor (B, length, {self.embed_dim})"
+            fix = "Use torch.nested.to_padded_tensor(...) and masks.lengths(...)."
+            raise ShapeError(explain_problem(name, expected=expected, got="a nested one", fix=fix))
         if isinstance(x, Tensor) and (x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim):
             expected = f"(B, length, {self.embed_dim}), or (length, {self.embed_dim}) without a batch"
             fix = "Inputs have embed_dim features, and the batch comes first."
@@ -382,22 +360,6 @@ def _require_query_norm(query_norm: nn.Module | None, q_lora_rank: int | None) -
                 fix="It normalises the queries' latent: give q_lora_rank too.",
             )
         )
-
-
-def _places(positions: Positions | None, cache: Cache | None, length: int) -> Positions:
-    """Where the queries stand."""
-    checked = as_positions("positions", positions)
-    if checked is not None:
-        return checked
-    return 0 if cache is None else cache.next_positions(length)
-
-
-def _key_positions(known: Cached, own: bool, places: Positions, num_heads: int) -> Positions | None:
-    """Where the keys stand: as the cache says, or with the queries."""
-    found = known.positions
-    if found is None:
-        return places if own else None
-    return found if found.dim() == 2 else found.expand(-1, num_heads, -1)  # (B, S), (B, H, S)
 
 
 def _listens(cache: Cache) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Literal, TypedDict, overload
 
 import torch
@@ -13,16 +12,15 @@ from .attention import attention, cast_for_autocast
 from .caches.base import Cache, Cached, Positions
 from .caches.kv import KVCache
 from .call import is_finite, is_probability, number
-from .errors import ArgumentError, ShapeError, explain_problem
+from .errors import ArgumentError, explain_problem
 from .heads import merge_heads, split_heads
 from .jagged import is_jagged, pack_jagged, refuse_jagged
 from .masks.base import Mask
-from .masks.check import as_positions
-from .masks.positional import Present
-from .masks.tensors import as_mask
 from .multihead_checks import (
+    cache_dtype,
     checked_size,
     complete,
+    require_cache,
     require_features,
     require_keys,
     require_mask,
@@ -30,12 +28,10 @@ from .multihead_checks import (
     whole_head_dim,
 )
 from .packed import Packing
+from .placing import PositionPart, combined_mask, positions_of_keys, positions_of_queries, turned
 from .weights import attention_weights
 
-__all__ = ["MultiHeadAttention", "PositionPart"]
-
-#: Turns queries (B, H, L, D) and keys (B, Hkv, L, D) by their positions, as `clearhead.positions.Rotary` does.
-PositionPart = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
+__all__ = ["MultiHeadAttention"]
 
 
 class MultiHeadAttention(nn.Module):
@@ -160,15 +156,17 @@ class MultiHeadAttention(nn.Module):
             nn.init.zeros_(self.sinks)
 
     def make_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """An empty `clearhead.caches.KVCache` of this module's sizes, dtype and device.
+        """An empty `clearhead.caches.KVCache` of this module's sizes.
+
+        It has the module's dtype, or autocast's where that is on, and its device.
 
         Args:
             batch_size: B.
             max_length: how many tokens it can hold.
         """
         weight = self.k_proj.weight
-        dtype = weight.dtype if weight.is_floating_point() else None
-        return KVCache(batch_size, self.num_kv_heads, max_length, self.head_dim, dtype=dtype, device=weight.device)
+        sizes = batch_size, self.num_kv_heads, max_length, self.head_dim
+        return KVCache(*sizes, dtype=cache_dtype(weight), device=weight.device)
 
     @overload
     def forward(
@@ -219,9 +217,9 @@ class MultiHeadAttention(nn.Module):
             value: (B, S, vdim). Default: the key.
             mask: from `clearhead.masks`, or a bool tensor with ``True`` = may attend. Default: everything visible.
                 A cache never implies causality: pass ``masks.causal()``, which compares absolute positions.
-            positions: absolute positions of the queries, and in self-attention of the keys: an int p for p … p + L − 1,
-                or integers (L,) or (B, L); −1 marks padding, which neither sees nor is seen. Default: after what the
-                cache holds, else 0 … L−1.
+            positions: absolute positions of the queries, and of the keys in self-attention and with a position part: an
+                int p for p … p + L − 1, or integers (L,) or (B, L); −1 marks padding, which neither sees nor is seen.
+                Default: after what the cache holds, else 0 … L−1.
             cache: from `clearhead.caches`: the new keys and values are added to it and all of it is attended to.
                 Default: none.
             need_weights: also return the weights, before dropout. Default False.
@@ -240,7 +238,8 @@ class MultiHeadAttention(nn.Module):
         """
         if is_jagged(query, key, value):
             refuse_jagged(positions=positions, cache=cache, need_weights=need_weights)
-            (q, k, v), pack, jagged = pack_jagged(query, *complete(query, key, value))
+            keys = complete(query, key, value)
+            (q, k, v), pack, jagged = pack_jagged(query, *keys, side_by_side=self.position is not None)
             output, _ = self._run(q, k, v, pack.within(mask), pack.query_positions, None, pack, None)
             return jagged(output)
         averaged = average_attn_weights if need_weights else None
@@ -259,25 +258,27 @@ class MultiHeadAttention(nn.Module):
         averaged: bool | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The output, and the weights, averaged or not, or none of them."""
+        require_cache(cache, self.position)
         known = None if cache is None else cache.recall()
-        own = key is None or key is query
         require_features("query", query, self.q_proj)
-        places = _places(positions, cache, query.shape[-2])
+        places = positions_of_queries(positions, cache, query.shape[-2])
+        # Where the keys stand too, in self-attention, and where a position part turns both by the same positions.
+        own = places if cache is None and (key is None or key is query or self.position is not None) else None
         q = _normed(_heads(self.q_proj(query), self.num_heads), self.query_norm)  # (B, H, L, D)
         if known is None:
             key, value = complete(query, key, value)
             require_keys(self, query, key, value)
             k = _normed(_heads(self.k_proj(key), self.num_kv_heads), self.key_norm)  # (B, Hkv, S, D)
             v = _heads(self.v_proj(value), self.num_kv_heads)  # (B, Hkv, S, D)
-            q, k = self._turned(q, k, places)
+            q, k = turned(self.position, q, k, places)
             q, k, v = cast_for_autocast(q, k, v)
             if cache is not None:
                 known = cache.update(k, v, places)
             else:
                 known = Cached(k, v, None if pack is None else pack.key_positions[None])
-        key_positions = _key_positions(known, places if own and cache is None else None, self.num_heads)
+        key_positions = positions_of_keys(known, own, self.num_heads)
         request: _Request = {
-            "mask": self._mask(mask, known, places),
+            "mask": combined_mask(self.mask, mask, known, places),
             "scale": self.scale,
             "softcap": self.softcap,
             "sinks": self.sinks,
@@ -295,31 +296,6 @@ class MultiHeadAttention(nn.Module):
         if cache is not None:
             cache.attended(q, known, request["mask"], places, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
         return output, weights
-
-    def _turned(self, q: Tensor, k: Tensor, places: Positions) -> tuple[Tensor, Tensor]:
-        if self.position is None:
-            return q, k
-        if q.shape[2] != k.shape[2]:
-            raise ShapeError(
-                explain_problem(
-                    "key",
-                    expected=f"the query's length {q.shape[2]}: a position part turns both by the same positions",
-                    got=f"{k.shape[2]}",
-                    fix="Use position= in self-attention, and a module without it for cross-attention.",
-                )
-            )
-        return self.position(q, k, places)
-
-    def _mask(self, mask: Mask | Tensor | None, known: Cached, places: Positions) -> Mask | None:
-        """Everything that hides: the layer's mask, the call's, the cache's, and padding."""
-        parts = [self.mask, None if mask is None else as_mask(mask), known.mask]
-        if isinstance(places, Tensor) and known.mask is None:
-            parts.append(Present())
-        combined: Mask | None = None
-        for part in parts:
-            if part is not None:
-                combined = part if combined is None else combined & part
-        return combined
 
     def extra_repr(self) -> str:
         kv = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
@@ -348,19 +324,3 @@ def _heads(x: Tensor, num_heads: int) -> Tensor:
 
 def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
     return x if norm is None else norm(x)
-
-
-def _places(positions: Positions | None, cache: Cache | None, length: int) -> Positions:
-    """Where the queries stand."""
-    checked = as_positions("positions", positions)
-    if checked is not None:
-        return checked
-    return 0 if cache is None else cache.next_positions(length)
-
-
-def _key_positions(known: Cached, own: Positions | None, num_heads: int) -> Positions | None:
-    """Where the keys stand: as the cache says, or with the queries."""
-    found = known.positions
-    if found is None:
-        return own
-    return found if found.dim() == 2 else found.repeat_interleave(num_heads // found.shape[1], 1)  # (B, H, S)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .attention import autocast_is_on
+from .attention import autocast_is_on, cast_for_autocast
+from .caches.base import Cache
+from .caches.cross import CrossKVCache
 from .errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError, explain_problem, shape_text
 from .masks.base import Mask
 
 __all__ = [
+    "cache_dtype",
     "checked_size",
     "complete",
+    "require_cache",
     "require_features",
     "require_keys",
     "require_mask",
@@ -58,6 +63,28 @@ def require_parts(position: object, **modules: object) -> None:
         if module is not None and not isinstance(module, nn.Module):
             fix = "For example torch.nn.RMSNorm(head_dim)."
             raise DTypeError(explain_problem(name, expected="a torch.nn.Module", got=type(module).__name__, fix=fix))
+
+
+def require_cache(cache: object, position: object) -> None:
+    """Raise unless keys can be remembered there, as this module's position part turns them."""
+    if cache is not None and not isinstance(cache, Cache):
+        got = cache.__name__ if isinstance(cache, type) else type(cache).__name__
+        fix = "module.make_cache(batch_size, max_length) makes one."
+        raise DTypeError(explain_problem("cache", expected="a cache of clearhead.caches", got=got, fix=fix))
+    if isinstance(cache, CrossKVCache) and position is not None:
+        raise ArgumentError(
+            explain_problem(
+                "cache",
+                expected="one of self-attention, because the module has position=",
+                got="a CrossKVCache",
+                fix="A memory's keys do not stand beside the queries: use a module without position=.",
+            )
+        )
+
+
+def cache_dtype(weight: Tensor) -> torch.dtype | None:
+    """What keys come out as from a projection with this weight, under autocast too; ``None`` if it does not say."""
+    return cast_for_autocast(weight[:0])[0].dtype if weight.is_floating_point() else None
 
 
 def require_mask(mask: object) -> None:

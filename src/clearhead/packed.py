@@ -88,7 +88,8 @@ def attention_packed(
         mask, scale, dropout_p, softcap, sinks, return_lse: as for `attention`.
 
     Returns:
-        (T, H, Dv); with `return_lse` also (T, H). A query whose document has no key gets 0 and −∞.
+        (T, H, Dv); with `return_lse` also (T, H). A query whose document has no key gets 0 and −∞. Documents share one
+        batch item: a NaN in one of them may reach its neighbours.
 
     Raises:
         ArgumentError: if boundaries do not begin at 0, decrease, or do not end at T (Tk), or if there are not as many
@@ -248,8 +249,8 @@ def _checked(name: str, bounds: Tensor, count: int) -> list[int]:
             fix = "Give running totals of the lengths, not the lengths."
             raise ArgumentError(explain_problem(name, expected="boundaries that do not decrease", got=got, fix=fix))
     if numbers[-1] != count:
-        what = "T, the query" if name == "cu_seqlens_q" else "Tk, the key"
-        expected = f"a last boundary of {count}, the number of {what} tokens"
+        what = "T, the number of query tokens" if name == "cu_seqlens_q" else "Tk, the number of key tokens"
+        expected = f"a last boundary of {count}: {what}"
         fix = "Every token belongs to a document; padding at the end is a document of its own."
         raise ArgumentError(explain_problem(name, expected=expected, got=str(numbers[-1]), fix=fix))
     return numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clearhead import masks
@@ -18,6 +18,7 @@ B = 3
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
 @pytest.mark.parametrize("kind", CACHES)
+@settings(max_examples=settings.default.max_examples // 4)  # type: ignore[union-attr]
 @given(sizes=st.lists(st.sampled_from([1, 1, 1, 2, 3, 7, 13]), min_size=1, max_size=9).filter(lambda n: sum(n) <= 40))
 def test_chunks_of_any_size(kind: str, rotary: bool, dtype: torch.dtype, sizes: list[int]) -> None:
     attend = module(rotary=rotary, dtype=dtype)
@@ -186,6 +187,17 @@ def test_memory_is_projected_once() -> None:
     cache.reorder(torch.tensor([1, 1, 0]))
     with torch.no_grad():
         close(attend(x, cache=cache), attend(x, memory[[1, 1, 0]]))
+
+
+def test_a_cache_made_under_autocast_takes_its_keys() -> None:
+    attend, x = module(dtype=torch.float32), torch.randn(B, 6, EMBED)
+    attend.key_norm = None  # PyTorch's warns under autocast
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = attend.make_cache(B, 6)
+        assert cache.key.dtype == torch.bfloat16
+        found, expected = fed(attend, x, cache, [4, 1, 1]), whole(attend, x, "kv")
+    torch.testing.assert_close(found, expected, rtol=0, atol=2**-6 * float(expected.abs().max()))
+    assert attend.make_cache(B, 6).key.dtype == torch.float32
 
 
 def test_no_batch_is_a_batch_of_one() -> None:

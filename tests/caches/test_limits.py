@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clearhead import MultiHeadAttention, masks
 from clearhead.caches import Cache, CrossKVCache, EvictingKVCache, KVCache, SinksAndRecent, SlidingKVCache
-from clearhead.errors import ArgumentError, CacheError, DTypeError, MaskTypeError, ShapeError
+from clearhead.errors import ArgumentError, CacheError, DeviceError, DTypeError, MaskTypeError, ShapeError
 
 B, HEADS, DIM = 2, 3, 5
 
@@ -49,8 +49,8 @@ WRONG = {
     "heads": (tokens(1, heads=6), ShapeError, r"got \(2, 6, 1, 5\)"),
     "head dim": (tokens(1, dim=4), ShapeError, r"got \(2, 3, 1, 4\)"),
     "no batch": (tokens(1)[0], ShapeError, r"got \(3, 1, 5\)"),
-    "dtype": (tokens(1, dtype=torch.float64), DTypeError, r"the cache's torch.float32 on cpu, got torch.float64"),
-    "device": (tokens(1, device="meta"), DTypeError, r"got torch.float32 on meta"),
+    "dtype": (tokens(1, dtype=torch.float64), DTypeError, r"the cache's dtype torch.float32, got torch.float64"),
+    "device": (tokens(1, device="meta"), DeviceError, r"the cache's device cpu, got meta"),
     "gradients": (tokens(1).requires_grad_(), CacheError, r"no gradients asked for.*torch.no_grad"),
 }
 
@@ -75,6 +75,38 @@ def test_the_module_says_so_too() -> None:
         attend(torch.randn(2, 1, 12), torch.randn(2, 4, 12), cache=filled)
     with pytest.raises(ShapeError, match="equal batch sizes"):
         attend(torch.randn(3, 1, 12), cache=filled)
+
+
+def test_what_is_no_cache() -> None:
+    attend, x = MultiHeadAttention(12, 3), torch.randn(2, 1, 12)
+    for given, name in ((3, "int"), (KVCache, "KVCache")):
+        with pytest.raises(DTypeError, match=f"cache: expected a cache of clearhead.caches, got {name}.*make_cache"):
+            attend(x, cache=given)  # type: ignore[call-overload]
+
+
+def test_a_memory_has_no_positions_beside_the_queries() -> None:
+    """Else the first call would turn its queries, and later ones would not."""
+    attend, x = MultiHeadAttention(12, 3, position=lambda q, k, positions: (q, k)), torch.randn(2, 4, 12)
+    with (
+        torch.no_grad(),
+        pytest.raises(ArgumentError, match=r"cache: expected one of self-attention.*without position="),
+    ):
+        attend(x, x.clone(), cache=CrossKVCache())
+
+
+@pytest.mark.parametrize("make", [KVCache, SlidingKVCache, EvictingKVCache])
+def test_inference_mode(make: Any) -> None:
+    cache, x = make(B, HEADS, 7, DIM), tokens(3)
+    with torch.inference_mode():
+        cache.update(x, x)
+        cache.reorder(torch.tensor([1, 1]))
+        within = make(B, HEADS, 7, DIM)
+        within.update(x, x)
+    assert torch.equal(cache.update(x, x).key[0, :, :3], x[1])
+    with pytest.raises(CacheError, match=r"made outside torch.inference_mode\(\).*Make the cache before"):
+        within.update(x, x)
+    with pytest.raises(CacheError, match="got one that was made within"):
+        within.reorder(torch.tensor([1, 0]))
 
 
 BAD_SIZES = {
@@ -128,6 +160,8 @@ REORDERS = {
     "bools": (torch.tensor([True, False]), DTypeError, "indices: expected an int64 or int32 tensor"),
     "list": ([0, 1], DTypeError, "got list"),
     "shape": (torch.zeros(2, 1).long(), ShapeError, r"one row number per row, \(B,\), got \(2, 1\)"),
+    "beyond": (torch.tensor([0, 2]), ArgumentError, "indices: expected 0 … 1, the rows of the cache, got 2"),
+    "negative": (torch.tensor([-1, 0]), ArgumentError, "indices: expected 0 … 1, the rows of the cache, got -1"),
 }
 
 
@@ -143,6 +177,7 @@ PLACES = {
     "too few": (torch.arange(2), ShapeError, r"positions: expected shape \(3,\) or \(2, 3\)"),
     "floats": (torch.arange(3.0), DTypeError, "positions: expected an int, or an integer tensor"),
     "negative": (-1, ArgumentError, "a first position ≥ 0, got -1"),
+    "out of range": (torch.tensor([[0, 1, 2], [-2, -1, 0]]), ArgumentError, "positions ≥ 0, or −1 for padding, got -2"),
     "three dimensions": (torch.zeros(1, 1, 3).long(), ShapeError, r"shape \(n,\) or \(B, n\)"),
 }
 

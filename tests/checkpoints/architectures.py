@@ -255,6 +255,11 @@ def _bert() -> nn.Module:
     return transformers.BertModel._from_config(config, add_pooling_layer=False, attn_implementation="eager")
 
 
+def _bert_decoder() -> nn.Module:
+    config = transformers.BertConfig(**_WHOLE, num_hidden_layers=2, max_position_embeddings=L, is_decoder=True)
+    return transformers.BertModel._from_config(config, add_pooling_layer=False, attn_implementation="eager")
+
+
 def t5() -> nn.Module:  # not among the cases: it has three kinds of attention
     config = transformers.T5Config(
         vocab_size=VOCABULARY,
@@ -290,6 +295,12 @@ CASES = {
         "encoder.layer.{layer}.attention.self",
         "encoder.layer.{layer}.attention.output.dense",
         causal=False,
+    ),
+    # The same as a language model, step by step.
+    "bert decoder": Case(
+        _bert_decoder,
+        "encoder.layer.{layer}.attention.self",
+        "encoder.layer.{layer}.attention.output.dense",
     ),
 }
 DECODERS = [name for name, case in CASES.items() if case.causal]

@@ -13,13 +13,12 @@ from clearhead.positions import DynamicNTKScaling, LinearScaling, Rotary, YarnSc
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 3, 10, 5, 14
 
+#: Every option once: each variant is several graphs to trace.
 VARIANTS = {
     "plain": Rotary(HEAD_DIM),
-    "partial": Rotary(HEAD_DIM, fraction=10 / 14),
-    "interleaved": Rotary(HEAD_DIM, interleaved=True),
-    "linear": Rotary(HEAD_DIM, scaling=LinearScaling(2.0)),
+    "interleaved, linear": Rotary(HEAD_DIM, interleaved=True, scaling=LinearScaling(2.0)),
     "dynamic": Rotary(HEAD_DIM, scaling=DynamicNTKScaling(2.0, 11)),
-    "yarn": Rotary(HEAD_DIM, scaling=YarnScaling(8.0, 11)),
+    "partial, yarn": Rotary(HEAD_DIM, fraction=10 / 14, scaling=YarnScaling(8.0, 11)),
 }
 
 

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, CacheError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, CacheError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from ..masks.base import Mask
+from ..tracing import is_tracing
 
 __all__ = ["Buffers", "Cache", "Cached", "Positions"]
 
@@ -139,6 +140,7 @@ class Buffers:
 
     def check(self, key: Tensor, value: Tensor) -> None:
         """Raise unless the tensors can be stored."""
+        _require_writable(self.key)
         for name, given, own in (("key", key, self.key), ("value", value, self.value)):
             if torch.is_grad_enabled() and given.requires_grad:
                 raise CacheError(
@@ -159,23 +161,40 @@ class Buffers:
                         fix="Make the cache with the module's sizes and this batch size: module.make_cache(...).",
                     )
                 )
-            if given.dtype != own.dtype or given.device != own.device:
-                raise DTypeError(
-                    explain_problem(
-                        name,
-                        expected=f"the cache's {own.dtype} on {own.device}",
-                        got=f"{given.dtype} on {given.device}",
-                        fix="Make the cache with dtype= and device= of the module.",
-                    )
-                )
+            if given.dtype != own.dtype:
+                raise DTypeError(_of_another("dtype", name, given.dtype, own.dtype))
+            if given.device != own.device:
+                raise DeviceError(_of_another("device", name, given.device, own.device))
         if key.shape[2] != value.shape[2]:
             raise ShapeError(
                 explain_problem("value", expected=f"{key.shape[2]} tokens as in key", got=str(value.shape[2]))
             )
 
-    def reorder(self, indices: Tensor) -> None:
-        self.key = self.key.index_select(0, indices)
-        self.value = self.value.index_select(0, indices)
+    def reorder(self, indices: Tensor, used: int) -> None:
+        """Move rows, in the same memory if their number stays; of every row the first `used` slots."""
+        _require_writable(self.key)
+        if indices.shape[0] != self.key.shape[0]:
+            self.key, self.value = self.key.index_select(0, indices), self.value.index_select(0, indices)
+            return
+        for own in (self.key[:, :, :used], self.value[:, :, :used]):
+            own.copy_(own.index_select(0, indices))
+
+
+def _of_another(kind: str, name: str, given: object, own: object) -> str:
+    fix = f"Make the cache with {kind}={given}: make_cache does, under the autocast that the steps run under."
+    return explain_problem(name, expected=f"the cache's {kind} {own}", got=str(given), fix=fix)
+
+
+def _require_writable(own: Tensor) -> None:
+    if not is_tracing() and own.is_inference() and not torch.is_inference_mode_enabled():
+        raise CacheError(
+            explain_problem(
+                "cache",
+                expected="one that was made outside torch.inference_mode(), to be written outside of it",
+                got="one that was made within",
+                fix="Make the cache before entering inference_mode, or stay in it.",
+            )
+        )
 
 
 def require_sizes(**sizes: object) -> None:
@@ -188,8 +207,8 @@ def require_sizes(**sizes: object) -> None:
             raise ArgumentError(explain_problem(name, expected=f"an int ≥ {least}", got=str(size)))
 
 
-def checked_indices(indices: Tensor, device: torch.device) -> Tensor:
-    """Row numbers for `reorder`, on the cache's device."""
+def checked_indices(indices: Tensor, own: Tensor) -> Tensor:
+    """Row numbers for `reorder` of a cache whose keys are `own` (B, …), on their device."""
     if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32):
         got = str(indices.dtype) if isinstance(indices, Tensor) else type(indices).__name__
         raise DTypeError(explain_problem("indices", expected="an int64 or int32 tensor (B,)", got=got))
@@ -197,4 +216,15 @@ def checked_indices(indices: Tensor, device: torch.device) -> Tensor:
         raise ShapeError(
             explain_problem("indices", expected="one row number per row, (B,)", got=shape_text(indices.shape))
         )
-    return indices.to(device)
+    if indices.device.type == "cpu" and indices.numel() > 0 and not is_tracing():
+        # Elsewhere the device checks, which need not be waited for.
+        lowest, highest = int(indices.min()), int(indices.max())
+        if lowest < 0 or highest >= own.shape[0]:
+            raise ArgumentError(
+                explain_problem(
+                    "indices",
+                    expected=f"0 … {own.shape[0] - 1}, the rows of the cache",
+                    got=str(lowest if lowest < 0 else highest),
+                )
+            )
+    return indices.to(own.device)

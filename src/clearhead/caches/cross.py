@@ -63,7 +63,7 @@ class CrossKVCache(Cache):
 
     def reorder(self, indices: Tensor) -> None:
         if self._key is not None and self._value is not None:
-            indices = checked_indices(indices, self._key.device)
+            indices = checked_indices(indices, self._key)
             self._key, self._value = self._key.index_select(0, indices), self._value.index_select(0, indices)
 
     def crop(self, length: int | Tensor) -> None:

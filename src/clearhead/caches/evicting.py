@@ -102,21 +102,25 @@ class EvictingKVCache(Cache):
         return self._slots.positions
 
     def next_positions(self, count: int) -> Positions:
-        if self._counts_up:
+        if self._rows is None:
             return self._length
-        first = self._slots.positions.amax((1, 2)) + 1 if self._length else self._slots.positions.new_zeros(1)  # (B,)
-        return first[:, None] + torch.arange(count, device=first.device)
+        first = self._rows.position[:, None] + 1  # (B, 1)
+        return first + torch.arange(count, device=first.device)  # (B, count)
 
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> Cached:
         self._buffers.check(key, value)
         self._evict()
-        count = key.shape[2]
-        if positions is not None and (isinstance(positions, Tensor) or positions != self._length):
-            self._counts_up = False
+        batch, heads, count, _ = key.shape
         places = self.next_positions(count) if positions is None else positions
-        placed = spelt_out(places, key.shape[0], count, key.device)[:, None].expand(-1, key.shape[1], -1)
-        columns = torch.arange(self._length, self._length + count, device=key.device).expand_as(placed)
-        received = torch.zeros(placed.shape, device=key.device)
+        placed = spelt_out(places, batch, count, key.device)  # (B, L)
+        if self._rows is None and (isinstance(places, Tensor) or places != self._length):
+            self._rows = _Rows(batch, self._length, key.device)
+        if self._rows is None:
+            columns = torch.arange(self._length, self._length + count, device=key.device).expand_as(placed)
+        else:
+            columns = self._rows.take(placed)
+        placed, columns = (where[:, None].expand(-1, heads, -1) for where in (placed, columns))  # (B, Hkv, L)
+        received = torch.zeros(batch, heads, count, device=key.device)
         self._slots = self._with(_Slots(key, value, placed, columns, received))
         self._length += count
         key, value, held = self._slots[:3]
@@ -152,11 +156,14 @@ class EvictingKVCache(Cache):
         self._evict()
 
     def reorder(self, indices: Tensor) -> None:
-        indices = checked_indices(indices, self._buffers.key.device)
+        indices = checked_indices(indices, self._buffers.key)
         self._evict()
-        held = _Slots(*(tensor.index_select(0, indices) for tensor in self._slots))
-        self._buffers.reorder(indices)
-        self._slots = self._stored(held)
+        held = self._slots.positions.shape[2]
+        self._buffers.reorder(indices, held)
+        rest = (tensor.index_select(0, indices) for tensor in self._slots[2:])
+        self._slots = _Slots(self._buffers.key[:, :, :held], self._buffers.value[:, :, :held], *rest)
+        if self._rows is not None:
+            self._rows.reorder(indices)
 
     def crop(self, length: int | Tensor) -> None:
         """Forget the last tokens; what was evicted meanwhile stays so.
@@ -169,21 +176,23 @@ class EvictingKVCache(Cache):
         if longest == 0:
             return self.reset()
         self._evict()
-        limit = kept[:, None, None] if isinstance(kept, Tensor) else kept
-        gone = self._slots.columns >= limit
-        self._slots.positions.masked_fill_(gone, -1)
-        self._slots.received.masked_fill_(gone, 0)
+        slots = self._slots
+        gone = slots.columns >= (kept[:, None, None] if isinstance(kept, Tensor) else kept)
+        slots.positions.masked_fill_(gone, -1)
+        slots.received.masked_fill_(gone, 0)
         self._in_order = self._in_order and not bool(gone.any())
-        if isinstance(kept, Tensor):
-            self._counts_up = False
+        if self._rows is None and isinstance(kept, Tensor):
+            self._rows = _Rows(len(kept), self._length, kept.device)
+        if self._rows is not None:
+            self._rows.crop(kept, slots.positions.amax((1, 2)))
         self._length = longest
 
     def reset(self) -> None:
         batch, heads, _, _ = self._buffers.key.shape
         device = self._buffers.key.device
         self._length = 0
-        self._counts_up = True  # rows alike, positions 0, 1, 2, …
-        self._in_order = True  # and slot n holds token n
+        self._rows: _Rows | None = None  # once rows differ, or positions are not 0, 1, 2, …
+        self._in_order = True  # slot n holds token n, which stands at n
         integers = torch.zeros(batch, heads, 0, dtype=torch.int64, device=device)
         empty = self._buffers.key[:, :, :0], self._buffers.value[:, :, :0]
         self._slots = _Slots(*empty, integers, integers, torch.zeros(batch, heads, 0, device=device))
@@ -195,7 +204,7 @@ class EvictingKVCache(Cache):
     def _with(self, new: _Slots) -> _Slots:
         """Held and new tokens: in the buffers if there is room, else beside them until the next eviction."""
         start = self._slots.positions.shape[2]
-        self._in_order = self._in_order and self._counts_up
+        self._in_order = self._in_order and self._rows is None
         stop = start + new.positions.shape[2]
         rest = [torch.cat(pair, 2) for pair in zip(self._slots[2:], new[2:], strict=True)]
         if stop > self.budget + 1:
@@ -225,6 +234,44 @@ class EvictingKVCache(Cache):
         count = held.positions.shape[2]
         key, value = self._buffers.key[:, :, :count], self._buffers.value[:, :, :count]
         return _Slots(key.copy_(held.key), value.copy_(held.value), *held[2:])
+
+
+class _Rows:
+    """How far rows that differ have come.
+
+    Args:
+        batch_size: B.
+        length: how many tokens each has taken by now, at positions 0, 1, 2, …
+        device: of the cache.
+    """
+
+    def __init__(self, batch_size: int, length: int, device: torch.device) -> None:
+        self.taken = torch.full((batch_size,), length, device=device)  # (B,) tokens, padding included
+        self.column = self.taken - 1  # (B,) which of them is the last that is no padding
+        self.position = self.taken - 1  # (B,) and where it stands
+
+    def take(self, positions: Tensor) -> Tensor:
+        """Note new tokens (B, L) and return their columns."""
+        count = positions.shape[1]
+        columns = self.taken[:, None] + torch.arange(count, device=positions.device)  # (B, L)
+        self.taken = self.taken + count
+        if count > 0:
+            self.column = torch.maximum(self.column, columns.masked_fill(positions < 0, -1).amax(1))
+            self.position = torch.maximum(self.position, positions.amax(1))
+        return columns
+
+    def crop(self, length: int | Tensor, held: Tensor) -> None:
+        """Keep the first tokens; `held` (B,) is the last position that is left in the cache."""
+        self.taken = self.taken.clamp(max=length)
+        # What is not held can be told from what was: tokens before the last one stand side by side.
+        back = (self.column - (self.taken - 1)).clamp(min=0)
+        self.position = torch.maximum((self.position - back).clamp(min=-1), held)
+        self.column = self.column - back
+
+    def reorder(self, indices: Tensor) -> None:
+        self.taken, self.column, self.position = (
+            tensor.index_select(0, indices) for tensor in (self.taken, self.column, self.position)
+        )
 
 
 def _gathered(tensor: Tensor, places: Tensor) -> Tensor:

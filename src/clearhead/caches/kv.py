@@ -130,8 +130,8 @@ class KVCache(Cache):
         return Cached(self.key, self.value, own[:, :stop], Present())
 
     def reorder(self, indices: Tensor) -> None:
-        indices = checked_indices(indices, self._buffers.key.device)
-        self._buffers.reorder(indices)
+        indices = checked_indices(indices, self._buffers.key)
+        self._buffers.reorder(indices, self._length)
         if self._lengths is not None:
             self._lengths = self._lengths.index_select(0, indices)
         if self._positions is not None:

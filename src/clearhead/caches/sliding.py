@@ -72,7 +72,9 @@ class SlidingKVCache(Cache):
         )
         require_sizes(max_crop=max_crop + 1 if isinstance(max_crop, int) else max_crop)
         self.window = window
-        self._slots = window + max_crop
+        # What a crop must leave: the rest of the window, or the one token that says where its row is.
+        self._needed = max(window - 1, 1)
+        self._slots = self._needed + 1 + max_crop
         # One slot more, where padding goes that must be written somewhere.
         self._buffers = Buffers(batch_size, num_kv_heads, self._slots + 1, head_dim, value_head_dim, dtype, device)
         self._length = 0
@@ -103,8 +105,8 @@ class SlidingKVCache(Cache):
         return found
 
     def reorder(self, indices: Tensor) -> None:
-        indices = checked_indices(indices, self._buffers.key.device)
-        self._buffers.reorder(indices)
+        indices = checked_indices(indices, self._buffers.key)
+        self._buffers.reorder(indices, self._slots)
         if self._rows is not None:
             self._rows.reorder(indices)
 
@@ -116,12 +118,12 @@ class SlidingKVCache(Cache):
         if isinstance(kept, Tensor) or self._rows is not None:
             rows = self._spelt_out()
             lengths = kept if isinstance(kept, Tensor) else torch.full_like(rows.taken, kept)
-            unable = rows.unable_to_crop(lengths, self._slots, self.window)
+            unable = rows.unable_to_crop(lengths, self._slots, self._needed)
             if bool(unable.any()):
                 raise _forgotten("lengths that leave each row the window before its end", lengths[unable].tolist())
             rows.crop(lengths)
-        elif kept < self._furthest - self._slots + self.window - 1 and self._furthest > self._slots:
-            nearest = self._furthest - self._slots + self.window - 1
+        elif kept < self._furthest - self._slots + self._needed and self._furthest > self._slots:
+            nearest = self._furthest - self._slots + self._needed
             raise _forgotten(f"{nearest} … {self._length}: the window before what stays must still be there", kept)
         self._length = longest
 
@@ -220,10 +222,10 @@ class _Rows:
         self.furthest = torch.maximum(self.furthest, self.written)
         return places
 
-    def unable_to_crop(self, length: Tensor, slots: int, window: int) -> Tensor:
-        """(B,) whether a row of that length would miss keys in its window that are overwritten."""
+    def unable_to_crop(self, length: Tensor, slots: int, needed: int) -> Tensor:
+        """(B,) whether a row of that length would miss one of as many needed keys, because it is overwritten."""
         left = ((self.columns < length[:, None]) & (self.positions >= 0)).sum(1)
-        return (self.furthest > slots) & (left < window - 1)
+        return (self.furthest > slots) & (left < needed)
 
     def crop(self, length: Tensor) -> None:
         length = torch.minimum(length, self.taken)

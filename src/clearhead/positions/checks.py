@@ -9,8 +9,9 @@ import torch
 from ..call import number
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem
 from ..masks.grid import Grid
+from ..tracing import is_tracing, is_transformed
 
-__all__ = ["factor_at_least_one", "positive", "require_device", "require_heads", "whole"]
+__all__ = ["factor_at_least_one", "positive", "require_device", "require_heads", "require_in_range", "whole"]
 
 
 def whole(name: str, value: object, least: int = 1) -> int:
@@ -59,5 +60,21 @@ def require_device(name: str, tensor: torch.Tensor, grid: Grid) -> None:
                 expected=f"weights on {grid.device}, like query",
                 got=f"weights on {tensor.device}",
                 fix=f"Move it with .to({str(grid.device)!r}).",
+            )
+        )
+
+
+def require_in_range(places: torch.Tensor) -> None:
+    """Raise for positions below −1, where looking at them waits for no device."""
+    if is_tracing() or is_transformed() or places.device.type != "cpu" or places.numel() == 0:
+        return
+    lowest = int(places.min())
+    if lowest < -1:
+        raise ArgumentError(
+            explain_problem(
+                "positions",
+                expected="positions ≥ 0, or −1 for padding",
+                got=str(lowest),
+                fix="Positions count from 0, the first token of a sequence.",
             )
         )

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
-from ..tracing import is_tracing, is_transformed
-from .checks import positive, whole
+from .checks import positive, require_in_range, whole
 from .scaling import Scaling, unscaled
 
 __all__ = ["Rotary"]
@@ -242,20 +241,5 @@ def _places(positions: object, q: Tensor) -> Tensor:
                 fix=f"Move them with .to({str(q.device)!r}).",
             )
         )
-    _require_values(places)
+    require_in_range(places)
     return places
-
-
-def _require_values(places: Tensor) -> None:
-    if is_tracing() or is_transformed() or places.device.type != "cpu" or places.numel() == 0:
-        return
-    lowest = int(places.min())
-    if lowest < -1:
-        raise ArgumentError(
-            explain_problem(
-                "positions",
-                expected="positions ≥ 0, or −1 for padding",
-                got=str(lowest),
-                fix="Positions count from 0, the first token of a sequence.",
-            )
-        )

@@ -1,0 +1,159 @@
+"""Whatever happens to the rows of a batch, each goes on as if it had been alone: generated histories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from clearhead import MultiHeadAttention, masks
+from clearhead.caches import Cache, EvictingKVCache, HeavyHitters, KVCache, SinksAndRecent, SlidingKVCache
+from clearhead.errors import CacheError
+from clearhead.latent import MultiHeadLatentAttention
+from clearhead.positions import ALiBi, Rotary
+
+from .decoding import DIM, EMBED, HEADS, KV_HEADS, close
+
+Attend = MultiHeadAttention | MultiHeadLatentAttention
+ROOM, MOST_BACK = 72, 3
+CAUSAL = masks.causal()
+
+# kind → how many tokens a query can see, and the cache for (B, Hkv, D, Dv)
+CACHES: dict[str, tuple[int | None, Callable[..., Cache]]] = {
+    "kv": (None, lambda b, h, d, **o: KVCache(b, h, ROOM, d, **o)),
+    "sliding": (5, lambda b, h, d, **o: SlidingKVCache(b, h, 5, d, max_crop=MOST_BACK - 1, **o)),
+    "sliding, itself alone": (1, lambda b, h, d, **o: SlidingKVCache(b, h, 1, d, **o)),
+    "heavy hitters": (None, lambda b, h, d, **o: EvictingKVCache(b, h, ROOM, d, policy=HeavyHitters(), **o)),
+    "streaming": (None, lambda b, h, d, **o: EvictingKVCache(b, h, ROOM, d, policy=SinksAndRecent(), **o)),
+}
+
+
+def grouped(mask: masks.Mask | None) -> MultiHeadAttention:
+    torch.manual_seed(5)
+    norm, options = nn.RMSNorm(DIM, dtype=torch.float64), {"softcap": 3.0, "sinks": True, "mask": mask}
+    attend = MultiHeadAttention(
+        EMBED,
+        HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        position=Rotary(DIM),
+        key_norm=norm,
+        dtype=torch.float64,
+        **options,  # type: ignore[arg-type]
+    )
+    nn.init.normal_(attend.sinks)  # type: ignore[arg-type]
+    return attend.eval()
+
+
+def latent() -> MultiHeadLatentAttention:
+    torch.manual_seed(5)
+    # Up to 5 rows are absorbed, more are expanded.
+    sizes = {"kv_lora_rank": 13, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 5}
+    return MultiHeadLatentAttention(EMBED, HEADS, **sizes, position=Rotary(4), dtype=torch.float64).eval()
+
+
+MODULES: dict[str, Callable[[], Attend]] = {
+    "grouped": lambda: grouped(None),
+    "window": lambda: grouped(masks.window(3, 0)),
+    "alibi": lambda: grouped(ALiBi(HEADS)),
+    "latent": latent,
+}
+#: Five numbers, which each step reads as it needs them.
+NUMBERS = st.tuples(*[st.integers(0, 7)] * 5)
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["feed", "feed", "pad", "reorder", "crop", "crop rows"]), NUMBERS), max_size=7
+)
+
+
+class Rows:
+    """A batch being decoded with a cache, and what each row was given: tokens (E,), ``None`` for padding."""
+
+    def __init__(self, attend: Attend, kind: str) -> None:
+        self.attend, self.random = attend, torch.Generator().manual_seed(2)
+        window, make = CACHES[kind]
+        self.rule = CAUSAL if window is None else CAUSAL & masks.window(window - 1, 0)
+        if isinstance(attend, MultiHeadLatentAttention):
+            self.cache = make(3, 1, attend.cache_head_dim, value_head_dim=0, dtype=torch.float64)
+        else:
+            self.cache = make(3, KV_HEADS, DIM, dtype=torch.float64)
+        self.rows: list[list[Tensor | None]] = [[], [], []]
+
+    def do(self, step: str, n: tuple[int, ...]) -> None:
+        if step in ("feed", "pad"):
+            self.feed(1 + n[0], [n[1 + row % 4] if step == "pad" else 8 for row in range(len(self.rows))], n[4] > 3)
+        elif step == "reorder":
+            rows = [number % len(self.rows) for number in n[: 1 + n[4] % 4]]
+            self.cache.reorder(torch.tensor(rows))
+            self.rows = [list(self.rows[row]) for row in rows]
+        elif step == "crop":
+            kept = max(self.cache.length - n[0] % (MOST_BACK + 1), 0)
+            self.crop(kept, [kept] * len(self.rows))
+        else:
+            kept = [max(len(row) - n[b % 4] % (MOST_BACK + 1), 0) for b, row in enumerate(self.rows)]
+            self.crop(torch.tensor(kept), kept)
+
+    def feed(self, count: int, real: list[int], right: bool) -> None:
+        """`count` tokens, in row b `real[b]` at most, padding on one side and NaN in it."""
+        x = torch.randn(len(self.rows), count, EMBED, generator=self.random, dtype=torch.float64)
+        positions = torch.full(x.shape[:2], -1)
+        for row, tokens in enumerate(self.rows):
+            new = min(real[row], count)
+            place = slice(0, new) if right else slice(count - new, count)
+            first = sum(token is not None for token in tokens)
+            positions[row, place] = torch.arange(first, first + new)
+            tokens.extend(x[row, n] if positions[row, n] >= 0 else None for n in range(count))
+        x[positions < 0] = torch.nan
+        with torch.no_grad():
+            told = None if bool((positions >= 0).all()) else positions
+            output = self.attend(x, mask=CAUSAL, positions=told, cache=self.cache)
+        self.judge(output, positions >= 0)
+
+    def judge(self, output: Tensor, real: Tensor) -> None:
+        for row, tokens in enumerate(self.rows):
+            if real[row].any():
+                alone = torch.stack([token for token in tokens if token is not None])[None]
+                with torch.no_grad():
+                    expected = self.attend(alone, mask=self.rule)[0, -int(real[row].sum()) :]
+                close(output[row][real[row]], expected)
+
+    def crop(self, length: int | Tensor, kept: list[int]) -> None:
+        self.cache.crop(length)
+        self.rows = [row[:n] for row, n in zip(self.rows, kept, strict=True)]
+
+    def judge_positions(self) -> None:
+        expected = [[sum(token is not None for token in row)] for row in self.rows]
+        found: Any = self.cache.next_positions(1)
+        assert (expected == [[found]] * len(self.rows)) if isinstance(found, int) else (found.tolist() == expected)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("kind", CACHES)
+@settings(max_examples=settings.default.max_examples // 3)  # type: ignore[union-attr]
+@given(steps=STEPS)
+def test_rows_go_on_as_if_alone(kind: str, module: str, steps: list[tuple[str, tuple[int, ...]]]) -> None:
+    rows = Rows(MODULES[module](), kind)
+    for step, numbers in steps:
+        try:
+            rows.do(step, numbers)
+        except CacheError:
+            assert "sliding" in kind, "only a ring can have forgotten"
+        rows.judge_positions()
+
+
+@pytest.mark.parametrize("budget", [2, 5])
+def test_rows_know_where_they_are_after_evictions(budget: int) -> None:
+    """The tokens before those that are cropped away may have been evicted long before."""
+    cache = EvictingKVCache(3, KV_HEADS, budget, DIM, policy=SinksAndRecent(1))
+    x = torch.randn(3, KV_HEADS, 13, DIM)
+    cache.update(x, x, (torch.arange(13) - torch.tensor([[0], [2], [5]])).clamp(min=-1))
+    cache.update(x[:, :, :1], x[:, :, :1])
+    cache.crop(torch.tensor([9, 7, 14]))
+    assert cache.next_positions(1).tolist() == [[9], [5], [9]]  # type: ignore[union-attr]
+    cache.update(x[:, :, :4], x[:, :, :4])
+    cache.crop(torch.tensor([10, 11, 15]))
+    assert cache.next_positions(2).tolist() == [[10, 11], [9, 10], [10, 11]]  # type: ignore[union-attr]

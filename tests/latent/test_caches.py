@@ -1,0 +1,232 @@
+"""Latent attention step by step; generated histories of every cache are in `tests/caches/test_histories.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import clearhead
+import clearhead.latent
+from clearhead import masks
+from clearhead.caches import (
+    Cache,
+    EvictingKVCache,
+    EvictionPolicy,
+    HeavyHitters,
+    KVCache,
+    SinksAndRecent,
+    SlidingKVCache,
+)
+from clearhead.errors import CacheError, ShapeError
+from clearhead.masks import Mask
+
+from .by_hand import CAUSAL, FEW, LOW, NOPE, RANK, ROPE, VALUE, B, E, H, L, by_hand, close, fed, module, tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("low", [None, LOW])
+@pytest.mark.parametrize("sizes", [[1] * L, [FEW, FEW, 1], [FEW + 1, 1, 4], [3, FEW + 3], [L]], ids=str)
+def test_steps_and_chunks_are_the_whole(sizes: list[int], low: int | None, dtype: torch.dtype) -> None:
+    attend, x = module(low, dtype=dtype), tokens(dtype=dtype)
+    cache = attend.make_cache(B, L)
+    close(fed(attend, x, cache, sizes), attend(x, mask=CAUSAL))
+
+
+@pytest.fixture(name="calls")
+def _calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], ...]]:
+    """The shapes of query, key and value in every call of `attention`."""
+    seen: list[tuple[tuple[int, ...], ...]] = []
+    attention: Callable[..., Tensor] = clearhead.latent.attention
+
+    def noting(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        seen.append((tuple(query.shape), tuple(key.shape), tuple(value.shape)))
+        return attention(query, key, value, **options)
+
+    monkeypatch.setattr(clearhead.latent, "attention", noting)
+    return seen
+
+
+def test_which_form_runs_when(calls: list[Any]) -> None:
+    attend = module()
+    cache = attend.make_cache(B, 40)
+    with torch.no_grad():
+        for x in (tokens(FEW + 1), tokens(FEW), tokens(1)):
+            attend(x, cache=cache)
+        attend(tokens(1))
+    expanded, absorbed = NOPE + ROPE, RANK + ROPE
+    assert calls == [
+        ((B, H, FEW + 1, expanded), (B, H, FEW + 1, expanded), (B, H, FEW + 1, VALUE)),
+        ((B, H, FEW, absorbed), (B, 1, 2 * FEW + 1, absorbed), (B, 1, 2 * FEW + 1, RANK)),
+        ((B, H, 1, absorbed), (B, 1, 2 * FEW + 2, absorbed), (B, 1, 2 * FEW + 2, RANK)),
+        ((B, H, 1, expanded), (B, H, 1, expanded), (B, H, 1, VALUE)),
+    ]
+
+
+def test_a_cache_holds_latents_alone_and_steps_copy_nothing() -> None:
+    attend, x = module(dtype=torch.float32), tokens(dtype=torch.float32)
+    cache = attend.make_cache(B, L)
+    assert attend.cache_head_dim == RANK + ROPE
+    places = set[int]()
+    with torch.no_grad():
+        for n in range(L):
+            attend(x[:, [n]], mask=CAUSAL, cache=cache)
+            places.add(cache.key.data_ptr())
+    assert (cache.key.shape, cache.key.dtype) == ((B, 1, L, RANK + ROPE), torch.float32)
+    assert cache.value.numel() == 0
+    assert len(places) == 1
+
+
+def test_weights_with_a_cache() -> None:
+    attend, x = module(), tokens()
+    _, expected = by_hand(attend, x, CAUSAL)
+    for size in (1, FEW + 1):
+        cache = attend.make_cache(B, L)
+        with torch.no_grad():
+            attend(x[:, :-size], mask=CAUSAL, cache=cache)
+            _, found = attend(x[:, -size:], mask=CAUSAL, cache=cache, need_weights=True, average_attn_weights=False)
+        close(found, expected[:, :, -size:])
+
+
+def sliding(window: int) -> Cache:
+    return SlidingKVCache(B, 1, window, RANK + ROPE, value_head_dim=0, max_crop=2, dtype=torch.float64)
+
+
+def evicting(budget: int, policy: EvictionPolicy) -> EvictingKVCache:
+    return EvictingKVCache(B, 1, budget, RANK + ROPE, value_head_dim=0, policy=policy, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("sizes", [[1] * L, [FEW + 2, 1, 3], [2, FEW + 4]], ids=str)
+@pytest.mark.parametrize(
+    ("cache", "rule"),
+    [
+        (lambda: sliding(4), CAUSAL & masks.window(3, 0)),
+        (lambda: evicting(L, HeavyHitters()), CAUSAL),
+        (lambda: evicting(L, SinksAndRecent(1)), CAUSAL),
+    ],
+    ids=["sliding", "heavy hitters", "streaming"],
+)
+def test_other_caches(cache: Callable[[], Cache], rule: Mask, sizes: list[int]) -> None:
+    attend, x = module(), tokens()
+    close(fed(attend, x, cache(), sizes), attend(x, mask=rule))
+
+
+class Noting(EvictionPolicy):
+    """Keep the latest, and note what every key received."""
+
+    needs_received = True
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def rank(self, held: Any) -> Tensor:
+        self.seen.append(held.received.clone())
+        return held.positions.double()
+
+
+@pytest.mark.parametrize("sizes", [[L], [1] * L, [4, FEW + 2]], ids=str)
+def test_policies_hear_what_every_key_received(sizes: list[int]) -> None:
+    attend, x, policy = module(), tokens(), Noting()
+    fed(attend, x, evicting(L - 1, policy), sizes)
+    _, weights = by_hand(attend, x, CAUSAL)
+    torch.testing.assert_close(policy.seen[-1].double(), weights.sum((1, 2))[:, None], rtol=0, atol=1e-5)
+
+
+def test_fewer_keys_than_tokens() -> None:
+    attend, x = module(), tokens()
+    cache = evicting(4, SinksAndRecent(1))
+    with torch.no_grad():
+        *_, last = [attend(x[:, [n]], mask=CAUSAL, cache=cache) for n in range(L)]
+    kept = masks.keep(torch.isin(torch.arange(L), torch.tensor([0, L - 4, L - 3, L - 2, L - 1])).expand(1, 1, 1, L))
+    close(last[:, 0], attend(x, mask=CAUSAL & kept)[:, -1])
+
+
+def test_beams_and_rejected_tokens() -> None:
+    attend, x = module(), tokens()
+    cache = attend.make_cache(B, L)
+    fed(attend, x[:, :8], cache, [FEW + 1, 2])
+    cache.crop(6)
+    cache.reorder(torch.tensor([1, 1]))
+    swapped = torch.cat((x[[1, 1], :6], x[:, 6:]), 1)
+    close(fed(attend, x[:, 6:], cache, [1, 4]), attend(swapped, mask=CAUSAL)[:, 6:])
+
+
+LENGTHS = [L, 6]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("prompt", [FEW, FEW + 2])
+def test_padded_prompts_and_steps(side: str, prompt: int) -> None:
+    """Rows of different lengths, whatever stands in padding: each as if it were alone."""
+    attend, x = module(), tokens()
+    lengths = [prompt, prompt - 3]
+    alone = [attend(x[row, : n + 4], mask=CAUSAL) for row, n in enumerate(lengths)]
+    padded, positions = torch.full((B, prompt, E), torch.nan).double(), torch.full((B, prompt), -1)
+    for row, n in enumerate(lengths):
+        place = slice(0, n) if side == "right" else slice(prompt - n, prompt)
+        padded[row, place], positions[row, place] = x[row, :n], torch.arange(n)
+    cache = attend.make_cache(B, prompt + 4)
+    with torch.no_grad():
+        first = attend(padded, mask=CAUSAL, positions=positions, cache=cache)
+        close(first[positions >= 0], torch.cat([row[:n] for row, n in zip(alone, lengths, strict=True)]))
+        close(attend(padded, mask=CAUSAL, positions=positions)[positions >= 0], first[positions >= 0])
+        for step in range(4):
+            token = torch.stack([x[row, n + step] for row, n in enumerate(lengths)])[:, None]
+            expected = torch.stack([row[n + step] for row, n in zip(alone, lengths, strict=True)])[:, None]
+            close(attend(token, mask=CAUSAL, cache=cache), expected)
+
+
+def test_positions_may_start_anywhere() -> None:
+    attend, x = module(), tokens()
+    far = attend(x, mask=CAUSAL, positions=1000)
+    torch.testing.assert_close(far, attend(x, mask=CAUSAL), rtol=0, atol=1e-10)  # only differences count
+    cache = attend.make_cache(B, L)
+    with torch.no_grad():
+        attend(x[:, :3], mask=CAUSAL, positions=torch.arange(1000, 1003), cache=cache)
+        close(attend(x[:, 3:], mask=CAUSAL, cache=cache), far[:, 3:])
+
+
+def test_gradients_and_a_cache_do_not_go_together() -> None:
+    attend = module()
+    with pytest.raises(CacheError, match=r"key: expected no gradients asked for.*torch\.no_grad\(\)"):
+        attend(tokens(), cache=attend.make_cache(B, L))
+
+
+def test_a_step_is_compiled_twice_at_most() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    attend, x = module(), tokens()
+    cache = attend.make_cache(B, L + 1)
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def step(token: Tensor) -> Tensor:
+        return attend(token, mask=CAUSAL, cache=cache)
+
+    with torch.no_grad():
+        found = [attend(x[:, :3], mask=CAUSAL, cache=cache)]
+        counts: list[int] = []
+        for n in range(3, L):
+            found.append(step(x[:, [n]]))
+            counts.append(counter.frame_count)
+    close(torch.cat(found, 1), attend(x, mask=CAUSAL))
+    assert counts[1] <= 2
+    assert counts[-1] == counts[1]
+
+
+def test_caches_that_do_not_fit() -> None:
+    attend, x = module(), tokens()
+    with torch.no_grad():
+        with pytest.raises(
+            ShapeError, match=r"key: expected the cache's .*\(3, 1, L, 17\), got \(2, 1, 11, 17\)\. Make"
+        ):
+            attend(x, cache=attend.make_cache(3, L))
+        with pytest.raises(
+            ShapeError, match=r"value: expected the cache's .*\(2, 1, L, 17\), got \(2, 1, 11, 0\)\. Make"
+        ):
+            attend(x, cache=KVCache(B, 1, L, RANK + ROPE, dtype=torch.float64))
+        with pytest.raises(CacheError, match="at most max_length = 4 tokens"):
+            attend(x, cache=attend.make_cache(B, 4))

@@ -1,0 +1,82 @@
+"""`MultiHeadLatentAttention` computes the formula, in both forms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from clearhead import masks
+from clearhead.caches import (
+    CrossKVCache,
+)
+from clearhead.masks import Mask
+
+from .by_hand import CAUSAL, FEW, LOW, NOPE, ROPE, VALUE, B, E, H, L, by_hand, close, fed, module, tokens
+
+MASKS = [None, CAUSAL, masks.window(2, 1), masks.lengths(torch.tensor([5, 0])), masks.causal() & masks.prefix(3)]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["none", "causal", "window", "lengths", "combined"])
+@pytest.mark.parametrize("low", [None, LOW])
+def test_it_computes_the_formula(low: int | None, mask: Mask | None) -> None:
+    attend, x = module(low, bias=True), tokens()
+    output, weights = by_hand(attend, x, mask)
+    close(attend(x, mask=mask), output)
+    found, per_head = attend(x, mask=mask, need_weights=True, average_attn_weights=False)
+    close(found, output)
+    close(per_head, weights)
+    close(attend(x, mask=mask, need_weights=True)[1], weights.mean(1))
+
+
+def test_a_layers_own_mask() -> None:
+    attend, x = module(mask=masks.window(2, 0)), tokens()
+    close(attend(x, mask=CAUSAL), by_hand(attend, x, CAUSAL & masks.window(2, 0))[0])
+    close(fed(attend, x, attend.make_cache(B, L), [FEW + 1, 1, 4]), attend(x, mask=CAUSAL))
+
+
+def test_another_source_of_keys() -> None:
+    attend, x, memory = module(position=None), tokens(), torch.randn(B, 19, E).double()
+    expected, _ = by_hand(attend, x, memory=memory)
+    close(attend(x, memory), expected)
+    close(attend(x, memory, memory), expected)
+    cache = CrossKVCache()
+    with torch.no_grad():
+        close(attend(x[:, :8], memory, cache=cache), expected[:, :8])
+        close(attend(x[:, 8:], cache=cache), expected[:, 8:])
+        close(attend(x[:, 8:], x, cache=cache), expected[:, 8:])  # what later calls bring is not looked at
+
+
+def test_without_a_batch() -> None:
+    attend, x = module(), tokens()
+    output, weights = attend(x[0], mask=CAUSAL, need_weights=True, average_attn_weights=False)
+    expected, theirs = by_hand(attend, x, CAUSAL)
+    close(output, expected[0])
+    close(weights, theirs[0])
+
+
+@pytest.mark.parametrize("low", [None, LOW])
+def test_gradients(low: int | None) -> None:
+    attend, x = module(low), tokens(5).requires_grad_()
+    direction = torch.randn(B, 5, E, dtype=torch.float64)
+    wanted = [x, *attend.parameters()]
+    ours = torch.autograd.grad((attend(x, mask=CAUSAL) * direction).sum(), wanted)
+    theirs = torch.autograd.grad((by_hand(attend, x, CAUSAL)[0] * direction).sum(), wanted)
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert torch.autograd.gradcheck(lambda y: attend(y, mask=CAUSAL), (tokens(3).requires_grad_(),))
+
+
+def test_scale() -> None:
+    assert module().scale == (NOPE + ROPE) ** -0.5
+    attend, x = module(scale=0.7), tokens()
+    close(attend(x), by_hand(attend, x)[0])
+    close(fed(attend, x, attend.make_cache(B, L), [1] * L), attend(x, mask=CAUSAL))
+
+
+def test_nothing_seen_gives_the_output_of_zero() -> None:
+    attend, x = module(out_bias=True), tokens()
+    nothing = attend.out_proj(torch.zeros(H * VALUE).double())
+    hidden = masks.keep(torch.zeros(1, 1, 1, 1).bool())
+    close(attend(x, mask=hidden)[0, 0], nothing)
+    with torch.no_grad():
+        close(attend(x[:, :1], mask=hidden, cache=attend.make_cache(B, 1))[0, 0], nothing)

@@ -1,0 +1,169 @@
+"""How latent attention lives as a module: replaced parts, precision, recording, copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead
+import clearhead.latent
+from clearhead import masks
+from clearhead.errors import ArgumentError
+from clearhead.latent import MultiHeadLatentAttention
+
+from .by_hand import CAUSAL, FEW, NOPE, RANK, ROPE, VALUE, B, E, H, L, by_hand, close, fed, module, tokens
+
+
+class LowRank(nn.Module):
+    """A projection with a low-rank update beside it, as adapters have it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.update = nn.Parameter(
+            torch.randn(base.out_features, 2).double() @ torch.randn(2, base.in_features).double()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.update.T
+
+
+def adapted(attend: MultiHeadLatentAttention) -> None:
+    attend.kv_up = LowRank(attend.kv_up)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def hooked(attend: MultiHeadLatentAttention) -> None:
+    attend.kv_up.register_forward_hook(lambda module, args, output: output * 3)
+
+
+def reparametrised(attend: MultiHeadLatentAttention) -> None:
+    torch.nn.utils.parametrizations.weight_norm(attend.kv_up)
+    with torch.no_grad():
+        attend.kv_up.parametrizations.weight.original0.mul_(2)
+
+
+@pytest.mark.parametrize("change", [adapted, hooked, reparametrised])
+def test_what_takes_the_place_of_a_projection_is_heard_in_both_forms(
+    change: Callable[[MultiHeadLatentAttention], None],
+) -> None:
+    attend, x = module(), tokens()
+    before = attend(x, mask=CAUSAL)
+    change(attend)
+    expected = attend(x, mask=CAUSAL)
+    assert not torch.allclose(before, expected)
+    close(fed(attend, x, attend.make_cache(B, L), [FEW + 1, 1, 4]), expected)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_bias_where_there_can_be_none(wrap: bool) -> None:
+    attend, x = module(), tokens()
+    biased = nn.Linear(RANK, H * (NOPE + VALUE), dtype=torch.float64)
+    attend.kv_up = nn.Sequential(biased) if wrap else biased  # pyright: ignore[reportAttributeAccessIssue]
+    attend(x)  # the expanded form takes it
+    kind = "Sequential" if wrap else "Linear"
+    expected = rf"kv_up: expected a projection without a bias, got a {kind} with one\. The absorbed form"
+    with torch.no_grad(), pytest.raises(ArgumentError, match=expected):
+        attend(x[:, :1], cache=attend.make_cache(B, L))
+
+
+def test_projections_are_called_as_modules() -> None:
+    attend = module()
+    called: list[str] = []
+    for name, part in attend.named_modules():
+        part.register_forward_hook(lambda module, args, output, name=name: called.append(name))
+    attend(tokens())
+    assert {"q_proj", "q_proj.down", "q_proj.norm", "q_proj.up", "kv_down", "kv_norm", "kv_up", "out_proj"} < set(
+        called
+    )
+
+
+def test_other_norms() -> None:
+    attend, x = module(query_norm=nn.Identity(), kv_norm=nn.LayerNorm(RANK, dtype=torch.float64)), tokens()
+    assert isinstance(attend.kv_norm, nn.LayerNorm)
+    close(fed(attend, x, attend.make_cache(B, L), [1] * L), attend(x, mask=CAUSAL))
+    assert not torch.allclose(attend(x), module()(x))
+
+
+def test_dropout_is_for_training() -> None:
+    attend, x = module(dropout=0.5), tokens()
+    assert torch.equal(attend(x), attend(x))
+    attend.train()
+    assert not torch.equal(attend(x), attend(x))
+    weights = attend(x, need_weights=True)[1]
+    close(weights.sum(-1), torch.ones(B, L).double())  # those before dropout
+
+
+@torch.no_grad()
+def test_who_watches_sees_heads_with_a_cache_and_without() -> None:
+    """Also where the absorbed form would run, whose heads would be mixtures of latents."""
+    attend, x = module(), tokens()
+    patch = torch.randn(B, 1, VALUE).double()
+    changes: dict[tuple[str, int], Any] = {("", 0): 0.5, ("", 1): patch, ("", 2): lambda output: output.relu()}
+    with clearhead.intervene(attend, changes):
+        expected = attend(x, mask=CAUSAL)
+        close(fed(attend, x, attend.make_cache(B, L), [1] * L), expected)
+    assert not torch.allclose(expected, attend(x, mask=CAUSAL))
+    cache = attend.make_cache(B, L)
+    fed(attend, x[:, :-1], cache, [L - 1])
+    with clearhead.record(attend, statistics=("rows", "output_norm")) as rec:
+        attend(x[:, -1:], mask=CAUSAL, cache=cache)
+        attend(x, mask=CAUSAL)
+    step, whole = rec[""]
+    close(step.rows, by_hand(attend, x, CAUSAL)[1][:, :, -1:])
+    close(step.output_norm, whole.output_norm[:, :, -1:])
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of PyTorch's norm
+def test_autocast() -> None:
+    attend, x = module(dtype=torch.float32), tokens(dtype=torch.float32)
+    whole = attend(x, mask=CAUSAL)
+    with torch.autocast("cpu", torch.bfloat16):
+        cache = attend.make_cache(B, L)
+        half = attend(x, mask=CAUSAL)
+        steps = fed(attend, x, cache, [FEW + 1, 1, 4])
+    for found in (half, steps):
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.float(), whole, rtol=0, atol=0.05 * float(whole.detach().abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    attend, x = module().to(dtype), tokens(dtype=dtype)
+    whole = copy.deepcopy(attend).double()(x.double(), mask=CAUSAL)
+    largest = float(whole.detach().abs().max())
+    for found in (attend(x, mask=CAUSAL), fed(attend, x, attend.make_cache(B, L), [1] * L)):
+        assert found.dtype == dtype
+        assert float((found - whole).detach().abs().max()) < 4 * torch.finfo(dtype).eps * largest
+
+
+def test_it_lives_as_a_module() -> None:
+    attend, x = module(bias=True), tokens()
+    for other in (copy.deepcopy(attend), pickle.loads(pickle.dumps(attend))):
+        assert torch.equal(other(x), attend(x))
+    blank = module(bias=True)
+    blank.reset_parameters()
+    assert not torch.allclose(blank(x), attend(x))
+    blank.load_state_dict(attend.state_dict())
+    assert torch.equal(blank(x), attend(x))
+    shapes = {name: tuple(tensor.shape) for name, tensor in module(None).state_dict().items()}
+    assert shapes == {
+        "q_proj.weight": (H * (NOPE + ROPE), E),
+        "kv_down.weight": (RANK + ROPE, E),
+        "kv_norm.weight": (RANK,),
+        "kv_up.weight": (H * (NOPE + VALUE), RANK),
+        "out_proj.weight": (E, H * VALUE),
+    }
+    assert {name for name in attend.state_dict() if "bias" in name} == {
+        "q_proj.down.bias",
+        "kv_down.bias",
+        "out_proj.bias",
+    }
+    text = repr(module(mask=masks.window(2, 0), dropout=0.25))
+    assert "kv_lora_rank=13, q_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3" in text
+    assert "mask=window(2, 0), dropout=0.25" in text
