@@ -105,20 +105,21 @@ def greedy(writer: Writer, start: int, end: int, max_length: int) -> Tensor:
 
 @torch.no_grad()
 def beam(writer: Writer, start: int, end: int, max_length: int, width: int = 4) -> Tensor:
-    """Keep the `width` best beginnings in every step; the best text of each row, as `greedy` gives it."""
-    rows = writer.rows
-    totals, best = writer.scores(torch.full((rows, 1), start)).topk(width)  # (B, width)
-    writer.reorder(torch.arange(rows).repeat_interleave(width))
-    written = torch.cat((torch.full((rows * width, 1), start), best.reshape(-1, 1)), 1)  # (B·width, 2)
+    """Keep the `width` likeliest beginnings in every step; the likeliest text of each row, as `greedy` gives it."""
+    rows, beams = writer.rows, 1
+    totals = torch.zeros(rows, 1)  # (B, beams)
+    written = torch.full((rows, 1), start)  # (B·beams, n)
     while written.shape[1] <= max_length and not (written == end).any(1).all():
-        scores = writer.scores(written)  # (B·width, tokens)
+        scores = writer.scores(written)  # (B·beams, tokens)
         # A text that has ended goes on in one way, which costs nothing.
         ended = (written == end).any(1)
         scores[ended] = -torch.inf
         scores[ended, end] = 0
         tokens = scores.shape[1]
-        totals, chosen = (totals[:, :, None] + scores.view(rows, width, tokens)).flatten(1).topk(width)  # (B, width)
-        parents = (chosen // tokens + torch.arange(rows)[:, None] * width).flatten()  # (B·width,)
+        candidates = (totals[:, :, None] + scores.view(rows, beams, tokens)).flatten(1)  # (B, beams·tokens)
+        totals, chosen = candidates.topk(min(width, candidates.shape[1]))  # (B, new beams)
+        parents = (chosen // tokens + torch.arange(rows)[:, None] * beams).flatten()  # (B·new beams,)
         writer.reorder(parents)
         written = torch.cat((written[parents], (chosen % tokens).reshape(-1, 1)), 1)
-    return written.view(rows, width, -1)[:, 0, 1:]
+        beams = totals.shape[1]
+    return written.view(rows, beams, -1)[:, 0, 1:]

@@ -159,9 +159,8 @@ def translate(model: Translator, texts: Sequence[str], *, width: int = 1, cached
     return as_texts(beam(writer, START, END, LENGTH, width))
 
 
-def share_right(model: Translator, written: Sequence[Written]) -> float:
+def share_right(found: Sequence[str], written: Sequence[Written]) -> float:
     """The share of dates that are exactly right."""
-    found = translate(model, [one.text for one in written])
     return sum(text == str(one.day) for text, one in zip(found, written, strict=True)) / len(written)
 
 
@@ -277,27 +276,28 @@ def draw(model: Translator, written: Sequence[Written], path: Path) -> None:
 # The whole.
 
 
-def compare_decoding(model: Translator, texts: Sequence[str], width: int) -> dict[str, int]:
-    """Write everything four times: how many texts came out, and how many differ without caches.
+def decode_four_ways(model: Translator, written: Sequence[Written], width: int) -> dict[str, Any]:
+    """Write everything greedily and by beams, with caches and without: what is right, and what differs.
 
     Raises:
-        RuntimeError: if one does.
+        RuntimeError: if a text comes out differently without caches.
     """
-    different: dict[str, int] = {}
-    for name, beams in (("greedy", 1), ("beam", width)):
+    texts, shares, different = [one.text for one in written], {}, {}
+    for name, beams in (("exact", 1), ("beam_exact", width)):
         cached, uncached = (translate(model, texts, width=beams, cached=kind) for kind in (True, False))
-        different[name] = sum(one != other for one, other in zip(cached, uncached, strict=True))
+        shares[name] = share_right(cached, written)
+        different["greedy" if beams == 1 else "beam"] = sum(
+            one != other for one, other in zip(cached, uncached, strict=True)
+        )
     if any(different.values()):
         raise RuntimeError(f"of {len(texts)} texts, caches changed {different}")
-    return different
+    return shares | {"beam_width": width, "different_without_cache": different}
 
 
 def report(results: dict[str, Any], model: Translator, held_out: Sequence[Written]) -> None:
     count, width = results["held_out"], results["beam_width"]
-    console.print(
-        f"held-out dates exactly right: {results['exact']:.2%} of {count} greedily, {results['beam_exact']:.2%}"
-    )
-    console.print(f"by beams of {width}. Cached and uncached, all {count} are the same, greedily and by beams.")
+    console.print(f"held-out dates exactly right, of {count}: {results['exact']:.2%} greedily,", end=" ")
+    console.print(f"{results['beam_exact']:.2%} by beams of {width}; the same with caches and without")
     table = Table(title="Where it looks while it writes, mean over heads and held-out dates")
     for column in ("writing the", "weight on it in the source", "if all were alike", "looks most at it"):
         table.add_column(column, justify="right")
@@ -322,18 +322,14 @@ def main(
     training, *others = split_dates(seed, held_out=held_out)
     checked, tested = ([write(day, rng) for day in days] for days in others)
     model = Translator()
-    trained = train(model, training, lambda: share_right(model, checked), rng, steps)
+    given = [one.text for one in checked]
+    trained = train(model, training, lambda: share_right(translate(model, given), checked), rng, steps)
 
-    width, texts = 4, [one.text for one in tested]
-    by_beam = translate(model, texts, width=width)
     results: dict[str, Any] = {
         "seed": seed,
         "steps": trained,
         "held_out": len(tested),
-        "exact": share_right(model, tested),
-        "beam_width": width,
-        "beam_exact": sum(text == str(one.day) for text, one in zip(by_beam, tested, strict=True)) / len(tested),
-        "different_without_cache": compare_decoding(model, texts, width),
+        **decode_four_ways(model, tested, width=4),
         "looks": {name: asdict(look) for name, look in looks(model, tested).items()},
     }
     day = date(1979, 5, 3)

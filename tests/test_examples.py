@@ -1,19 +1,84 @@
-"""The notebooks in examples/ run, and are committed with the output of a run."""
+"""The programs in examples/ run, in a few steps here and in full with ``pytest -m slow``; so do the notebooks.
+
+What the programs are made of is tested in tests/examples.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-nbclient = pytest.importorskip("nbclient", reason="executing notebooks needs nbclient and ipykernel")
-nbformat = pytest.importorskip("nbformat", reason="reading notebooks needs nbformat")
-pytest.importorskip("ipykernel", reason="executing notebooks needs a kernel: ipykernel")
+from benchmarks.eviction import POLICIES, compare, held_out_passages
+from examples.character_model import LENGTH, read_corpus, trained
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
 LARGEST = 300_000  # bytes, so that it opens at once where code is read
+
+
+def run(out: Path, name: str, *options: str) -> tuple[dict[str, Any], str]:
+    """Run a program as a user does: what it saved as figures, and what it printed."""
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--out", str(out), *options]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, encoding="utf-8")
+    assert result.returncode == 0, result.stderr
+    return json.loads((out / f"{name}.json").read_text(encoding="utf-8")), result.stdout
+
+
+def test_dates_are_translated(tmp_path: Path) -> None:
+    results, said = run(tmp_path, "translate_dates", "--steps", "2", "--held-out", "20")
+    assert (results["steps"], results["held_out"]) == (2, 20)
+    assert results["different_without_cache"] == {"greedy": 0, "beam": 0}
+    assert set(results["looks"]) == {"year", "month", "day"}
+    assert (tmp_path / "translate_dates.png").read_bytes().startswith(b"\x89PNG")
+    for text in ("Tuesday 3 May 1979", "03.05.79", "May 3rd, '79"):
+        assert text in said
+
+
+def test_characters_are_written(tmp_path: Path) -> None:
+    weights = tmp_path / "model.pt"
+    options = ["--steps", "2", "--count", "150", "--prompt", "The ", "--weights", str(weights)]
+    results, said = run(tmp_path, "character_model", *options)
+    assert len(results["text"]) == 154
+    assert results["text"].startswith("The ")
+    assert results["text"].split("\n")[0] in said
+    assert 3 < results["bits_bigram"] < 4 < results["bits"] < 8
+    again, _ = run(tmp_path, "character_model", *options)
+    assert again["bits"] == results["bits"]  # the same weights, not trained again
+    assert again["text"] == results["text"]
+
+
+@pytest.mark.slow
+def test_in_full_almost_every_date_is_right(tmp_path: Path) -> None:
+    results, _ = run(tmp_path, "translate_dates")
+    assert results["exact"] >= 0.99
+    assert results["beam_exact"] >= 0.99
+    assert results["different_without_cache"] == {"greedy": 0, "beam": 0}
+    for part, look in results["looks"].items():
+        assert look["share"] > 2 * look["even"], part
+        assert look["most"] > 0.8, part
+
+
+@pytest.mark.slow
+def test_in_full_characters_are_guessed_far_beyond_the_training_length_and_policies_beat_lots(tmp_path: Path) -> None:
+    weights = tmp_path / "model.pt"
+    results, _ = run(tmp_path, "character_model", "--weights", str(weights))
+    assert results["bits"] < results["bits_bigram"] - 1
+    assert results["bits_beyond_training_length"] < results["bits_in_passages"]
+
+    corpus = read_corpus()
+    model = trained(corpus, 0, 0, weights)
+    found = compare(model, held_out_passages(corpus, 32), LENGTH // 4, seeds=5)
+    lots = [loss for name, loss in found.items() if name.startswith("by lot")]
+    assert len(lots) == 5
+    for name in POLICIES:
+        assert found[name].error < min(loss.error for loss in lots), name
+        assert found[name].divergence < min(loss.divergence for loss in lots), name
+
 
 #: What must hold in the notebook's own names after its last cell: the claims of its text.
 CLAIMS = {
@@ -30,8 +95,9 @@ assert changes[sink_layer, sink_head] < changes[sink_layer].median(), "the sink 
 notebooks = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def code_cells(path: Path) -> list[Any]:
-    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+def read(path: Path) -> Any:
+    nbformat = pytest.importorskip("nbformat", reason="reading notebooks needs nbformat")
+    return nbformat.read(path, as_version=4)
 
 
 def printed(cell: Any) -> str:
@@ -44,9 +110,13 @@ def test_there_are_notebooks() -> None:
 
 @notebooks
 def test_every_cell_runs_and_its_claims_hold(path: Path, tmp_path: Path) -> None:
-    notebook = nbformat.read(path, as_version=4)
+    nbclient = pytest.importorskip("nbclient", reason="executing notebooks needs nbclient and ipykernel")
+    pytest.importorskip("ipykernel", reason="executing notebooks needs a kernel: ipykernel")
+    notebook = read(path)
     committed = [printed(cell) for cell in notebook.cells if cell.cell_type == "code"]
-    notebook.cells.append(nbformat.v4.new_code_cell(CLAIMS[path.stem]))
+    from nbformat.v4 import new_code_cell
+
+    notebook.cells.append(new_code_cell(CLAIMS[path.stem]))
     client = nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
@@ -58,7 +128,7 @@ def test_every_cell_runs_and_its_claims_hold(path: Path, tmp_path: Path) -> None
 
 @notebooks
 def test_it_is_committed_as_it_ran_from_top_to_bottom(path: Path) -> None:
-    cells = code_cells(path)
+    cells = [cell for cell in read(path).cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs)

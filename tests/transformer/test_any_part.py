@@ -1,0 +1,139 @@
+"""Layers and stacks take any attention, position, mask, norm, feed-forward part and cache that Clearhead has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import clearhead
+from clearhead import masks
+from clearhead.caches import Cache, EvictingKVCache, SinksAndRecent, SlidingKVCache
+from clearhead.positions import ALiBi, RelativeBias, Rotary
+
+B, L, S, E, H, KV_HEADS, DIM, WINDOW = 2, 11, 7, 13, 6, 3, 4, 5
+F64 = torch.float64
+causal = masks.causal()
+
+
+def grouped(**options: Any) -> nn.Module:
+    return clearhead.MultiHeadAttention(E, H, num_kv_heads=KV_HEADS, head_dim=DIM, **options)
+
+
+def latent() -> nn.Module:
+    return clearhead.MultiHeadLatentAttention(
+        E, H, kv_lora_rank=5, q_lora_rank=7, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4, position=Rotary(2)
+    )
+
+
+ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
+    "rotary": lambda: grouped(position=Rotary(DIM)),
+    "a share of rotary, interleaved": lambda: grouped(position=Rotary(DIM, fraction=0.5, interleaved=True)),
+    "ALiBi": lambda: grouped(mask=ALiBi(H)),
+    "relative bias": lambda: grouped(mask=RelativeBias(H, num_buckets=6, max_distance=9, bidirectional=False)),
+    "window": lambda: grouped(position=Rotary(DIM), mask=masks.window(WINDOW - 1, 0)),
+    "norms": lambda: grouped(position=Rotary(DIM), query_norm=nn.RMSNorm(DIM), key_norm=nn.RMSNorm(DIM)),
+    "soft-cap and sinks": lambda: grouped(position=Rotary(DIM), softcap=1.3, sinks=True),
+    "latent": latent,
+}
+attentions = pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+
+
+def stack(attention: Callable[[], nn.Module]) -> clearhead.Encoder:
+    layers = [
+        clearhead.EncoderLayer(E, attention(), clearhead.SwiGLU(E, 17), norm=nn.RMSNorm, norm_first=True),
+        clearhead.EncoderLayer(E, attention(), clearhead.FeedForward(E, 17, activation=nn.GELU())),
+    ]
+    return randomised(clearhead.Encoder(layers, norm=nn.LayerNorm(E)))
+
+
+def randomised(module: Any) -> Any:
+    """Biases, sinks and norms start as constants; other values show that they count."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.5)
+    return module.to(F64).eval()
+
+
+def normal(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, dtype=F64)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@attentions
+@torch.no_grad()
+def test_a_stack_of_any_attention_writes_step_by_step(attention: Callable[[], nn.Module]) -> None:
+    model, x = stack(attention), normal(B, L, E)
+    caches = model.make_cache(B, L)
+    close(
+        torch.cat([model(part, causal, cache=caches) for part in x.split([4] + [1] * (L - 4), 1)], 1), model(x, causal)
+    )
+
+
+@attentions
+@torch.no_grad()
+def test_a_decoder_layer_takes_any_attention(attention: Callable[[], nn.Module]) -> None:
+    layer = clearhead.DecoderLayer(E, attention(), grouped(), clearhead.SwiGLU(E, 17), norm=nn.RMSNorm)
+    model = randomised(clearhead.Decoder([layer]))
+    x, memory, caches = normal(B, L, E), normal(B, S, E), model.make_cache(B, L)
+    steps = [model(x[:, [n]], None if n else memory, causal, cache=caches) for n in range(L)]
+    close(torch.cat(steps, 1), model(x, memory, causal))
+
+
+@attentions
+def test_every_parameter_of_every_part_learns(attention: Callable[[], nn.Module]) -> None:
+    model = stack(attention).train()
+    model(normal(B, L, E), causal).square().sum().backward()
+    assert [name for name, own in model.named_parameters() if own.grad is None or not own.grad.any()] == []
+
+
+CACHES: dict[str, Callable[[], Cache]] = {
+    "sliding": lambda: SlidingKVCache(B, KV_HEADS, WINDOW, DIM, dtype=F64),
+    "evicting, with room": lambda: EvictingKVCache(B, KV_HEADS, L, DIM, dtype=F64),
+    "evicting, the latest": lambda: EvictingKVCache(B, KV_HEADS, WINDOW, DIM, policy=SinksAndRecent(0), dtype=F64),
+}
+
+
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
+@torch.no_grad()
+def test_a_stack_takes_any_cache(cache: Callable[[], Cache]) -> None:
+    model, x = stack(ATTENTIONS["window"]), normal(B, L, E)
+    caches = [cache(), cache()]
+    close(torch.cat([model(x[:, [n]], causal, cache=caches) for n in range(L)], 1), model(x, causal))
+
+
+@torch.no_grad()
+def test_jagged_rows_are_what_each_is_alone() -> None:
+    model, rows = stack(ATTENTIONS["rotary"]), [normal(length, E) for length in (3, 7, 1)]
+    found = model(torch.nested.nested_tensor(rows, layout=torch.jagged), causal)
+    for one, row in zip(found.unbind(), rows, strict=True):
+        close(one, model(row, causal))
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@torch.no_grad()
+def test_a_step_of_a_stack_compiles_without_breaks_and_once_more_at_most(kind: str) -> None:
+    counter, x, memory = CompileCounter(), normal(B, L, E), normal(B, S, E)
+    if kind == "encoder":
+        model, first, later = stack(ATTENTIONS["rotary"]), (), ()
+    else:
+        parts = [(grouped(position=Rotary(DIM)), grouped(), clearhead.SwiGLU(E, 17)) for _ in range(2)]
+        model = randomised(clearhead.Decoder(clearhead.DecoderLayer(E, *own) for own in parts))
+        first, later = (memory,), (None,)
+    caches = model.make_cache(B, L)
+    torch._dynamo.reset()
+    step = torch.compile(lambda token: model(token, *later, causal, cache=caches), fullgraph=True, backend=counter)
+    found, counts = [model(x[:, :3], *first, causal, cache=caches)], list[int]()
+    for n in range(3, L):
+        found.append(step(x[:, [n]]))
+        counts.append(counter.frame_count)
+    close(torch.cat(found, 1), model(x, *first, causal))
+    assert counts[0] == 1
+    assert counts[1] == counts[-1] <= 2
