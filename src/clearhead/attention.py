@@ -156,10 +156,11 @@ def explain(
     Example:
         >>> import torch, clearhead
         >>> x = torch.randn(1, 2, 3, 4)
-        >>> print(clearhead.explain(x, x, x, softcap=30.0))
+        >>> print(clearhead.explain(x, x, x, softcap=30.0, sinks=torch.zeros(2)))
         runs on: chunked
-          sdpa       it has no soft-cap
+          sdpa       it has no soft-cap; it has no sinks
           chunked    can run it
+          flex       it has no sinks...
           reference  can run it
     """
     query, key, value = cast_for_autocast(query, key, value)

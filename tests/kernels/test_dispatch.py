@@ -11,10 +11,18 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead.errors import ArgumentError, KernelError
+from clearhead.kernels import flex
 from clearhead.kernels.base import Refusal
 
 X = torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(1))
 NO_FUSED = "PyTorch has no fused kernel for this call and would build (B, H, L, S)"
+
+
+@pytest.fixture(name="flex_is_built")
+def _flex_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a compiler is here decides what `flex` says."""
+    monkeypatch.setattr(flex, "_builds_for_this_cpu", lambda: True)
+    monkeypatch.setattr(flex, "_finds_compiler", lambda: True)
 
 
 def chosen(*args: Tensor, **options: object) -> str | None:
@@ -22,30 +30,37 @@ def chosen(*args: Tensor, **options: object) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("options", "reason", "flex_reason"),
     [
-        ({"return_lse": True}, "PyTorch does not give out the log-sum-exp"),
-        ({"softcap": 3.0}, "it has no soft-cap"),
-        ({"sinks": torch.zeros(3)}, "it has no sinks"),
-        ({"dropout_p": 0.5}, NO_FUSED),
-        ({"mask": masks.bias(torch.zeros(7, 7, requires_grad=True))}, "its fused kernels give no gradient for a bias"),
+        ({"return_lse": True}, "PyTorch does not give out the log-sum-exp", "it gives out no log-sum-exp"),
+        ({"softcap": 3.0}, "it has no soft-cap", None),
+        ({"sinks": torch.zeros(3)}, "it has no sinks", "it has no sinks"),
+        ({"dropout_p": 0.5}, NO_FUSED, "it has no dropout"),
+        (
+            {"mask": masks.bias(torch.zeros(7, 7, requires_grad=True))},
+            "its fused kernels give no gradient for a bias",
+            "it has no backward on the CPU",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_reasons_against_sdpa(options: dict[str, object], reason: str) -> None:
+def test_reasons_against_sdpa(
+    options: dict[str, object], reason: str, flex_reason: str | None, flex_is_built: None
+) -> None:
     explanation = clearhead.explain(X, X, X, **options)
     assert explanation.kernel == "chunked"
-    assert explanation.reasons == {"sdpa": (reason,), "chunked": (), "reference": ()}
+    against_flex = () if flex_reason is None else (flex_reason,)
+    assert explanation.reasons == {"sdpa": (reason,), "chunked": (), "flex": against_flex, "reference": ()}
     assert not explanation.forced
     with pytest.raises(KernelError) as raised, clearhead.use_kernel("sdpa"):
         clearhead.attention(X, X, X, **options)
     assert str(raised.value) == (
         f"use_kernel('sdpa'): this kernel cannot run the call: {reason}. "
-        "Leave the choice to Clearhead, or force one that can: chunked, reference."
+        f"Leave the choice to Clearhead, or force one that can: chunked, {'' if flex_reason else 'flex, '}reference."
     )
 
 
-def test_every_reason_is_named() -> None:
+def test_every_reason_is_named(flex_is_built: None) -> None:
     explanation = clearhead.explain(X, X, X, softcap=3.0, sinks=torch.zeros(3), return_lse=True)
     assert explanation.reasons["sdpa"] == (
         "PyTorch does not give out the log-sum-exp",
@@ -56,6 +71,7 @@ def test_every_reason_is_named() -> None:
         "runs on: chunked",
         "  sdpa       PyTorch does not give out the log-sum-exp; it has no soft-cap; it has no sinks",
         "  chunked    can run it",
+        "  flex       it gives out no log-sum-exp; it has no sinks",
         "  reference  can run it",
     ]
 
@@ -158,7 +174,7 @@ def test_an_exception_restores_what_was() -> None:
 
 @pytest.mark.parametrize("name", ["flash", "", "SDPA", None, 3])
 def test_an_unknown_kernel(name: object) -> None:
-    with pytest.raises(ArgumentError, match=r"name: expected one of sdpa, chunked, reference, got "):
+    with pytest.raises(ArgumentError, match=r"name: expected one of sdpa, chunked, flex, reference, got "):
         clearhead.use_kernel(name)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import clearhead
 from clearhead import masks
 from clearhead.errors import KernelError
+from clearhead.positions import ALiBi
 
 from .comparing import KERNELS
 from .oracle import Problem, gradients, solve
@@ -169,3 +172,42 @@ def test_output_can_be_changed_in_place(kernel: str) -> None:
         before = output.clone()
         output.mul_(2)
     torch.testing.assert_close(output, 2 * before)
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_weights_too_small_for_the_dtype_are_zero_and_no_others(kernel: str, dtype: torch.dtype) -> None:
+    """A bias of −80 leaves a weight that float32 can hold, −100 a subnormal one; float64 holds far smaller ones."""
+    query, key = torch.zeros(1, 2, 3, 5, dtype=dtype), torch.zeros(1, 2, 4, 5, dtype=dtype)
+    value = torch.tensor([0.0, 1e34, 1e3, 1e30], dtype=dtype)[None, None, :, None].expand(1, 2, 4, 5)
+    fall = torch.tensor([[0.0, -80.0, -100.0, torch.finfo(dtype).min]], dtype=dtype)
+    with clearhead.use_kernel(kernel):
+        output = clearhead.attention(query, key, value, masks.bias(fall))
+    expected = solve(Problem(query, key, value, everything, biases=(fall,))).output
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
+
+
+def test_float64_keeps_weights_that_float32_could_not_hold() -> None:
+    x = torch.zeros(1, 1, 1, 2, dtype=torch.float64)
+    value = torch.tensor([0.0, 1e200], dtype=torch.float64)[None, None, :, None]
+    fall = torch.tensor([[0.0, -500.0]], dtype=torch.float64, requires_grad=True)
+    with clearhead.use_kernel("chunked"):
+        output = clearhead.attention(x, x.expand(1, 1, 2, 2), value, masks.bias(fall))
+    (gradient,) = torch.autograd.grad(output.sum(), fall)
+    expected = 1e200 * math.exp(-500)
+    assert output.item() == pytest.approx(expected, rel=1e-12)
+    assert gradient[0, 1].item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_gradients_under_a_bias_that_falls_far() -> None:
+    """ALiBi over distances at which most weights are subnormal or nothing."""
+    query, key, value = (torch.randn(1, 2, 401, 7, requires_grad=True) for _ in range(3))
+    mask = ALiBi(2) & masks.causal()
+    found, exact = [], []
+    for kernel, dtype, results in (("chunked", torch.float32, found), ("reference", torch.float64, exact)):
+        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (query, key, value)]
+        with clearhead.use_kernel(kernel):
+            output = clearhead.attention(*inputs, mask, scale=4.0)
+        results += [output, *torch.autograd.grad(output.square().sum(), inputs)]
+    for one, other in zip(found, exact, strict=True):
+        assert (one.detach().double() - other.detach()).abs().max() < 1e-5 * other.detach().abs().max()

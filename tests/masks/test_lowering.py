@@ -86,6 +86,18 @@ def test_hidden_queries_and_keys_are_found_exactly(case: tuple[Mask, Grid]) -> N
     assert torch.equal(expanded(found.keys, grid.key_length), cells.any(-2))
 
 
+@pytest.mark.parametrize("shift", [-9, -2, 0, 3, 9])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 7), (7, 5), (1, 7)])
+def test_hidden_queries_and_keys_of_every_small_band(queries: int, keys: int, shift: int) -> None:
+    grid = Grid(B, H, queries, keys, CPU, *((shift, 0) if shift > 0 else (0, -shift)))
+    windows = [masks.window(left, right) for left in (0, 1, 11) for right in (0, 1, 11)]
+    for mask in [masks.causal(), *windows, *(masks.causal() & window for window in windows)]:
+        for part in (mask, *(masks.prefix(n) & mask for n in (0, 1, 4, 13)), *(masks.prefix(n) for n in (0, 1, 4, 13))):
+            cells, found = visible(part, grid), reach(part, grid)
+            assert torch.equal(expanded(found.queries, queries), cells.any(-1)), part.describe()
+            assert torch.equal(expanded(found.keys, keys), cells.any(-2)), part.describe()
+
+
 def expanded(found: Tensor | None, length: int) -> Tensor:
     if found is None:  # none is hidden
         return torch.ones(B, H, length, dtype=torch.bool)

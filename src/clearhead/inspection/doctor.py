@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
-from ..kernels import use_kernel
+from ..kernels import KERNELS, use_kernel
 from .doctor_cases import CASES, Case, Inputs, Result
 
 __all__ = ["Check", "Report", "examine"]
@@ -112,7 +112,8 @@ def examine() -> Report:
 
     The calls are those of `doctor_cases`, most of them on one thread: outputs and the gradients of all inputs, in
     float64, float32, bfloat16 and float16, within the tolerances that the design fixes (1e-10 and 1e-5 of the
-    largest entry; for half precision twice the error of `reference` in the same dtype).
+    largest entry; for half precision twice the error of `reference` in the same dtype). A kernel that would first be
+    compiled for every call (`flex`) is listed, but not checked.
 
     Returns:
         A `Report`: ``.passed``, ``.checks``, and a readable ``str()``.
@@ -142,7 +143,7 @@ def _check_case(case: Case, dtype: torch.dtype, threads: int) -> list[Check]:
     yardstick = None if dtype in TOLERANCES else _attempt("reference", inputs.compute)
     with_gradients, without = inputs.explain().reasons, inputs.explain_output().reasons
     checks: list[Check] = []
-    for name in with_gradients:
+    for name in (kernel.name for kernel in KERNELS if not kernel.compiles):
         about = (name, case.name, str(dtype).removeprefix("torch."))
         if without[name]:
             checks.append(Check(*about, "refused", reasons=without[name]))

@@ -33,6 +33,8 @@ class Kernel(ABC):
     name: ClassVar[str]
     #: False for fused kernels whose backward PyTorch cannot differentiate again; `dispatch` then sees to that.
     twice_differentiable: ClassVar[bool]
+    #: True where every kind of call is compiled first, so that trying one takes seconds.
+    compiles: ClassVar[bool] = False
 
     @abstractmethod
     def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:

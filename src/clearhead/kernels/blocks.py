@@ -25,6 +25,7 @@ __all__ = [
     "Workspace",
     "block_scores",
     "block_weights",
+    "drop_subnormal",
     "exact_dtype",
     "head_spans",
     "score_blocks",
@@ -177,7 +178,7 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
     empty = None if call.reach.queries is None else peak == float("-inf")
     if empty is not None:
         scores.masked_fill_(empty, 0)  # any finite number: softmax of −∞ alone would be NaN
-    weights = torch.softmax(scores, -1, out=scores)
+    weights = drop_subnormal(call, torch.softmax(scores, -1, out=scores))
     # The largest weight is e^0 / Σ, so its logarithm is the one of the sum.
     lse = peak - weights.amax(-1, keepdim=True).log()
     if empty is not None:
@@ -193,7 +194,18 @@ def block_softmax(call: AttentionCall, block: Block, scores: Tensor) -> Tensor:
     """The weights alone, in place, which is quicker where there is neither a sink nor a hidden query."""
     if call.sinks is not None or call.reach.queries is not None or scores.shape[-1] == 0:
         return block_weights(call, block, scores)[0]
-    return torch.softmax(scores, -1, out=scores)
+    return drop_subnormal(call, torch.softmax(scores, -1, out=scores))
+
+
+def drop_subnormal(call: AttentionCall, weights: Tensor) -> Tensor:
+    """Set weights to zero, in place, that are no more than ten times the smallest normal number of their dtype.
+
+    Processors multiply subnormal numbers many times slower than others. A bias that grows with the distance (`ALiBi`)
+    makes whole regions of them; without a bias they are too rare to be worth a look at every weight.
+    """
+    if call.mask is None or not call.mask.has_bias:
+        return weights
+    return torch.threshold_(weights, 10 * torch.finfo(weights.dtype).tiny, 0.0)
 
 
 def exact_dtype(call: AttentionCall) -> torch.dtype:

@@ -20,6 +20,7 @@ from .blocks import (
     block_scores,
     block_softmax,
     block_weights,
+    drop_subnormal,
     grouped,
     grouped_transposed,
     head_spans,
@@ -123,7 +124,7 @@ def _backward(call: AttentionCall, lse: Tensor, output_gradient: Tensor, lse_gra
             part = block.columns
             rows_query, rows_key = query[:, :, rows], key[:, :, part]
             weights, squashed = block_scores(call, block, rows_query, rows_key, workspace)
-            weights.sub_(span.query(lse_finite)[:, :, rows, None]).exp_()
+            weights = drop_subnormal(call, weights.sub_(span.query(lse_finite)[:, :, rows, None]).exp_())
             gradient = span.query(output_gradient)[:, :, rows].to(dtype)
             rows_value = value[:, :, part].transpose(-2, -1)
             scores_gradient = grouped(gradient, rows_value, workspace=gradient_workspace)  # dp (b, h, l, s)

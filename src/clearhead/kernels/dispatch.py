@@ -14,6 +14,7 @@ from ..errors import ArgumentError, KernelError, explain_problem
 from ..tracing import is_tracing
 from .base import Kernel
 from .chunked import ChunkedKernel
+from .flex import FlexKernel
 from .reference import ReferenceKernel
 from .sdpa import SdpaKernel
 from .second_order import allow_second_derivatives
@@ -21,7 +22,7 @@ from .second_order import allow_second_derivatives
 __all__ = ["KERNELS", "Explanation", "choose", "explain_call", "run", "use_kernel"]
 
 #: In order of preference; the first without a reason against the call runs it. `reference` refuses nothing.
-KERNELS: tuple[Kernel, ...] = (SdpaKernel(), ChunkedKernel(), ReferenceKernel())
+KERNELS: tuple[Kernel, ...] = (SdpaKernel(), ChunkedKernel(), FlexKernel(), ReferenceKernel())
 
 
 class _Forced(threading.local):
@@ -40,7 +41,8 @@ class use_kernel:
     """Force one kernel inside a ``with`` block, in this thread; it raises instead of falling back.
 
     Args:
-        name: ``"sdpa"``, ``"chunked"`` or ``"reference"``.
+        name: ``"sdpa"``, ``"chunked"``, ``"flex"`` or ``"reference"``. ``"flex"`` is compiled for each kind of call,
+            which takes seconds, and is never chosen by itself.
 
     Raises:
         ArgumentError: for an unknown name. Inside the block, `KernelError` where the kernel refuses a call.

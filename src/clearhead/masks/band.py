@@ -31,7 +31,7 @@ class Band:
 
     def rows(self, grid: Grid) -> tuple[int, int]:
         """First and one past the last row that sees anything."""
-        if self.low > self.high:
+        if self.low > self.high or self.stop <= 0:
             return 0, 0
         first, stop = max(0, -self.high), min(grid.query_length, self.stop - self.low)
         return (first, stop) if first < stop else (0, 0)

@@ -1,0 +1,112 @@
+"""What FlexAttention is told about a mask: the blocks that are computed, and the rule inside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from clearhead import masks
+from clearhead.kernels import flex_blocks
+from clearhead.kernels.flex_blocks import BandBlocks, CellBlocks, Table, lower_blocks
+from clearhead.masks import Mask
+from clearhead.masks.grid import Grid
+from clearhead.masks.lowering import dense_mask
+from tests.masks.test_lowering import cases
+
+CPU = torch.device("cpu")
+B, H = 2, 3
+
+
+def rule(blocks: BandBlocks | CellBlocks, grid: Grid, side: int) -> Tensor:
+    """What the rule says of every cell, (1 or B, 1 or H, L, S), read as the compiled kernel reads it."""
+    i = torch.arange(grid.query_length)[:, None]
+    j = torch.arange(grid.key_length)
+    if isinstance(blocks, BandBlocks):
+        low, high, stop = blocks.ends
+        return ((j >= i + low) & (j <= i + high) & (j < stop))[None, None]
+    b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
+    steps = blocks.places.steps
+    place = blocks.places.flat[b * steps[0] + h * steps[1] + i // side * steps[2] + j // side * steps[3]]
+    return blocks.cells[(place * side + i % side) * side + j % side]
+
+
+def spread(blocks: Tensor, grid: Grid, side: int) -> Tensor:
+    """Every block's mark on all its cells."""
+    cells = blocks.repeat_interleave(side, -2).repeat_interleave(side, -1)
+    return cells[..., : grid.query_length, : grid.key_length]
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 5, 16])
+def test_blocks_and_rule_say_what_the_mask_says(side: int) -> None:
+    @given(cases())
+    def compare(case: tuple[Mask, Grid]) -> None:
+        mask, grid = case
+        dense = dense_mask(mask, grid)
+        visible = dense if dense.dtype == torch.bool else dense != -torch.inf
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(flex_blocks, "SIDE", side)
+            blocks = lower_blocks(mask, grid)
+        assert not (blocks.partial & blocks.full).any()
+        full = spread(blocks.full, grid, side)
+        found = full | (spread(blocks.partial, grid, side) & rule(blocks, grid, side))
+        assert torch.equal(found.expand_as(visible), visible)
+        computed = spread(blocks.partial | blocks.full, grid, side).expand_as(visible)
+        needed = seen_blocks(visible, side)
+        assert torch.equal(computed, spread(needed, grid, side)), "a block that shows nothing is computed"
+
+    compare()
+
+
+def seen_blocks(visible: Tensor, side: int) -> Tensor:
+    """Which blocks show anything in some item and head that the blocks tell apart, as many as the mask has."""
+    rows, columns = -visible.shape[-2] % side, -visible.shape[-1] % side
+    padded = torch.nn.functional.pad(visible, (0, columns, 0, rows))
+    return padded.unflatten(-1, (-1, side)).unflatten(-3, (-1, side)).transpose(-3, -2).flatten(-2).any(-1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "per_row"),
+    [
+        (masks.window(255, 0), 3),
+        (masks.causal() & masks.window(255, 0), 3),
+        (masks.prefix(300), 3),
+        (masks.documents(torch.arange(4096) // 128), 1),
+        (masks.documents(torch.arange(4096) // 100) & masks.causal(), 2),
+    ],
+    ids=lambda value: value.describe() if isinstance(value, Mask) else "",
+)
+def test_blocks_that_are_ruled_out_are_skipped(mask: Mask, per_row: int) -> None:
+    blocks = lower_blocks(mask, Grid(1, 1, 4096, 4096, CPU))
+    counts, _, full_counts, _ = blocks.ordered()
+    assert counts.shape == (1, 1, 32)
+    assert int((counts + full_counts).max()) <= per_row
+
+
+def test_whole_blocks_ask_no_rule() -> None:
+    counts, columns, full_counts, full_columns = lower_blocks(masks.causal(), Grid(1, 1, 512, 512, CPU)).ordered()
+    assert counts[0, 0].tolist() == [1, 1, 1, 1]
+    assert [columns[0, 0, row, 0].item() for row in range(4)] == [0, 1, 2, 3]
+    assert full_counts[0, 0].tolist() == [0, 1, 2, 3]
+    assert full_columns[0, 0, 3, :3].tolist() == [0, 1, 2]
+    assert counts.dtype == columns.dtype == torch.int32
+
+
+def test_cells_are_written_down_for_partial_blocks_alone() -> None:
+    length = 8192
+    blocks = lower_blocks(
+        masks.documents(torch.arange(length) // 1000) & masks.causal(), Grid(1, 1, length, length, CPU)
+    )
+    assert isinstance(blocks, CellBlocks)
+    assert blocks.cells.numel() <= (1 + 3 * 64) * 128 * 128
+    assert blocks.cells.numel() < length * length / 20
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 3, 1, 7), (2, 1, 5, 1), (1, 1, 1, 1)], ids=str)
+def test_a_table_broadcasts(shape: tuple[int, ...]) -> None:
+    tensor = torch.randn(*shape[:-2], shape[-1], shape[-2]).mT
+    table = Table.of(tensor)
+    b, h, i, j = torch.meshgrid(*(torch.arange(size) for size in (2, 3, 5, 7)), indexing="ij")
+    s = table.steps
+    assert torch.equal(table.flat[b * s[0] + h * s[1] + i * s[2] + j * s[3]], tensor.expand(2, 3, 5, 7))
