@@ -267,7 +267,7 @@ def _positions(name: str, positions: object, tensor: Tensor, *, heads: int | Non
             explain_problem(
                 name,
                 expected=f"shape ({length},) or ({batch}, {length}){per_head}",
-                got=shape_text(result.shape),
+                got=shape_text(cast(Tensor, positions).shape),
                 fix="Give every query, or every key, its absolute position.",
             )
         )
