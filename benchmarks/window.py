@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import resource
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
@@ -63,9 +62,18 @@ def peak_growth(length: int, train: bool) -> float:
     torch.manual_seed(0)
     run(inputs(512, train), train)  # libraries and thread pools are loaded once
     tensors = inputs(length, train)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     run(tensors, train)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6
+    return (peak() - before) / 1e6
+
+
+def peak() -> int:
+    """Most bytes that this process ever had in memory.
+
+    Not `resource.getrusage`: what that reports starts at the parent's size, which may hide everything.
+    """
+    with open("/proc/self/status", encoding="utf-8") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
 
 
 def in_a_process(length: int, train: bool) -> float:
