@@ -22,6 +22,7 @@ PUBLIC = [
     "Encoder",
     "EncoderLayer",
     "FeedForward",
+    "Linear",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "SwiGLU",
@@ -46,6 +47,7 @@ PUBLIC = [
     "split_heads",
     "upgrade",
     "use_kernel",
+    "use_linear",
     "walkthrough",
 ]
 MASKS = ["Mask", "MaskReport", "bias", "causal", "documents", "drop", "keep", "lengths", "prefix", "where", "window"]

@@ -13,6 +13,7 @@ from .inspection.record import record
 from .inspection.walkthrough import walkthrough
 from .kernels import use_kernel
 from .latent import MultiHeadLatentAttention
+from .linear import Linear, use_linear
 from .multihead import MultiHeadAttention
 from .packed import attention_packed
 from .transformer import (
@@ -38,6 +39,7 @@ __all__ = [
     "Encoder",
     "EncoderLayer",
     "FeedForward",
+    "Linear",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
     "SwiGLU",
@@ -62,5 +64,6 @@ __all__ = [
     "split_heads",
     "upgrade",
     "use_kernel",
+    "use_linear",
     "walkthrough",
 ]

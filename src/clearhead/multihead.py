@@ -15,6 +15,7 @@ from .call import is_finite, is_probability, number
 from .errors import ArgumentError, explain_problem
 from .heads import merge_heads, split_heads
 from .jagged import is_jagged, pack_jagged, refuse_jagged
+from .linear import Linear, apply_linear
 from .masks.base import Mask
 from .multihead_checks import (
     cache_dtype,
@@ -27,6 +28,7 @@ from .multihead_checks import (
     require_parts,
     whole_head_dim,
 )
+from .multihead_short import short_way
 from .packed import Packing
 from .placing import PositionPart, combined_mask, positions_of_keys, positions_of_queries, turned
 from .weights import attention_weights
@@ -136,11 +138,11 @@ class MultiHeadAttention(nn.Module):
             checked_size(name, embed_dim if size is None else size)
             for name, size in (("qdim", qdim), ("kdim", kdim), ("vdim", vdim))
         )
-        self.q_proj = nn.Linear(qdim, inner, bias=bias, device=device, dtype=dtype)
-        self.k_proj = nn.Linear(kdim, kv_inner, bias=bias, device=device, dtype=dtype)
-        self.v_proj = nn.Linear(vdim, kv_inner, bias=bias, device=device, dtype=dtype)
+        self.q_proj = Linear(qdim, inner, bias=bias, device=device, dtype=dtype)
+        self.k_proj = Linear(kdim, kv_inner, bias=bias, device=device, dtype=dtype)
+        self.v_proj = Linear(vdim, kv_inner, bias=bias, device=device, dtype=dtype)
         out_bias = bias if out_bias is None else out_bias
-        self.out_proj = nn.Linear(inner, embed_dim, bias=out_bias, device=device, dtype=dtype)
+        self.out_proj = Linear(inner, embed_dim, bias=out_bias, device=device, dtype=dtype)
         own = nn.Parameter(torch.empty(self.num_heads, device=device, dtype=dtype)) if sinks else None
         self.sinks: nn.Parameter | None
         self.register_parameter("sinks", own)
@@ -236,6 +238,10 @@ class MultiHeadAttention(nn.Module):
             CacheError: if the cache is full, or gradients are asked for.
             And what `attention` raises.
         """
+        if positions is None and cache is None and not need_weights:
+            output = short_way(self, query, key, value, mask)
+            if output is not None:
+                return output
         if is_jagged(query, key, value):
             refuse_jagged(positions=positions, cache=cache, need_weights=need_weights)
             keys = complete(query, key, value)
@@ -264,12 +270,12 @@ class MultiHeadAttention(nn.Module):
         places = positions_of_queries(positions, cache, query.shape[-2])
         # Where the keys stand too, in self-attention, and where a position part turns both by the same positions.
         own = places if cache is None and (key is None or key is query or self.position is not None) else None
-        q = _normed(_heads(self.q_proj(query), self.num_heads), self.query_norm)  # (B, H, L, D)
+        q = _normed(_heads(apply_linear(self.q_proj, query), self.num_heads), self.query_norm)  # (B, H, L, D)
         if known is None:
             key, value = complete(query, key, value)
             require_keys(self, query, key, value)
-            k = _normed(_heads(self.k_proj(key), self.num_kv_heads), self.key_norm)  # (B, Hkv, S, D)
-            v = _heads(self.v_proj(value), self.num_kv_heads)  # (B, Hkv, S, D)
+            k = _normed(_heads(apply_linear(self.k_proj, key), self.num_kv_heads), self.key_norm)  # (B, Hkv, S, D)
+            v = _heads(apply_linear(self.v_proj, value), self.num_kv_heads)  # (B, Hkv, S, D)
             q, k = turned(self.position, q, k, places)
             q, k, v = cast_for_autocast(q, k, v)
             if cache is not None:
@@ -288,7 +294,7 @@ class MultiHeadAttention(nn.Module):
         dropout_p = self.dropout if self.training else 0.0
         mixed = attention(q, known.key, known.value, **request, dropout_p=dropout_p)  # (B, H, L, D)
         merged = merge_heads(mixed if query.dim() == 3 else mixed.squeeze(0))  # (B, L, H·D)
-        output = self.out_proj(merged)  # (B, L, E)
+        output = apply_linear(self.out_proj, merged)  # (B, L, E)
         weights = None
         if averaged is not None:
             weights = attention_weights(q, known.key, **request, average_attn_weights=averaged)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from .attention import autocast_is_on, cast_for_autocast
 from .caches.base import Cache
 from .caches.cross import CrossKVCache
 from .errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError, explain_problem, shape_text
+from .linear import Linear
 from .masks.base import Mask
 
 __all__ = [
@@ -113,9 +114,9 @@ def require_features(name: str, x: object, projection: nn.Module) -> None:
                 fix=f"The module is batch first; the features of the {name} input are set by {name[0]}dim=.",
             )
         )
-    if type(projection) is not nn.Linear or autocast_is_on(x):
+    if type(projection) not in (Linear, nn.Linear) or autocast_is_on(x):
         return
-    weight = projection.weight
+    weight = cast(Tensor, projection.weight)
     if x.dtype != weight.dtype:
         raise DTypeError(
             explain_problem(

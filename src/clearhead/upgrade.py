@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .errors import DTypeError, explain_problem
+from .nn.encoder import drop_padding, keep_padding
 from .nn.multihead_attention import MultiheadAttention, keep_off_fast_path
 
 __all__ = ["UpgradeReport", "downgrade", "upgrade"]
@@ -44,7 +45,8 @@ def upgrade(model: nn.Module) -> UpgradeReport:
 
     Parameters stay the same objects, so optimizers keep their references, and so does the ``state_dict``. Those
     inside `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer` are included, and PyTorch's inference fast
-    path no longer goes round them. Only that exact class is swapped; subclasses have code of their own.
+    path no longer goes round them. Only that exact class is swapped; subclasses have code of their own. An
+    `nn.TransformerEncoder` goes on zeroing its padded outputs in inference.
 
     Args:
         model: any module; it may itself be the attention module.
@@ -123,6 +125,7 @@ def _nested_off(model: nn.Module) -> tuple[str, ...]:
         ):
             setattr(module, _NESTED_BEFORE, True)
             module.use_nested_tensor = False
+            drop_padding(module)
             encoders.append(name)
     return tuple(encoders)
 
@@ -133,6 +136,7 @@ def _nested_back(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, nn.TransformerEncoder) and hasattr(module, _NESTED_BEFORE) and not _holds_ours(module):
             delattr(module, _NESTED_BEFORE)
             module.use_nested_tensor = True
+            keep_padding(module)
             encoders.append(name)
     return tuple(encoders)
 

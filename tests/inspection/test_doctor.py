@@ -60,7 +60,7 @@ def test_every_kernel_meets_every_call_in_every_dtype(report: Report) -> None:
     asked = {(check.kernel, check.case, check.dtype) for check in report.checks}
     assert asked == {
         (kernel, case.name, str(dtype).removeprefix("torch."))
-        for kernel in ("sdpa", "chunked", "reference")
+        for kernel in ("native", "sdpa", "chunked", "reference")
         for case in CASES
         for dtype in case.dtypes
     }
@@ -73,9 +73,10 @@ def test_a_healthy_machine_is_well(report: Report) -> None:
     assert report.passed
 
 
-def test_nothing_but_sdpa_refuses_and_it_says_why(report: Report) -> None:
-    refused = {c.case: c.reasons for c in report.checks if c.status == "refused" and c.dtype == "float32"}
-    assert {check.kernel for check in report.checks if check.reasons} == {"sdpa"}
+def test_none_but_sdpa_and_native_refuse_and_they_say_why(report: Report) -> None:
+    said = [c for c in report.checks if c.kernel == "sdpa" and c.status == "refused"]
+    refused = {check.case: check.reasons for check in said if check.dtype == "float32"}
+    assert {check.kernel for check in report.checks if check.reasons} == {"sdpa", "native"}
     assert refused["soft-cap + sinks"] == ("it has no soft-cap", "it has no sinks")
     assert "it has no soft-cap; it has no sinks" in str(report)
 
@@ -192,7 +193,7 @@ def test_a_reference_that_raises_fails_everything(monkeypatch: pytest.MonkeyPatc
     found = examine()
     refused = [check for check in found.checks if check.status == "refused"]
     assert len(found.failures) == len(found.checks) - len(refused) > 0
-    assert {check.kernel for check in refused} <= {"sdpa"}
+    assert {check.kernel for check in refused} <= {"sdpa", "native"}
 
 
 @pytest.mark.usefixtures("two_calls")
@@ -203,7 +204,7 @@ def test_it_leaves_generator_and_threads_alone_and_works_without_gradients() -> 
         found = examine()
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
-    assert {check.status for check in found.checks if check.kernel != "sdpa"} == {"ok"}
+    assert {check.status for check in found.checks if check.kernel in ("chunked", "reference")} == {"ok"}
     assert all(check.gradient is not None for check in found.checks if check.kernel == "chunked")
 
 

@@ -205,22 +205,52 @@ def test_hooks_are_called_in_encoder_and_decoder_layers(x: Tensor, norm_first: b
 
 
 @pytest.mark.usefixtures("inference")
-def test_the_nested_tensor_path_of_the_encoder(x: Tensor) -> None:
-    """PyTorch puts zeros where a batch is padded; upgraded, those outputs are what the slow path gives there."""
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("floats", [True, False])
+def test_the_nested_tensor_path_of_the_encoder(x: Tensor, has_norm: bool, floats: bool) -> None:
+    """PyTorch leaves padding out and puts zeros there before the last norm; upgraded, the outputs are the same."""
     model = encoder().eval()
-    fast = model(x, src_key_padding_mask=PADDING)
-    assert bool((fast[PADDING] == 0).all())
-    with torch.enable_grad():
-        slow = model(x, src_key_padding_mask=PADDING)
+    if has_norm:
+        model.norm = nn.LayerNorm(E)
+        nn.init.normal_(model.norm.bias)
+    padding = torch.zeros(N, L).masked_fill(PADDING, -torch.inf) if floats else PADDING
+    fast = model(x, src_key_padding_mask=padding)
+    assert bool((fast[PADDING] == (model.norm.bias if model.norm is not None else 0)).all())
 
     report = clearhead.upgrade(model)
     assert report.encoders == ("",)
     calls = [count_calls(layer.self_attn.out_proj) for layer in model.layers]
-    upgraded = model(x, src_key_padding_mask=PADDING)
+    upgraded = model(x, src_key_padding_mask=padding)
     assert calls == [[1], [1]]
-    torch.testing.assert_close(upgraded[~PADDING], fast[~PADDING], atol=1e-5, rtol=0)
-    torch.testing.assert_close(upgraded, slow, atol=1e-5, rtol=0)
-    assert bool((upgraded[PADDING] != 0).any())
+    torch.testing.assert_close(upgraded, fast, atol=1e-5, rtol=0)
+    assert torch.equal(upgraded[PADDING], fast[PADDING])
+    assert torch.equal(model(x, None, padding), upgraded)
+    clearhead.upgrade(model)
+    assert len(model._forward_hooks) == 1
+
+
+WITHOUT_NESTED_TENSORS = ("gradients", "training", "left padding", "a mask too", "no padding", "switched off")
+
+
+@pytest.mark.parametrize("why", WITHOUT_NESTED_TENSORS)
+def test_padded_outputs_stay_where_pytorch_keeps_them(x: Tensor, why: str) -> None:
+    model = encoder().train(why == "training")
+    options: dict[str, Any] = {} if why == "no padding" else {"src_key_padding_mask": PADDING}
+    if why == "left padding":
+        options["src_key_padding_mask"] = PADDING.flip(1)
+    if why == "a mask too":
+        options["mask"] = torch.zeros(L, L, dtype=torch.bool)
+    switched_on = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(why != "switched off")
+    try:
+        with torch.set_grad_enabled(why in ("gradients", "training")), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")
+            expected = model(x, **options)
+            clearhead.upgrade(model)
+            torch.testing.assert_close(model(x, **options), expected, atol=1e-5, rtol=0)
+            assert bool((expected[PADDING] != 0).all())
+    finally:
+        torch.backends.mha.set_fastpath_enabled(switched_on)
 
 
 @pytest.mark.usefixtures("inference")

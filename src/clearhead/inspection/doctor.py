@@ -16,6 +16,8 @@ from torch import Tensor
 
 from .._version import __version__
 from ..kernels import KERNELS, use_kernel
+from ..linear import describe_product
+from ..native import instruction_set, why_missing
 from .doctor_cases import CASES, Case, Inputs, Result
 
 __all__ = ["Check", "Report", "examine"]
@@ -223,6 +225,8 @@ def _machine() -> dict[str, str]:
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "CUDA": f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if cuda else "not available",
         "MPS": "available" if torch.backends.mps.is_available() else "not available",
+        "projections": describe_product(),
+        "native kernel": instruction_set() or f"not available: {why_missing}",
         "threads": str(torch.get_num_threads()),
         "threads between operations": str(torch.get_num_interop_threads()),
     }

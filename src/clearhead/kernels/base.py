@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -40,6 +42,15 @@ class Kernel(ABC):
     def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
         """Every reason against this call; empty if the kernel can run it."""
 
+    def faster_elsewhere(self, call: AttentionCall) -> str | None:
+        """Name of the kernel that was measured to be faster at such a call, for where that one can run it."""
+        return None
+
     @abstractmethod
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Compute the output (B, H, L, Dv) and, if the call wants it, the log-sum-exp (B, H, L)."""
+
+    def prepare(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The computation for calls that differ from this one in the numbers in query, key and value alone."""
+        template = call.without_tensors()
+        return lambda query, key, value: self.run(replace(template, query=query, key=key, value=value))[0]

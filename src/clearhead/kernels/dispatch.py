@@ -11,18 +11,20 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..dropout import draw_seed
 from ..errors import ArgumentError, KernelError, explain_problem
+from ..linear import describe_product
 from ..tracing import is_tracing
 from .base import Kernel
 from .chunked import ChunkedKernel
 from .flex import FlexKernel
+from .native import NativeKernel
 from .reference import ReferenceKernel
 from .sdpa import SdpaKernel
 from .second_order import allow_second_derivatives
 
-__all__ = ["KERNELS", "Explanation", "choose", "explain_call", "run", "use_kernel"]
+__all__ = ["KERNELS", "Explanation", "choose", "explain_call", "forced_kernel", "run", "use_kernel"]
 
 #: In order of preference; the first without a reason against the call runs it. `reference` refuses nothing.
-KERNELS: tuple[Kernel, ...] = (SdpaKernel(), ChunkedKernel(), FlexKernel(), ReferenceKernel())
+KERNELS: tuple[Kernel, ...] = (NativeKernel(), SdpaKernel(), ChunkedKernel(), FlexKernel(), ReferenceKernel())
 
 
 class _Forced(threading.local):
@@ -37,12 +39,17 @@ class _Forced(threading.local):
 _forced = _Forced()
 
 
+def forced_kernel() -> Kernel | None:
+    """The kernel that `use_kernel` has chosen in this thread."""
+    return _forced.kernel
+
+
 class use_kernel:
     """Force one kernel inside a ``with`` block, in this thread; it raises instead of falling back.
 
     Args:
-        name: ``"sdpa"``, ``"chunked"``, ``"flex"`` or ``"reference"``. ``"flex"`` is compiled for each kind of call,
-            which takes seconds, and is never chosen by itself.
+        name: ``"native"``, ``"sdpa"``, ``"chunked"``, ``"flex"`` or ``"reference"``. ``"flex"`` is compiled for each
+            kind of call, which takes seconds, and is never chosen by itself.
 
     Raises:
         ArgumentError: for an unknown name. Inside the block, `KernelError` where the kernel refuses a call.
@@ -75,17 +82,21 @@ class Explanation:
         kernel: name of the kernel that runs; ``None`` if the forced one refuses.
         reasons: for each kernel in order of preference its reasons against the call; empty if it can run it.
         forced: whether `use_kernel` decided.
+        projections: which product a module's projections use on the CPU, and why; see `clearhead.linear`.
     """
 
     kernel: str | None
     reasons: dict[str, tuple[str, ...]]
     forced: bool
+    projections: str = ""
 
     def __str__(self) -> str:
         how = " (forced by use_kernel)" if self.forced else ""
         lines = [f"runs on: {self.kernel or 'no kernel'}{how}"]
         for name, reasons in self.reasons.items():
             lines.append(f"  {name:<10} {'; '.join(reasons) if reasons else 'can run it'}")
+        if self.projections:
+            lines.append(f"projections: {self.projections}")
         return "\n".join(lines)
 
 
@@ -101,17 +112,14 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
 
 def choose(call: AttentionCall) -> Kernel:
-    """The forced kernel, or the first that has nothing against the call.
+    """The forced kernel, or the first that has nothing against the call, or the one that it names as faster.
 
     Raises:
         KernelError: if the forced kernel refuses, with its reasons and what the others would say.
     """
     forced = _forced.kernel
     if forced is None:
-        for kernel in KERNELS:
-            if not kernel.refusals(call):
-                return kernel
-        raise AssertionError("the reference kernel refuses nothing")
+        return _preferred(call)
     refusals = forced.refusals(call)
     if refusals:
         reasons = "; ".join(str(reason) for reason in refusals)
@@ -126,10 +134,19 @@ def choose(call: AttentionCall) -> Kernel:
 def explain_call(call: AttentionCall) -> Explanation:
     """Ask every kernel for its reasons."""
     reasons = {kernel.name: tuple(str(reason) for reason in kernel.refusals(call)) for kernel in KERNELS}
+    projections = describe_product() if call.query.is_cpu else ""
     if _forced.kernel is not None:
         name = _forced.kernel.name
-        return Explanation(None if reasons[name] else name, reasons, forced=True)
-    return Explanation(next(name for name, against in reasons.items() if not against), reasons, forced=False)
+        return Explanation(None if reasons[name] else name, reasons, True, projections)
+    return Explanation(_preferred(call).name, reasons, False, projections)
+
+
+def _preferred(call: AttentionCall) -> Kernel:
+    first = next(kernel for kernel in KERNELS if not kernel.refusals(call))
+    faster = first.faster_elsewhere(call)
+    if faster is not None and not _named(faster).refusals(call):
+        return _named(faster)
+    return first
 
 
 def _named(name: str) -> Kernel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, final
 
 import torch
@@ -77,6 +78,13 @@ class SdpaKernel(Kernel):
         if call.reach.queries is not None:
             output = output.masked_fill(~call.reach.queries, 0)
         return output, None
+
+    def prepare(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        mask, is_causal = _lower(call)
+        if mask is not None or call.group > 1 or call.dropout_p > 0:
+            return super().prepare(call)
+        attend, scale = F.scaled_dot_product_attention, call.scale
+        return lambda query, key, value: attend(query, key, value, None, 0.0, is_causal, scale=scale)
 
 
 def _reasons_of_values(call: AttentionCall) -> list[Refusal]:

@@ -22,19 +22,25 @@ __all__ = ["allow_second_derivatives", "gradients_of"]
 
 
 def allow_second_derivatives(
-    kernel_name: str, call: AttentionCall, output: Tensor, lse: Tensor | None
+    kernel_name: str,
+    call: AttentionCall,
+    output: Tensor,
+    lse: Tensor | None,
+    inputs: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the same output and lse, differentiable twice."""
+    """Return the same output and lse, differentiable twice in the call's inputs, or in those that are given."""
+    if inputs is None:
+        call, inputs = call.without_tensors(), call.inputs
     if lse is None:
-        return cast(Tensor, _Identity.apply(kernel_name, call, 1, output, *call.inputs)), None
-    return cast("tuple[Tensor, Tensor]", _Identity.apply(kernel_name, call, 2, output, lse, *call.inputs))
+        return cast(Tensor, _Identity.apply(kernel_name, call, 1, output, *inputs)), None
+    return cast("tuple[Tensor, Tensor]", _Identity.apply(kernel_name, call, 2, output, lse, *inputs))
 
 
 class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> Any:
         ctx.kernel_name = kernel_name
-        ctx.call = call.without_tensors()
+        ctx.call = call
         ctx.count = count
         ctx.save_for_backward(*tensors[count:])
         results = tuple(tensor.view_as(tensor) for tensor in tensors[:count])

@@ -89,6 +89,17 @@ class Mask(ABC):
         """A range of columns outside which `rows` see nothing; kernels skip the rest."""
         return 0, grid.key_length
 
+    def row_spans(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
+        """First and one past the last column each row sees, int32 (1 or B, 1 or L) each, if that is all it says."""
+        return None
+
+    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+        """Bool (1 or B, L) and (1 or B, S): query i sees key j where both are true, if that is all it says.
+
+        ``None`` on a side stands for all of it; instead of both, for a mask that says more.
+        """
+        return None
+
     def parts(self) -> tuple[Mask, ...]:
         """The masks that all have to allow a key."""
         return (self,)

@@ -90,15 +90,19 @@ def prefix(n: int | Tensor) -> Mask:
     return Prefix(n)
 
 
-def lengths(key_lengths: Tensor) -> Mask:
+def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
     """Let queries see only the first `key_lengths` keys of their batch item: right padding.
+
+    With `query_lengths`, queries that are padding themselves see nothing: attention gives zero there, a module
+    ``out_proj(0)``, and modules leave them out where that is faster.
 
     Args:
         key_lengths: integer tensor (B,), one length per batch item, or (B, L), one per query
             (`valid_lens` in Dive into Deep Learning). Zero hides everything.
+        query_lengths: integer tensor (B,), how many queries of each item are real. Default: all.
 
     Raises:
-        ArgumentError: for negative lengths, and at the call for lengths beyond S.
+        ArgumentError: for negative lengths, and at the call for lengths beyond S or L.
         DTypeError: for floats or bools.
         ShapeError: for other shapes.
 
@@ -121,7 +125,13 @@ def lengths(key_lengths: Tensor) -> Mask:
         raise ShapeError(
             explain_problem("key_lengths", expected="shape (B,) or (B, L)", got=shape_text(key_lengths.shape))
         )
-    return _Lengths(key_lengths, "lengths")
+    of_keys = _Lengths(key_lengths, "lengths")
+    if query_lengths is None:
+        return of_keys
+    _require_integers("query_lengths", query_lengths)
+    if query_lengths.dim() != 1:
+        raise ShapeError(explain_problem("query_lengths", expected="shape (B,)", got=shape_text(query_lengths.shape)))
+    return of_keys & QueryLengths(query_lengths)
 
 
 def documents(ids: Tensor) -> Mask:
@@ -279,6 +289,20 @@ class _Lengths(Mask):
         column = lengths[:, None, None, None] if lengths.dim() == 1 else lengths[:, None, :, None]
         return block.k < block.cut(column)
 
+    def row_spans(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
+        if isinstance(grid.key_positions, Tensor) or is_tracing() or is_transformed():
+            return None
+        column = self._lengths.to(grid.device, torch.long)
+        last = (column if column.dim() == 2 else column[:, None]) - (grid.key_positions or 0)
+        last = last.clamp(0, grid.key_length).int()  # (1 or B, 1 or L)
+        return torch.zeros_like(last), last
+
+    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+        if self._lengths.dim() != 1 or isinstance(grid.key_positions, Tensor):
+            return None
+        places = torch.arange(grid.key_length, device=grid.device) + (grid.key_positions or 0)
+        return None, places < self._lengths.to(grid.device)[:, None]
+
     def validate(self, grid: Grid) -> None:
         shape = self._lengths.shape
         per_query_fits = len(shape) == 1 or shape[1] == 1 or shape[1] == grid.query_length
@@ -311,10 +335,76 @@ class _Lengths(Mask):
 
 
 @final
+class QueryLengths(Mask):
+    """Shows nothing to queries beyond the first so many of each item. See `lengths`."""
+
+    def __init__(self, lengths: Tensor) -> None:
+        self._lengths = lengths
+        looked_at = not is_tracing() and lengths.numel() > 0
+        self._longest = int(lengths.max()) if looked_at else 0
+        if looked_at and int(lengths.min()) < 0:
+            got = f"a smallest one of {int(lengths.min())}"
+            raise ArgumentError(explain_problem("query_lengths", expected="numbers ≥ 0", got=got))
+
+    def visible(self, block: Block) -> Tensor:
+        return block.q < take(self._lengths.to(block.grid.device), 0, block.batch)[:, None, None, None]
+
+    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+        if isinstance(grid.query_positions, Tensor):
+            return None
+        places = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
+        return places < self._lengths.to(grid.device)[:, None], None
+
+    def row_spans(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
+        sides = None if is_tracing() or is_transformed() else self.sides(grid)
+        if sides is None or sides[0] is None:
+            return None
+        last = sides[0].int() * grid.key_length  # (1 or B, L)
+        return torch.zeros_like(last), last
+
+    def validate(self, grid: Grid) -> None:
+        count = self._lengths.shape[0]
+        if count != 1 and count != grid.batch_size:
+            expected, fix = f"query_lengths of shape ({grid.batch_size},)", "Give one number per batch item."
+            got = shape_text(self._lengths.shape)
+            raise ShapeError(explain_problem("mask lengths(...)", expected=expected, got=got, fix=fix))
+        if not grid.has_positions and not is_tracing() and self._longest > grid.query_length:
+            raise ArgumentError(
+                explain_problem(
+                    "mask lengths(...)",
+                    expected=f"query_lengths of at most L = {grid.query_length} queries",
+                    got=f"a length of {self._longest}",
+                    fix="Lengths count queries of this call; cut them, or check that they belong to this batch.",
+                )
+            )
+
+    def sizes(self) -> Sizes:
+        count = self._lengths.shape[0]
+        return Sizes(count if count != 1 else None)
+
+    def describe(self) -> str:
+        return f"query_lengths({shape_text(self._lengths.shape)})"
+
+
+@final
 class _Documents(Mask):
     def __init__(self, ids: Tensor) -> None:
         self._ids = ids if ids.dim() == 2 else ids[None]  # (1 or B, T)
         self._runs: tuple[list[int], list[int]] | None = None
+        self._spans: tuple[Tensor, Tensor] | None = None
+
+    def row_spans(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
+        if grid.shift is None or is_tracing() or is_transformed():
+            return None
+        if self._spans is None:
+            self._spans = _row_runs(self._ids)
+        first, stop = self._spans
+        if first.numel() == 0:
+            return None
+        query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
+        rows = slice(query, query + grid.query_length)
+        cut = ((spans[:, rows] - key).clamp(0, grid.key_length).int().contiguous() for spans in (first, stop))
+        return next(cut), next(cut)
 
     def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
         if grid.shift is None or rows.start == rows.stop or is_transformed():
@@ -425,6 +515,21 @@ def _runs(ids: Tensor) -> tuple[list[int], list[int]]:
         ends = counts.cumsum(0)
         first, stop = torch.minimum(first, (ends - counts)[number]), torch.maximum(stop, ends[number])
     return first.tolist(), stop.tolist()
+
+
+def _row_runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """For each place the first and one past the last place of its document, (1 or B, T) each.
+
+    Empty tensors if a document of any item does not lie in one piece.
+    """
+    first, stop = torch.empty_like(ids, dtype=torch.long), torch.empty_like(ids, dtype=torch.long)
+    for item, row in enumerate(ids):
+        _, number, counts = row.unique_consecutive(return_inverse=True, return_counts=True)
+        if len(counts) != len(row.unique()):
+            return ids.new_empty(0, 0), ids.new_empty(0, 0)
+        ends = counts.cumsum(0)
+        first[item], stop[item] = (ends - counts)[number], ends[number]
+    return first, stop
 
 
 def _look_up(ids: Tensor, positions: Tensor) -> Tensor:

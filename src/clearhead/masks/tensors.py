@@ -125,6 +125,10 @@ class _Keep(Mask):
     def visible(self, block: Block) -> Tensor:
         return block.cut(self._four_dimensional(block.grid))
 
+    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+        marks = self._four_dimensional(grid)
+        return (None, marks[:, 0, 0]) if marks.shape[1] == marks.shape[2] == 1 and marks.shape[3] != 1 else None
+
     def _four_dimensional(self, grid: Grid) -> Tensor:
         return self._marks[:, None, None, :] if self._per_key else four_dimensional(self._marks, grid)
 
@@ -164,6 +168,13 @@ class _Bias(Mask):
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
         return block.cut(four_dimensional(self._tensor, block.grid)).to(dtype)
+
+    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+        tensor = four_dimensional(self._tensor, grid)
+        if tensor.requires_grad or not (tensor.shape[1] == tensor.shape[2] == 1 and tensor.shape[3] != 1):
+            return None
+        seen = tensor[:, 0, 0] == 0
+        return (None, seen) if bool((seen | (tensor[:, 0, 0] == float("-inf"))).all()) else None
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
         return (self._tensor,)

@@ -6,9 +6,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
 from ..attention import attention, autocast_is_on
 from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
+from ..linear import apply_linear, eager_linear
+from ..masks import causal
+from ..padding import Costs, find_padding
+from ..tracing import is_tracing
 from ..weights import attention_weights
 from .convention import Sizes, hidden_mask
 from .errors import also_pytorchs
@@ -127,14 +132,93 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             ShapeError, DTypeError: which are also instances of what PyTorch raises in the same place.
         """
+        if query is key and key is value and attn_mask is None and key_padding_mask is None and not need_weights:
+            output = self._alone(query, is_causal)
+            if output is not None:
+                return output, None
         try:
+            if key_padding_mask is not None and not need_weights and query.dim() == 3:
+                output = self._without_padding(query, key, value, key_padding_mask, attn_mask, is_causal)
+                if output is not None:
+                    return output, None
             mixed, weights = self._attend(
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         except ClearheadError as error:
             raise also_pytorchs(error) from error.__cause__
-        output = self.out_proj(mixed)
+        output = apply_linear(self.out_proj, mixed)
         return output, None if weights is None else weights.to(output.dtype)
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """Save tiny calls the cost of a hook that does nothing."""
+        hooks = self._forward_pre_hooks
+        if (
+            len(hooks) == 1
+            and keep_off_fast_path in hooks.values()
+            and not (self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
+            and not _has_any_global_hook()
+            and not is_tracing()
+        ):
+            return self.forward(*args, **kwargs)
+        return super()._call_impl(*args, **kwargs)  # pyright: ignore
+
+    def _alone(self, x: Tensor, is_causal: bool) -> Tensor | None:
+        """Self-attention that no tensor masks, in as little Python as it takes; ``None`` where there is more to it.
+
+        What is wrong with an input is left for the long way to say.
+        """
+        parameters: dict[str, Any] = self._parameters
+        weight = parameters.get("in_proj_weight")
+        if (
+            is_tracing()
+            or "in_proj_bias" not in parameters  # pruned or parametrized
+            or type(x) is not Tensor
+            or x.is_nested
+            or x.dim() != 3
+            or x.shape[2] != self.embed_dim
+            or weight is None
+            or x.dtype != weight.dtype
+            or x.device != weight.device
+            or self.bias_k is not None
+            or self.add_zero_attn
+            or not self.batch_first
+        ):
+            return None
+        shape = (*x.shape[:2], 3, self.num_heads, self.head_dim)
+        q, k, v = (
+            eager_linear()(x, weight, parameters["in_proj_bias"]).view(shape).permute(2, 0, 3, 1, 4).unbind()
+        )  # (N, H, L, D)
+        rule = causal() if is_causal else None
+        mixed = attention(q, k, v, rule, dropout_p=self.dropout if self.training else 0.0)  # (N, H, L, D)
+        return apply_linear(self.out_proj, mixed.transpose(1, 2).flatten(2))  # (N, L, E)
+
+    def _without_padding(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+    ) -> Tensor | None:
+        """The output, with padded keys left out; ``None`` where nothing is to be gained, or keys are appended."""
+        if self.bias_k is not None or self.add_zero_attn:
+            return None
+        _require_inputs(self, query, key, value)
+        q, k = self._batch_first(query, False), self._batch_first(key, False)
+        sizes = Sizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], 0)
+        mask = hidden_mask(attn_mask, key_padding_mask, is_causal, sizes)
+        width = self.embed_dim
+        costs = Costs(2 * width * width, (cast(int, self.kdim) + cast(int, self.vdim)) * width, 2 * width)
+        padding = find_padding(mask, q, k, self.num_heads, costs)
+        if padding is None:
+            return None
+        inputs = padding.take(query, key, value, self.batch_first)  # (T, E) each
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        projected = project(*inputs, self.in_proj_weight, self.in_proj_bias, separate)
+        mixed = padding.attend(*projected, self.head_dim, None, self.dropout if self.training else 0.0)
+        output = padding.finish(mixed, self.out_proj, apply_linear)  # (N, L, E)
+        return output if self.batch_first else output.transpose(0, 1)
 
     def _attend(
         self,

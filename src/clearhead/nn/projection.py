@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..linear import linear
+
 __all__ = ["append_keys", "project"]
 
 
@@ -34,18 +36,18 @@ def project(
     if in_proj_weight is None:
         biases = (None, None, None) if bias is None else bias.chunk(3)
         pairs = zip((query, key, value), separate, biases, strict=True)
-        q, k, v = (F.linear(x, cast(Tensor, weight), b) for x, weight, b in pairs)
+        q, k, v = (linear(x, cast(Tensor, weight), b) for x, weight, b in pairs)
         return q, k, v
     weight, size = in_proj_weight, in_proj_weight.shape[1]
     if query is key and key is value:
-        q, k, v = F.linear(query, weight, bias).chunk(3, -1)
+        q, k, v = linear(query, weight, bias).chunk(3, -1)
         return q, k, v
-    q = F.linear(query, weight[:size], None if bias is None else bias[:size])
+    q = linear(query, weight[:size], None if bias is None else bias[:size])
     if key is value:
-        k, v = F.linear(key, weight[size:], None if bias is None else bias[size:]).chunk(2, -1)
+        k, v = linear(key, weight[size:], None if bias is None else bias[size:]).chunk(2, -1)
         return q, k, v
-    k = F.linear(key, weight[size : 2 * size], None if bias is None else bias[size : 2 * size])
-    v = F.linear(value, weight[2 * size :], None if bias is None else bias[2 * size :])
+    k = linear(key, weight[size : 2 * size], None if bias is None else bias[size : 2 * size])
+    v = linear(value, weight[2 * size :], None if bias is None else bias[2 * size :])
     return q, k, v
 
 

@@ -8,6 +8,8 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from ..linear import Linear
+
 __all__ = ["FeedForward", "SwiGLU"]
 
 
@@ -46,10 +48,10 @@ class FeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.linear1 = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.linear1 = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
         self.activation = nn.ReLU() if activation is None else activation
         self.dropout = nn.Dropout(dropout)
-        self.linear2 = nn.Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.linear2 = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, E) to (…, E)."""
@@ -88,9 +90,9 @@ class SwiGLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
-        self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.gate_proj = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.up_proj = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.down_proj = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, E) to (…, E)."""

@@ -1,0 +1,135 @@
+"""Our own CPU kernel in C++: tiles of queries in registers, online softmax, a backward pass that recomputes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, cast, final
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from ..native import extension, why_missing
+from ..tracing import is_tracing, is_transformed
+from .base import Kernel, Refusal
+from .native_calls import TYPES, Request, backward, empty_lse, forward, prepared_forward
+from .native_masks import differs_between_heads, lower
+from .native_operator import sinks_gradient
+
+__all__ = ["NativeKernel"]
+
+_TINY = 1 << 17  # multiplications of a call whose gradients cost more in Python than in computing
+
+
+@final
+class NativeKernel(Kernel):
+    """Tiles of queries against blocks of keys; skips the blocks that nobody in the tile sees."""
+
+    name: ClassVar[str] = "native"
+    twice_differentiable: ClassVar[bool] = False
+
+    def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
+        if extension is None:
+            return (Refusal("{reason}", reason=why_missing),)
+        reasons: list[Refusal] = []
+        query = call.query
+        if query.device.type != "cpu":
+            reasons.append(Refusal("it runs on the CPU, and the tensors are on {device}", device=query.device))
+        if query.dtype not in TYPES:
+            reasons.append(Refusal("it computes in float32, and the tensors are {dtype}", dtype=query.dtype))
+        if call.bias_tensors and torch.is_grad_enabled() and any(bias.requires_grad for bias in call.bias_tensors):
+            reasons.append(Refusal("it gives no gradient for a bias"))
+        reasons += _reasons_of_a_graph() if is_tracing() else _reasons_of_values(call)
+        return tuple(reasons)
+
+    def faster_elsewhere(self, call: AttentionCall) -> str | None:
+        if is_tracing():
+            return None
+        batch, heads, length, head_dim = call.query.shape
+        if length == 1 and call.group > 1:  # `sdpa` makes one matrix product of the group's rows
+            return "sdpa"
+        products = batch * heads * length * call.key.shape[2] * (head_dim + call.value.shape[-1])
+        return "sdpa" if call.needs_gradients and products < _TINY else None
+
+    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        if is_tracing() or torch._C._len_torch_dispatch_stack() > 0:  # pyright: ignore
+            output, lse = torch.ops.clearhead.attention(*vars(_request(call)).values())
+        elif call.needs_gradients:
+            output, lse = cast("tuple[Tensor, Tensor]", _Native.apply(call, *call.inputs))
+        else:
+            lse = empty_lse(call.query) if call.return_lse else None
+            output = forward(_request(call), lse)
+        return output, lse if call.return_lse else None
+
+    def prepare(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        prepared = None
+        if not (call.needs_gradients or call.return_lse or call.dropout_p or call.sinks is not None):
+            request = _request(call)
+            prepared = prepared_forward(request) if request.visible is request.bias is request.first is None else None
+        return prepared or super().prepare(call)
+
+
+def _reasons_of_a_graph() -> list[Refusal]:
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return [Refusal("an exported graph holds PyTorch's own operators only")]
+    return []
+
+
+def _reasons_of_values(call: AttentionCall) -> list[Refusal]:
+    if is_transformed():
+        return [Refusal("its own backward cannot be transformed by torch.func")]
+    for tensor in (call.query, call.key, call.value):
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            return [Refusal("it reads plain tensors only, and one is a {kind}", kind=type(tensor).__name__)]
+    if call.mask is not None and differs_between_heads(call):
+        return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
+    return []
+
+
+def _request(call: AttentionCall) -> Request:
+    lowered = lower(call)
+    first, last = lowered.spans or (None, None)
+    return Request(
+        call.query,
+        call.key,
+        call.value,
+        call.sinks,
+        lowered.visible,
+        lowered.bias,
+        first,
+        last,
+        call.dropout_seed,
+        call.scale,
+        call.softcap or 0.0,
+        call.dropout_p,
+        lowered.low,
+        lowered.high,
+        lowered.stop,
+    )
+
+
+class _Native(torch.autograd.Function):
+    """Saves inputs, output and lse; the backward pass recomputes the weights from them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.call = call.without_tensors()
+        ctx.set_materialize_grads(False)
+        lse = empty_lse(call.query)
+        output = forward(_request(call), lse)
+        ctx.save_for_backward(output, lse, *inputs)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        output_gradient, lse_gradient = gradients
+        if output_gradient is None and lse_gradient is None:  # `second_order` has computed them all
+            return (None,) * len(ctx.needs_input_grad)
+        output, lse, *inputs = ctx.saved_tensors
+        call = ctx.call.with_tensors(*inputs)
+        if output_gradient is None:
+            output_gradient = torch.zeros_like(output)
+        *found, correction = backward(_request(call), output, lse, output_gradient, lse_gradient)
+        if call.sinks is not None:
+            found.append(sinks_gradient(call.sinks, correction, lse))
+        return (None, *found, *(None for _ in call.bias_tensors))

@@ -1,0 +1,206 @@
+"""Calling the compiled kernel: tensors into addresses, sizes and strides, in the order of `native/module.cpp`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..native import extension, instruction_set_number
+
+__all__ = ["TYPES", "Request", "backward", "empty_lse", "empty_output", "forward", "prepared_forward"]
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MATRICES = 10  # where the three inputs begin among the numbers
+_LEVELS = 1 << 16  # of the bits that decide about dropout
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call without any object of Clearhead's in it, so that it can also be the arguments of a PyTorch operator.
+
+    Args:
+        query: (B, H, L, D).
+        key: (B, Hkv, S, D).
+        value: (B, Hkv, S, Dv).
+        sinks: (H,), or ``None``.
+        visible: bool (1 or B, 1 or H, 1 or L, 1 or S), or ``None``.
+        bias: float of such a shape, or ``None``.
+        first, last: int32 (1 or B, 1 or L): row i sees first ≤ j < last; both or neither.
+        seed: int64 scalar; ``None`` drops nothing.
+        scale: factor of the scores.
+        softcap: 0 is none.
+        dropout_p: probability that a weight is dropped.
+        low, high, stop: row i sees i + low ≤ j ≤ i + high and j < stop.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    visible: Tensor | None
+    bias: Tensor | None
+    first: Tensor | None
+    last: Tensor | None
+    seed: Tensor | None
+    scale: float
+    softcap: float
+    dropout_p: float
+    low: int
+    high: int
+    stop: int
+
+
+def forward(request: Request, lse: Tensor | None = None) -> Tensor:
+    """Output (B, H, L, Dv) in the inputs' dtype; lse (B, H, L) is written where a float32 tensor is given for it."""
+    output = empty_output(request.query, request.value)
+    numbers, kept = _numbers(request, lse)
+    _module().forward(instruction_set_number(), torch.get_num_threads(), *numbers, *_matrix(output))
+    del kept
+    return output
+
+
+def prepared_forward(request: Request) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """`forward` without lse for requests that differ from this one in the numbers of query, key and value alone.
+
+    ``None`` where rows have to be laid out first.
+    """
+    given = (request.query, request.key, request.value)
+    if any(_with_whole_rows(tensor) is not tensor for tensor in given):
+        return None
+    numbers, _ = _numbers(request, None)
+    sizes, tail = numbers[:_MATRICES], numbers[_MATRICES + 12 :]
+    steps = [_matrix(tensor)[1:] for tensor in given]
+    like = empty_output(request.query, request.value)
+    shape, out_steps = tuple(like.shape), _matrix(like)[1:]
+    swapped = not like.is_contiguous()
+    if swapped:
+        shape = (shape[0], shape[2], shape[1], shape[3])
+    run = _module().forward
+
+    def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = query.new_empty(shape)
+        run(
+            *(instruction_set_number(), torch.get_num_threads(), *sizes),
+            *(query.data_ptr(), *steps[0], key.data_ptr(), *steps[1], value.data_ptr(), *steps[2]),
+            *(*tail, output.data_ptr(), *out_steps),
+        )
+        return output.transpose(1, 2) if swapped else output
+
+    return forward
+
+
+def empty_lse(query: Tensor) -> Tensor:
+    """(B, H, L) in float32."""
+    return query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def backward(
+    request: Request, output: Tensor, lse: Tensor, output_gradient: Tensor, lse_gradient: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, and δ − dl (B, H, L), from which that of the sinks follows."""
+    if output.dtype != torch.float32:  # δ = dO·o needs an o that is not rounded
+        wide = {name: getattr(request, name).float() for name in ("query", "key", "value")}
+        output = forward(replace(request, **wide))
+    gradients = [tensor.new_empty(tensor.shape) for tensor in (request.query, request.key, request.value)]
+    correction = torch.empty_like(lse)
+    output_gradient = _with_whole_rows(output_gradient)
+    lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
+    numbers, kept = _numbers(request, lse)
+    _module().backward(
+        instruction_set_number(),
+        torch.get_num_threads(),
+        *numbers,
+        *_matrix(output_gradient),
+        *_matrix(output),
+        *_matrix(gradients[0]),
+        *_matrix(gradients[1]),
+        *_matrix(gradients[2]),
+        _address(lse_gradient),
+        correction.data_ptr(),
+    )
+    del kept
+    return gradients[0], gradients[1], gradients[2], correction
+
+
+def empty_output(query: Tensor, value: Tensor) -> Tensor:
+    """(B, H, L, Dv), with heads beside each other where the query's are: merging them is then free."""
+    batch, heads, length, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        return query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+    return query.new_empty(batch, heads, length, value.shape[-1])
+
+
+def _module() -> ModuleType:
+    return cast(ModuleType, extension)
+
+
+def _numbers(request: Request, lse: Tensor | None) -> tuple[tuple[float, ...], tuple[Tensor | None, ...]]:
+    """What `read_problem` reads, and tensors that have to live as long as their addresses are in use."""
+    query, key, value = (_with_whole_rows(tensor) for tensor in (request.query, request.key, request.value))
+    sinks = None if request.sinks is None else request.sinks.float().contiguous()
+    bias = None if request.bias is None else request.bias.float()
+    numbers = (
+        TYPES[query.dtype],
+        *query.shape[:2],
+        key.shape[1],
+        query.shape[2],
+        key.shape[2],
+        query.shape[3],
+        value.shape[3],
+        request.scale,
+        request.softcap,
+        *_matrix(query),
+        *_matrix(key),
+        *_matrix(value),
+        _address(lse),
+        _address(sinks),
+        request.low,
+        request.high,
+        request.stop,
+        *_spans(request.first, request.last),
+        *_mask(request.visible),
+        *_mask(bias),
+        *_dropout(request),
+    )
+    return numbers, (query, key, value, sinks, bias)
+
+
+def _dropout(request: Request) -> tuple[int, int, float]:
+    """How many of 65536 draws drop an entry, the seed, and what a kept entry is multiplied with."""
+    if request.seed is None:
+        return 0, 0, 1.0
+    dropped = round(request.dropout_p * _LEVELS)
+    return dropped, int(request.seed), _LEVELS / (_LEVELS - dropped) if dropped < _LEVELS else 0.0
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _matrix(tensor: Tensor) -> tuple[int, int, int, int]:
+    batch, head, row, _ = tensor.stride()
+    return tensor.data_ptr(), batch, head, row
+
+
+def _mask(tensor: Tensor | None) -> tuple[int, ...]:
+    return (0,) * 5 if tensor is None else (tensor.data_ptr(), *_steps(tensor))
+
+
+def _spans(first: Tensor | None, last: Tensor | None) -> tuple[int, ...]:
+    return (0,) * 4 if first is None else (first.data_ptr(), _address(last), *_steps(first))
+
+
+def _steps(tensor: Tensor) -> tuple[int, ...]:
+    """Strides, zero where a size of 1 broadcasts."""
+    return tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _with_whole_rows(tensor: Tensor) -> Tensor:
+    """The numbers of a row have to lie side by side, as they are; all other strides are the kernel's business."""
+    tensor = tensor.resolve_neg()  # the kernel would read x where a view says −x
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1 else tensor.contiguous()

@@ -1,0 +1,90 @@
+"""Kinds of attention call that came before: validated and dispatched once, and after that only computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call import AttentionCall
+from .kernels.dispatch import choose, forced_kernel
+from .kernels.second_order import allow_second_derivatives
+from .masks.positional import Causal
+from .observe import watched
+from .tracing import is_tracing
+
+__all__ = ["forget_calls", "kind_of_call", "recall", "remember"]
+
+Plan = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+_NUMBERS = (float, int)
+_MOST = 256  # a decoder meets a new kind with every token, and none of them again
+_plans: dict[Hashable, Plan] = {}
+
+
+def kind_of_call(
+    query: Tensor, key: Tensor, value: Tensor, mask: object, scale: object, dropout_p: object
+) -> Hashable | None:
+    """All that validation and the choice of a kernel look at, for calls on the CPU of which they look at nothing else.
+
+    Kernels that the user has switched off in PyTorch since then are left to PyTorch, which computes the same without.
+
+    Returns:
+        Equal objects for calls of one kind; ``None`` for a call whose values, mask or surroundings matter too.
+    """
+    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
+        return None
+    rule = None if mask is None else mask.align if type(mask) is Causal else 0
+    # Numbers of other types may be equal to these, and are refused.
+    if rule == 0 or dropout_p or type(dropout_p) not in _NUMBERS or not (scale is None or type(scale) is float):
+        return None
+    if not (query.is_cpu and key.is_cpu and value.is_cpu) or is_tracing() or watched():
+        return None
+    inner: Any = torch._C  # pyright: ignore[reportPrivateUsage]  # nothing public asks these as cheaply
+    if inner._are_functorch_transforms_active() or inner._is_any_autocast_enabled():
+        return None
+    if inner._len_torch_dispatch_stack() or query.is_neg() or key.is_neg() or value.is_neg():
+        return None
+    wanted = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    try:
+        shapes = (query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride())
+    except RuntimeError:  # nested and sparse tensors have none
+        return None
+    return shapes, query.dtype, key.dtype, value.dtype, rule, scale, wanted, forced_kernel()
+
+
+def recall(kind: Hashable) -> Plan | None:
+    """How a call of this kind is computed, if there was one before."""
+    return _plans.get(kind)
+
+
+def remember(kind: Any, call: AttentionCall) -> Plan | None:
+    """Choose the kernel for a call of this kind, which has been validated, and keep the choice.
+
+    Returns:
+        The function of query, key and value that computes it; ``None`` where the next call may need another.
+    """
+    if call.query.dim() != 4 or len(kind[0][0]) != 4 or call.reach.queries is not None or call.reach.keys is not None:
+        return None
+    kernel = choose(call)
+    compute = kernel.prepare(call)
+    if len(_plans) >= _MOST:
+        _plans.clear()
+    if kernel.twice_differentiable or not call.needs_gradients:
+        _plans[kind] = compute
+        return compute
+    template = call.without_tensors()
+
+    def differentiable_twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = compute(query, key, value)
+        return allow_second_derivatives(kernel.name, template, output, None, (query, key, value))[0]
+
+    _plans[kind] = differentiable_twice
+    return differentiable_twice
+
+
+def forget_calls() -> None:
+    """Validate and dispatch every kind anew."""
+    _plans.clear()

@@ -1,0 +1,69 @@
+"""The short ways through `MultiHeadAttention`: for tiny calls, where Python costs most, and for padded batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .attention import attention
+from .linear import apply_linear, eager_linear, plain_parameters
+from .masks.base import Mask
+from .masks.tensors import as_mask
+from .multihead_checks import complete, require_keys
+from .padding import Costs, find_padding
+
+if TYPE_CHECKING:
+    from .multihead import MultiHeadAttention
+
+__all__ = ["short_way"]
+
+
+def short_way(
+    module: MultiHeadAttention, query: Tensor, key: Tensor | None, value: Tensor | None, mask: Mask | Tensor | None
+) -> Tensor | None:
+    """The output of a layer that is only its four projections, none of which anything hangs on.
+
+    Returns:
+        (B, L, E); ``None`` where there is more to the call, where nothing is to be gained, and where an input is wrong:
+        what is wrong with it is left for the long way to say.
+    """
+    if module.position is not None or module.query_norm is not None or module.key_norm is not None:
+        return None
+    if module.mask is not None or module.softcap is not None or module.sinks is not None:
+        return None
+    if mask is not None:
+        return _without_padding(module, query, key, value, mask)
+    return _alone(module, query) if key is None and value is None else None
+
+
+def _alone(module: MultiHeadAttention, x: Tensor) -> Tensor | None:
+    """Self-attention without a mask, in as little Python as it takes."""
+    parameters = plain_parameters((x, module.q_proj), (x, module.k_proj), (x, module.v_proj))
+    if parameters is None:
+        return None
+    multiply, shape = eager_linear(), (*x.shape[:2], -1, module.head_dim)
+    q, k, v = [multiply(x, weight, bias).view(shape).transpose(1, 2) for weight, bias in parameters]
+    mixed = attention(q, k, v, scale=module.scale, dropout_p=module.dropout if module.training else 0.0)
+    return apply_linear(module.out_proj, mixed.transpose(1, 2).flatten(2))  # (B, L, E)
+
+
+def _without_padding(
+    module: MultiHeadAttention, query: Tensor, key: Tensor | None, value: Tensor | None, mask: Mask | Tensor
+) -> Tensor | None:
+    """Attention with padding left out."""
+    key, value = complete(query, key, value)
+    parameters = plain_parameters((query, module.q_proj), (key, module.k_proj), (value, module.v_proj))
+    if parameters is None:
+        return None
+    require_keys(module, query, key, value)
+    inner, kv_inner = module.num_heads * module.head_dim, module.num_kv_heads * module.head_dim
+    of_key = (key.shape[2] + value.shape[2]) * kv_inner
+    costs = Costs((query.shape[2] + module.embed_dim) * inner, of_key, 2 * inner)
+    padding = find_padding(as_mask(mask), query, key, module.num_heads, costs)
+    if padding is None:
+        return None
+    multiply, inputs = eager_linear(), padding.take(query, key, value)
+    q, k, v = (multiply(x, *both) for x, both in zip(inputs, parameters, strict=True))  # (T, H·D), (Tk, Hkv·D)
+    mixed = padding.attend(q, k, v, module.head_dim, module.scale, module.dropout if module.training else 0.0)
+    return padding.finish(mixed, module.out_proj, apply_linear)

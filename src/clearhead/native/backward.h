@@ -1,0 +1,279 @@
+// The backward pass: weights are computed again from the log-sum-exp, and with dO the output's gradient, dp = dO vᵀ
+// (dropped as p was), δ = Σ_j p dp = dO·o and dl that of lse: ds = p (dp − δ + dl). Sums over queries (dk, dv) are kept
+// for the whole length of the keys, sums over keys (dq) for a few tiles of rows at a time.
+
+struct BackwardTile {
+    Rows rows;
+    float *query_lanes, *gradient_lanes;  // (D × V·LANES), (Dv × V·LANES)
+    float *query_rows, *gradient_rows;    // (V·LANES × D), (V·LANES × Dv), columns padded to whole vectors
+    float* query_sums;                    // (D × V·LANES)
+    float lse[TILE], correction[TILE];    // lse in units of log 2
+};
+
+// Working memory of one task.
+struct BackwardRoom {
+    float *keys, *values, *weights, *gradients, *extra, *slopes;
+};
+
+INLINE int64_t step_up(int64_t x) { return round_up(x, STEP); }
+INLINE int64_t lanes_up(int64_t x) { return round_up(x, LANES); }
+
+// to (count × V·LANES) = left (count × columns) · right (columns × V·LANES)
+template <int V>
+static void product(const float* left, int64_t stride, int64_t columns, const float* right, int64_t count, float* to) {
+    for (int64_t j = 0; j < count; j += STEP) {
+        Floats acc[STEP][V] = {};
+        multiply<true>(acc, left + j * stride, stride, right, V * LANES, columns);
+#pragma GCC unroll 8
+        for (int t = 0; t < STEP; t++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) store(to + ((j + t) * V + v) * LANES, acc[t][v]);
+    }
+}
+
+// to (keys × columns) += left (keys × rows) · right (rows × columns), V vectors of columns
+template <int V>
+static void add_columns(const float* left, int64_t rows, const float* right, int64_t stride, int64_t keys, float* to) {
+    for (int64_t j = 0; j < keys; j += STEP) {
+        Floats acc[STEP][V];
+#pragma GCC unroll 8
+        for (int t = 0; t < STEP; t++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) acc[t][v] = load(to + (j + t) * stride + v * LANES);
+        multiply<true>(acc, left + j * rows, rows, right, stride, rows);
+#pragma GCC unroll 8
+        for (int t = 0; t < STEP; t++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) store(to + (j + t) * stride + v * LANES, acc[t][v]);
+    }
+}
+
+static void add_products(const float* left, int64_t rows, const float* right, int64_t stride, int64_t keys, float* to) {
+    for (int64_t d = 0; d < stride;) {
+        const int64_t left_over = (stride - d) / LANES;
+        if (left_over >= 3 && left_over != 4) {
+            add_columns<3>(left, rows, right + d, stride, keys, to + d);
+            d += 3 * LANES;
+        } else if (left_over >= 2) {
+            add_columns<2>(left, rows, right + d, stride, keys, to + d);
+            d += 2 * LANES;
+        } else {
+            add_columns<1>(left, rows, right + d, stride, keys, to + d);
+            d += LANES;
+        }
+    }
+}
+
+// Scores to weights in place; with a soft-cap its slope goes into `slopes`.
+template <int V>
+static void weigh_again(const Problem& p, const BackwardTile& tile, int64_t count, const float* extra, float* weights,
+                        float* slopes) {
+    const float factor = p.softcap != 0 ? p.scale / p.softcap : p.scale * LOG2E;
+    for (int64_t j = 0; j < count; j++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) {
+            const int64_t place = (j * V + v) * LANES;
+            Floats x = load(weights + place) * factor;
+            if (p.softcap != 0) {
+                x = tanh(x);
+                store(slopes + place, 1.f - x * x);
+                x *= p.softcap * LOG2E;
+            }
+            if (extra) x = add_mask(x, load(extra + place));
+            store(weights + place, exp2(x - load(tile.lse + v * LANES)));
+        }
+}
+
+// dp to ds in place; the weights become the dropped ones.
+template <int V>
+static void differentiate(const Problem& p, const BackwardTile& tile, int64_t batch, int64_t key, int64_t count,
+                          const float* slopes, float* weights, float* gradients) {
+    for (int64_t j = 0; j < count; j += GROUP)
+        for (int v = 0; v < V; v++) {
+            Ints kept[GROUP];
+            if (p.drop_below) draw_kept(p, tile.rows, batch, v, key + j, kept);
+            const Floats correction = load(tile.correction + v * LANES);
+#pragma GCC unroll 8
+            for (int t = 0; t < GROUP; t++) {
+                const int64_t place = ((j + t) * V + v) * LANES;
+                const Floats weight = load(weights + place);
+                Floats x = load(gradients + place);
+                if (p.drop_below) {
+                    x = only_where(kept[t], x);
+                    store(weights + place, only_where(kept[t], weight));
+                }
+                x = weight * (x - correction);
+                if (p.softcap != 0) x *= load(slopes + place);
+                store(gradients + place, x);
+            }
+        }
+}
+
+// One tile against the keys [start, stop), whose sums of dk and dv are given.
+template <int V>
+static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int64_t start, int64_t stop,
+                        const BackwardRoom& room, const float* keys, const float* values, float* key_sums,
+                        float* value_sums) {
+    const Sight sight = look<V>(p, tile.rows, batch, start, stop, room.extra);
+    if (sight == Sight::nothing) return;
+    const int64_t count = stop - start, key_stride = step_up(p.dim), rows = V * LANES;
+    product<V>(keys, key_stride, p.dim, tile.query_lanes, count, room.weights);
+    weigh_again<V>(p, tile, count, sight == Sight::some ? room.extra : nullptr, room.weights, room.slopes);
+    product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, room.gradients);
+    differentiate<V>(p, tile, batch, start, count, room.slopes, room.weights, room.gradients);
+    add_products(room.weights, rows, tile.gradient_rows, lanes_up(p.value_dim), count, value_sums);
+    add_products(room.gradients, rows, tile.query_rows, lanes_up(p.dim), count, key_sums);
+    for (int64_t d = 0; d < p.dim; d += STEP) {
+        Floats acc[STEP][V];
+        float* sums = tile.query_sums + d * rows;
+#pragma GCC unroll 8
+        for (int t = 0; t < STEP; t++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) acc[t][v] = load(sums + (t * V + v) * LANES);
+        multiply<false>(acc, keys + d, key_stride, room.gradients, rows, count);
+#pragma GCC unroll 8
+        for (int t = 0; t < STEP; t++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) store(sums + (t * V + v) * LANES, acc[t][v]);
+    }
+}
+
+static int64_t tiles_at_once(const Problem& p) { return p.dim + p.value_dim > 256 ? MOST_TILES / 2 : MOST_TILES; }
+
+static int64_t tile_floats(const Problem& p) {
+    return TILE * (2 * step_up(p.dim) + p.value_dim + lanes_up(p.dim) + lanes_up(p.value_dim)) + 5 * 16;
+}
+
+static int64_t backward_scratch(const Problem& p, int64_t task_rows) {
+    const int64_t tiles = smaller(tiles_at_once(p), (task_rows + TILE - 1) / TILE);
+    return BLOCK * (step_up(p.dim) + p.value_dim) + 4 * BLOCK * TILE + tiles * tile_floats(p) + 6 * 16;
+}
+
+// dk (S × D), then dv (S × Dv), columns padded to whole vectors.
+static int64_t sums_size(const Problem& p) {
+    return round_up(p.keys, GROUP) * (lanes_up(p.dim) + lanes_up(p.value_dim));
+}
+
+// The rows of a tile one under the other, times a factor; zeros where there is no row.
+template <class T>
+static void copy_rows(const View& view, const Rows& rows, int64_t batch, int64_t columns, float factor, float* to) {
+    const int64_t stride = lanes_up(columns);
+    for (int64_t lane = 0; lane < rows.vectors * LANES; lane++, to += stride) {
+        if (lane >= rows.count) {
+            memset(to, 0, static_cast<size_t>(stride) * sizeof(float));
+            continue;
+        }
+        const T* from = view.at<T>(batch, rows.head[lane], rows.row[lane]);
+        for (int64_t j = 0; j < columns; j += LANES) store(to + j, factor * load_some(from + j, columns - j));
+    }
+}
+
+template <class T>
+static void correct(const Problem& p, int64_t batch, BackwardTile& tile) {
+    const Rows& rows = tile.rows;
+    for (int64_t lane = 0; lane < TILE; lane++) {
+        tile.lse[lane] = -LOWEST;  // a lane without a row has weights of zero
+        tile.correction[lane] = 0;
+        if (lane >= rows.count) continue;
+        const int64_t place = (batch * p.heads + rows.head[lane]) * p.rows + rows.row[lane];
+        const float* output = p.exact_output.at<float>(batch, rows.head[lane], rows.row[lane]);
+        const T* gradient = p.output_gradient.at<T>(batch, rows.head[lane], rows.row[lane]);
+        Floats delta = {};
+        for (int64_t j = 0; j < p.value_dim; j += LANES)
+            delta += load_some(output + j, p.value_dim - j) * load_some(gradient + j, p.value_dim - j);
+        tile.correction[lane] = sum(delta) - (p.lse_gradient ? p.lse_gradient[place] : 0);
+        tile.lse[lane] = p.lse[place] == -INFINITY ? 0 : p.lse[place] * LOG2E;
+        p.correction[place] = tile.correction[lane];
+    }
+}
+
+template <class T>
+static void prepare(const Problem& p, int64_t batch, BackwardTile& tile, float*& scratch) {
+    const int64_t lanes = tile.rows.vectors * LANES;
+    tile.query_lanes = take(scratch, p.dim * lanes);
+    tile.gradient_lanes = take(scratch, p.value_dim * lanes);
+    tile.query_rows = take(scratch, lanes_up(p.dim) * lanes);
+    tile.gradient_rows = take(scratch, lanes_up(p.value_dim) * lanes);
+    tile.query_sums = take(scratch, step_up(p.dim) * lanes);
+    rows_to_lanes<T>(p.query, tile.rows, batch, p.dim, 1, tile.query_lanes);
+    rows_to_lanes<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.gradient_lanes);
+    copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, tile.query_rows);
+    copy_rows<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.gradient_rows);
+    memset(tile.query_sums, 0, static_cast<size_t>(step_up(p.dim) * lanes) * sizeof(float));
+    correct<T>(p, batch, tile);
+}
+
+// A few tiles of rows against all the keys they see.
+template <class T>
+static void backward_rows(const Problem& p, const Task& task, int64_t row_start, int64_t row_stop,
+                          const BackwardRoom& room, float* sums, float* scratch) {
+    const int64_t b = task.batch;
+    BackwardTile tiles[MOST_TILES];
+    int64_t count = 0, key_start = p.keys, key_stop = 0;
+    for (int64_t start = row_start; start < row_stop; start += TILE, count++) {
+        describe_rows(p, b, task.kv_head, start, row_stop, tiles[count].rows);
+        prepare<T>(p, b, tiles[count], scratch);
+        key_start = smaller(key_start, tiles[count].rows.lowest_first);
+        key_stop = larger(key_stop, tiles[count].rows.highest_last);
+    }
+    const int64_t key_stride = step_up(p.dim), key_width = lanes_up(p.dim), value_width = lanes_up(p.value_dim);
+    float* value_sums = sums + round_up(p.keys, GROUP) * key_width;
+    for (int64_t block = key_start / BLOCK * BLOCK; block < key_stop; block += BLOCK) {
+        const int64_t end = smaller(block + BLOCK, p.keys), padded = round_up(end - block, GROUP);
+        widen_rows(p.key.at<T>(b, task.kv_head, block), p.key.row, end - block, p.dim, room.keys, key_stride, padded);
+        widen_rows(p.value.at<T>(b, task.kv_head, block), p.value.row, end - block, p.value_dim, room.values,
+                   p.value_dim, padded);
+        for (int64_t n = 0; n < count; n++) {
+            fetch_part<T>(p, b, task.kv_head, block + BLOCK, n, count);
+            int64_t start = block, stop = block + padded;
+            trim(tiles[n].rows, start, stop);
+            if (start >= stop) continue;
+            const bool last = n + 1 == count;
+            fetch_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
+            const float *k = room.keys + (start - block) * key_stride, *v = room.values + (start - block) * p.value_dim;
+            float *dk = sums + start * key_width, *dv = value_sums + start * value_width;
+            if (tiles[n].rows.vectors == 1) attend_back<1>(p, tiles[n], b, start, stop, room, k, v, dk, dv);
+            if (tiles[n].rows.vectors == 2) attend_back<2>(p, tiles[n], b, start, stop, room, k, v, dk, dv);
+            if (tiles[n].rows.vectors == 3) attend_back<3>(p, tiles[n], b, start, stop, room, k, v, dk, dv);
+        }
+    }
+    float factors[TILE];
+    for (int lane = 0; lane < TILE; lane++) factors[lane] = p.scale;
+    for (int64_t n = 0; n < count; n++)
+        lanes_to_rows<T>(tiles[n].query_sums, tiles[n].rows, b, p.dim, factors, p.query_gradient);
+}
+
+template <class T>
+static void backward_typed(const Problem& p, const Task& task, float* sums, float* scratch) {
+    BackwardRoom room;
+    room.keys = take(scratch, BLOCK * step_up(p.dim));
+    room.values = take(scratch, BLOCK * p.value_dim);
+    room.weights = take(scratch, BLOCK * TILE);
+    room.gradients = take(scratch, BLOCK * TILE);
+    room.extra = take(scratch, BLOCK * TILE);
+    room.slopes = take(scratch, BLOCK * TILE);
+    const int64_t step = tiles_at_once(p) * TILE;
+    for (int64_t start = task.row_start; start < task.row_stop; start += step)
+        backward_rows<T>(p, task, start, smaller(start + step, task.row_stop), room, sums, scratch);
+}
+
+// Σ over `count` sums, `size` floats apart and their columns padded, to one matrix of T, times a factor.
+template <class T>
+static void write_sum(const float* sums, int64_t count, int64_t size, int64_t rows, int64_t columns, float factor,
+                      const View& view, int64_t batch, int64_t head) {
+    const int64_t stride = lanes_up(columns);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < columns; j += LANES) {
+            Floats total = {};
+            for (int64_t n = 0; n < count; n++) total += load(sums + n * size + i * stride + j);
+            store_some(view.at<T>(batch, head, i) + j, total * factor, columns - j);
+        }
+}
+
+template <class T>
+static void write_sums_typed(const Problem& p, int64_t batch, int64_t kv_head, const float* sums, int64_t count) {
+    const int64_t size = sums_size(p);
+    write_sum<T>(sums, count, size, p.keys, p.dim, p.scale, p.key_gradient, batch, kv_head);
+    sums += round_up(p.keys, GROUP) * lanes_up(p.dim);
+    write_sum<T>(sums, count, size, p.keys, p.value_dim, 1, p.value_gradient, batch, kv_head);
+}

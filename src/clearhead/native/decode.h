@@ -1,0 +1,176 @@
+// Few queries, as in decoding: keys and values are read once, in the order in which they lie, and the features are in
+// the lanes. The keys of a head may be split between threads: each leaves a partial result, and `merge` joins them.
+//
+// A partial result is, for every row, its peak (in units of log 2), its sum, and its output that is not yet normalised.
+
+constexpr int CHUNK = 64;  // keys whose scores are known before their values are read
+
+static int64_t partial_size(const Problem& p) { return p.folded_rows() * (2 + lanes_up(p.value_dim)) + 16; }
+
+static int64_t decode_scratch(const Problem& p) { return p.folded_rows() * lanes_up(p.dim) + 16; }
+
+INLINE float* partial_output(const Problem& p, float* partial) { return partial + round_up(2 * p.folded_rows(), 16); }
+
+constexpr int TOGETHER = 4;  // rows that share what is loaded of keys and values
+constexpr int BESIDE = LANES < 16 ? 2 : 4;  // keys that share what is loaded of the queries
+
+// dot[r] = query r · key for LANES keys, of which `count` are there; the others repeat the last one.
+template <class T, int R>
+INLINE void dots(const float* query, int64_t width, const T* key, int64_t stride, int64_t columns, int64_t count,
+                 Floats (&dot)[R]) {
+    Floats square[R][LANES];
+    for (int64_t t = 0; t < LANES; t += BESIDE) {
+        Floats acc[BESIDE][R] = {};
+        const T* from[BESIDE];
+        for (int k = 0; k < BESIDE; k++) from[k] = key + smaller(t + k, count - 1) * stride;
+        for (int64_t j = 0; j < columns; j += LANES)
+#pragma GCC unroll 4
+            for (int k = 0; k < BESIDE; k++) {
+                const Floats x = load_some(from[k] + j, columns - j);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; r++) acc[k][r] += x * load(query + r * width + j);
+            }
+        for (int k = 0; k < BESIDE; k++)
+            for (int r = 0; r < R; r++) square[r][t + k] = acc[k][r];
+    }
+    for (int r = 0; r < R; r++) dot[r] = sums(square[r]);
+}
+
+// N vectors of the outputs of R rows += Σ_j weights[j] · value_j
+template <class T, int N, int R>
+INLINE void mix(const float (*weights)[CHUNK], const T* value, int64_t stride, int64_t columns, int64_t count,
+                float* output, int64_t width) {
+    Floats acc[R][N];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < N; v++) acc[r][v] = load(output + r * width + v * LANES);
+    for (int64_t t = 0; t < count; t++)
+#pragma GCC unroll 4
+        for (int v = 0; v < N; v++) {
+            const Floats x = load_some(value + t * stride + v * LANES, columns - v * LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) acc[r][v] += weights[r][t] * x;
+        }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < N; v++) store(output + r * width + v * LANES, acc[r][v]);
+}
+
+template <class T, int R>
+static void mix_all(const float (*weights)[CHUNK], const T* value, int64_t stride, int64_t columns, int64_t count,
+                    float* output, int64_t width) {
+    int64_t d = 0;
+    for (; columns - d >= 4 * LANES; d += 4 * LANES)
+        mix<T, 4, R>(weights, value + d, stride, 4 * LANES, count, output + d, width);
+    for (; d < columns; d += LANES) mix<T, 1, R>(weights, value + d, stride, columns - d, count, output + d, width);
+}
+
+// Scores of R rows from `first` on with the keys [start, start + count) in units of log 2, −∞ where hidden; their peaks.
+template <class T, int R>
+static void score_chunk(const Problem& p, const Rows& rows, int64_t batch, int64_t kv_head, int64_t first,
+                        int64_t start, int64_t count, const float* query, float (*scores)[CHUNK], float (&best)[R]) {
+    const T* key = p.key.at<T>(batch, kv_head, start);
+    const bool dense = p.bias.data || p.visible.data;
+    Ints lane;
+    for (int n = 0; n < LANES; n++) lane[n] = n;
+    Floats peaks[R];
+    for (int r = 0; r < R; r++) peaks[r] = splat(-INFINITY);
+    for (int64_t j = 0; j < count; j += LANES) {
+        const int64_t there = smaller(LANES, count - j);
+        const Ints column = lane + static_cast<int32_t>(start + j);
+        Floats dot[R];
+        dots(query, lanes_up(p.dim), key + j * p.key.row, p.key.row, p.dim, there, dot);
+        for (int r = 0; r < R; r++) {
+            const int64_t row = first + r;
+            const int32_t last = static_cast<int32_t>(smaller(rows.last[row], start + count));
+            Floats x = dot[r];
+            x = p.softcap != 0 ? tanh(x * (p.scale / p.softcap)) * (p.softcap * LOG2E) : x * (p.scale * LOG2E);
+            if (dense) x = add_mask(x, mask_row(p, batch, rows.head[row], rows.row[row], start + j, there));
+            x = (column >= rows.first[row]) & (column < last) ? x : splat(-INFINITY);
+            peaks[r] = larger(x, peaks[r]);
+            store(scores[r] + j, x);
+        }
+    }
+    for (int r = 0; r < R; r++) best[r] = peak(peaks[r]);
+}
+
+// Adds the keys [start, start + count) to the partial results of R rows from `first` on.
+template <class T, int R>
+static void decode_chunk(const Problem& p, const Rows& rows, int64_t batch, int64_t kv_head, int64_t first,
+                         int64_t start, int64_t count, const float* query, float* partial) {
+    const int64_t width = lanes_up(p.value_dim);
+    float *peaks = partial + first, *totals = peaks + p.folded_rows();
+    float* output = partial_output(p, partial) + first * width;
+    float scores[R][CHUNK], best[R];
+    score_chunk<T, R>(p, rows, batch, kv_head, first, start, count, query, scores, best);
+    bool seen = false;
+    for (int r = 0; r < R; r++) {
+        seen = seen || best[r] != -INFINITY;
+        if (best[r] > peaks[r]) {
+            const float fade = exp2(splat(peaks[r] - best[r]))[0];
+            for (int64_t d = 0; d < width; d += LANES)
+                store(output + r * width + d, load(output + r * width + d) * fade);
+            totals[r] *= fade;
+            peaks[r] = best[r];
+        }
+        Floats total = {};
+        for (int64_t j = 0; j < count; j += LANES) {
+            const Floats x = exp2(load(scores[r] + j) - peaks[r]);
+            total += x;
+            store(scores[r] + j, x);
+        }
+        totals[r] += sum(total);
+    }
+    if (seen) mix_all<T, R>(scores, p.value.at<T>(batch, kv_head, start), p.value.row, p.value_dim, count, output, width);
+}
+
+template <class T>
+static void decode_typed(const Problem& p, const Task& task, float* partial, float* scratch) {
+    const int64_t b = task.batch, h = task.kv_head, count = p.folded_rows(), width = lanes_up(p.dim);
+    Rows rows;
+    describe_rows(p, b, h, 0, count, rows);
+    memset(scratch, 0, static_cast<size_t>(count * width) * sizeof(float));
+    memset(partial_output(p, partial), 0, static_cast<size_t>(count * lanes_up(p.value_dim)) * sizeof(float));
+    for (int64_t r = 0; r < count; r++) {
+        partial[r] = LOWEST, partial[count + r] = 0;
+        widen_rows(p.query.at<T>(b, rows.head[r], rows.row[r]), 0, 1, p.dim, scratch + r * width, width, 1);
+    }
+    const int64_t stop = smaller(task.key_stop, rows.highest_last);
+    for (int64_t start = larger(task.key_start, rows.lowest_first); start < stop; start += CHUNK) {
+        const int64_t there = smaller(CHUNK, stop - start), next = smaller(CHUNK, stop - start - there);
+        for (int64_t t = 0; t < there; t++) fetch(p.value.at<T>(b, h, start + t), p.value_dim);
+        for (int64_t r = 0; r < count;) {
+            const float* query = scratch + r * width;
+            if (count - r >= TOGETHER) {
+                decode_chunk<T, TOGETHER>(p, rows, b, h, r, start, there, query, partial);
+                r += TOGETHER;
+            } else {
+                decode_chunk<T, 1>(p, rows, b, h, r, start, there, query, partial);
+                r += 1;
+            }
+            if (r == 1 || r == TOGETHER)
+                for (int64_t t = 0; t < next; t++) fetch(p.key.at<T>(b, h, start + there + t), p.dim);
+        }
+    }
+}
+
+// Joins the partial results of one key/value head and writes outputs and lse.
+template <class T>
+static void merge_typed(const Problem& p, int64_t batch, int64_t kv_head, float* partials, int64_t count) {
+    const int64_t rows = p.folded_rows(), width = lanes_up(p.value_dim), size = partial_size(p);
+    for (int64_t r = 0; r < rows; r++) {
+        float top = LOWEST, total = 0;
+        for (int64_t n = 0; n < count; n++) top = partials[n * size + r] > top ? partials[n * size + r] : top;
+        for (int64_t n = 0; n < count; n++) {
+            float& scale = partials[n * size + r];
+            scale = exp2(splat(scale - top))[0];
+            total += scale * partials[n * size + rows + r];
+        }
+        const int64_t head = kv_head * p.group() + r / p.rows, row = r % p.rows;
+        const float factor = finish_row(p, batch, head, row, top, total);
+        for (int64_t d = 0; d < p.value_dim; d += LANES) {
+            Floats x = {};
+            for (int64_t n = 0; n < count; n++)
+                x += partials[n * size + r] * load(partial_output(p, partials + n * size) + r * width + d);
+            store_some(p.output.at<T>(batch, head, row) + d, x * factor, p.value_dim - d);
+        }
+    }
+}

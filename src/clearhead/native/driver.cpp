@@ -1,0 +1,173 @@
+#include "driver.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
+
+namespace clearhead {
+namespace {
+
+constexpr int64_t MOST_TILES = 8;            // of one task
+constexpr int64_t TASKS_PER_THREAD = 4;      // enough that the last ones to finish do not keep the others waiting
+constexpr int64_t TASK_FLOATS = 128 * 1024;  // queries and outputs of a task, which have to stay in the cache
+constexpr int64_t FEW_ROWS = 8;              // from here on tiles take less time
+constexpr int64_t FEWEST_KEYS = 256;         // of one part of a head
+constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
+
+bool forked = false;
+
+// Memory that a thread keeps from call to call, because fresh pages cost more than a small call.
+class Scratch {
+  public:
+    ~Scratch() { free(memory_); }
+
+    float* take(int64_t floats) {
+        if (floats > size_) {
+            free(memory_);
+            const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 4095) / 4096 * 4096;
+            memory_ = static_cast<float*>(aligned_alloc(4096, bytes));
+            size_ = memory_ ? floats : 0;
+        }
+        return memory_;
+    }
+
+    void give_back() {
+        if (size_ <= KEPT_FLOATS) return;
+        free(memory_);
+        memory_ = nullptr;
+        size_ = 0;
+    }
+
+  private:
+    float* memory_ = nullptr;
+    int64_t size_ = 0;
+};
+
+thread_local Scratch scratch;
+
+// Calls work(index, scratch) for every index below `count`, in that order, each on the next free thread.
+template <class Work>
+bool share(int64_t count, int64_t threads, int64_t floats, const Work& work) {
+    bool enough = true;
+    if (threads > count) threads = count;
+    if (threads <= 1 || forked) {
+        float* memory = scratch.take(floats);
+        for (int64_t index = 0; memory && index < count; index++) work(index, memory);
+        scratch.give_back();
+        return memory != nullptr;
+    }
+#pragma omp parallel num_threads(static_cast<int>(threads)) reduction(&& : enough)
+    {
+        float* memory = scratch.take(floats);
+        enough = memory != nullptr;
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t index = 0; index < count; index++)
+            if (memory) work(index, memory);
+        scratch.give_back();
+    }
+    return enough;
+}
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How many rows a task takes: whole tiles, equally many in each, few enough for every thread to get several tasks.
+int64_t rows_of_task(const Kernels& kernels, const Problem& p, int64_t threads) {
+    const int64_t tile = kernels.tile_rows, rows = p.folded_rows(), heads = p.batch * p.kv_heads;
+    int64_t most = TASK_FLOATS / (tile * (p.dim + p.value_dim + 1));
+    most = most < 1 ? 1 : most > MOST_TILES ? MOST_TILES : most;
+    const int64_t parts = threads > 1 ? divide_up(TASKS_PER_THREAD * threads, heads) : 1;
+    const int64_t fitting = divide_up(rows, most * tile);
+    const int64_t count = parts < fitting ? fitting : parts;
+    return divide_up(divide_up(rows, count), tile) * tile;
+}
+
+// Into how many parts, each with sums of its own, the rows of a key/value head are cut so that no thread is idle.
+int64_t parts_of_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
+    const int64_t heads = p.batch * p.kv_heads, most = divide_up(p.folded_rows(), kernels.tile_rows);
+    if (threads == 1 || heads % threads == 0 || heads >= TASKS_PER_THREAD * threads) return 1;
+    const int64_t wanted = divide_up(TASKS_PER_THREAD * threads, heads);
+    return wanted < most ? wanted : most > 0 ? most : 1;
+}
+
+// Few rows: reading keys and values is what takes time, and all threads read.
+bool run_decoding(const Kernels& kernels, const Problem& p, int64_t threads) {
+    const int64_t heads = p.batch * p.kv_heads, size = kernels.partial_size(p), floats = kernels.decode_scratch(p);
+    int64_t parts = heads % threads == 0 || heads >= 2 * TASKS_PER_THREAD * threads
+                        ? 1
+                        : divide_up(TASKS_PER_THREAD * threads, heads);
+    const int64_t most = divide_up(p.keys, FEWEST_KEYS);
+    parts = parts < most ? parts : most > 0 ? most : 1;
+    const int64_t step = divide_up(p.keys, parts);
+    if (parts == 1)
+        return share(heads, threads, floats + size, [&](int64_t head, float* memory) {
+            kernels.decode(p, {head / p.kv_heads, head % p.kv_heads, 0, 0, 0, p.keys}, memory, memory + size);
+            kernels.merge(p, head / p.kv_heads, head % p.kv_heads, memory, 1);
+        });
+    float* partials = static_cast<float*>(malloc(static_cast<size_t>(heads * parts * size) * sizeof(float)));
+    if (!partials) return false;
+    const bool enough = share(heads * parts, threads, floats, [&](int64_t index, float* memory) {
+        const int64_t head = index / parts, start = index % parts * step;
+        const int64_t stop = start + step < p.keys ? start + step : p.keys;
+        kernels.decode(p, {head / p.kv_heads, head % p.kv_heads, 0, 0, start, stop}, partials + index * size, memory);
+    });
+    for (int64_t head = 0; enough && head < heads; head++)
+        kernels.merge(p, head / p.kv_heads, head % p.kv_heads, partials + head * parts * size, parts);
+    free(partials);
+    return enough;
+}
+
+}  // namespace
+
+void stay_alone_after_fork() {
+#if !defined(_WIN32)
+    pthread_atfork(nullptr, nullptr, [] { forked = true; });
+#endif
+}
+
+bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
+    const int64_t rows = p.folded_rows(), heads = p.batch * p.kv_heads;
+    if (rows == 0 || heads == 0) return true;
+    if (rows <= FEW_ROWS && !p.drop_below) return run_decoding(kernels, p, threads);
+    const int64_t step = rows_of_task(kernels, p, threads), parts = divide_up(rows, step);
+    return share(heads * parts, threads, kernels.forward_scratch(p, step), [&](int64_t index, float* memory) {
+        // Later rows first: under a causal mask they take longest.
+        const int64_t head = index % heads, start = (parts - 1 - index / heads) * step;
+        const int64_t stop = start + step < rows ? start + step : rows;
+        kernels.forward(p, {head / p.kv_heads, head % p.kv_heads, start, stop, 0, p.keys}, memory);
+    });
+}
+
+bool run_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
+    const int64_t rows = p.folded_rows(), heads = p.batch * p.kv_heads;
+    if (heads == 0) return true;
+    const int64_t parts = parts_of_backward(kernels, p, threads);
+    const int64_t step = divide_up(divide_up(rows, parts), kernels.tile_rows) * kernels.tile_rows;
+    const int64_t floats = kernels.backward_scratch(p, step), size = kernels.sums_size(p);
+    const size_t bytes = static_cast<size_t>(size) * sizeof(float);
+    if (parts == 1)
+        return share(heads, threads, floats + size + 16, [&](int64_t head, float* memory) {
+            float* sums = memory + divide_up(floats, 16) * 16;
+            memset(sums, 0, bytes);
+            kernels.backward(p, {head / p.kv_heads, head % p.kv_heads, 0, rows, 0, p.keys}, sums, memory);
+            kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, sums, 1);
+        });
+    float* all = static_cast<float*>(calloc(static_cast<size_t>(heads * parts), bytes));
+    if (!all) return bytes == 0;
+    bool enough = share(heads * parts, threads, floats, [&](int64_t index, float* memory) {
+        const int64_t head = index % heads, part = parts - 1 - index / heads, start = part * step;
+        const int64_t stop = start + step < rows ? start + step : rows;
+        if (start < stop)
+            kernels.backward(p, {head / p.kv_heads, head % p.kv_heads, start, stop, 0, p.keys},
+                             all + (head * parts + part) * size, memory);
+    });
+    enough = enough && share(heads, threads, 16, [&](int64_t head, float*) {
+                 kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, all + head * parts * size, parts);
+             });
+    free(all);
+    return enough;
+}
+
+}  // namespace clearhead

@@ -1,0 +1,175 @@
+// The forward pass: for each block of keys and each tile of rows, scores, online softmax and their product with values.
+
+struct Tile {
+    Rows rows;
+    float *query, *output;  // (D × V·LANES), (Dv × V·LANES): rows in the lanes
+    float peak[TILE], sum[TILE];
+};
+
+// Scores in units of log 2, into p; returns the peaks of the rows.
+template <int V, bool EXTRA, bool CAPPED>
+INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const float* extra, float* to,
+                  Floats (&peaks)[V]) {
+    const float factor = CAPPED ? p.scale / p.softcap : p.scale * LOG2E;
+    for (int64_t j = 0; j < count; j += STEP) {
+        Floats acc[STEP][V] = {};
+        multiply<true>(acc, keys + j * p.dim, p.dim, tile.query, V * LANES, p.dim);
+#pragma GCC unroll 8
+        for (int t = 0; t < STEP; t++) {
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) {
+                const int64_t place = ((j + t) * V + v) * LANES;
+                Floats x = acc[t][v] * factor;
+                if (CAPPED) x = tanh(x) * (p.softcap * LOG2E);
+                if (EXTRA) x = add_mask(x, load(extra + place));
+                peaks[v] = larger(x, peaks[v]);
+                store(to + place, x);
+            }
+        }
+    }
+}
+
+template <int V>
+static void score_any(const Problem& p, const Tile& tile, const float* keys, int64_t count, const float* extra,
+                      float* to, Floats (&peaks)[V]) {
+    if (p.softcap != 0) {
+        if (extra) return score<V, true, true>(p, tile, keys, count, extra, to, peaks);
+        return score<V, false, true>(p, tile, keys, count, extra, to, peaks);
+    }
+    if (extra) return score<V, true, false>(p, tile, keys, count, extra, to, peaks);
+    return score<V, false, false>(p, tile, keys, count, extra, to, peaks);
+}
+
+// Scores to weights in place, against the new peaks; their sums are added to `sums`.
+template <int V>
+INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int64_t key, int64_t count, float* weights,
+                         const Floats (&peaks)[V], Floats (&sums)[V]) {
+    for (int64_t j = 0; j < count; j += GROUP) {
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) {
+            Floats x[GROUP];
+#pragma GCC unroll 8
+            for (int t = 0; t < GROUP; t++) {
+                x[t] = exp2(load(weights + ((j + t) * V + v) * LANES) - peaks[v]);
+                sums[v] += x[t];
+            }
+            if (p.drop_below) {
+                Ints kept[GROUP];
+                draw_kept(p, tile.rows, batch, v, key + j, kept);
+                for (int t = 0; t < GROUP; t++) x[t] = only_where(kept[t], x[t]);
+            }
+#pragma GCC unroll 8
+            for (int t = 0; t < GROUP; t++) store(weights + ((j + t) * V + v) * LANES, x[t]);
+        }
+    }
+}
+
+// One tile against the keys [start, stop) of a block, whose first key and value are given.
+template <int V>
+static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, int64_t stop, const float* keys,
+                   const float* values, float* weights, float* extra) {
+    const Sight sight = look<V>(p, tile.rows, batch, start, stop, extra);
+    if (sight == Sight::nothing) return;
+    const int64_t count = stop - start, width = round_up(p.value_dim, STEP);
+    Floats before[V], peaks[V], sums[V], fade[V];
+    for (int v = 0; v < V; v++) before[v] = peaks[v] = load(tile.peak + v * LANES);
+    score_any<V>(p, tile, keys, count, sight == Sight::some ? extra : nullptr, weights, peaks);
+    for (int v = 0; v < V; v++) {
+        fade[v] = exp2(before[v] - peaks[v]);
+        sums[v] = load(tile.sum + v * LANES) * fade[v];
+    }
+    exponentiate<V>(p, tile, batch, start, count, weights, peaks, sums);
+    for (int v = 0; v < V; v++) {
+        store(tile.peak + v * LANES, peaks[v]);
+        store(tile.sum + v * LANES, sums[v]);
+    }
+    for (int64_t d = 0; d < width; d += STEP) {
+        Floats acc[STEP][V];
+        float* output = tile.output + d * V * LANES;
+#pragma GCC unroll 8
+        for (int t = 0; t < STEP; t++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) acc[t][v] = load(output + (t * V + v) * LANES) * fade[v];
+        multiply<false>(acc, values + d, width, weights, V * LANES, count);
+#pragma GCC unroll 8
+        for (int t = 0; t < STEP; t++)
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v++) store(output + (t * V + v) * LANES, acc[t][v]);
+    }
+}
+
+// lse and the factor of the output of one row, from its peak (in units of log 2) and its sum.
+INLINE float finish_row(const Problem& p, int64_t batch, int64_t head, int64_t row, float peak, float sum) {
+    float factor = sum == 0 ? 0 : p.kept_factor / sum;
+    if (!p.lse && !p.sinks) return factor;
+    const float without = sum == 0 ? -INFINITY : peak * LN2 + logf(sum);
+    float lse = without;
+    if (p.sinks) {
+        const float sink = p.sinks[head], top = without > sink ? without : sink;
+        lse = top + logf(expf(without - top) + expf(sink - top));
+        factor *= expf(without - lse);
+    }
+    if (p.lse) p.lse[(batch * p.heads + head) * p.rows + row] = lse;
+    return factor;
+}
+
+template <class T>
+static void finish(const Problem& p, const Tile& tile, int64_t batch) {
+    float factors[TILE];
+    const Rows& rows = tile.rows;
+    for (int64_t lane = 0; lane < rows.count; lane++)
+        factors[lane] = finish_row(p, batch, rows.head[lane], rows.row[lane], tile.peak[lane], tile.sum[lane]);
+    lanes_to_rows<T>(tile.output, rows, batch, p.value_dim, factors, p.output);
+}
+
+static int64_t forward_scratch(const Problem& p, int64_t task_rows) {
+    const int64_t width = round_up(p.value_dim, STEP), rows = round_up(task_rows, TILE);
+    return (BLOCK + GROUP) * (p.dim + width) + rows * (p.dim + width) + 2 * (BLOCK + LANES) * TILE + 6 * LANES;
+}
+
+INLINE float* take(float*& scratch, int64_t count) {
+    float* result = scratch;
+    scratch += round_up(count, 16);
+    return result;
+}
+
+template <class T>
+static void forward_typed(const Problem& p, const Task& task, float* scratch) {
+    const int64_t width = round_up(p.value_dim, STEP), b = task.batch;
+    float* keys = take(scratch, BLOCK * p.dim);
+    float* values = take(scratch, BLOCK * width);
+    float* weights = take(scratch, BLOCK * TILE);
+    float* extra = take(scratch, BLOCK * TILE);
+    Tile tiles[MOST_TILES];
+    int64_t count = 0, key_start = p.keys, key_stop = 0;
+    for (int64_t start = task.row_start; start < task.row_stop; start += TILE, count++) {
+        Tile& tile = tiles[count];
+        describe_rows(p, b, task.kv_head, start, task.row_stop, tile.rows);
+        const int64_t lanes = tile.rows.vectors * LANES;
+        tile.query = take(scratch, p.dim * lanes);
+        tile.output = take(scratch, width * lanes);
+        rows_to_lanes<T>(p.query, tile.rows, b, p.dim, 1, tile.query);
+        memset(tile.output, 0, static_cast<size_t>(width * lanes) * sizeof(float));
+        for (int lane = 0; lane < TILE; lane++) tile.peak[lane] = LOWEST, tile.sum[lane] = 0;
+        key_start = smaller(key_start, tile.rows.lowest_first);
+        key_stop = larger(key_stop, tile.rows.highest_last);
+    }
+    for (int64_t block = key_start / BLOCK * BLOCK; block < key_stop; block += BLOCK) {
+        const int64_t end = smaller(block + BLOCK, p.keys), padded = round_up(end - block, GROUP);
+        widen_rows(p.key.at<T>(b, task.kv_head, block), p.key.row, end - block, p.dim, keys, p.dim, padded);
+        widen_rows(p.value.at<T>(b, task.kv_head, block), p.value.row, end - block, p.value_dim, values, width, padded);
+        for (int64_t n = 0; n < count; n++) {
+            fetch_part<T>(p, b, task.kv_head, block + BLOCK, n, count);
+            int64_t start = block, stop = block + padded;
+            trim(tiles[n].rows, start, stop);
+            if (start >= stop) continue;
+            const bool last = n + 1 == count;
+            fetch_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
+            const float *k = keys + (start - block) * p.dim, *v = values + (start - block) * width;
+            if (tiles[n].rows.vectors == 1) attend<1>(p, tiles[n], b, start, stop, k, v, weights, extra);
+            if (tiles[n].rows.vectors == 2) attend<2>(p, tiles[n], b, start, stop, k, v, weights, extra);
+            if (tiles[n].rows.vectors == 3) attend<3>(p, tiles[n], b, start, stop, k, v, weights, extra);
+        }
+    }
+    for (int64_t n = 0; n < count; n++) finish<T>(p, tiles[n], b);
+}

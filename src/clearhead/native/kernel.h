@@ -1,0 +1,50 @@
+// Everything for one instruction set. The file that includes this says ISA, LANES, ROW_VECTORS and STEP, and
+// CPU_HAS_ISA, an expression that is true on processors that have it.
+namespace clearhead {
+namespace ISA {
+
+#include "vector.h"
+#include "tile.h"
+#include "forward.h"
+#include "backward.h"
+#include "decode.h"
+
+// f(zero of the type of the tensors)
+template <class Work>
+INLINE void by_type(Type type, const Work& work) {
+    switch (type) {
+        case Type::float32: return work(float());
+        case Type::bfloat16: return work(BFloat16());
+        case Type::float16: return work(Float16());
+    }
+}
+
+static void forward(const Problem& p, const Task& task, float* scratch) {
+    by_type(p.type, [&](auto zero) { forward_typed<decltype(zero)>(p, task, scratch); });
+}
+
+static void decode(const Problem& p, const Task& task, float* partial, float* scratch) {
+    by_type(p.type, [&](auto zero) { decode_typed<decltype(zero)>(p, task, partial, scratch); });
+}
+
+static void merge(const Problem& p, int64_t batch, int64_t kv_head, float* partials, int64_t count) {
+    by_type(p.type, [&](auto zero) { merge_typed<decltype(zero)>(p, batch, kv_head, partials, count); });
+}
+
+static void backward(const Problem& p, const Task& task, float* sums, float* scratch) {
+    by_type(p.type, [&](auto zero) { backward_typed<decltype(zero)>(p, task, sums, scratch); });
+}
+
+static void write_sums(const Problem& p, int64_t batch, int64_t kv_head, const float* sums, int64_t count) {
+    by_type(p.type, [&](auto zero) { write_sums_typed<decltype(zero)>(p, batch, kv_head, sums, count); });
+}
+
+static bool supported() { return CPU_HAS_ISA; }
+
+constexpr Kernels table(const char* name) {
+    return {name,  TILE,  supported,        forward_scratch, forward,  decode_scratch, partial_size,
+            decode, merge, backward_scratch, sums_size,       backward, write_sums};
+}
+
+}  // namespace ISA
+}  // namespace clearhead

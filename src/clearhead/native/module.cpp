@@ -1,0 +1,125 @@
+// The Python module: whole numbers, pointers and factors in, nothing of torch. Built for the stable ABI.
+#define Py_LIMITED_API 0x030A0000
+#include <Python.h>
+
+#include "driver.h"
+
+namespace clearhead {
+namespace {
+
+const Kernels* const ALL[] = {
+#if defined(__x86_64__)
+    &avx512_kernels, &avx2_kernels,
+#endif
+    &generic_kernels};
+
+// Reads the arguments of a call one after the other; what is no number leaves a Python error behind.
+class Arguments {
+  public:
+    Arguments(PyObject* const* items, Py_ssize_t count) : items_(items), left_(count) {}
+
+    int64_t integer() { return left_-- > 0 ? PyLong_AsLongLong(*items_++) : -1; }
+    float real() { return left_-- > 0 ? static_cast<float>(PyFloat_AsDouble(*items_++)) : 0; }
+    template <class T>
+    T* pointer() {
+        return reinterpret_cast<T*>(integer());
+    }
+    View matrix() {
+        View view;
+        view.data = pointer<void>();
+        view.batch = integer(), view.head = integer(), view.row = integer();
+        return view;
+    }
+    View mask() {
+        View view = matrix();
+        view.column = integer();
+        return view;
+    }
+    bool finished() {
+        if (left_ != 0 && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+        return !PyErr_Occurred();
+    }
+
+  private:
+    PyObject* const* items_;
+    Py_ssize_t left_;
+};
+
+// The part that forward and backward have in common, in the order in which kernels/native.py gives it.
+Problem read_problem(Arguments& args) {
+    Problem p = {};
+    p.type = static_cast<Type>(args.integer());
+    p.batch = args.integer(), p.heads = args.integer(), p.kv_heads = args.integer();
+    p.rows = args.integer(), p.keys = args.integer(), p.dim = args.integer(), p.value_dim = args.integer();
+    p.scale = args.real(), p.softcap = args.real();
+    p.query = args.matrix(), p.key = args.matrix(), p.value = args.matrix();
+    p.lse = args.pointer<float>(), p.sinks = args.pointer<const float>();
+    p.low = args.integer(), p.high = args.integer(), p.stop = args.integer();
+    p.first = args.pointer<const int32_t>(), p.last = args.pointer<const int32_t>();
+    p.span_batch = args.integer(), p.span_row = args.integer();
+    p.visible = args.mask(), p.bias = args.mask();
+    p.drop_below = static_cast<uint32_t>(args.integer()), p.seed = static_cast<uint64_t>(args.integer());
+    p.kept_factor = args.real();
+    return p;
+}
+
+template <class Run>
+PyObject* run_without_gil(Arguments& args, const Problem& p, int64_t set, int64_t threads, Run run) {
+    if (!args.finished()) return nullptr;
+    if (set < 0 || set >= static_cast<int64_t>(sizeof ALL / sizeof *ALL) || !ALL[set]->supported()) {
+        PyErr_SetString(PyExc_ValueError, "this processor does not have that instruction set");
+        return nullptr;
+    }
+    PyThreadState* state = PyEval_SaveThread();
+    const bool enough = run(*ALL[set], p, threads);
+    PyEval_RestoreThread(state);
+    if (!enough) return PyErr_NoMemory();
+    return Py_NewRef(Py_None);
+}
+
+PyObject* forward(PyObject*, PyObject* const* items, Py_ssize_t count) {
+    Arguments args(items, count);
+    const int64_t set = args.integer(), threads = args.integer();
+    Problem p = read_problem(args);
+    p.output = args.matrix();
+    return run_without_gil(args, p, set, threads, run_forward);
+}
+
+PyObject* backward(PyObject*, PyObject* const* items, Py_ssize_t count) {
+    Arguments args(items, count);
+    const int64_t set = args.integer(), threads = args.integer();
+    Problem p = read_problem(args);
+    p.output_gradient = args.matrix(), p.exact_output = args.matrix();
+    p.query_gradient = args.matrix(), p.key_gradient = args.matrix(), p.value_gradient = args.matrix();
+    p.lse_gradient = args.pointer<const float>(), p.correction = args.pointer<float>();
+    return run_without_gil(args, p, set, threads, run_backward);
+}
+
+// (number, name) of each instruction set that this processor has, the best first.
+PyObject* instruction_sets(PyObject*, PyObject*) {
+    PyObject* found = PyList_New(0);
+    for (size_t set = 0; found && set < sizeof ALL / sizeof *ALL; set++) {
+        if (!ALL[set]->supported()) continue;
+        PyObject* pair = Py_BuildValue("(ns)", static_cast<Py_ssize_t>(set), ALL[set]->name);
+        if (!pair || PyList_Append(found, pair) < 0) Py_CLEAR(found);
+        Py_XDECREF(pair);
+    }
+    return found;
+}
+
+PyMethodDef methods[] = {
+    {"forward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(forward)), METH_FASTCALL, nullptr},
+    {"backward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(backward)), METH_FASTCALL, nullptr},
+    {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_attention", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+}  // namespace clearhead
+
+PyMODINIT_FUNC PyInit__attention() {
+    clearhead::stay_alone_after_fork();
+    return PyModule_Create(&clearhead::definition);
+}

@@ -1,0 +1,75 @@
+// One attention request as the Python side hands it over: pointers, sizes and strides (in elements), nothing of torch.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace clearhead {
+
+enum class Type : int64_t { float32, bfloat16, float16 };
+
+// (batch, head, row, column); columns of matrices are contiguous, those of masks need not be.
+struct View {
+    void* data = nullptr;
+    int64_t batch = 0, head = 0, row = 0, column = 1;
+
+    template <class T>
+    T* at(int64_t b, int64_t h, int64_t i) const {
+        return static_cast<T*>(data) + b * batch + h * head + i * row;
+    }
+};
+
+struct Problem {
+    Type type;
+    int64_t batch, heads, kv_heads, rows, keys, dim, value_dim;
+    float scale, softcap;  // softcap 0: none
+    View query, key, value, output;
+    float* lse;          // (B, H, L), natural logarithm; the forward pass takes null
+    const float* sinks;  // (H), or null
+
+    // Row i sees column j where i + low <= j <= i + high, j < stop, and first <= j < last if there are such arrays.
+    int64_t low, high, stop;
+    const int32_t *first, *last;
+    int64_t span_batch, span_row;
+    View visible;  // bytes, or null
+    View bias;     // float32, or null
+
+    uint32_t drop_below;  // of 65536; 0 drops nothing
+    uint64_t seed;
+    float kept_factor;
+
+    // Of the backward pass.
+    View output_gradient, exact_output;  // exact_output: float32
+    View query_gradient, key_gradient, value_gradient;
+    const float* lse_gradient;  // (B, H, L), or null
+    float* correction;          // (B, H, L): δ − dl
+
+    int64_t group() const { return heads / kv_heads; }
+    // Rows of all the query heads that share a key/value head.
+    int64_t folded_rows() const { return group() * rows; }
+};
+
+// A piece of work: folded rows [row_start, row_stop) of one key/value head against keys [key_start, key_stop) (which only decoding splits).
+struct Task {
+    int64_t batch, kv_head, row_start, row_stop, key_start, key_stop;
+};
+
+// One instruction set's functions. Scratch is counted in floats and aligned to 64 bytes.
+struct Kernels {
+    const char* name;
+    int64_t tile_rows;
+    bool (*supported)();
+    int64_t (*forward_scratch)(const Problem&, int64_t task_rows);
+    void (*forward)(const Problem&, const Task&, float* scratch);
+    int64_t (*decode_scratch)(const Problem&);
+    int64_t (*partial_size)(const Problem&);
+    void (*decode)(const Problem&, const Task&, float* partial, float* scratch);
+    void (*merge)(const Problem&, int64_t batch, int64_t kv_head, float* partials, int64_t count);
+    int64_t (*backward_scratch)(const Problem&, int64_t task_rows);
+    int64_t (*sums_size)(const Problem&);
+    void (*backward)(const Problem&, const Task&, float* sums, float* scratch);
+    void (*write_sums)(const Problem&, int64_t batch, int64_t kv_head, const float* sums, int64_t count);
+};
+
+extern const Kernels avx512_kernels, avx2_kernels, generic_kernels;
+
+}  // namespace clearhead

@@ -1,0 +1,249 @@
+// Vectors of LANES floats, written with compiler vector types, and the few functions of them attention needs.
+// Included once for each instruction set, inside its namespace: no inline function may be shared between two of them.
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef uint64_t Longs __attribute__((vector_size(LANES * 4)));
+typedef float LooseFloats __attribute__((vector_size(LANES * 4), aligned(4)));
+
+struct BFloat16 {
+    uint16_t bits;
+};
+#ifdef __FLT16_MANT_DIG__
+typedef _Float16 Float16;
+#else
+typedef BFloat16 Float16;  // never reached: the module refuses float16 there
+#endif
+
+constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
+constexpr float LOWEST = -3.402823466e38f;
+
+INLINE Floats splat(float x) { return x - Floats{}; }
+INLINE Ints splat(int32_t x) { return x - Ints{}; }
+INLINE Floats load(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
+INLINE void store(float* to, Floats x) { *reinterpret_cast<LooseFloats*>(to) = x; }
+INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+INLINE float widen(float x) { return x; }
+INLINE float widen(BFloat16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+    float result;
+    memcpy(&result, &bits, 4);
+    return result;
+}
+INLINE void narrow(float x, float* to) { *to = x; }
+INLINE void narrow(float x, BFloat16* to) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+    to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+#ifdef __FLT16_MANT_DIG__
+INLINE float widen(Float16 x) { return static_cast<float>(x); }
+INLINE void narrow(float x, Float16* to) { *to = static_cast<Float16>(x); }
+#endif
+
+INLINE Floats load_wide(const float* from) { return load(from); }
+INLINE Floats load_wide(const BFloat16* from) {
+    typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
+    const Halves halves = *reinterpret_cast<const Halves*>(from);
+    return reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
+}
+INLINE void store_narrow(float* to, Floats x) { store(to, x); }
+INLINE void store_narrow(BFloat16* to, Floats x) {
+    typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
+    const Words bits = reinterpret_cast<Words>(x);
+    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Words result = x == x ? rounded : rounded * 0 + 0x7fc0;
+    *reinterpret_cast<Halves*>(to) = __builtin_convertvector(result, Halves);
+}
+#ifdef __FLT16_MANT_DIG__
+typedef Float16 LooseHalves __attribute__((vector_size(LANES * 2), aligned(2)));
+INLINE Floats load_wide(const Float16* from) {
+    return __builtin_convertvector(*reinterpret_cast<const LooseHalves*>(from), Floats);
+}
+INLINE void store_narrow(Float16* to, Floats x) {
+    *reinterpret_cast<LooseHalves*>(to) = __builtin_convertvector(x, LooseHalves);
+}
+#endif
+
+// The first `count` lanes; the others are zero and nothing beyond them is read.
+template <class T>
+INLINE Floats load_some(const T* from, int64_t count) {
+    if (count >= LANES) return load_wide(from);
+    Floats result = {};
+    for (int64_t lane = 0; lane < count; lane++) result[lane] = widen(from[lane]);
+    return result;
+}
+
+template <class T>
+INLINE void store_some(T* to, Floats x, int64_t count) {
+    if (count >= LANES) return store_narrow(to, x);
+    for (int64_t lane = 0; lane < count; lane++) narrow(x[lane], to + lane);
+}
+
+#ifdef __AVX512F__
+INLINE Floats load_some(const float* from, int64_t count) {
+    return count >= LANES ? load(from) : _mm512_maskz_loadu_ps(static_cast<__mmask16>((1 << count) - 1), from);
+}
+INLINE void store_some(float* to, Floats x, int64_t count) {
+    if (count >= LANES) return store(to, x);
+    _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1 << count) - 1), x);
+}
+#endif
+
+// 2^x to 2e-7 for x <= 127, zero below -126 (and for −∞), NaN for NaN. A minimax polynomial of 2^f on [−½, ½].
+INLINE Floats exp2(Floats x) {
+    const Floats magic = splat(12582912.f + 127.f);  // adding it leaves round(x) + 127 in the lowest bits
+    const Floats shifted = x + magic;
+    const Floats power = reinterpret_cast<Floats>(reinterpret_cast<Ints>(shifted) << 23);
+    const Floats f = x - (shifted - magic);
+    Floats y = f * 0.00132647273f + 0.00967151299f;
+    y = y * f + 0.0555073358f;
+    y = y * f + 0.240222424f;
+    y = y * f + 0.693147004f;
+    y = y * f + 1.f;
+    return x < splat(-126.f) ? Floats{} : y * power;
+}
+
+// tanh to 2e-7: an odd polynomial near zero (Cephes, tanhf.c), 1 − 2/(e^{2|x|} + 1) beyond.
+INLINE Floats tanh(Floats x) {
+    const Floats size = x < Floats{} ? -x : x;
+    const Floats decay = exp2(size * (-2.f * LOG2E));
+    const Floats far = (1.f - decay) / (1.f + decay);
+    const Floats z = x * x;
+    Floats y = z * -5.70498872745e-3f + 2.06390887954e-2f;
+    y = y * z - 5.37397155531e-2f;
+    y = y * z + 1.33314422036e-1f;
+    y = y * z - 3.33332819422e-1f;
+    const Floats near = y * z * x + x;
+    return size < splat(0.625f) ? near : (x < Floats{} ? -far : far);
+}
+
+template <int... I>
+struct Numbers {};
+template <int N, int... I>
+struct Count : Count<N - 1, N - 1, I...> {};
+template <int... I>
+struct Count<0, I...> {
+    typedef Numbers<I...> Type;
+};
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+// Exchanges blocks of STRIDE lanes between rows i and i + STRIDE.
+template <int STRIDE, int... I>
+INLINE void exchange(Floats (&x)[LANES], Numbers<I...>) {
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) {
+        if (i & STRIDE) continue;
+        const Floats a = x[i], b = x[i + STRIDE];
+        x[i] = SHUFFLE(a, b, (I & STRIDE ? LANES + I - STRIDE : I)...);
+        x[i + STRIDE] = SHUFFLE(a, b, (I & STRIDE ? LANES + I : I + STRIDE)...);
+    }
+}
+
+// Transposes a square of LANES × LANES.
+INLINE void transpose(Floats (&x)[LANES]) {
+    const Count<LANES>::Type lanes;
+    exchange<1>(x, lanes);
+    exchange<2>(x, lanes);
+#if LANES > 4
+    exchange<4>(x, lanes);
+#endif
+#if LANES > 8
+    exchange<8>(x, lanes);
+#endif
+}
+
+template <int STRIDE, int... I>
+INLINE Floats swapped(Floats x, Numbers<I...>) {
+    return SHUFFLE(x, x, (I ^ STRIDE)...);
+}
+
+// Joins all lanes by halves.
+template <Floats (*join)(Floats, Floats)>
+INLINE float reduce(Floats x) {
+    const Count<LANES>::Type lanes;
+    x = join(x, swapped<LANES / 2>(x, lanes));
+    x = join(x, swapped<LANES / 4>(x, lanes));
+#if LANES > 4
+    x = join(x, swapped<LANES / 8>(x, lanes));
+#endif
+#if LANES > 8
+    x = join(x, swapped<LANES / 16>(x, lanes));
+#endif
+    return x[0];
+}
+
+INLINE Floats both(Floats a, Floats b) { return a + b; }
+INLINE float sum(Floats x) { return reduce<both>(x); }
+INLINE float peak(Floats x) { return reduce<larger>(x); }
+
+// The sum of each of LANES vectors, in the lane of its number. Like `transpose`, but every step leaves half as many.
+INLINE Floats sums(Floats (&x)[LANES]) {
+#if defined(__clang__)
+    Floats result;
+    for (int i = 0; i < LANES; i++) result[i] = sum(x[i]);
+    return result;
+#else
+#pragma GCC unroll 4
+    for (int step = 1; step < LANES; step *= 2) {
+        Ints low, high;
+        for (int lane = 0; lane < LANES; lane++) {
+            low[lane] = lane & step ? LANES + lane - step : lane;
+            high[lane] = lane & step ? LANES + lane : lane + step;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i += 2 * step) {
+            const Floats a = x[i], b = x[i + step];
+            x[i] = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+        }
+    }
+    return x[0];
+#endif
+}
+
+INLINE int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, SC 2011), one counter in each lane.
+INLINE Longs multiply_even(Longs x, uint32_t factor) {
+#if defined(__AVX512F__)
+    return reinterpret_cast<Longs>(_mm512_mul_epu32(reinterpret_cast<__m512i>(x), _mm512_set1_epi32(factor)));
+#elif defined(__AVX2__)
+    return reinterpret_cast<Longs>(_mm256_mul_epu32(reinterpret_cast<__m256i>(x), _mm256_set1_epi32(factor)));
+#else
+    return (x & 0xffffffffu) * factor;
+#endif
+}
+
+INLINE void multiply_wide(Words x, uint32_t factor, Words& low, Words& high) {
+    const Longs even = multiply_even(reinterpret_cast<Longs>(x), factor);
+    const Longs odd = multiply_even(reinterpret_cast<Longs>(x) >> 32, factor);
+    low = reinterpret_cast<Words>((even & 0xffffffffu) | (odd << 32));
+    high = reinterpret_cast<Words>((even >> 32) | (odd & 0xffffffff00000000u));
+}
+
+INLINE void philox(Words (&counter)[4], uint64_t seed) {
+    uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
+    for (int round = 0; round < 10; round++) {
+        Words low0, high0, low1, high1;
+        multiply_wide(counter[0], 0xD2511F53u, low0, high0);
+        multiply_wide(counter[2], 0xCD9E8D57u, low1, high1);
+        counter[0] = high1 ^ counter[1] ^ key0;
+        counter[1] = low1;
+        counter[2] = high0 ^ counter[3] ^ key1;
+        counter[3] = low0;
+        key0 += 0x9E3779B9u;
+        key1 += 0xBB67AE85u;
+    }
+}

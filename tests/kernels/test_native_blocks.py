@@ -1,0 +1,117 @@
+"""The native kernel on calls of many tiles and blocks, against `reference` in float64, on every instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import clearhead
+from clearhead import masks
+from clearhead.native import instruction_sets, use_instruction_set
+
+from .native_cases import CASES, Case, close_to_exact, numbers
+
+SETS = instruction_sets()
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+
+
+@pytest.fixture(name="instructions", params=SETS)
+def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    with use_instruction_set(request.param):
+        yield request.param
+
+
+@pytest.fixture(name="threads", params=[1, 3])
+def _threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_close_to_exact(name: str, instructions: str) -> None:
+    close_to_exact(CASES[name], "native")
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "one query", "one query of many heads", "everything"])
+def test_on_several_threads(name: str, threads: int) -> None:
+    close_to_exact(CASES[name], "native")
+
+
+def test_drops_the_entries_that_the_others_drop(instructions: str) -> None:
+    """Values that are unit vectors make the output the dropped weights."""
+    query, key = torch.randn(2, 3, 61, 5), torch.randn(2, 3, 149, 5)
+    values = torch.eye(149).expand(2, 3, 149, 149)
+    dropped: list[torch.Tensor] = []
+    for kernel in ("native", "reference"):
+        torch.manual_seed(5)
+        with clearhead.use_kernel(kernel):
+            dropped.append(clearhead.attention(query, key, values, masks.causal("bottom_right"), dropout_p=0.3))
+    assert torch.equal(dropped[0] == 0, dropped[1] == 0)
+    torch.testing.assert_close(dropped[0], dropped[1], rtol=1e-5, atol=1e-7)
+
+
+def test_dropout_does_not_depend_on_the_threads() -> None:
+    case, before = CASES["dropout"], torch.get_num_threads()
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        found.append(numbers(case, "native", case.inputs())["output"])
+    torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_as_good_as_reference(dtype: torch.dtype, instructions: str) -> None:
+    case = Case(mask=lambda *_: masks.window(77, 3), value_dim=19)
+    inputs = case.inputs(dtype)
+    exact = numbers(case, "reference", {name: x.detach().double().requires_grad_() for name, x in inputs.items()})
+    found, reference = (numbers(case, name, inputs) for name in ("native", "reference"))
+    for name, expected in exact.items():
+        errors = [float((given[name].double() - expected).abs().max()) for given in (found, reference)]
+        assert errors[0] <= max(2 * errors[1], 1e-5), name
+
+
+def test_a_nan_that_is_seen_is_not_hidden(instructions: str) -> None:
+    query, key, value = (torch.randn(1, 1, 67, 5) for _ in range(3))
+    key[0, 0, 50, 2] = torch.nan
+    with clearhead.use_kernel("native"):
+        output, lse = clearhead.attention(query, key, value, masks.causal(), return_lse=True)
+    assert output[0, 0, :50].isfinite().all()
+    assert output[0, 0, 50:].isnan().all()
+    assert lse[0, 0, 50:].isnan().all()
+
+
+@pytest.mark.parametrize("layout", ["heads last", "sliced", "transposed", "expanded"])
+def test_strides(layout: str) -> None:
+    query, key, value = (torch.randn(2, 3, 101, 7) for _ in range(3))
+    with clearhead.use_kernel("native"):
+        expected = clearhead.attention(query, key, value)
+        if layout == "heads last":
+            query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
+        elif layout == "sliced":
+            query, key, value = (x.repeat(1, 1, 2, 3)[:, :, :101, 7:14] for x in (query, key, value))
+        elif layout == "transposed":
+            query, key, value = (x.mT.contiguous().mT for x in (query, key, value))
+        else:
+            key, value = key[:1, :1].expand(2, 3, 101, 7), value[:1, :1].expand(2, 3, 101, 7)
+            with clearhead.use_kernel("reference"):
+                expected = clearhead.attention(query, key, value)
+        output = clearhead.attention(query, key, value)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5)
+    assert layout != "heads last" or output.transpose(1, 2).is_contiguous()
+
+
+def test_a_view_of_numbers_with_their_sign_turned() -> None:
+    """Imaginary parts of conjugates are such views: memory holds x where they say −x."""
+    plain = torch.randn(2, 3, 17, 5)
+    turned = torch._neg_view(plain)
+    expected = clearhead.attention(-plain, plain, -plain)
+    for _ in range(2):  # the second call is of a kind that is known
+        with clearhead.use_kernel("native"):
+            assert torch.equal(clearhead.attention(turned, plain, turned), expected)

@@ -1,0 +1,156 @@
+"""The native kernel inside `torch.compile`, `torch.export` and dispatch modes, and what it says to those it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.export import export
+
+import clearhead
+from clearhead import masks
+from clearhead.native import instruction_sets
+
+from .allocations import Allocations
+
+pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the extension was not built here")
+
+BATCH, HEADS, HEAD_DIM = 3, 2, 5
+LENGTHS = (11, 13, 23)
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "bottom right": {"mask": masks.causal("bottom_right")},
+    "window": {"mask": masks.window(3, 2)},
+    "prefix": {"mask": masks.causal() | masks.prefix(2)},
+    "lengths": {"mask": masks.lengths(torch.tensor([11, 4, 0]))},
+    "where": {"mask": masks.where(lambda b, h, q, k: (q + k) % 3 != b)},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.tensor([0.5, -0.5], requires_grad=True)},
+    "lse": {"return_lse": True},
+    "scale": {"scale": 0.3, "mask": masks.causal() & masks.window(5, 0)},
+}
+
+
+class Counting:
+    """A backend that runs graphs as they are and counts them and the attention operations in them."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.operators = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        self.graphs += 1
+        self.operators = sum("clearhead.attention" in str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with clearhead.use_kernel("native"):
+        yield
+    torch._dynamo.reset()
+
+
+def random(length: int, *, grad: bool = False) -> Tensor:
+    return torch.randn(BATCH, HEADS, length, HEAD_DIM, requires_grad=grad)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_graph_for_all_lengths(variant: str) -> None:
+    options, backend = VARIANTS[variant], Counting()
+
+    def attend(x: Tensor) -> object:
+        return clearhead.attention(x, x, x, **options)
+
+    function = torch.compile(attend, backend=backend, fullgraph=True, dynamic=True)
+    for length in LENGTHS:
+        x = random(length)
+        torch.testing.assert_close(function(x), attend(x))
+    assert (backend.graphs, backend.operators) == (1, 1)
+
+
+@pytest.mark.parametrize("variant", ["plain", "causal", "lse", "sinks", "softcap"])
+def test_gradients(variant: str) -> None:
+    options = VARIANTS[variant]
+
+    def loss(x: Tensor) -> Tensor:
+        result = clearhead.attention(x, x, x, **options)
+        return sum(part.square().sum() for part in (result if isinstance(result, tuple) else (result,)))
+
+    function = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in LENGTHS[:2]:
+        x = random(length, grad=True)
+        inputs = [x, *(option for option in options.values() if isinstance(option, Tensor))]
+        found = torch.autograd.grad(function(x), inputs)
+        for one, expected in zip(found, torch.autograd.grad(loss(x), inputs), strict=True):
+            torch.testing.assert_close(one, expected)
+
+
+def test_dropout_in_a_graph_is_the_same_in_its_backward_pass() -> None:
+    """The loss is linear in the values: their gradient times them is the loss, if both dropped the same."""
+    function = torch.compile(
+        lambda x, v: clearhead.attention(x, x, v, dropout_p=0.5).sum(), backend="aot_eager", fullgraph=True
+    )
+    x, value = random(31), random(31, grad=True)
+    loss = function(x, value)
+    (gradient,) = torch.autograd.grad(loss, value)
+    torch.testing.assert_close((gradient * value).sum(), loss)
+    assert not torch.isclose(loss, clearhead.attention(x, x, value).sum())
+
+
+def test_an_exported_graph_holds_pytorchs_own_operators() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return clearhead.attention(x, x, x, masks.causal())
+
+    x = random(11)
+    with pytest.raises(Exception, match="an exported graph holds PyTorch's own operators only"):
+        export(Module(), (x,))
+
+
+def test_dispatch_modes_see_an_operator() -> None:
+    x = random(11, grad=True)
+    expected = clearhead.attention(x, x, x)
+    with Allocations(x) as allocations:
+        output = clearhead.attention(x, x, x)
+        output.sum().backward()
+    torch.testing.assert_close(output, expected)
+    assert allocations.largest >= x.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_operator_keeps_pytorchs_rules(dtype: torch.dtype) -> None:
+    query, key, value = (random(length).to(dtype).requires_grad_() for length in (11, 13, 13))
+    visible = torch.rand(11, 13)[None, None] > 0.3
+    arguments = (query, key, value, None, visible, None, None, None, None, 0.5, 0.0, 0.0, -11, 13, 13)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.clearhead.attention.default, arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda x: x.double(), "it computes in float32, and the tensors are torch.float64"),
+        (lambda x: x.to("meta"), "it runs on the CPU, and the tensors are on meta"),
+    ],
+)
+def test_reasons(change: Callable[[Tensor], Tensor], reason: str) -> None:
+    x = change(random(11))
+    assert clearhead.explain(x, x, x).reasons["native"] == (reason,)
+
+
+def test_reasons_against_masks_and_transforms() -> None:
+    x = random(11)
+    learnt = masks.bias(torch.zeros(11, 11, requires_grad=True))
+    assert clearhead.explain(x, x, x, learnt).reasons["native"] == ("it gives no gradient for a bias",)
+    per_head = masks.where(lambda b, h, q, k: k % 2 == h)
+    assert clearhead.explain(x, x, x, per_head).reasons["native"] == (
+        "the mask differs between heads and would have to be built whole, (B, H, L, S)",
+    )
+    with pytest.raises(clearhead.errors.KernelError, match=r"cannot be transformed by torch\.func"):
+        torch.func.grad(lambda y: clearhead.attention(y, y, y).sum())(x)

@@ -1,0 +1,151 @@
+"""The native kernel writes its results and nothing beside them, and reads nothing it was not given."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead
+from clearhead import masks
+from clearhead.kernels.native_calls import Request, backward, forward
+from clearhead.native import instruction_sets, use_instruction_set
+from tests.kernels.native_cases import CASES, numbers
+
+SETS = instruction_sets()
+GUARD = 64  # numbers before and behind each tensor
+BORDER = -123456.0
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+
+
+@pytest.fixture(name="instructions", params=SETS)
+def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    with use_instruction_set(request.param):
+        yield request.param
+
+
+class Guarded:
+    """Makes tensors that lie in the middle of a larger memory, and looks at what became of the rest."""
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor] = []
+
+    def empty(self, *shape: int, border: float = BORDER) -> Tensor:
+        count = int(torch.Size(shape).numel())
+        memory = torch.full((count + 2 * GUARD,), border)
+        self._memory.append(memory)
+        return memory[GUARD : GUARD + count].view(shape)
+
+    def untouched(self) -> bool:
+        return all(
+            bool((memory[:GUARD] == BORDER).all() and (memory[-GUARD:] == BORDER).all()) for memory in self._memory
+        )
+
+
+def request(query: Tensor, key: Tensor, value: Tensor, high: int) -> Request:
+    length, count = query.shape[2], key.shape[2]
+    nothing = (None,) * 6
+    return Request(query, key, value, *nothing, 0.4, 0.0, 0.0, -length, min(high, count), count)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 17, 5, 3), (50, 131, 16, 19), (97, 7, 33, 1), (8, 300, 64, 64)])
+@pytest.mark.parametrize("high", [0, 1000], ids=["causal", "all"])
+def test_nothing_is_written_outside(
+    sizes: tuple[int, ...], high: int, instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length, count, dim, value_dim = sizes
+    guarded = Guarded()
+    monkeypatch.setattr(Tensor, "new_empty", lambda self, *shape, **options: guarded.empty(*_flat(shape)))
+    monkeypatch.setattr(torch, "empty_like", lambda tensor: guarded.empty(*tensor.shape))
+    query, key, value = (torch.randn(2, 2, *size) for size in ((length, dim), (count, dim), (count, value_dim)))
+    lse = guarded.empty(2, 2, length)
+    call = request(query, key, value, high)
+    output = forward(call, lse)
+    found = (output, lse, *backward(call, output, lse, torch.randn_like(output), torch.randn_like(lse)))
+    assert all(tensor.isfinite().all() and not (tensor == BORDER).any() for tensor in found)
+    assert guarded.untouched()
+
+
+def _flat(shape: tuple[object, ...]) -> tuple[int, ...]:
+    return tuple(shape[0]) if isinstance(shape[0], (tuple, torch.Size)) else shape
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 17, 5, 3), (50, 131, 16, 19), (97, 7, 33, 1), (8, 300, 64, 64)])
+def test_what_lies_beside_the_inputs_does_not_matter(sizes: tuple[int, ...], instructions: str) -> None:
+    length, count, dim, value_dim = sizes
+    shapes = ((2, 2, length, dim), (2, 2, count, dim), (2, 2, count, value_dim), (2, 2, length, value_dim))
+    plain = [torch.randn(shape) for shape in shapes]
+    inside = [Guarded().empty(*shape, border=torch.nan).copy_(x) for shape, x in zip(shapes, plain, strict=True)]
+    for expected, found in zip(_everything(*plain), _everything(*inside), strict=True):
+        assert torch.equal(found, expected)
+
+
+def _everything(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+    call = request(query, key, value, 1000)
+    lse = torch.empty(query.shape[:3])
+    output = forward(call, lse)
+    return output, lse, *backward(call, output, lse, gradient, None)
+
+
+def test_several_threads_at_once() -> None:
+    """Each gets what it would get alone, with threads of their own inside."""
+    names = ["plain", "causal", "one query of many heads", "documents", "bias and bool"]
+    alone = {name: numbers(CASES[name], "native", CASES[name].inputs())["output"] for name in names}
+    wrong: list[str] = []
+
+    def work() -> None:
+        torch.set_num_threads(2)
+        for name in 3 * names:
+            found = numbers(CASES[name], "native", CASES[name].inputs())["output"]
+            if not torch.allclose(found, alone[name], rtol=1e-5, atol=1e-6):
+                wrong.append(name)
+
+    before = torch.get_num_threads()
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=120)
+    torch.set_num_threads(before)
+    assert not wrong
+    assert not any(worker.is_alive() for worker in workers)
+
+
+_FORKED = """
+import os, torch, clearhead
+torch.set_num_threads(2)
+x = torch.randn(1, 4, 300, 16)
+with clearhead.use_kernel("native"):
+    expected = clearhead.attention(x, x, x)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.allclose(clearhead.attention(x, x, x), expected, atol=1e-6) else 1)
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_computes_too() -> None:
+    assert subprocess.run([sys.executable, "-c", _FORKED], timeout=120, check=False).returncode == 0
+
+
+def test_an_unknown_instruction_set() -> None:
+    with pytest.raises(clearhead.errors.ArgumentError, match="name: expected an instruction set of here"):
+        use_instruction_set("mmx")
+
+
+def test_masks_outside_their_strides_are_not_read(instructions: str) -> None:
+    """A mask that is a view of a larger one, whose rest would hide everything."""
+    wide = torch.zeros(2, 3, 70, 200, dtype=torch.bool)
+    visible = wide[:, :, 3:64, 5:154]
+    visible[...] = True
+    query, key = torch.randn(2, 3, 61, 5), torch.randn(2, 3, 149, 5)
+    with clearhead.use_kernel("native"):
+        output = clearhead.attention(query, key, key, masks.keep(visible))
+        expected = clearhead.attention(query, key, key)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-6)

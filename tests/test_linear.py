@@ -1,0 +1,382 @@
+"""The projections' product: oneDNN's and PyTorch's give the same, in everything that hangs on a `Linear`."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
+from torch.utils.flop_counter import FlopCounterMode
+
+import clearhead
+import clearhead.linear
+from clearhead.errors import ArgumentError, KernelError
+from clearhead.linear import Linear, apply_linear, describe_product, is_plain, linear, use_linear
+
+#: rows, in_features, out_features
+SIZES = [(37, 41, 43), (1, 7, 5), (5, 1, 3), (3, 5, 1), (131, 257, 67)]
+
+needs_onednn = pytest.mark.skipif(not clearhead.linear._has_onednn(), reason="this build of PyTorch has no oneDNN")
+
+
+@pytest.fixture
+def onednn_preferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """The rule of a machine where oneDNN is faster, for every size; holds the shapes that went there."""
+    seen: list[tuple[int, ...]] = []
+    multiply = clearhead.linear._multiply
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.append((*x.shape, weight.shape[0]))
+        return multiply(x, weight, bias)
+
+    monkeypatch.setattr(clearhead.linear, "_preferred", lambda: "onednn")
+    monkeypatch.setattr(clearhead.linear, "_FEWEST_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(clearhead.linear, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(clearhead.linear, "_multiply", counted)
+    return seen
+
+
+def error(got: Tensor, exact: Tensor) -> float:
+    return float(((got.double() - exact).abs().max() / exact.abs().max()).detach())
+
+
+def derivatives(product: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """Output, gradients, and the gradients of their squares."""
+    output = product(*inputs)
+    first = torch.autograd.grad(output.square().sum(), inputs, create_graph=True)
+    second = torch.autograd.grad(sum(gradient.square().sum() for gradient in first), inputs)
+    return [output, *first, *second]
+
+
+@needs_onednn
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_outputs_and_derivatives_against_float64(sizes: tuple[int, int, int], bias: bool) -> None:
+    rows, inner, outer = sizes
+    # Positive numbers, so that no sum cancels out and errors are relative to what was added up.
+    inputs = [torch.rand(rows, inner), torch.rand(outer, inner), torch.rand(outer)][: 3 if bias else 2]
+    exact = derivatives(F.linear, [x.double().requires_grad_() for x in inputs])
+    with use_linear("onednn"):
+        got = derivatives(linear, [x.clone().requires_grad_() for x in inputs])
+    for mine, theirs in zip(got, exact, strict=True):
+        assert mine.shape == theirs.shape
+        assert mine.dtype == torch.float32
+        assert error(mine, theirs) < 1e-5
+
+
+@needs_onednn
+@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (2, 1, 5, 7)])
+def test_leading_sizes(shape: tuple[int, ...]) -> None:
+    x, layer = torch.randn(shape), Linear(7, 5)
+    with use_linear("onednn"):
+        got = layer(x)
+    assert got.shape == (*shape[:-1], 5)
+    torch.testing.assert_close(got, F.linear(x, layer.weight, layer.bias))
+
+
+@needs_onednn
+def test_inputs_and_gradients_that_are_views() -> None:
+    x = torch.randn(11, 7, 2)[..., 0].t()  # (7, 11), nothing in it is contiguous
+    weight, gradient = torch.randn(22, 13)[::2].t().requires_grad_(), torch.randn(13, 7).t()
+    with use_linear("onednn"):
+        (got,) = torch.autograd.grad(linear(x, weight), weight, gradient)
+    torch.testing.assert_close(got, gradient.t() @ x)
+
+
+@needs_onednn
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+def test_only_the_gradients_that_are_wanted(frozen: str, onednn_preferred: list[Any]) -> None:
+    inputs = {"x": torch.randn(5, 7), "weight": torch.randn(3, 7), "bias": torch.randn(3)}
+    wanted = [tensor.requires_grad_() for name, tensor in inputs.items() if name != frozen]
+    linear(*inputs.values()).sum().backward()
+    assert all(tensor.grad is not None for tensor in wanted)
+    assert inputs[frozen].grad is None
+    assert len(onednn_preferred) == (3 if frozen == "bias" else 2)
+
+
+def test_on_two_runs_the_bits_are_the_same(onednn_preferred: list[Any]) -> None:
+    layer, x = Linear(129, 257), torch.randn(131, 129)
+    first = layer(x)
+    assert all(torch.equal(layer(x), first) for _ in range(3))
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_as_pytorchs(dtype: torch.dtype, onednn_preferred: list[Any]) -> None:
+    layer, x = Linear(7, 5), torch.randn(3, 7)
+    twin = nn.Linear(7, 5)
+    twin.load_state_dict(layer.state_dict())
+    outputs = []
+    for module in (layer, twin):
+        with torch.autocast("cpu", dtype=dtype):
+            outputs.append(module(x))
+        outputs[-1].float().sum().backward()
+    assert outputs[0].dtype == dtype
+    assert torch.equal(*outputs)
+    assert layer.weight.grad is not None
+    assert twin.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+    assert torch.equal(layer.weight.grad, twin.weight.grad)
+    assert onednn_preferred == []
+
+
+def test_a_backward_pass_under_autocast_stays_in_float32(onednn_preferred: list[Any]) -> None:
+    layer, x = Linear(7, 5), torch.randn(3, 7)
+    output = layer(x).sum()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output.backward()
+    assert layer.weight.grad is not None
+    torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(5, 7))
+
+
+def forward_mode(layer: Linear, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        assert tangent is not None
+        return tangent
+
+
+def counted_flops(layer: Linear, x: Tensor) -> Tensor:
+    with FlopCounterMode(display=False) as counter:
+        layer(x)
+    return torch.tensor(counter.get_total_flops())
+
+
+OTHER_WAYS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
+    "float64": lambda layer, x: copy.deepcopy(layer).double()(x.double()),
+    "bfloat16": lambda layer, x: copy.deepcopy(layer).bfloat16()(x.bfloat16()),
+    "meta": lambda layer, x: torch.zeros(copy.deepcopy(layer).to("meta")(x.to("meta")).shape),
+    "no rows": lambda layer, x: layer(x[:0]),
+    "subclass": lambda layer, x: layer(nn.Buffer(x)),
+    "vmap": lambda layer, x: torch.vmap(layer)(x),
+    "jacrev": lambda layer, x: torch.func.jacrev(layer)(x[0]),
+    "jacfwd": lambda layer, x: torch.func.jacfwd(layer)(x[0]),
+    "forward mode": forward_mode,
+    "flops": counted_flops,
+    "jit.trace": lambda layer, x: torch.jit.trace(layer, x, check_trace=False)(x),
+    "compile": lambda layer, x: torch.compile(layer, backend="eager", fullgraph=True)(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
+@pytest.mark.parametrize("way", OTHER_WAYS)
+def test_what_only_pytorchs_product_knows_goes_there(way: str, onednn_preferred: list[Any]) -> None:
+    layer, x = Linear(7, 5), torch.randn(3, 7)
+    twin = copy.deepcopy(layer)
+    twin.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+    assert torch.equal(OTHER_WAYS[way](layer, x), OTHER_WAYS[way](twin, x))  # pyright: ignore[reportArgumentType]
+    if way != "subclass":
+        assert onednn_preferred == []
+
+
+@needs_onednn
+@pytest.mark.usefixtures("onednn_preferred")
+def test_gradients_of_a_batch_of_vectors() -> None:
+    x, weight = torch.randn(3, 7), torch.randn(5, 7, requires_grad=True)
+    vectors = torch.randn(2, 3, 5)
+    (got,) = torch.autograd.grad(linear(x, weight), weight, vectors, is_grads_batched=True)
+    torch.testing.assert_close(got, vectors.transpose(1, 2) @ x)
+
+
+def test_export_holds_pytorchs_operator(onednn_preferred: list[Any]) -> None:
+    program = torch.export.export(Linear(7, 5), (torch.randn(3, 7),))
+    assert "aten.linear.default" in str(program.graph)
+    assert "mkldnn" not in str(program.graph)
+
+
+def test_small_products_stay_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> Tensor:
+        raise AssertionError("this product is too small")
+
+    monkeypatch.setattr(clearhead.linear, "_preferred", lambda: "onednn")
+    monkeypatch.setattr(clearhead.linear, "_multiply", never)
+    Linear(16, 48)(torch.randn(10, 16))
+    Linear(1024, 1024)(torch.randn(15, 1024))
+    with pytest.raises(AssertionError, match="too small"):
+        Linear(1024, 1024)(torch.randn(16, 1024))
+
+
+REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "dtype": (lambda: linear(torch.ones(2, 3).double(), torch.ones(5, 3).double()), "of float32 and on the CPU"),
+    "sizes": (lambda: linear(torch.ones(2, 3), torch.ones(5, 7)), r"an input \(…, in_features\)"),
+    "bias": (lambda: linear(torch.ones(2, 3), torch.ones(5, 3), torch.ones(3)), r"a bias \(out_features,\)"),
+    "vmap": (lambda: torch.vmap(lambda x: linear(x, torch.ones(5, 3)))(torch.ones(2, 3)), "torch.func"),
+}
+
+
+@needs_onednn
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_forced_product_never_falls_back(name: str) -> None:
+    call, said = REFUSED[name]
+    with (
+        use_linear("onednn"),
+        pytest.raises(KernelError, match=rf'use_linear\("onednn"\): .*{said}.* Use use_linear\("pytorch"\) for it'),
+    ):
+        call()
+
+
+def test_the_names_of_products() -> None:
+    with pytest.raises(ArgumentError, match="name: expected one of pytorch, onednn, got 'mkl'"):
+        use_linear("mkl")  # pyright: ignore[reportArgumentType]
+
+
+def test_the_choice_is_undone_and_belongs_to_one_thread(onednn_preferred: list[Any]) -> None:
+    layer, x = Linear(7, 5), torch.randn(3, 7)
+    with use_linear("pytorch"):
+        layer(x)
+        with use_linear("onednn"):
+            assert describe_product() == "oneDNN's, forced by use_linear"
+            other = threading.Thread(target=lambda: onednn_preferred.append((describe_product(),)))  # type: ignore[arg-type]
+            other.start()
+            other.join()
+        assert describe_product() == "PyTorch's, forced by use_linear"
+    assert len(onednn_preferred) == 1
+    assert "forced" not in str(onednn_preferred[0])
+    layer(x)
+    assert len(onednn_preferred) == 2
+
+
+RULES = [
+    ("AuthenticAMD", True, True, "AVX512", "oneDNN's for float32 from 16 rows and 8388608 multiplications on"),
+    ("AuthenticAMD", True, True, "AVX2", "oneDNN's for float32"),
+    ("AuthenticAMD", True, True, "DEFAULT", "PyTorch's: oneDNN is not known to be faster without AVX2"),
+    ("AuthenticAMD", False, True, "AVX512", "PyTorch's: this build of PyTorch has no MKL to be outrun"),
+    ("AuthenticAMD", True, False, "AVX512", "PyTorch's: this build of PyTorch has no oneDNN"),
+    ("GenuineIntel", True, True, "AVX512", "PyTorch's: oneDNN is not known to be faster than MKL on this processor"),
+    ("aarch64", True, True, "DEFAULT", r"PyTorch's: .* \(aarch64\)"),
+]
+
+
+@pytest.mark.parametrize(("maker", "mkl", "onednn", "capability", "said"), RULES)
+def test_the_rule(
+    maker: str, mkl: bool, onednn: bool, capability: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clearhead.linear, "_processor_maker", lambda: maker)
+    monkeypatch.setattr(clearhead.linear, "_has_onednn", lambda: onednn)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    rule = (clearhead.linear._preferred, clearhead.linear._why_pytorchs)
+    for cached in rule:
+        cached.cache_clear()
+    try:
+        assert re.match(said, describe_product())
+    finally:
+        for cached in rule:
+            cached.cache_clear()
+
+
+def test_it_is_a_linear_in_every_other_respect() -> None:
+    torch.manual_seed(3)
+    ours = Linear(7, 5, bias=False, dtype=torch.float64)
+    torch.manual_seed(3)
+    theirs = nn.Linear(7, 5, bias=False, dtype=torch.float64)
+    assert isinstance(ours, nn.Linear)
+    assert repr(ours) == repr(theirs)
+    assert torch.equal(ours.weight, theirs.weight)
+    theirs.load_state_dict(ours.state_dict())
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(twin) is Linear
+        assert torch.equal(twin.weight, ours.weight)
+        assert twin.weight is not ours.weight
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def _patch_forward(layer: nn.Linear) -> None:
+    layer.forward = lambda x: 2 * F.linear(x, layer.weight, layer.bias)  # type: ignore[method-assign]
+
+
+class Adapted(Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + 1
+
+
+ATTACHED: dict[str, Callable[[nn.Linear], object]] = {
+    "forward hook": lambda layer: layer.register_forward_hook(lambda _m, _x, y: y + 1),
+    "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda _m, x: (x[0] + 1,)),
+    "backward hook": lambda layer: layer.register_full_backward_hook(lambda _m, _x, _y: None),
+    "backward pre-hook": lambda layer: layer.register_full_backward_pre_hook(lambda _m, _y: None),
+    "parametrization": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
+    "own forward": _patch_forward,
+    "compiled": lambda layer: layer.compile(backend="eager"),
+    "subclass": lambda layer: setattr(layer, "__class__", Adapted),
+}
+
+
+@pytest.mark.parametrize("what", ATTACHED)
+@pytest.mark.parametrize("kind", [Linear, nn.Linear])
+def test_a_module_is_called_where_anything_hangs_on_it(what: str, kind: type[nn.Linear]) -> None:
+    layer, x = kind(7, 5), torch.randn(3, 7)
+    assert is_plain(layer)
+    ATTACHED[what](layer)
+    assert not is_plain(layer)
+    assert torch.equal(apply_linear(layer, x), layer(x))
+
+
+def test_a_module_is_called_under_a_global_hook() -> None:
+    layer, called = Linear(7, 5), []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, _x, _y: called.append(module))
+    try:
+        apply_linear(layer, torch.randn(3, 7))
+    finally:
+        handle.remove()
+    assert called == [layer]
+    assert is_plain(layer)
+
+
+def test_other_modules_are_called() -> None:
+    x = torch.randn(3, 7)
+    assert apply_linear(nn.Identity(), x) is x
+
+
+def test_weights_called_in_are_used() -> None:
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Linear(7, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return apply_linear(self.layer, x)
+
+    x, weight, bias = torch.randn(3, 7), torch.randn(5, 7), torch.randn(5)
+    got = torch.func.functional_call(Holder(), {"layer.weight": weight, "layer.bias": bias}, (x,))
+    assert torch.equal(got, F.linear(x, weight, bias))
+
+
+@needs_onednn
+def test_the_modules_use_it(onednn_preferred: list[Any]) -> None:
+    x = torch.randn(2, 5, 12)
+    for module in (clearhead.MultiHeadAttention(12, 3), clearhead.nn.MultiheadAttention(12, 3, batch_first=True)):
+        inputs = (x,) if isinstance(module, clearhead.MultiHeadAttention) else (x, x, x)
+        with use_linear("pytorch"):
+            expected = module(*inputs)
+        assert onednn_preferred == []
+        got = module(*inputs)
+        assert onednn_preferred != []
+        torch.testing.assert_close(got, expected)
+        onednn_preferred.clear()
+
+
+def test_explain_and_doctor_name_the_rule() -> None:
+    from clearhead.inspection import doctor
+
+    x = torch.randn(1, 2, 3, 4)
+    with use_linear("pytorch"):
+        explanation = clearhead.explain(x, x, x)
+        assert doctor._machine()["projections"] == "PyTorch's, forced by use_linear"
+    assert explanation.projections == "PyTorch's, forced by use_linear"
+    assert str(explanation).endswith("\nprojections: PyTorch's, forced by use_linear")
+    on_another_device = x.to("meta")
+    assert clearhead.explain(on_another_device, on_another_device, on_another_device).projections == ""
