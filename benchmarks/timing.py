@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-__all__ = ["interleaved", "machine", "progress"]
+__all__ = ["interleaved", "machine", "progress", "samples"]
 
 T = TypeVar("T")
 
@@ -26,6 +26,26 @@ def interleaved(ways: Mapping[str, Callable[[], object]], *, rounds: int = 15, b
         rounds: how many rounds at most; at least three are run.
         budget: seconds after which no further round starts.
     """
+    return {name: statistics.median(values) for name, values in samples(ways, rounds=rounds, budget=budget).items()}
+
+
+def samples(
+    ways: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int = 15,
+    budget: float = 2.0,
+    repeats: int = 1,
+    rest: float = 0.0,
+) -> dict[str, list[float]]:
+    """Seconds of one call of each way, one figure per round, after one warm-up round.
+
+    Args:
+        ways: what to time, by name.
+        rounds: how many rounds at most; at least three are run.
+        budget: seconds after which no further round starts.
+        repeats: calls per figure, for calls too short for the clock.
+        rest: seconds of sleep before each way, in which the threads of the one before stop spinning.
+    """
     times: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
         way()
@@ -34,10 +54,13 @@ def interleaved(ways: Mapping[str, Callable[[], object]], *, rounds: int = 15, b
         if done >= 3 and time.perf_counter() - started > budget:
             break
         for name, way in ways.items():
+            if rest:
+                time.sleep(rest)
             start = time.perf_counter()
-            way()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+            for _ in range(repeats):
+                way()
+            times[name].append((time.perf_counter() - start) / repeats)
+    return times
 
 
 def machine() -> str:

@@ -1,0 +1,159 @@
+"""A contest: ways to do one piece of work, prepared, compared once, and timed in turn."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import final
+
+import torch
+
+from benchmarks.peers.work import Outputs, Unsupported, Way
+from benchmarks.timing import samples
+
+from .bars import OURS, Bar
+from .load import with_load
+from .results import Result
+
+__all__ = ["Case", "Contest", "TimedCase", "enter", "largest_difference", "scale_difference"]
+
+#: Threads of OpenMP spin for up to 15 ms after a call; what is timed next should have both cores.
+REST = 0.02
+
+
+@final
+@dataclass
+class Contest:
+    """Who takes part. A way that returns no tensors is timed and compared with nobody.
+
+    Args:
+        ways: one call each, by name; the first is what the others are compared with.
+        amounts: work done by one call, in flops or bytes, where a rate makes sense.
+        left_out: who does not take part, and why.
+        kernel: what Clearhead computes with.
+        compared: the part of a call's outputs that is compared.
+    """
+
+    ways: dict[str, Way] = field(default_factory=dict)
+    amounts: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    kernel: str = ""
+    compared: Callable[[Outputs], Outputs] = lambda outputs: outputs
+
+
+class Case(ABC):
+    """One line of the table, measured on demand."""
+
+    section: str
+    name: str
+
+    @abstractmethod
+    def measure(self, rounds: int) -> Result:
+        """Measure now."""
+
+
+def largest_difference(ours: Outputs, theirs: Outputs) -> float:
+    """Largest distance of an entry, relative to the largest entry of its tensor."""
+    pairs = zip(ours, theirs, strict=True)
+    return max(((a.double() - b.double()).abs().max() / a.double().abs().max()).item() for a, b in pairs)
+
+
+def scale_difference(ours: Outputs, theirs: Outputs) -> float:
+    """Relative distance of the root mean squares: for dropout, where everybody drops other weights."""
+    pairs = zip(ours, theirs, strict=True)
+    return max(abs(b.double().square().mean().sqrt() / a.double().square().mean().sqrt() - 1).item() for a, b in pairs)
+
+
+@final
+@dataclass(frozen=True)
+class TimedCase(Case):
+    """Times of one contest.
+
+    Args:
+        section, name: which work.
+        prepare: builds the contest, which may take long (FlexAttention is compiled); nothing of it is timed.
+        bars: what to hold the times against.
+        rate_unit: ``"GFLOP/s"`` or ``"GB/s"``, where the contest says amounts.
+        tolerance: how far results may lie from Clearhead's.
+        difference: how far they lie.
+        repeats: calls per figure, for calls too short for the clock.
+    """
+
+    section: str
+    name: str
+    prepare: Callable[[], Contest]
+    bars: tuple[Bar, ...] = ()
+    rate_unit: str = ""
+    tolerance: float = 1e-5
+    difference: Callable[[Outputs, Outputs], float] = largest_difference
+    repeats: int = 1
+
+    def measure(self, rounds: int) -> Result:
+        contest = self.prepare()
+        differences = self._compare(contest)
+        times, load = with_load(
+            lambda: samples(contest.ways, rounds=rounds, budget=40.0, repeats=self.repeats, rest=REST)
+        )
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        quartiles = {name: statistics.quantiles(values, n=4, method="inclusive") for name, values in times.items()}
+        rates = {name: amount / medians[name] for name, amount in contest.amounts.items() if name in medians}
+        del contest.ways
+        gc.collect()  # engines and compiled functions hold their operands in cycles
+        return Result(
+            self.section,
+            self.name,
+            "ms",
+            {name: seconds * 1e3 for name, seconds in medians.items()},
+            {name: (low * 1e3, high * 1e3) for name, (low, _, high) in quartiles.items()},
+            {name: rate / 1e9 for name, rate in rates.items()},
+            self.rate_unit if rates else "",
+            contest.kernel,
+            differences,
+            self.tolerance,
+            contest.left_out,
+            tuple(bar.judge(medians, rates) for bar in self.bars),
+            load,
+        )
+
+    def _compare(self, contest: Contest) -> dict[str, float]:
+        """Call everybody once; who cannot after all is left out with what it said."""
+        torch.manual_seed(0)
+        differences: dict[str, float] = {}
+        ours: Outputs = ()
+        for name, way in list(contest.ways.items()):
+            try:
+                outputs = way()
+            except Exception as error:
+                if name == OURS:
+                    raise
+                del contest.ways[name]
+                contest.left_out[name] = _shortened(error)
+                continue
+            seen = contest.compared(tuple(tensor.detach() for tensor in outputs))
+            if name == OURS:
+                ours = tuple(tensor.clone() for tensor in seen)
+            elif seen:
+                differences[name] = self.difference(ours, seen)
+        return differences
+
+
+def enter(contest: Contest, name: str, build: Callable[[], Way], amount: float | None = None) -> None:
+    """Let somebody take part, or note why not: not installed, or not able to."""
+    try:
+        contest.ways[name] = build()
+    except Unsupported as reason:
+        contest.left_out[name] = str(reason)
+        return
+    except ModuleNotFoundError as error:
+        contest.left_out[name] = f"not installed: {error.name}"
+        return
+    if amount is not None:
+        contest.amounts[name] = amount
+
+
+def _shortened(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:140]}"

@@ -1,0 +1,104 @@
+"""Attention alone: forward, causal, with gradients, dropout, masks, in bfloat16, and of other head sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import clearhead
+from benchmarks.comparing import OURS, Bar, Contest, Slower, Speedup, TimedCase, UtilisedShare, enter, scale_difference
+from benchmarks.peers import ONNX_RUNTIME, OPENVINO, PEERS, SDPA
+from benchmarks.peers.work import AttentionWork, Operands, Outputs, Way, draw, with_backward
+
+from .ceilings import GEMM, add_gemm
+
+__all__ = ["FORWARD", "FORWARD_BACKWARD", "attention_cases", "kernel_of", "our_mask", "ours"]
+
+FORWARD, FORWARD_BACKWARD = "attention forward, fp32", "forward + backward, fp32"
+NOT_CAUSAL = f"{OURS} without the mask"
+
+TWICE_SDPA = Speedup(2.0, (SDPA,))
+RUNTIMES = Speedup(1.0, (ONNX_RUNTIME, OPENVINO))
+
+
+def attention_cases() -> Iterator[TimedCase]:
+    for length in (512, 1024, 2048, 4096, 8192):
+        share = (UtilisedShare(0.8, GEMM, "the fp32 GEMM rate"),) if length >= 1024 else ()
+        yield _case(FORWARD, f"L={length}", AttentionWork(length), TWICE_SDPA, RUNTIMES, *share)
+    for length in (512, 1024, 2048, 4096, 8192):
+        own = (Slower(0.6, NOT_CAUSAL),) if length >= 2048 else ()
+        yield _case("causal forward, fp32", f"L={length}", AttentionWork(length, causal=True), TWICE_SDPA, *own)
+    for length in (512, 1024, 2048, 4096):
+        yield _case(FORWARD_BACKWARD, f"L={length}", AttentionWork(length, backward=True), TWICE_SDPA)
+    dropout = AttentionWork(1024, dropout_p=0.1, backward=True)
+    case = _case("forward + backward, dropout 0.1", "L=1024", dropout, Speedup(5.0, (SDPA,)))
+    yield replace(case, difference=scale_difference, tolerance=0.02)
+    for kind in ("bool", "float"):
+        for length in (1024, 4096):
+            yield _case("dense (L, S) mask", f"{kind}, L={length}", AttentionWork(length, mask=kind), TWICE_SDPA)
+    for length in (512, 1024, 4096):
+        work = AttentionWork(length, dtype=torch.bfloat16)
+        # Some peers round scores and weights to bfloat16's eight bits too, which moves a weight by up to a few percent.
+        yield replace(_case("attention forward, bf16", f"L={length}", work, Speedup(3.0, (SDPA,))), tolerance=5e-2)
+    other = Speedup(1.5, (SDPA,))
+    for size in (32, 80, 128, 256):
+        yield _case("head sizes, fp32", f"D={size}, L=2048", AttentionWork(2048, head_dim=size), other)
+    for size in (32, 128):
+        yield _case("head sizes, fp32", f"D=64, Dv={size}, L=2048", AttentionWork(2048, value_dim=size), other)
+
+
+def _case(section: str, name: str, work: AttentionWork, *bars: Bar) -> TimedCase:
+    return TimedCase(section, name, lambda: _contest(work), bars, "GFLOP/s")
+
+
+def _contest(work: AttentionWork) -> Contest:
+    operands = draw(work)
+    contest = Contest(kernel=kernel_of(work, operands))
+    enter(contest, OURS, lambda: ours(work, operands), work.flops)
+    for name, peer in PEERS.items():
+        enter(contest, name, lambda peer=peer: peer(work, operands), work.flops)
+    if work.causal:
+        enter(contest, NOT_CAUSAL, lambda: _silent(ours(replace(work, causal=False), operands)))
+    if not work.backward and not work.causal and work.mask is None:
+        add_gemm(contest, work.dtype)
+    return contest
+
+
+def ours(work: AttentionWork, operands: Operands) -> Way:
+    """Clearhead on the kernel it chooses."""
+    mask = our_mask(work, operands)
+
+    def forward() -> Tensor:
+        return clearhead.attention(operands.query, operands.key, operands.value, mask, dropout_p=work.dropout_p)
+
+    return with_backward(forward, work, operands)
+
+
+def our_mask(work: AttentionWork, operands: Operands) -> clearhead.masks.Mask | None:
+    if work.causal:
+        return clearhead.masks.causal()
+    if operands.mask is None:
+        return None
+    return clearhead.masks.bias(operands.mask) if work.mask == "float" else clearhead.masks.keep(operands.mask)
+
+
+def kernel_of(work: AttentionWork, operands: Operands) -> str:
+    """The kernel that runs the work."""
+    with torch.set_grad_enabled(work.backward):
+        explanation = clearhead.explain(
+            operands.query, operands.key, operands.value, our_mask(work, operands), dropout_p=work.dropout_p
+        )
+    return explanation.kernel or "none"
+
+
+def _silent(way: Way) -> Way:
+    """Timed, and compared with nobody: it computes something else."""
+
+    def run() -> Outputs:
+        way()
+        return ()
+
+    return run

@@ -1,0 +1,38 @@
+"""One query row over many keys: what counts is how fast memory is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from benchmarks.comparing import OURS, Contest, Speedup, TimedCase, UtilisedShare, enter
+from benchmarks.peers import PEERS, SDPA
+from benchmarks.peers.work import AttentionWork, Operands, Way, draw
+
+from .attention import kernel_of, ours
+from .ceilings import READING, add_reading, cache_bytes, in_turn
+
+__all__ = ["decoding_cases"]
+
+#: Keys and values of 256 MiB together.
+WORK = AttentionWork(1, key_length=16384, heads=32)
+BYTES = 2.0 * WORK.heads * WORK.keys * WORK.head_dim * 4
+
+
+def decoding_cases() -> Iterator[TimedCase]:
+    bars = (UtilisedShare(0.8, READING, "the read bandwidth"), Speedup(1.0, (SDPA,)))
+    yield TimedCase("decoding, one row", "keys and values of 256 MiB", _contest, bars, "GB/s")
+
+
+def _contest() -> Contest:
+    # Every call takes the next of several sets, which together do not fit into the last-level cache.
+    sets = [draw(WORK) for _ in range(1 + int(cache_bytes() // BYTES + 1))]
+    contest = Contest(kernel=kernel_of(WORK, sets[0]))
+
+    def in_all(peer: Callable[[AttentionWork, Operands], Way]) -> Callable[[], Way]:
+        return lambda: in_turn([peer(WORK, operands) for operands in sets])
+
+    enter(contest, OURS, in_all(ours), BYTES)
+    for name, peer in PEERS.items():
+        enter(contest, name, in_all(peer), BYTES)
+    add_reading(contest)
+    return contest

@@ -1,0 +1,69 @@
+"""Peak memory of training with dropout at two lengths: does it grow with L, or with its square?"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from benchmarks.comparing import OURS, Case, Growth, Result
+from benchmarks.peers import SDPA
+from benchmarks.peers.pytorch import sdpa
+from benchmarks.peers.work import AttentionWork, draw
+
+from .attention import kernel_of, ours
+
+__all__ = ["memory_cases"]
+
+LENGTHS = (2048, 4096)
+WAYS = {OURS: ours, SDPA: sdpa}
+
+
+def memory_cases() -> Iterator[Case]:
+    yield MemoryCase("forward + backward, dropout 0.1", f"peak memory, L={LENGTHS[0]} and {LENGTHS[1]}")
+
+
+@final
+@dataclass(frozen=True)
+class MemoryCase(Case):
+    """Every figure comes from a process of its own, because a peak is a process's."""
+
+    section: str
+    name: str
+
+    def measure(self, rounds: int) -> Result:
+        figures = {}
+        for way in WAYS:
+            for length in LENGTHS:
+                with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                    figures[_named(way, length)] = pool.submit(peak_growth, way, length).result()
+        # Twice the length: 2 is linear, 4 quadratic.
+        bar = Growth(2.5, _named(OURS, LENGTHS[0]), _named(OURS, LENGTHS[1]))
+        work = _work(LENGTHS[0])
+        kernel = kernel_of(work, draw(work))
+        return Result(self.section, self.name, "MB", figures, kernel=kernel, verdicts=(bar.judge(figures, {}),))
+
+
+def peak_growth(way: str, length: int) -> float:
+    """Megabytes (10⁶ bytes) by which one training step raises the peak resident memory of this process."""
+    torch.manual_seed(0)
+    warm_up = _work(64)
+    WAYS[way](warm_up, draw(warm_up))()  # libraries and thread pools are loaded once
+    work = _work(length)
+    step = WAYS[way](work, draw(work))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6
+
+
+def _work(length: int) -> AttentionWork:
+    return AttentionWork(length, dropout_p=0.1, backward=True)
+
+
+def _named(way: str, length: int) -> str:
+    return f"{way}, L={length}"

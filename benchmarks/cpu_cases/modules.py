@@ -1,0 +1,158 @@
+"""Whole modules with their projections: eval, training, averaged weights, padding, and inputs of a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+import clearhead
+from benchmarks.comparing import OURS, Contest, Speedup, TimedCase, enter
+from benchmarks.module import twins
+from benchmarks.peers import X_TRANSFORMERS
+from benchmarks.peers.work import Outputs, Unsupported, Way
+
+__all__ = ["THEIRS", "module_cases"]
+
+THEIRS = "nn.MultiheadAttention"
+DROP_IN = "Clearhead drop-in"
+QUERIES_TOO = f"{OURS}, queries left out too"
+
+
+@final
+@dataclass(frozen=True)
+class Shape:
+    """A batch and the module it goes through."""
+
+    batch: int
+    length: int
+    embed_dim: int
+    heads: int
+
+    def __str__(self) -> str:
+        return f"B={self.batch} L={self.length} E={self.embed_dim} H={self.heads}"
+
+
+def module_cases() -> Iterator[TimedCase]:
+    large = Shape(8, 512, 768, 12)
+    for train, need_weights, factor in ((False, False, 2.5), (True, False, 2.0), (False, True, 3.0), (True, True, 3.0)):
+        name = f"{'training step' if train else 'eval'}{', averaged weights' if need_weights else ''}"
+        prepare = _preparing(large, train, need_weights)
+        yield TimedCase(f"module, {large}", name, prepare, (Speedup(factor, (THEIRS,)),))
+    bars = (Speedup(5.0, (THEIRS,)), Speedup(8.0, (THEIRS,), way=QUERIES_TOO))
+    yield TimedCase(f"module, {large}", "half the tokens padding, eval", lambda: _padded(large), bars)
+    for shape in (Shape(2, 5, 16, 4), Shape(1, 1, 64, 4)):
+        for train in (False, True):
+            tiny = (Speedup(1.0, (THEIRS,)), Speedup(1.0, (THEIRS,), way=DROP_IN))
+            name = f"{shape}, {'training step' if train else 'eval'}"
+            prepare = _preparing(shape, train, need_weights=False)
+            yield TimedCase("tiny module", name, prepare, tiny, repeats=200)
+
+
+def _preparing(shape: Shape, train: bool, need_weights: bool) -> Callable[[], Contest]:
+    return lambda: _contest(shape, train, need_weights)
+
+
+def _contest(shape: Shape, train: bool, need_weights: bool) -> Contest:
+    torch.manual_seed(0)
+    ours, theirs = twins(shape.embed_dim, shape.heads)
+    x = torch.randn(shape.batch, shape.length, shape.embed_dim, requires_grad=train)
+    contest = Contest(kernel=_kernel(shape, train))
+
+    def run_ours() -> Outputs:
+        output = ours(x, need_weights=need_weights)
+        return output if need_weights else (output,)
+
+    enter(contest, OURS, lambda: _way(run_ours, ours, x, train))
+    for name, module in ((THEIRS, theirs), (DROP_IN, _drop_in(theirs))):
+        enter(contest, name, lambda module=module: _way(_torch_call(module, x, need_weights), module, x, train))
+    enter(contest, X_TRANSFORMERS, lambda: _x_transformers(theirs, shape, x, train, need_weights))
+    return contest
+
+
+def _torch_call(module: nn.MultiheadAttention, x: Tensor, need_weights: bool) -> Callable[[], Outputs]:
+    def run() -> Outputs:
+        output, weights = module(x, x, x, need_weights=need_weights)
+        return (output,) if weights is None else (output, weights)
+
+    return run
+
+
+def _way(run: Callable[[], Outputs], module: nn.Module, x: Tensor, train: bool) -> Way:
+    """Eval: a forward pass. Training: forward, and the gradients of the input and of every parameter."""
+    module.train(train)
+    parameters = [x, *module.parameters()]
+    output_gradient = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+
+    def step() -> Outputs:
+        outputs = run()
+        gradients = torch.autograd.grad(outputs[0], parameters, output_gradient)
+        # Of the gradients that of the input is compared: parameters are laid out differently from module to module.
+        return (*outputs, gradients[0])
+
+    def evaluate() -> Outputs:
+        with torch.no_grad():
+            return run()
+
+    return step if train else evaluate
+
+
+def _drop_in(theirs: nn.MultiheadAttention) -> nn.MultiheadAttention:
+    module = clearhead.nn.MultiheadAttention(theirs.embed_dim, theirs.num_heads, batch_first=True)
+    module.load_state_dict(theirs.state_dict())
+    return module
+
+
+def _x_transformers(theirs: nn.MultiheadAttention, shape: Shape, x: Tensor, train: bool, need_weights: bool) -> Way:
+    """x-transformers' module; it has no biases, and those of a new `nn.MultiheadAttention` are zero."""
+    from x_transformers.x_transformers import Attention
+
+    if need_weights:
+        raise Unsupported("its fast path gives no weights")
+    head_dim = shape.embed_dim // shape.heads
+    module = Attention(shape.embed_dim, dim_head=head_dim, heads=shape.heads, flash=True)
+    with torch.no_grad():
+        weights = (*theirs.in_proj_weight.chunk(3), theirs.out_proj.weight)
+        for linear, weight in zip((module.to_q, module.to_k, module.to_v, module.to_out), weights, strict=True):
+            linear.weight.copy_(weight)
+    return _way(lambda: (_first(module(x)),), module, x, train)
+
+
+def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def _kernel(shape: Shape, train: bool) -> str:
+    head = torch.zeros(shape.batch, shape.heads, shape.length, shape.embed_dim // shape.heads, requires_grad=train)
+    return clearhead.explain(head, head, head).kernel or "none"
+
+
+def _padded(shape: Shape) -> Contest:
+    """Rows of 1/16, 3/16, … 15/16 of the length: half of all tokens. Real positions alone are compared."""
+    torch.manual_seed(0)
+    ours, theirs = twins(shape.embed_dim, shape.heads)
+    drop_in = _drop_in(theirs)
+    for module in (ours, theirs, drop_in):
+        module.eval()
+    x = torch.randn(shape.batch, shape.length, shape.embed_dim)
+    lengths = (2 * torch.arange(shape.batch) + 1) * shape.length // (2 * shape.batch)
+    hidden = torch.arange(shape.length) >= lengths[:, None]  # (B, L)
+    keys = clearhead.masks.lengths(lengths)
+    both = clearhead.masks.lengths(lengths, query_lengths=lengths)
+
+    def calling(run: Callable[[], Tensor]) -> Way:
+        def way() -> Outputs:
+            with torch.no_grad():
+                return (run(),)
+
+        return way
+
+    contest = Contest(kernel=_kernel(shape, train=False), compared=lambda outputs: (outputs[0][~hidden],))
+    enter(contest, OURS, lambda: calling(lambda: ours(x, mask=keys)))
+    enter(contest, QUERIES_TOO, lambda: calling(lambda: ours(x, mask=both)))
+    for name, module in ((THEIRS, theirs), (DROP_IN, drop_in)):
+        enter(contest, name, lambda module=module: calling(lambda: module(x, x, x, hidden, need_weights=False)[0]))
+    return contest
