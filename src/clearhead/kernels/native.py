@@ -18,8 +18,6 @@ from .native_operator import sinks_gradient
 
 __all__ = ["NativeKernel"]
 
-_TINY = 1 << 17  # multiplications of a call whose gradients cost more in Python than in computing
-
 
 @final
 class NativeKernel(Kernel):
@@ -43,13 +41,10 @@ class NativeKernel(Kernel):
         return tuple(reasons)
 
     def faster_elsewhere(self, call: AttentionCall) -> str | None:
-        if is_tracing():
-            return None
-        batch, heads, length, head_dim = call.query.shape
-        if length == 1 and call.group > 1:  # `sdpa` makes one matrix product of the group's rows
-            return "sdpa"
-        products = batch * heads * length * call.key.shape[2] * (head_dim + call.value.shape[-1])
-        return "sdpa" if call.needs_gradients and products < _TINY else None
+        # Nothing here may depend on gradients: what checkpointing computes again must be the same to the last bit.
+        if not is_tracing() and call.query.shape[2] == 1 and call.group > 1:
+            return "sdpa"  # which makes one matrix product of the group's rows
+        return None
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         if is_tracing() or torch._C._len_torch_dispatch_stack() > 0:  # pyright: ignore
