@@ -13,11 +13,8 @@ long as its (B, H, L, S) tensors fit into the memory that is free. The bar for t
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import resource
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -25,6 +22,7 @@ import torch.nn.functional as F
 from rich.table import Table
 
 import clearhead
+from benchmarks.memory import growth_of_peak, in_a_process
 from benchmarks.timing import console, machine, progress
 
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
@@ -88,13 +86,9 @@ def peak_growth(name: str, length: int) -> tuple[float, float]:
             warm_up()
         alone, measured = WAYS[name](length)
         alone()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         start = time.perf_counter()
-        results = measured()
-        seconds = time.perf_counter() - start
-        growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6
-    del results
-    return growth, seconds
+        growth, _ = growth_of_peak(measured)
+        return growth, time.perf_counter() - start
 
 
 def whole_tensor(length: int) -> float:
@@ -114,8 +108,7 @@ def measure(lengths: list[int]) -> tuple[Points, dict[int, float]]:
     times: dict[int, float] = {}
     jobs = [(name, length) for length in lengths for name in WAYS if name != WEIGHTS or fits(length)]
     for name, length in progress(jobs, "measuring"):
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            points[name][length], seconds = pool.submit(peak_growth, name, length).result()
+        points[name][length], seconds = in_a_process(peak_growth, name, length)
         if name == RECORD:
             times[length] = seconds
     return points, times

@@ -9,15 +9,13 @@ inputs were ready.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import resource
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 
 import torch
 from rich.table import Table
 
 import clearhead
+from benchmarks.memory import growth_of_peak, in_a_process
 from benchmarks.timing import console, machine
 
 HEADS, HEAD_DIM = 8, 64
@@ -28,9 +26,7 @@ def peak_growth(name: str, length: int) -> float:
     torch.manual_seed(0)
     query, key = torch.randn(1, HEADS, length, HEAD_DIM), torch.randn(1, HEADS, length, HEAD_DIM)
     WAYS[name](query[:, :, :64], key[:, :, :64])  # libraries and thread pools are loaded once
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    WAYS[name](query, key)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6
+    return growth_of_peak(lambda: WAYS[name](query, key))[0]
 
 
 def averaged_weights(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -57,8 +53,7 @@ def main() -> None:
     table.add_column("way")
     table.add_column("peak additional memory, MB", justify="right")
     for name in WAYS:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            table.add_row(name, f"{pool.submit(peak_growth, name, length).result():.0f}")
+        table.add_row(name, f"{in_a_process(peak_growth, name, length):.0f}")
     table.add_row("(the averaged map itself)", f"{length * length * 4 / 1e6:.0f}")
     console.print(table)
 

@@ -11,15 +11,14 @@ forward and backward (with its gradients).
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 
 import torch
 import torch.nn.functional as F
 from rich.table import Table
 
 import clearhead
+from benchmarks.memory import growth_of_peak, in_a_process
 from benchmarks.timing import console, interleaved, machine, progress
 
 HEADS, HEAD_DIM, WINDOW = 8, 64, 256
@@ -62,23 +61,7 @@ def peak_growth(length: int, train: bool) -> float:
     torch.manual_seed(0)
     run(inputs(512, train), train)  # libraries and thread pools are loaded once
     tensors = inputs(length, train)
-    before = peak()
-    run(tensors, train)
-    return (peak() - before) / 1e6
-
-
-def peak() -> int:
-    """Most bytes that this process ever had in memory.
-
-    Not `resource.getrusage`: what that reports starts at the parent's size, which may hide everything.
-    """
-    with open("/proc/self/status", encoding="utf-8") as status:
-        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
-
-
-def in_a_process(length: int, train: bool) -> float:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(peak_growth, length, train).result()
+    return growth_of_peak(lambda: run(tensors, train))[0]
 
 
 def time_table(length: int, rounds: int) -> Table:
@@ -107,14 +90,14 @@ def growth_table(lengths: tuple[int, ...]) -> Table:
     ):
         table.add_column(column, justify="right")
     for length in progress(lengths, "measuring memory"):
-        milliseconds, peak = times[str(length)] * 1e3, in_a_process(length, train=False)
+        milliseconds, peak = times[str(length)] * 1e3, in_a_process(peak_growth, length, False)
         table.add_row(
             str(length),
             f"{milliseconds:.0f}",
             f"{milliseconds / length * 1000:.1f}",
             f"{peak:.0f}",
             f"{peak / length * 1000:.2f}",
-            f"{in_a_process(length, train=True):.0f}",
+            f"{in_a_process(peak_growth, length, True):.0f}",
         )
     return table
 

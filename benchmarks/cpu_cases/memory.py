@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import resource
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import final
 
 import torch
 
 from benchmarks.comparing import OURS, Case, Growth, Result
+from benchmarks.memory import growth_of_peak, in_a_process
 from benchmarks.peers import SDPA
 from benchmarks.peers.pytorch import sdpa
 from benchmarks.peers.work import AttentionWork, draw
@@ -40,8 +38,7 @@ class MemoryCase(Case):
         figures = {}
         for way in WAYS:
             for length in LENGTHS:
-                with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                    figures[_named(way, length)] = pool.submit(peak_growth, way, length).result()
+                figures[_named(way, length)] = in_a_process(peak_growth, way, length)
         # Twice the length: 2 is linear, 4 quadratic.
         bar = Growth(2.5, _named(OURS, LENGTHS[0]), _named(OURS, LENGTHS[1]))
         work = _work(LENGTHS[0])
@@ -56,9 +53,7 @@ def peak_growth(way: str, length: int) -> float:
     WAYS[way](warm_up, draw(warm_up))()  # libraries and thread pools are loaded once
     work = _work(length)
     step = WAYS[way](work, draw(work))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    step()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / 1e6
+    return growth_of_peak(step)[0]
 
 
 def _work(length: int) -> AttentionWork:

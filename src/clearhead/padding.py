@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .attention import attention
 from .linear import is_plain
-from .masks.base import Mask
+from .masks.base import Mask, all_of
 from .masks.grid import Grid
 from .masks.positional import Causal, Window
 from .observe import watched
@@ -162,10 +162,7 @@ def find_padding(mask: Mask | None, query: Tensor, key: Tensor, num_heads: int, 
     kept = costs.of(sum(queries.counts), sum(keys.counts), scores)
     if batch * costs.of(length, keys_length, length * keys_length) - kept < batch * _WORTH_A_CALL:
         return None
-    combined = None
-    for part in rest:
-        combined = part if combined is None else combined & part
-    return Padding(_unless_equal(queries, keys), keys, combined, (batch, length))
+    return Padding(_unless_equal(queries, keys), keys, all_of([*rest]), (batch, length))
 
 
 def _sides(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[Mask]]:

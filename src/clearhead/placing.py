@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .caches.base import Cache, Cached, Positions
 from .errors import ShapeError, explain_problem
-from .masks.base import Mask
+from .masks.base import Mask, all_of
 from .masks.check import as_positions
 from .masks.positional import Present
 from .masks.tensors import as_mask
@@ -63,8 +63,4 @@ def combined_mask(layers: Mask | None, calls: Mask | Tensor | None, known: Cache
     parts = [layers, None if calls is None else as_mask(calls), known.mask]
     if isinstance(places, Tensor) and known.mask is None:
         parts.append(Present())
-    combined: Mask | None = None
-    for part in parts:
-        if part is not None:
-            combined = part if combined is None else combined & part
-    return combined
+    return all_of(parts)

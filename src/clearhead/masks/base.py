@@ -20,7 +20,7 @@ from .grid import Block, Grid
 if TYPE_CHECKING:
     from .check import MaskReport
 
-__all__ = ["And", "Mask", "Not", "Or", "Sizes"]
+__all__ = ["And", "Mask", "Not", "Or", "Sizes", "all_of"]
 
 
 @dataclass(frozen=True)
@@ -311,6 +311,15 @@ class Not(Mask):
     def describe(self) -> str:
         inner = self._inner.describe()
         return f"~({inner})" if len(self._inner.parts()) > 1 else f"~{inner}"
+
+
+def all_of(masks: list[Mask | None]) -> Mask | None:
+    """One mask that shows what all of them show; ``None`` hides nothing, and is what nothing but ``None`` gives."""
+    combined: Mask | None = None
+    for mask in masks:
+        if mask is not None:
+            combined = mask if combined is None else combined & mask
+    return combined
 
 
 def _operand(other: object, symbol: str) -> Mask:

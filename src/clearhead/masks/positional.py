@@ -390,15 +390,18 @@ class QueryLengths(Mask):
 class _Documents(Mask):
     def __init__(self, ids: Tensor) -> None:
         self._ids = ids if ids.dim() == 2 else ids[None]  # (1 or B, T)
-        self._runs: tuple[list[int], list[int]] | None = None
-        self._spans: tuple[Tensor, Tensor] | None = None
+        self._spans: tuple[Tensor, Tensor] | None = None  # of each place's document, item by item
+        self._reach: tuple[list[int], list[int]] | None = None  # of each place's documents in all items together
+
+    def _row_runs(self) -> tuple[Tensor, Tensor]:
+        if self._spans is None:
+            self._spans = _row_runs(self._ids)
+        return self._spans
 
     def row_spans(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
         if grid.shift is None or is_tracing() or is_transformed():
             return None
-        if self._spans is None:
-            self._spans = _row_runs(self._ids)
-        first, stop = self._spans
+        first, stop = self._row_runs()
         if first.numel() == 0:
             return None
         query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
@@ -409,9 +412,13 @@ class _Documents(Mask):
     def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
         if grid.shift is None or rows.start == rows.stop or is_transformed():
             return 0, grid.key_length
-        if self._runs is None:
-            self._runs = _runs(self._ids)
-        first, stop = self._runs
+        if self._reach is None:
+            first, stop = self._row_runs()
+            length = self._ids.shape[1]
+            # Documents that do not lie in one piece are taken to reach everywhere.
+            everywhere = [0] * length, [length] * length
+            self._reach = (first.amin(0).tolist(), stop.amax(0).tolist()) if first.numel() else everywhere
+        first, stop = self._reach
         query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
         return _clamp(first[query + rows.start] - key, grid), _clamp(stop[query + rows.stop - 1] - key, grid)
 
@@ -497,24 +504,6 @@ class _Where(Mask):
 
     def describe(self) -> str:
         return f"where({getattr(self._fn, '__name__', 'fn')})"
-
-
-def _runs(ids: Tensor) -> tuple[list[int], list[int]]:
-    """For each place the first and one past the last place of its document in any item, ids (1 or B, T).
-
-    Documents that do not lie in one piece are taken to reach everywhere.
-    """
-    length = ids.shape[1]
-    if len(ids) == 0:
-        return [0] * length, [length] * length
-    first, stop = torch.full((length,), length), torch.zeros(length, dtype=torch.long)
-    for row in ids.cpu():
-        _, number, counts = row.unique_consecutive(return_inverse=True, return_counts=True)
-        if len(counts) != len(row.unique()):
-            return [0] * length, [length] * length
-        ends = counts.cumsum(0)
-        first, stop = torch.minimum(first, (ends - counts)[number]), torch.maximum(stop, ends[number])
-    return first.tolist(), stop.tolist()
 
 
 def _row_runs(ids: Tensor) -> tuple[Tensor, Tensor]:

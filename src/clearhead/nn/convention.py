@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import DTypeError, ShapeError, explain_problem, shape_text
 from ..masks import bias, causal, drop
-from ..masks.base import Mask, Not, Or
+from ..masks.base import Mask, Not, Or, all_of
 from ..masks.positional import prefix
 
 __all__ = ["Sizes", "hidden_mask"]
@@ -31,7 +31,7 @@ def hidden_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, sizes: Sizes
 ) -> Mask | None:
     """Combine `nn.MultiheadAttention`'s three ways to hide keys; a key must be allowed by all of them."""
-    parts: list[Mask] = []
+    parts: list[Mask | None] = []
     if is_causal:
         parts.append(causal() if sizes.appended == 0 else Or(causal(), Not(prefix(sizes.key_length))))
     if attn_mask is not None:
@@ -40,10 +40,7 @@ def hidden_mask(
     if key_padding_mask is not None:
         _require_bool_or_float("key_padding_mask", key_padding_mask)
         parts.append(_tensor_mask(_per_key(key_padding_mask, sizes), sizes))
-    mask: Mask | None = None
-    for part in parts:
-        mask = part if mask is None else mask & part
-    return mask
+    return all_of(parts)
 
 
 def _tensor_mask(tensor: Tensor, sizes: Sizes) -> Mask:

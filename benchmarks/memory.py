@@ -1,0 +1,34 @@
+"""Peak memory: of a process of its own, because a peak is a process's."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, TypeVar
+
+__all__ = ["growth_of_peak", "in_a_process"]
+
+T = TypeVar("T")
+
+
+def growth_of_peak(run: Callable[[], T]) -> tuple[float, T]:
+    """Megabytes (10⁶ bytes) by which a call raises the peak resident memory of this process, and what it returned."""
+    before = _peak()
+    result = run()
+    return (_peak() - before) / 1e6, result
+
+
+def in_a_process(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function of a module in a process that starts from nothing."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _peak() -> int:
+    """Most bytes that this process ever had in memory.
+
+    Not `resource.getrusage`: what that reports starts at the parent's size, which may hide everything.
+    """
+    with open("/proc/self/status", encoding="utf-8") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
