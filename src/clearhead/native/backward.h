@@ -138,7 +138,7 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
     }
 }
 
-static int64_t tiles_at_once(const Problem& p) { return p.dim + p.value_dim > 256 ? MOST_TILES / 2 : MOST_TILES; }
+static int64_t tiles_at_once(const Problem& p) { return p.dim + p.value_dim > 256 ? 4 : 8; }
 
 static int64_t tile_floats(const Problem& p) {
     return TILE * (2 * step_up(p.dim) + p.value_dim + lanes_up(p.dim) + lanes_up(p.value_dim)) + 5 * 16;
@@ -208,7 +208,7 @@ template <class T>
 static void backward_rows(const Problem& p, const Task& task, int64_t row_start, int64_t row_stop,
                           const BackwardRoom& room, float* sums, float* scratch) {
     const int64_t b = task.batch;
-    BackwardTile tiles[MOST_TILES];
+    BackwardTile tiles[8];
     int64_t count = 0, key_start = p.keys, key_stop = 0;
     for (int64_t start = row_start; start < row_stop; start += TILE, count++) {
         describe_rows(p, b, task.kv_head, start, row_stop, tiles[count].rows);

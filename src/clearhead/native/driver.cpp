@@ -10,7 +10,7 @@
 namespace clearhead {
 namespace {
 
-constexpr int64_t MOST_TILES = 8;            // of one task
+constexpr int64_t MOST_TILES = 16;           // of one task
 constexpr int64_t TASKS_PER_THREAD = 4;      // enough that the last ones to finish do not keep the others waiting
 constexpr int64_t TASK_FLOATS = 128 * 1024;  // queries and outputs of a task, which have to stay in the cache
 constexpr int64_t FEW_ROWS = 8;              // from here on tiles take less time
@@ -133,8 +133,8 @@ bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
     if (rows <= FEW_ROWS && !p.drop_below) return run_decoding(kernels, p, threads);
     const int64_t step = rows_of_task(kernels, p, threads), parts = divide_up(rows, step);
     return share(heads * parts, threads, kernels.forward_scratch(p, step), [&](int64_t index, float* memory) {
-        // Later rows first: under a causal mask they take longest.
-        const int64_t head = index % heads, start = (parts - 1 - index / heads) * step;
+        // One head after the other, so that its keys stay in the cache; later rows first: under a causal mask they take longest.
+        const int64_t head = index / parts, start = (parts - 1 - index % parts) * step;
         const int64_t stop = start + step < rows ? start + step : rows;
         kernels.forward(p, {head / p.kv_heads, head % p.kv_heads, start, stop, 0, p.keys}, memory);
     });

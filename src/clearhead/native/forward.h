@@ -113,8 +113,8 @@ INLINE float finish_row(const Problem& p, int64_t batch, int64_t head, int64_t r
     return factor;
 }
 
-template <class T>
-static void finish(const Problem& p, const Tile& tile, int64_t batch) {
+template <class T, class SomeTile>
+static void finish(const Problem& p, const SomeTile& tile, int64_t batch) {
     float factors[TILE];
     const Rows& rows = tile.rows;
     for (int64_t lane = 0; lane < rows.count; lane++)
@@ -122,6 +122,7 @@ static void finish(const Problem& p, const Tile& tile, int64_t batch) {
     lanes_to_rows<T>(tile.output, rows, batch, p.value_dim, factors, p.output);
 }
 
+template <class T>
 static int64_t forward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t width = round_up(p.value_dim, STEP), rows = round_up(task_rows, TILE);
     return (BLOCK + GROUP) * (p.dim + width) + rows * (p.dim + width) + 2 * (BLOCK + LANES) * TILE + 6 * LANES;

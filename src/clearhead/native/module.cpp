@@ -7,9 +7,23 @@
 namespace clearhead {
 namespace {
 
-const Kernels* const ALL[] = {
 #if defined(__x86_64__)
-    &avx512_kernels, &avx2_kernels,
+// Intel's processors take so long for `vdpbf16ps` that plain float32 is faster there (1.6 times, measured on one with AMX).
+bool pairs_are_slow() {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("intel");
+}
+#endif
+
+// The best first.
+const Kernels* const ALL[] = {
+#if defined(__x86_64__) && defined(__linux__)
+    &amx_kernels,
+#endif
+#if defined(__x86_64__)
+    pairs_are_slow() ? &avx512_kernels : &avx512_bf16_kernels,
+    pairs_are_slow() ? &avx512_bf16_kernels : &avx512_kernels,
+    &avx2_kernels,
 #endif
     &generic_kernels};
 

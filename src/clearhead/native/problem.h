@@ -70,6 +70,6 @@ struct Kernels {
     void (*write_sums)(const Problem&, int64_t batch, int64_t kv_head, const float* sums, int64_t count);
 };
 
-extern const Kernels avx512_kernels, avx2_kernels, generic_kernels;
+extern const Kernels amx_kernels, avx512_bf16_kernels, avx512_kernels, avx2_kernels, generic_kernels;
 
 }  // namespace clearhead

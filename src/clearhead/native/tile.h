@@ -3,7 +3,7 @@
 
 constexpr int TILE = LANES * ROW_VECTORS;
 constexpr int BLOCK = 128;
-constexpr int MOST_TILES = 8;  // of one task: they share the block's keys and values while these are in the cache
+constexpr int MOST_TILES = 16;  // of one task: they share the block's keys and values while these are in the cache
 constexpr int GROUP = 8;       // keys that one Philox counter decides about; blocks are cut at multiples of it
 
 // acc[t] += Σ_k a(t, k) · b[k]: STEP numbers times V vectors for each k, all sums in registers.
