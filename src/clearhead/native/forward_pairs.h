@@ -1,5 +1,6 @@
-// The forward pass of bfloat16 where the processor multiplies pairs of bfloat16: scores and sums are float32 as ever,
-// weights are rounded to bfloat16 before they meet the values.
+// The forward pass of bfloat16 where the processor multiplies pairs of bfloat16. Scores and sums are float32 as ever. A
+// weight is two numbers of bfloat16, its first eight bits and the next: with the first alone, outputs of values that
+// cancel each other would be off by more than their own rounding.
 //
 // A unit of work is one tile of rows against PAIR_BLOCK keys. While its scores become weights, which takes the vector
 // registers, tile registers multiply the weights of the unit before with their values and compute the scores of the next.
@@ -26,7 +27,7 @@ struct Unit {
     PairTile* tile = nullptr;
     int64_t start = 0, count = 0;
     const Pair *keys = nullptr, *values = nullptr;
-    float* scores = nullptr;  // (keys × V·LANES); in their place weights, (pairs of keys × V·LANES)
+    float* scores = nullptr;  // (keys × V·LANES); in the place of each two, a pair of weights and what it left out
     bool masked = false;
 };
 
@@ -145,21 +146,21 @@ static void adjust(const Problem& p, int64_t vectors, const float* extra, float*
     }
 }
 
-// 2^x to 4e-6 for x <= 0, which is far below the rounding of weights; zero below −126, NaN for NaN.
+// 2^x to 3e-6 for x <= LEEWAY, which is below the rounding of weights; zero below −126, NaN for NaN.
 INLINE Floats exp2_of_weight(Floats x) {
     x = larger(splat(-127.f), x);  // whose power of two has the bits of zero
     const Floats magic = splat(12582912.f + 127.f);
     const Floats shifted = x + magic;
     const Floats power = reinterpret_cast<Floats>(reinterpret_cast<Ints>(shifted) << 23);
     const Floats f = x - (shifted - magic);
-    Floats y = f * 0.00967151299f + 0.0558005124f;
-    y = y * f + 0.240222424f;
-    y = y * f + 0.693147004f;
+    Floats y = f * 0.00958285294f + 0.0559064262f;
+    y = y * f + 0.240240991f;
+    y = y * f + 0.693124175f;
     y = y * f + 1.f;
     return y * power;
 }
 
-// Scores to pairs of weights in their place, exp2(factor · score − peak); their sums before rounding are added to `sums`.
+// Scores to pairs of weights in their place, exp2(factor · score − peak), whose sums are added to `sums`.
 template <int V, bool DROP, class Beside>
 INLINE void exponentiate_pairs(const Problem& p, const Unit& unit, int64_t batch, float factor, const Floats (&peaks)[V],
                                Floats (&sums)[V], const Beside& beside) {
@@ -171,13 +172,14 @@ INLINE void exponentiate_pairs(const Problem& p, const Unit& unit, int64_t batch
             beside();
 #pragma GCC unroll 4
             for (int t = 0; t < GROUP; t += 2) {
-                const float* scores = unit.scores + ((j + t) * V + v) * LANES;
+                float* scores = unit.scores + ((j + t) * V + v) * LANES;
                 Floats x = exp2_of_weight(load(scores) * factor - peaks[v]);
                 Floats y = exp2_of_weight(load(scores + V * LANES) * factor - peaks[v]);
                 sums[v] += x + y;
                 if (DROP) x = only_where(kept[t], x), y = only_where(kept[t + 1], y);
-                const Words pair = pair_up(x, y);
-                memcpy(unit.scores + ((j + t) / 2 * V + v) * LANES, &pair, sizeof pair);
+                const Words pair = pair_up(x, y), rest = pair_up(remainder(x), remainder(y));
+                memcpy(scores, &pair, sizeof pair);
+                memcpy(scores + V * LANES, &rest, sizeof rest);
             }
         }
 }

@@ -57,14 +57,15 @@ class TileRegisters {
     Shapes before_;
 };
 
-// A product in small steps: sums (rows × V·LANES) = or += left (rows × count pairs) · right (count pairs × V·LANES).
+// A product in small steps: sums (rows × V·LANES) = left (rows × count pairs) · right (count pairs × V·LANES), or, if
+// split, sums += left · right where right is twice as high: each row of pairs is followed by what its rounding left out.
 // The tile registers work beside the vector units, so its steps are put between instructions that are not about it.
 // Rows are a multiple of ROWS_AT_ONCE, pairs of PAIRS_AT_ONCE.
 struct Product {
     const Pair *left, *right;
     int64_t stride, count, rows, vectors;  // stride of left, in pairs; no vectors: no product
     float* sums;
-    bool add;
+    bool split;
     int64_t row, pair, half;
 
     bool left_over() const { return row < rows; }
@@ -76,7 +77,7 @@ INLINE void begin_rows(const Product& p) {
     float* to = p.sums + p.row * V * LANES;
     each<H * V>([&](auto n) {
         constexpr int tile = decltype(n)::value;
-        if (p.add)
+        if (p.split)
             load_tile<tile>(to + tile / V * 16 * V * LANES + tile % V * LANES, V * LANES);
         else
             clear_tile<tile>();
@@ -93,13 +94,18 @@ INLINE void end_rows(const Product& p) {
 template <int H, int V>
 INLINE void multiply_rows(const Product& p) {
     load_tile<6>(p.left + (p.row + H * 16) * p.stride + p.pair, p.stride);
+    const int64_t parts = p.split ? 2 : 1;
     each<V>([&](auto v) {
-        load_tile<7>(p.right + (p.pair * V + decltype(v)::value) * LANES, V * LANES);
+        const Pair* right = p.right + (p.pair * parts * V + decltype(v)::value) * LANES;
+        load_tile<7>(right, parts * V * LANES);
+        multiply_tiles<H * V + decltype(v)::value, 6, 7>();
+        if (!p.split) return;
+        load_tile<7>(right + V * LANES, parts * V * LANES);
         multiply_tiles<H * V + decltype(v)::value, 6, 7>();
     });
 }
 
-// V multiplications of tiles.
+// V multiplications of tiles, or 2·V if split.
 template <int V>
 INLINE void step(Product& p) {
     if (p.row >= p.rows || p.vectors != V) return;
@@ -136,7 +142,7 @@ struct Product {
     const Pair *left, *right;
     int64_t stride, count, rows, vectors;
     float* sums;
-    bool add;
+    bool split;
 
     bool left_over() const { return rows > 0; }
 };
@@ -154,14 +160,15 @@ static void finish(Product& p) {
         for (int t = 0; t < STEP; t++)
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++)
-                acc[t][v] = p.add ? _mm512_loadu_ps(to + (t * V + v) * LANES) : _mm512_setzero_ps();
-        for (int64_t k = 0; k < p.count; k++) {
+                acc[t][v] = p.split ? _mm512_loadu_ps(to + (t * V + v) * LANES) : _mm512_setzero_ps();
+        const int64_t parts = p.split ? 2 : 1;
+        for (int64_t k = 0; k < parts * p.count; k++) {
             __m512i columns[V];
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) columns[v] = _mm512_loadu_si512(p.right + (k * V + v) * LANES);
 #pragma GCC unroll 8
             for (int t = 0; t < STEP; t++) {
-                const __m512i row = _mm512_set1_epi32(static_cast<int>(left[t * p.stride + k]));
+                const __m512i row = _mm512_set1_epi32(static_cast<int>(left[t * p.stride + k / parts]));
 #pragma GCC unroll 4
                 for (int v = 0; v < V; v++)
                     acc[t][v] = _mm512_dpbf16_ps(acc[t][v], reinterpret_cast<__m512bh>(row),
@@ -184,11 +191,17 @@ INLINE Words interleave(__m512i halves) {
     return reinterpret_cast<Words>(_mm512_permutexvar_epi16(_mm512_loadu_si512(ORDER), halves));
 }
 
-// Two vectors rounded to bfloat16, x in the lower and y in the upper half of each word.
+// The upper halves of the words of x and y, x's in the lower half of each word: both cut to bfloat16.
 INLINE Words pair_up(Floats x, Floats y) {
-    return interleave(
-        reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(y), reinterpret_cast<__m512>(x))));
+    static const uint16_t ORDER[32] = {1,  33, 3,  35, 5,  37, 7,  39, 9,  41, 11, 43, 13, 45, 15, 47,
+                                       17, 49, 19, 51, 21, 53, 23, 55, 25, 57, 27, 59, 29, 61, 31, 63};
+    return reinterpret_cast<Words>(_mm512_permutex2var_epi16(reinterpret_cast<__m512i>(x), _mm512_loadu_si512(ORDER),
+                                                             reinterpret_cast<__m512i>(y)));
 }
+
+// What that left out.
+INLINE Floats remainder(Floats x) { return x - reinterpret_cast<Floats>(reinterpret_cast<Words>(x) & 0xffff0000u); }
+
 INLINE Words pair_up_halves(const BFloat16* x, const BFloat16* y) {
     const __m512i low = _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
     return interleave(_mm512_inserti64x4(low, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(y)), 1));
