@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import cast
 
@@ -55,11 +55,12 @@ class Request:
     stop: int
 
 
-def forward(request: Request, lse: Tensor | None = None) -> Tensor:
-    """Output (B, H, L, Dv) in the inputs' dtype; lse (B, H, L) is written where a float32 tensor is given for it."""
-    output = empty_output(request.query, request.value)
+def forward(request: Request, lse: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Output (B, H, L, Dv) in the inputs' dtype, or in float32; lse (B, H, L), float32, is written where it is given."""
+    output = empty_output(request.query, request.value, dtype)
     numbers, kept = _numbers(request, lse)
-    _module().forward(instruction_set_number(), torch.get_num_threads(), *numbers, *_matrix(output))
+    wide = output.dtype == torch.float32
+    _module().forward(instruction_set_number(), torch.get_num_threads(), *numbers, *_matrix(output), wide)
     del kept
     return output
 
@@ -80,14 +81,14 @@ def prepared_forward(request: Request) -> Callable[[Tensor, Tensor, Tensor], Ten
     swapped = not like.is_contiguous()
     if swapped:
         shape = (shape[0], shape[2], shape[1], shape[3])
-    run = _module().forward
+    run, wide = _module().forward, like.dtype == torch.float32
 
     def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = query.new_empty(shape)
         run(
             *(instruction_set_number(), torch.get_num_threads(), *sizes),
             *(query.data_ptr(), *steps[0], key.data_ptr(), *steps[1], value.data_ptr(), *steps[2]),
-            *(*tail, output.data_ptr(), *out_steps),
+            *(*tail, output.data_ptr(), *out_steps, wide),
         )
         return output.transpose(1, 2) if swapped else output
 
@@ -104,8 +105,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, and δ − dl (B, H, L), from which that of the sinks follows."""
     if output.dtype != torch.float32:  # δ = dO·o needs an o that is not rounded
-        wide = {name: getattr(request, name).float() for name in ("query", "key", "value")}
-        output = forward(replace(request, **wide))
+        output = forward(request, dtype=torch.float32)
     gradients = [tensor.new_empty(tensor.shape) for tensor in (request.query, request.key, request.value)]
     correction = torch.empty_like(lse)
     output_gradient = _with_whole_rows(output_gradient)
@@ -127,12 +127,12 @@ def backward(
     return gradients[0], gradients[1], gradients[2], correction
 
 
-def empty_output(query: Tensor, value: Tensor) -> Tensor:
+def empty_output(query: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """(B, H, L, Dv), with heads beside each other where the query's are: merging them is then free."""
     batch, heads, length, _ = query.shape
     if query.stride(1) < query.stride(2):
-        return query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-    return query.new_empty(batch, heads, length, value.shape[-1])
+        return query.new_empty(batch, length, heads, value.shape[-1], dtype=dtype).transpose(1, 2)
+    return query.new_empty(batch, heads, length, value.shape[-1], dtype=dtype)
 
 
 def _module() -> ModuleType:

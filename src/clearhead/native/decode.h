@@ -170,7 +170,10 @@ static void merge_typed(const Problem& p, int64_t batch, int64_t kv_head, float*
             Floats x = {};
             for (int64_t n = 0; n < count; n++)
                 x += partials[n * size + r] * load(partial_output(p, partials + n * size) + r * width + d);
-            store_some(p.output.at<T>(batch, head, row) + d, x * factor, p.value_dim - d);
+            if (p.wide_output)
+                store_some(p.output.at<float>(batch, head, row) + d, x * factor, p.value_dim - d);
+            else
+                store_some(p.output.at<T>(batch, head, row) + d, x * factor, p.value_dim - d);
         }
     }
 }

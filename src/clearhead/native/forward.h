@@ -119,6 +119,7 @@ static void finish(const Problem& p, const SomeTile& tile, int64_t batch) {
     const Rows& rows = tile.rows;
     for (int64_t lane = 0; lane < rows.count; lane++)
         factors[lane] = finish_row(p, batch, rows.head[lane], rows.row[lane], tile.peak[lane], tile.sum[lane]);
+    if (p.wide_output) return lanes_to_rows<float>(tile.output, rows, batch, p.value_dim, factors, p.output);
     lanes_to_rows<T>(tile.output, rows, batch, p.value_dim, factors, p.output);
 }
 

@@ -95,7 +95,7 @@ PyObject* forward(PyObject*, PyObject* const* items, Py_ssize_t count) {
     Arguments args(items, count);
     const int64_t set = args.integer(), threads = args.integer();
     Problem p = read_problem(args);
-    p.output = args.matrix();
+    p.output = args.matrix(), p.wide_output = args.integer() != 0;
     return run_without_gil(args, p, set, threads, run_forward);
 }
 

@@ -23,6 +23,7 @@ struct Problem {
     int64_t batch, heads, kv_heads, rows, keys, dim, value_dim;
     float scale, softcap;  // softcap 0: none
     View query, key, value, output;
+    bool wide_output;    // the output is float32 whatever the type
     float* lse;          // (B, H, L), natural logarithm; the forward pass takes null
     const float* sinks;  // (H), or null
 
