@@ -3,7 +3,7 @@
 
 #include "problem.h"
 
-#if defined(__x86_64__) && defined(__linux__)
+#ifdef COMPILES_AMX
 #include <cpuid.h>
 #include <immintrin.h>
 #include <sys/syscall.h>

@@ -3,7 +3,7 @@
 
 #include "problem.h"
 
-#if defined(__x86_64__)
+#ifdef COMPILES_PAIRS
 #include <immintrin.h>
 
 #pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")

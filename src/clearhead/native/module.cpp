@@ -7,7 +7,7 @@
 namespace clearhead {
 namespace {
 
-#if defined(__x86_64__)
+#ifdef COMPILES_PAIRS
 // Intel's processors take so long for `vdpbf16ps` that plain float32 is faster there (1.6 times, measured on one with AMX).
 bool pairs_are_slow() {
     __builtin_cpu_init();
@@ -17,13 +17,15 @@ bool pairs_are_slow() {
 
 // The best first.
 const Kernels* const ALL[] = {
-#if defined(__x86_64__) && defined(__linux__)
+#ifdef COMPILES_AMX
     &amx_kernels,
 #endif
-#if defined(__x86_64__)
+#ifdef COMPILES_PAIRS
     pairs_are_slow() ? &avx512_kernels : &avx512_bf16_kernels,
     pairs_are_slow() ? &avx512_bf16_kernels : &avx512_kernels,
     &avx2_kernels,
+#elif defined(__x86_64__)
+    &avx512_kernels, &avx2_kernels,
 #endif
     &generic_kernels};
 

@@ -3,6 +3,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// Compilers that know AVX-512-BF16's functions and AMX's instructions, and take target options from a pragma.
+#if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 11
+#define COMPILES_PAIRS
+#if defined(__linux__)
+#define COMPILES_AMX
+#endif
+#endif
+
 namespace clearhead {
 
 enum class Type : int64_t { float32, bfloat16, float16 };
