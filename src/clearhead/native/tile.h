@@ -215,7 +215,7 @@ static Sight look(const Problem& p, const Rows& rows, int64_t batch, int64_t sta
             const int64_t count = smaller(LANES, stop - j);
             for (int64_t r = 0; r < count; r++) {
                 const Ints key = splat(static_cast<int32_t>(j + r));
-                const Floats added = (key >= first) & (key < last) ? square[r] : splat(-INFINITY);
+                const Floats added = ((key >= first) & (key < last)) ? square[r] : splat(-INFINITY);
                 best = larger(added, best);
                 store(extra + ((j - start + r) * V + v) * LANES, added);
             }
