@@ -12,7 +12,8 @@ struct BackwardTile {
 
 // Working memory of one task.
 struct BackwardRoom {
-    float *keys, *values, *weights, *gradients, *extra, *slopes;
+    float *keys, *values, *weights, *gradients, *slopes;
+    LookRoom look;
 };
 
 INLINE int64_t step_up(int64_t x) { return round_up(x, STEP); }
@@ -65,8 +66,8 @@ static void add_products(const float* left, int64_t rows, const float* right, in
 }
 
 // Scores to weights in place; with a soft-cap its slope goes into `slopes`.
-template <int V>
-static void weigh_again(const Problem& p, const BackwardTile& tile, int64_t count, const float* extra, float* weights,
+template <int V, Extra EXTRA>
+static void weigh_again(const Problem& p, const BackwardTile& tile, int64_t count, const Looked& looked, float* weights,
                         float* slopes) {
     const float factor = p.softcap != 0 ? p.scale / p.softcap : p.scale * LOG2E;
     for (int64_t j = 0; j < count; j++)
@@ -79,7 +80,7 @@ static void weigh_again(const Problem& p, const BackwardTile& tile, int64_t coun
                 store(slopes + place, 1.f - x * x);
                 x *= p.softcap * LOG2E;
             }
-            if (extra) x = add_mask(x, load(extra + place));
+            x = masked<EXTRA, V>(x, looked, j, v);
             store(weights + place, exp2(x - load(tile.lse + v * LANES)));
         }
 }
@@ -114,11 +115,11 @@ template <int V>
 static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int64_t start, int64_t stop,
                         const BackwardRoom& room, const float* keys, const float* values, float* key_sums,
                         float* value_sums) {
-    const Sight sight = look<V>(p, tile.rows, batch, start, stop, room.extra);
-    if (sight == Sight::nothing) return;
+    const Looked looked = look<V>(p, tile.rows, batch, start, stop, room.look);
+    if (looked.sight == Sight::nothing) return;
     const int64_t count = stop - start, key_stride = step_up(p.dim), rows = V * LANES;
     product<V>(keys, key_stride, p.dim, tile.query_lanes, count, room.weights);
-    weigh_again<V>(p, tile, count, sight == Sight::some ? room.extra : nullptr, room.weights, room.slopes);
+    by_extra(looked, [&](auto extra) { weigh_again<V, extra()>(p, tile, count, looked, room.weights, room.slopes); });
     product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, room.gradients);
     differentiate<V>(p, tile, batch, start, count, room.slopes, room.weights, room.gradients);
     add_products(room.weights, rows, tile.gradient_rows, lanes_up(p.value_dim), count, value_sums);
@@ -146,7 +147,7 @@ static int64_t tile_floats(const Problem& p) {
 
 static int64_t backward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t tiles = smaller(tiles_at_once(p), (task_rows + TILE - 1) / TILE);
-    return BLOCK * (step_up(p.dim) + p.value_dim) + 4 * BLOCK * TILE + tiles * tile_floats(p) + 6 * 16;
+    return BLOCK * (step_up(p.dim) + p.value_dim) + 3 * BLOCK * TILE + LOOK_FLOATS + tiles * tile_floats(p) + 6 * 16;
 }
 
 // dk (S × D), then dv (S × Dv), columns padded to whole vectors.
@@ -250,7 +251,7 @@ static void backward_typed(const Problem& p, const Task& task, float* sums, floa
     room.values = take(scratch, BLOCK * p.value_dim);
     room.weights = take(scratch, BLOCK * TILE);
     room.gradients = take(scratch, BLOCK * TILE);
-    room.extra = take(scratch, BLOCK * TILE);
+    room.look = look_room(take(scratch, LOOK_FLOATS));
     room.slopes = take(scratch, BLOCK * TILE);
     const int64_t step = tiles_at_once(p) * TILE;
     for (int64_t start = task.row_start; start < task.row_stop; start += step)

@@ -5,6 +5,7 @@ namespace ISA {
 
 #include "vector.h"
 #include "tile.h"
+#include "masks.h"
 #include "forward.h"
 #include "backward.h"
 #include "decode.h"

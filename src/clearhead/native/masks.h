@@ -1,0 +1,206 @@
+// What the masks say of a tile of rows and a block of keys: one bit for each row and key, or, where there is a bias, the
+// number that is added to the score, −∞ where it is hidden. Rows lie in the lanes, as in the scores.
+
+enum class Sight { nothing, some, everything };
+enum class Extra { none, bits, numbers };
+
+constexpr int SPAN = 4 * LANES;  // keys whose marks, one byte each, fill a vector
+typedef uint8_t Bytes __attribute__((vector_size(SPAN)));
+typedef uint8_t LooseBytes __attribute__((vector_size(SPAN), aligned(1)));
+
+// Of a tile that sees some keys of a block either bits or numbers are given, of any other neither.
+struct Looked {
+    Sight sight;
+    const uint32_t* bits;  // bit l of bits[v · BLOCK + key] is set where the row in lane l sees the key
+    const float* numbers;  // (keys × V·LANES)
+};
+
+template <Extra EXTRA>
+using Constant = std::integral_constant<Extra, EXTRA>;
+
+// work(a constant that says which of the two are given)
+template <class Work>
+INLINE void by_extra(const Looked& looked, const Work& work) {
+    if (looked.bits) return work(Constant<Extra::bits>());
+    if (looked.numbers) return work(Constant<Extra::numbers>());
+    return work(Constant<Extra::none>());
+}
+
+// Memory for that.
+struct LookRoom {
+    uint32_t* bits;
+    float* numbers;
+};
+
+constexpr int64_t LOOK_FLOATS = BLOCK * (ROW_VECTORS + TILE);
+
+INLINE LookRoom look_room(float* scratch) {
+    return {reinterpret_cast<uint32_t*>(scratch), scratch + BLOCK * ROW_VECTORS};
+}
+
+// The bias of one row from column j on, in units of log 2.
+INLINE Floats bias_row(const Problem& p, int64_t batch, int64_t head, int64_t row, int64_t j, int64_t count) {
+    const float* from = p.bias.at<float>(batch, head, row) + j * p.bias.column;
+    if (p.bias.column == 1) return LOG2E * load_some(from, count);
+    Floats added = {};
+    for (int64_t lane = 0; lane < count; lane++) added[lane] = from[lane * p.bias.column];
+    return LOG2E * added;
+}
+
+// The marks of SPAN keys, or of as many as there are.
+static __attribute__((noinline)) Bytes marks_one_by_one(const uint8_t* from, int64_t column, int64_t count) {
+    Bytes marks = {};
+    for (int64_t j = 0; j < smaller(SPAN, count); j++) marks[j] = from[j * column];
+    return marks;
+}
+
+INLINE Bytes marks_of_row(const uint8_t* from, int64_t column, int64_t count) {
+    if (column == 1 && count >= SPAN) return *reinterpret_cast<const LooseBytes*>(from);
+    return marks_one_by_one(from, column, count);
+}
+
+// A hidden score is −∞ even if it was NaN: others may see that key, this row does not.
+INLINE Floats add_mask(Floats score, Floats added) { return added == splat(-INFINITY) ? added : score + added; }
+
+INLINE Floats hide(Floats score, uint32_t bits) {
+    Ints lanes;
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = 1 << lane;
+    return (splat(static_cast<int32_t>(bits)) & lanes) != 0 ? score : splat(-INFINITY);
+}
+
+// What a score becomes where the tile has looked.
+template <Extra EXTRA, int V>
+INLINE Floats masked(Floats score, const Looked& looked, int64_t key, int v) {
+    if (EXTRA == Extra::bits) return hide(score, looked.bits[v * BLOCK + key]);
+    if (EXTRA == Extra::numbers) return add_mask(score, load(looked.numbers + (key * V + v) * LANES));
+    return score;
+}
+
+// One row of the masks: what they add to `LANES` scores from column j on, −∞ where hidden.
+INLINE Floats mask_row(const Problem& p, int64_t batch, int64_t head, int64_t row, int64_t j, int64_t count) {
+    Floats added = {};
+    if (p.bias.data) added = bias_row(p, batch, head, row, j, count);
+    if (p.visible.data) {
+        typedef uint8_t Few __attribute__((vector_size(LANES)));
+        Few seen = {};
+        const uint8_t* from = p.visible.at<uint8_t>(batch, head, row) + j * p.visible.column;
+        if (p.visible.column == 1 && count == LANES) {
+            memcpy(&seen, from, LANES);
+        } else {
+            for (int64_t lane = 0; lane < count; lane++) seen[lane] = from[lane * p.visible.column];
+        }
+        typedef uint16_t Pairs __attribute__((vector_size(LANES * 2)));  // in two steps, for each is one instruction
+        added = __builtin_convertvector(__builtin_convertvector(seen, Pairs), Ints) != 0 ? added : splat(-INFINITY);
+    }
+    return added;
+}
+
+// Whether marks that are the same for every row show all keys of a range, or none, or neither.
+static Sight shared_marks(const Problem& p, int64_t batch, int64_t head, int64_t start, int64_t stop) {
+    const uint8_t* marks = p.visible.at<uint8_t>(batch, head, 0);
+    int64_t seen = 0;
+    for (int64_t j = start; j < stop; j++) seen += marks[j * p.visible.column] != 0;
+    return seen == 0 ? Sight::nothing : seen == stop - start ? Sight::everything : Sight::some;
+}
+
+// Fetches what the masks say of a tile, whose rows lie too far from each other for the processor to foresee them.
+INLINE void fetch_masks(const Problem& p, const Rows& rows, int64_t batch, int64_t start) {
+    if (!p.bias.data && !p.visible.data) return;
+    const int64_t stop = smaller(start + BLOCK, p.keys);
+    for (int64_t lane = 0; lane < rows.count; lane++) {
+        if (p.bias.data && p.bias.row && p.bias.column == 1)
+            for (int64_t j = start; j < stop; j += 16)
+                __builtin_prefetch(p.bias.at<float>(batch, rows.head[lane], rows.row[lane]) + j, 0, 2);
+        if (p.visible.data && p.visible.row && p.visible.column == 1)
+            for (int64_t j = start; j < stop; j += 64)
+                __builtin_prefetch(p.visible.at<uint8_t>(batch, rows.head[lane], rows.row[lane]) + j, 0, 2);
+    }
+}
+
+// Which of SPAN keys from `start` on eight rows see, from lane `lane` on: bit r of byte j is row r's.
+template <bool MARKS>
+INLINE Bytes collect_bits(const Problem& p, const Rows& rows, int64_t batch, int lane, int64_t start) {
+    Bytes places, bits = {};
+    for (int j = 0; j < SPAN; j++) places[j] = static_cast<uint8_t>(j);
+    for (int r = 0; r < smaller(8, LANES); r++, lane++) {
+        const int64_t first = rows.first[lane] - start, last = rows.last[lane] - start;
+        Bytes seen = Bytes{} + static_cast<uint8_t>(1 << r);
+        if (MARKS) {
+            const uint8_t* from = p.visible.at<uint8_t>(batch, rows.head[lane], rows.row[lane]);
+            const Bytes marks = marks_of_row(from + start * p.visible.column, p.visible.column, p.keys - start);
+            seen = marks != 0 ? seen : Bytes{};
+        }
+        if (first > 0 || last < SPAN) {
+            const uint8_t from = static_cast<uint8_t>(smaller(SPAN, larger(0, first)));
+            const uint8_t to = static_cast<uint8_t>(smaller(SPAN, larger(0, last)));
+            seen = (places >= from) & (places < to) ? seen : Bytes{};
+        }
+        bits |= seen;
+    }
+    return bits;
+}
+
+// Writes the bits of a tile and says what they let it see.
+template <int V, bool MARKS>
+static Sight look_at_bits(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t count,
+                          uint32_t* to) {
+    uint32_t any = 0, all = ~0u;
+    for (int v = 0; v < V; v++)
+        for (int64_t j = 0; j < count; j += SPAN) {
+            uint8_t low[SPAN], high[SPAN] = {};
+            const Bytes bits = collect_bits<MARKS>(p, rows, batch, v * LANES, start + j);
+            memcpy(low, &bits, SPAN);
+            if (LANES > 8) {
+                const Bytes more = collect_bits<MARKS>(p, rows, batch, v * LANES + 8, start + j);
+                memcpy(high, &more, SPAN);
+            }
+            uint32_t* place = to + v * BLOCK + j;
+            for (int k = 0; k < SPAN; k++) place[k] = low[k] | static_cast<uint32_t>(high[k]) << 8;
+            for (int k = 0; k < smaller(SPAN, count - j); k++) any |= place[k], all &= place[k];
+        }
+    return any == 0 ? Sight::nothing : all == (1u << LANES) - 1 ? Sight::everything : Sight::some;
+}
+
+// Writes the bias of a tile, −∞ where a bit is not set (if there are any), and says whether it sees anything.
+template <int V>
+static Sight look_at_bias(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
+                          const uint32_t* bits, float* to) {
+    Floats best = splat(-INFINITY);
+    for (int v = 0; v < V; v++)
+        for (int64_t j = start; j < stop; j += LANES) {
+            const int64_t there = larger(0, smaller(LANES, p.keys - j)), count = smaller(LANES, stop - j);
+            Floats square[LANES];
+            for (int r = 0; r < LANES; r++) {
+                const int lane = v * LANES + r;
+                square[r] = bias_row(p, batch, rows.head[lane], rows.row[lane], j, there);
+            }
+            transpose(square);
+            for (int64_t r = 0; r < count; r++) {
+                const int64_t key = j - start + r;
+                const Floats added = bits ? hide(square[r], bits[v * BLOCK + key]) : square[r];
+                best = larger(added, best);
+                store(to + (key * V + v) * LANES, added);
+            }
+        }
+    return peak(best) == -INFINITY ? Sight::nothing : Sight::some;
+}
+
+// What a tile sees of the keys [start, stop).
+template <int V>
+static Looked look(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
+                   const LookRoom& room) {
+    Sight sight = Sight::everything;
+    bool marks = p.visible.data != nullptr;
+    if (marks && p.visible.row == 0 && (rows.one_head || p.visible.head == 0)) {
+        sight = shared_marks(p, batch, rows.head[0], start, smaller(stop, p.keys));
+        marks = sight == Sight::some;
+    }
+    const bool within = rows.highest_first <= start && rows.lowest_last >= stop;
+    if (sight != Sight::nothing && (marks || !within))
+        sight = marks ? look_at_bits<V, true>(p, rows, batch, start, stop - start, room.bits)
+                      : look_at_bits<V, false>(p, rows, batch, start, stop - start, room.bits);
+    const uint32_t* bits = sight == Sight::some ? room.bits : nullptr;
+    if (sight == Sight::nothing || !p.bias.data) return {sight, bits, nullptr};
+    sight = look_at_bias<V>(p, rows, batch, start, stop, bits, room.numbers);
+    return {sight, nullptr, room.numbers};
+}
