@@ -19,10 +19,12 @@ struct BackwardRoom {
 INLINE int64_t step_up(int64_t x) { return round_up(x, STEP); }
 INLINE int64_t lanes_up(int64_t x) { return round_up(x, LANES); }
 
-// to (count × V·LANES) = left (count × columns) · right (columns × V·LANES)
-template <int V>
-static void product(const float* left, int64_t stride, int64_t columns, const float* right, int64_t count, float* to) {
+// to (count × V·LANES) = left (count × columns) · right (columns × V·LANES); calls between(step) before each step
+template <int V, class Between>
+static void product(const float* left, int64_t stride, int64_t columns, const float* right, int64_t count, float* to,
+                    const Between& between) {
     for (int64_t j = 0; j < count; j += STEP) {
+        between(j / STEP);
         Floats acc[STEP][V] = {};
         multiply<true>(acc, left + j * stride, stride, right, V * LANES, columns);
 #pragma GCC unroll 8
@@ -67,8 +69,8 @@ static void add_products(const float* left, int64_t rows, const float* right, in
 
 // Scores to weights in place; with a soft-cap its slope goes into `slopes`.
 template <int V, Extra EXTRA>
-static void weigh_again(const Problem& p, const BackwardTile& tile, int64_t count, const Looked& looked, float* weights,
-                        float* slopes) {
+static void weigh_again(const Problem& p, const BackwardTile& tile, int64_t count, const Looked& looked,
+                        float* weights, float* slopes) {
     const float factor = p.softcap != 0 ? p.scale / p.softcap : p.scale * LOG2E;
     for (int64_t j = 0; j < count; j++)
 #pragma GCC unroll 4
@@ -113,14 +115,16 @@ static void differentiate(const Problem& p, const BackwardTile& tile, int64_t ba
 // One tile against the keys [start, stop), whose sums of dk and dv are given.
 template <int V>
 static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int64_t start, int64_t stop,
-                        const BackwardRoom& room, const float* keys, const float* values, float* key_sums,
-                        float* value_sums) {
+                        const BackwardRoom& room, const NextMasks& next, const float* keys, const float* values,
+                        float* key_sums, float* value_sums) {
     const Looked looked = look<V>(p, tile.rows, batch, start, stop, room.look);
     if (looked.sight == Sight::nothing) return;
     const int64_t count = stop - start, key_stride = step_up(p.dim), rows = V * LANES;
-    product<V>(keys, key_stride, p.dim, tile.query_lanes, count, room.weights);
+    product<V>(keys, key_stride, p.dim, tile.query_lanes, count, room.weights, [&](int64_t step) {
+        if (next.start < next.stop) next.fetch(p, step, count / STEP);
+    });
     by_extra(looked, [&](auto extra) { weigh_again<V, extra()>(p, tile, count, looked, room.weights, room.slopes); });
-    product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, room.gradients);
+    product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, room.gradients, [](int64_t) {});
     differentiate<V>(p, tile, batch, start, count, room.slopes, room.weights, room.gradients);
     add_products(room.weights, rows, tile.gradient_rows, lanes_up(p.value_dim), count, value_sums);
     add_products(room.gradients, rows, tile.query_rows, lanes_up(p.dim), count, key_sums);
@@ -230,12 +234,12 @@ static void backward_rows(const Problem& p, const Task& task, int64_t row_start,
             trim(tiles[n].rows, start, stop);
             if (start >= stop) continue;
             const bool last = n + 1 == count;
-            fetch_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
+            const NextMasks next = next_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
             const float *k = room.keys + (start - block) * key_stride, *v = room.values + (start - block) * p.value_dim;
             float *dk = sums + start * key_width, *dv = value_sums + start * value_width;
-            if (tiles[n].rows.vectors == 1) attend_back<1>(p, tiles[n], b, start, stop, room, k, v, dk, dv);
-            if (tiles[n].rows.vectors == 2) attend_back<2>(p, tiles[n], b, start, stop, room, k, v, dk, dv);
-            if (tiles[n].rows.vectors == 3) attend_back<3>(p, tiles[n], b, start, stop, room, k, v, dk, dv);
+            if (tiles[n].rows.vectors == 1) attend_back<1>(p, tiles[n], b, start, stop, room, next, k, v, dk, dv);
+            if (tiles[n].rows.vectors == 2) attend_back<2>(p, tiles[n], b, start, stop, room, next, k, v, dk, dv);
+            if (tiles[n].rows.vectors == 3) attend_back<3>(p, tiles[n], b, start, stop, room, next, k, v, dk, dv);
         }
     }
     float factors[TILE];

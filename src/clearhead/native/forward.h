@@ -8,10 +8,11 @@ struct Tile {
 
 // Scores in units of log 2, into p; returns the peaks of the rows.
 template <int V, Extra EXTRA, bool CAPPED>
-INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const Looked& looked, float* to,
-                  Floats (&peaks)[V]) {
+INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const Looked& looked,
+                  const NextMasks& next, float* to, Floats (&peaks)[V]) {
     const float factor = CAPPED ? p.scale / p.softcap : p.scale * LOG2E;
     for (int64_t j = 0; j < count; j += STEP) {
+        if (next.start < next.stop) next.fetch(p, j / STEP, count / STEP);
         Floats acc[STEP][V] = {};
         multiply<true>(acc, keys + j * p.dim, p.dim, tile.query, V * LANES, p.dim);
 #pragma GCC unroll 8
@@ -31,10 +32,10 @@ INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t
 
 template <int V>
 static void score_any(const Problem& p, const Tile& tile, const float* keys, int64_t count, const Looked& looked,
-                      float* to, Floats (&peaks)[V]) {
+                      const NextMasks& next, float* to, Floats (&peaks)[V]) {
     by_extra(looked, [&](auto extra) {
-        if (p.softcap != 0) return score<V, extra(), true>(p, tile, keys, count, looked, to, peaks);
-        return score<V, extra(), false>(p, tile, keys, count, looked, to, peaks);
+        if (p.softcap != 0) return score<V, extra(), true>(p, tile, keys, count, looked, next, to, peaks);
+        return score<V, extra(), false>(p, tile, keys, count, looked, next, to, peaks);
     });
 }
 
@@ -65,13 +66,13 @@ INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int6
 // One tile against the keys [start, stop) of a block, whose first key and value are given.
 template <int V>
 static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, int64_t stop, const float* keys,
-                   const float* values, float* weights, const LookRoom& room) {
+                   const float* values, float* weights, const LookRoom& room, const NextMasks& next) {
     const Looked looked = look<V>(p, tile.rows, batch, start, stop, room);
     if (looked.sight == Sight::nothing) return;
     const int64_t count = stop - start, width = round_up(p.value_dim, STEP);
     Floats before[V], peaks[V], sums[V], fade[V];
     for (int v = 0; v < V; v++) before[v] = peaks[v] = load(tile.peak + v * LANES);
-    score_any<V>(p, tile, keys, count, looked, weights, peaks);
+    score_any<V>(p, tile, keys, count, looked, next, weights, peaks);
     for (int v = 0; v < V; v++) {
         fade[v] = exp2(before[v] - peaks[v]);
         sums[v] = load(tile.sum + v * LANES) * fade[v];
@@ -162,11 +163,11 @@ static void forward_typed(const Problem& p, const Task& task, float* scratch) {
             trim(tiles[n].rows, start, stop);
             if (start >= stop) continue;
             const bool last = n + 1 == count;
-            fetch_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
+            const NextMasks next = next_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
             const float *k = keys + (start - block) * p.dim, *v = values + (start - block) * width;
-            if (tiles[n].rows.vectors == 1) attend<1>(p, tiles[n], b, start, stop, k, v, weights, room);
-            if (tiles[n].rows.vectors == 2) attend<2>(p, tiles[n], b, start, stop, k, v, weights, room);
-            if (tiles[n].rows.vectors == 3) attend<3>(p, tiles[n], b, start, stop, k, v, weights, room);
+            if (tiles[n].rows.vectors == 1) attend<1>(p, tiles[n], b, start, stop, k, v, weights, room, next);
+            if (tiles[n].rows.vectors == 2) attend<2>(p, tiles[n], b, start, stop, k, v, weights, room, next);
+            if (tiles[n].rows.vectors == 3) attend<3>(p, tiles[n], b, start, stop, k, v, weights, room, next);
         }
     }
     for (int64_t n = 0; n < count; n++) finish<T>(p, tiles[n], b);

@@ -103,18 +103,28 @@ static Sight shared_marks(const Problem& p, int64_t batch, int64_t head, int64_t
     return seen == 0 ? Sight::nothing : seen == stop - start ? Sight::everything : Sight::some;
 }
 
-// Fetches what the masks say of a tile, whose rows lie too far from each other for the processor to foresee them.
-INLINE void fetch_masks(const Problem& p, const Rows& rows, int64_t batch, int64_t start) {
-    if (!p.bias.data && !p.visible.data) return;
-    const int64_t stop = smaller(start + BLOCK, p.keys);
-    for (int64_t lane = 0; lane < rows.count; lane++) {
-        if (p.bias.data && p.bias.row && p.bias.column == 1)
-            for (int64_t j = start; j < stop; j += 16)
-                __builtin_prefetch(p.bias.at<float>(batch, rows.head[lane], rows.row[lane]) + j, 0, 2);
-        if (p.visible.data && p.visible.row && p.visible.column == 1)
-            for (int64_t j = start; j < stop; j += 64)
-                __builtin_prefetch(p.visible.at<uint8_t>(batch, rows.head[lane], rows.row[lane]) + j, 0, 2);
+// Fetches what the masks say of the tile that comes next, a few rows at a time between two products: its rows lie too far
+// from each other for the processor to foresee them, and all at once they would keep it waiting.
+struct NextMasks {
+    const Rows* rows;
+    int64_t batch, start, stop;  // of keys
+
+    __attribute__((always_inline)) void fetch(const Problem& p, int64_t part, int64_t parts) const {
+        for (int64_t lane = rows->count * part / parts; lane < rows->count * (part + 1) / parts; lane++) {
+            const int64_t head = rows->head[lane], row = rows->row[lane];
+            if (p.bias.data)
+                for (int64_t j = start; j < stop; j += 16) __builtin_prefetch(p.bias.at<float>(batch, head, row) + j, 0, 2);
+            if (p.visible.data)
+                for (int64_t j = start; j < stop; j += 64)
+                    __builtin_prefetch(p.visible.at<uint8_t>(batch, head, row) + j, 0, 2);
+        }
     }
+};
+
+INLINE NextMasks next_masks(const Problem& p, const Rows& rows, int64_t batch, int64_t start) {
+    const bool bias = p.bias.data && p.bias.row && p.bias.column == 1;
+    const bool visible = p.visible.data && p.visible.row && p.visible.column == 1;
+    return {&rows, batch, start, bias || visible ? smaller(start + BLOCK, p.keys) : start};
 }
 
 // Which of SPAN keys from `start` on eight rows see, from lane `lane` on: bit r of byte j is row r's.
@@ -161,27 +171,67 @@ static Sight look_at_bits(const Problem& p, const Rows& rows, int64_t batch, int
     return any == 0 ? Sight::nothing : all == (1u << LANES) - 1 ? Sight::everything : Sight::some;
 }
 
+// A square of numbers whose rows begin at from[0 … LANES − 1], transposed.
+INLINE void load_transposed(const float* const (&from)[LANES], int64_t j, Floats (&square)[LANES]) {
+#ifdef __AVX512F__
+#pragma GCC unroll 4
+    for (int q = 0; q < LANES; q += 4) {  // quarters of rows go straight to their lanes: half as many shuffles
+        __m512 x[4];
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            x[k] = _mm512_castps128_ps512(_mm_loadu_ps(from[k] + j + q));
+            x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[4 + k] + j + q), 1);
+            x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[8 + k] + j + q), 2);
+            x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[12 + k] + j + q), 3);
+        }
+        const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(x[0], x[1]));
+        const __m512d high = _mm512_castps_pd(_mm512_unpackhi_ps(x[0], x[1]));
+        const __m512d low2 = _mm512_castps_pd(_mm512_unpacklo_ps(x[2], x[3]));
+        const __m512d high2 = _mm512_castps_pd(_mm512_unpackhi_ps(x[2], x[3]));
+        square[q] = reinterpret_cast<Floats>(_mm512_unpacklo_pd(low, low2));
+        square[q + 1] = reinterpret_cast<Floats>(_mm512_unpackhi_pd(low, low2));
+        square[q + 2] = reinterpret_cast<Floats>(_mm512_unpacklo_pd(high, high2));
+        square[q + 3] = reinterpret_cast<Floats>(_mm512_unpackhi_pd(high, high2));
+    }
+#else
+    for (int r = 0; r < LANES; r++) square[r] = load(from[r] + j);
+    transpose(square);
+#endif
+}
+
+// The same where columns do not lie side by side, or `count` of them are left.
+static __attribute__((noinline)) void load_some_transposed(const float* const (&from)[LANES], int64_t j,
+                                                           int64_t column, int64_t count, Floats (&square)[LANES]) {
+    for (int64_t k = 0; k < LANES; k++)
+        for (int64_t r = 0; r < LANES; r++) square[k][r] = k < count ? from[r][(j + k) * column] : 0;
+}
+
 // Writes the bias of a tile, −∞ where a bit is not set (if there are any), and says whether it sees anything.
 template <int V>
 static Sight look_at_bias(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
                           const uint32_t* bits, float* to) {
     Floats best = splat(-INFINITY);
-    for (int v = 0; v < V; v++)
+    for (int v = 0; v < V; v++) {
+        const float* from[LANES];
+        for (int r = 0; r < LANES; r++)
+            from[r] = p.bias.at<float>(batch, rows.head[v * LANES + r], rows.row[v * LANES + r]);
         for (int64_t j = start; j < stop; j += LANES) {
-            const int64_t there = larger(0, smaller(LANES, p.keys - j)), count = smaller(LANES, stop - j);
             Floats square[LANES];
-            for (int r = 0; r < LANES; r++) {
-                const int lane = v * LANES + r;
-                square[r] = bias_row(p, batch, rows.head[lane], rows.row[lane], j, there);
+            if (p.bias.column == 1 && j + LANES <= p.keys) {
+                load_transposed(from, j, square);
+            } else {
+                load_some_transposed(from, j, p.bias.column, p.keys - j, square);
             }
-            transpose(square);
-            for (int64_t r = 0; r < count; r++) {
-                const int64_t key = j - start + r;
-                const Floats added = bits ? hide(square[r], bits[v * BLOCK + key]) : square[r];
+            const int64_t key = j - start;
+#pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++) {
+                Floats added = LOG2E * square[r];
+                if (bits) added = hide(added, bits[v * BLOCK + key + r]);
                 best = larger(added, best);
-                store(to + (key * V + v) * LANES, added);
+                store(to + ((key + r) * V + v) * LANES, added);
             }
         }
+    }
     return peak(best) == -INFINITY ? Sight::nothing : Sight::some;
 }
 
