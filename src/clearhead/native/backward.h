@@ -217,6 +217,7 @@ static void backward_rows(const Problem& p, const Task& task, int64_t row_start,
     int64_t count = 0, key_start = p.keys, key_stop = 0;
     for (int64_t start = row_start; start < row_stop; start += TILE, count++) {
         describe_rows(p, b, task.kv_head, start, row_stop, tiles[count].rows);
+        if (task.masks) tiles[count].rows.masks = task.masks + (start - task.row_start) / TILE * masks_size(p);
         prepare<T>(p, b, tiles[count], scratch);
         key_start = smaller(key_start, tiles[count].rows.lowest_first);
         key_stop = larger(key_stop, tiles[count].rows.highest_last);

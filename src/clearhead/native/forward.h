@@ -144,6 +144,7 @@ static void forward_typed(const Problem& p, const Task& task, float* scratch) {
     for (int64_t start = task.row_start; start < task.row_stop; start += TILE, count++) {
         Tile& tile = tiles[count];
         describe_rows(p, b, task.kv_head, start, task.row_stop, tile.rows);
+        if (task.masks) tile.rows.masks = task.masks + count * masks_size(p);
         const int64_t lanes = tile.rows.vectors * LANES;
         tile.query = take(scratch, p.dim * lanes);
         tile.output = take(scratch, width * lanes);

@@ -122,6 +122,7 @@ struct NextMasks {
 };
 
 INLINE NextMasks next_masks(const Problem& p, const Rows& rows, int64_t batch, int64_t start) {
+    if (rows.masks) return {&rows, batch, 0, 0};  // read from one end to the other
     const bool bias = p.bias.data && p.bias.row && p.bias.column == 1;
     const bool visible = p.visible.data && p.visible.row && p.visible.column == 1;
     return {&rows, batch, start, bias || visible ? smaller(start + BLOCK, p.keys) : start};
@@ -235,10 +236,27 @@ static Sight look_at_bias(const Problem& p, const Rows& rows, int64_t batch, int
     return peak(best) == -INFINITY ? Sight::nothing : Sight::some;
 }
 
+// Laid out, the masks of a tile are those of its blocks one after the other: their sight, then bits or numbers.
+static int64_t block_size(const Problem& p) { return 16 + BLOCK * (p.bias.data ? TILE : ROW_VECTORS); }
+
+static int64_t masks_size(const Problem& p) { return (p.keys + BLOCK - 1) / BLOCK * block_size(p); }
+
+template <int V>
+INLINE Looked look_at_laid_out(const Problem& p, const Rows& rows, int64_t start) {
+    const float* block = rows.masks + start / BLOCK * block_size(p);
+    Sight sight;
+    memcpy(&sight, block, sizeof sight);
+    if (sight != Sight::some) return {sight, nullptr, nullptr};
+    const int64_t skipped = start % BLOCK;
+    if (p.bias.data) return {sight, nullptr, block + 16 + skipped * V * LANES};
+    return {sight, reinterpret_cast<const uint32_t*>(block + 16) + skipped, nullptr};
+}
+
 // What a tile sees of the keys [start, stop).
 template <int V>
 static Looked look(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
                    const LookRoom& room) {
+    if (rows.masks) return look_at_laid_out<V>(p, rows, start);
     Sight sight = Sight::everything;
     bool marks = p.visible.data != nullptr;
     if (marks && p.visible.row == 0 && (rows.one_head || p.visible.head == 0)) {
@@ -253,4 +271,29 @@ static Looked look(const Problem& p, const Rows& rows, int64_t batch, int64_t st
     if (sight == Sight::nothing || !p.bias.data) return {sight, bits, nullptr};
     sight = look_at_bias<V>(p, rows, batch, start, stop, bits, room.numbers);
     return {sight, nullptr, room.numbers};
+}
+
+template <int V>
+static void lay_out_rows(const Problem& p, const Rows& rows, int64_t batch, float* to) {
+    uint32_t bits[BLOCK * ROW_VECTORS];
+    for (int64_t block = 0; block < p.keys; block += BLOCK, to += block_size(p)) {
+        const int64_t end = block + round_up(smaller(BLOCK, p.keys - block), GROUP);
+        int64_t start = block, stop = end;
+        trim(rows, start, stop);
+        Sight sight = Sight::nothing;
+        if (start < stop) {
+            const LookRoom room = {p.bias.data ? bits : reinterpret_cast<uint32_t*>(to + 16), to + 16};
+            sight = look<V>(p, rows, batch, block, end, room).sight;
+        }
+        memcpy(to, &sight, sizeof sight);
+    }
+}
+
+// Lays out what the tile that begins at a folded row sees of all blocks, for any head.
+static void lay_out_masks(const Problem& p, int64_t batch, int64_t row_start, float* to) {
+    Rows rows;
+    describe_rows(p, batch, 0, row_start, p.folded_rows(), rows);
+    if (rows.vectors == 1) lay_out_rows<1>(p, rows, batch, to);
+    if (rows.vectors == 2) lay_out_rows<2>(p, rows, batch, to);
+    if (rows.vectors == 3) lay_out_rows<3>(p, rows, batch, to);
 }

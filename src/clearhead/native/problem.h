@@ -51,6 +51,7 @@ struct Problem {
 // A piece of work: folded rows [row_start, row_stop) of one key/value head against keys [key_start, key_stop) (which only decoding splits).
 struct Task {
     int64_t batch, kv_head, row_start, row_stop, key_start, key_stop;
+    const float* masks;  // laid out for its tiles, or null
 };
 
 // One instruction set's functions. Scratch is counted in floats and aligned to 64 bytes.
@@ -58,6 +59,8 @@ struct Kernels {
     const char* name;
     int64_t tile_rows;
     bool (*supported)();
+    int64_t (*masks_size)(const Problem&);  // of a tile, laid out
+    void (*lay_out_masks)(const Problem&, int64_t batch, int64_t row_start, float* to);
     int64_t (*forward_scratch)(const Problem&, int64_t task_rows);
     void (*forward)(const Problem&, const Task&, float* scratch);
     int64_t (*decode_scratch)(const Problem&);

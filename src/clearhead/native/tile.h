@@ -30,12 +30,14 @@ struct Rows {
     int32_t head[TILE], row[TILE], first[TILE], last[TILE];
     int64_t lowest_first, highest_first, lowest_last, highest_last;
     bool one_head;
+    const float* masks;  // laid out beforehand, or null
 };
 
 static void describe_rows(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop, Rows& rows) {
     rows.start = start;
     rows.count = smaller(TILE, stop - start);
     rows.vectors = (rows.count + LANES - 1) / LANES;
+    rows.masks = nullptr;
     rows.lowest_first = rows.lowest_last = INT32_MAX;
     rows.highest_first = rows.highest_last = 0;
     for (int64_t lane = 0; lane < rows.vectors * LANES; lane++) {
