@@ -135,7 +135,8 @@ INLINE Bytes collect_bits(const Problem& p, const Rows& rows, int64_t batch, int
     for (int j = 0; j < SPAN; j++) places[j] = static_cast<uint8_t>(j);
     for (int r = 0; r < smaller(8, LANES); r++, lane++) {
         const int64_t first = rows.first[lane] - start, last = rows.last[lane] - start;
-        Bytes seen = Bytes{} + static_cast<uint8_t>(1 << r);
+        const uint8_t bit = static_cast<uint8_t>(1 << r);
+        Bytes seen = Bytes{} + bit;
         if (MARKS) {
             const uint8_t* from = p.visible.at<uint8_t>(batch, rows.head[lane], rows.row[lane]);
             const Bytes marks = marks_of_row(from + start * p.visible.column, p.visible.column, p.keys - start);
