@@ -87,10 +87,10 @@ static void weigh_again(const Problem& p, const BackwardTile& tile, int64_t coun
         }
 }
 
-// dp to ds in place; the weights become the dropped ones.
+// dp to ds, before the soft-cap, in place; the weights become the dropped ones.
 template <int V>
 static void differentiate(const Problem& p, const BackwardTile& tile, int64_t batch, int64_t key, int64_t count,
-                          const float* slopes, float* weights, float* gradients) {
+                          float* weights, float* gradients) {
     for (int64_t j = 0; j < count; j += GROUP)
         for (int v = 0; v < V; v++) {
             Ints kept[GROUP];
@@ -105,9 +105,26 @@ static void differentiate(const Problem& p, const BackwardTile& tile, int64_t ba
                     x = only_where(kept[t], x);
                     store(weights + place, only_where(kept[t], weight));
                 }
-                x = weight * (x - correction);
-                if (p.softcap != 0) x *= load(slopes + place);
-                store(gradients + place, x);
+                store(gradients + place, weight * (x - correction));
+            }
+        }
+}
+
+// ds, which is what a bias has for a gradient, from the lanes back into its rows.
+template <int V>
+static void add_to_bias_gradient(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
+                                 const float* gradients) {
+    stop = smaller(stop, p.keys);
+    for (int v = 0; v < V; v++)
+        for (int64_t j = start; j < stop; j += LANES) {
+            const int64_t count = smaller(LANES, stop - j);
+            Floats square[LANES];
+            for (int64_t r = 0; r < LANES; r++)
+                square[r] = r < count ? load(gradients + ((j - start + r) * V + v) * LANES) : Floats{};
+            transpose(square);
+            for (int64_t lane = v * LANES; lane < smaller(rows.count, (v + 1) * LANES); lane++) {
+                float* to = p.bias_gradient.at<float>(batch, rows.head[lane], rows.row[lane]) + j;
+                store_some(to, load_some(to, count) + square[lane - v * LANES], count);
             }
         }
 }
@@ -125,7 +142,11 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
     });
     by_extra(looked, [&](auto extra) { weigh_again<V, extra()>(p, tile, count, looked, room.weights, room.slopes); });
     product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, room.gradients, [](int64_t) {});
-    differentiate<V>(p, tile, batch, start, count, room.slopes, room.weights, room.gradients);
+    differentiate<V>(p, tile, batch, start, count, room.weights, room.gradients);
+    if (p.bias_gradient.data) add_to_bias_gradient<V>(p, tile.rows, batch, start, stop, room.gradients);
+    if (p.softcap != 0)
+        for (int64_t place = 0; place < count * rows; place += LANES)
+            store(room.gradients + place, load(room.gradients + place) * load(room.slopes + place));
     add_products(room.weights, rows, tile.gradient_rows, lanes_up(p.value_dim), count, value_sums);
     add_products(room.gradients, rows, tile.query_rows, lanes_up(p.dim), count, key_sums);
     for (int64_t d = 0; d < p.dim; d += STEP) {

@@ -89,8 +89,8 @@ int64_t rows_of_task(const Kernels& kernels, const Problem& p, int64_t threads) 
 }
 
 // Into how many parts, each with sums of its own, the rows of a key/value head are cut so that no thread is idle.
-int64_t parts_of_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
-    const int64_t heads = p.batch * p.kv_heads, most = divide_up(p.folded_rows(), kernels.tile_rows);
+int64_t parts_of_backward(const Kernels& kernels, const Problem& p, int64_t heads, int64_t threads) {
+    const int64_t most = divide_up(p.folded_rows(), kernels.tile_rows);
     if (threads == 1 || heads % threads == 0 || heads >= TASKS_PER_THREAD * threads) return 1;
     const int64_t wanted = divide_up(TASKS_PER_THREAD * threads, heads);
     return wanted < most ? wanted : most > 0 ? most : 1;
@@ -217,6 +217,42 @@ bool run_decoding(const Kernels& kernels, const Problem& p, int64_t threads) {
     return enough;
 }
 
+// The backward pass of `heads` key/value heads, counted through the batch, from the first one on.
+bool run_backward_of(const Kernels& kernels, const Problem& p, int64_t first, int64_t heads, int64_t threads) {
+    const int64_t rows = p.folded_rows();
+    if (heads == 0) return true;
+    const int64_t parts = parts_of_backward(kernels, p, heads, threads);
+    const int64_t step = divide_up(divide_up(rows, parts), kernels.tile_rows) * kernels.tile_rows;
+    const int64_t floats = kernels.backward_scratch(p, step), size = kernels.sums_size(p);
+    const size_t bytes = static_cast<size_t>(size) * sizeof(float);
+    const WholeMasks masks(kernels, p, threads);
+    if (parts == 1)
+        return share(heads, threads, floats + size + 16, [&](int64_t index, float* memory) {
+            const int64_t head = first + index;
+            float* sums = memory + divide_up(floats, 16) * 16;
+            memset(sums, 0, bytes);
+            kernels.backward(p, {head / p.kv_heads, head % p.kv_heads, 0, rows, 0, p.keys, masks.of(head / p.kv_heads, 0)},
+                             sums, memory);
+            kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, sums, 1);
+        });
+    float* all = static_cast<float*>(calloc(static_cast<size_t>(heads * parts), bytes));
+    if (!all) return bytes == 0;
+    bool enough = share(heads * parts, threads, floats, [&](int64_t index, float* memory) {
+        const int64_t head = first + index % heads, part = parts - 1 - index / heads, start = part * step;
+        const int64_t stop = start + step < rows ? start + step : rows;
+        if (start < stop)
+            kernels.backward(p, {head / p.kv_heads, head % p.kv_heads, start, stop, 0, p.keys,
+                                 masks.of(head / p.kv_heads, start)},
+                             all + (index % heads * parts + part) * size, memory);
+    });
+    enough = enough && share(heads, threads, 16, [&](int64_t index, float*) {
+                 const int64_t head = first + index;
+                 kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, all + index * parts * size, parts);
+             });
+    free(all);
+    return enough;
+}
+
 }  // namespace
 
 void stay_alone_after_fork() {
@@ -242,35 +278,12 @@ bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
 }
 
 bool run_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
-    const int64_t rows = p.folded_rows(), heads = p.batch * p.kv_heads;
-    if (heads == 0) return true;
-    const int64_t parts = parts_of_backward(kernels, p, threads);
-    const int64_t step = divide_up(divide_up(rows, parts), kernels.tile_rows) * kernels.tile_rows;
-    const int64_t floats = kernels.backward_scratch(p, step), size = kernels.sums_size(p);
-    const size_t bytes = static_cast<size_t>(size) * sizeof(float);
-    const WholeMasks masks(kernels, p, threads);
-    if (parts == 1)
-        return share(heads, threads, floats + size + 16, [&](int64_t head, float* memory) {
-            float* sums = memory + divide_up(floats, 16) * 16;
-            memset(sums, 0, bytes);
-            kernels.backward(p, {head / p.kv_heads, head % p.kv_heads, 0, rows, 0, p.keys, masks.of(head / p.kv_heads, 0)},
-                             sums, memory);
-            kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, sums, 1);
-        });
-    float* all = static_cast<float*>(calloc(static_cast<size_t>(heads * parts), bytes));
-    if (!all) return bytes == 0;
-    bool enough = share(heads * parts, threads, floats, [&](int64_t index, float* memory) {
-        const int64_t head = index % heads, part = parts - 1 - index / heads, start = part * step;
-        const int64_t stop = start + step < rows ? start + step : rows;
-        if (start < stop)
-            kernels.backward(p, {head / p.kv_heads, head % p.kv_heads, start, stop, 0, p.keys,
-                                 masks.of(head / p.kv_heads, start)},
-                             all + (head * parts + part) * size, memory);
-    });
-    enough = enough && share(heads, threads, 16, [&](int64_t head, float*) {
-                 kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, all + head * parts * size, parts);
-             });
-    free(all);
+    const int64_t heads = p.batch * p.kv_heads;
+    if (!p.bias_gradient.data || p.bias_gradient.batch || p.batch < 2)
+        return run_backward_of(kernels, p, 0, heads, threads);
+    bool enough = true;  // batch items that add to the same gradient of a bias do so one after the other
+    for (int64_t head = 0; enough && head < heads; head += p.kv_heads)
+        enough = run_backward_of(kernels, p, head, p.kv_heads, threads);
     return enough;
 }
 

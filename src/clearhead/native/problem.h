@@ -40,6 +40,7 @@ struct Problem {
     // Of the backward pass.
     View output_gradient, exact_output;  // exact_output: float32
     View query_gradient, key_gradient, value_gradient;
+    View bias_gradient;         // float32, zero at first, every head its own rows and columns side by side; or null
     const float* lse_gradient;  // (B, H, L), or null
     float* correction;          // (B, H, L): δ − dl
 
