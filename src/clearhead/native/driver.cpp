@@ -125,7 +125,8 @@ struct SharedMasks {
     }
 };
 
-// How many runs of `step` rows, at most, take turns: enough for all threads. 0 if their masks do not fit; `step` may shrink.
+// How many runs of `step` rows, at most, are at work at once, enough for all threads; 0 if their masks do not fit.
+// `step` may shrink.
 int64_t runs_at_once(const SharedMasks& masks, int64_t& step, int64_t threads) {
     if (masks.heads == 1) return 0;
     const int64_t tile = masks.kernels.tile_rows, rows = masks.p.folded_rows();
@@ -209,7 +210,8 @@ bool run_decoding(const Kernels& kernels, const Problem& p, int64_t threads) {
     const bool enough = share(heads * parts, threads, floats, [&](int64_t index, float* memory) {
         const int64_t head = index / parts, start = index % parts * step;
         const int64_t stop = start + step < p.keys ? start + step : p.keys;
-        kernels.decode(p, {head / p.kv_heads, head % p.kv_heads, 0, 0, start, stop, nullptr}, partials + index * size, memory);
+        kernels.decode(p, {head / p.kv_heads, head % p.kv_heads, 0, 0, start, stop, nullptr}, partials + index * size,
+                       memory);
     });
     for (int64_t head = 0; enough && head < heads; head++)
         kernels.merge(p, head / p.kv_heads, head % p.kv_heads, partials + head * parts * size, parts);
@@ -231,8 +233,8 @@ bool run_backward_of(const Kernels& kernels, const Problem& p, int64_t first, in
             const int64_t head = first + index;
             float* sums = memory + divide_up(floats, 16) * 16;
             memset(sums, 0, bytes);
-            kernels.backward(p, {head / p.kv_heads, head % p.kv_heads, 0, rows, 0, p.keys, masks.of(head / p.kv_heads, 0)},
-                             sums, memory);
+            const int64_t batch = head / p.kv_heads;
+            kernels.backward(p, {batch, head % p.kv_heads, 0, rows, 0, p.keys, masks.of(batch, 0)}, sums, memory);
             kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, sums, 1);
         });
     float* all = static_cast<float*>(calloc(static_cast<size_t>(heads * parts), bytes));

@@ -1,5 +1,5 @@
-// What the masks say of a tile of rows and a block of keys: one bit for each row and key, or, where there is a bias, the
-// number that is added to the score, −∞ where it is hidden. Rows lie in the lanes, as in the scores.
+// What the masks say of a tile of rows and a block of keys: one bit for each row and key, or, where there is a bias,
+// the number that is added to the score, −∞ where it is hidden. Rows lie in the lanes, as in the scores.
 
 enum class Sight { nothing, some, everything };
 enum class Extra { none, bits, numbers };
@@ -103,8 +103,8 @@ static Sight shared_marks(const Problem& p, int64_t batch, int64_t head, int64_t
     return seen == 0 ? Sight::nothing : seen == stop - start ? Sight::everything : Sight::some;
 }
 
-// Fetches what the masks say of the tile that comes next, a few rows at a time between two products: its rows lie too far
-// from each other for the processor to foresee them, and all at once they would keep it waiting.
+// Fetches what the masks say of the tile that comes next, a few rows at a time between two products: its rows lie too
+// far from each other for the processor to foresee them, and all at once they would keep it waiting.
 struct NextMasks {
     const Rows* rows;
     int64_t batch, start, stop;  // of keys
@@ -113,7 +113,8 @@ struct NextMasks {
         for (int64_t lane = rows->count * part / parts; lane < rows->count * (part + 1) / parts; lane++) {
             const int64_t head = rows->head[lane], row = rows->row[lane];
             if (p.bias.data)
-                for (int64_t j = start; j < stop; j += 16) __builtin_prefetch(p.bias.at<float>(batch, head, row) + j, 0, 2);
+                for (int64_t j = start; j < stop; j += 16)
+                    __builtin_prefetch(p.bias.at<float>(batch, head, row) + j, 0, 2);
             if (p.visible.data)
                 for (int64_t j = start; j < stop; j += 64)
                     __builtin_prefetch(p.visible.at<uint8_t>(batch, head, row) + j, 0, 2);
