@@ -101,9 +101,17 @@ def empty_lse(query: Tensor) -> Tensor:
 
 
 def backward(
-    request: Request, output: Tensor, lse: Tensor, output_gradient: Tensor, lse_gradient: Tensor | None
+    request: Request,
+    output: Tensor,
+    lse: Tensor,
+    output_gradient: Tensor,
+    lse_gradient: Tensor | None,
+    bias_gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, and δ − dl (B, H, L), from which that of the sinks follows."""
+    """Gradients of query, key and value, and δ − dl (B, H, L), from which that of the sinks follows.
+
+    That of the bias is added to `bias_gradient`, float32 (1 or B, H, L, S), if it is given.
+    """
     if output.dtype != torch.float32:  # δ = dO·o needs an o that is not rounded
         output = forward(request, dtype=torch.float32)
     gradients = [tensor.new_empty(tensor.shape) for tensor in (request.query, request.key, request.value)]
@@ -122,6 +130,7 @@ def backward(
         *_matrix(gradients[2]),
         _address(lse_gradient),
         correction.data_ptr(),
+        *((0,) * 4 if bias_gradient is None else _mask(bias_gradient)[:4]),
     )
     del kept
     return gradients[0], gradients[1], gradients[2], correction

@@ -6,7 +6,6 @@
 // registers, tile registers multiply the weights of the unit before with their values and compute the scores of the next.
 
 constexpr int PAIR_BLOCK = 64;   // keys of a unit: what it works on lies in the nearest cache
-constexpr int PAIR_STEP = 32;    // units are cut at multiples of it
 constexpr int PAIR_REACH = 512;  // keys that are laid out at once, for all the tiles of a task
 constexpr float LEEWAY = 8;      // weights may grow to 2^LEEWAY before sums are scaled to a new peak
 
@@ -20,7 +19,8 @@ struct PairTile {
 // Everything that is there twice belongs to a unit and the next, or to a reach and the next.
 struct PairRoom {
     Pair *keys[2], *values[2];  // (keys × pairs of D); for each block (Dv × its pairs of keys)
-    float *scores[2], *extra;
+    float* scores[2];
+    LookRoom look;
 };
 
 struct Unit {
@@ -28,7 +28,9 @@ struct Unit {
     int64_t start = 0, count = 0;
     const Pair *keys = nullptr, *values = nullptr;
     float* scores = nullptr;  // (keys × V·LANES); in the place of each two, a pair of weights and what it left out
-    bool masked = false;
+    Looked looked = {};  // overwritten when the next unit is found
+
+    bool masked() const { return looked.bits || looked.numbers; }
 };
 
 INLINE int64_t pairs_up(int64_t columns) { return round_up((columns + 1) / 2, PAIRS_AT_ONCE); }
@@ -53,11 +55,10 @@ class Units {
             const Rows& rows = tiles_[tile_].rows;
             const int64_t start = block_, stop = smaller(start / PAIR_BLOCK * PAIR_BLOCK + PAIR_BLOCK, end_);
             block_ = stop;
-            const Sight sight = see(rows, start, stop);
-            if (sight == Sight::nothing) continue;
+            unit.looked = see(rows, start, stop);
+            if (unit.looked.sight == Sight::nothing) continue;
             slot_ = !slot_;
             unit.tile = &tiles_[tile_], unit.start = start, unit.count = stop - start;
-            unit.masked = sight == Sight::some;
             unit.keys = keys_ + (start - reach_) * pairs_up(p_.dim);
             const int64_t height = height_up(p_.value_dim), within = start % PAIR_BLOCK;
             unit.values = room_.values[side_] + (start - within - reach_) / 2 * height + within / 2;
@@ -71,8 +72,8 @@ class Units {
         do {
             if (++tile_ >= count_ && !next_reach()) return false;
             const Rows& rows = tiles_[tile_].rows;
-            block_ = larger(reach_, rows.lowest_first / PAIR_STEP * PAIR_STEP);
-            end_ = smaller(reach_ + padded_, round_up(rows.highest_last, PAIR_STEP));
+            block_ = larger(reach_, rows.lowest_first / KEY_STEP * KEY_STEP);
+            end_ = smaller(reach_ + padded_, round_up(rows.highest_last, KEY_STEP));
         } while (block_ >= end_);
         return true;
     }
@@ -81,7 +82,7 @@ class Units {
         reach_ += PAIR_REACH;
         if (reach_ >= stop_ || count_ == 0) return false;
         const int64_t there = smaller(PAIR_REACH, p_.keys - reach_);
-        side_ = !side_, tile_ = 0, padded_ = round_up(there, PAIR_STEP);
+        side_ = !side_, tile_ = 0, padded_ = round_up(there, KEY_STEP);
         const int64_t pairs = pairs_up(p_.dim);
         const BFloat16* keys = p_.key.at<BFloat16>(task_.batch, task_.kv_head, reach_);
         const bool aligned = reinterpret_cast<uintptr_t>(keys) % sizeof(Pair) == 0;
@@ -98,10 +99,10 @@ class Units {
         return true;
     }
 
-    Sight see(const Rows& rows, int64_t start, int64_t stop) const {
-        if (rows.vectors == 1) return look<1>(p_, rows, task_.batch, start, stop, room_.extra);
-        if (rows.vectors == 2) return look<2>(p_, rows, task_.batch, start, stop, room_.extra);
-        return look<3>(p_, rows, task_.batch, start, stop, room_.extra);
+    Looked see(const Rows& rows, int64_t start, int64_t stop) const {
+        if (rows.vectors == 1) return look<1>(p_, rows, task_.batch, start, stop, room_.look);
+        if (rows.vectors == 2) return look<2>(p_, rows, task_.batch, start, stop, room_.look);
+        return look<3>(p_, rows, task_.batch, start, stop, room_.look);
     }
 
     const Problem& p_;
@@ -126,9 +127,9 @@ INLINE Product outputs_of(const Problem& p, const Unit& unit) {
 // Calls work(vectors, as a constant).
 template <class Work>
 INLINE void by_vectors(int64_t vectors, const Work& work) {
-    if (vectors == 1) work(Constant<1>());
-    if (vectors == 2) work(Constant<2>());
-    if (vectors == 3) work(Constant<3>());
+    if (vectors == 1) work(Number<1>());
+    if (vectors == 2) work(Number<2>());
+    if (vectors == 3) work(Number<3>());
 }
 
 static void finish_product(Product& product) {
@@ -136,14 +137,17 @@ static void finish_product(Product& product) {
 }
 
 // Scores to units of log 2 in place, where more is to be done than multiplying them with a factor.
-static void adjust(const Problem& p, int64_t vectors, const float* extra, float* scores) {
+template <int V, Extra EXTRA>
+static void adjust(const Problem& p, const Unit& unit) {
     const float scale = fabsf(p.scale);
-    for (int64_t n = 0; n < vectors; n++) {
-        Floats x = load(scores + n * LANES);
-        x = p.softcap != 0 ? tanh(x * (scale / p.softcap)) * (p.softcap * LOG2E) : x * (scale * LOG2E);
-        if (extra) x = add_mask(x, load(extra + n * LANES));
-        store(scores + n * LANES, x);
-    }
+    for (int64_t j = 0; j < unit.count; j++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) {
+            float* score = unit.scores + (j * V + v) * LANES;
+            Floats x = load(score);
+            x = p.softcap != 0 ? tanh(x * (scale / p.softcap)) * (p.softcap * LOG2E) : x * (scale * LOG2E);
+            store(score, masked<EXTRA, V>(x, unit.looked, j, v));
+        }
 }
 
 // 2^x to 3e-6 for x <= LEEWAY, which is below the rounding of weights; zero below −126, NaN for NaN.
@@ -209,9 +213,9 @@ INLINE void raise_peaks(const Problem& p, PairTile& tile, const Floats (&found)[
 
 // Makes the unit's scores weights, and takes steps of the two products beside it.
 template <int V>
-static void weigh_pairs(const Problem& p, const Unit& unit, int64_t batch, Product& outputs, Product& scores) {
+static void weigh_pairs(const Problem& p, const Unit& unit, int64_t batch, float factor, Product& outputs,
+                        Product& scores) {
     PairTile& tile = *unit.tile;
-    const float factor = p.softcap != 0 || unit.masked ? 1 : fabsf(p.scale) * LOG2E;
     Floats peaks[V], sums[V];
     for (int v = 0; v < V; v++) peaks[v] = splat(LOWEST);
     for (int64_t j = 0; j < unit.count; j++)
@@ -231,8 +235,8 @@ static void weigh_pairs(const Problem& p, const Unit& unit, int64_t batch, Produ
 template <>
 int64_t forward_scratch<BFloat16>(const Problem& p, int64_t task_rows) {
     const int64_t rows = round_up(task_rows, TILE), pairs = pairs_up(p.dim), height = height_up(p.value_dim);
-    const int64_t of_reach = PAIR_REACH * (2 * pairs + height), of_units = 3 * PAIR_BLOCK * TILE;
-    return of_reach + of_units + rows * (pairs + height) + 16 * (7 + 2 * MOST_TILES);
+    const int64_t of_reach = PAIR_REACH * (2 * pairs + height), of_units = 2 * PAIR_BLOCK * TILE;
+    return of_reach + of_units + LOOK_FLOATS + rows * (pairs + height) + 16 * (7 + 2 * MOST_TILES);
 }
 
 INLINE Pair* take_pairs(float*& scratch, int64_t count) { return reinterpret_cast<Pair*>(take(scratch, count)); }
@@ -243,6 +247,7 @@ static int64_t prepare_pairs(const Problem& p, const Task& task, PairTile* tiles
     for (int64_t start = task.row_start; start < task.row_stop; start += TILE, count++) {
         PairTile& tile = tiles[count];
         describe_rows(p, task.batch, task.kv_head, start, task.row_stop, tile.rows);
+        if (task.masks) tile.rows.masks = task.masks + count * masks_size(p);
         const int64_t lanes = tile.rows.vectors * LANES;
         tile.query = take_pairs(scratch, pairs * lanes);
         tile.output = take(scratch, height * lanes);
@@ -263,7 +268,7 @@ void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch)
         room.values[side] = take_pairs(scratch, height * PAIR_REACH / 2);
         room.scores[side] = take(scratch, PAIR_BLOCK * TILE);
     }
-    room.extra = take(scratch, PAIR_BLOCK * TILE);
+    room.look = look_room(take(scratch, LOOK_FLOATS));
     PairTile tiles[MOST_TILES];
     const int64_t count = prepare_pairs(p, task, tiles, scratch);
     const TileRegisters registers;
@@ -274,12 +279,16 @@ void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch)
     if (more) scores = scores_of(p, now);
     finish_product(scores);
     while (more) {
-        if (p.softcap != 0 || now.masked)
-            adjust(p, now.count * now.tile->rows.vectors, now.masked ? room.extra : nullptr, now.scores);
+        const bool adjusted = p.softcap != 0 || now.masked();
+        if (adjusted)
+            by_vectors(now.tile->rows.vectors, [&](auto v) {
+                by_extra(now.looked, [&](auto extra) { adjust<decltype(v)::value, extra()>(p, now); });
+            });
+        const float factor = adjusted ? 1 : fabsf(p.scale) * LOG2E;
         more = units.next(next);
         scores = more ? scores_of(p, next) : Product();
         by_vectors(now.tile->rows.vectors,
-                   [&](auto v) { weigh_pairs<decltype(v)::value>(p, now, task.batch, outputs, scores); });
+                   [&](auto v) { weigh_pairs<decltype(v)::value>(p, now, task.batch, factor, outputs, scores); });
         finish_product(outputs);
         finish_product(scores);
         outputs = outputs_of(p, now);

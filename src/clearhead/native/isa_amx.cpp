@@ -1,6 +1,8 @@
 #include <math.h>
 #include <string.h>
 
+#include <type_traits>
+
 #include "problem.h"
 
 #ifdef COMPILES_AMX

@@ -1,6 +1,8 @@
 #include <math.h>
 #include <string.h>
 
+#include <type_traits>
+
 #include "problem.h"
 
 #if defined(__x86_64__)

@@ -6,6 +6,7 @@ namespace ISA {
 
 #include "vector.h"
 #include "tile.h"
+#include "masks.h"
 #include "forward.h"
 #ifdef HAS_PAIRS
 #include "pairs.h"
@@ -51,8 +52,9 @@ static void write_sums(const Problem& p, int64_t batch, int64_t kv_head, const f
 static bool supported() { return CPU_HAS_ISA; }
 
 constexpr Kernels table(const char* name) {
-    return {name,   TILE,  supported,        scratch_of_forward, forward,  decode_scratch, partial_size,
-            decode, merge, backward_scratch, sums_size,          backward, write_sums};
+    return {name,           TILE,         supported, masks_size, lay_out_masks,    scratch_of_forward, forward,
+            decode_scratch, partial_size, decode,    merge,      backward_scratch, sums_size,       backward,
+            write_sums};
 }
 
 }  // namespace ISA

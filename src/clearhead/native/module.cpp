@@ -108,6 +108,7 @@ PyObject* backward(PyObject*, PyObject* const* items, Py_ssize_t count) {
     p.output_gradient = args.matrix(), p.exact_output = args.matrix();
     p.query_gradient = args.matrix(), p.key_gradient = args.matrix(), p.value_gradient = args.matrix();
     p.lse_gradient = args.pointer<const float>(), p.correction = args.pointer<float>();
+    p.bias_gradient = args.matrix();
     return run_without_gil(args, p, set, threads, run_backward);
 }
 

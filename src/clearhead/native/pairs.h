@@ -5,12 +5,10 @@ typedef uint32_t Pair;
 
 // Unrolls f(0), f(1) … with numbers that are constants.
 template <int N>
-struct Constant {
-    static constexpr int value = N;
-};
+using Number = std::integral_constant<int, N>;
 template <class Work, int... I>
 INLINE void each(const Work& work, Numbers<I...>) {
-    (work(Constant<I>()), ...);
+    (work(Number<I>()), ...);
 }
 template <int N, class Work>
 INLINE void each(const Work& work) {

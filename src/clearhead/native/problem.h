@@ -49,6 +49,7 @@ struct Problem {
     // Of the backward pass.
     View output_gradient, exact_output;  // exact_output: float32
     View query_gradient, key_gradient, value_gradient;
+    View bias_gradient;         // float32, zero at first, every head its own rows and columns side by side; or null
     const float* lse_gradient;  // (B, H, L), or null
     float* correction;          // (B, H, L): δ − dl
 
@@ -60,6 +61,7 @@ struct Problem {
 // A piece of work: folded rows [row_start, row_stop) of one key/value head against keys [key_start, key_stop) (which only decoding splits).
 struct Task {
     int64_t batch, kv_head, row_start, row_stop, key_start, key_stop;
+    const float* masks;  // laid out for its tiles, or null
 };
 
 // One instruction set's functions. Scratch is counted in floats and aligned to 64 bytes.
@@ -67,6 +69,8 @@ struct Kernels {
     const char* name;
     int64_t tile_rows;
     bool (*supported)();
+    int64_t (*masks_size)(const Problem&);  // of a tile, laid out
+    void (*lay_out_masks)(const Problem&, int64_t batch, int64_t row_start, float* to);
     int64_t (*forward_scratch)(const Problem&, int64_t task_rows);
     void (*forward)(const Problem&, const Task&, float* scratch);
     int64_t (*decode_scratch)(const Problem&);
