@@ -11,9 +11,11 @@ import clearhead
 from clearhead import masks
 from clearhead.native import instruction_sets, use_instruction_set
 
+from .comparing import require_half_as_good
 from .native_cases import CASES, Case, close_to_exact, numbers
 
 SETS = instruction_sets()
+LONG = Case(kv_heads=2, length=197, count=1217, dim=64, value_dim=96, mask=lambda *_: masks.causal("bottom_right"))
 HEADS = [(item, head) for item in range(2) for head in range(3)]
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
@@ -102,15 +104,21 @@ def test_dropout_does_not_depend_on_the_threads() -> None:
     assert torch.equal(found[0], found[2])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_as_good_as_reference(dtype: torch.dtype, instructions: str) -> None:
-    case = Case(mask=lambda *_: masks.window(77, 3), value_dim=19)
+@pytest.mark.parametrize("name", [*CASES, "long"])
+def test_bfloat16_is_as_good_as_reference(name: str, instructions: str) -> None:
+    """Whole tiles of 32 and 64 numbers as well as sizes that fit nothing."""
+    half_as_good(CASES.get(name, LONG), torch.bfloat16)
+
+
+def test_float16_is_as_good_as_reference(instructions: str) -> None:
+    half_as_good(Case(mask=lambda *_: masks.window(77, 3), value_dim=19), torch.float16)
+
+
+def half_as_good(case: Case, dtype: torch.dtype) -> None:
     inputs = case.inputs(dtype)
     exact = numbers(case, "reference", {name: x.detach().double().requires_grad_() for name, x in inputs.items()})
-    found, reference = (numbers(case, name, inputs) for name in ("native", "reference"))
-    for name, expected in exact.items():
-        errors = [float((given[name].double() - expected).abs().max()) for given in (found, reference)]
-        assert errors[0] <= max(2 * errors[1], 1e-5), name
+    found, reference = (numbers(case, kernel, inputs) for kernel in ("native", "reference"))
+    require_half_as_good(found, reference, exact, dtype)
 
 
 def test_a_nan_that_is_seen_is_not_hidden(instructions: str) -> None:
