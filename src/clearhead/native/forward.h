@@ -11,6 +11,8 @@ template <int V, bool EXTRA, bool CAPPED>
 INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const float* extra, float* to,
                   Floats (&peaks)[V]) {
     const float factor = CAPPED ? p.scale / p.softcap : p.scale * LOG2E;
+    Floats best[V];  // in registers, which `peaks` need not be
+    for (int v = 0; v < V; v++) best[v] = peaks[v];
     for (int64_t j = 0; j < count; j += STEP) {
         Floats acc[STEP][V] = {};
         multiply<true>(acc, keys + j * p.dim, p.dim, tile.query, V * LANES, p.dim);
@@ -22,11 +24,12 @@ INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t
                 Floats x = acc[t][v] * factor;
                 if (CAPPED) x = tanh(x) * (p.softcap * LOG2E);
                 if (EXTRA) x = add_mask(x, load(extra + place));
-                peaks[v] = larger(x, peaks[v]);
+                best[v] = larger(x, best[v]);
                 store(to + place, x);
             }
         }
     }
+    for (int v = 0; v < V; v++) peaks[v] = best[v];
 }
 
 template <int V>

@@ -123,6 +123,19 @@ INLINE Floats tanh(Floats x) {
     return size < splat(0.625f) ? near : (x < Floats{} ? -far : far);
 }
 
+// Which lanes of a comparison are true, one bit for each. (gcc 12 defines no __AVX512F__ after `#pragma GCC target`.)
+INLINE uint32_t bits(Ints x) {
+#if LANES == 16
+    return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x));
+#elif LANES == 8
+    return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(x)));
+#else
+    uint32_t result = 0;
+    for (int lane = 0; lane < LANES; lane++) result |= (x[lane] & 1u) << lane;
+    return result;
+#endif
+}
+
 template <int... I>
 struct Numbers {};
 template <int N, int... I>
