@@ -15,7 +15,7 @@ constexpr int64_t TASKS_PER_THREAD = 4;      // enough that the last ones to fin
 constexpr int64_t TASK_FLOATS = 128 * 1024;  // queries and outputs of a task, which have to stay in the cache
 constexpr int64_t FEW_ROWS = 8;              // from here on tiles take less time
 constexpr int64_t FEWEST_KEYS = 256;         // of one part of a head
-constexpr int64_t STATISTICS_TASKS = 64;     // at least, whatever the threads: how sums are grouped decides about bits
+constexpr int64_t STATISTICS_TASKS = 88;     // at least, whatever the threads: how sums are grouped decides about bits
 constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
 
 bool forked = false;

@@ -5,8 +5,7 @@
 // A sheet grows with the number of keys alone, and QKᵀ is computed once.
 
 constexpr int PIECE = GROUP;                   // keys whose peaks are kept, to find the largest scores quickly
-constexpr int AHEAD = 2 * GROUP;              // keys by which a sheet is fetched before it is read
-constexpr int64_t SHEET_FLOATS = 600 * 1024;  // of sheets that share what is read of keys and values
+constexpr int64_t SHEET_FLOATS = 800 * 1024;  // of sheets that share what is read of keys and values
 
 // Candidates for the `count` largest scores of each row, and their keys: (room × TILE).
 struct Largest {
@@ -62,12 +61,6 @@ INLINE void fetch_next(const Next<T>& next, int64_t done, int64_t step, int64_t 
         for (int64_t d = 0; d < next.columns; d += LINE) __builtin_prefetch(next.rows + j * next.stride + d, 0, 2);
 }
 
-template <int V>
-INLINE void fetch_sheet(const float* from) {
-#pragma GCC unroll 32
-    for (int t = 0; t < GROUP * V * LANES; t += 16) __builtin_prefetch(from + AHEAD * V * LANES + t);
-}
-
 // Rows of floats without gaps need not be laid out.
 INLINE const float* in_place(const float* rows, bool without_gaps) { return without_gaps ? rows : nullptr; }
 template <class T>
@@ -95,19 +88,24 @@ INLINE void each_part(const Sheet& sheet, const Work& work) {
             work(larger(block, sheet.start), smaller(block + BLOCK, sheet.stop), block);
 }
 
-// to[j] += the sum over lanes and vectors of cell(j, v), for a part's keys from 0 to `count`, a multiple of GROUP.
+// to[j] += the sum over lanes and vectors of cell(j, v), for KEYS keys.
+template <int V, int KEYS, class Cell>
+INLINE void add_some_columns(int64_t j, float* to, const Cell& cell) {
+    Floats square[LANES];
+#pragma GCC unroll 16
+    for (int t = 0; t < LANES; t++) {
+        square[t] = Floats{};
+        if (t >= KEYS) continue;
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) square[t] += cell(j + t, v);
+    }
+    store(to + j, load(to + j) + sums(square));
+}
+
+// The same for `count` keys, a multiple of GROUP.
 template <int V, class Cell>
 INLINE void add_columns(int64_t count, float* to, const Cell& cell) {
-    for (int64_t j = 0; j < count; j += LANES) {
-        Floats square[LANES];
-        const int64_t keys = smaller(LANES, count - j);
-#pragma GCC unroll 16
-        for (int64_t t = 0; t < LANES; t++) {
-            square[t] = Floats{};
-            if (t >= keys) continue;
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) square[t] += cell(j + t, v);
-        }
-        store(to + j, load(to + j) + sums(square));
-    }
+    int64_t j = 0;
+    for (; j + LANES <= count; j += LANES) add_some_columns<V, LANES>(j, to, cell);
+    if (j < count) add_some_columns<V, GROUP>(j, to, cell);
 }

@@ -66,7 +66,6 @@ static void weigh_part(Sheet& sheet, const Part<T>& part) {
     const Floats lowest = splat(-127.f);  // where the weight is zero already, and zero times it is zero too
     for (int64_t j = 0; j < part.count(); j += GROUP) {
         float* scores = sheet.at(part.start + j);
-        fetch_sheet<V>(scores);
         if (sheet.largest.count) find_largest<V>(sheet.largest, scores, peaks_of + j / PIECE * V * LANES, part.start + j);
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
@@ -74,7 +73,7 @@ static void weigh_part(Sheet& sheet, const Part<T>& part) {
             for (int t = 0; t < GROUP; t++) {
                 float* place = scores + (t * V + v) * LANES;
                 const Floats shifted = larger(lowest, load(place) - peaks[v]);  // in this order NaN stays NaN
-                const Floats x = exp2(shifted);
+                const Floats x = exp2_within(shifted);
                 sums[v] += x;
                 inner[v] += x * shifted;
                 store(place, x);
