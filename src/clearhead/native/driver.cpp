@@ -15,7 +15,8 @@ constexpr int64_t TASKS_PER_THREAD = 4;      // enough that the last ones to fin
 constexpr int64_t TASK_FLOATS = 128 * 1024;  // queries and outputs of a task, which have to stay in the cache
 constexpr int64_t FEW_ROWS = 8;              // from here on tiles take less time
 constexpr int64_t FEWEST_KEYS = 256;         // of one part of a head
-constexpr int64_t STATISTICS_TASKS = 88;     // at least, whatever the threads: how sums are grouped decides about bits
+constexpr int64_t STATISTICS_TASKS = 88;     // whatever the threads: how sums are grouped decides about bits
+constexpr int64_t COLUMN_FLOATS = 4 * 1024 * 1024;  // of all their sums, if one task a head does not take more
 constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
 
 bool forked = false;
@@ -178,7 +179,8 @@ bool run_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
 bool run_statistics(const Kernels& kernels, const Problem& p, const Statistics& s, int64_t threads) {
     const int64_t heads = p.batch * p.heads, size = columns_of(p);
     if (heads == 0 || p.rows == 0) return true;
-    const int64_t wanted = divide_up(STATISTICS_TASKS, heads), tiles = divide_up(p.rows, kernels.tile_rows);
+    const int64_t fitting = COLUMN_FLOATS / (2 * size) + 1, tiles = divide_up(p.rows, kernels.tile_rows);
+    const int64_t wanted = divide_up(fitting < STATISTICS_TASKS ? fitting : STATISTICS_TASKS, heads);
     const int64_t step = divide_up(tiles, wanted < tiles ? wanted : tiles) * kernels.tile_rows;
     const int64_t parts = divide_up(p.rows, step);
     float* columns = static_cast<float*>(calloc(static_cast<size_t>(s.received ? heads * parts * 2 * size : 1), 4));
