@@ -31,7 +31,7 @@ setup(
             "clearhead.native._attention",
             sources=SOURCES,
             depends=HEADERS,
-            extra_compile_args=["-std=gnu++17", "-O3", "-g0", "-fopenmp", "-fvisibility=hidden"],
+            extra_compile_args=["-std=gnu++17", "-O3", "-g0", "-Wno-maybe-uninitialized", "-fopenmp", "-fvisibility=hidden"],
             extra_link_args=["-fopenmp"],
             py_limited_api=True,
             optional=True,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["EVERY", "TOLERANCES", "Oracle", "compare"]
 
-#: Every statistic but ``rows``, whose result depends on what is asked for.
+#: Every statistic but ``rows``, whose result depends on what is asked for, and ``output``, in the inputs' dtype.
 EVERY = (
     "entropy",
     "received",
@@ -35,6 +35,7 @@ TOLERANCES = {
     "received_mean": (1e-5, 1e-6),
     "max_logit": (1e-5, 1e-5),
     "distance": (1e-5, 1e-5),
+    "output": (1e-5, 1e-5),
     "output_norm": (1e-5, 1e-5),
     "weights": (0.0, 1e-6),
 }
@@ -162,12 +163,15 @@ class Oracle:
     def head_average(self) -> Tensor:
         return self.p.mean(1)
 
-    def output_norm(self) -> Tensor:
+    def output(self) -> Tensor:
         if self.value is None:
             raise AssertionError("this oracle was given no values")
         unseen = ~self.visible.any(-2)
         value = self.value.detach().double().repeat_interleave(self.p.shape[1] // max(1, self.value.shape[1]), 1)
-        return torch.linalg.vector_norm(self.p @ value.masked_fill(unseen[..., None], 0), dim=-1)
+        return self.p @ value.masked_fill(unseen[..., None], 0)
+
+    def output_norm(self) -> Tensor:
+        return torch.linalg.vector_norm(self.output(), dim=-1)
 
     def hidden_queries(self) -> Tensor:
         return (~self.visible.any(-1)).sum(-1)

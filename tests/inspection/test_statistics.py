@@ -109,6 +109,15 @@ def test_half_inputs_are_scored_in_float32(dtype: torch.dtype, mask: masks.Mask 
     assert found.entropy.dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_output_is_that_of_attention(dtype: torch.dtype) -> None:
+    query, key, value = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 3)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    found = clearhead.attention_statistics(query, key, masks.causal(), value=value, statistics=("output",))
+    torch.testing.assert_close(found.output, clearhead.attention(query, key, value, masks.causal()))
+    assert found.output.dtype == dtype
+
+
 def test_autocast_rounds_the_inputs_and_nothing_else() -> None:
     query, key = torch.randn(2, 3, 37, 16), torch.randn(2, 3, 41, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -237,11 +246,14 @@ def test_per_key_value_head_is_the_mean_of_its_query_heads() -> None:
     assert (reduced.num_heads, reduced.num_kv_heads) == (6, 2)
 
 
-@pytest.mark.parametrize("statistic", ["top_k", "rows"])
+@pytest.mark.parametrize("statistic", ["top_k", "rows", "output"])
 def test_what_has_no_mean_over_heads(statistic: str) -> None:
     query = torch.randn(1, 4, 3, 8)
-    with pytest.raises(ArgumentError, match=r"per: expected 'query_head' for top_k and rows.*, got 'kv_head'"):
-        clearhead.attention_statistics(query, query[:, :2], statistics=(statistic,), per="kv_head")
+    key = query[:, :2]
+    with pytest.raises(
+        ArgumentError, match=rf"per: expected 'query_head' for {statistic}, which has no.*, got 'kv_head'"
+    ):
+        clearhead.attention_statistics(query, key, value=key, statistics=("entropy", statistic), per="kv_head")
 
 
 def test_per_takes_two_words() -> None:

@@ -18,6 +18,11 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         {"statistics": "mean"},
     ),
     "values missing": (ArgumentError, "statistics: expected value= for 'output_norm'", {"statistics": "output_norm"}),
+    "values missing for the output": (
+        ArgumentError,
+        "statistics: expected value= for 'output'",
+        {"statistics": "output"},
+    ),
     "top_k of 0": (ArgumentError, "top_k: expected an int ≥ 1, got 0", {"top_k": 0}),
     "top_k of True": (ArgumentError, "top_k: expected an int ≥ 1, got True", {"top_k": True}),
     "map size": (ArgumentError, "map_size: expected an int ≥ 1, got 2.5", {"map_size": 2.5}),

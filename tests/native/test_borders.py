@@ -14,7 +14,8 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.kernels.native_calls import Request, backward, forward
+from clearhead.kernels.native_calls import Request, backward, forward, statistics
+from clearhead.kernels.native_statistics import WeightStatistics
 from clearhead.native import instruction_sets, use_instruction_set
 from tests.kernels.native_cases import CASES, numbers
 
@@ -77,6 +78,28 @@ def test_nothing_is_written_outside(
     output = forward(call, lse)
     found = (output, lse, *backward(call, output, lse, torch.randn_like(output), torch.randn_like(lse)))
     assert all(tensor.isfinite().all() and not (tensor == BORDER).any() for tensor in found)
+    assert guarded.untouched()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 17, 5, 3), (50, 131, 16, 19), (97, 7, 33, 1), (8, 300, 64, 64)])
+@pytest.mark.parametrize("high", [0, 1000], ids=["causal", "all"])
+def test_statistics_write_nothing_outside(sizes: tuple[int, ...], high: int, instructions: str) -> None:
+    length, count, dim, value_dim = sizes
+    guarded = Guarded()
+    shapes = ((2, 2, length, dim), (2, 2, count, dim), (2, 2, count, value_dim))
+    query, key, value = (Guarded().empty(*shape, border=torch.nan).copy_(torch.randn(shape)) for shape in shapes)
+    rows = [guarded.empty(2, 2, length) for _ in range(5)]
+    columns = [guarded.empty(2, 2, count).zero_() for _ in range(2)]
+    top_k = min(3, count)
+    keys = torch.full((2 * 2 * length * top_k + 2 * GUARD,), 7, dtype=torch.int64)
+    top_keys = keys[GUARD:-GUARD].view(2, 2, length, top_k)
+    top_weights, output = guarded.empty(2, 2, length, top_k), guarded.empty(2, 2, length, value_dim)
+    wanted = WeightStatistics(None, *rows, *columns, top_weights, top_keys, output)
+    statistics(request(query, key, value, high), wanted)
+    found = (*rows, *columns, top_weights, output)
+    assert all(tensor.isfinite().all() and not (tensor == BORDER).any() for tensor in found)
+    assert bool(((top_keys >= -1) & (top_keys < count)).all())
+    assert bool((keys[:GUARD] == 7).all() and (keys[-GUARD:] == 7).all())
     assert guarded.untouched()
 
 

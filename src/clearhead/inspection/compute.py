@@ -16,6 +16,7 @@ from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, sha
 from ..kernels.blocks import exact_dtype, score_blocks
 from ..masks.base import Mask
 from ..weights import Queries, row_numbers
+from .native import native_results
 from .rows import Rows
 from .statistics import STATISTICS, Options, Statistic, TopK
 
@@ -30,6 +31,7 @@ __all__ = [
 
 Per = Literal["query_head", "kv_head"]
 DEFAULT = ("entropy", "received", "max_logit", "top_k")
+_UNAVERAGED = ("top_k", "output", "rows")
 
 
 class AttentionStatistics:
@@ -151,7 +153,7 @@ def attention_statistics(
         query: (B, H, L, D), or (H, L, D) without a batch.
         key: (B, Hkv, S, D).
         mask, scale, softcap, sinks, query_positions, key_positions: as for `attention`.
-        value: (B, Hkv, S, Dv), for ``output_norm``.
+        value: (B, Hkv, S, Dv), for ``output`` and ``output_norm``.
         statistics: any of
 
             * ``entropy`` −Σ_j p ln p in nats (B, H, L), and ``normalized_entropy``, divided by ln(visible keys)
@@ -165,6 +167,8 @@ def attention_statistics(
             * ``map`` the weights pooled to `map_size` × `map_size` tiles (B, H, R, R)
             * ``head_average`` the mean over heads (B, L, S)
             * ``rows`` the weights of the queries in `rows` (B, H, n, S)
+            * ``output`` Σ_j p v, what `attention` gives without dropout, in the inputs' dtype (B, H, L, Dv); on the CPU
+              it comes from the same pass, which costs less than two
             * ``output_norm`` ‖Σ_j p v‖ (B, H, L)
         query_mask: bool or 0/1 (B, L); queries marked 0 (padding) are left out of ``received``, ``max_logit``,
             ``offset`` and ``map``. Default: all count.
@@ -177,7 +181,7 @@ def attention_statistics(
         An `AttentionStatistics`.
 
     Raises:
-        ArgumentError: for an unknown statistic or option; ``output_norm`` without `value`.
+        ArgumentError: for an unknown statistic or option; ``output`` or ``output_norm`` without `value`.
         ShapeError, DTypeError: as `attention`.
 
     Example:
@@ -217,28 +221,40 @@ def compute_statistics(
 ) -> AttentionStatistics:
     """Statistics of a validated call; `counted` is (B, L) bool or ``None`` for all."""
     require_per(per, names)
-    column = None if counted is None else counted[:, None, :, None]
-    gathered: list[Statistic] = [STATISTICS[name](call, options, column) for name in names if name != "rows"]
-    batch, heads, length = call.grid.batch_size, call.grid.num_heads, call.grid.query_length
-    sees = torch.zeros(batch, heads, length, dtype=torch.bool, device=call.query.device)
     with torch.no_grad(), autocast_off(call.query):
-        for block, place, query, key in score_blocks(call, dtype=exact_dtype(call)):
-            part = None if column is None else column[block.batch, :, place]
-            block_rows = Rows(call, block, place, query, key, part)
-            sees[block.batch, block.heads, place] = (block_rows.largest > float("-inf")).squeeze(-1)
-            for statistic in gathered:
-                statistic.add(block_rows)
-        results = {name: tensor for statistic in gathered for name, tensor in statistic.result().items()}
+        results = native_results(call, names, options, counted)
+        left = [name for name in names if name not in results and name != "rows"]
+        if left or "sees" not in results:
+            results |= _results_by_blocks(call, left, options, counted)
         if "rows" in names:
-            results["rows"] = exact_weights(call, row_numbers(rows, length))
+            results["rows"] = exact_weights(call, row_numbers(rows, call.grid.query_length))
+    sees = results.pop("sees")
     if per == "kv_head":
-        _reduce_heads(results, gathered, call)
-    if per == "kv_head":
+        _reduce_heads(results, names, call)
         sees = sees.unflatten(1, (call.key.shape[1], call.group)).any(2)
     results["hidden_queries"] = (~sees).sum(-1)
     results["sees"] = sees
-    everything = torch.ones(batch, length, dtype=torch.bool, device=call.query.device)
-    return AttentionStatistics(call, everything if counted is None else counted, results, options, per)
+    if counted is None:
+        counted = torch.ones(call.grid.batch_size, call.grid.query_length, dtype=torch.bool, device=call.query.device)
+    return AttentionStatistics(call, counted, results, options, per)
+
+
+def _results_by_blocks(
+    call: AttentionCall, names: Sequence[str], options: Options, counted: Tensor | None
+) -> dict[str, Any]:
+    """Results of some statistics and ``sees`` (B, H, L), folded block by block."""
+    column = None if counted is None else counted[:, None, :, None]
+    gathered: list[Statistic] = [STATISTICS[name](call, options, column) for name in names]
+    shape = (call.grid.batch_size, call.grid.num_heads, call.grid.query_length)
+    sees = torch.zeros(shape, dtype=torch.bool, device=call.query.device)
+    for block, place, query, key in score_blocks(call, dtype=exact_dtype(call)):
+        part = None if column is None else column[block.batch, :, place]
+        block_rows = Rows(call, block, place, query, key, part)
+        sees[block.batch, block.heads, place] = (block_rows.largest > float("-inf")).squeeze(-1)
+        for statistic in gathered:
+            statistic.add(block_rows)
+    results = {name: tensor for statistic in gathered for name, tensor in statistic.result().items()}
+    return {**results, "sees": sees}
 
 
 def exact_weights(call: AttentionCall, rows: Tensor | None) -> Tensor:
@@ -267,10 +283,11 @@ def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]
             raise ArgumentError(
                 explain_problem("statistics", expected=f"names among {', '.join(known)}", got=repr(name))
             )
-    if "output_norm" in names and not has_value:
-        raise ArgumentError(
-            explain_problem("statistics", expected="value= for 'output_norm'", got="no value", fix="Pass value=.")
-        )
+    for name in ("output", "output_norm"):
+        if name in names and not has_value:
+            raise ArgumentError(
+                explain_problem("statistics", expected=f"value= for {name!r}", got="no value", fix="Pass value=.")
+            )
     return tuple(dict.fromkeys(names))
 
 
@@ -306,16 +323,17 @@ def require_per(per: Per, names: Sequence[str]) -> None:
     """Raise unless every statistic has the average over heads that `per` asks for.
 
     Raises:
-        ArgumentError: for another word, or ``top_k`` and ``rows``, which have no average.
+        ArgumentError: for another word, or ``top_k``, ``output`` and ``rows``, which have no average.
     """
     if per not in ("query_head", "kv_head"):
         raise ArgumentError(explain_problem("per", expected="'query_head' or 'kv_head'", got=repr(per)))
-    unaveraged = [name for name in names if name in ("top_k", "rows")]
+    unaveraged = [name for name in names if name in _UNAVERAGED]
+    verb = "have" if len(unaveraged) > 1 else "has"
     if per == "kv_head" and unaveraged:
         raise ArgumentError(
             explain_problem(
                 "per",
-                expected="'query_head' for top_k and rows, which have no average over heads",
+                expected=f"'query_head' for {' and '.join(unaveraged)}, which {verb} no average over heads",
                 got="'kv_head'",
                 fix=f"Write statistics={tuple(name for name in names if name not in unaveraged)}.",
             )
@@ -341,9 +359,9 @@ def counted_queries(query_mask: Tensor | None, call: AttentionCall) -> Tensor | 
     return query_mask.to(device=call.query.device, dtype=torch.bool)
 
 
-def _reduce_heads(results: dict[str, Any], gathered: list[Statistic], call: AttentionCall) -> None:
-    for statistic in gathered:
-        for name in statistic.per_head:
+def _reduce_heads(results: dict[str, Any], names: Sequence[str], call: AttentionCall) -> None:
+    for statistic in names:
+        for name in STATISTICS[statistic].per_head:
             results[name] = results[name].unflatten(1, (call.key.shape[1], call.group)).mean(2)
 
 

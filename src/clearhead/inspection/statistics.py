@@ -347,6 +347,23 @@ class HeadAverage(Statistic):
 
 
 @final
+class Output(Statistic):
+    """Σ_j p_ij v_j (B, H, L, Dv), in the inputs' dtype: what `attention` gives without dropout. Needs values."""
+
+    name: ClassVar[str] = "output"
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        self._output = call.query.new_zeros(*self.row_shape, call.value.shape[-1])
+
+    def add(self, rows: Rows) -> None:
+        self._output[rows.block.batch, rows.block.heads, rows.place] = _mixed_values(rows).to(self._output.dtype)
+
+    def result(self) -> dict[str, Any]:
+        return {"output": self._output}
+
+
+@final
 class OutputNorm(Statistic):
     """‖Σ_j p_ij v_j‖₂ (B, H, L): the length of what a head writes (Kobayashi et al., 2020). Needs values."""
 
@@ -358,14 +375,18 @@ class OutputNorm(Statistic):
         self._norm = self.zeros(*self.row_shape)
 
     def add(self, rows: Rows) -> None:
-        heads = rows.block.heads
-        kv_heads = slice(heads.start // self.call.group, heads.stop // self.call.group)
-        value = self.call.value[rows.block.batch, kv_heads, rows.columns].to(rows.terms.dtype)
-        mixed = grouped(rows.terms, value) / rows.total  # (b, h, l, Dv)
-        self.put(self._norm, rows, torch.linalg.vector_norm(mixed, dim=-1, keepdim=True))
+        self.put(self._norm, rows, torch.linalg.vector_norm(_mixed_values(rows), dim=-1, keepdim=True))
 
     def result(self) -> dict[str, Any]:
         return {"output_norm": self._norm}
+
+
+def _mixed_values(rows: Rows) -> Tensor:
+    """Σ_j p_ij v_j of a block, (b, h, l, Dv)."""
+    call, heads = rows.call, rows.block.heads
+    kv_heads = slice(heads.start // call.group, heads.stop // call.group)
+    value = call.value[rows.block.batch, kv_heads, rows.columns].to(rows.terms.dtype)
+    return grouped(rows.terms, value) / rows.total
 
 
 def _largest_columns(rows: Rows, count: int) -> tuple[Tensor, Tensor]:
@@ -397,6 +418,7 @@ STATISTICS: dict[str, type[Statistic]] = {
         Offset,
         Map,
         HeadAverage,
+        Output,
         OutputNorm,
     )
 }

@@ -34,6 +34,8 @@ __all__ = [
 
 #: Elements of the score matrix held at once; four to six temporaries of this size live at a time.
 BLOCK_ELEMENTS = 1 << 20
+#: Up to so many keys weights are looked at in float64, which costs milliseconds there.
+EXACT_KEYS = 1024
 _ROWS = 128  # enough rows for an efficient matrix product, few enough for heads to share a block of the mask
 _FEWEST_ROWS = 16
 
@@ -209,12 +211,12 @@ def drop_subnormal(call: AttentionCall, weights: Tensor) -> Tensor:
 
 
 def exact_dtype(call: AttentionCall) -> torch.dtype:
-    """float64 up to 1024 keys, where it costs milliseconds, the compute dtype beyond.
+    """float64 up to `EXACT_KEYS`, the compute dtype beyond.
 
     The error of a score is a relative error of its weight, and float32 products of long vectors are not exact enough
     for weights to 1e-6.
     """
-    return torch.float64 if call.grid.key_length <= 1024 else call.compute_dtype
+    return torch.float64 if call.grid.key_length <= EXACT_KEYS else call.compute_dtype
 
 
 def score_blocks(

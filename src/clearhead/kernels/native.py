@@ -16,7 +16,7 @@ from .native_calls import TYPES, Request, backward, empty_lse, forward, prepared
 from .native_masks import differs_between_heads, learnt_shape, lower
 from .native_operator import sinks_gradient
 
-__all__ = ["NativeKernel"]
+__all__ = ["NativeKernel", "request_of"]
 
 
 @final
@@ -48,18 +48,18 @@ class NativeKernel(Kernel):
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         if is_tracing() or torch._C._len_torch_dispatch_stack() > 0:  # pyright: ignore
-            output, lse = torch.ops.clearhead.attention(*vars(_request(call)).values())
+            output, lse = torch.ops.clearhead.attention(*vars(request_of(call)).values())
         elif call.needs_gradients:
             output, lse = cast("tuple[Tensor, Tensor]", _Native.apply(call, *call.inputs))
         else:
             lse = empty_lse(call.query) if call.return_lse else None
-            output = forward(_request(call), lse)
+            output = forward(request_of(call), lse)
         return output, lse if call.return_lse else None
 
     def prepare(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         prepared = None
         if not (call.needs_gradients or call.return_lse or call.dropout_p or call.sinks is not None):
-            request = _request(call)
+            request = request_of(call)
             prepared = prepared_forward(request) if request.visible is request.bias is request.first is None else None
         return prepared or super().prepare(call)
 
@@ -89,7 +89,8 @@ def _can_differentiate_biases(call: AttentionCall) -> bool:
     return learnt_shape(call) is not None
 
 
-def _request(call: AttentionCall) -> Request:
+def request_of(call: AttentionCall) -> Request:
+    """The call with its mask lowered."""
     lowered = lower(call)
     first, last = lowered.spans or (None, None)
     return Request(
@@ -119,7 +120,7 @@ class _Native(torch.autograd.Function):
         ctx.call = call.without_tensors()
         ctx.set_materialize_grads(False)
         lse = empty_lse(call.query)
-        output = forward(_request(call), lse)
+        output = forward(request_of(call), lse)
         ctx.save_for_backward(output, lse, *inputs)
         return output, lse
 
@@ -132,7 +133,7 @@ class _Native(torch.autograd.Function):
         call = ctx.call.with_tensors(*inputs)
         if output_gradient is None:
             output_gradient = torch.zeros_like(output)
-        request = _request(call)
+        request = request_of(call)
         biases = len(call.bias_tensors)
         wanted = [index for index in range(biases) if ctx.needs_input_grad[index - biases]]
         shape = learnt_shape(call) if wanted else None

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from ..native import extension, instruction_set_number
 
-__all__ = ["TYPES", "Request", "backward", "empty_lse", "empty_output", "forward", "prepared_forward"]
+if TYPE_CHECKING:
+    from .native_statistics import WeightStatistics
+
+__all__ = ["TYPES", "Request", "backward", "empty_lse", "empty_output", "forward", "prepared_forward", "statistics"]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MATRICES = 10  # where the three inputs begin among the numbers
@@ -134,6 +137,24 @@ def backward(
     )
     del kept
     return gradients[0], gradients[1], gradients[2], correction
+
+
+def statistics(request: Request, wanted: WeightStatistics) -> None:
+    """Write what is wanted of the weights, which are those before dropout."""
+    numbers, kept = _numbers(request, None)
+    top = wanted.top_weights
+    _module().statistics(
+        instruction_set_number(),
+        torch.get_num_threads(),
+        *numbers,
+        *((0,) * 4 if wanted.output is None else _matrix(wanted.output)),
+        *map(_address, (wanted.counted, wanted.largest, wanted.visible)),
+        *map(_address, (wanted.entropy, wanted.confidence, wanted.norm)),
+        *map(_address, (wanted.received, wanted.viewers)),
+        *map(_address, (top, wanted.top_keys)),
+        0 if top is None else top.shape[-1],
+    )
+    del kept
 
 
 def empty_output(query: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -259,9 +259,9 @@ static void backward_rows(const Problem& p, const Task& task, int64_t row_start,
             const NextMasks next = next_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
             const float *k = room.keys + (start - block) * key_stride, *v = room.values + (start - block) * p.value_dim;
             float *dk = sums + start * key_width, *dv = value_sums + start * value_width;
-            if (tiles[n].rows.vectors == 1) attend_back<1>(p, tiles[n], b, start, stop, room, next, k, v, dk, dv);
-            if (tiles[n].rows.vectors == 2) attend_back<2>(p, tiles[n], b, start, stop, room, next, k, v, dk, dv);
-            if (tiles[n].rows.vectors == 3) attend_back<3>(p, tiles[n], b, start, stop, room, next, k, v, dk, dv);
+            by_vectors(tiles[n].rows.vectors, [&](auto vectors) {
+                attend_back<vectors.value>(p, tiles[n], b, start, stop, room, next, k, v, dk, dv);
+            });
         }
     }
     float factors[TILE];

@@ -17,6 +17,8 @@ constexpr int64_t TASKS_PER_THREAD = 4;      // enough that the last ones to fin
 constexpr int64_t TASK_FLOATS = 128 * 1024;  // queries and outputs of a task, which have to stay in the cache
 constexpr int64_t FEW_ROWS = 8;              // from here on tiles take less time
 constexpr int64_t FEWEST_KEYS = 256;         // of one part of a head
+constexpr int64_t STATISTICS_TASKS = 88;     // whatever the threads: how sums are grouped decides about bits
+constexpr int64_t COLUMN_FLOATS = 4 * 1024 * 1024;  // of all their sums, if one task a head does not take more
 constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
 constexpr int64_t MASK_FLOATS = 1024 * 1024;  // laid out at a time, for each thread
 constexpr int64_t FEWEST_SCORES = 64 * 1024;     // of a head that make laying out its mask worth while
@@ -76,6 +78,10 @@ bool share(int64_t count, int64_t threads, int64_t floats, const Work& work) {
 }
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+void add(const float* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i++) to[i] += from[i];
+}
 
 // How many rows a task takes: whole tiles, equally many in each, few enough for every thread to get several tasks.
 int64_t rows_of_task(const Kernels& kernels, const Problem& p, int64_t threads) {
@@ -286,6 +292,32 @@ bool run_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
     bool enough = true;  // batch items that add to the same gradient of a bias do so one after the other
     for (int64_t head = 0; enough && head < heads; head += p.kv_heads)
         enough = run_backward_of(kernels, p, head, p.kv_heads, threads);
+    return enough;
+}
+
+bool run_statistics(const Kernels& kernels, const Problem& p, const Statistics& s, int64_t threads) {
+    const int64_t heads = p.batch * p.heads, size = columns_of(p);
+    if (heads == 0 || p.rows == 0) return true;
+    const int64_t fitting = COLUMN_FLOATS / (2 * size) + 1, tiles = divide_up(p.rows, kernels.tile_rows);
+    const int64_t wanted = divide_up(fitting < STATISTICS_TASKS ? fitting : STATISTICS_TASKS, heads);
+    const int64_t step = divide_up(tiles, wanted < tiles ? wanted : tiles) * kernels.tile_rows;
+    const int64_t parts = divide_up(p.rows, step);
+    float* columns = static_cast<float*>(calloc(static_cast<size_t>(s.received ? heads * parts * 2 * size : 1), 4));
+    if (!columns) return false;
+    const bool enough = share(heads * parts, threads, kernels.statistics_scratch(p, s), [&](int64_t index, float* memory) {
+        const int64_t head = index % heads, part = parts - 1 - index / heads, start = part * step;
+        const int64_t stop = start + step < p.rows ? start + step : p.rows;
+        const int64_t kv_head = head % p.heads / p.group(), folded = head % p.heads % p.group() * p.rows;
+        float* own = columns + (s.received ? (head * parts + part) * 2 * size : 0);
+        kernels.statistics(p, s, {head / p.heads, kv_head, folded + start, folded + stop, 0, p.keys}, own, memory);
+    });
+    for (int64_t head = 0; s.received && head < heads; head++)
+        for (int64_t part = 0; part < parts; part++) {
+            const float* own = columns + (head * parts + part) * 2 * size;
+            add(own, p.keys, s.received + head * p.keys);
+            add(own + size, p.keys, s.viewers + head * p.keys);
+        }
+    free(columns);
     return enough;
 }
 

@@ -4,9 +4,10 @@
 
 namespace clearhead {
 
-// All three return false if there was no memory.
+// All of these return false if there was no memory.
 bool run_forward(const Kernels& kernels, const Problem& problem, int64_t threads);
 bool run_backward(const Kernels& kernels, const Problem& problem, int64_t threads);
+bool run_statistics(const Kernels& kernels, const Problem& problem, const Statistics& wanted, int64_t threads);
 
 // The child of a fork has none of its parent's threads, and OpenMP would wait for them for ever.
 void stay_alone_after_fork();

@@ -11,6 +11,8 @@ template <int V, Extra EXTRA, bool CAPPED>
 INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const Looked& looked,
                   const NextMasks& next, float* to, Floats (&peaks)[V]) {
     const float factor = CAPPED ? p.scale / p.softcap : p.scale * LOG2E;
+    Floats best[V];  // in registers, which `peaks` need not be
+    for (int v = 0; v < V; v++) best[v] = peaks[v];
     for (int64_t j = 0; j < count; j += STEP) {
         if (next.start < next.stop) next.fetch(p, j / STEP, count / STEP);
         Floats acc[STEP][V] = {};
@@ -23,11 +25,12 @@ INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t
                 Floats x = acc[t][v] * factor;
                 if (CAPPED) x = tanh(x) * (p.softcap * LOG2E);
                 x = masked<EXTRA, V>(x, looked, j + t, v);
-                peaks[v] = larger(x, peaks[v]);
+                best[v] = larger(x, best[v]);
                 store(to + place, x);
             }
         }
     }
+    for (int v = 0; v < V; v++) peaks[v] = best[v];
 }
 
 template <int V>
@@ -168,9 +171,9 @@ static void forward_typed(const Problem& p, const Task& task, float* scratch) {
             const bool last = n + 1 == count;
             const NextMasks next = next_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
             const float *k = keys + (start - block) * p.dim, *v = values + (start - block) * width;
-            if (tiles[n].rows.vectors == 1) attend<1>(p, tiles[n], b, start, stop, k, v, weights, room, next);
-            if (tiles[n].rows.vectors == 2) attend<2>(p, tiles[n], b, start, stop, k, v, weights, room, next);
-            if (tiles[n].rows.vectors == 3) attend<3>(p, tiles[n], b, start, stop, k, v, weights, room, next);
+            by_vectors(tiles[n].rows.vectors, [&](auto vectors) {
+                attend<vectors.value>(p, tiles[n], b, start, stop, k, v, weights, room, next);
+            });
         }
     }
     for (int64_t n = 0; n < count; n++) finish<T>(p, tiles[n], b);

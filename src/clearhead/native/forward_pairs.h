@@ -100,9 +100,9 @@ class Units {
     }
 
     Looked see(const Rows& rows, int64_t start, int64_t stop) const {
-        if (rows.vectors == 1) return look<1>(p_, rows, task_.batch, start, stop, room_.look);
-        if (rows.vectors == 2) return look<2>(p_, rows, task_.batch, start, stop, room_.look);
-        return look<3>(p_, rows, task_.batch, start, stop, room_.look);
+        Looked looked;
+        by_vectors(rows.vectors, [&](auto vectors) { looked = look<vectors.value>(p_, rows, task_.batch, start, stop, room_.look); });
+        return looked;
     }
 
     const Problem& p_;
@@ -124,16 +124,8 @@ INLINE Product outputs_of(const Problem& p, const Unit& unit) {
     return {unit.values, weights, PAIR_BLOCK / 2, unit.count / 2, height, unit.tile->rows.vectors, unit.tile->output, true};
 }
 
-// Calls work(vectors, as a constant).
-template <class Work>
-INLINE void by_vectors(int64_t vectors, const Work& work) {
-    if (vectors == 1) work(Number<1>());
-    if (vectors == 2) work(Number<2>());
-    if (vectors == 3) work(Number<3>());
-}
-
 static void finish_product(Product& product) {
-    by_vectors(product.vectors, [&](auto v) { finish<decltype(v)::value>(product); });
+    by_vectors(product.vectors, [&](auto v) { finish<v.value>(product); });
 }
 
 // Scores to units of log 2 in place, where more is to be done than multiplying them with a factor.
@@ -282,13 +274,13 @@ void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch)
         const bool adjusted = p.softcap != 0 || now.masked();
         if (adjusted)
             by_vectors(now.tile->rows.vectors, [&](auto v) {
-                by_extra(now.looked, [&](auto extra) { adjust<decltype(v)::value, extra()>(p, now); });
+                by_extra(now.looked, [&](auto extra) { adjust<v.value, extra()>(p, now); });
             });
         const float factor = adjusted ? 1 : fabsf(p.scale) * LOG2E;
         more = units.next(next);
         scores = more ? scores_of(p, next) : Product();
         by_vectors(now.tile->rows.vectors,
-                   [&](auto v) { weigh_pairs<decltype(v)::value>(p, now, task.batch, factor, outputs, scores); });
+                   [&](auto v) { weigh_pairs<v.value>(p, now, task.batch, factor, outputs, scores); });
         finish_product(outputs);
         finish_product(scores);
         outputs = outputs_of(p, now);

@@ -14,6 +14,9 @@ namespace ISA {
 #endif
 #include "backward.h"
 #include "decode.h"
+#include "sheet.h"
+#include "largest.h"
+#include "statistics.h"
 
 // f(zero of the type of the tensors)
 template <class Work>
@@ -49,12 +52,16 @@ static void write_sums(const Problem& p, int64_t batch, int64_t kv_head, const f
     by_type(p.type, [&](auto zero) { write_sums_typed<decltype(zero)>(p, batch, kv_head, sums, count); });
 }
 
+static void statistics(const Problem& p, const Statistics& s, const Task& task, float* columns, float* scratch) {
+    by_type(p.type, [&](auto zero) { statistics_typed<decltype(zero)>(p, s, task, columns, scratch); });
+}
+
 static bool supported() { return CPU_HAS_ISA; }
 
 constexpr Kernels table(const char* name) {
     return {name,           TILE,         supported, masks_size, lay_out_masks,    scratch_of_forward, forward,
-            decode_scratch, partial_size, decode,    merge,      backward_scratch, sums_size,       backward,
-            write_sums};
+            decode_scratch, partial_size, decode,    merge,      backward_scratch, sums_size,          backward,
+            write_sums,     statistics_scratch, statistics};
 }
 
 }  // namespace ISA

@@ -26,6 +26,13 @@ INLINE void by_extra(const Looked& looked, const Work& work) {
     return work(Constant<Extra::none>());
 }
 
+// The same from another key on.
+template <int V>
+INLINE Looked from_key(const Looked& looked, int64_t key) {
+    return {looked.sight, looked.bits ? looked.bits + key : nullptr,
+            looked.numbers ? looked.numbers + key * V * LANES : nullptr};
+}
+
 // Memory for that.
 struct LookRoom {
     uint32_t* bits;
@@ -176,7 +183,7 @@ static Sight look_at_bits(const Problem& p, const Rows& rows, int64_t batch, int
 
 // A square of numbers whose rows begin at from[0 … LANES − 1], transposed.
 INLINE void load_transposed(const float* const (&from)[LANES], int64_t j, Floats (&square)[LANES]) {
-#ifdef __AVX512F__
+#if LANES == 16
 #pragma GCC unroll 4
     for (int q = 0; q < LANES; q += 4) {  // quarters of rows go straight to their lanes: half as many shuffles
         __m512 x[4];
@@ -295,7 +302,5 @@ static void lay_out_rows(const Problem& p, const Rows& rows, int64_t batch, floa
 static void lay_out_masks(const Problem& p, int64_t batch, int64_t row_start, float* to) {
     Rows rows;
     describe_rows(p, batch, 0, row_start, p.folded_rows(), rows);
-    if (rows.vectors == 1) lay_out_rows<1>(p, rows, batch, to);
-    if (rows.vectors == 2) lay_out_rows<2>(p, rows, batch, to);
-    if (rows.vectors == 3) lay_out_rows<3>(p, rows, batch, to);
+    by_vectors(rows.vectors, [&](auto vectors) { lay_out_rows<vectors.value>(p, rows, batch, to); });
 }

@@ -112,6 +112,22 @@ PyObject* backward(PyObject*, PyObject* const* items, Py_ssize_t count) {
     return run_without_gil(args, p, set, threads, run_backward);
 }
 
+PyObject* statistics(PyObject*, PyObject* const* items, Py_ssize_t count) {
+    Arguments args(items, count);
+    const int64_t set = args.integer(), threads = args.integer();
+    Problem p = read_problem(args);
+    p.output = args.matrix();
+    Statistics s = {};
+    s.counted = args.pointer<const uint8_t>();
+    s.largest = args.pointer<float>(), s.visible = args.pointer<float>();
+    s.entropy = args.pointer<float>(), s.confidence = args.pointer<float>(), s.norm = args.pointer<float>();
+    s.received = args.pointer<float>(), s.viewers = args.pointer<float>();
+    s.top_weights = args.pointer<float>(), s.top_keys = args.pointer<int64_t>(), s.top = args.integer();
+    return run_without_gil(args, p, set, threads, [&](const Kernels& kernels, const Problem& problem, int64_t many) {
+        return run_statistics(kernels, problem, s, many);
+    });
+}
+
 // (number, name) of each instruction set that this processor has, the best first.
 PyObject* instruction_sets(PyObject*, PyObject*) {
     PyObject* found = PyList_New(0);
@@ -127,6 +143,7 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
 PyMethodDef methods[] = {
     {"forward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(forward)), METH_FASTCALL, nullptr},
     {"backward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(backward)), METH_FASTCALL, nullptr},
+    {"statistics", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(statistics)), METH_FASTCALL, nullptr},
     {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -4,8 +4,6 @@
 typedef uint32_t Pair;
 
 // Unrolls f(0), f(1) … with numbers that are constants.
-template <int N>
-using Number = std::integral_constant<int, N>;
 template <class Work, int... I>
 INLINE void each(const Work& work, Numbers<I...>) {
     (work(Number<I>()), ...);
@@ -74,7 +72,7 @@ template <int H, int V>
 INLINE void begin_rows(const Product& p) {
     float* to = p.sums + p.row * V * LANES;
     each<H * V>([&](auto n) {
-        constexpr int tile = decltype(n)::value;
+        constexpr int tile = n.value;
         if (p.split)
             load_tile<tile>(to + tile / V * 16 * V * LANES + tile % V * LANES, V * LANES);
         else
@@ -85,7 +83,7 @@ template <int H, int V>
 INLINE void end_rows(const Product& p) {
     float* to = p.sums + p.row * V * LANES;
     each<H * V>([&](auto n) {
-        constexpr int tile = decltype(n)::value;
+        constexpr int tile = n.value;
         store_tile<tile>(to + tile / V * 16 * V * LANES + tile % V * LANES, V * LANES);
     });
 }
@@ -94,12 +92,12 @@ INLINE void multiply_rows(const Product& p) {
     load_tile<6>(p.left + (p.row + H * 16) * p.stride + p.pair, p.stride);
     const int64_t parts = p.split ? 2 : 1;
     each<V>([&](auto v) {
-        const Pair* right = p.right + (p.pair * parts * V + decltype(v)::value) * LANES;
+        const Pair* right = p.right + (p.pair * parts * V + v.value) * LANES;
         load_tile<7>(right, parts * V * LANES);
-        multiply_tiles<H * V + decltype(v)::value, 6, 7>();
+        multiply_tiles<H * V + v.value, 6, 7>();
         if (!p.split) return;
         load_tile<7>(right + V * LANES, parts * V * LANES);
-        multiply_tiles<H * V + decltype(v)::value, 6, 7>();
+        multiply_tiles<H * V + v.value, 6, 7>();
     });
 }
 

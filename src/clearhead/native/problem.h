@@ -58,11 +58,25 @@ struct Problem {
     int64_t folded_rows() const { return group() * rows; }
 };
 
+// What is wanted of the weights; what is null is not.
+struct Statistics {
+    const uint8_t* counted;      // (B, L): the queries that sums over queries take in; null for all
+    float *largest, *visible;    // (B, H, L): the largest score, −∞ where nothing is seen; how many keys are seen
+    float *entropy, *confidence; // (B, H, L)
+    float* norm;                 // (B, H, L), of outputs that are written too
+    float *received, *viewers;   // (B, H, S), both or neither
+    float* top_weights;          // (B, H, L, top)
+    int64_t *top_keys, top;
+};
+
 // A piece of work: folded rows [row_start, row_stop) of one key/value head against keys [key_start, key_stop) (which only decoding splits).
 struct Task {
     int64_t batch, kv_head, row_start, row_stop, key_start, key_stop;
     const float* masks;  // laid out for its tiles, or null
 };
+
+// Received or viewers of a task have so many numbers, the last of which mean nothing: whole vectors are written.
+inline int64_t columns_of(const Problem& p) { return p.keys + 16; }
 
 // One instruction set's functions. Scratch is counted in floats and aligned to 64 bytes.
 struct Kernels {
@@ -81,6 +95,8 @@ struct Kernels {
     int64_t (*sums_size)(const Problem&);
     void (*backward)(const Problem&, const Task&, float* sums, float* scratch);
     void (*write_sums)(const Problem&, int64_t batch, int64_t kv_head, const float* sums, int64_t count);
+    int64_t (*statistics_scratch)(const Problem&, const Statistics&);
+    void (*statistics)(const Problem&, const Statistics&, const Task&, float* columns, float* scratch);
 };
 
 extern const Kernels amx_kernels, avx512_bf16_kernels, avx512_kernels, avx2_kernels, generic_kernels;

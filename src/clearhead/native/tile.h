@@ -29,6 +29,17 @@ INLINE void multiply(Floats (&acc)[STEP][V], const float* __restrict a, int64_t 
     }
 }
 
+template <int N>
+using Number = std::integral_constant<int, N>;
+
+// work(how many vectors of rows there are, as a constant)
+template <class Work>
+INLINE void by_vectors(int64_t vectors, const Work& work) {
+    if (vectors == 1) return work(Number<1>());
+    if (vectors == 2) return work(Number<2>());
+    work(Number<3>());
+}
+
 // The query rows of a tile: whose they are and which columns they may see. Lanes without a row repeat the last one.
 struct Rows {
     int64_t start, count, vectors;  // folded rows

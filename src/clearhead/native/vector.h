@@ -124,7 +124,7 @@ INLINE void store_some(T* to, Floats x, int64_t count) {
     for (int64_t lane = 0; lane < count; lane++) narrow(x[lane], to + lane);
 }
 
-#ifdef __AVX512F__
+#if LANES == 16
 INLINE Floats load_some(const float* from, int64_t count) {
     return count >= LANES ? load(from) : _mm512_maskz_loadu_ps(static_cast<__mmask16>((1 << count) - 1), from);
 }
@@ -134,8 +134,8 @@ INLINE void store_some(float* to, Floats x, int64_t count) {
 }
 #endif
 
-// 2^x to 2e-7 for x <= 127, zero below -126 (and for −∞), NaN for NaN. A minimax polynomial of 2^f on [−½, ½].
-INLINE Floats exp2(Floats x) {
+// 2^x to 2e-7 for -127 <= x <= 127, zero below -126.5, NaN for NaN. A minimax polynomial of 2^f on [−½, ½].
+INLINE Floats exp2_within(Floats x) {
     const Floats magic = splat(12582912.f + 127.f);  // adding it leaves round(x) + 127 in the lowest bits
     const Floats shifted = x + magic;
     const Floats power = reinterpret_cast<Floats>(reinterpret_cast<Ints>(shifted) << 23);
@@ -145,8 +145,11 @@ INLINE Floats exp2(Floats x) {
     y = y * f + 0.240222424f;
     y = y * f + 0.693147004f;
     y = y * f + 1.f;
-    return x < splat(-126.f) ? Floats{} : y * power;
+    return y * power;
 }
+
+// The same for x <= 127, zero below -126 (and for −∞).
+INLINE Floats exp2(Floats x) { return x < splat(-126.f) ? Floats{} : exp2_within(x); }
 
 // tanh to 2e-7: an odd polynomial near zero (Cephes, tanhf.c), 1 − 2/(e^{2|x|} + 1) beyond.
 INLINE Floats tanh(Floats x) {
@@ -160,6 +163,19 @@ INLINE Floats tanh(Floats x) {
     y = y * z - 3.33332819422e-1f;
     const Floats near = y * z * x + x;
     return size < splat(0.625f) ? near : (x < Floats{} ? -far : far);
+}
+
+// Which lanes of a comparison are true, one bit for each. (gcc 12 defines no __AVX512F__ after `#pragma GCC target`.)
+INLINE uint32_t bits(Ints x) {
+#if LANES == 16
+    return _mm512_movepi32_mask(reinterpret_cast<__m512i>(x));
+#elif LANES == 8
+    return static_cast<uint32_t>(_mm256_movemask_ps(reinterpret_cast<__m256>(x)));
+#else
+    uint32_t result = 0;
+    for (int lane = 0; lane < LANES; lane++) result |= (x[lane] & 1u) << lane;
+    return result;
+#endif
 }
 
 template <int... I>
@@ -256,9 +272,9 @@ INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // Philox4x32-10 (Salmon, Moraes, Dror and Shaw, SC 2011), one counter in each lane.
 INLINE Longs multiply_even(Longs x, uint32_t factor) {
-#if defined(__AVX512F__)
-    return reinterpret_cast<Longs>(_mm512_mul_epu32(reinterpret_cast<__m512i>(x), _mm512_set1_epi32(factor)));
-#elif defined(__AVX2__)
+#if LANES == 16
+    return reinterpret_cast<Longs>(_mm512_maskz_mul_epu32(0xff, reinterpret_cast<__m512i>(x), _mm512_set1_epi32(factor)));
+#elif LANES == 8
     return reinterpret_cast<Longs>(_mm256_mul_epu32(reinterpret_cast<__m256i>(x), _mm256_set1_epi32(factor)));
 #else
     return (x & 0xffffffffu) * factor;

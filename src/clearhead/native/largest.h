@@ -1,0 +1,103 @@
+// The largest scores of each row of a sheet: a limit from the peaks of its pieces first, then one look at every score.
+
+// The k-th largest peak of some pieces together, in each lane: at least k scores are as large, and hardly more than k
+// if there are many more such groups than k.
+static Floats least_of_largest(const Sheet& sheet, int v, float* best) {
+    const int64_t width = sheet.tile.rows.vectors * LANES, k = sheet.largest.count;
+    const int64_t group = (sheet.stop - sheet.start) / PIECE >= 16 * k ? 4 : 1;
+    for (int64_t rank = 0; rank < k; rank++) store(best + rank * LANES, splat(-INFINITY));
+    each_part(sheet, [&](int64_t start, int64_t stop, int64_t block) {
+        const float* peaks = sheet.peaks_of(block) + v * LANES;
+        const int64_t pieces = (stop - start) / PIECE;
+        for (int64_t n = 0; n < pieces; n += group) {
+            Floats x = load(peaks + n * width);
+            for (int64_t more = n + 1; more < smaller(n + group, pieces); more++)
+                x = larger(load(peaks + more * width), x);
+            if (!bits(x > load(best + (k - 1) * LANES))) continue;
+            for (int64_t rank = 0; rank < k; rank++) {
+                const Floats there = load(best + rank * LANES);
+                store(best + rank * LANES, larger(x, there));
+                x = x > there ? there : x;
+            }
+        }
+    });
+    return load(best + (k - 1) * LANES);
+}
+
+// Empties the lists and sets their limits.
+static void expect_largest(Sheet& sheet) {
+    Largest& largest = sheet.largest;
+    for (int v = 0; v < sheet.tile.rows.vectors; v++) {
+        const Floats least = least_of_largest(sheet, v, largest.scores);
+        for (int64_t lane = v * LANES; lane < (v + 1) * LANES; lane++) {
+            largest.limit[lane] = nextafterf(least[lane - v * LANES], -INFINITY);
+            largest.found[lane] = 0;
+        }
+    }
+}
+
+// Moves the `count` largest of a row's scores to the front of its list, in falling order.
+static void sort_row(Largest& largest, int64_t lane) {
+    float* scores = largest.scores + lane;
+    int32_t* keys = largest.keys + lane;
+    for (int64_t n = 1; n < largest.found[lane]; n++) {
+        const float score = scores[n * TILE];
+        const int32_t key = keys[n * TILE];
+        int64_t rank = n;
+        for (; rank > 0 && scores[(rank - 1) * TILE] < score; rank--) {
+            scores[rank * TILE] = scores[(rank - 1) * TILE];
+            keys[rank * TILE] = keys[(rank - 1) * TILE];
+        }
+        scores[rank * TILE] = score;
+        keys[rank * TILE] = key;
+    }
+    if (largest.found[lane] > largest.count) largest.found[lane] = static_cast<int32_t>(largest.count);
+}
+
+INLINE void note(Largest& largest, int64_t lane, float score, int64_t key) {
+    int32_t& found = largest.found[lane];
+    largest.scores[found * TILE + lane] = score;
+    largest.keys[found * TILE + lane] = static_cast<int32_t>(key);
+    if (++found < largest.room()) return;
+    sort_row(largest, lane);
+    largest.limit[lane] = largest.scores[(largest.count - 1) * TILE + lane];
+}
+
+// Notes which scores of a piece, whose peaks are given, are above their row's limit.
+template <int V>
+INLINE void find_largest(Largest& largest, const float* scores, const float* peaks, int64_t key) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; v++) {
+        const float* limit = largest.limit + v * LANES;
+        if (!bits(load(peaks + v * LANES) > load(limit))) continue;
+        for (int t = 0; t < PIECE; t++) {
+            const float* row = scores + (t * V + v) * LANES;
+            for (uint32_t rows = bits(load(row) > load(limit)); rows; rows &= rows - 1) {
+                const int lane = __builtin_ctz(rows);
+                note(largest, v * LANES + lane, row[lane], key + t);
+            }
+        }
+    }
+}
+
+// Writes the lists out, as weights, which fall as the scores do.
+static void write_largest(const Problem& p, const Statistics& s, Sheet& sheet, int64_t batch) {
+    const Rows& rows = sheet.tile.rows;
+    for (int64_t lane = 0; lane < rows.count; lane++) {
+        sort_row(sheet.largest, lane);
+        const int64_t place = ((batch * p.heads + rows.head[lane]) * p.rows + rows.row[lane]) * s.top;
+        float* weights = s.top_weights + place;
+        for (int64_t rank = 0; rank < s.top; rank++) {
+            const bool there = rank < sheet.largest.found[lane];
+            weights[rank] = there ? sheet.largest.scores[rank * TILE + lane] : -INFINITY;
+            s.top_keys[place + rank] = there ? sheet.largest.keys[rank * TILE + lane] : -1;
+        }
+        for (int64_t rank = 0; rank < s.top; rank += LANES) {
+            const int64_t count = smaller(LANES, s.top - rank);
+            const Floats shifted = load_some(weights + rank, count) - sheet.tile.peak[lane];
+            store_some(weights + rank, exp2(shifted) * sheet.factor[lane], count);
+        }
+        for (int64_t rank = 1; rank < s.top; rank++)
+            if (weights[rank] > weights[rank - 1]) weights[rank] = weights[rank - 1];
+    }
+}

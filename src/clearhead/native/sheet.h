@@ -1,0 +1,99 @@
+// Statistics of the weights, and the output beside them, from all scores of a few tiles ("sheets") at once:
+//   1. scores against every key a tile sees, with the peaks of its rows;
+//   2. weights e^(s − peak) in place of the scores, their sums, and their product with the values;
+//   3. sums over the rows of a tile, now that each row's total is known.
+// A sheet grows with the number of keys alone, and QKᵀ is computed once.
+
+constexpr int PIECE = GROUP;                   // keys whose peaks are kept, to find the largest scores quickly
+constexpr int64_t SHEET_FLOATS = 800 * 1024;  // of sheets that share what is read of keys and values
+
+// Candidates for the `count` largest scores of each row, and their keys: (room × TILE).
+struct Largest {
+    int64_t count;
+    float* scores;
+    int32_t* keys;
+    float limit[TILE];  // what a score has to be larger than to be one
+    int32_t found[TILE];
+
+    int64_t room() const { return 2 * count + 16; }
+};
+
+struct Sheet {
+    Tile tile;
+    Largest largest;
+    int64_t start, stop;            // every key that any row may see, multiples of GROUP
+    float *scores, *peaks;          // (keys × V·LANES), later the weights; (pieces × V·LANES)
+    int32_t* seen;                  // of each block: whether any row sees any of it
+    float inner[TILE];              // Σ e^(s − peak) · (s − peak), in units of log 2
+    float visible[TILE];            // how many keys each row sees
+    float factor[TILE];             // from e^(s − peak) to p
+    float counted[TILE];            // 1 for rows that sums over rows take in, else 0
+
+    float* at(int64_t key) const { return scores + (key - start) * tile.rows.vectors * LANES; }
+    int64_t first_block() const { return start / BLOCK * BLOCK; }
+    int64_t number(int64_t block) const { return (block - first_block()) / BLOCK; }
+    float* peaks_of(int64_t block) const { return peaks + number(block) * (BLOCK / PIECE) * tile.rows.vectors * LANES; }
+};
+
+// Rows of the next block, to be fetched bit by bit while one is at work.
+template <class T>
+struct Next {
+    const T* rows = nullptr;
+    int64_t stride = 0, columns = 0, count = 0;
+};
+
+// What a sheet sees of one block: keys [start, stop), and the first of its rows of keys or values.
+template <class T>
+struct Part {
+    int64_t start, stop, block;
+    const float* rows = nullptr;
+    Next<T> next = {};
+
+    int64_t count() const { return stop - start; }
+};
+
+// Fetches what is due of them when `step` more of `all` steps begin.
+template <class T>
+INLINE void fetch_next(const Next<T>& next, int64_t done, int64_t step, int64_t all) {
+    constexpr int64_t LINE = 64 / sizeof(T);
+    const int64_t stop = (done + step) * next.count / all;
+    for (int64_t j = done * next.count / all; j < stop; j++)
+        for (int64_t d = 0; d < next.columns; d += LINE) __builtin_prefetch(next.rows + j * next.stride + d, 0, 2);
+}
+
+// Rows of floats without gaps need not be laid out.
+INLINE const float* in_place(const float* rows, bool without_gaps) { return without_gaps ? rows : nullptr; }
+template <class T>
+INLINE const float* in_place(const T*, bool) {
+    return nullptr;
+}
+
+// work(start, stop, block) for each block's part that the sheet sees any of.
+template <class Work>
+INLINE void each_part(const Sheet& sheet, const Work& work) {
+    for (int64_t block = sheet.first_block(); block < sheet.stop; block += BLOCK)
+        if (sheet.seen[sheet.number(block)])
+            work(larger(block, sheet.start), smaller(block + BLOCK, sheet.stop), block);
+}
+
+// to[j] += the sum over lanes and vectors of cell(j, v), for KEYS keys.
+template <int V, int KEYS, class Cell>
+INLINE void add_some_columns(int64_t j, float* to, const Cell& cell) {
+    Floats square[LANES];
+#pragma GCC unroll 16
+    for (int t = 0; t < LANES; t++) {
+        square[t] = Floats{};
+        if (t >= KEYS) continue;
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) square[t] += cell(j + t, v);
+    }
+    store(to + j, load(to + j) + sums(square));
+}
+
+// The same for `count` keys, a multiple of GROUP.
+template <int V, class Cell>
+INLINE void add_columns(int64_t count, float* to, const Cell& cell) {
+    int64_t j = 0;
+    for (; j + LANES <= count; j += LANES) add_some_columns<V, LANES>(j, to, cell);
+    if (j < count) add_some_columns<V, GROUP>(j, to, cell);
+}

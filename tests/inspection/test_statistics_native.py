@@ -1,0 +1,212 @@
+"""Statistics from the native kernel, on every instruction set: against the oracle and against float64 inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import clearhead
+import clearhead.inspection.native
+import clearhead.kernels.blocks
+from clearhead import masks
+from clearhead.call import AttentionCall
+from clearhead.inspection.compute import AttentionStatistics
+from clearhead.kernels.native_statistics import WeightStatistics
+from clearhead.native import instruction_sets, use_instruction_set
+from tests.kernels.calls import Call, calls
+from tests.kernels.native_cases import CASES, Case
+from tests.kernels.test_native import fewer_unless_best
+
+from .oracle import TOLERANCES, Oracle, compare
+from .test_statistics import compare_generated
+
+SETS = instruction_sets()
+_NUMBERS = ("entropy", "received", "max_logit", "confidence", "top_k", "output_norm")
+NATIVE = (*_NUMBERS, "output")
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+
+
+@pytest.fixture(name="instructions", params=SETS)
+def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    with use_instruction_set(request.param):
+        yield request.param
+
+
+@pytest.fixture(name="ran")
+def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
+    """What the native kernel was asked for."""
+    asked: list[frozenset[str]] = []
+    gather = clearhead.inspection.native.gather
+
+    def listening(call: AttentionCall, wanted: frozenset[str], counted: Tensor | None, top_k: int) -> WeightStatistics:
+        asked.append(wanted)
+        return gather(call, wanted, counted, top_k)
+
+    monkeypatch.setattr(clearhead.inspection.native, "gather", listening)
+    return asked
+
+
+@pytest.fixture(name="always")
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native statistics for short calls too, whose scores would be float64."""
+    monkeypatch.setattr(clearhead.kernels.blocks, "EXACT_KEYS", -1)
+
+
+def test_generated_calls_equal_the_oracle(instructions: str, always: None, ran: list[frozenset[str]]) -> None:
+    total: list[Call] = []
+
+    @fewer_unless_best(instructions)
+    @given(calls(torch.float32), st.data())
+    def run(call: Call, data: st.DataObject) -> None:
+        total.append(call)
+        compare_generated(call, data)
+
+    run()
+    assert len(ran) > len(total) / 2
+
+
+def numbers(case: Case, dtype: torch.dtype, counted: Tensor | None) -> AttentionStatistics:
+    inputs = {name: tensor.detach().to(dtype) for name, tensor in case.inputs().items()}
+    mask = case.mask(case.batch, case.kv_heads * case.group, case.length, case.count)
+    options: dict[str, Any] = {name: value for name, value in case.options.items() if name != "dropout_p"}
+    return clearhead.attention_statistics(
+        inputs["query"],
+        inputs["key"],
+        mask,
+        value=inputs["value"],
+        sinks=inputs.get("sinks"),
+        query_mask=counted,
+        statistics=NATIVE,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("dropout")])
+def test_several_tiles_and_blocks(name: str, instructions: str, always: None, ran: list[frozenset[str]]) -> None:
+    """Every kind of mask, soft-cap, scale, sinks and grouped heads, as from float64."""
+    case = CASES[name]
+    counted = torch.rand(case.batch, case.length) > 0.3
+    close(numbers(case, torch.float32, counted), numbers(case, torch.float64, counted))
+    assert len(ran) == 1
+
+
+def close(found: AttentionStatistics, exact: AttentionStatistics) -> None:
+    for name in exact.names:
+        if name == "top_k":
+            assert torch.equal(found.top_k.indices >= 0, exact.top_k.indices >= 0)
+            torch.testing.assert_close(found.top_k.weights.double(), exact.top_k.weights, rtol=0, atol=1e-6)
+            continue
+        rtol, atol = TOLERANCES.get(name, TOLERANCES["weights"])
+        expected = getattr(exact, name).double()
+        torch.testing.assert_close(
+            getattr(found, name).double(), expected, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize(
+    "mask", [None, masks.causal("bottom_right"), masks.window(97, 3)], ids=["full", "causal", "window"]
+)
+def test_long_calls_run_natively(mask: masks.Mask | None, instructions: str, ran: list[frozenset[str]]) -> None:
+    query, key, value = torch.randn(2, 4, 53, 16), torch.randn(2, 2, 1031, 16), torch.randn(2, 2, 1031, 5)
+    found = clearhead.attention_statistics(query, key, mask, value=value, statistics=(*NATIVE, "distance"), top_k=11)
+    visible = torch.ones(53, 1031, dtype=torch.bool)
+    if mask is not None:
+        visible = mask.dense(53, 1031)[0, 0]
+    compare(found, Oracle(query, key, visible.expand(2, 4, 53, 1031), value))
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_inputs_are_scored_in_float32(dtype: torch.dtype, instructions: str, ran: list[frozenset[str]]) -> None:
+    query, key, value = torch.randn(1, 4, 71, 16), torch.randn(1, 2, 1153, 16), torch.randn(1, 2, 1153, 16)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    found = clearhead.attention_statistics(query, key, value=value, statistics=_NUMBERS)
+    compare(found, Oracle(query, key, torch.ones(1, 4, 71, 1153, dtype=torch.bool), value))
+    output = clearhead.attention_statistics(query, key, value=value, statistics=("output",)).output
+    torch.testing.assert_close(output, clearhead.attention(query, key, value))
+    assert output.dtype == dtype
+    assert len(ran) == 2
+
+
+def test_the_output_is_that_of_attention(instructions: str, ran: list[frozenset[str]]) -> None:
+    query = torch.randn(2, 211, 4, 16).transpose(1, 2)
+    key, value = torch.randn(2, 2, 1031, 16), torch.randn(2, 2, 1031, 7)
+    sinks = torch.randn(4)
+    found = clearhead.attention_statistics(
+        query, key, masks.causal(), value=value, sinks=sinks, statistics=("output", "entropy")
+    )
+    expected = clearhead.attention(query, key, value, masks.causal(), sinks=sinks)
+    torch.testing.assert_close(found.output, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert found.output.stride() == expected.stride()
+    assert len(ran) == 1
+
+
+def test_a_row_that_is_not_a_number_stays_alone(instructions: str) -> None:
+    query, key = torch.randn(1, 2, 101, 8), torch.randn(1, 2, 1031, 8)
+    clean = clearhead.attention_statistics(query, key, statistics=("entropy", "confidence", "top_k"))
+    query[0, 1, 17, 3] = torch.nan
+    found = clearhead.attention_statistics(query, key, statistics=("entropy", "confidence", "top_k", "max_logit"))
+    rows = torch.arange(101) != 17
+    assert found.entropy[0, 1, 17].isnan()
+    assert found.confidence[0, 1, 17].isnan()
+    assert found.max_logit.isnan().tolist() == [[False, True]]
+    assert torch.equal(found.entropy[:, :, rows], clean.entropy[:, :, rows])
+    assert torch.equal(found.top_k.indices[:, :, rows], clean.top_k.indices[:, :, rows])
+
+
+@pytest.mark.parametrize("top_k", [1, 8, 64])
+def test_equal_scores_name_different_keys(top_k: int, instructions: str) -> None:
+    query, key = torch.zeros(1, 2, 3, 8), torch.randn(1, 2, 1031, 8)
+    found = clearhead.attention_statistics(query, key, statistics=("top_k",), top_k=top_k)
+    compare(found, Oracle(query, key, torch.ones(1, 2, 3, 1031, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize("order", ["rising", "falling"])
+def test_top_k_of_sorted_scores(order: str, instructions: str) -> None:
+    """The largest scores all lie in one piece, and they come in the order that fills the lists most often."""
+    query, key = torch.ones(1, 1, 5, 1), torch.linspace(-3, 3, 2053)[None, None, :, None]
+    key = key if order == "rising" else key.flip(2)
+    found = clearhead.attention_statistics(query, key, statistics=("top_k",), top_k=13)
+    compare(found, Oracle(query, key, torch.ones(1, 1, 5, 2053, dtype=torch.bool)))
+    assert bool((found.top_k.weights.diff(dim=-1) <= 0).all())
+
+
+def test_sharp_rows_name_keys_whose_weight_is_zero(instructions: str) -> None:
+    query, key = torch.randn(1, 2, 17, 8), torch.randn(1, 2, 1031, 8)
+    found = clearhead.attention_statistics(query, key, scale=1e4, value=key, statistics=NATIVE)
+    assert found.top_k.indices.ge(0).all()
+    assert found.entropy.isfinite().all()
+    assert found.entropy.ge(0).all()
+    assert found.normalized_entropy.le(1).all()
+
+
+def test_what_is_left_stays_with_python(ran: list[frozenset[str]]) -> None:
+    query, key = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 1031, 4)
+    both = clearhead.attention_statistics(query, key, statistics=("distance", "entropy", "top_k"), top_k=65)
+    alone = clearhead.attention_statistics(query, key, statistics=("distance",))
+    assert torch.equal(both.distance, alone.distance)
+    assert ran == [frozenset({"entropy"})]
+    clearhead.attention_statistics(query, key[:, :, :1024], statistics=NATIVE[:5])
+    clearhead.attention_statistics(query.double(), key.double(), statistics=NATIVE[:5])
+    assert len(ran) == 1, "short calls and float64 are scored in float64"
+
+
+def test_the_same_bits_whatever_the_threads() -> None:
+    query, key, value = torch.randn(2, 3, 499, 8), torch.randn(2, 3, 1031, 8), torch.randn(2, 3, 1031, 8)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(clearhead.attention_statistics(query, key, value=value, statistics=NATIVE))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for name in set(other.names) - {"top_k"}:
+            assert torch.equal(getattr(other, name), getattr(results[0], name)), name
