@@ -21,9 +21,12 @@ from .tracing import is_tracing, is_transformed
 __all__ = [
     "Linear",
     "apply_linear",
+    "bare_parameters",
     "describe_product",
     "eager_linear",
+    "forced_product",
     "is_plain",
+    "is_pytorchs_product",
     "linear",
     "plain_parameters",
     "use_linear",
@@ -120,15 +123,22 @@ def eager_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
 
 def _on_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     forced = _forced.stack
+    if not forced and input.dim() > 0 and not _is_worth_it(input, weight):
+        return F.linear(input, weight, bias)
     against = _against(input, weight, bias)
     if forced and against:
         raise KernelError(
             f'use_linear("onednn"): oneDNN cannot run this product: {against}. Use use_linear("pytorch") for it.'
         )
-    if against or not (forced or _is_worth_it(input, weight)):
+    if against:
         return F.linear(input, weight, bias)
     rows = _product(input.reshape(-1, input.shape[-1]), weight, bias)  # (rows, out_features)
     return rows.view(*input.shape[:-1], weight.shape[0])
+
+
+def forced_product() -> Product | None:
+    """The one that `use_linear` has chosen in this thread."""
+    return _forced.stack[-1] if _forced.stack else None
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -139,18 +149,33 @@ def is_plain(module: nn.Module) -> bool:
     return not _has_any_global_hook() and _is_bare(module)
 
 
-def _is_bare(module: nn.Module) -> bool:
-    kind, own = type(module), module.__dict__
+def _is_bare(module: Any) -> bool:
+    kind: Any = type(module)
+    forward = _FORWARDS.get(kind)
+    if forward is None or forward is not kind.forward:
+        return False
+    own = module.__dict__
     return not (
-        _FORWARDS.get(kind) is not kind.forward
-        or own["_forward_pre_hooks"]
+        own["_forward_pre_hooks"]
         or own["_forward_hooks"]
         or own["_backward_hooks"]
         or own["_backward_pre_hooks"]
-        or module._compiled_call_impl is not None  # pyright: ignore[reportPrivateUsage]
+        or module._compiled_call_impl is not None
         or "forward" in own
         or own["_parameters"].get("weight") is None
     )
+
+
+def bare_parameters(*modules: object) -> list[Tensor | None] | None:
+    """Weight and bias of each, one after the other; ``None`` where something hangs on one's being called."""
+    found: list[Tensor | None] = []
+    for module in modules:
+        if not _is_bare(module):
+            return None
+        parameters: dict[str, Any] = module.__dict__["_parameters"]
+        found.append(parameters["weight"])
+        found.append(parameters["bias"])
+    return found
 
 
 #: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.
@@ -246,8 +271,12 @@ def _processor_maker() -> str:
 
 
 def _is_worth_it(input: Tensor, weight: Tensor) -> bool:
-    rows = input.numel() // input.shape[-1]
-    return rows >= _FEWEST_ROWS and rows * weight.numel() >= _FEWEST_MULTIPLICATIONS
+    return not is_pytorchs_product(input.numel() // max(input.shape[-1], 1), weight.numel())
+
+
+def is_pytorchs_product(rows: int, numbers: int) -> bool:
+    """Whether a product of so many rows and a weight of so many numbers is PyTorch's on every machine."""
+    return rows < _FEWEST_ROWS or rows * numbers < _FEWEST_MULTIPLICATIONS
 
 
 def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:

@@ -37,7 +37,7 @@ class FlatAttention(Protocol):
         ...
 
     def forward(self, tensors: tuple[Tensor, ...], lse: Tensor | None = None) -> Tensor:
-        """(B, L, H·D); the log-sum-exp is written to `lse` where it is given."""
+        """(B·L, H·D); the log-sum-exp is written to `lse` where it is given."""
         ...
 
     def backward(
@@ -78,7 +78,7 @@ class Kernel(ABC):
 
         Args:
             call: self-attention.
-            projected: query, key and value, (B, L, H·D) and (B, L, Hkv·D) twice, or one tensor that holds them side
+            projected: query, key and value, (B·L, H·D) and (B·L, Hkv·D) twice, or one tensor that holds them side
                 by side; those of later calls lie alike.
         """
         return None

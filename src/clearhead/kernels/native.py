@@ -16,7 +16,7 @@ from .native_calls import TYPES, Request, backward, empty_lse, forward
 from .native_masks import differs_between_heads, lower
 from .native_operator import sinks_gradient
 from .native_prepared import Prepared, differentiable, prepare_apart, prepare_flat
-from .second_order import allow_second_derivatives, reference_gradients
+from .second_order import allow_second_derivatives, asks_for_reference, reference_gradients
 
 __all__ = ["NativeKernel"]
 
@@ -139,7 +139,7 @@ class _Native(torch.autograd.Function):
         if output_gradient is None and lse_gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         output, lse, *inputs = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if any(gradient is not None and asks_for_reference(gradient) for gradient in gradients):
             return (None, *reference_gradients(ctx.call, inputs, gradients))
         call = ctx.call.with_tensors(*inputs)
         if output_gradient is None:

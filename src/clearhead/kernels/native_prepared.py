@@ -12,7 +12,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..native import extension, instruction_set_number
 from .native_calls import Request, empty_output, fixed_numbers, threads_for
-from .second_order import reference_gradients
+from .second_order import asks_for_reference, reference_gradients
 
 __all__ = ["Prepared", "differentiable", "prepare_apart", "prepare_flat"]
 
@@ -136,7 +136,7 @@ def prepare_apart(request: Request) -> Prepared | None:
 
 
 def prepare_flat(request: Request, projected: Tensors) -> Prepared | None:
-    """Query (B, L, H·D), key and value (B, L, Hkv·D), or one tensor of all three, → (B, L, H·D).
+    """Query (B·L, H·D), key and value (B·L, Hkv·D), or one tensor of all three, → (B·L, H·D).
 
     The request is about views of `projected`, which are contiguous.
     """
@@ -151,13 +151,13 @@ def prepare_flat(request: Request, projected: Tensors) -> Prepared | None:
         layout = _Apart(*map(_of_heads, (query, key, value)))
     batch, heads, length, _ = query.shape
     dim = value.shape[-1]
-    shape = (batch, length, heads * dim)
+    shape = (batch * length, heads * dim)
 
     def steps(merged: Tensor) -> Steps:
-        batch, row, _ = merged.stride()
-        return batch, dim, row
+        row = merged.stride(0)
+        return length * row, dim, row
 
-    return Prepared(request, fixed, layout, layout, shape, (shape[1] * shape[2], shape[2], 1), steps)
+    return Prepared(request, fixed, layout, layout, shape, (shape[1], 1), steps)
 
 
 def _of_heads(tensor: Tensor) -> Steps:
@@ -185,6 +185,6 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         output, lse, *inputs = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if asks_for_reference(gradients[0]):
             return (None, None, *reference_gradients(ctx.template, inputs, gradients))
         return (None, None, *ctx.prepared.backward(tuple(inputs), output, lse, gradients[0]))

@@ -18,7 +18,7 @@ from ..call import AttentionCall
 from ..errors import KernelError
 from .reference import ReferenceKernel
 
-__all__ = ["allow_second_derivatives", "gradients_of", "reference_gradients"]
+__all__ = ["allow_second_derivatives", "asks_for_reference", "gradients_of", "reference_gradients"]
 
 
 def allow_second_derivatives(
@@ -59,17 +59,26 @@ class _Identity(torch.autograd.Function):
         return (None, None, None, *(None for _ in gradients), *found)
 
 
+def asks_for_reference(gradient: Tensor) -> bool:
+    """Whether a backward pass has to be made of PyTorch's operations: to be differentiated again, or mapped over."""
+    inner: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    return (
+        torch.is_grad_enabled()
+        or inner._are_functorch_transforms_active()
+        or inner._functorch.is_legacy_batchedtensor(gradient)  # of ``is_grads_batched=True``
+    )
+
+
 def reference_gradients(
     template: AttentionCall, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a call's inputs that can be differentiated again, from those of its output and, if given, lse."""
-    views = [tensor.view_as(tensor) for tensor in inputs]
-    call = replace(template.with_tensors(*views), return_lse=True)
-    with torch.autocast(call.query.device.type, enabled=False):
-        results = ReferenceKernel().run(call)
-    pairs = zip(results, gradients, strict=False)
-    taken = [(result, given) for result, given in pairs if result is not None and given is not None]
-    return gradients_of([result for result, _ in taken], views, [given for _, given in taken])
+    with torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+        views = [tensor.view_as(tensor) for tensor in inputs]
+        results = ReferenceKernel().run(replace(template.with_tensors(*views), return_lse=True))
+        pairs = zip(results, gradients, strict=False)
+        taken = [(result, given) for result, given in pairs if result is not None and given is not None]
+        return gradients_of([result for result, _ in taken], views, [given for _, given in taken])
 
 
 def gradients_of(
