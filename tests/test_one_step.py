@@ -69,7 +69,7 @@ def test_against_float64(kind: str, causal: bool) -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("kind", ["own", "drop-in"])
+@pytest.mark.parametrize("kind", ["own", "drop-in", "drop-in, length first"])
 def test_second_derivatives(kind: str) -> None:
     module = made(kind)
     twin = copy.deepcopy(module).double()

@@ -26,6 +26,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     "other features": lambda: clearhead.MultiHeadAttention(11, H, qdim=E, kdim=E, vdim=E, head_dim=D),
     "scaled": lambda: clearhead.MultiHeadAttention(E, H, scale=0.3),
     "drop-in": lambda: clearhead.nn.MultiheadAttention(E, H, batch_first=True),
+    "drop-in, length first": lambda: clearhead.nn.MultiheadAttention(E, H),
     "drop-in without bias": lambda: clearhead.nn.MultiheadAttention(E, H, bias=False, batch_first=True),
 }
 kinds = pytest.mark.parametrize("kind", KINDS)

@@ -54,7 +54,7 @@ def _at_once(
     parameters = bare_parameters(*map(modules.get, ("q_proj", "k_proj", "v_proj", "out_proj")))
     if parameters is None:
         return None
-    heads = (module.num_heads, module.num_kv_heads, module.head_dim)
+    heads = (module.num_heads, module.num_kv_heads, module.head_dim, True)
     return one_step(x, tuple(parameters), heads, module.scale, mask)
 
 

@@ -31,29 +31,35 @@ Parameters = tuple["Tensor | None", ...]
 
 
 class Heads(NamedTuple):
-    """H, Hkv and D."""
+    """H, Hkv and D, and whether batches come before positions."""
 
     queries: int
     keys: int
     dim: int
+    batch_first: bool
+
+    @property
+    def widths(self) -> list[int]:
+        """Features of queries, keys and values."""
+        return [self.queries * self.dim, self.keys * self.dim, self.keys * self.dim]
 
 
 def one_step(
-    x: Tensor, parameters: Parameters, heads: tuple[int, int, int], scale: object, mask: Causal | None
+    x: Tensor, parameters: Parameters, heads: tuple[int, int, int, bool], scale: object, mask: Causal | None
 ) -> Tensor | None:
     """Attention of `x` to itself between its projections.
 
     Args:
-        x: (B, L, E).
+        x: (B, L, E), or (L, B, E).
         parameters: weight and bias or ``None`` of query, key, value and output, or of one projection that gives the
             first three side by side, and of the output; of modules on which nothing hangs.
-        heads: H, Hkv and D.
+        heads: H, Hkv, D, and whether x is (B, L, E).
         scale: ``None``, or a float.
         mask: a causal one, or none.
 
     Returns:
-        (B, L, E); ``None`` where the call is no tiny one, where something looks at single operations, and where an
-        input is wrong.
+        The output, laid out like x; ``None`` where the call is no tiny one, where something looks at single
+        operations, and where an input is wrong.
     """
     if type(x) is not Tensor or x.is_nested or not _is_ordinary(x) or not _is_undisturbed():
         return None
@@ -111,12 +117,11 @@ def _prepare(
     x: Tensor, shapes: list[torch.Size], heads: Heads, scale: float | None, mask: Causal | None
 ) -> _Step | None:
     """What is the same in every call of a kind; ``None`` for those that go another way."""
-    if x.dim() != 3 or any(len(shape) != 2 for shape in shapes) or 0 in x.shape or 0 in (*heads, *shapes[-1]):
+    if x.dim() != 3 or any(len(shape) != 2 for shape in shapes) or 0 in (*x.shape, *heads[:3], *shapes[-1]):
         return None
     inputs = [x.shape[2]] * (len(shapes) - 1) + [heads.queries * heads.dim]
-    widths = [count * heads.dim for count in heads[:2] + heads[1:2]]
     given = [shape[0] for shape in shapes[:-1]]
-    if [shape[1] for shape in shapes] != inputs or given not in ([sum(widths)], widths):
+    if [shape[1] for shape in shapes] != inputs or given not in ([sum(heads.widths)], heads.widths):
         return None
     rows = x.shape[0] * x.shape[1]
     if not all(is_pytorchs_product(rows, shape.numel()) for shape in shapes):
@@ -136,9 +141,15 @@ def _prepare(
 def _cut(projected: tuple[Tensor, ...], x: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """(B·L, H·D) and (B·L, Hkv·D) twice, or one tensor of all → (B, H, L, D) and (B, Hkv, L, D) twice."""
     if len(projected) == 1:
-        projected = projected[0].split([count * heads.dim for count in heads[:2] + heads[1:2]], -1)
-    q, k, v = (each.view(*x.shape[:2], -1, heads.dim).transpose(1, 2) for each in projected)
+        projected = projected[0].split(heads.widths, -1)
+    order = (0, 2, 1, 3) if heads.batch_first else (1, 2, 0, 3)
+    q, k, v = (each.view(*x.shape[:2], -1, heads.dim).permute(order) for each in projected)
     return q, k, v
+
+
+def _merged(mixed: Tensor, heads: Heads) -> Tensor:
+    """(B, H, L, D) → (B, L, H·D), or (L, B, H·D)."""
+    return mixed.permute((0, 2, 1, 3) if heads.batch_first else (2, 0, 1, 3)).flatten(2)
 
 
 @final
@@ -151,7 +162,7 @@ class _Step:
         heads: how the projections are cut.
         products: how many projections there are before it, 1 or 3.
         rows: shape of x, (B·L, E).
-        shape: of the output, (B, L, E).
+        shape: of the output, as (B, L, E).
     """
 
     def __init__(
@@ -169,7 +180,7 @@ class _Step:
     def compute(
         self, x: Tensor, weights: Parameters, biases: Parameters, lse: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        """The output (B, L, E), the projections (B·L, H·D) and the merged heads (B·L, H·D)."""
+        """The output like x, the projections (B·L, H·D) and the merged heads (B·L, H·D)."""
         rows = x.view(*self.rows)
         projected = tuple(map(_linear, (rows,) * self.products, weights, biases))  # the last ones are the output's
         merged = self.attention.forward(projected, lse)
@@ -205,7 +216,7 @@ class _Step:
             projected = tuple(map(_linear, (rows,) * self.products, weights[:0:-1], biases[:0:-1]))
             call = self.template.with_tensors(*_cut(projected, own, self.heads))
             mixed = ReferenceKernel().run(call)[0]  # (B, H, L, D)
-            output = _linear(mixed.transpose(1, 2).flatten(2), weights[0], biases[0])
+            output = _linear(_merged(mixed, self.heads), weights[0], biases[0])
             given = [leaf for leaf in leaves if leaf is not None]
             found = iter(gradients_of([output], given, [gradient]))
         of_x, *of_parameters = [None if leaf is None else next(found) for leaf in leaves]

@@ -138,7 +138,7 @@ def prepare_apart(request: Request) -> Prepared | None:
 def prepare_flat(request: Request, projected: Tensors) -> Prepared | None:
     """Query (B·L, H·D), key and value (B·L, Hkv·D), or one tensor of all three, → (B·L, H·D).
 
-    The request is about views of `projected`, which are contiguous.
+    The request is about views of `projected`, which are contiguous; rows count batches within positions as it does.
     """
     fixed = fixed_numbers(request)
     if fixed is None or not all(tensor.is_contiguous() for tensor in projected):
@@ -153,9 +153,11 @@ def prepare_flat(request: Request, projected: Tensors) -> Prepared | None:
     dim = value.shape[-1]
     shape = (batch * length, heads * dim)
 
+    batches, rows = (1, batch) if query.stride(0) < query.stride(2) else (length, 1)  # from one to the next
+
     def steps(merged: Tensor) -> Steps:
-        row = merged.stride(0)
-        return length * row, dim, row
+        step = merged.stride(0)
+        return batches * step, dim, rows * step
 
     return Prepared(request, fixed, layout, layout, shape, (shape[1], 1), steps)
 

@@ -176,7 +176,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if "in_proj_bias" not in parameters:  # pruned or parametrized
             return None
         rule = _CAUSAL if is_causal else None
-        if weight is not None and self.batch_first and not self.add_zero_attn and parameters.get("bias_k") is None:
+        if weight is not None and not self.add_zero_attn and parameters.get("bias_k") is None:
             output = self._at_once(x, weight, parameters["in_proj_bias"], rule)
             if output is not None:
                 return output
@@ -206,7 +206,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if self.training and (type(self.dropout) is not float or self.dropout):
             return None
         out = bare_parameters(self._modules.get("out_proj"))
-        heads = (self.num_heads, self.num_heads, self.head_dim)
+        heads = (self.num_heads, self.num_heads, self.head_dim, self.batch_first)
         return None if out is None else one_step(x, (weight, bias, *out), heads, None, rule)
 
     def _without_padding(
