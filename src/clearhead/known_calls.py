@@ -13,7 +13,7 @@ from .kernels.dispatch import choose, forced_kernel
 from .kernels.second_order import allow_second_derivatives
 from .masks.positional import Causal
 from .observe import watched
-from .tracing import is_tracing
+from .tracing import is_tracing, is_transformed
 
 __all__ = ["forget_calls", "keep", "kind_of_call", "recall", "remember"]
 
@@ -43,7 +43,7 @@ def kind_of_call(
     if not (query.is_cpu and key.is_cpu and value.is_cpu) or is_tracing() or watched():
         return None
     inner: Any = torch._C  # pyright: ignore[reportPrivateUsage]  # nothing public asks these as cheaply
-    if inner._are_functorch_transforms_active() or inner._is_any_autocast_enabled():
+    if is_transformed() or inner._is_any_autocast_enabled():
         return None
     if inner._len_torch_dispatch_stack() or query.is_neg() or key.is_neg() or value.is_neg():
         return None

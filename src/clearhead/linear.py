@@ -297,7 +297,7 @@ def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         return "autocast chooses another dtype"
     if torch.get_float32_matmul_precision() != "highest":
         return "torch.set_float32_matmul_precision has allowed less precise products"
-    if is_transformed() or torch.autograd.forward_ad._current_level >= 0:  # pyright: ignore
+    if is_transformed():
         return "torch.func and forward-mode derivatives only know PyTorch's"
     if torch._C._len_torch_dispatch_stack():  # pyright: ignore
         return "a TorchDispatchMode is watching"

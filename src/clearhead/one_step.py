@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple, cast, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
 from .call import AttentionCall, build_call
@@ -23,7 +22,7 @@ from .known_calls import keep, recall
 from .linear import forced_product, is_pytorchs_product
 from .masks.positional import Causal
 from .observe import watched
-from .tracing import is_tracing
+from .tracing import is_tracing, is_transformed
 
 __all__ = ["one_step"]
 
@@ -101,12 +100,11 @@ def _is_undisturbed() -> bool:
     return not (
         is_tracing()
         or watched()
-        or inner._are_functorch_transforms_active()
+        or is_transformed()
         or inner._is_any_autocast_enabled()
         or inner._len_torch_dispatch_stack()
         or inner._len_torch_function_stack()
         or inner._autograd._top_saved_tensors_default_hooks(True) is not None  # checkpointing, offloading
-        or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
         or _has_any_global_hook()
         or forced_kernel() is not None
         or forced_product() is not None

@@ -82,7 +82,7 @@ def _reasons_of_a_graph() -> list[Refusal]:
 
 def _reasons_of_values(call: AttentionCall) -> list[Refusal]:
     if is_transformed():
-        return [Refusal("its own backward cannot be transformed by torch.func")]
+        return [Refusal("its own backward cannot be transformed by torch.func or derived forwards")]
     for tensor in (call.query, call.key, call.value):
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return [Refusal("it reads plain tensors only, and one is a {kind}", kind=type(tensor).__name__)]
