@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, cast, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
 from .call import AttentionCall, build_call
@@ -22,7 +23,7 @@ from .known_calls import keep, recall
 from .linear import forced_product, is_pytorchs_product
 from .masks.positional import Causal
 from .observe import watched
-from .tracing import is_tracing, is_transformed
+from .tracing import is_tracing
 
 __all__ = ["one_step"]
 
@@ -66,10 +67,13 @@ def one_step(
         return None
     weights: tuple[Any, ...] = parameters[::2]
     biases, shapes = parameters[1::2], []
-    for weight, bias in zip(weights, biases, strict=True):
-        if type(weight) not in _TYPES or not _is_ordinary(weight) or not (bias is None or type(bias) in _TYPES):
+    for weight in weights:
+        if type(weight) not in _TYPES or not _is_ordinary(weight):
             return None
         shapes.append(weight.shape)
+    for bias in biases:
+        if type(bias) not in _OF_BIASES:
+            return None
     kind = (x.shape, *shapes, heads, scale, None if mask is None else mask.align)
     step = recall(kind, _UNKNOWN)
     if step is _UNKNOWN:
@@ -85,6 +89,7 @@ def one_step(
 
 
 _TYPES: Final = (nn.Parameter, Tensor)  # no subclasses: they mean something of their own by a product
+_OF_BIASES: Final = (*_TYPES, type(None))
 _FLOAT: Final = torch.float32
 _STRIDED: Final = torch.strided
 _UNKNOWN: Final = object()
@@ -100,7 +105,8 @@ def _is_undisturbed() -> bool:
     return not (
         is_tracing()
         or watched()
-        or is_transformed()
+        or inner._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
         or inner._is_any_autocast_enabled()
         or inner._len_torch_dispatch_stack()
         or inner._len_torch_function_stack()

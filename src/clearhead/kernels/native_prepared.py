@@ -79,6 +79,7 @@ class Prepared:
         self._threads = threads_for(request)
         self._inputs, self._gradients = inputs, gradients
         self._shape, self._strides, self._steps = shape, strides, steps
+        self._of_output = steps(request.query.new_empty_strided(shape, strides))
         self._lse_shape = tuple(request.query.shape[:3])
         module = cast(Any, extension)
         self._forward, self._backward = module.forward, module.backward
@@ -97,7 +98,7 @@ class Prepared:
             0 if lse is None else lse.data_ptr(),
             *self._rest,
             output.data_ptr(),
-            *self._steps(output),
+            *self._of_output,
         )
         return output
 
@@ -116,7 +117,7 @@ class Prepared:
             gradient.data_ptr(),
             *self._steps(gradient),
             output.data_ptr(),
-            *self._steps(output),
+            *self._of_output,
             *self._gradients.numbers(gradients),
             0,  # nobody asks for lse, so that it has no gradient
             correction.data_ptr(),
