@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import clearhead
-from clearhead import masks
+from clearhead import masks, one_step
 from clearhead.call import AttentionCall
 from clearhead.errors import ClearheadError
 from clearhead.observe import observing
@@ -326,3 +326,12 @@ def test_parts_that_are_given_to_a_known_layer() -> None:
         assert (run(module, x) - before).abs().max() > 1e-3, name
         setattr(module, name, kept)
         assert torch.equal(run(module, x), before)
+
+
+@pytest.mark.parametrize("kind", ["own", "drop-in"])
+def test_without_the_native_kernel(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = made(kind), input_of()
+    expected = run(module, x)
+    monkeypatch.setattr(one_step, "extension", None)
+    assert not went_in_one_step(run(module, x))
+    torch.testing.assert_close(run(module, x), expected)

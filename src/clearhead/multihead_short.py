@@ -12,7 +12,7 @@ from .masks.base import Mask
 from .masks.positional import Causal
 from .masks.tensors import as_mask
 from .multihead_checks import complete, require_keys
-from .one_step import one_step
+from .one_step import may_be_one_step, one_step
 from .padding import Costs, find_padding
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _at_once(
     module: MultiHeadAttention, x: Tensor, mask: Causal | None, modules: dict[str, nn.Module | None]
 ) -> Tensor | None:
     """Self-attention of a tiny call."""
-    if module.training and (type(module.dropout) is not float or module.dropout):
+    if not may_be_one_step(x) or (module.training and (type(module.dropout) is not float or module.dropout)):
         return None
     parameters = bare_parameters(*map(modules.get, ("q_proj", "k_proj", "v_proj", "out_proj")))
     if parameters is None:

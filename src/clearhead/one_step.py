@@ -22,10 +22,11 @@ from .kernels.second_order import asks_for_reference, gradients_of
 from .known_calls import keep, recall
 from .linear import forced_product, is_pytorchs_product
 from .masks.positional import Causal
+from .native import extension
 from .observe import watched
 from .tracing import is_tracing
 
-__all__ = ["one_step"]
+__all__ = ["may_be_one_step", "one_step"]
 
 Parameters = tuple["Tensor | None", ...]
 
@@ -44,13 +45,18 @@ class Heads(NamedTuple):
         return [self.queries * self.dim, self.keys * self.dim, self.keys * self.dim]
 
 
+def may_be_one_step(x: Tensor) -> bool:
+    """Whether a layer's parameters are worth looking at; to be asked before `one_step`."""
+    return extension is not None and type(x) is Tensor and x.is_cpu and not is_tracing()
+
+
 def one_step(
     x: Tensor, parameters: Parameters, heads: tuple[int, int, int, bool], scale: object, mask: Causal | None
 ) -> Tensor | None:
     """Attention of `x` to itself between its projections.
 
     Args:
-        x: (B, L, E), or (L, B, E).
+        x: (B, L, E), or (L, B, E), of which `may_be_one_step` is true.
         parameters: weight and bias or ``None`` of query, key, value and output, or of one projection that gives the
             first three side by side, and of the output; of modules on which nothing hangs.
         heads: H, Hkv, D, and whether x is (B, L, E).
@@ -61,7 +67,7 @@ def one_step(
         The output, laid out like x; ``None`` where the call is no tiny one, where something looks at single
         operations, and where an input is wrong.
     """
-    if type(x) is not Tensor or x.is_nested or not _is_ordinary(x) or not _is_undisturbed():
+    if x.is_nested or not _is_ordinary(x) or not _is_undisturbed():
         return None
     if scale is not None and type(scale) is not float:
         return None
@@ -103,8 +109,7 @@ def _is_undisturbed() -> bool:
     """Whether nothing around this call sees, changes or repeats single operations."""
     inner: Any = torch._C  # pyright: ignore[reportPrivateUsage]  # nothing public asks these as cheaply
     return not (
-        is_tracing()
-        or watched()
+        watched()
         or inner._are_functorch_transforms_active()
         or forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
         or inner._is_any_autocast_enabled()

@@ -13,7 +13,7 @@ from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, expl
 from ..linear import apply_linear, bare_parameters, eager_linear
 from ..masks import causal
 from ..masks.positional import Causal
-from ..one_step import one_step
+from ..one_step import may_be_one_step, one_step
 from ..padding import Costs, find_padding
 from ..tracing import is_tracing
 from ..weights import attention_weights
@@ -203,7 +203,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _at_once(self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Causal | None) -> Tensor | None:
         """The same of a tiny call; ``None`` where it is none."""
-        if self.training and (type(self.dropout) is not float or self.dropout):
+        if not may_be_one_step(x) or (self.training and (type(self.dropout) is not float or self.dropout)):
             return None
         out = bare_parameters(self._modules.get("out_proj"))
         heads = (self.num_heads, self.num_heads, self.head_dim, self.batch_first)
