@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from .attention import attention
-from .linear import apply_linear, bare_parameters, eager_linear, plain_parameters
+from .linear import eager_linear
 from .masks.base import Mask
 from .masks.positional import Causal
 from .masks.tensors import as_mask
 from .multihead_checks import complete, require_keys
 from .one_step import may_be_one_step, one_step
 from .padding import Costs, find_padding
+from .plain import apply_linear, bare_parameters, plain_parameters
 
 if TYPE_CHECKING:
     from .multihead import MultiHeadAttention

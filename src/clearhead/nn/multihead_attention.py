@@ -10,11 +10,12 @@ from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[repo
 
 from ..attention import attention, autocast_is_on
 from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
-from ..linear import apply_linear, bare_parameters, eager_linear
+from ..linear import eager_linear
 from ..masks import causal
 from ..masks.positional import Causal
 from ..one_step import may_be_one_step, one_step
 from ..padding import Costs, find_padding
+from ..plain import apply_linear, bare_parameters
 from ..tracing import is_tracing
 from ..weights import attention_weights
 from .convention import Sizes, hidden_mask
