@@ -21,7 +21,7 @@ __all__ = ["main"]
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS = ["-std=gnu++17", "-O1", "-g", "-fopenmp", "-fPIC", "-shared", "-fno-omit-frame-pointer"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-TESTS = ["tests/native", "tests/kernels/test_native_blocks.py", "tests/kernels/test_native.py"]
+TESTS = ["tests/native", *(f"tests/kernels/test_native{part}.py" for part in ("", "_blocks", "_bias"))]
 SKIPPED = "forked or threads"  # the sanitizers do not follow a fork, and cannot see OpenMP's own synchronisation
 
 

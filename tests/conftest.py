@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 import clearhead.kernels.blocks
 import clearhead.known_calls
-import clearhead.masks.lowering
+import clearhead.masks.reach
 
 _SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -38,5 +38,5 @@ def _small_blocks() -> Iterator[None]:
         patch.setattr(clearhead.kernels.blocks, "BLOCK_ELEMENTS", 50)
         patch.setattr(clearhead.kernels.blocks, "_ROWS", 3)
         patch.setattr(clearhead.kernels.blocks, "_FEWEST_ROWS", 2)
-        patch.setattr(clearhead.masks.lowering, "_ROWS_AT_A_TIME", 50)
+        patch.setattr(clearhead.masks.reach, "_ROWS_AT_A_TIME", 50)
         yield

@@ -15,7 +15,7 @@ from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_
 from .masks.base import Mask
 from .masks.check import as_positions
 from .masks.grid import Grid
-from .masks.lowering import Reach, reach
+from .masks.reach import Reach, reach
 from .masks.tensors import as_mask
 
 __all__ = ["AttentionCall", "build_call", "is_finite", "is_probability", "number"]

@@ -89,6 +89,15 @@ def _documents(b: int, h: int, length: int, count: int) -> masks.Mask:
     return masks.documents((_tensor(b, length) * 7).long().sort().values)
 
 
+def _hiding(length: int, count: int) -> Tensor:
+    """Hides single cells, whole blocks, and all keys from some rows."""
+    added = _tensor(length, count)
+    added[added < 0.2] = -torch.inf
+    added[:100, :130] = -torch.inf
+    added[31:90:7] = -torch.inf
+    return added
+
+
 CASES: dict[str, Case] = {
     "plain": Case(),
     "one query": Case(length=1),
@@ -121,6 +130,26 @@ CASES: dict[str, Case] = {
     "bias and bool": Case(mask=lambda b, h, n, s: masks.bias(_tensor(1, 1, n, 1)) & masks.keep(_tensor(n, s) > 0.5)),
     "transposed bool": Case(mask=lambda b, h, n, s: masks.keep((_tensor(s, n) > 0.5).T)),
     "transposed bias": Case(mask=lambda b, h, n, s: masks.bias(_tensor(s, n).T)),
+    "bool of every second column": Case(mask=lambda b, h, n, s: masks.keep((_tensor(n, 2 * s) > 0.5)[:, ::2])),
+    "bool per query": Case(kv_heads=3, group=1, mask=lambda b, h, n, s: masks.keep(_tensor(n, 1) > 0.2)),
+    "bool per item": Case(batch=3, kv_heads=2, mask=lambda b, h, n, s: masks.keep(_tensor(b, 1, n, s) > 0.5)),
+    "bias per item": Case(batch=3, kv_heads=2, mask=lambda b, h, n, s: masks.bias(_tensor(b, 1, n, s))),
+    "bias per key": Case(kv_heads=3, group=1, mask=lambda b, h, n, s: masks.bias(_tensor(b, 1, 1, s))),
+    "bias of shared keys": Case(kv_heads=3, group=1, mask=lambda b, h, n, s: masks.bias(_tensor(1, h, n, s))),
+    "bias that hides": Case(kv_heads=2, mask=lambda b, h, n, s: masks.bias(_hiding(n, s))),
+    "bias, causal, padding": Case(
+        batch=2,
+        kv_heads=3,
+        group=1,
+        mask=lambda b, h, n, s: masks.bias(_tensor(n, s)) & masks.causal() & masks.keep(keys=_tensor(b, s) > 0.3),
+    ),
+    "bool of documents": Case(
+        kv_heads=3,
+        group=1,
+        count=LENGTH,
+        mask=lambda b, h, n, s: _documents(b, h, n, s) & masks.keep(_tensor(n, s) > 0.3),
+    ),
+    "bool, soft-cap": Case(options={"softcap": 1.5}, mask=lambda b, h, n, s: masks.keep(_tensor(n, s) > 0.5)),
     "where": Case(mask=lambda *_: masks.where(lambda b, h, q, k: (q + k) % 5 != 0)),
     "soft-cap": Case(options={"softcap": 1.5}),
     "soft-cap, window": Case(options={"softcap": 0.7}, mask=lambda *_: masks.window(50, 0)),

@@ -14,6 +14,7 @@ from clearhead.native import instruction_sets, use_instruction_set
 from .native_cases import CASES, Case, close_to_exact, numbers
 
 SETS = instruction_sets()
+HEADS = [(item, head) for item in range(2) for head in range(3)]
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
 
@@ -37,9 +38,44 @@ def test_close_to_exact(name: str, instructions: str) -> None:
     close_to_exact(CASES[name], "native")
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "one query", "one query of many heads", "everything"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "causal", "one query", "one query of many heads", "bias per item", "bias that hides", "everything"],
+)
 def test_on_several_threads(name: str, threads: int) -> None:
     close_to_exact(CASES[name], "native")
+
+
+@pytest.mark.parametrize(
+    ("length", "count"), [(1009, 1013), (397, 11003)], ids=["laid out in turns", "a few rows at a time"]
+)
+def test_a_mask_too_large_to_be_laid_out_at_once(length: int, count: int, threads: int) -> None:
+    generator = torch.Generator().manual_seed(13)
+    added = torch.randn(length, count, generator=generator)
+    added[added < -1] = -torch.inf
+    close_to_exact(
+        Case(
+            batch=1,
+            kv_heads=2,
+            group=1,
+            length=length,
+            count=count,
+            dim=5,
+            value_dim=3,
+            mask=lambda *_: masks.bias(added),
+        ),
+        "native",
+    )
+
+
+def test_a_mask_hides_alike_in_however_many_heads() -> None:
+    """Whether its masks are laid out for several heads or looked at by one must not change a bit."""
+    query, key = torch.randn(2, 3, 227, 5), torch.randn(2, 3, 331, 5)
+    mask = masks.keep(torch.rand(227, 331) > 0.5) & masks.bias(torch.randn(227, 331))
+    with clearhead.use_kernel("native"):
+        whole = clearhead.attention(query, key, key, mask)
+        single = [clearhead.attention(query[i, h, None], key[i, h, None], key[i, h, None], mask) for i, h in HEADS]
+    assert all(torch.equal(whole[i, h], found[0]) for (i, h), found in zip(HEADS, single, strict=True))
 
 
 def test_drops_the_entries_that_the_others_drop(instructions: str) -> None:

@@ -147,7 +147,9 @@ def test_reasons(change: Callable[[Tensor], Tensor], reason: str) -> None:
 def test_reasons_against_masks_and_transforms() -> None:
     x = random(11)
     learnt = masks.bias(torch.zeros(11, 11, requires_grad=True))
-    assert clearhead.explain(x, x, x, learnt).reasons["native"] == ("it gives no gradient for a bias",)
+    assert clearhead.explain(x, x, x, learnt).reasons["native"] == (
+        "it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph",
+    )
     per_head = masks.where(lambda b, h, q, k: k % 2 == h)
     assert clearhead.explain(x, x, x, per_head).reasons["native"] == (
         "the mask differs between heads and would have to be built whole, (B, H, L, S)",

@@ -15,7 +15,8 @@ from clearhead import masks
 from clearhead.errors import ClearheadError, ShapeError
 from clearhead.masks import Mask
 from clearhead.masks.grid import Block, Grid
-from clearhead.masks.lowering import dense_mask, is_plain_causal, reach
+from clearhead.masks.lowering import dense_mask, is_plain_causal
+from clearhead.masks.reach import reach
 
 B, H = 2, 3
 CPU = torch.device("cpu")
@@ -78,12 +79,30 @@ def pieces(draw: st.DataObject, length: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise([0, *sorted(cuts - {length}), length])]
 
 
-@given(cases())
-def test_hidden_queries_and_keys_are_found_exactly(case: tuple[Mask, Grid]) -> None:
+@given(cases(), st.integers(1, 3), st.sampled_from([0, 1 << 16]))
+def test_hidden_queries_and_keys_are_found_exactly(case: tuple[Mask, Grid], edge: int, few_cells: int) -> None:
     mask, grid = case
-    cells, found = visible(mask, grid), reach(mask, grid)
+    with pytest.MonkeyPatch.context() as patch:  # these masks are too small for their borders to be looked at first
+        patch.setattr("clearhead.masks.reach._EDGE_ROWS", edge)
+        patch.setattr("clearhead.masks.reach._EDGE_COLUMNS", edge)
+        patch.setattr("clearhead.masks.reach._FEW_CELLS", few_cells)
+        patch.setattr("clearhead.masks.reach._ROWS_AT_A_TIME", 20)
+        found = reach(mask, grid)
+    cells = visible(mask, grid)
     assert torch.equal(expanded(found.queries, grid.query_length), cells.any(-1))
     assert torch.equal(expanded(found.keys, grid.key_length), cells.any(-2))
+
+
+def test_padding_in_the_middle_of_a_large_mask_keeps_its_nan_to_itself() -> None:
+    length, keys = 283, 293
+    marks = torch.rand(length, keys) < 0.9
+    marks[101] = False
+    marks[:, 149:151] = False
+    query, key = torch.randn(1, 2, length, 3), torch.randn(1, 2, keys, 3)
+    key[:, :, 149:151] = torch.nan
+    output = clearhead.attention(query, key, key, masks.keep(marks))
+    assert output.isfinite().all()
+    assert not output[:, :, 101].any()
 
 
 @pytest.mark.parametrize("shift", [-9, -2, 0, 3, 9])

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from tests.kernels.native_cases import CASES, numbers
 
 SETS = instruction_sets()
 GUARD = 64  # numbers before and behind each tensor
-BORDER = -123456.0
+BORDER = -131072.0  # exact in bfloat16 too
+SIZES = [(1, 1, 1, 1), (3, 17, 5, 3), (50, 131, 16, 19), (97, 7, 33, 1), (8, 300, 64, 64), (61, 547, 64, 32)]
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
 
@@ -36,9 +38,9 @@ class Guarded:
     def __init__(self) -> None:
         self._memory: list[Tensor] = []
 
-    def empty(self, *shape: int, border: float = BORDER) -> Tensor:
+    def empty(self, *shape: int, dtype: torch.dtype | None = None, border: float = BORDER) -> Tensor:
         count = int(torch.Size(shape).numel())
-        memory = torch.full((count + 2 * GUARD,), border)
+        memory = torch.full((count + 2 * GUARD,), border, dtype=dtype)
         self._memory.append(memory)
         return memory[GUARD : GUARD + count].view(shape)
 
@@ -54,16 +56,22 @@ def request(query: Tensor, key: Tensor, value: Tensor, high: int) -> Request:
     return Request(query, key, value, *nothing, 0.4, 0.0, 0.0, -length, min(high, count), count)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 17, 5, 3), (50, 131, 16, 19), (97, 7, 33, 1), (8, 300, 64, 64)])
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("high", [0, 1000], ids=["causal", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_nothing_is_written_outside(
-    sizes: tuple[int, ...], high: int, instructions: str, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], high: int, dtype: torch.dtype, instructions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     length, count, dim, value_dim = sizes
     guarded = Guarded()
-    monkeypatch.setattr(Tensor, "new_empty", lambda self, *shape, **options: guarded.empty(*_flat(shape)))
-    monkeypatch.setattr(torch, "empty_like", lambda tensor: guarded.empty(*tensor.shape))
-    query, key, value = (torch.randn(2, 2, *size) for size in ((length, dim), (count, dim), (count, value_dim)))
+
+    def new_empty(self: Tensor, *shape: Any, dtype: torch.dtype | None = None) -> Tensor:
+        return guarded.empty(*_flat(shape), dtype=dtype or self.dtype)
+
+    monkeypatch.setattr(Tensor, "new_empty", new_empty)
+    monkeypatch.setattr(torch, "empty_like", lambda tensor: guarded.empty(*tensor.shape, dtype=tensor.dtype))
+    sides = ((length, dim), (count, dim), (count, value_dim))
+    query, key, value = (torch.randn(2, 2, *size).to(dtype) for size in sides)
     lse = guarded.empty(2, 2, length)
     call = request(query, key, value, high)
     output = forward(call, lse)
@@ -76,12 +84,15 @@ def _flat(shape: tuple[object, ...]) -> tuple[int, ...]:
     return tuple(shape[0]) if isinstance(shape[0], (tuple, torch.Size)) else shape
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 17, 5, 3), (50, 131, 16, 19), (97, 7, 33, 1), (8, 300, 64, 64)])
-def test_what_lies_beside_the_inputs_does_not_matter(sizes: tuple[int, ...], instructions: str) -> None:
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_lies_beside_the_inputs_does_not_matter(
+    sizes: tuple[int, ...], dtype: torch.dtype, instructions: str
+) -> None:
     length, count, dim, value_dim = sizes
     shapes = ((2, 2, length, dim), (2, 2, count, dim), (2, 2, count, value_dim), (2, 2, length, value_dim))
-    plain = [torch.randn(shape) for shape in shapes]
-    inside = [Guarded().empty(*shape, border=torch.nan).copy_(x) for shape, x in zip(shapes, plain, strict=True)]
+    plain = [torch.randn(shape).to(dtype) for shape in shapes]
+    inside = [Guarded().empty(*x.shape, dtype=dtype, border=torch.nan).copy_(x) for x in plain]
     for expected, found in zip(_everything(*plain), _everything(*inside), strict=True):
         assert torch.equal(found, expected)
 

@@ -13,7 +13,7 @@ from ..native import extension, why_missing
 from ..tracing import is_tracing, is_transformed
 from .base import Kernel, Refusal
 from .native_calls import TYPES, Request, backward, empty_lse, forward
-from .native_masks import differs_between_heads, lower
+from .native_masks import differs_between_heads, learnt_shape, lower
 from .native_operator import sinks_gradient
 from .native_prepared import Prepared, differentiable, prepare_apart, prepare_flat
 from .second_order import allow_second_derivatives, asks_for_reference, reference_gradients
@@ -37,8 +37,8 @@ class NativeKernel(Kernel):
             reasons.append(Refusal("it runs on the CPU, and the tensors are on {device}", device=query.device))
         if query.dtype not in TYPES:
             reasons.append(Refusal("it computes in float32, and the tensors are {dtype}", dtype=query.dtype))
-        if call.bias_tensors and torch.is_grad_enabled() and any(bias.requires_grad for bias in call.bias_tensors):
-            reasons.append(Refusal("it gives no gradient for a bias"))
+        if call.bias_tensors and torch.is_grad_enabled() and not _can_differentiate_biases(call):
+            reasons.append(Refusal("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph"))
         reasons += _reasons_of_a_graph() if is_tracing() else _reasons_of_values(call)
         return tuple(reasons)
 
@@ -89,6 +89,14 @@ def _reasons_of_values(call: AttentionCall) -> list[Refusal]:
     if call.mask is not None and differs_between_heads(call):
         return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
     return []
+
+
+def _can_differentiate_biases(call: AttentionCall) -> bool:
+    if not any(bias.requires_grad for bias in call.bias_tensors):
+        return True
+    if is_tracing() or torch._C._len_torch_dispatch_stack() > 0:  # pyright: ignore
+        return False
+    return learnt_shape(call) is not None
 
 
 def _request(call: AttentionCall) -> Request:
@@ -144,7 +152,16 @@ class _Native(torch.autograd.Function):
         call = ctx.call.with_tensors(*inputs)
         if output_gradient is None:
             output_gradient = torch.zeros_like(output)
-        *found, correction = backward(_request(call), output, lse, output_gradient, lse_gradient)
+        request = _request(call)
+        biases = len(call.bias_tensors)
+        wanted = [index for index in range(biases) if ctx.needs_input_grad[index - biases]]
+        shape = learnt_shape(call) if wanted else None
+        bias_gradient = None if shape is None else output.new_zeros(shape, dtype=torch.float32)
+        *found, correction = backward(request, output, lse, output_gradient, lse_gradient, bias_gradient)
         if call.sinks is not None:
             found.append(sinks_gradient(call.sinks, correction, lse))
-        return (None, *found, *(None for _ in call.bias_tensors))
+        of_biases: list[Tensor | None] = [None] * biases
+        if bias_gradient is not None:
+            bias = call.bias_tensors[wanted[0]]
+            of_biases[wanted[0]] = bias_gradient.view(bias.shape).to(bias.dtype)
+        return (None, *found, *of_biases)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import cast
 
@@ -64,12 +64,12 @@ class Request:
     stop: int
 
 
-def forward(request: Request, lse: Tensor | None = None) -> Tensor:
-    """Output (B, H, L, Dv) in the inputs' dtype; lse (B, H, L) is written where a float32 tensor is given for it."""
-    output = empty_output(request.query, request.value)
+def forward(request: Request, lse: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Output (B, H, L, Dv) in the inputs' dtype, or in float32; lse (B, H, L) in float32 is written if it is given."""
+    output = empty_output(request.query, request.value, dtype)
     numbers, kept = _numbers(request, lse)
-    threads = threads_for(request) or torch.get_num_threads()
-    _module().forward(instruction_set_number(), threads, *numbers, *_matrix(output))
+    threads, wide = threads_for(request) or torch.get_num_threads(), output.dtype == torch.float32
+    _module().forward(instruction_set_number(), threads, *numbers, *_matrix(output), wide)
     del kept
     return output
 
@@ -98,12 +98,19 @@ def empty_lse(query: Tensor) -> Tensor:
 
 
 def backward(
-    request: Request, output: Tensor, lse: Tensor, output_gradient: Tensor, lse_gradient: Tensor | None
+    request: Request,
+    output: Tensor,
+    lse: Tensor,
+    output_gradient: Tensor,
+    lse_gradient: Tensor | None,
+    bias_gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, and δ − dl (B, H, L), from which that of the sinks follows."""
+    """Gradients of query, key and value, and δ − dl (B, H, L), from which that of the sinks follows.
+
+    That of the bias is added to `bias_gradient`, float32 (1 or B, H, L, S), if it is given.
+    """
     if output.dtype != torch.float32:  # δ = dO·o needs an o that is not rounded
-        wide = {name: getattr(request, name).float() for name in ("query", "key", "value")}
-        output = forward(replace(request, **wide))
+        output = forward(request, dtype=torch.float32)
     gradients = [tensor.new_empty(tensor.shape) for tensor in (request.query, request.key, request.value)]
     correction = torch.empty_like(lse)
     output_gradient = _with_whole_rows(output_gradient)
@@ -120,17 +127,18 @@ def backward(
         *_matrix(gradients[2]),
         _address(lse_gradient),
         correction.data_ptr(),
+        *((0,) * 4 if bias_gradient is None else _mask(bias_gradient)[:4]),
     )
     del kept
     return gradients[0], gradients[1], gradients[2], correction
 
 
-def empty_output(query: Tensor, value: Tensor) -> Tensor:
+def empty_output(query: Tensor, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """(B, H, L, Dv), with heads beside each other where the query's are: merging them is then free."""
     batch, heads, length, _ = query.shape
     if query.stride(1) < query.stride(2):
-        return query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
-    return query.new_empty(batch, heads, length, value.shape[-1])
+        return query.new_empty(batch, length, heads, value.shape[-1], dtype=dtype).transpose(1, 2)
+    return query.new_empty(batch, heads, length, value.shape[-1], dtype=dtype)
 
 
 def _module() -> ModuleType:

@@ -12,8 +12,9 @@ from ..masks.band import Band, band_of
 from ..masks.base import Mask
 from ..masks.grid import Block
 from ..masks.lowering import chosen_cell
+from ..masks.tensors import four_dimensional
 
-__all__ = ["Lowered", "differs_between_heads", "lower"]
+__all__ = ["Lowered", "differs_between_heads", "learnt_shape", "lower"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,20 @@ def lower(call: AttentionCall) -> Lowered:
     if band is None:
         return Lowered(-grid.query_length, grid.key_length, grid.key_length, spans, visible, bias)
     return Lowered(band.low, band.high, band.stop, spans, visible, bias)
+
+
+def learnt_shape(call: AttentionCall) -> tuple[int, int, int, int] | None:
+    """The shape of the one bias that wants a gradient, (1 or B, H, L, S); ``None`` for several or other shapes."""
+    batch, heads, length, _ = call.query.shape
+    parts = [] if call.mask is None else call.mask.parts()
+    learnt = [part for part in parts if any(bias.requires_grad for bias in part.bias_tensors())]
+    if len(learnt) != 1 or not learnt[0].is_tensor:
+        return None
+    (bias,) = learnt[0].bias_tensors()
+    items, *matrix = four_dimensional(bias, call.grid).shape
+    if items not in (1, batch) or matrix != [heads, length, call.key.shape[2]]:
+        return None
+    return items, heads, length, call.key.shape[2]
 
 
 def _hides_by_bias(part: Mask) -> bool:

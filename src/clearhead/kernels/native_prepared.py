@@ -17,6 +17,7 @@ from .second_order import asks_for_reference, reference_gradients
 __all__ = ["Prepared", "differentiable", "prepare_apart", "prepare_flat"]
 
 Tensors = tuple[Tensor, ...]
+_NO_BIAS = (0,) * 4
 Steps = tuple[int, int, int]  # from one batch item, head and row to the next
 
 
@@ -79,6 +80,7 @@ class Prepared:
         self._threads = threads_for(request)
         self._inputs, self._gradients = inputs, gradients
         self._shape, self._strides, self._steps = shape, strides, steps
+        self._wide = request.query.dtype == torch.float32
         self._of_output = steps(request.query.new_empty_strided(shape, strides))
         self._lse_shape = tuple(request.query.shape[:3])
         module = cast(Any, extension)
@@ -99,6 +101,7 @@ class Prepared:
             *self._rest,
             output.data_ptr(),
             *self._of_output,
+            self._wide,
         )
         return output
 
@@ -121,6 +124,7 @@ class Prepared:
             *self._gradients.numbers(gradients),
             0,  # nobody asks for lse, so that it has no gradient
             correction.data_ptr(),
+            *_NO_BIAS,
         )
         return gradients
 

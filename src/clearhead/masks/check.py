@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
 from .base import Mask
 from .grid import Block, Grid
-from .lowering import reach
+from .reach import reach
 
 __all__ = ["MaskReport", "check_mask", "grid_for"]
 

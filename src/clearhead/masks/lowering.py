@@ -3,43 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..tracing import is_tracing, is_transformed
+from ..tracing import is_tracing
 from .band import band_of
 from .base import Mask
 from .grid import Block, Grid
 from .positional import Causal
 
 __all__ = [
-    "Reach",
     "chosen_cell",
     "dense_mask",
     "hides_nothing",
     "is_plain_causal",
-    "reach",
     "row_blocks",
     "touched_share",
 ]
 
-_ROWS_AT_A_TIME = 1 << 21  # elements of mask evaluated at once when looking for hidden rows and columns
 _ENOUGH_ROWS = 64  # fewer do not fill a matrix product, nor pay for the Python around it
-
-
-@dataclass(frozen=True)
-class Reach:
-    """Which queries see any key, and which keys any query sees; ``None`` where all do.
-
-    Args:
-        queries: bool (1 or B, 1 or H, L, 1).
-        keys: bool (1 or B, 1 or H, S, 1).
-    """
-
-    queries: Tensor | None
-    keys: Tensor | None
 
 
 def is_plain_causal(mask: Mask | None, grid: Grid) -> bool:
@@ -130,65 +113,7 @@ def touched_share(mask: Mask | None, grid: Grid) -> float:
     return sum((rows.stop - rows.start) * (stop - start) for rows, (start, stop) in blocks) / max(1, whole)
 
 
-def reach(mask: Mask, grid: Grid) -> Reach:
-    """Find the queries that see nothing and the keys that nobody sees, in blocks of rows and of what they can see."""
-    if is_plain_causal(mask, grid) and grid.query_length >= grid.key_length:
-        return Reach(None, None)
-    if is_tracing() or grid.query_length == 0 or grid.key_length == 0:
-        return _reach_at_once(mask, grid)
-    band = band_of(mask, grid)
-    if band is None:
-        return _reach_by_blocks(mask, grid)
-    rows, columns = band.rows(grid), band.columns(grid)
-    return Reach(_run(*rows, grid.query_length, grid), _run(*columns, grid.key_length, grid))
-
-
-def _run(start: int, stop: int, length: int, grid: Grid) -> Tensor | None:
-    """Bool (1, 1, length, 1), true from start to stop; ``None`` if that is everything."""
-    if start == 0 and stop == length:
-        return None
-    places = torch.arange(length, device=grid.device)
-    return ((places >= start) & (places < stop))[None, None, :, None]
-
-
 def chosen_cell(grid: Grid) -> Block:
     """One cell of all items and heads, which shows how a mask broadcasts. Chosen, as for runs masks take short cuts."""
     first = torch.zeros(1, dtype=torch.long, device=grid.device)
     return Block(grid, rows=first, columns=first)
-
-
-def _reach_by_blocks(mask: Mask, grid: Grid) -> Reach:
-    cell = mask.visible(chosen_cell(grid))
-    outer = (1, 1) if cell is None else (cell.shape[0], cell.shape[1])
-    queries = torch.zeros(*outer, grid.query_length, dtype=torch.bool, device=grid.device)
-    keys = torch.zeros(*outer, grid.key_length, dtype=torch.bool, device=grid.device)
-    for rows, (start, stop) in row_blocks(mask, grid, max(1, _ROWS_AT_A_TIME // max(1, outer[0] * outer[1]))):
-        if start == stop:
-            continue
-        visible = mask.visible(Block(grid, rows=rows, columns=slice(start, stop)))
-        if visible is None:
-            queries[..., rows] = True
-            keys[..., start:stop] = True
-        else:
-            queries[..., rows] = visible.any(-1)
-            keys[..., start:stop] |= visible.any(-2)
-    return Reach(_unless_all(queries), _unless_all(keys))
-
-
-def _unless_all(seen: Tensor) -> Tensor | None:
-    """(…, n, 1), or ``None`` if all are seen. An accelerator would have to be waited for, so only the CPU is asked."""
-    if seen.device.type == "cpu" and type(seen) is Tensor and not is_transformed() and bool(seen.all()):
-        return None
-    return seen[..., None]
-
-
-def _reach_at_once(mask: Mask, grid: Grid) -> Reach:
-    visible = mask.visible(Block(grid))
-    if visible is None:
-        return Reach(None, None)
-    queries, keys = visible.any(-1), visible.any(-2)
-    if queries.shape[-1] != grid.query_length:
-        queries = queries.expand(*queries.shape[:-1], grid.query_length)
-    if keys.shape[-1] != grid.key_length:
-        keys = keys.expand(*keys.shape[:-1], grid.key_length)
-    return Reach(queries[..., None], keys[..., None])

@@ -12,16 +12,19 @@ struct BackwardTile {
 
 // Working memory of one task.
 struct BackwardRoom {
-    float *keys, *values, *weights, *gradients, *extra, *slopes;
+    float *keys, *values, *weights, *gradients, *slopes;
+    LookRoom look;
 };
 
 INLINE int64_t step_up(int64_t x) { return round_up(x, STEP); }
 INLINE int64_t lanes_up(int64_t x) { return round_up(x, LANES); }
 
-// to (count × V·LANES) = left (count × columns) · right (columns × V·LANES)
-template <int V>
-static void product(const float* left, int64_t stride, int64_t columns, const float* right, int64_t count, float* to) {
+// to (count × V·LANES) = left (count × columns) · right (columns × V·LANES); calls between(step) before each step
+template <int V, class Between>
+static void product(const float* left, int64_t stride, int64_t columns, const float* right, int64_t count, float* to,
+                    const Between& between) {
     for (int64_t j = 0; j < count; j += STEP) {
+        between(j / STEP);
         Floats acc[STEP][V] = {};
         multiply<true>(acc, left + j * stride, stride, right, V * LANES, columns);
 #pragma GCC unroll 8
@@ -65,9 +68,9 @@ static void add_products(const float* left, int64_t rows, const float* right, in
 }
 
 // Scores to weights in place; with a soft-cap its slope goes into `slopes`.
-template <int V>
-static void weigh_again(const Problem& p, const BackwardTile& tile, int64_t count, const float* extra, float* weights,
-                        float* slopes) {
+template <int V, Extra EXTRA>
+static void weigh_again(const Problem& p, const BackwardTile& tile, int64_t count, const Looked& looked,
+                        float* weights, float* slopes) {
     const float factor = p.softcap != 0 ? p.scale / p.softcap : p.scale * LOG2E;
     for (int64_t j = 0; j < count; j++)
 #pragma GCC unroll 4
@@ -79,15 +82,15 @@ static void weigh_again(const Problem& p, const BackwardTile& tile, int64_t coun
                 store(slopes + place, 1.f - x * x);
                 x *= p.softcap * LOG2E;
             }
-            if (extra) x = add_mask(x, load(extra + place));
+            x = masked<EXTRA, V>(x, looked, j, v);
             store(weights + place, exp2(x - load(tile.lse + v * LANES)));
         }
 }
 
-// dp to ds in place; the weights become the dropped ones.
+// dp to ds, before the soft-cap, in place; the weights become the dropped ones.
 template <int V>
 static void differentiate(const Problem& p, const BackwardTile& tile, int64_t batch, int64_t key, int64_t count,
-                          const float* slopes, float* weights, float* gradients) {
+                          float* weights, float* gradients) {
     for (int64_t j = 0; j < count; j += GROUP)
         for (int v = 0; v < V; v++) {
             Ints kept[GROUP];
@@ -102,9 +105,26 @@ static void differentiate(const Problem& p, const BackwardTile& tile, int64_t ba
                     x = only_where(kept[t], x);
                     store(weights + place, only_where(kept[t], weight));
                 }
-                x = weight * (x - correction);
-                if (p.softcap != 0) x *= load(slopes + place);
-                store(gradients + place, x);
+                store(gradients + place, weight * (x - correction));
+            }
+        }
+}
+
+// ds, which is what a bias has for a gradient, from the lanes back into its rows.
+template <int V>
+static void add_to_bias_gradient(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
+                                 const float* gradients) {
+    stop = smaller(stop, p.keys);
+    for (int v = 0; v < V; v++)
+        for (int64_t j = start; j < stop; j += LANES) {
+            const int64_t count = smaller(LANES, stop - j);
+            Floats square[LANES];
+            for (int64_t r = 0; r < LANES; r++)
+                square[r] = r < count ? load(gradients + ((j - start + r) * V + v) * LANES) : Floats{};
+            transpose(square);
+            for (int64_t lane = v * LANES; lane < smaller(rows.count, (v + 1) * LANES); lane++) {
+                float* to = p.bias_gradient.at<float>(batch, rows.head[lane], rows.row[lane]) + j;
+                store_some(to, load_some(to, count) + square[lane - v * LANES], count);
             }
         }
 }
@@ -112,15 +132,21 @@ static void differentiate(const Problem& p, const BackwardTile& tile, int64_t ba
 // One tile against the keys [start, stop), whose sums of dk and dv are given.
 template <int V>
 static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int64_t start, int64_t stop,
-                        const BackwardRoom& room, const float* keys, const float* values, float* key_sums,
-                        float* value_sums) {
-    const Sight sight = look<V>(p, tile.rows, batch, start, stop, room.extra);
-    if (sight == Sight::nothing) return;
+                        const BackwardRoom& room, const NextMasks& next, const float* keys, const float* values,
+                        float* key_sums, float* value_sums) {
+    const Looked looked = look<V>(p, tile.rows, batch, start, stop, room.look);
+    if (looked.sight == Sight::nothing) return;
     const int64_t count = stop - start, key_stride = step_up(p.dim), rows = V * LANES;
-    product<V>(keys, key_stride, p.dim, tile.query_lanes, count, room.weights);
-    weigh_again<V>(p, tile, count, sight == Sight::some ? room.extra : nullptr, room.weights, room.slopes);
-    product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, room.gradients);
-    differentiate<V>(p, tile, batch, start, count, room.slopes, room.weights, room.gradients);
+    product<V>(keys, key_stride, p.dim, tile.query_lanes, count, room.weights, [&](int64_t step) {
+        if (next.start < next.stop) next.fetch(p, step, count / STEP);
+    });
+    by_extra(looked, [&](auto extra) { weigh_again<V, extra()>(p, tile, count, looked, room.weights, room.slopes); });
+    product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, room.gradients, [](int64_t) {});
+    differentiate<V>(p, tile, batch, start, count, room.weights, room.gradients);
+    if (p.bias_gradient.data) add_to_bias_gradient<V>(p, tile.rows, batch, start, stop, room.gradients);
+    if (p.softcap != 0)
+        for (int64_t place = 0; place < count * rows; place += LANES)
+            store(room.gradients + place, load(room.gradients + place) * load(room.slopes + place));
     add_products(room.weights, rows, tile.gradient_rows, lanes_up(p.value_dim), count, value_sums);
     add_products(room.gradients, rows, tile.query_rows, lanes_up(p.dim), count, key_sums);
     for (int64_t d = 0; d < p.dim; d += STEP) {
@@ -138,7 +164,7 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
     }
 }
 
-static int64_t tiles_at_once(const Problem& p) { return p.dim + p.value_dim > 256 ? MOST_TILES / 2 : MOST_TILES; }
+static int64_t tiles_at_once(const Problem& p) { return p.dim + p.value_dim > 256 ? 4 : 8; }
 
 static int64_t tile_floats(const Problem& p) {
     return TILE * (2 * step_up(p.dim) + p.value_dim + lanes_up(p.dim) + lanes_up(p.value_dim)) + 5 * 16;
@@ -146,7 +172,7 @@ static int64_t tile_floats(const Problem& p) {
 
 static int64_t backward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t tiles = smaller(tiles_at_once(p), (task_rows + TILE - 1) / TILE);
-    return BLOCK * (step_up(p.dim) + p.value_dim) + 4 * BLOCK * TILE + tiles * tile_floats(p) + 6 * 16;
+    return BLOCK * (step_up(p.dim) + p.value_dim) + 3 * BLOCK * TILE + LOOK_FLOATS + tiles * tile_floats(p) + 6 * 16;
 }
 
 // dk (S × D), then dv (S × Dv), columns padded to whole vectors.
@@ -208,10 +234,11 @@ template <class T>
 static void backward_rows(const Problem& p, const Task& task, int64_t row_start, int64_t row_stop,
                           const BackwardRoom& room, float* sums, float* scratch) {
     const int64_t b = task.batch;
-    BackwardTile tiles[MOST_TILES];
+    BackwardTile tiles[8];
     int64_t count = 0, key_start = p.keys, key_stop = 0;
     for (int64_t start = row_start; start < row_stop; start += TILE, count++) {
         describe_rows(p, b, task.kv_head, start, row_stop, tiles[count].rows);
+        if (task.masks) tiles[count].rows.masks = task.masks + (start - task.row_start) / TILE * masks_size(p);
         prepare<T>(p, b, tiles[count], scratch);
         key_start = smaller(key_start, tiles[count].rows.lowest_first);
         key_stop = larger(key_stop, tiles[count].rows.highest_last);
@@ -229,12 +256,12 @@ static void backward_rows(const Problem& p, const Task& task, int64_t row_start,
             trim(tiles[n].rows, start, stop);
             if (start >= stop) continue;
             const bool last = n + 1 == count;
-            fetch_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
+            const NextMasks next = next_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
             const float *k = room.keys + (start - block) * key_stride, *v = room.values + (start - block) * p.value_dim;
             float *dk = sums + start * key_width, *dv = value_sums + start * value_width;
-            if (tiles[n].rows.vectors == 1) attend_back<1>(p, tiles[n], b, start, stop, room, k, v, dk, dv);
-            if (tiles[n].rows.vectors == 2) attend_back<2>(p, tiles[n], b, start, stop, room, k, v, dk, dv);
-            if (tiles[n].rows.vectors == 3) attend_back<3>(p, tiles[n], b, start, stop, room, k, v, dk, dv);
+            if (tiles[n].rows.vectors == 1) attend_back<1>(p, tiles[n], b, start, stop, room, next, k, v, dk, dv);
+            if (tiles[n].rows.vectors == 2) attend_back<2>(p, tiles[n], b, start, stop, room, next, k, v, dk, dv);
+            if (tiles[n].rows.vectors == 3) attend_back<3>(p, tiles[n], b, start, stop, room, next, k, v, dk, dv);
         }
     }
     float factors[TILE];
@@ -250,7 +277,7 @@ static void backward_typed(const Problem& p, const Task& task, float* sums, floa
     room.values = take(scratch, BLOCK * p.value_dim);
     room.weights = take(scratch, BLOCK * TILE);
     room.gradients = take(scratch, BLOCK * TILE);
-    room.extra = take(scratch, BLOCK * TILE);
+    room.look = look_room(take(scratch, LOOK_FLOATS));
     room.slopes = take(scratch, BLOCK * TILE);
     const int64_t step = tiles_at_once(p) * TILE;
     for (int64_t start = task.row_start; start < task.row_stop; start += step)

@@ -84,7 +84,7 @@ static void score_chunk(const Problem& p, const Rows& rows, int64_t batch, int64
             Floats x = dot[r];
             x = p.softcap != 0 ? tanh(x * (p.scale / p.softcap)) * (p.softcap * LOG2E) : x * (p.scale * LOG2E);
             if (dense) x = add_mask(x, mask_row(p, batch, rows.head[row], rows.row[row], start + j, there));
-            x = (column >= rows.first[row]) & (column < last) ? x : splat(-INFINITY);
+            x = ((column >= rows.first[row]) & (column < last)) ? x : splat(-INFINITY);
             peaks[r] = larger(x, peaks[r]);
             store(scores[r] + j, x);
         }
@@ -170,7 +170,10 @@ static void merge_typed(const Problem& p, int64_t batch, int64_t kv_head, float*
             Floats x = {};
             for (int64_t n = 0; n < count; n++)
                 x += partials[n * size + r] * load(partial_output(p, partials + n * size) + r * width + d);
-            store_some(p.output.at<T>(batch, head, row) + d, x * factor, p.value_dim - d);
+            if (p.wide_output)
+                store_some(p.output.at<float>(batch, head, row) + d, x * factor, p.value_dim - d);
+            else
+                store_some(p.output.at<T>(batch, head, row) + d, x * factor, p.value_dim - d);
         }
     }
 }

@@ -3,6 +3,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <utility>
+
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
@@ -10,12 +12,14 @@
 namespace clearhead {
 namespace {
 
-constexpr int64_t MOST_TILES = 8;            // of one task
+constexpr int64_t MOST_TILES = 16;           // of one task
 constexpr int64_t TASKS_PER_THREAD = 4;      // enough that the last ones to finish do not keep the others waiting
 constexpr int64_t TASK_FLOATS = 128 * 1024;  // queries and outputs of a task, which have to stay in the cache
 constexpr int64_t FEW_ROWS = 8;              // from here on tiles take less time
 constexpr int64_t FEWEST_KEYS = 256;         // of one part of a head
 constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
+constexpr int64_t MASK_FLOATS = 1024 * 1024;  // laid out at a time, for each thread
+constexpr int64_t FEWEST_SCORES = 64 * 1024;     // of a head that make laying out its mask worth while
 
 bool forked = false;
 
@@ -46,7 +50,7 @@ class Scratch {
     int64_t size_ = 0;
 };
 
-thread_local Scratch scratch;
+thread_local Scratch scratch, mask_scratch;
 
 // Calls work(index, scratch) for every index below `count`, in that order, each on the next free thread.
 template <class Work>
@@ -85,12 +89,107 @@ int64_t rows_of_task(const Kernels& kernels, const Problem& p, int64_t threads) 
 }
 
 // Into how many parts, each with sums of its own, the rows of a key/value head are cut so that no thread is idle.
-int64_t parts_of_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
-    const int64_t heads = p.batch * p.kv_heads, most = divide_up(p.folded_rows(), kernels.tile_rows);
+int64_t parts_of_backward(const Kernels& kernels, const Problem& p, int64_t heads, int64_t threads) {
+    const int64_t most = divide_up(p.folded_rows(), kernels.tile_rows);
     if (threads == 1 || heads % threads == 0 || heads >= TASKS_PER_THREAD * threads) return 1;
     const int64_t wanted = divide_up(TASKS_PER_THREAD * threads, heads);
     return wanted < most ? wanted : most > 0 ? most : 1;
 }
+
+// Masks that several heads share: laid out by tiles once, so that not every head has to do it.
+struct SharedMasks {
+    const Kernels& kernels;
+    const Problem& p;
+    int64_t planes, heads;  // how many there are, and how many heads share each; 1 if none do
+
+    SharedMasks(const Kernels& of, const Problem& problem) : kernels(of), p(problem), planes(1), heads(1) {
+        const bool any = p.visible.data || p.bias.data, per_head = p.visible.head || p.bias.head;
+        if (!any || per_head || p.folded_rows() * p.keys < FEWEST_SCORES) return;
+        if (p.visible.batch || p.bias.batch || (p.first && p.span_batch)) planes = p.batch;
+        heads = p.batch * p.kv_heads / planes;
+    }
+
+    int64_t batch(int64_t plane, int64_t head) const { return planes == 1 ? head / p.kv_heads : plane; }
+    // Of some rows of one plane.
+    int64_t size(int64_t rows) const { return divide_up(rows, kernels.tile_rows) * kernels.masks_size(p); }
+
+    // Lays out `count` runs of `rows` rows of planes; place(index) says which plane and row the run begins at.
+    template <class Place>
+    bool lay_out(int64_t count, int64_t rows, int64_t threads, float* to, const Place& place) const {
+        const int64_t tiles = divide_up(rows, kernels.tile_rows);
+        return share(count * tiles, threads, 16, [&](int64_t index, float*) {
+            const auto [plane, start] = place(index / tiles);
+            const int64_t row = start + index % tiles * kernels.tile_rows;
+            if (row < p.folded_rows()) kernels.lay_out_masks(p, plane, row, to + index * kernels.masks_size(p));
+        });
+    }
+};
+
+// How many runs of `step` rows, at most, are at work at once, enough for all threads; 0 if their masks do not fit.
+// `step` may shrink.
+int64_t runs_at_once(const SharedMasks& masks, int64_t& step, int64_t threads) {
+    if (masks.heads == 1) return 0;
+    const int64_t tile = masks.kernels.tile_rows, rows = masks.p.folded_rows();
+    const int64_t fitting = KEPT_FLOATS / masks.size(tile) * tile;
+    if (fitting == 0) return 0;
+    if (fitting < step) step = divide_up(divide_up(rows, divide_up(rows, fitting)), tile) * tile;
+    const int64_t most = MASK_FLOATS * threads / masks.size(step);
+    const int64_t needed = masks.heads % threads == 0 ? 1 : divide_up(TASKS_PER_THREAD * threads, masks.heads);
+    if (needed <= most) return most;
+    return needed * masks.size(step) <= KEPT_FLOATS ? needed : 0;
+}
+
+// Runs of rows of all heads one after the other, so that only their masks are laid out at a time.
+bool run_in_turns(const SharedMasks& masks, int64_t step, int64_t most, int64_t threads) {
+    const Kernels& kernels = masks.kernels;
+    const Problem& p = masks.p;
+    const int64_t rows = p.folded_rows(), parts = divide_up(rows, step), runs = parts * masks.planes;
+    const int64_t turn = divide_up(runs, divide_up(runs, most)), size = masks.size(step);
+    float* memory = mask_scratch.take(turn * size);
+    bool enough = memory != nullptr;
+    for (int64_t first = 0; enough && first < runs; first += turn) {
+        const int64_t count = turn < runs - first ? turn : runs - first;
+        const auto place = [&](int64_t run) {
+            run += first;
+            return std::pair<int64_t, int64_t>(run % masks.planes, (parts - 1 - run / masks.planes) * step);
+        };
+        enough = masks.lay_out(count, step, threads, memory, place);
+        const int64_t floats = kernels.forward_scratch(p, step);
+        enough = enough && share(count * masks.heads, threads, floats, [&](int64_t index, float* scratch) {
+                     const int64_t run = index / masks.heads, head = index % masks.heads;
+                     const auto [plane, start] = place(run);
+                     const int64_t stop = start + step < rows ? start + step : rows;
+                     const int64_t batch = masks.batch(plane, head);
+                     kernels.forward(p, {batch, head % p.kv_heads, start, stop, 0, p.keys, memory + run * size},
+                                     scratch);
+                 });
+    }
+    mask_scratch.give_back();
+    return enough;
+}
+
+// The masks of all rows, for backward passes, which keep to a head from its first row to its last; none if too large.
+class WholeMasks {
+  public:
+    WholeMasks(const Kernels& kernels, const Problem& p, int64_t threads) : masks_(kernels, p) {
+        const int64_t size = masks_.size(p.folded_rows()), most = MASK_FLOATS * threads;
+        if (masks_.heads == 1 || masks_.planes * size > (most > KEPT_FLOATS ? most : KEPT_FLOATS)) return;
+        memory_ = mask_scratch.take(masks_.planes * size);
+        const auto place = [](int64_t plane) { return std::pair<int64_t, int64_t>(plane, 0); };
+        if (memory_ && !masks_.lay_out(masks_.planes, p.folded_rows(), threads, memory_, place)) memory_ = nullptr;
+    }
+    ~WholeMasks() { mask_scratch.give_back(); }
+    WholeMasks(const WholeMasks&) = delete;
+
+    const float* of(int64_t batch, int64_t row_start) const {
+        const int64_t plane = masks_.planes == 1 ? 0 : batch;
+        return memory_ ? memory_ + plane * masks_.size(masks_.p.folded_rows()) + masks_.size(row_start) : nullptr;
+    }
+
+  private:
+    const SharedMasks masks_;
+    float* memory_ = nullptr;
+};
 
 // Few rows: reading keys and values is what takes time, and all threads read.
 bool run_decoding(const Kernels& kernels, const Problem& p, int64_t threads) {
@@ -103,7 +202,7 @@ bool run_decoding(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t step = divide_up(p.keys, parts);
     if (parts == 1)
         return share(heads, threads, floats + size, [&](int64_t head, float* memory) {
-            kernels.decode(p, {head / p.kv_heads, head % p.kv_heads, 0, 0, 0, p.keys}, memory, memory + size);
+            kernels.decode(p, {head / p.kv_heads, head % p.kv_heads, 0, 0, 0, p.keys, nullptr}, memory, memory + size);
             kernels.merge(p, head / p.kv_heads, head % p.kv_heads, memory, 1);
         });
     float* partials = static_cast<float*>(malloc(static_cast<size_t>(heads * parts * size) * sizeof(float)));
@@ -111,11 +210,48 @@ bool run_decoding(const Kernels& kernels, const Problem& p, int64_t threads) {
     const bool enough = share(heads * parts, threads, floats, [&](int64_t index, float* memory) {
         const int64_t head = index / parts, start = index % parts * step;
         const int64_t stop = start + step < p.keys ? start + step : p.keys;
-        kernels.decode(p, {head / p.kv_heads, head % p.kv_heads, 0, 0, start, stop}, partials + index * size, memory);
+        kernels.decode(p, {head / p.kv_heads, head % p.kv_heads, 0, 0, start, stop, nullptr}, partials + index * size,
+                       memory);
     });
     for (int64_t head = 0; enough && head < heads; head++)
         kernels.merge(p, head / p.kv_heads, head % p.kv_heads, partials + head * parts * size, parts);
     free(partials);
+    return enough;
+}
+
+// The backward pass of `heads` key/value heads, counted through the batch, from the first one on.
+bool run_backward_of(const Kernels& kernels, const Problem& p, int64_t first, int64_t heads, int64_t threads) {
+    const int64_t rows = p.folded_rows();
+    if (heads == 0) return true;
+    const int64_t parts = parts_of_backward(kernels, p, heads, threads);
+    const int64_t step = divide_up(divide_up(rows, parts), kernels.tile_rows) * kernels.tile_rows;
+    const int64_t floats = kernels.backward_scratch(p, step), size = kernels.sums_size(p);
+    const size_t bytes = static_cast<size_t>(size) * sizeof(float);
+    const WholeMasks masks(kernels, p, threads);
+    if (parts == 1)
+        return share(heads, threads, floats + size + 16, [&](int64_t index, float* memory) {
+            const int64_t head = first + index;
+            float* sums = memory + divide_up(floats, 16) * 16;
+            memset(sums, 0, bytes);
+            const int64_t batch = head / p.kv_heads;
+            kernels.backward(p, {batch, head % p.kv_heads, 0, rows, 0, p.keys, masks.of(batch, 0)}, sums, memory);
+            kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, sums, 1);
+        });
+    float* all = static_cast<float*>(calloc(static_cast<size_t>(heads * parts), bytes));
+    if (!all) return bytes == 0;
+    bool enough = share(heads * parts, threads, floats, [&](int64_t index, float* memory) {
+        const int64_t head = first + index % heads, part = parts - 1 - index / heads, start = part * step;
+        const int64_t stop = start + step < rows ? start + step : rows;
+        if (start < stop)
+            kernels.backward(p, {head / p.kv_heads, head % p.kv_heads, start, stop, 0, p.keys,
+                                 masks.of(head / p.kv_heads, start)},
+                             all + (index % heads * parts + part) * size, memory);
+    });
+    enough = enough && share(heads, threads, 16, [&](int64_t index, float*) {
+                 const int64_t head = first + index;
+                 kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, all + index * parts * size, parts);
+             });
+    free(all);
     return enough;
 }
 
@@ -131,42 +267,25 @@ bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t rows = p.folded_rows(), heads = p.batch * p.kv_heads;
     if (rows == 0 || heads == 0) return true;
     if (rows <= FEW_ROWS && !p.drop_below) return run_decoding(kernels, p, threads);
-    const int64_t step = rows_of_task(kernels, p, threads), parts = divide_up(rows, step);
+    const SharedMasks masks(kernels, p);
+    int64_t shared_step = rows_of_task(kernels, p, threads);
+    const int64_t step = shared_step, parts = divide_up(rows, step), most = runs_at_once(masks, shared_step, threads);
+    if (most > 0) return run_in_turns(masks, shared_step, most, threads);
     return share(heads * parts, threads, kernels.forward_scratch(p, step), [&](int64_t index, float* memory) {
-        // Later rows first: under a causal mask they take longest.
-        const int64_t head = index % heads, start = (parts - 1 - index / heads) * step;
+        // One head after the other, so that its keys stay in the cache; later rows first: under a causal mask they take longest.
+        const int64_t head = index / parts, start = (parts - 1 - index % parts) * step;
         const int64_t stop = start + step < rows ? start + step : rows;
-        kernels.forward(p, {head / p.kv_heads, head % p.kv_heads, start, stop, 0, p.keys}, memory);
+        kernels.forward(p, {head / p.kv_heads, head % p.kv_heads, start, stop, 0, p.keys, nullptr}, memory);
     });
 }
 
 bool run_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
-    const int64_t rows = p.folded_rows(), heads = p.batch * p.kv_heads;
-    if (heads == 0) return true;
-    const int64_t parts = parts_of_backward(kernels, p, threads);
-    const int64_t step = divide_up(divide_up(rows, parts), kernels.tile_rows) * kernels.tile_rows;
-    const int64_t floats = kernels.backward_scratch(p, step), size = kernels.sums_size(p);
-    const size_t bytes = static_cast<size_t>(size) * sizeof(float);
-    if (parts == 1)
-        return share(heads, threads, floats + size + 16, [&](int64_t head, float* memory) {
-            float* sums = memory + divide_up(floats, 16) * 16;
-            memset(sums, 0, bytes);
-            kernels.backward(p, {head / p.kv_heads, head % p.kv_heads, 0, rows, 0, p.keys}, sums, memory);
-            kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, sums, 1);
-        });
-    float* all = static_cast<float*>(calloc(static_cast<size_t>(heads * parts), bytes));
-    if (!all) return bytes == 0;
-    bool enough = share(heads * parts, threads, floats, [&](int64_t index, float* memory) {
-        const int64_t head = index % heads, part = parts - 1 - index / heads, start = part * step;
-        const int64_t stop = start + step < rows ? start + step : rows;
-        if (start < stop)
-            kernels.backward(p, {head / p.kv_heads, head % p.kv_heads, start, stop, 0, p.keys},
-                             all + (head * parts + part) * size, memory);
-    });
-    enough = enough && share(heads, threads, 16, [&](int64_t head, float*) {
-                 kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, all + head * parts * size, parts);
-             });
-    free(all);
+    const int64_t heads = p.batch * p.kv_heads;
+    if (!p.bias_gradient.data || p.bias_gradient.batch || p.batch < 2)
+        return run_backward_of(kernels, p, 0, heads, threads);
+    bool enough = true;  // batch items that add to the same gradient of a bias do so one after the other
+    for (int64_t head = 0; enough && head < heads; head += p.kv_heads)
+        enough = run_backward_of(kernels, p, head, p.kv_heads, threads);
     return enough;
 }
 

@@ -7,11 +7,12 @@ struct Tile {
 };
 
 // Scores in units of log 2, into p; returns the peaks of the rows.
-template <int V, bool EXTRA, bool CAPPED>
-INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const float* extra, float* to,
-                  Floats (&peaks)[V]) {
+template <int V, Extra EXTRA, bool CAPPED>
+INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const Looked& looked,
+                  const NextMasks& next, float* to, Floats (&peaks)[V]) {
     const float factor = CAPPED ? p.scale / p.softcap : p.scale * LOG2E;
     for (int64_t j = 0; j < count; j += STEP) {
+        if (next.start < next.stop) next.fetch(p, j / STEP, count / STEP);
         Floats acc[STEP][V] = {};
         multiply<true>(acc, keys + j * p.dim, p.dim, tile.query, V * LANES, p.dim);
 #pragma GCC unroll 8
@@ -21,7 +22,7 @@ INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t
                 const int64_t place = ((j + t) * V + v) * LANES;
                 Floats x = acc[t][v] * factor;
                 if (CAPPED) x = tanh(x) * (p.softcap * LOG2E);
-                if (EXTRA) x = add_mask(x, load(extra + place));
+                x = masked<EXTRA, V>(x, looked, j + t, v);
                 peaks[v] = larger(x, peaks[v]);
                 store(to + place, x);
             }
@@ -30,14 +31,12 @@ INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t
 }
 
 template <int V>
-static void score_any(const Problem& p, const Tile& tile, const float* keys, int64_t count, const float* extra,
-                      float* to, Floats (&peaks)[V]) {
-    if (p.softcap != 0) {
-        if (extra) return score<V, true, true>(p, tile, keys, count, extra, to, peaks);
-        return score<V, false, true>(p, tile, keys, count, extra, to, peaks);
-    }
-    if (extra) return score<V, true, false>(p, tile, keys, count, extra, to, peaks);
-    return score<V, false, false>(p, tile, keys, count, extra, to, peaks);
+static void score_any(const Problem& p, const Tile& tile, const float* keys, int64_t count, const Looked& looked,
+                      const NextMasks& next, float* to, Floats (&peaks)[V]) {
+    by_extra(looked, [&](auto extra) {
+        if (p.softcap != 0) return score<V, extra(), true>(p, tile, keys, count, looked, next, to, peaks);
+        return score<V, extra(), false>(p, tile, keys, count, looked, next, to, peaks);
+    });
 }
 
 // Scores to weights in place, against the new peaks; their sums are added to `sums`.
@@ -67,13 +66,13 @@ INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int6
 // One tile against the keys [start, stop) of a block, whose first key and value are given.
 template <int V>
 static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, int64_t stop, const float* keys,
-                   const float* values, float* weights, float* extra) {
-    const Sight sight = look<V>(p, tile.rows, batch, start, stop, extra);
-    if (sight == Sight::nothing) return;
+                   const float* values, float* weights, const LookRoom& room, const NextMasks& next) {
+    const Looked looked = look<V>(p, tile.rows, batch, start, stop, room);
+    if (looked.sight == Sight::nothing) return;
     const int64_t count = stop - start, width = round_up(p.value_dim, STEP);
     Floats before[V], peaks[V], sums[V], fade[V];
     for (int v = 0; v < V; v++) before[v] = peaks[v] = load(tile.peak + v * LANES);
-    score_any<V>(p, tile, keys, count, sight == Sight::some ? extra : nullptr, weights, peaks);
+    score_any<V>(p, tile, keys, count, looked, next, weights, peaks);
     for (int v = 0; v < V; v++) {
         fade[v] = exp2(before[v] - peaks[v]);
         sums[v] = load(tile.sum + v * LANES) * fade[v];
@@ -113,18 +112,20 @@ INLINE float finish_row(const Problem& p, int64_t batch, int64_t head, int64_t r
     return factor;
 }
 
-template <class T>
-static void finish(const Problem& p, const Tile& tile, int64_t batch) {
+template <class T, class SomeTile>
+static void finish(const Problem& p, const SomeTile& tile, int64_t batch) {
     float factors[TILE];
     const Rows& rows = tile.rows;
     for (int64_t lane = 0; lane < rows.count; lane++)
         factors[lane] = finish_row(p, batch, rows.head[lane], rows.row[lane], tile.peak[lane], tile.sum[lane]);
+    if (p.wide_output) return lanes_to_rows<float>(tile.output, rows, batch, p.value_dim, factors, p.output);
     lanes_to_rows<T>(tile.output, rows, batch, p.value_dim, factors, p.output);
 }
 
+template <class T>
 static int64_t forward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t width = round_up(p.value_dim, STEP), rows = round_up(task_rows, TILE);
-    return (BLOCK + GROUP) * (p.dim + width) + rows * (p.dim + width) + 2 * (BLOCK + LANES) * TILE + 6 * LANES;
+    return (BLOCK + GROUP) * (p.dim + width) + rows * (p.dim + width) + BLOCK * TILE + LOOK_FLOATS + 6 * 16;
 }
 
 INLINE float* take(float*& scratch, int64_t count) {
@@ -139,12 +140,13 @@ static void forward_typed(const Problem& p, const Task& task, float* scratch) {
     float* keys = take(scratch, BLOCK * p.dim);
     float* values = take(scratch, BLOCK * width);
     float* weights = take(scratch, BLOCK * TILE);
-    float* extra = take(scratch, BLOCK * TILE);
+    const LookRoom room = look_room(take(scratch, LOOK_FLOATS));
     Tile tiles[MOST_TILES];
     int64_t count = 0, key_start = p.keys, key_stop = 0;
     for (int64_t start = task.row_start; start < task.row_stop; start += TILE, count++) {
         Tile& tile = tiles[count];
         describe_rows(p, b, task.kv_head, start, task.row_stop, tile.rows);
+        if (task.masks) tile.rows.masks = task.masks + count * masks_size(p);
         const int64_t lanes = tile.rows.vectors * LANES;
         tile.query = take(scratch, p.dim * lanes);
         tile.output = take(scratch, width * lanes);
@@ -164,11 +166,11 @@ static void forward_typed(const Problem& p, const Task& task, float* scratch) {
             trim(tiles[n].rows, start, stop);
             if (start >= stop) continue;
             const bool last = n + 1 == count;
-            fetch_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
+            const NextMasks next = next_masks(p, tiles[last ? 0 : n + 1].rows, b, last ? block + BLOCK : block);
             const float *k = keys + (start - block) * p.dim, *v = values + (start - block) * width;
-            if (tiles[n].rows.vectors == 1) attend<1>(p, tiles[n], b, start, stop, k, v, weights, extra);
-            if (tiles[n].rows.vectors == 2) attend<2>(p, tiles[n], b, start, stop, k, v, weights, extra);
-            if (tiles[n].rows.vectors == 3) attend<3>(p, tiles[n], b, start, stop, k, v, weights, extra);
+            if (tiles[n].rows.vectors == 1) attend<1>(p, tiles[n], b, start, stop, k, v, weights, room, next);
+            if (tiles[n].rows.vectors == 2) attend<2>(p, tiles[n], b, start, stop, k, v, weights, room, next);
+            if (tiles[n].rows.vectors == 3) attend<3>(p, tiles[n], b, start, stop, k, v, weights, room, next);
         }
     }
     for (int64_t n = 0; n < count; n++) finish<T>(p, tiles[n], b);

@@ -2,6 +2,8 @@
 #include <math.h>
 #include <string.h>
 
+#include <type_traits>
+
 #include "problem.h"
 
 #define ISA generic

@@ -1,22 +1,32 @@
 // Everything for one instruction set. The file that includes this says ISA, LANES, ROW_VECTORS and STEP, and
-// CPU_HAS_ISA, an expression that is true on processors that have it.
+// CPU_HAS_ISA, an expression that is true on processors that have it; HAS_PAIRS if it multiplies pairs of bfloat16,
+// HAS_AMX if it has tile registers for them.
 namespace clearhead {
 namespace ISA {
 
 #include "vector.h"
 #include "tile.h"
+#include "masks.h"
 #include "forward.h"
+#ifdef HAS_PAIRS
+#include "pairs.h"
+#include "forward_pairs.h"
+#endif
 #include "backward.h"
 #include "decode.h"
 
 // f(zero of the type of the tensors)
 template <class Work>
-INLINE void by_type(Type type, const Work& work) {
+INLINE auto by_type(Type type, const Work& work) {
     switch (type) {
-        case Type::float32: return work(float());
         case Type::bfloat16: return work(BFloat16());
         case Type::float16: return work(Float16());
+        default: return work(float());
     }
+}
+
+static int64_t scratch_of_forward(const Problem& p, int64_t task_rows) {
+    return by_type(p.type, [&](auto zero) { return forward_scratch<decltype(zero)>(p, task_rows); });
 }
 
 static void forward(const Problem& p, const Task& task, float* scratch) {
@@ -42,8 +52,9 @@ static void write_sums(const Problem& p, int64_t batch, int64_t kv_head, const f
 static bool supported() { return CPU_HAS_ISA; }
 
 constexpr Kernels table(const char* name) {
-    return {name,  TILE,  supported,        forward_scratch, forward,  decode_scratch, partial_size,
-            decode, merge, backward_scratch, sums_size,       backward, write_sums};
+    return {name,           TILE,         supported, masks_size, lay_out_masks,    scratch_of_forward, forward,
+            decode_scratch, partial_size, decode,    merge,      backward_scratch, sums_size,       backward,
+            write_sums};
 }
 
 }  // namespace ISA

@@ -3,6 +3,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
+// Compilers that know AVX-512-BF16's functions and AMX's instructions, and take target options from a pragma.
+#if defined(__x86_64__) && !defined(__clang__) && __GNUC__ >= 11
+#define COMPILES_PAIRS
+#if defined(__linux__)
+#define COMPILES_AMX
+#endif
+#endif
+
 namespace clearhead {
 
 enum class Type : int64_t { float32, bfloat16, float16 };
@@ -23,6 +31,7 @@ struct Problem {
     int64_t batch, heads, kv_heads, rows, keys, dim, value_dim;
     float scale, softcap;  // softcap 0: none
     View query, key, value, output;
+    bool wide_output;    // the output is float32 whatever the type
     float* lse;          // (B, H, L), natural logarithm; the forward pass takes null
     const float* sinks;  // (H), or null
 
@@ -40,6 +49,7 @@ struct Problem {
     // Of the backward pass.
     View output_gradient, exact_output;  // exact_output: float32
     View query_gradient, key_gradient, value_gradient;
+    View bias_gradient;         // float32, zero at first, every head its own rows and columns side by side; or null
     const float* lse_gradient;  // (B, H, L), or null
     float* correction;          // (B, H, L): δ − dl
 
@@ -51,6 +61,7 @@ struct Problem {
 // A piece of work: folded rows [row_start, row_stop) of one key/value head against keys [key_start, key_stop) (which only decoding splits).
 struct Task {
     int64_t batch, kv_head, row_start, row_stop, key_start, key_stop;
+    const float* masks;  // laid out for its tiles, or null
 };
 
 // One instruction set's functions. Scratch is counted in floats and aligned to 64 bytes.
@@ -58,6 +69,8 @@ struct Kernels {
     const char* name;
     int64_t tile_rows;
     bool (*supported)();
+    int64_t (*masks_size)(const Problem&);  // of a tile, laid out
+    void (*lay_out_masks)(const Problem&, int64_t batch, int64_t row_start, float* to);
     int64_t (*forward_scratch)(const Problem&, int64_t task_rows);
     void (*forward)(const Problem&, const Task&, float* scratch);
     int64_t (*decode_scratch)(const Problem&);
@@ -70,6 +83,6 @@ struct Kernels {
     void (*write_sums)(const Problem&, int64_t batch, int64_t kv_head, const float* sums, int64_t count);
 };
 
-extern const Kernels avx512_kernels, avx2_kernels, generic_kernels;
+extern const Kernels amx_kernels, avx512_bf16_kernels, avx512_kernels, avx2_kernels, generic_kernels;
 
 }  // namespace clearhead

@@ -3,8 +3,13 @@
 
 constexpr int TILE = LANES * ROW_VECTORS;
 constexpr int BLOCK = 128;
-constexpr int MOST_TILES = 8;  // of one task: they share the block's keys and values while these are in the cache
-constexpr int GROUP = 8;       // keys that one Philox counter decides about; blocks are cut at multiples of it
+constexpr int MOST_TILES = 16;  // of one task: they share the block's keys and values while these are in the cache
+constexpr int GROUP = 8;        // keys that one Philox counter decides about; blocks are cut at multiples of it
+#ifdef HAS_PAIRS
+constexpr int KEY_STEP = 32;  // at multiples of this where pairs of bfloat16 are multiplied
+#else
+constexpr int KEY_STEP = GROUP;
+#endif
 
 // acc[t] += Σ_k a(t, k) · b[k]: STEP numbers times V vectors for each k, all sums in registers.
 // a(t, k) is a[t·lda + k] if ALONG, else a[k·lda + t].
@@ -30,12 +35,14 @@ struct Rows {
     int32_t head[TILE], row[TILE], first[TILE], last[TILE];
     int64_t lowest_first, highest_first, lowest_last, highest_last;
     bool one_head;
+    const float* masks;  // laid out beforehand, or null
 };
 
 static void describe_rows(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop, Rows& rows) {
     rows.start = start;
     rows.count = smaller(TILE, stop - start);
     rows.vectors = (rows.count + LANES - 1) / LANES;
+    rows.masks = nullptr;
     rows.lowest_first = rows.lowest_last = INT32_MAX;
     rows.highest_first = rows.highest_last = 0;
     for (int64_t lane = 0; lane < rows.vectors * LANES; lane++) {
@@ -131,97 +138,6 @@ static void lanes_to_rows(const float* from, const Rows& rows, int64_t batch, in
                 store_some(view.at<T>(batch, rows.head[lane], rows.row[lane]) + j, square[r] * factors[lane], count);
             }
         }
-}
-
-enum class Sight { nothing, some, everything };
-
-// One row of the masks: what they add to `LANES` scores from column j on, −∞ where hidden.
-INLINE Floats mask_row(const Problem& p, int64_t batch, int64_t head, int64_t row, int64_t j, int64_t count) {
-    Floats added = {};
-    if (p.bias.data) {
-        const float* from = p.bias.at<float>(batch, head, row) + j * p.bias.column;
-        if (p.bias.column == 1 && count == LANES) {
-            added = load(from);
-        } else {
-            for (int64_t lane = 0; lane < count; lane++) added[lane] = from[lane * p.bias.column];
-        }
-        added *= LOG2E;
-    }
-    if (p.visible.data) {
-        typedef uint8_t Bytes __attribute__((vector_size(LANES)));
-        Bytes seen = {};
-        const uint8_t* from = p.visible.at<uint8_t>(batch, head, row) + j * p.visible.column;
-        if (p.visible.column == 1 && count == LANES) {
-            memcpy(&seen, from, LANES);
-        } else {
-            for (int64_t lane = 0; lane < count; lane++) seen[lane] = from[lane * p.visible.column];
-        }
-        typedef uint16_t Pairs __attribute__((vector_size(LANES * 2)));  // in two steps, for each is one instruction
-        added = __builtin_convertvector(__builtin_convertvector(seen, Pairs), Ints) != 0 ? added : splat(-INFINITY);
-    }
-    return added;
-}
-
-// A hidden score is −∞ even if it was NaN: others may see that key, this row does not.
-INLINE Floats add_mask(Floats score, Floats added) { return added == splat(-INFINITY) ? added : score + added; }
-
-// Whether marks that are the same for every row show all keys of a range, or none, or neither.
-static Sight shared_marks(const Problem& p, int64_t batch, int64_t head, int64_t start, int64_t stop) {
-    const uint8_t* marks = p.visible.at<uint8_t>(batch, head, 0);
-    int64_t seen = 0;
-    for (int64_t j = start; j < stop; j++) seen += marks[j * p.visible.column] != 0;
-    return seen == 0 ? Sight::nothing : seen == stop - start ? Sight::everything : Sight::some;
-}
-
-// Fetches what the masks say of a tile, whose rows lie too far from each other for the processor to foresee them.
-INLINE void fetch_masks(const Problem& p, const Rows& rows, int64_t batch, int64_t start) {
-    if (!p.bias.data && !p.visible.data) return;
-    const int64_t stop = smaller(start + BLOCK, p.keys);
-    for (int64_t lane = 0; lane < rows.count; lane++) {
-        if (p.bias.data && p.bias.row && p.bias.column == 1)
-            for (int64_t j = start; j < stop; j += 16)
-                __builtin_prefetch(p.bias.at<float>(batch, rows.head[lane], rows.row[lane]) + j, 0, 2);
-        if (p.visible.data && p.visible.row && p.visible.column == 1)
-            for (int64_t j = start; j < stop; j += 64)
-                __builtin_prefetch(p.visible.at<uint8_t>(batch, rows.head[lane], rows.row[lane]) + j, 0, 2);
-    }
-}
-
-// What a tile sees of the keys [start, stop): if some, extra (keys × V·LANES) receives what is added to the scores.
-template <int V>
-static Sight look(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop, float* extra) {
-    const bool within = rows.highest_first <= start && rows.lowest_last >= stop;
-    bool dense = p.bias.data || p.visible.data;
-    if (p.visible.data && p.visible.row == 0 && (rows.one_head || p.visible.head == 0)) {
-        const Sight sight = shared_marks(p, batch, rows.head[0], start, smaller(stop, p.keys));
-        if (sight == Sight::nothing) return sight;
-        if (sight == Sight::everything && !p.bias.data) dense = false;
-    }
-    if (!dense && within) return Sight::everything;
-    Floats best = splat(-INFINITY);
-    for (int v = 0; v < V; v++) {
-        Ints first, last;
-        memcpy(&first, rows.first + v * LANES, sizeof first);
-        memcpy(&last, rows.last + v * LANES, sizeof last);
-        for (int64_t j = start; j < stop; j += LANES) {
-            Floats square[LANES];
-            for (int r = 0; r < LANES; r++) {
-                const int lane = v * LANES + r;
-                square[r] = dense ? mask_row(p, batch, rows.head[lane], rows.row[lane], j,
-                                             larger(0, smaller(LANES, p.keys - j)))
-                                  : Floats{};
-            }
-            if (dense) transpose(square);
-            const int64_t count = smaller(LANES, stop - j);
-            for (int64_t r = 0; r < count; r++) {
-                const Ints key = splat(static_cast<int32_t>(j + r));
-                const Floats added = (key >= first) & (key < last) ? square[r] : splat(-INFINITY);
-                best = larger(added, best);
-                store(extra + ((j - start + r) * V + v) * LANES, added);
-            }
-        }
-    }
-    return peak(best) == -INFINITY ? Sight::nothing : Sight::some;
 }
 
 // Which of GROUP keys from `key` on are kept for the rows of one vector: all ones or zero.

@@ -15,7 +15,9 @@ struct BFloat16 {
 #ifdef __FLT16_MANT_DIG__
 typedef _Float16 Float16;
 #else
-typedef BFloat16 Float16;  // never reached: the module refuses float16 there
+struct Float16 {  // of compilers that have none of their own
+    uint16_t bits;
+};
 #endif
 
 constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
@@ -44,6 +46,34 @@ INLINE void narrow(float x, BFloat16* to) {
 #ifdef __FLT16_MANT_DIG__
 INLINE float widen(Float16 x) { return static_cast<float>(x); }
 INLINE void narrow(float x, Float16* to) { *to = static_cast<Float16>(x); }
+#else
+INLINE float with_bits(uint32_t bits) {
+    float result;
+    memcpy(&result, &bits, 4);
+    return result;
+}
+INLINE float widen(Float16 x) {
+    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
+    if (rest >= 0x0f800000) return with_bits(sign | 0x7f800000 | rest);  // infinity and NaN
+    const float size = with_bits(rest) * 0x1p112f;  // the exponents' biases differ by 112, also below the normal numbers
+    return sign ? -size : size;
+}
+INLINE void narrow(float x, Float16* to) {
+    const float size = fabsf(x);
+    uint32_t bits, sign;
+    memcpy(&sign, &x, 4);
+    if (!(size < 65520.f)) {
+        bits = size != size ? 0x7e00 : 0x7c00;
+    } else if (size < 0x1p-14f) {
+        const float shifted = size + 0.5f;  // whose last bit is worth 2^−24, as those below the normal numbers are
+        memcpy(&bits, &shifted, 4);
+        bits -= 0x3f000000;
+    } else {
+        memcpy(&bits, &size, 4);
+        bits = (bits - (112u << 23) + 0xfff + ((bits >> 13) & 1)) >> 13;  // to the nearest, ties to even
+    }
+    to->bits = static_cast<uint16_t>(bits | (sign >> 16 & 0x8000));
+}
 #endif
 
 INLINE Floats load_wide(const float* from) { return load(from); }
@@ -67,6 +97,15 @@ INLINE Floats load_wide(const Float16* from) {
 }
 INLINE void store_narrow(Float16* to, Floats x) {
     *reinterpret_cast<LooseHalves*>(to) = __builtin_convertvector(x, LooseHalves);
+}
+#else
+INLINE Floats load_wide(const Float16* from) {
+    Floats result;
+    for (int lane = 0; lane < LANES; lane++) result[lane] = widen(from[lane]);
+    return result;
+}
+INLINE void store_narrow(Float16* to, Floats x) {
+    for (int lane = 0; lane < LANES; lane++) narrow(x[lane], to + lane);
 }
 #endif
 

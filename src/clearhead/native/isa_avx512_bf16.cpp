@@ -1,0 +1,21 @@
+#include <math.h>
+#include <string.h>
+
+#include <type_traits>
+
+#include "problem.h"
+
+#ifdef COMPILES_PAIRS
+#include <immintrin.h>
+
+#pragma GCC target("avx512f,avx512vl,avx512bw,avx512dq,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
+#define ISA avx512_bf16
+#define LANES 16
+#define ROW_VECTORS 3
+#define STEP 8
+#define HAS_PAIRS
+#define CPU_HAS_ISA (avx512_kernels.supported() && __builtin_cpu_supports("avx512bf16"))
+#include "kernel.h"
+
+const clearhead::Kernels clearhead::avx512_bf16_kernels = clearhead::avx512_bf16::table("avx512_bf16");
+#endif

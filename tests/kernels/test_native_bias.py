@@ -1,0 +1,111 @@
+"""Gradients of a learnt bias from the native kernel, against `reference` in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead
+from clearhead import masks
+from clearhead.masks import Mask
+from clearhead.native import instruction_sets, use_instruction_set
+
+SETS = instruction_sets()
+B, H, GROUP, L, S, D, DV = 2, 6, 3, 101, 151, 7, 5
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+
+
+@pytest.fixture(name="instructions", params=SETS)
+def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    with use_instruction_set(request.param):
+        yield request.param
+
+
+def hiding(bias: Tensor) -> Mask:
+    """Beside the learnt bias: rows that see nothing, keys that an item hides, and a bias that is given."""
+    kept = torch.arange(S)[None] < torch.tensor([[S], [97]])
+    given = torch.linspace(-1, 1, B * S, dtype=bias.dtype).view(B, 1, 1, S)
+    return masks.bias(bias) & masks.causal("bottom_right") & masks.keep(keys=kept) & masks.bias(given)
+
+
+def gradients(kernel: str, bias: Tensor, dtype: torch.dtype, **options: object) -> list[Tensor]:
+    """Of query, key, value and the bias."""
+    random = torch.Generator().manual_seed(5)
+    shapes = ((B, H, L, D), (B, H // GROUP, S, D), (B, H // GROUP, S, DV))
+    inputs = [torch.randn(shape, generator=random).to(dtype).requires_grad_() for shape in shapes]
+    learnt = bias.detach().to(dtype).requires_grad_()
+    mask = hiding(learnt) if options.pop("hiding", False) else masks.bias(learnt)
+    torch.manual_seed(3)
+    with clearhead.use_kernel(kernel):
+        output, lse = clearhead.attention(*inputs, mask, return_lse=True, **options)  # pyright: ignore
+    upstream = torch.randn(output.shape, generator=random).to(dtype)
+    loss = (output * upstream).sum() + lse[lse.isfinite()].sum() / 3
+    return list(torch.autograd.grad(loss, (*inputs, learnt)))
+
+
+def assert_exact(bias: Tensor, **options: object) -> None:
+    exact = gradients("reference", bias, torch.float64, **options)
+    for found, expected in zip(gradients("native", bias, torch.float32, **options), exact, strict=True):
+        assert found.shape == expected.shape
+        assert (found - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("shape", [(1, H, L, S), (B, H, L, S), (B * H, L, S)], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"hiding": True}, {"softcap": 0.7}, {"dropout_p": 0.3}],
+    ids=["plain", "hiding", "soft-cap", "dropout"],
+)
+def test_equals_the_exact_one(shape: tuple[int, ...], options: dict[str, object], instructions: str) -> None:
+    assert_exact(torch.randn(shape), **options)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_add_it_up_in_one_order(threads: int) -> None:
+    bias, before = torch.randn(1, H, L, S), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    assert_exact(bias)
+    found = [gradients("native", bias, torch.float32)[-1] for _ in range(5)]
+    torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+def test_a_bias_that_hides_gets_no_gradient_there() -> None:
+    bias = torch.randn(1, H, L, S)
+    bias[:, :, 3:50, 20:] = -torch.inf
+    bias[:, :, 60] = -torch.inf
+    found = gradients("native", bias, torch.float32)[-1]
+    assert not found[bias == -torch.inf].any()
+    assert_exact(bias)
+
+
+def test_of_half_precision_it_keeps_the_dtype() -> None:
+    bias = torch.randn(1, H, L, S)
+    exact = gradients("reference", bias.bfloat16(), torch.float64)[-1]
+    found, reference = (gradients(kernel, bias, torch.bfloat16)[-1] for kernel in ("native", "reference"))
+    assert found.dtype == torch.bfloat16
+    assert (found.double() - exact).abs().max() <= 2 * (reference.double() - exact).abs().max()
+
+
+def test_can_be_differentiated_again() -> None:
+    bias = torch.randn(1, 2, 5, 7, dtype=torch.float32, requires_grad=True)
+    query, key = torch.randn(1, 2, 5, 3), torch.randn(1, 2, 7, 3)
+    with clearhead.use_kernel("native"):
+        output = clearhead.attention(query, key, key, masks.bias(bias))
+    (first,) = torch.autograd.grad(output.square().sum(), bias, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), bias)
+    assert second.abs().max() > 0
+
+
+@pytest.mark.parametrize("shape", [(L, S), (1, H, 1, S), (B, 1, L, S)], ids=str)
+def test_a_bias_that_is_summed_in_other_ways_goes_elsewhere(shape: tuple[int, ...]) -> None:
+    x, y = torch.randn(B, H, L, D), torch.randn(B, H, S, D)
+    learnt = torch.zeros(shape, requires_grad=True)
+    chosen = clearhead.explain(x, y, y, masks.bias(learnt))
+    assert chosen.kernel != "native"
+    assert chosen.reasons["native"] == ("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph",)
+    assert clearhead.explain(x, y, y, masks.bias(learnt.detach())).kernel == "native"
