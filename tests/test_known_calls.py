@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import clearhead
 from clearhead import known_calls, masks
 from clearhead.errors import ClearheadError, KernelError
 from clearhead.known_calls import kind_of_call, recall
+from clearhead.native import extension
 
 B, H, L, D = 2, 3, 5, 7
 
@@ -120,6 +123,78 @@ def test_autocast_and_transforms_are_seen(qkv: tuple[Tensor, ...]) -> None:
         assert clearhead.attention(*qkv).dtype == torch.bfloat16
     mapped = torch.vmap(lambda q, k, v: clearhead.attention(q, k, v))(*(x[None] for x in qkv))
     torch.testing.assert_close(mapped[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch's own, where it loads its rules
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_forward_mode_derivatives(dtype: torch.dtype, qkv: tuple[Tensor, ...]) -> None:
+    q, k, v = (x.to(dtype) for x in qkv)
+    clearhead.attention(q, k, v)
+    with forward_ad.dual_level():
+        output = clearhead.attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v, masks.causal())
+        found = forward_ad.unpack_dual(output).tangent
+    step = 1e-6
+    exact = [clearhead.attention(q.double() + d, k.double(), v.double(), masks.causal()) for d in (step, -step)]
+    assert found is not None
+    torch.testing.assert_close(found.double(), (exact[0] - exact[1]) / (2 * step), rtol=1e-4, atol=1e-5)
+
+
+NATIVE = pytest.mark.skipif(extension is None, reason="the extension was not built here")
+
+
+@NATIVE
+@pytest.mark.parametrize("mask", [None, masks.causal()])
+@pytest.mark.parametrize("kv_heads", [1, H])
+@pytest.mark.parametrize("layout", ["heads outside", "heads inside", "expanded"])
+def test_derivatives_of_known_native_calls(mask: Any, kv_heads: int, layout: str) -> None:
+    """Outputs, gradients and their gradients, the first time, again, and through views of a gradient."""
+    shapes = ((B, H, L, D), (B, kv_heads, L, D), (B, kv_heads, L, 11))
+    inputs = [torch.randn(shape) for shape in shapes]
+    if layout == "heads inside":
+        inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    if layout == "expanded":
+        inputs = [x[:1].expand(B, -1, -1, -1) for x in inputs]
+
+    def derivatives(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        output = clearhead.attention(*leaves, mask)
+        first = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+        output = clearhead.attention(*leaves, mask)
+        plain = torch.autograd.grad(output.transpose(1, 2).sum(), leaves)
+        return [output, *first, *second, *plain]
+
+    once, again, exact = derivatives(torch.float32), derivatives(torch.float32), derivatives(torch.float64)
+    assert clearhead.explain(*inputs, mask).kernel == "native"
+    assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
+    for found, expected in zip(again, exact, strict=True):
+        assert (found.double() - expected).abs().max() < 1e-5 * max(1.0, float(expected.detach().abs().max()))
+
+
+@NATIVE
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(1, 1)])
+def test_many_gradients_at_once(mask: Any, qkv: tuple[Tensor, ...]) -> None:
+    leaves = [x.requires_grad_() for x in qkv]
+    output, gradients = clearhead.attention(*leaves, mask), torch.randn(4, B, H, L, D)
+    found = torch.autograd.grad(output, leaves, gradients, is_grads_batched=True, retain_graph=True)
+    for number, gradient in enumerate(gradients):
+        for one, expected in zip(found, torch.autograd.grad(output, leaves, gradient, retain_graph=True), strict=True):
+            torch.testing.assert_close(one[number], expected)
+
+
+@NATIVE
+def test_known_and_recorded_calls_save_the_same(qkv: tuple[Tensor, ...]) -> None:
+    """Checkpointing compares what is saved; a recorder may see the first pass and not the second."""
+    module, x = clearhead.MultiHeadAttention(12, 3), torch.randn(B, L, 12, requires_grad=True)
+    memory = torch.randn(B, 7, 12)
+    module(x, memory).sum().backward()
+    expected, x.grad = x.grad, None
+    with clearhead.record(module):
+        output = checkpoint(module, x, memory, use_reentrant=False)
+    output.sum().backward()
+    assert expected is not None
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
 
 
 NOT_KNOWN: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {

@@ -13,15 +13,15 @@ from .kernels.dispatch import choose, forced_kernel
 from .kernels.second_order import allow_second_derivatives
 from .masks.positional import Causal
 from .observe import watched
-from .tracing import is_tracing
+from .tracing import is_tracing, is_transformed
 
-__all__ = ["forget_calls", "kind_of_call", "recall", "remember"]
+__all__ = ["forget_calls", "keep", "kind_of_call", "recall", "remember"]
 
 Plan = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _NUMBERS = (float, int)
 _MOST = 256  # a decoder meets a new kind with every token, and none of them again
-_plans: dict[Hashable, Plan] = {}
+_plans: dict[Hashable, Any] = {}
 
 
 def kind_of_call(
@@ -43,7 +43,7 @@ def kind_of_call(
     if not (query.is_cpu and key.is_cpu and value.is_cpu) or is_tracing() or watched():
         return None
     inner: Any = torch._C  # pyright: ignore[reportPrivateUsage]  # nothing public asks these as cheaply
-    if inner._are_functorch_transforms_active() or inner._is_any_autocast_enabled():
+    if is_transformed() or inner._is_any_autocast_enabled():
         return None
     if inner._len_torch_dispatch_stack() or query.is_neg() or key.is_neg() or value.is_neg():
         return None
@@ -55,9 +55,16 @@ def kind_of_call(
     return shapes, query.dtype, key.dtype, value.dtype, rule, scale, wanted, forced_kernel()
 
 
-def recall(kind: Hashable) -> Plan | None:
+def recall(kind: Hashable, otherwise: object = None) -> Any:
     """How a call of this kind is computed, if there was one before."""
-    return _plans.get(kind)
+    return _plans.get(kind, otherwise)
+
+
+def keep(kind: Hashable, plan: object) -> None:
+    """Remember how calls of this kind are computed."""
+    if len(_plans) >= _MOST:
+        _plans.clear()
+    _plans[kind] = plan
 
 
 def remember(kind: Any, call: AttentionCall) -> Plan | None:
@@ -70,10 +77,8 @@ def remember(kind: Any, call: AttentionCall) -> Plan | None:
         return None
     kernel = choose(call)
     compute = kernel.prepare(call)
-    if len(_plans) >= _MOST:
-        _plans.clear()
     if kernel.twice_differentiable or not call.needs_gradients:
-        _plans[kind] = compute
+        keep(kind, compute)
         return compute
     template = call.without_tensors()
 
@@ -81,7 +86,7 @@ def remember(kind: Any, call: AttentionCall) -> Plan | None:
         output = compute(query, key, value)
         return allow_second_derivatives(kernel.name, template, output, None, (query, key, value))[0]
 
-    _plans[kind] = differentiable_twice
+    keep(kind, differentiable_twice)
     return differentiable_twice
 
 

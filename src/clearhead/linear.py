@@ -12,20 +12,17 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
 from .errors import ArgumentError, KernelError, explain_problem
 from .tracing import is_tracing, is_transformed
 
 __all__ = [
     "Linear",
-    "apply_linear",
     "describe_product",
     "eager_linear",
-    "is_plain",
+    "forced_product",
+    "is_pytorchs_product",
     "linear",
-    "plain_parameters",
     "use_linear",
 ]
 
@@ -120,72 +117,22 @@ def eager_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
 
 def _on_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     forced = _forced.stack
+    if not forced and input.dim() > 0 and not _is_worth_it(input, weight):
+        return F.linear(input, weight, bias)
     against = _against(input, weight, bias)
     if forced and against:
         raise KernelError(
             f'use_linear("onednn"): oneDNN cannot run this product: {against}. Use use_linear("pytorch") for it.'
         )
-    if against or not (forced or _is_worth_it(input, weight)):
+    if against:
         return F.linear(input, weight, bias)
     rows = _product(input.reshape(-1, input.shape[-1]), weight, bias)  # (rows, out_features)
     return rows.view(*input.shape[:-1], weight.shape[0])
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether calling a module gives x Wᵀ + b of its own weight and bias and nothing else happens.
-
-    It does not with hooks, a replaced or compiled ``forward``, parametrizations or a subclass, such as LoRA's.
-    """
-    return not _has_any_global_hook() and _is_bare(module)
-
-
-def _is_bare(module: nn.Module) -> bool:
-    kind, own = type(module), module.__dict__
-    return not (
-        _FORWARDS.get(kind) is not kind.forward
-        or own["_forward_pre_hooks"]
-        or own["_forward_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or module._compiled_call_impl is not None  # pyright: ignore[reportPrivateUsage]
-        or "forward" in own
-        or own["_parameters"].get("weight") is None
-    )
-
-
-#: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.
-_FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, nn.Linear, NonDynamicallyQuantizableLinear)}
-
-
-def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
-    """What ``module(x)`` gives, without the cost of calling a module if nothing hangs on its being called."""
-    if is_tracing() or not is_plain(module):
-        return module(x)
-    parameters = module._parameters  # pyright: ignore[reportPrivateUsage]
-    return eager_linear()(x, cast(Tensor, parameters["weight"]), parameters["bias"])
-
-
-def plain_parameters(*taken: tuple[Tensor, nn.Module]) -> list[tuple[Tensor, Tensor | None]] | None:
-    """Weights and biases of plain projections, for `eager_linear`, if each takes its input as it is.
-
-    Args:
-        taken: ordinary batches (B, length, features), each with its projection.
-
-    Returns:
-        ``None`` where there is more to one of them, or an input does not fit.
-    """
-    if _has_any_global_hook() or is_tracing():
-        return None
-    found: list[tuple[Tensor, Tensor | None]] = []
-    for x, module in taken:
-        if not _is_bare(module) or type(x) is not Tensor or x.is_nested or x.dim() != 3:
-            return None
-        parameters: dict[str, Any] = module.__dict__["_parameters"]
-        weight = parameters["weight"]
-        if x.shape[2] != weight.shape[1] or x.dtype != weight.dtype or x.device != weight.device:
-            return None
-        found.append((weight, parameters["bias"]))
-    return found
+def forced_product() -> Product | None:
+    """The one that `use_linear` has chosen in this thread."""
+    return _forced.stack[-1] if _forced.stack else None
 
 
 def describe_product() -> str:
@@ -246,8 +193,12 @@ def _processor_maker() -> str:
 
 
 def _is_worth_it(input: Tensor, weight: Tensor) -> bool:
-    rows = input.numel() // input.shape[-1]
-    return rows >= _FEWEST_ROWS and rows * weight.numel() >= _FEWEST_MULTIPLICATIONS
+    return not is_pytorchs_product(input.numel() // max(input.shape[-1], 1), weight.numel())
+
+
+def is_pytorchs_product(rows: int, numbers: int) -> bool:
+    """Whether a product of so many rows and a weight of so many numbers is PyTorch's on every machine."""
+    return rows < _FEWEST_ROWS or rows * numbers < _FEWEST_MULTIPLICATIONS
 
 
 def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
@@ -268,7 +219,7 @@ def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         return "autocast chooses another dtype"
     if torch.get_float32_matmul_precision() != "highest":
         return "torch.set_float32_matmul_precision has allowed less precise products"
-    if is_transformed() or torch.autograd.forward_ad._current_level >= 0:  # pyright: ignore
+    if is_transformed():
         return "torch.func and forward-mode derivatives only know PyTorch's"
     if torch._C._len_torch_dispatch_stack():  # pyright: ignore
         return "a TorchDispatchMode is watching"

@@ -15,7 +15,7 @@ from .call import is_finite, is_probability, number
 from .errors import ArgumentError, explain_problem
 from .heads import merge_heads, split_heads
 from .jagged import is_jagged, pack_jagged, refuse_jagged
-from .linear import Linear, apply_linear
+from .linear import Linear
 from .masks.base import Mask
 from .multihead_checks import (
     cache_dtype,
@@ -31,6 +31,7 @@ from .multihead_checks import (
 from .multihead_short import short_way
 from .packed import Packing
 from .placing import PositionPart, combined_mask, positions_of_keys, positions_of_queries, turned
+from .plain import apply_linear
 from .weights import attention_weights
 
 __all__ = ["MultiHeadAttention"]

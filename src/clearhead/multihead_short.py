@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .attention import attention
-from .linear import apply_linear, eager_linear, plain_parameters
+from .linear import eager_linear
 from .masks.base import Mask
+from .masks.positional import Causal
 from .masks.tensors import as_mask
 from .multihead_checks import complete, require_keys
+from .one_step import may_be_one_step, one_step
 from .padding import Costs, find_padding
+from .plain import apply_linear, bare_parameters, plain_parameters
 
 if TYPE_CHECKING:
     from .multihead import MultiHeadAttention
@@ -30,11 +33,30 @@ def short_way(
     """
     if module.position is not None or module.query_norm is not None or module.key_norm is not None:
         return None
-    if module.mask is not None or module.softcap is not None or module.sinks is not None:
+    parts = module.__dict__  # looked up here, attributes of modules take their time
+    if module.mask is not None or module.softcap is not None or parts["_parameters"].get("sinks") is not None:
         return None
+    of_itself = value is None if key is None else key is query and (value is None or value is query)
+    if of_itself and (mask is None or type(mask) is Causal):
+        output = _at_once(module, query, mask, parts["_modules"])
+        if output is not None:
+            return output
     if mask is not None:
         return _without_padding(module, query, key, value, mask)
     return _alone(module, query) if key is None and value is None else None
+
+
+def _at_once(
+    module: MultiHeadAttention, x: Tensor, mask: Causal | None, modules: dict[str, nn.Module | None]
+) -> Tensor | None:
+    """Self-attention of a tiny call."""
+    if not may_be_one_step(x) or (module.training and (type(module.dropout) is not float or module.dropout)):
+        return None
+    parameters = bare_parameters(*map(modules.get, ("q_proj", "k_proj", "v_proj", "out_proj")))
+    if parameters is None:
+        return None
+    heads = (module.num_heads, module.num_kv_heads, module.head_dim, True)
+    return one_step(x, tuple(parameters), heads, module.scale, mask)
 
 
 def _alone(module: MultiHeadAttention, x: Tensor) -> Tensor | None:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from .attention import attention
-from .linear import is_plain
 from .masks.base import Mask, all_of
 from .masks.grid import Grid
 from .masks.positional import Causal, Window
 from .observe import watched
+from .plain import is_plain
 from .tracing import is_tracing, is_transformed
 
 __all__ = ["Costs", "Padding", "find_padding"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd import forward_ad
 
 __all__ = ["is_tracing", "is_transformed"]
 
@@ -13,5 +14,7 @@ def is_tracing() -> bool:
 
 
 def is_transformed() -> bool:
-    """True inside `torch.func` transforms (vmap, grad, jacrev, …), which plain tensor operations alone can follow."""
-    return not is_tracing() and torch._C._are_functorch_transforms_active()  # pyright: ignore
+    """True inside `torch.func` transforms and forward-mode derivatives, which only plain operations can follow."""
+    if is_tracing():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # pyright: ignore

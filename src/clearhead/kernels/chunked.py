@@ -41,7 +41,7 @@ class ChunkedKernel(Kernel):
         if is_tracing():
             return (Refusal("its loop over blocks would tie a traced graph to one length"),)
         if is_transformed():
-            return (Refusal("its own backward cannot be transformed by torch.func"),)
+            return (Refusal("its own backward cannot be transformed by torch.func or derived forwards"),)
         return ()
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:

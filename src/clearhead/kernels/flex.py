@@ -42,7 +42,7 @@ class FlexKernel(Kernel):
             return (Refusal("it compiles a graph of its own and fits into no other"),)
         reasons: list[Refusal] = []
         if is_transformed():
-            reasons.append(Refusal("torch.func cannot transform it"))
+            reasons.append(Refusal("torch.func cannot transform it, or derive it forwards"))
         if call.return_lse:
             reasons.append(Refusal("it gives out no log-sum-exp"))
         if call.sinks is not None:

@@ -12,9 +12,11 @@ from ..call import AttentionCall
 from ..native import extension, why_missing
 from ..tracing import is_tracing, is_transformed
 from .base import Kernel, Refusal
-from .native_calls import TYPES, Request, backward, empty_lse, forward, prepared_forward
+from .native_calls import TYPES, Request, backward, empty_lse, forward
 from .native_masks import differs_between_heads, learnt_shape, lower
 from .native_operator import sinks_gradient
+from .native_prepared import Prepared, differentiable, prepare_apart, prepare_flat
+from .second_order import allow_second_derivatives, asks_for_reference, reference_gradients
 
 __all__ = ["NativeKernel", "request_of"]
 
@@ -24,7 +26,7 @@ class NativeKernel(Kernel):
     """Tiles of queries against blocks of keys; skips the blocks that nobody in the tile sees."""
 
     name: ClassVar[str] = "native"
-    twice_differentiable: ClassVar[bool] = False
+    twice_differentiable: ClassVar[bool] = True
 
     def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
         if extension is None:
@@ -49,6 +51,8 @@ class NativeKernel(Kernel):
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         if is_tracing() or torch._C._len_torch_dispatch_stack() > 0:  # pyright: ignore
             output, lse = torch.ops.clearhead.attention(*vars(request_of(call)).values())
+            if not is_tracing() and output.requires_grad:
+                output, lse = allow_second_derivatives(self.name, call, output, lse)
         elif call.needs_gradients:
             output, lse = cast("tuple[Tensor, Tensor]", _Native.apply(call, *call.inputs))
         else:
@@ -57,11 +61,17 @@ class NativeKernel(Kernel):
         return output, lse if call.return_lse else None
 
     def prepare(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        prepared = None
-        if not (call.needs_gradients or call.return_lse or call.dropout_p or call.sinks is not None):
-            request = request_of(call)
-            prepared = prepared_forward(request) if request.visible is request.bias is request.first is None else None
-        return prepared or super().prepare(call)
+        request = _plain_request(call)
+        prepared = None if request is None else prepare_apart(request)
+        if prepared is None or (call.needs_gradients and call.query.dtype != torch.float32):
+            return super().prepare(call)
+        if call.needs_gradients:
+            return differentiable(call.without_tensors(), prepared)
+        return lambda query, key, value: prepared.forward((query, key, value))
+
+    def prepare_flat(self, call: AttentionCall, projected: tuple[Tensor, ...]) -> Prepared | None:
+        request = _plain_request(call)
+        return None if request is None else prepare_flat(request, projected)
 
 
 def _reasons_of_a_graph() -> list[Refusal]:
@@ -72,7 +82,7 @@ def _reasons_of_a_graph() -> list[Refusal]:
 
 def _reasons_of_values(call: AttentionCall) -> list[Refusal]:
     if is_transformed():
-        return [Refusal("its own backward cannot be transformed by torch.func")]
+        return [Refusal("its own backward cannot be transformed by torch.func or derived forwards")]
     for tensor in (call.query, call.key, call.value):
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             return [Refusal("it reads plain tensors only, and one is a {kind}", kind=type(tensor).__name__)]
@@ -112,6 +122,14 @@ def request_of(call: AttentionCall) -> Request:
     )
 
 
+def _plain_request(call: AttentionCall) -> Request | None:
+    """The request of a call that has nothing but query, key, value and a band."""
+    if call.return_lse or call.dropout_p or call.sinks is not None:
+        return None
+    request = request_of(call)
+    return request if request.visible is request.bias is request.first is None else None
+
+
 class _Native(torch.autograd.Function):
     """Saves inputs, output and lse; the backward pass recomputes the weights from them."""
 
@@ -127,9 +145,11 @@ class _Native(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         output_gradient, lse_gradient = gradients
-        if output_gradient is None and lse_gradient is None:  # `second_order` has computed them all
+        if output_gradient is None and lse_gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         output, lse, *inputs = ctx.saved_tensors
+        if any(gradient is not None and asks_for_reference(gradient) for gradient in gradients):
+            return (None, *reference_gradients(ctx.call, inputs, gradients))
         call = ctx.call.with_tensors(*inputs)
         if output_gradient is None:
             output_gradient = torch.zeros_like(output)

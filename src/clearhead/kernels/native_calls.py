@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
@@ -15,11 +14,22 @@ from ..native import extension, instruction_set_number
 if TYPE_CHECKING:
     from .native_statistics import WeightStatistics
 
-__all__ = ["TYPES", "Request", "backward", "empty_lse", "empty_output", "forward", "prepared_forward", "statistics"]
+__all__ = [
+    "TYPES",
+    "Request",
+    "backward",
+    "empty_lse",
+    "empty_output",
+    "fixed_numbers",
+    "forward",
+    "statistics",
+    "threads_for",
+]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MATRICES = 10  # where the three inputs begin among the numbers
 _LEVELS = 1 << 16  # of the bits that decide about dropout
+_WORK_OF_ONE = 1 << 11  # multiplications of scores that one thread ends before a second has begun
 
 
 @dataclass(frozen=True)
@@ -59,17 +69,17 @@ class Request:
 
 
 def forward(request: Request, lse: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Output (B, H, L, Dv) in the inputs' dtype, or in float32; lse (B, H, L), float32, is written where it is given."""
+    """Output (B, H, L, Dv) in the inputs' dtype, or in float32; lse (B, H, L) in float32 is written if it is given."""
     output = empty_output(request.query, request.value, dtype)
     numbers, kept = _numbers(request, lse)
-    wide = output.dtype == torch.float32
-    _module().forward(instruction_set_number(), torch.get_num_threads(), *numbers, *_matrix(output), wide)
+    threads, wide = threads_for(request) or torch.get_num_threads(), output.dtype == torch.float32
+    _module().forward(instruction_set_number(), threads, *numbers, *_matrix(output), wide)
     del kept
     return output
 
 
-def prepared_forward(request: Request) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """`forward` without lse for requests that differ from this one in the numbers of query, key and value alone.
+def fixed_numbers(request: Request) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+    """What is the same from call to call: the numbers before those of query, key and value, and those after lse.
 
     ``None`` where rows have to be laid out first.
     """
@@ -77,25 +87,13 @@ def prepared_forward(request: Request) -> Callable[[Tensor, Tensor, Tensor], Ten
     if any(_with_whole_rows(tensor) is not tensor for tensor in given):
         return None
     numbers, _ = _numbers(request, None)
-    sizes, tail = numbers[:_MATRICES], numbers[_MATRICES + 12 :]
-    steps = [_matrix(tensor)[1:] for tensor in given]
-    like = empty_output(request.query, request.value)
-    shape, out_steps = tuple(like.shape), _matrix(like)[1:]
-    swapped = not like.is_contiguous()
-    if swapped:
-        shape = (shape[0], shape[2], shape[1], shape[3])
-    run, wide = _module().forward, like.dtype == torch.float32
+    return numbers[:_MATRICES], numbers[_MATRICES + 13 :]
 
-    def forward(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = query.new_empty(shape)
-        run(
-            *(instruction_set_number(), torch.get_num_threads(), *sizes),
-            *(query.data_ptr(), *steps[0], key.data_ptr(), *steps[1], value.data_ptr(), *steps[2]),
-            *(*tail, output.data_ptr(), *out_steps, wide),
-        )
-        return output.transpose(1, 2) if swapped else output
 
-    return forward
+def threads_for(request: Request) -> int | None:
+    """One where waking another thread takes longer than the work; ``None`` stands for PyTorch's number."""
+    (batch, heads, length, dim), keys = request.query.shape, request.key.shape[2]
+    return 1 if batch * heads * length * keys * dim <= _WORK_OF_ONE else None
 
 
 def empty_lse(query: Tensor) -> Tensor:
@@ -124,7 +122,7 @@ def backward(
     numbers, kept = _numbers(request, lse)
     _module().backward(
         instruction_set_number(),
-        torch.get_num_threads(),
+        threads_for(request) or torch.get_num_threads(),
         *numbers,
         *_matrix(output_gradient),
         *_matrix(output),

@@ -47,7 +47,7 @@ class SdpaKernel(Kernel):
         if any(tensor.requires_grad for tensor in call.bias_tensors) and torch.is_grad_enabled():
             reasons.append(Refusal("its fused kernels give no gradient for a bias"))
         if is_transformed():
-            reasons.append(Refusal("torch.func cannot transform it twice"))
+            reasons.append(Refusal("torch.func cannot transform it twice, or derive it forwards"))
         if not is_tracing():
             reasons += _reasons_of_values(call)
             if not reasons and not _is_fused(call):

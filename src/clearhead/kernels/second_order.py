@@ -18,7 +18,7 @@ from ..call import AttentionCall
 from ..errors import KernelError
 from .reference import ReferenceKernel
 
-__all__ = ["allow_second_derivatives", "gradients_of"]
+__all__ = ["allow_second_derivatives", "asks_for_reference", "gradients_of", "reference_gradients"]
 
 
 def allow_second_derivatives(
@@ -55,16 +55,30 @@ class _Identity(torch.autograd.Function):
                 f"create_graph=True: {ctx.kernel_name} drew its own dropout, which cannot be drawn again. "
                 "Run the forward pass under clearhead.use_kernel('chunked') or with dropout off."
             )
-        return (None, None, None, *(None for _ in gradients), *_reference_gradients(ctx, gradients))
+        found = reference_gradients(ctx.call, ctx.saved_tensors, gradients)
+        return (None, None, None, *(None for _ in gradients), *found)
 
 
-def _reference_gradients(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    views = [tensor.view_as(tensor) for tensor in ctx.saved_tensors]
-    call = replace(ctx.call.with_tensors(*views), return_lse=True)
-    with torch.autocast(call.query.device.type, enabled=False):
-        results = ReferenceKernel().run(call)[: ctx.count]
-    outputs = [result for result in results if result is not None]
-    return gradients_of(outputs, views, gradients)
+def asks_for_reference(gradient: Tensor) -> bool:
+    """Whether a backward pass has to be made of PyTorch's operations: to be differentiated again, or mapped over."""
+    inner: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    return (
+        torch.is_grad_enabled()
+        or inner._are_functorch_transforms_active()
+        or inner._functorch.is_legacy_batchedtensor(gradient)  # of ``is_grads_batched=True``
+    )
+
+
+def reference_gradients(
+    template: AttentionCall, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """Gradients of a call's inputs that can be differentiated again, from those of its output and, if given, lse."""
+    with torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+        views = [tensor.view_as(tensor) for tensor in inputs]
+        results = ReferenceKernel().run(replace(template.with_tensors(*views), return_lse=True))
+        pairs = zip(results, gradients, strict=False)
+        taken = [(result, given) for result, given in pairs if result is not None and given is not None]
+        return gradients_of([result for result, _ in taken], views, [given for _, given in taken])
 
 
 def gradients_of(

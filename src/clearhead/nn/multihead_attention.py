@@ -10,9 +10,12 @@ from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[repo
 
 from ..attention import attention, autocast_is_on
 from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
-from ..linear import apply_linear, eager_linear
+from ..linear import eager_linear
 from ..masks import causal
+from ..masks.positional import Causal
+from ..one_step import may_be_one_step, one_step
 from ..padding import Costs, find_padding
+from ..plain import apply_linear, bare_parameters
 from ..tracing import is_tracing
 from ..weights import attention_weights
 from .convention import Sizes, hidden_mask
@@ -20,6 +23,8 @@ from .errors import also_pytorchs
 from .projection import append_keys, project
 
 __all__ = ["MultiheadAttention", "keep_off_fast_path"]
+
+_CAUSAL = cast(Causal, causal())
 
 
 def keep_off_fast_path(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -169,9 +174,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         """
         parameters: dict[str, Any] = self._parameters
         weight = parameters.get("in_proj_weight")
+        if "in_proj_bias" not in parameters:  # pruned or parametrized
+            return None
+        rule = _CAUSAL if is_causal else None
+        if weight is not None and not self.add_zero_attn and parameters.get("bias_k") is None:
+            output = self._at_once(x, weight, parameters["in_proj_bias"], rule)
+            if output is not None:
+                return output
         if (
             is_tracing()
-            or "in_proj_bias" not in parameters  # pruned or parametrized
             or type(x) is not Tensor
             or x.is_nested
             or x.dim() != 3
@@ -188,9 +199,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         q, k, v = (
             eager_linear()(x, weight, parameters["in_proj_bias"]).view(shape).permute(2, 0, 3, 1, 4).unbind()
         )  # (N, H, L, D)
-        rule = causal() if is_causal else None
         mixed = attention(q, k, v, rule, dropout_p=self.dropout if self.training else 0.0)  # (N, H, L, D)
         return apply_linear(self.out_proj, mixed.transpose(1, 2).flatten(2))  # (N, L, E)
+
+    def _at_once(self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Causal | None) -> Tensor | None:
+        """The same of a tiny call; ``None`` where it is none."""
+        if not may_be_one_step(x) or (self.training and (type(self.dropout) is not float or self.dropout)):
+            return None
+        out = bare_parameters(self._modules.get("out_proj"))
+        heads = (self.num_heads, self.num_heads, self.head_dim, self.batch_first)
+        return None if out is None else one_step(x, (weight, bias, *out), heads, None, rule)
 
     def _without_padding(
         self,

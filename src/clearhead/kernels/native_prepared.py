@@ -1,0 +1,197 @@
+"""Kinds of native call that came before: all numbers worked out but the addresses of the tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, final
+
+import torch
+from torch import Tensor
+
+from ..call import AttentionCall
+from ..native import extension, instruction_set_number
+from .native_calls import Request, empty_output, fixed_numbers, threads_for
+from .second_order import asks_for_reference, reference_gradients
+
+__all__ = ["Prepared", "differentiable", "prepare_apart", "prepare_flat"]
+
+Tensors = tuple[Tensor, ...]
+_NO_BIAS = (0,) * 4
+Steps = tuple[int, int, int]  # from one batch item, head and row to the next
+
+
+class _Layout(Protocol):
+    """Where queries, keys and values lie in one or three tensors."""
+
+    def numbers(self, tensors: Tensors) -> tuple[int, ...]: ...
+
+
+@final
+@dataclass(frozen=True)
+class _Apart:
+    query: Steps
+    key: Steps
+    value: Steps
+
+    def numbers(self, tensors: Tensors) -> tuple[int, ...]:
+        query, key, value = tensors
+        return (query.data_ptr(), *self.query, key.data_ptr(), *self.key, value.data_ptr(), *self.value)
+
+
+@final
+@dataclass(frozen=True)
+class _SideBySide:
+    """Keys and values begin so many bytes after the queries."""
+
+    steps: Steps
+    key: int
+    value: int
+
+    def numbers(self, tensors: Tensors) -> tuple[int, ...]:
+        start, steps = tensors[0].data_ptr(), self.steps
+        return (start, *steps, start + self.key, *steps, start + self.value, *steps)
+
+
+@final
+class Prepared:
+    """Both passes for requests that differ from this one in the numbers of query, key and value alone.
+
+    Args:
+        request: without tensors of a mask, sinks and dropout.
+        fixed: its `fixed_numbers`.
+        inputs: where query, key and value lie.
+        gradients: where theirs do, in tensors that `torch.empty_like` gives.
+        shape, strides: of the output.
+        steps: of the heads in an output, or in a gradient of it.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        fixed: tuple[tuple[float, ...], tuple[float, ...]],
+        inputs: _Layout,
+        gradients: _Layout,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        steps: Callable[[Tensor], Steps],
+    ) -> None:
+        self._sizes, self._rest = fixed
+        self._threads = threads_for(request)
+        self._inputs, self._gradients = inputs, gradients
+        self._shape, self._strides, self._steps = shape, strides, steps
+        self._wide = request.query.dtype == torch.float32
+        self._of_output = steps(request.query.new_empty_strided(shape, strides))
+        self._lse_shape = tuple(request.query.shape[:3])
+        module = cast(Any, extension)
+        self._forward, self._backward = module.forward, module.backward
+
+    def empty_lse(self, like: Tensor) -> Tensor:
+        """(B, H, L)."""
+        return like.new_empty(self._lse_shape, dtype=torch.float32)
+
+    def forward(self, tensors: Tensors, lse: Tensor | None = None) -> Tensor:
+        output = tensors[0].new_empty_strided(self._shape, self._strides)
+        self._forward(
+            instruction_set_number(),
+            self._threads or torch.get_num_threads(),
+            *self._sizes,
+            *self._inputs.numbers(tensors),
+            0 if lse is None else lse.data_ptr(),
+            *self._rest,
+            output.data_ptr(),
+            *self._of_output,
+            self._wide,
+        )
+        return output
+
+    def backward(self, tensors: Tensors, output: Tensor, lse: Tensor, gradient: Tensor) -> Tensors:
+        if gradient.stride(-1) != 1 or gradient.is_neg():
+            gradient = gradient.resolve_neg().contiguous()
+        gradients = tuple(map(torch.empty_like, tensors))
+        correction = torch.empty_like(lse)
+        self._backward(
+            instruction_set_number(),
+            self._threads or torch.get_num_threads(),
+            *self._sizes,
+            *self._inputs.numbers(tensors),
+            lse.data_ptr(),
+            *self._rest,
+            gradient.data_ptr(),
+            *self._steps(gradient),
+            output.data_ptr(),
+            *self._of_output,
+            *self._gradients.numbers(gradients),
+            0,  # nobody asks for lse, so that it has no gradient
+            correction.data_ptr(),
+            *_NO_BIAS,
+        )
+        return gradients
+
+
+def prepare_apart(request: Request) -> Prepared | None:
+    """For tensors (B, H, L, D) and twice (B, Hkv, S, D); ``None`` where their rows have to be laid out first."""
+    fixed = fixed_numbers(request)
+    if fixed is None:
+        return None
+    tensors = (request.query, request.key, request.value)
+    output = empty_output(request.query, request.value)
+    inputs, gradients = _Apart(*map(_of_heads, tensors)), _Apart(*(_of_heads(torch.empty_like(x)) for x in tensors))
+    return Prepared(request, fixed, inputs, gradients, tuple(output.shape), output.stride(), _of_heads)
+
+
+def prepare_flat(request: Request, projected: Tensors) -> Prepared | None:
+    """Query (B·L, H·D), key and value (B·L, Hkv·D), or one tensor of all three, → (B·L, H·D).
+
+    The request is about views of `projected`, which are contiguous; rows count batches within positions as it does.
+    """
+    fixed = fixed_numbers(request)
+    if fixed is None or not all(tensor.is_contiguous() for tensor in projected):
+        return None
+    query, key, value = request.query, request.key, request.value
+    if len(projected) == 1:
+        start = query.data_ptr()
+        layout = _SideBySide(_of_heads(query), key.data_ptr() - start, value.data_ptr() - start)
+    else:
+        layout = _Apart(*map(_of_heads, (query, key, value)))
+    batch, heads, length, _ = query.shape
+    dim = value.shape[-1]
+    shape = (batch * length, heads * dim)
+
+    batches, rows = (1, batch) if query.stride(0) < query.stride(2) else (length, 1)  # from one to the next
+
+    def steps(merged: Tensor) -> Steps:
+        step = merged.stride(0)
+        return batches * step, dim, rows * step
+
+    return Prepared(request, fixed, layout, layout, shape, (shape[1], 1), steps)
+
+
+def _of_heads(tensor: Tensor) -> Steps:
+    batch, head, row, _ = tensor.stride()
+    return batch, head, row
+
+
+def differentiable(template: AttentionCall, prepared: Prepared) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The output with gradients of every order; `template` is the call without its tensors."""
+    apply = cast("Callable[..., Tensor]", _Known.apply)
+    return lambda query, key, value: apply(template, prepared, query, key, value)
+
+
+class _Known(torch.autograd.Function):
+    """Saves what `native._Native` saves: a call may be computed there and, for a backward pass, again here."""
+
+    @staticmethod
+    def forward(ctx: Any, template: AttentionCall, prepared: Prepared, *inputs: Tensor) -> Tensor:
+        lse = prepared.empty_lse(inputs[0])
+        output = prepared.forward(inputs, lse)
+        ctx.template, ctx.prepared = template, prepared
+        ctx.save_for_backward(output, lse, *inputs)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        output, lse, *inputs = ctx.saved_tensors
+        if asks_for_reference(gradients[0]):
+            return (None, None, *reference_gradients(ctx.template, inputs, gradients))
+        return (None, None, *ctx.prepared.backward(tuple(inputs), output, lse, gradients[0]))
