@@ -8,6 +8,7 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
+from clearhead.native import instruction_sets
 
 from .comparing import KERNELS
 from .oracle import Problem, gradients, solve
@@ -127,3 +128,20 @@ def test_module_in_inference_equals_training_without_dropout(need_weights: bool)
     with torch.inference_mode():
         inferred = module.eval()(query, memory, mask=MASKS["keys"](), need_weights=need_weights)
     torch.testing.assert_close(inferred, trained)
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, *(["native"] if instruction_sets() else [])])
+@pytest.mark.parametrize("length", [1, LENGTH, 61])
+def test_the_lowest_number_hides_nothing(kernel: str, length: int) -> None:
+    """Masks of transformers hold it: a row of it alone says "everything alike", as large a bias as there is does."""
+    lowest = torch.finfo(torch.float32).min
+    query = torch.randn(1, 2, length, HEAD_DIM, requires_grad=True)
+    key, value = (torch.randn(1, 2, 67, HEAD_DIM, requires_grad=True) for _ in range(2))
+    bias = torch.zeros(length, 67)
+    bias[0, 1:], bias[-1] = lowest, lowest
+    with clearhead.use_kernel(kernel):
+        output = clearhead.attention(query, key, value, masks.bias(bias))
+    output.sum().backward()
+    torch.testing.assert_close(output[:, :, -1], value.mean(2))
+    assert length == 1 or torch.equal(output[:, :, 0], value[:, :, 0])
+    assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))

@@ -208,7 +208,8 @@ static void correct(const Problem& p, int64_t batch, BackwardTile& tile) {
         for (int64_t j = 0; j < p.value_dim; j += LANES)
             delta += load_some(output + j, p.value_dim - j) * load_some(gradient + j, p.value_dim - j);
         tile.correction[lane] = sum(delta) - (p.lse_gradient ? p.lse_gradient[place] : 0);
-        tile.lse[lane] = p.lse[place] == -INFINITY ? 0 : p.lse[place] * LOG2E;
+        // No weight can be told from the lowest lse, that of a row whose every score is the lowest number: it has none here.
+        tile.lse[lane] = p.lse[place] == -INFINITY ? 0 : p.lse[place] == LOWEST ? -LOWEST : p.lse[place] * LOG2E;
         p.correction[place] = tile.correction[lane];
     }
 }

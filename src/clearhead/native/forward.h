@@ -104,7 +104,7 @@ static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, i
 INLINE float finish_row(const Problem& p, int64_t batch, int64_t head, int64_t row, float peak, float sum) {
     float factor = sum == 0 ? 0 : p.kept_factor / sum;
     if (!p.lse && !p.sinks) return factor;
-    const float without = sum == 0 ? -INFINITY : peak * LN2 + logf(sum);
+    const float without = sum == 0 ? -INFINITY : peak == LOWEST ? LOWEST : peak * LN2 + logf(sum);
     float lse = without;
     if (p.sinks) {
         const float sink = p.sinks[head], top = without > sink ? without : sink;

@@ -34,10 +34,9 @@ bool may_use_tiles() {
 #define LANES 16
 #define ROW_VECTORS 3
 #define STEP 8
-#define HAS_PAIRS
 #define HAS_AMX
 #define CPU_HAS_ISA (avx512_bf16_kernels.supported() && may_use_tiles())
-#include "kernel.h"
+#include "kernel_pairs.h"
 
 const clearhead::Kernels clearhead::amx_kernels = clearhead::amx::table("amx");
 #endif

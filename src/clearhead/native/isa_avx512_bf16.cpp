@@ -13,9 +13,8 @@
 #define LANES 16
 #define ROW_VECTORS 3
 #define STEP 8
-#define HAS_PAIRS
 #define CPU_HAS_ISA (avx512_kernels.supported() && __builtin_cpu_supports("avx512bf16"))
-#include "kernel.h"
+#include "kernel_pairs.h"
 
 const clearhead::Kernels clearhead::avx512_bf16_kernels = clearhead::avx512_bf16::table("avx512_bf16");
 #endif

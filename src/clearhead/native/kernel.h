@@ -1,6 +1,5 @@
 // Everything for one instruction set. The file that includes this says ISA, LANES, ROW_VECTORS and STEP, and
-// CPU_HAS_ISA, an expression that is true on processors that have it; HAS_PAIRS if it multiplies pairs of bfloat16,
-// HAS_AMX if it has tile registers for them.
+// CPU_HAS_ISA, an expression that is true on processors that have it.
 namespace clearhead {
 namespace ISA {
 
@@ -8,10 +7,6 @@ namespace ISA {
 #include "tile.h"
 #include "masks.h"
 #include "forward.h"
-#ifdef HAS_PAIRS
-#include "pairs.h"
-#include "forward_pairs.h"
-#endif
 #include "backward.h"
 #include "decode.h"
 #include "sheet.h"

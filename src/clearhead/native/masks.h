@@ -45,13 +45,18 @@ INLINE LookRoom look_room(float* scratch) {
     return {reinterpret_cast<uint32_t*>(scratch), scratch + BLOCK * ROW_VECTORS};
 }
 
+// A bias in units of log 2. The lowest number stays one, where −∞ would hide: others use it to say "as little as possible".
+INLINE Floats in_units_of_log2(Floats bias) {
+    return bias == splat(-INFINITY) ? bias : larger(splat(LOWEST), LOG2E * bias);
+}
+
 // The bias of one row from column j on, in units of log 2.
 INLINE Floats bias_row(const Problem& p, int64_t batch, int64_t head, int64_t row, int64_t j, int64_t count) {
     const float* from = p.bias.at<float>(batch, head, row) + j * p.bias.column;
-    if (p.bias.column == 1) return LOG2E * load_some(from, count);
+    if (p.bias.column == 1) return in_units_of_log2(load_some(from, count));
     Floats added = {};
     for (int64_t lane = 0; lane < count; lane++) added[lane] = from[lane * p.bias.column];
-    return LOG2E * added;
+    return in_units_of_log2(added);
 }
 
 // The marks of SPAN keys, or of as many as there are.
@@ -235,7 +240,7 @@ static Sight look_at_bias(const Problem& p, const Rows& rows, int64_t batch, int
             const int64_t key = j - start;
 #pragma GCC unroll 16
             for (int r = 0; r < LANES; r++) {
-                Floats added = LOG2E * square[r];
+                Floats added = in_units_of_log2(square[r]);
                 if (bits) added = hide(added, bits[v * BLOCK + key + r]);
                 best = larger(added, best);
                 store(to + ((key + r) * V + v) * LANES, added);
@@ -299,7 +304,7 @@ static void lay_out_rows(const Problem& p, const Rows& rows, int64_t batch, floa
 }
 
 // Lays out what the tile that begins at a folded row sees of all blocks, for any head.
-static void lay_out_masks(const Problem& p, int64_t batch, int64_t row_start, float* to) {
+[[maybe_unused]] static void lay_out_masks(const Problem& p, int64_t batch, int64_t row_start, float* to) {
     Rows rows;
     describe_rows(p, batch, 0, row_start, p.folded_rows(), rows);
     by_vectors(rows.vectors, [&](auto vectors) { lay_out_rows<vectors.value>(p, rows, batch, to); });

@@ -5,11 +5,7 @@ constexpr int TILE = LANES * ROW_VECTORS;
 constexpr int BLOCK = 128;
 constexpr int MOST_TILES = 16;  // of one task: they share the block's keys and values while these are in the cache
 constexpr int GROUP = 8;        // keys that one Philox counter decides about; blocks are cut at multiples of it
-#ifdef HAS_PAIRS
-constexpr int KEY_STEP = 32;  // at multiples of this where pairs of bfloat16 are multiplied
-#else
-constexpr int KEY_STEP = GROUP;
-#endif
+constexpr int KEY_STEP = 32;    // at multiples of this where pairs of bfloat16 are multiplied
 
 // acc[t] += Σ_k a(t, k) · b[k]: STEP numbers times V vectors for each k, all sums in registers.
 // a(t, k) is a[t·lda + k] if ALONG, else a[k·lda + t].

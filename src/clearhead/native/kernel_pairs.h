@@ -1,0 +1,33 @@
+// The forward pass of bfloat16 for instruction sets that multiply pairs of it; everything else is that of AVX-512. The file
+// that includes this says the same as for kernel.h, and HAS_AMX if there are tile registers.
+namespace clearhead {
+namespace ISA {
+
+#include "vector.h"
+#include "tile.h"
+#include "masks.h"
+#include "forward.h"
+#include "pairs.h"
+#include "forward_pairs.h"
+
+static int64_t scratch_of_forward(const Problem& p, int64_t task_rows) {
+    if (p.type != Type::bfloat16) return avx512_kernels.forward_scratch(p, task_rows);
+    return forward_scratch<BFloat16>(p, task_rows);
+}
+
+static void forward(const Problem& p, const Task& task, float* scratch) {
+    if (p.type != Type::bfloat16) return avx512_kernels.forward(p, task, scratch);
+    forward_typed<BFloat16>(p, task, scratch);
+}
+
+static bool supported() { return CPU_HAS_ISA; }
+
+static Kernels table(const char* name) {
+    Kernels result = avx512_kernels;
+    result.name = name, result.supported = supported;
+    result.forward_scratch = scratch_of_forward, result.forward = forward;
+    return result;
+}
+
+}  // namespace ISA
+}  // namespace clearhead
