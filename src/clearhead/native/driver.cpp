@@ -15,7 +15,9 @@ namespace {
 constexpr int64_t MOST_TILES = 16;           // of one task
 constexpr int64_t TASKS_PER_THREAD = 4;      // enough that the last ones to finish do not keep the others waiting
 constexpr int64_t TASK_FLOATS = 128 * 1024;  // queries and outputs of a task, which have to stay in the cache
-constexpr int64_t FEW_ROWS = 8;              // from here on tiles take less time
+constexpr int64_t FEW_ROWS = 8;              // beyond these tiles take less time,
+constexpr int64_t FEW_ROWS_AND_KEYS = 4;     // or beyond these with at most
+constexpr int64_t FEW_KEYS = 16;
 constexpr int64_t FEWEST_KEYS = 256;         // of one part of a head
 constexpr int64_t STATISTICS_TASKS = 88;     // whatever the threads: how sums are grouped decides about bits
 constexpr int64_t COLUMN_FLOATS = 4 * 1024 * 1024;  // of all their sums, if one task a head does not take more
@@ -272,7 +274,8 @@ void stay_alone_after_fork() {
 bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t rows = p.folded_rows(), heads = p.batch * p.kv_heads;
     if (rows == 0 || heads == 0) return true;
-    if (rows <= FEW_ROWS && !p.drop_below) return run_decoding(kernels, p, threads);
+    const int64_t few = p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : FEW_ROWS;
+    if (rows <= few && !p.drop_below) return run_decoding(kernels, p, threads);
     const SharedMasks masks(kernels, p);
     int64_t shared_step = rows_of_task(kernels, p, threads);
     const int64_t step = shared_step, parts = divide_up(rows, step), most = runs_at_once(masks, shared_step, threads);
