@@ -6,13 +6,11 @@ struct Tile {
     float peak[TILE], sum[TILE];
 };
 
-// Scores in units of log 2, into p; returns the peaks of the rows.
+// Scores in units of log 2, into `to`; returns the peaks of the rows, which stay in memory: the sums need every register.
 template <int V, Extra EXTRA, bool CAPPED>
 INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const Looked& looked,
                   const NextMasks& next, float* to, Floats (&peaks)[V]) {
     const float factor = CAPPED ? p.scale / p.softcap : p.scale * LOG2E;
-    Floats best[V];  // in registers, which `peaks` need not be
-    for (int v = 0; v < V; v++) best[v] = peaks[v];
     for (int64_t j = 0; j < count; j += STEP) {
         if (next.start < next.stop) next.fetch(p, j / STEP, count / STEP);
         Floats acc[STEP][V] = {};
@@ -25,12 +23,11 @@ INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t
                 Floats x = acc[t][v] * factor;
                 if (CAPPED) x = tanh(x) * (p.softcap * LOG2E);
                 x = masked<EXTRA, V>(x, looked, j + t, v);
-                best[v] = larger(x, best[v]);
+                peaks[v] = larger(x, peaks[v]);
                 store(to + place, x);
             }
         }
     }
-    for (int v = 0; v < V; v++) peaks[v] = best[v];
 }
 
 template <int V>
