@@ -228,14 +228,12 @@ bool run_decoding(const Kernels& kernels, const Problem& p, int64_t threads) {
 }
 
 // The backward pass of `heads` key/value heads, counted through the batch, from the first one on.
-bool run_backward_of(const Kernels& kernels, const Problem& p, int64_t first, int64_t heads, int64_t threads) {
-    const int64_t rows = p.folded_rows();
-    if (heads == 0) return true;
-    const int64_t parts = parts_of_backward(kernels, p, heads, threads);
+bool run_backward_of(const Kernels& kernels, const Problem& p, const WholeMasks& masks, int64_t first, int64_t heads,
+                     int64_t threads) {
+    const int64_t rows = p.folded_rows(), parts = parts_of_backward(kernels, p, heads, threads);
     const int64_t step = divide_up(divide_up(rows, parts), kernels.tile_rows) * kernels.tile_rows;
     const int64_t floats = kernels.backward_scratch(p, step), size = kernels.sums_size(p);
     const size_t bytes = static_cast<size_t>(size) * sizeof(float);
-    const WholeMasks masks(kernels, p, threads);
     if (parts == 1)
         return share(heads, threads, floats + size + 16, [&](int64_t index, float* memory) {
             const int64_t head = first + index;
@@ -290,11 +288,13 @@ bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
 
 bool run_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t heads = p.batch * p.kv_heads;
+    if (heads == 0) return true;
+    const WholeMasks masks(kernels, p, threads);
     if (!p.bias_gradient.data || p.bias_gradient.batch || p.batch < 2)
-        return run_backward_of(kernels, p, 0, heads, threads);
+        return run_backward_of(kernels, p, masks, 0, heads, threads);
     bool enough = true;  // batch items that add to the same gradient of a bias do so one after the other
     for (int64_t head = 0; enough && head < heads; head += p.kv_heads)
-        enough = run_backward_of(kernels, p, head, p.kv_heads, threads);
+        enough = run_backward_of(kernels, p, masks, head, p.kv_heads, threads);
     return enough;
 }
 

@@ -144,11 +144,8 @@ static void adjust(const Problem& p, const Unit& unit) {
 
 // 2^x to 3e-6 for x <= LEEWAY, which is below the rounding of weights; zero below −126, NaN for NaN.
 INLINE Floats exp2_of_weight(Floats x) {
-    x = larger(splat(-127.f), x);  // whose power of two has the bits of zero
-    const Floats magic = splat(12582912.f + 127.f);
-    const Floats shifted = x + magic;
-    const Floats power = reinterpret_cast<Floats>(reinterpret_cast<Ints>(shifted) << 23);
-    const Floats f = x - (shifted - magic);
+    Floats f;
+    const Floats power = whole_power(larger(splat(-127.f), x), f);
     Floats y = f * 0.00958285294f + 0.0559064262f;
     y = y * f + 0.240240991f;
     y = y * f + 0.693124175f;
@@ -244,7 +241,7 @@ static int64_t prepare_pairs(const Problem& p, const Task& task, PairTile* tiles
         tile.query = take_pairs(scratch, pairs * lanes);
         tile.output = take(scratch, height * lanes);
         // A negative scale turns the queries round, so that the largest product is always the largest score.
-        rows_to_pairs(p.query, tile.rows, task.batch, p.dim, pairs, p.scale < 0 ? -1.f : 1.f, tile.query);
+        rows_to_pairs(p.query, tile.rows, task.batch, p.dim, pairs, p.scale < 0, tile.query);
         memset(tile.output, 0, static_cast<size_t>(height * lanes) * sizeof(float));
         for (int lane = 0; lane < TILE; lane++) tile.peak[lane] = LOWEST, tile.sum[lane] = 0;
     }

@@ -203,25 +203,23 @@ INLINE Words pair_up_halves(const BFloat16* x, const BFloat16* y) {
     return interleave(_mm512_inserti64x4(low, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(y)), 1));
 }
 
-// Rows of a tile into lanes, neighbouring columns paired: (pairs × V·LANES), zeros behind the last column.
-static void rows_to_pairs(const View& view, const Rows& rows, int64_t batch, int64_t columns, int64_t pairs, float sign,
-                          Pair* to) {
+// Rows of a tile, or their negatives, into lanes, neighbouring columns paired: (pairs × V·LANES), zeros behind the last
+// column.
+static void rows_to_pairs(const View& view, const Rows& rows, int64_t batch, int64_t columns, int64_t pairs,
+                          bool negative, Pair* to) {
     const int64_t width = rows.vectors * LANES;
     for (int64_t v = 0; v < rows.vectors; v++)
         for (int64_t pair = 0; pair < pairs; pair += LANES) {
             Floats square[LANES];
             for (int r = 0; r < LANES; r++) {
                 const int64_t lane = v * LANES + r;
-                Floats low = {}, high = {};
-                if (lane < rows.count) {
+                Words word = {};
+                const int64_t left = smaller(2 * LANES, columns - 2 * pair);
+                if (lane < rows.count && left > 0) {
                     const BFloat16* from = view.at<BFloat16>(batch, rows.head[lane], rows.row[lane]) + 2 * pair;
-                    const int64_t left = larger(0, columns - 2 * pair);
-                    BFloat16 copy[2 * LANES] = {};
-                    memcpy(copy, from, static_cast<size_t>(smaller(left, 2 * LANES)) * sizeof(BFloat16));
-                    low = load_wide(copy) * sign, high = load_wide(copy + LANES) * sign;
+                    memcpy(&word, from, static_cast<size_t>(left) * sizeof(BFloat16));
                 }
-                square[r] = reinterpret_cast<Floats>(
-                    _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(high), reinterpret_cast<__m512>(low)));
+                square[r] = reinterpret_cast<Floats>(negative ? word ^ 0x80008000u : word);
             }
             transpose(square);
             for (int64_t r = 0; r < smaller(LANES, pairs - pair); r++)

@@ -134,12 +134,18 @@ INLINE void store_some(float* to, Floats x, int64_t count) {
 }
 #endif
 
-// 2^x to 2e-7 for -127 <= x <= 127, zero below -126.5, NaN for NaN. A minimax polynomial of 2^f on [−½, ½].
-INLINE Floats exp2_within(Floats x) {
+// 2^round(x) for -127 <= x <= 127 (zero at -127), and f = x − round(x).
+INLINE Floats whole_power(Floats x, Floats& f) {
     const Floats magic = splat(12582912.f + 127.f);  // adding it leaves round(x) + 127 in the lowest bits
     const Floats shifted = x + magic;
-    const Floats power = reinterpret_cast<Floats>(reinterpret_cast<Ints>(shifted) << 23);
-    const Floats f = x - (shifted - magic);
+    f = x - (shifted - magic);
+    return reinterpret_cast<Floats>(reinterpret_cast<Ints>(shifted) << 23);
+}
+
+// 2^x to 2e-7 for -127 <= x <= 127, zero below -126.5, NaN for NaN. A minimax polynomial of 2^f on [−½, ½].
+INLINE Floats exp2_within(Floats x) {
+    Floats f;
+    const Floats power = whole_power(x, f);
     Floats y = f * 0.00132647273f + 0.00967151299f;
     y = y * f + 0.0555073358f;
     y = y * f + 0.240222424f;
