@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.comparing import Case, Result, read, write
+from benchmarks.comparing.options import comparison_options
 from benchmarks.comparing.page import fill
 from benchmarks.comparing.pictures import draw_bars, draw_rates
 from benchmarks.comparing.tables import markdown, show
@@ -63,14 +64,8 @@ def described_machine() -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="PATTERN", default="", help="measure work whose name matches this regex")
-    parser.add_argument("--rounds", type=int, default=7, help="how often everything is timed (default 7, at least 3)")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help=f"keep the figures here; the whole table's: {RESULTS}"
-    )
-    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing; show kept figures")
-    parser.add_argument("--docs", action="store_true", help=f"write tables and pictures into {PAGE.relative_to(ROOT)}")
+    writes = f"write tables and pictures into {PAGE.relative_to(ROOT)}"
+    parser = comparison_options(__doc__.splitlines()[0], rounds=7, results=RESULTS, writes=writes)
     parser.add_argument("--list", action="store_true", help="name the work and stop")
     return parser.parse_args()
 

@@ -9,13 +9,13 @@ beside eager attention that builds the weights and computes the same from them. 
 
 from __future__ import annotations
 
-import argparse
 import re
 from pathlib import Path
 
 import torch
 
 from benchmarks.comparing import Result, read, write
+from benchmarks.comparing.options import comparison_options
 from benchmarks.comparing.page import fill
 from benchmarks.comparing.tables import markdown, show
 from benchmarks.gpu_cases import all_cases
@@ -39,14 +39,8 @@ def measure(pattern: re.Pattern[str], rounds: int, keep: Path | None) -> tuple[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", metavar="PATTERN", default="", help="measure work whose name matches this regex")
-    parser.add_argument("--rounds", type=int, default=15, help="how often everything is timed (default 15, at least 3)")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help=f"keep the figures here; the whole table's: {RESULTS}"
-    )
-    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE", help="measure nothing; show kept figures")
-    parser.add_argument("--docs", action="store_true", help=f"write the tables into {PAGE.relative_to(ROOT)}")
+    writes = f"write the tables into {PAGE.relative_to(ROOT)}"
+    parser = comparison_options(__doc__.splitlines()[0], rounds=15, results=RESULTS, writes=writes)
     chosen = parser.parse_args()
     if chosen.show:
         where, results = read(chosen.show)

@@ -14,11 +14,9 @@ from clearhead import masks
 from clearhead.native import instruction_sets
 
 from .allocations import Allocations
+from .graphs import LENGTHS, Counting, random
 
 pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the extension was not built here")
-
-BATCH, HEADS, HEAD_DIM = 3, 2, 5
-LENGTHS = (11, 13, 23)
 
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -35,19 +33,6 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-class Counting:
-    """A backend that runs graphs as they are and counts them and the attention operations in them."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-        self.operators = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        self.graphs += 1
-        self.operators = sum("clearhead.attention" in str(node.target) for node in graph.graph.nodes)
-        return graph.forward
-
-
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
@@ -56,13 +41,9 @@ def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def random(length: int, *, grad: bool = False) -> Tensor:
-    return torch.randn(BATCH, HEADS, length, HEAD_DIM, requires_grad=grad)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_graph_for_all_lengths(variant: str) -> None:
-    options, backend = VARIANTS[variant], Counting()
+    options, backend = VARIANTS[variant], Counting("clearhead.attention")
 
     def attend(x: Tensor) -> object:
         return clearhead.attention(x, x, x, **options)

@@ -12,24 +12,9 @@ from torch.export import Dim, export
 import clearhead
 from clearhead import masks
 
-# Sizes that occur nowhere else, so that no length is taken for the same as another size.
-BATCH, HEADS, HEAD_DIM = 3, 2, 5
-LENGTHS = (11, 13, 23)
+from .graphs import BATCH, HEAD_DIM, HEADS, LENGTHS, Counting, random
 
 KERNELS = ("sdpa", "reference")  # chunked says that it cannot be traced
-
-
-class Counting:
-    """A backend that runs graphs as they are and counts them and the attention operations in them."""
-
-    def __init__(self) -> None:
-        self.graphs = 0
-        self.fused = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        self.graphs += 1
-        self.fused = sum("scaled_dot_product_attention" in str(node.target) for node in graph.graph.nodes)
-        return graph.forward
 
 
 @pytest.fixture(autouse=True)
@@ -41,12 +26,8 @@ def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def random(length: int, *, grad: bool = False) -> Tensor:
-    return torch.randn(BATCH, HEADS, length, HEAD_DIM, requires_grad=grad)
-
-
 def compiled(function: Callable[..., object], *, dynamic: bool = True) -> tuple[Callable[..., object], Counting]:
-    backend = Counting()
+    backend = Counting("scaled_dot_product_attention")
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic), backend
 
 
@@ -166,7 +147,7 @@ def test_use_kernel_inside_the_compiled_function(kernel: str) -> None:
     function, backend = compiled(attend)
     x = random(11)
     torch.testing.assert_close(function(x), attend(x))
-    assert backend.fused == (kernel == "sdpa")
+    assert backend.operators == (kernel == "sdpa")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -175,17 +156,17 @@ def test_use_kernel_around_the_compiled_function(kernel: str) -> None:
     x = random(11)
     with clearhead.use_kernel(kernel):
         torch.testing.assert_close(function(x), clearhead.attention(x, x, x))
-    assert backend.fused == (kernel == "sdpa")
+    assert backend.operators == (kernel == "sdpa")
 
 
 def test_use_kernel_after_compiling_takes_effect() -> None:
     function, backend = compiled(lambda x: clearhead.attention(x, x, x))
     x = random(11)
     expected = function(x)
-    assert (backend.graphs, backend.fused) == (1, 1)
+    assert (backend.graphs, backend.operators) == (1, 1)
     with clearhead.use_kernel("reference"):
         torch.testing.assert_close(function(x), expected)
-    assert (backend.graphs, backend.fused) == (2, 0)
+    assert (backend.graphs, backend.operators) == (2, 0)
     function(x)
     assert backend.graphs == 2, "the first graph is still good"
 
