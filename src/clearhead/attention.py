@@ -135,7 +135,7 @@ def attention(
         )
         if kind is not None and (compute := remember(kind, call)) is not None:
             return compute(query, key, value)
-        output, lse = _run_watched(call) if watched() and not is_computing() and not is_tracing() else run(call)
+        output, lse = run_call(call)
     if query.dim() == 3:
         output, lse = output.squeeze(0), None if lse is None else lse.squeeze(0)
     return output if lse is None else (output, lse)
@@ -195,7 +195,10 @@ def explain(
     return explain_call(call)
 
 
-def _run_watched(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+def run_call(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """Compute a validated call, autocast being off, and show it to whoever watches."""
+    if not watched() or is_computing() or is_tracing():
+        return run(call)
     with computing():
         output, lse = run(call)
         return notify(call, output), lse

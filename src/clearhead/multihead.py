@@ -32,7 +32,7 @@ from .multihead_short import short_way
 from .packed import Packing
 from .placing import PositionPart, combined_mask, positions_of_keys, positions_of_queries, turned
 from .plain import apply_linear
-from .weights import attention_weights
+from .weights import attention_with_weights
 
 __all__ = ["MultiHeadAttention"]
 
@@ -293,16 +293,18 @@ class MultiHeadAttention(nn.Module):
             "key_positions": None if cache is None and positions is None else key_positions,
         }
         dropout_p = self.dropout if self.training else 0.0
-        mixed = attention(q, known.key, known.value, **request, dropout_p=dropout_p)  # (B, H, L, D)
+        weights = None
+        if averaged is None:
+            mixed = attention(q, known.key, known.value, **request, dropout_p=dropout_p)  # (B, H, L, D)
+        else:
+            mixed, weights = attention_with_weights(
+                *(q, known.key, known.value), **request, dropout_p=dropout_p, average_attn_weights=averaged
+            )
         merged = merge_heads(mixed if query.dim() == 3 else mixed.squeeze(0))  # (B, L, H·D)
         output = apply_linear(self.out_proj, merged)  # (B, L, E)
-        weights = None
-        if averaged is not None:
-            weights = attention_weights(q, known.key, **request, average_attn_weights=averaged)
-            weights = weights if query.dim() == 3 else weights.squeeze(0)
         if cache is not None:
             cache.attended(q, known, request["mask"], places, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
-        return output, weights
+        return output, weights if weights is None or query.dim() == 3 else weights.squeeze(0)
 
     def extra_repr(self) -> str:
         kv = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""

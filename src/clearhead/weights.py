@@ -9,16 +9,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .attention import autocast_off, cast_for_autocast
+from .attention import autocast_off, cast_for_autocast, run_call
 from .call import AttentionCall, build_call
 from .errors import ArgumentError, DTypeError, explain_problem
 from .kernels.blocks import block_scores, block_weights, grouped, grouped_transposed, score_blocks
+from .kernels.dispatch import forced_kernel
+from .kernels.native_statistics import native_output_and_weights, native_weights
 from .kernels.reference import reference_weights
 from .kernels.second_order import gradients_of
 from .masks.base import Mask
+from .observe import watched
 from .tracing import is_tracing, is_transformed
 
-__all__ = ["Queries", "attention_weights", "compute_weights", "row_numbers"]
+__all__ = ["Queries", "attention_weights", "attention_with_weights", "compute_weights", "row_numbers"]
 
 Queries = int | slice | Sequence[int] | Tensor
 
@@ -85,6 +88,73 @@ def attention_weights(
     return weights.squeeze(0) if query.dim() == 3 else weights
 
 
+def attention_with_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
+    average_attn_weights: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`attention` and `attention_weights` of one call, which is validated once.
+
+    Where neither gradients nor dropout are wanted, the native kernel computes both in one pass; the output is then
+    that of `attention` to rounding.
+
+    Args:
+        query, key, value, mask, scale, dropout_p, softcap, sinks, query_positions, key_positions: as for `attention`,
+            with a batch.
+        average_attn_weights: as for `attention_weights`.
+
+    Returns:
+        Output (B, H, L, Dv), and weights (B, H, L, S), or (B, L, S) averaged.
+
+    Raises:
+        The errors of `attention`.
+
+    Example:
+        >>> import torch
+        >>> from clearhead.weights import attention_with_weights
+        >>> x = torch.randn(2, 4, 5, 8)
+        >>> output, weights = attention_with_weights(x, x, x)
+        >>> output.shape, weights.shape
+        (torch.Size([2, 4, 5, 8]), torch.Size([2, 4, 5, 5]))
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    with autocast_off(query):
+        call = build_call(
+            query,
+            key,
+            value,
+            mask,
+            scale=scale,
+            dropout_p=dropout_p,
+            softcap=softcap,
+            sinks=sinks,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            return_lse=False,
+        )
+        both = _in_one_pass(call, average_attn_weights)
+        if both is not None:
+            return both
+        return run_call(call)[0], compute_weights(call, None, average_attn_weights)
+
+
+def _in_one_pass(call: AttentionCall, average: bool) -> tuple[Tensor, Tensor] | None:
+    if call.dropout_p or call.needs_gradients or call.compute_dtype != torch.float32 or forced_kernel() is not None:
+        return None
+    if watched() or is_tracing() or is_transformed():
+        return None
+    return native_output_and_weights(call, average)
+
+
 def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:
     """Weights of a validated call; `rows` holds row numbers, ``None`` means all."""
     if is_tracing() or is_transformed():
@@ -127,6 +197,9 @@ class _Weights(torch.autograd.Function):
 
 
 def _forward(call: AttentionCall, request: _Request) -> Tensor:
+    native = native_weights(call, request.rows, request.average) if call.compute_dtype == torch.float32 else None
+    if native is not None:
+        return native
     batch, heads, keys = call.grid.batch_size, call.grid.num_heads, call.grid.key_length
     shape = (batch, request.count(call), keys) if request.average else (batch, heads, request.count(call), keys)
     result = call.query.new_zeros(shape, dtype=call.compute_dtype)

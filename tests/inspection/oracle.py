@@ -149,12 +149,12 @@ class Oracle:
         rows, columns = min(size, length), min(size, count)
         row_tile = [i * rows // length for i in range(length)]
         column_tile = [j * columns // count for j in range(count)]
-        result = torch.zeros(batch, heads, rows, columns, dtype=torch.float64)
+        result, p = torch.zeros(batch, heads, rows, columns, dtype=torch.float64), self.p
         for b in range(batch):
             for r in range(rows):
                 queries = [i for i in range(length) if row_tile[i] == r and bool(self.counts[b, 0, i, 0])]
                 for c in range(columns):
-                    tile = self.p[b][:, queries][:, :, [j for j in range(count) if column_tile[j] == c]]
+                    tile = p[b][:, queries][:, :, [j for j in range(count) if column_tile[j] == c]]
                     if queries:
                         pooled = tile.sum(-1).mean(-1) if pooling == "mass" else tile.amax((-2, -1))
                         result[b, :, r, c] = pooled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from .oracle import TOLERANCES, Oracle, compare
 from .test_statistics import compare_generated
 
 SETS = instruction_sets()
-_NUMBERS = ("entropy", "received", "max_logit", "confidence", "top_k", "output_norm")
+_NUMBERS = ("entropy", "received", "max_logit", "confidence", "top_k", "output_norm", "map", "head_average")
 NATIVE = (*_NUMBERS, "output")
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
@@ -45,9 +45,11 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
     asked: list[frozenset[str]] = []
     gather = clearhead.inspection.native.gather
 
-    def listening(call: AttentionCall, wanted: frozenset[str], counted: Tensor | None, top_k: int) -> WeightStatistics:
+    def listening(
+        call: AttentionCall, wanted: frozenset[str], counted: Tensor | None, **options: Any
+    ) -> WeightStatistics:
         asked.append(wanted)
-        return gather(call, wanted, counted, top_k)
+        return gather(call, wanted, counted, **options)
 
     monkeypatch.setattr(clearhead.inspection.native, "gather", listening)
     return asked
@@ -72,7 +74,9 @@ def test_generated_calls_equal_the_oracle(instructions: str, always: None, ran: 
     assert len(ran) > len(total) / 2
 
 
-def numbers(case: Case, dtype: torch.dtype, counted: Tensor | None) -> AttentionStatistics:
+def numbers(
+    case: Case, dtype: torch.dtype, counted: Tensor | None, map_pooling: Literal["mass", "max"]
+) -> AttentionStatistics:
     inputs = {name: tensor.detach().to(dtype) for name, tensor in case.inputs().items()}
     mask = case.mask(case.batch, case.kv_heads * case.group, case.length, case.count)
     options: dict[str, Any] = {name: value for name, value in case.options.items() if name != "dropout_p"}
@@ -83,17 +87,24 @@ def numbers(case: Case, dtype: torch.dtype, counted: Tensor | None) -> Attention
         value=inputs["value"],
         sinks=inputs.get("sinks"),
         query_mask=counted,
-        statistics=NATIVE,
+        statistics=(*NATIVE, "rows"),
+        rows=[case.length - 1, *range(0, case.length, 7), 0],
+        map_size=29,
+        map_pooling=map_pooling,
         **options,
     )
 
 
+@pytest.mark.parametrize("map_pooling", ["mass", "max"])
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("dropout")])
-def test_several_tiles_and_blocks(name: str, instructions: str, always: None, ran: list[frozenset[str]]) -> None:
+def test_several_tiles_and_blocks(
+    name: str, map_pooling: Literal["mass", "max"], instructions: str, always: None, ran: list[frozenset[str]]
+) -> None:
     """Every kind of mask, soft-cap, scale, sinks and grouped heads, as from float64."""
     case = CASES[name]
     counted = torch.rand(case.batch, case.length) > 0.3
-    close(numbers(case, torch.float32, counted), numbers(case, torch.float64, counted))
+    exact = numbers(case, torch.float64, counted, map_pooling)
+    close(numbers(case, torch.float32, counted, map_pooling), exact)
     assert len(ran) == 1
 
 

@@ -83,7 +83,8 @@ def test_nothing_is_written_outside(
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 17, 5, 3), (50, 131, 16, 19), (97, 7, 33, 1), (8, 300, 64, 64)])
 @pytest.mark.parametrize("high", [0, 1000], ids=["causal", "all"])
-def test_statistics_write_nothing_outside(sizes: tuple[int, ...], high: int, instructions: str) -> None:
+@pytest.mark.parametrize("averages", [False, True], ids=["weights", "their mean"])
+def test_statistics_write_nothing_outside(sizes: tuple[int, ...], high: int, averages: bool, instructions: str) -> None:
     length, count, dim, value_dim = sizes
     guarded = Guarded()
     shapes = ((2, 2, length, dim), (2, 2, count, dim), (2, 2, count, value_dim))
@@ -94,9 +95,11 @@ def test_statistics_write_nothing_outside(sizes: tuple[int, ...], high: int, ins
     keys = torch.full((2 * 2 * length * top_k + 2 * GUARD,), 7, dtype=torch.int64)
     top_keys = keys[GUARD:-GUARD].view(2, 2, length, top_k)
     top_weights, output = guarded.empty(2, 2, length, top_k), guarded.empty(2, 2, length, value_dim)
-    wanted = WeightStatistics(None, *rows, *columns, top_weights, top_keys, output)
+    weights = guarded.empty(2, 1 if averages else 2, length, count).zero_()
+    pooled = guarded.empty(2, 2, min(7, length), min(7, count)).zero_()
+    wanted = WeightStatistics(None, *rows, *columns, top_weights, top_keys, output, weights, pooled)
     statistics(request(query, key, value, high), wanted)
-    found = (*rows, *columns, top_weights, output)
+    found = (*rows, *columns, top_weights, output, weights, pooled)
     assert all(tensor.isfinite().all() and not (tensor == BORDER).any() for tensor in found)
     assert bool(((top_keys >= -1) & (top_keys < count)).all())
     assert bool((keys[:GUARD] == 7).all() and (keys[-GUARD:] == 7).all())

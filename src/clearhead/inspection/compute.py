@@ -14,7 +14,9 @@ from ..attention import autocast_off, cast_for_autocast
 from ..call import AttentionCall, build_call
 from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
 from ..kernels.blocks import exact_dtype, score_blocks
+from ..kernels.native_statistics import native_weights
 from ..masks.base import Mask
+from ..tracing import is_tracing
 from ..weights import Queries, row_numbers
 from .native import native_results
 from .rows import Rows
@@ -261,9 +263,12 @@ def exact_weights(call: AttentionCall, rows: Tensor | None) -> Tensor:
     """Weights of chosen rows, (B, H, n, S), without gradients, from scores in `exact_dtype`."""
     count = call.grid.query_length if rows is None else len(rows)
     shape = (call.grid.batch_size, call.grid.num_heads, count, call.grid.key_length)
-    result = call.query.new_zeros(shape, dtype=call.compute_dtype)
     chosen = None if rows is None else rows.to(call.query.device)
     with torch.no_grad(), autocast_off(call.query):
+        native = None if exact_dtype(call) != torch.float32 or is_tracing() else native_weights(call, chosen, False)
+        if native is not None:
+            return native
+        result = call.query.new_zeros(shape, dtype=call.compute_dtype)
         for block, place, query, key in score_blocks(call, chosen, exact_dtype(call)):
             part = Rows(call, block, place, query, key, None)
             result[block.batch, block.heads, place, part.columns] = part.weights

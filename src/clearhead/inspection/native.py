@@ -25,6 +25,8 @@ _TAKES = {
     "top_k": "top",
     "output": "output",
     "output_norm": "norm",
+    "map": "map",
+    "head_average": "head_average",
 }
 
 
@@ -39,7 +41,14 @@ def native_results(
     chosen = [name for name in names if name in _TAKES and (name != "top_k" or top_k <= MOST_KEYS_OF_A_QUERY)]
     if not chosen or exact_dtype(call) != torch.float32 or is_tracing() or refuses(call):
         return {}
-    found = gather(call, frozenset(_TAKES[name] for name in chosen), counted, top_k)
+    found = gather(
+        call,
+        frozenset(_TAKES[name] for name in chosen),
+        counted,
+        top_k=top_k,
+        map_size=options.map_size,
+        map_pooling=options.map_pooling,
+    )
     results = {"sees": found.largest > float("-inf")}
     for name in chosen:
         results |= _named(name, found)
@@ -56,6 +65,10 @@ def _named(name: str, found: WeightStatistics) -> dict[str, Any]:
         return {"max_logit": _max_logit(found)}
     if name == "top_k" and found.top_keys is not None and found.top_weights is not None:
         return {"top_k": TopK(found.top_keys, found.top_weights)}
+    if name == "map" and found.map is not None:
+        return {"map": found.map if found.map_peaks else found.map / _counts(found, found.map)}
+    if name == "head_average" and found.weights is not None:
+        return {"head_average": found.weights[:, 0]}
     return {name: {"confidence": found.confidence, "output": found.output, "output_norm": found.norm}[name]}
 
 
@@ -63,6 +76,16 @@ def _normalized(found: WeightStatistics) -> Tensor | None:
     if found.entropy is None:
         return None
     return (found.entropy / found.visible.clamp(min=2).log()).masked_fill_(found.visible < 2, 0)
+
+
+def _counts(found: WeightStatistics, pooled: Tensor) -> Tensor:
+    """How many counted queries go to each row of a map, at least 1: (1 or B, 1, R, 1)."""
+    length, rows = found.largest.shape[-1], pooled.shape[2]
+    counted = found.counted
+    weight = pooled.new_ones(1, length) if counted is None else counted.to(pooled.dtype)
+    tiles = torch.arange(length, device=pooled.device) * rows // max(1, length)
+    counts = pooled.new_zeros(weight.shape[0], rows).index_add_(1, tiles, weight)
+    return counts.clamp_(min=1)[:, None, :, None]
 
 
 def _max_logit(found: WeightStatistics) -> Tensor:

@@ -140,10 +140,10 @@ def backward(
 def statistics(request: Request, wanted: WeightStatistics) -> None:
     """Write what is wanted of the weights, which are those before dropout."""
     numbers, kept = _numbers(request, None)
-    top = wanted.top_weights
+    top, pooled = wanted.top_weights, wanted.map
     _module().statistics(
         instruction_set_number(),
-        torch.get_num_threads(),
+        threads_for(request) or torch.get_num_threads(),
         *numbers,
         *((0,) * 4 if wanted.output is None else _matrix(wanted.output)),
         *map(_address, (wanted.counted, wanted.largest, wanted.visible)),
@@ -151,6 +151,9 @@ def statistics(request: Request, wanted: WeightStatistics) -> None:
         *map(_address, (wanted.received, wanted.viewers)),
         *map(_address, (top, wanted.top_keys)),
         0 if top is None else top.shape[-1],
+        *((0,) * 4 if wanted.weights is None else _mask(wanted.weights)[:4]),
+        *((0,) * 3 if pooled is None else (pooled.data_ptr(), *pooled.shape[2:])),
+        wanted.map_peaks,
     )
     del kept
 

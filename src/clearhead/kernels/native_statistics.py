@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -10,9 +11,16 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..masks.band import band_of
 from .native import NativeKernel, request_of
-from .native_calls import empty_output, statistics
+from .native_calls import Request, empty_output, statistics
 
-__all__ = ["MOST_KEYS_OF_A_QUERY", "WeightStatistics", "gather", "refuses"]
+__all__ = [
+    "MOST_KEYS_OF_A_QUERY",
+    "WeightStatistics",
+    "gather",
+    "native_output_and_weights",
+    "native_weights",
+    "refuses",
+]
 
 MOST_KEYS_OF_A_QUERY = 64  # in top-k: longer lists are no longer short beside the scores
 _MOST_CELLS = 1 << 26  # of a mask that has to be written down first
@@ -34,6 +42,9 @@ class WeightStatistics:
         top_weights: (B, H, L, k), falling.
         top_keys: int64 (B, H, L, k), −1 where fewer are seen.
         output: (B, H, L, Dv), what `attention` gives.
+        weights: (B, H, L, S), or (B, 1, L, S) for their mean over the heads.
+        map: (B, H, R, C), what tile ⌊i·R/L⌋, ⌊j·C/S⌋ gets of counted queries: the sum, or the largest weight.
+        map_peaks: which of the two.
     """
 
     counted: Tensor | None
@@ -46,7 +57,10 @@ class WeightStatistics:
     viewers: Tensor | None = None
     top_weights: Tensor | None = None
     top_keys: Tensor | None = None
-    output: Tensor | None = field(default=None)
+    output: Tensor | None = None
+    weights: Tensor | None = None
+    map: Tensor | None = None
+    map_peaks: bool = False
 
 
 def refuses(call: AttentionCall) -> bool:
@@ -54,18 +68,76 @@ def refuses(call: AttentionCall) -> bool:
     if NativeKernel().refusals(call):
         return True
     grid = call.grid
-    if grid.batch_size * grid.query_length * grid.key_length <= _MOST_CELLS or call.mask is None:
-        return False
-    parts = call.mask.parts()
-    return not all(part.is_tensor or band_of(part, grid) or part.row_spans(grid) for part in parts)
+    small = grid.batch_size * grid.query_length * grid.key_length <= _MOST_CELLS
+    return not small and not _reads_in_place(call)
 
 
-def gather(call: AttentionCall, wanted: frozenset[str], counted: Tensor | None, top_k: int) -> WeightStatistics:
-    """Compute the fields that are named; `largest` and `visible` always are."""
-    batch, heads, length, keys = *call.query.shape[:3], call.grid.key_length
+def _reads_in_place(call: AttentionCall) -> bool:
+    """Whether nothing of the mask has to be written down."""
+    parts = [] if call.mask is None else call.mask.parts()
+    return all(part.is_tensor or band_of(part, call.grid) or part.row_spans(call.grid) for part in parts)
+
+
+def gather(
+    call: AttentionCall,
+    wanted: frozenset[str],
+    counted: Tensor | None,
+    *,
+    top_k: int = 0,
+    map_size: int = 0,
+    map_pooling: Literal["mass", "max"] = "mass",
+) -> WeightStatistics:
+    """Compute the fields that are named; `largest` and `visible` always are.
+
+    Args:
+        call: which attention.
+        wanted: names of fields, ``top`` for the two of them, ``head_average`` for the mean of ``weights``.
+        counted: bool (B, L), or ``None`` for all.
+        top_k: how many keys of each query.
+        map_size: R and C at most.
+        map_pooling: sums, or the largest weight.
+    """
+    return _gather(request_of(call), wanted, counted, top_k, (map_size, map_size), map_pooling == "max")
+
+
+def native_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor | None:
+    """Weights of all rows, or of those numbered (n,): (B, H, n, S), or their mean over the heads (B, n, S), in float32.
+
+    Returns:
+        ``None`` where the kernel gives none.
+    """
+    if refuses(call) or (rows is not None and not _reads_in_place(call)):
+        return None
+    request = request_of(call) if rows is None else _of_rows(request_of(call), rows)
+    weights = cast(Tensor, _gather(request, frozenset({"head_average" if average else "weights"}), None).weights)
+    return weights[:, 0] if average else weights
+
+
+def native_output_and_weights(call: AttentionCall, average: bool) -> tuple[Tensor, Tensor] | None:
+    """What `attention` gives without dropout, and the weights of all rows as `native_weights` gives them, in one pass.
+
+    Returns:
+        ``None`` where the kernel gives none.
+    """
+    if refuses(call):
+        return None
+    found = _gather(request_of(call), frozenset({"output", "head_average" if average else "weights"}), None)
+    output, weights = cast(Tensor, found.output), cast(Tensor, found.weights)
+    return output, weights[:, 0] if average else weights
+
+
+def _gather(
+    request: Request,
+    wanted: frozenset[str],
+    counted: Tensor | None,
+    top_k: int = 0,
+    map_size: tuple[int, int] = (0, 0),
+    map_peaks: bool = False,
+) -> WeightStatistics:
+    (batch, heads, length, _), keys = request.query.shape, request.key.shape[2]
 
     def empty(*shape: int) -> Tensor:
-        return call.query.new_empty(batch, heads, *shape, dtype=torch.float32)
+        return request.query.new_empty(batch, heads, *shape, dtype=torch.float32)
 
     found = WeightStatistics(None if counted is None else counted.contiguous(), empty(length), empty(length))
     for name in wanted & {"entropy", "confidence", "norm"}:
@@ -76,6 +148,36 @@ def gather(call: AttentionCall, wanted: frozenset[str], counted: Tensor | None, 
         found.top_weights = empty(length, top_k)
         found.top_keys = found.top_weights.new_empty(found.top_weights.shape, dtype=torch.int64)
     if wanted & {"output", "norm"}:
-        found.output = empty_output(call.query, call.value)
-    statistics(request_of(call), found)
+        found.output = empty_output(request.query, request.value)
+    if wanted & {"weights", "head_average"}:
+        matrices = heads if "weights" in wanted else 1
+        found.weights = request.query.new_zeros(batch, matrices, length, keys, dtype=torch.float32)
+    if "map" in wanted:
+        found.map = empty(min(map_size[0], length), min(map_size[1], keys)).zero_()
+        found.map_peaks = map_peaks
+    statistics(request, found)
     return found
+
+
+def _of_rows(request: Request, rows: Tensor) -> Request:
+    """The request of some rows, whatever their order."""
+    length, keys = request.query.shape[2], request.key.shape[2]
+
+    def cut(tensor: Tensor | None, dim: int) -> Tensor | None:
+        return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.index_select(dim, rows)
+
+    first, last = cut(request.first, 1), cut(request.last, 1)
+    if request.low > -length or request.high < keys - 1:
+        from_band, to_band = ((rows + step)[None].int() for step in (request.low, request.high + 1))
+        first = from_band if first is None else torch.maximum(first, from_band)
+        last = to_band if last is None else torch.minimum(last, to_band)
+    return replace(
+        request,
+        query=request.query.index_select(2, rows),
+        visible=cut(request.visible, 2),
+        bias=cut(request.bias, 2),
+        first=None if first is None else first.clamp(min=0),
+        last=last,
+        low=-len(rows),
+        high=keys,
+    )

@@ -19,7 +19,7 @@ constexpr int64_t FEW_ROWS = 8;              // beyond these tiles take less tim
 constexpr int64_t FEW_ROWS_AND_KEYS = 4;     // or beyond these with at most
 constexpr int64_t FEW_KEYS = 16;
 constexpr int64_t FEWEST_KEYS = 256;         // of one part of a head
-constexpr int64_t STATISTICS_TASKS = 88;     // whatever the threads: how sums are grouped decides about bits
+constexpr int64_t STATISTICS_TASKS = 88;     // with sums over rows, whatever the threads: their grouping decides about bits
 constexpr int64_t COLUMN_FLOATS = 4 * 1024 * 1024;  // of all their sums, if one task a head does not take more
 constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
 constexpr int64_t MASK_FLOATS = 1024 * 1024;  // laid out at a time, for each thread
@@ -261,6 +261,58 @@ bool run_backward_of(const Kernels& kernels, const Problem& p, const WholeMasks&
     return enough;
 }
 
+// Sums over rows: a part of a head's rows has some of its own, so that no two threads add to the same numbers, and they
+// are added up in the same order whatever the threads.
+class PartSums {
+  public:
+    PartSums(const Problem& p, const Statistics& s, int64_t parts, int64_t step)
+        : p_(p), s_(s), parts_(parts), step_(step), columns_(s.received ? 2 * columns_of(p) : 0) {
+        const int64_t heads = p.batch * p.heads, map = s.map ? heads * (s.map_rows + parts) * s.map_columns : 0;
+        maps_ = heads * parts * columns_;
+        memory_ = static_cast<float*>(calloc(static_cast<size_t>(maps_ + map + 1), sizeof(float)));
+    }
+    ~PartSums() { free(memory_); }
+    PartSums(const PartSums&) = delete;
+
+    bool enough() const { return memory_ != nullptr; }
+
+    TaskSums of(int64_t head, int64_t part) const {
+        TaskSums sums = {};
+        if (s_.received) sums.received = memory_ + (head * parts_ + part) * columns_;
+        if (s_.received) sums.viewers = sums.received + columns_of(p_);
+        if (!s_.map) return sums;
+        sums.first_map_row = s_.map_row(p_, part * step_);
+        // The last row of one part may go to the same row of the map as the first of the next.
+        const int64_t row = head * (s_.map_rows + parts_) + sums.first_map_row + part;
+        sums.map = memory_ + maps_ + row * s_.map_columns;
+        return sums;
+    }
+
+    void add_up() const {
+        for (int64_t index = 0; index < p_.batch * p_.heads * parts_; index++) {
+            const int64_t head = index / parts_, part = index % parts_;
+            const TaskSums own = of(head, part);
+            if (s_.received) add(own.received, p_.keys, s_.received + head * p_.keys);
+            if (s_.received) add(own.viewers, p_.keys, s_.viewers + head * p_.keys);
+            if (s_.map) join_maps(own, head, part);
+        }
+    }
+
+  private:
+    void join_maps(const TaskSums& own, int64_t head, int64_t part) const {
+        const int64_t stop = (part + 1) * step_ < p_.rows ? (part + 1) * step_ : p_.rows;
+        const int64_t count = (s_.map_row(p_, stop - 1) + 1 - own.first_map_row) * s_.map_columns;
+        float* to = s_.map + (head * s_.map_rows + own.first_map_row) * s_.map_columns;
+        if (!s_.map_peaks) return add(own.map, count, to);
+        for (int64_t i = 0; i < count; i++) to[i] = own.map[i] > to[i] || own.map[i] != own.map[i] ? own.map[i] : to[i];
+    }
+
+    const Problem& p_;
+    const Statistics& s_;
+    int64_t parts_, step_, columns_, maps_;
+    float* memory_;
+};
+
 }  // namespace
 
 void stay_alone_after_fork() {
@@ -299,28 +351,27 @@ bool run_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
 }
 
 bool run_statistics(const Kernels& kernels, const Problem& p, const Statistics& s, int64_t threads) {
-    const int64_t heads = p.batch * p.heads, size = columns_of(p);
+    const int64_t heads = p.batch * p.heads;
     if (heads == 0 || p.rows == 0) return true;
-    const int64_t fitting = COLUMN_FLOATS / (2 * size) + 1, tiles = divide_up(p.rows, kernels.tile_rows);
-    const int64_t wanted = divide_up(fitting < STATISTICS_TASKS ? fitting : STATISTICS_TASKS, heads);
+    const int64_t together = s.averages(p) ? p.heads : 1, groups = heads / together;  // heads that add to the same rows
+    const int64_t fitting = COLUMN_FLOATS / (2 * together * columns_of(p)) + 1;
+    const int64_t most = s.received || s.map ? STATISTICS_TASKS : threads > 1 ? TASKS_PER_THREAD * threads : 1;
+    const int64_t tiles = divide_up(p.rows, kernels.tile_rows);
+    const int64_t wanted = divide_up(fitting < most ? fitting : most, groups);
     const int64_t step = divide_up(tiles, wanted < tiles ? wanted : tiles) * kernels.tile_rows;
-    const int64_t parts = divide_up(p.rows, step);
-    float* columns = static_cast<float*>(calloc(static_cast<size_t>(s.received ? heads * parts * 2 * size : 1), 4));
-    if (!columns) return false;
-    const bool enough = share(heads * parts, threads, kernels.statistics_scratch(p, s), [&](int64_t index, float* memory) {
-        const int64_t head = index % heads, part = parts - 1 - index / heads, start = part * step;
+    const int64_t parts = divide_up(p.rows, step), floats = kernels.statistics_scratch(p, s);
+    PartSums sums(p, s, parts, step);
+    if (!sums.enough()) return false;
+    const bool enough = share(groups * parts, threads, floats, [&](int64_t index, float* memory) {
+        const int64_t group = index % groups, part = parts - 1 - index / groups, start = part * step;
         const int64_t stop = start + step < p.rows ? start + step : p.rows;
-        const int64_t kv_head = head % p.heads / p.group(), folded = head % p.heads % p.group() * p.rows;
-        float* own = columns + (s.received ? (head * parts + part) * 2 * size : 0);
-        kernels.statistics(p, s, {head / p.heads, kv_head, folded + start, folded + stop, 0, p.keys}, own, memory);
-    });
-    for (int64_t head = 0; s.received && head < heads; head++)
-        for (int64_t part = 0; part < parts; part++) {
-            const float* own = columns + (head * parts + part) * 2 * size;
-            add(own, p.keys, s.received + head * p.keys);
-            add(own + size, p.keys, s.viewers + head * p.keys);
+        for (int64_t head = group * together; head < (group + 1) * together; head++) {
+            const int64_t kv_head = head % p.heads / p.group(), folded = head % p.heads % p.group() * p.rows;
+            const Task task = {head / p.heads, kv_head, folded + start, folded + stop, 0, p.keys, nullptr};
+            kernels.statistics(p, s, task, sums.of(head, part), memory);
         }
-    free(columns);
+    });
+    if (enough) sums.add_up();
     return enough;
 }
 

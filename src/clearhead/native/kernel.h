@@ -11,6 +11,7 @@ namespace ISA {
 #include "decode.h"
 #include "sheet.h"
 #include "largest.h"
+#include "maps.h"
 #include "statistics.h"
 
 // f(zero of the type of the tensors)
@@ -47,8 +48,8 @@ static void write_sums(const Problem& p, int64_t batch, int64_t kv_head, const f
     by_type(p.type, [&](auto zero) { write_sums_typed<decltype(zero)>(p, batch, kv_head, sums, count); });
 }
 
-static void statistics(const Problem& p, const Statistics& s, const Task& task, float* columns, float* scratch) {
-    by_type(p.type, [&](auto zero) { statistics_typed<decltype(zero)>(p, s, task, columns, scratch); });
+static void statistics(const Problem& p, const Statistics& s, const Task& task, const TaskSums& sums, float* scratch) {
+    by_type(p.type, [&](auto zero) { statistics_typed<decltype(zero)>(p, s, task, sums, scratch); });
 }
 
 static bool supported() { return CPU_HAS_ISA; }

@@ -123,6 +123,9 @@ PyObject* statistics(PyObject*, PyObject* const* items, Py_ssize_t count) {
     s.entropy = args.pointer<float>(), s.confidence = args.pointer<float>(), s.norm = args.pointer<float>();
     s.received = args.pointer<float>(), s.viewers = args.pointer<float>();
     s.top_weights = args.pointer<float>(), s.top_keys = args.pointer<int64_t>(), s.top = args.integer();
+    s.weights = args.matrix();
+    s.map = args.pointer<float>(), s.map_rows = args.integer(), s.map_columns = args.integer();
+    s.map_peaks = args.integer() != 0;
     return run_without_gil(args, p, set, threads, [&](const Kernels& kernels, const Problem& problem, int64_t many) {
         return run_statistics(kernels, problem, s, many);
     });

@@ -67,6 +67,20 @@ struct Statistics {
     float *received, *viewers;   // (B, H, S), both or neither
     float* top_weights;          // (B, H, L, top)
     int64_t *top_keys, top;
+    View weights;         // float32 (B, H, L, S), zero at first; heads of stride 0 add up to their mean
+    float* map;           // (B, H, map_rows, map_columns), zero at first: row i goes to tile i · map_rows / L, and so do keys
+    int64_t map_rows, map_columns;
+    bool map_peaks;       // the largest weight of a tile instead of the sum of what counted rows give it
+
+    bool averages(const Problem& p) const { return weights.data && weights.head == 0 && p.heads > 1; }
+    int64_t map_row(const Problem& p, int64_t row) const { return row * map_rows / p.rows; }
+};
+
+// Sums over the rows of one task, which are of one query head; null where nobody asks.
+struct TaskSums {
+    float *received, *viewers;  // what its keys receive from them, and how many of them see each key
+    float* map;                 // rows of the map from the one on that the task's first row goes to
+    int64_t first_map_row;
 };
 
 // A piece of work: folded rows [row_start, row_stop) of one key/value head against keys [key_start, key_stop) (which only decoding splits).
@@ -96,7 +110,7 @@ struct Kernels {
     void (*backward)(const Problem&, const Task&, float* sums, float* scratch);
     void (*write_sums)(const Problem&, int64_t batch, int64_t kv_head, const float* sums, int64_t count);
     int64_t (*statistics_scratch)(const Problem&, const Statistics&);
-    void (*statistics)(const Problem&, const Statistics&, const Task&, float* columns, float* scratch);
+    void (*statistics)(const Problem&, const Statistics&, const Task&, const TaskSums&, float* scratch);
 };
 
 extern const Kernels amx_kernels, avx512_bf16_kernels, avx512_kernels, avx2_kernels, generic_kernels;

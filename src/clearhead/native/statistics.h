@@ -238,11 +238,10 @@ static void each_block(const Problem& p, const View& view, int64_t columns, int6
 // it begins with what the first has left in the cache.
 template <class T>
 static void work_through(const Problem& p, const Statistics& s, const Task& task, Sheet* sheets, int64_t count,
-                         float* columns, float* block_rows, const LookRoom& room) {
+                         const TaskSums& sums, float* block_rows, const LookRoom& room) {
     const int64_t b = task.batch, width = width_of_output(p);
-    float *received = s.received ? columns : nullptr, *viewers = s.received ? columns + columns_of(p) : nullptr;
     const auto score = [&](Sheet& sheet, const Part<T>& part) {
-        float* seen_by = viewers ? viewers + part.start : nullptr;
+        float* seen_by = sums.viewers ? sums.viewers + part.start : nullptr;
         by_vectors(sheet.tile.rows.vectors, [&](auto v) { score_part<v.value>(p, sheet, b, part, room, seen_by); });
     };
     const auto weigh = [&](Sheet& sheet, const Part<T>& part) {
@@ -259,13 +258,17 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
         finish_rows(p, s, sheets[n], b);
         if (s.top) write_largest(p, s, sheets[n], b);
         if (width) write_output<T>(p, s, sheets[n], b);
-        if (received) by_vectors(sheets[n].tile.rows.vectors, [&](auto v) { receive<v.value>(sheets[n], received); });
+        by_vectors(sheets[n].tile.rows.vectors, [&](auto v) {
+            if (sums.received) receive<v.value>(sheets[n], sums.received);
+            if (s.weights.data) write_weights<v.value>(p, s, sheets[n], b);
+            if (sums.map) pool<v.value>(p, s, sheets[n], sums);
+        });
     }
 }
 
-// `columns`: what the keys receive from this task's rows, which are of one query head, and how many of them see each.
 template <class T>
-static void statistics_typed(const Problem& p, const Statistics& s, const Task& task, float* columns, float* scratch) {
+static void statistics_typed(const Problem& p, const Statistics& s, const Task& task, const TaskSums& sums,
+                             float* scratch) {
     const int64_t together = sheets_together(p);
     float* block_rows = take(scratch, (BLOCK + GROUP) * larger(p.dim, width_of_output(p)));
     const LookRoom room = look_room(take(scratch, LOOK_FLOATS));
@@ -275,6 +278,6 @@ static void statistics_typed(const Problem& p, const Statistics& s, const Task& 
         int64_t count = 0;
         for (; count < together && row < task.row_stop; count++, row += TILE)
             open_sheet<T>(p, s, task, row, rest, sheets[count]);
-        work_through<T>(p, s, task, sheets, count, columns, block_rows, room);
+        work_through<T>(p, s, task, sheets, count, sums, block_rows, room);
     }
 }

@@ -17,7 +17,7 @@ from ..one_step import may_be_one_step, one_step
 from ..padding import Costs, find_padding
 from ..plain import apply_linear, bare_parameters
 from ..tracing import is_tracing
-from ..weights import attention_weights
+from ..weights import attention_with_weights
 from .convention import Sizes, hidden_mask
 from .errors import also_pytorchs
 from .projection import append_keys, project
@@ -262,12 +262,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         sizes = Sizes(q.shape[0], self.num_heads, length, keys, k.shape[1] - keys)
         mask = hidden_mask(attn_mask, key_padding_mask, is_causal, sizes)
         q, k, v = (self._split(x) for x in (q, k, v))  # (N, H, L or S, D)
-        mixed = attention(q, k, v, mask, dropout_p=self.dropout if self.training else 0.0)  # (N, H, L, D)
-        merged = self._merge(mixed, unbatched)
+        dropout_p = self.dropout if self.training else 0.0
         if not need_weights:
-            return merged, None
-        weights = attention_weights(q, k, mask, average_attn_weights=average_attn_weights)
-        return merged, weights.squeeze(0) if unbatched else weights
+            return self._merge(attention(q, k, v, mask, dropout_p=dropout_p), unbatched), None
+        mixed, weights = attention_with_weights(
+            q, k, v, mask, dropout_p=dropout_p, average_attn_weights=average_attn_weights
+        )  # (N, H, L, D), (N, …, L, S′)
+        return self._merge(mixed, unbatched), weights.squeeze(0) if unbatched else weights
 
     def _batch_first(self, x: Tensor, unbatched: bool) -> Tensor:
         if unbatched:

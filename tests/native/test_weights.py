@@ -1,0 +1,140 @@
+"""Weights from the native kernel, on every instruction set: all rows or chosen ones, each head's or their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead
+import clearhead.weights
+from clearhead import masks
+from clearhead.kernels.native_statistics import native_output_and_weights, native_weights
+from clearhead.native import instruction_sets, use_instruction_set
+from clearhead.weights import attention_with_weights
+from tests.kernels.native_cases import CASES, Case
+
+SETS = instruction_sets()
+EVERY = [name for name in CASES if not name.startswith("dropout")]
+#: Masks that would have to be written down, which is not done for a few rows.
+NOT_IN_PLACE = ("where", "scattered documents")
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+
+
+@pytest.fixture(name="instructions", params=SETS)
+def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    with use_instruction_set(request.param):
+        yield request.param
+
+
+@pytest.fixture(name="ran")
+def _ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which of the kernel's passes gave something."""
+    passes: list[str] = []
+    for name, function in (("weights", native_weights), ("both", native_output_and_weights)):
+
+        def listening(*arguments: Any, name: str = name, function: Any = function) -> Any:
+            found = function(*arguments)
+            if found is not None:
+                passes.append(name)
+            return found
+
+        monkeypatch.setattr(clearhead.weights, function.__name__, listening)
+    return passes
+
+
+def arguments_of(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    inputs = {name: tensor.detach().to(dtype) for name, tensor in case.inputs().items()}
+    mask = case.mask(case.batch, case.kv_heads * case.group, case.length, case.count)
+    options = {name: value for name, value in case.options.items() if name != "dropout_p"}
+    return inputs, {**options, "mask": mask, "sinks": inputs.get("sinks")}
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
+@pytest.mark.parametrize("name", EVERY)
+def test_equal_those_of_float64(name: str, average: bool, instructions: str, ran: list[str]) -> None:
+    case = CASES[name]
+    chosen = [case.length - 1, *range(0, case.length, 5), 0]
+    for queries in (None, chosen):
+        found, exact = (_weights(case, dtype, queries, average) for dtype in (torch.float32, torch.float64))
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6)
+        assert torch.equal(found[exact == 0], torch.zeros_like(found[exact == 0])), "hidden keys weigh nothing"
+    assert len(ran) == (1 if name in NOT_IN_PLACE else 2)
+
+
+def _weights(case: Case, dtype: torch.dtype, queries: list[int] | None, average: bool) -> Tensor:
+    inputs, options = arguments_of(case, dtype)
+    return clearhead.attention_weights(
+        inputs["query"], inputs["key"], queries=queries, average_attn_weights=average, **options
+    )
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
+@pytest.mark.parametrize("name", EVERY)
+def test_one_pass_gives_what_two_give(name: str, average: bool, instructions: str, ran: list[str]) -> None:
+    inputs, options = arguments_of(CASES[name], torch.float32)
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    output, weights = attention_with_weights(query, key, value, average_attn_weights=average, **options)
+    assert ran == ["both"]
+    expected = clearhead.attention(query, key, value, **options)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    assert output.stride() == expected.stride()
+    exact = clearhead.attention_weights(query, key, average_attn_weights=average, **options)
+    torch.testing.assert_close(weights, exact, rtol=0, atol=1e-6)
+
+
+def test_who_wants_more_gets_two_passes(ran: list[str]) -> None:
+    x = torch.randn(2, 3, 7, 5)
+    wanted = torch.randn(2, 3, 7, 5, requires_grad=True)
+    attention_with_weights(wanted, x, x)
+    attention_with_weights(x, x, x, dropout_p=0.5)
+    with clearhead.use_kernel("reference"):
+        attention_with_weights(x, x, x)
+    assert ran == ["weights"] * 3
+    attention_with_weights(x.double(), x.double(), x.double())
+    assert len(ran) == 3
+    with torch.no_grad():
+        attention_with_weights(wanted, x, x)
+    assert ran[3:] == ["both"]
+
+
+def test_half_inputs_give_float32_weights(instructions: str) -> None:
+    query, key, value = (torch.randn(2, 4, 61, 16).bfloat16() for _ in range(3))
+    output, weights = attention_with_weights(query, key, value, masks.causal(), average_attn_weights=True)
+    assert (output.dtype, weights.dtype) == (torch.bfloat16, torch.float32)
+    exact = clearhead.attention_weights(query.double(), key.double(), masks.causal(), average_attn_weights=True)
+    torch.testing.assert_close(weights.double(), exact, rtol=0, atol=1e-6)
+
+
+def test_few_rows_do_not_write_a_rule_down() -> None:
+    """A rule in Python is asked about the chosen rows alone."""
+    asked: list[int] = []
+
+    def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        asked.append(query.numel())
+        return query >= key
+
+    query, key = torch.randn(1, 2, 509, 4), torch.randn(1, 2, 509, 4)
+    found = clearhead.attention_weights(query, key, masks.where(rule), queries=[3, 500])
+    assert max(asked[1:], default=0) <= 509
+    expected = clearhead.attention_weights(query, key, masks.causal(), queries=[3, 500])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_the_same_bits_whatever_the_threads() -> None:
+    query, key = torch.randn(2, 6, 499, 8), torch.randn(2, 3, 131, 8)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(
+                [clearhead.attention_weights(query, key, average_attn_weights=mean) for mean in (False, True)]
+            )
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(other, results[0], strict=True))
