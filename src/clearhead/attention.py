@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from collections.abc import Callable
+from typing import Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from .observe import computing, is_computing, notify, watched
 from .tracing import is_tracing
 
 __all__ = ["attention", "explain"]
+
+Result = TypeVar("Result")
 
 
 @overload
@@ -195,13 +198,15 @@ def explain(
     return explain_call(call)
 
 
-def run_call(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-    """Compute a validated call, autocast being off, and show it to whoever watches."""
+def run_call(
+    call: AttentionCall, compute: Callable[[AttentionCall], tuple[Tensor, Result]] = run
+) -> tuple[Tensor, Result]:
+    """Compute a validated call, autocast being off, and show its output, the first result, to whoever watches."""
     if not watched() or is_computing() or is_tracing():
-        return run(call)
+        return compute(call)
     with computing():
-        output, lse = run(call)
-        return notify(call, output), lse
+        output, other = compute(call)
+        return notify(call, output), other
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .attention import autocast_off, cast_for_autocast, run_call
-from .call import AttentionCall, build_call
+from .call import build_call
 from .errors import ArgumentError, DTypeError, explain_problem
-from .kernels.blocks import block_scores, block_weights, grouped, grouped_transposed, score_blocks
-from .kernels.dispatch import forced_kernel
-from .kernels.native_statistics import native_output_and_weights, native_weights
-from .kernels.reference import reference_weights
-from .kernels.second_order import gradients_of
 from .masks.base import Mask
-from .observe import watched
-from .tracing import is_tracing, is_transformed
+from .tracing import is_tracing
+from .weights_passes import compute_weights, has_one_pass, in_one_pass
 
-__all__ = ["Queries", "attention_weights", "attention_with_weights", "compute_weights", "row_numbers"]
+__all__ = ["Queries", "attention_weights", "attention_with_weights", "row_numbers"]
 
 Queries = int | slice | Sequence[int] | Tensor
 
@@ -104,8 +97,8 @@ def attention_with_weights(
 ) -> tuple[Tensor, Tensor]:
     """`attention` and `attention_weights` of one call, which is validated once.
 
-    Where neither gradients nor dropout are wanted, the native kernel computes both in one pass; the output is then
-    that of `attention` to rounding.
+    In float32 and without dropout, the native kernel computes both in one pass; the output is then that of `attention`
+    to rounding.
 
     Args:
         query, key, value, mask, scale, dropout_p, softcap, sinks, query_positions, key_positions: as for `attention`,
@@ -141,124 +134,9 @@ def attention_with_weights(
             key_positions=key_positions,
             return_lse=False,
         )
-        both = _in_one_pass(call, average_attn_weights)
-        if both is not None:
-            return both
+        if has_one_pass(call):
+            return run_call(call, lambda call: in_one_pass(call, average_attn_weights))
         return run_call(call)[0], compute_weights(call, None, average_attn_weights)
-
-
-def _in_one_pass(call: AttentionCall, average: bool) -> tuple[Tensor, Tensor] | None:
-    if call.dropout_p or call.needs_gradients or call.compute_dtype != torch.float32 or forced_kernel() is not None:
-        return None
-    if watched() or is_tracing() or is_transformed():
-        return None
-    return native_output_and_weights(call, average)
-
-
-def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:
-    """Weights of a validated call; `rows` holds row numbers, ``None`` means all."""
-    if is_tracing() or is_transformed():
-        return _reference(call, rows, average)
-    request = _Request(rows if rows is None else rows.to(call.query.device), average)
-    inputs = _inputs(call)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        return cast(Tensor, _Weights.apply(call, request, *inputs))
-    return _forward(call, request)
-
-
-@dataclass(frozen=True)
-class _Request:
-    rows: Tensor | None
-    average: bool
-
-    def count(self, call: AttentionCall) -> int:
-        return call.grid.query_length if self.rows is None else len(self.rows)
-
-
-class _Weights(torch.autograd.Function):
-    """Recomputes blocks backward: with dp the gradient of p, ds = p (dp − Σ_j p dp)."""
-
-    @staticmethod
-    def forward(ctx: Any, call: AttentionCall, request: _Request, *inputs: Tensor) -> Tensor:
-        ctx.call = call.without_tensors()
-        ctx.request = request
-        ctx.save_for_backward(*inputs)
-        return _forward(call, request)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, *rest = (tensor.view_as(tensor) for tensor in ctx.saved_tensors)
-        call = ctx.call.with_tensors(query, key, key, *rest)
-        with torch.autocast(query.device.type, enabled=False):
-            if not torch.is_grad_enabled():
-                return (None, None, *_backward(call, ctx.request, gradients[0]))
-            weights = _reference(call, ctx.request.rows, ctx.request.average)
-            return (None, None, *gradients_of([weights], [query, key, *rest], gradients))
-
-
-def _forward(call: AttentionCall, request: _Request) -> Tensor:
-    native = native_weights(call, request.rows, request.average) if call.compute_dtype == torch.float32 else None
-    if native is not None:
-        return native
-    batch, heads, keys = call.grid.batch_size, call.grid.num_heads, call.grid.key_length
-    shape = (batch, request.count(call), keys) if request.average else (batch, heads, request.count(call), keys)
-    result = call.query.new_zeros(shape, dtype=call.compute_dtype)
-    for block, place, query, key in score_blocks(call, request.rows):
-        weights, _ = block_weights(call, block, block_scores(call, block, query, key)[0])
-        if request.average:
-            result[block.batch, place, block.columns] += weights.sum(1) / heads
-        else:
-            result[block.batch, block.heads, place, block.columns] = weights
-    return result
-
-
-def _backward(call: AttentionCall, request: _Request, gradient: Tensor) -> tuple[Tensor, ...]:
-    dtype, heads = call.compute_dtype, call.grid.num_heads
-    query_gradient = torch.zeros_like(call.query, dtype=dtype)
-    key_gradient = torch.zeros_like(call.key, dtype=dtype)
-    sinks_gradient = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=dtype)
-    bias_gradients = [torch.zeros_like(tensor, dtype=dtype) for tensor in call.bias_tensors]
-    for block, place, query, key in score_blocks(call, request.rows):
-        scores, squashed = block_scores(call, block, query, key)
-        weights, lse = block_weights(call, block, scores)
-        if request.average:
-            weights_gradient = gradient[block.batch, None, place, block.columns].to(dtype) / heads
-        else:
-            weights_gradient = gradient[block.batch, block.heads, place, block.columns].to(dtype)
-        mean = (weights * weights_gradient).sum(-1, keepdim=True)
-        if call.sinks is not None and sinks_gradient is not None:
-            share = (call.sinks[block.heads].to(dtype)[None, :, None, None] - lse).exp()
-            sinks_gradient[block.heads] -= (share * mean).sum((0, 2, 3))
-        scores_gradient = weights * (weights_gradient - mean)
-        if call.mask is not None:
-            call.mask.add_bias_gradients(bias_gradients, block, scores_gradient)
-        if squashed is not None:
-            scores_gradient.mul_(1 - squashed.square())
-        scores_gradient.mul_(call.scale)
-        target = query_gradient[block.batch, block.heads]
-        rows = torch.arange(place.start, place.stop, device=query.device) if request.rows is None else block.rows
-        target.index_add_(2, cast(Tensor, rows), grouped(scores_gradient, key))
-        kv_heads = slice(block.heads.start // call.group, block.heads.stop // call.group)
-        key_gradient[block.batch, kv_heads, block.columns] += grouped_transposed(scores_gradient, query, key.shape[1])
-    gradients = [
-        query_gradient,
-        key_gradient,
-        *([] if sinks_gradient is None else [sinks_gradient]),
-        *bias_gradients,
-    ]
-    return tuple(found.to(tensor.dtype) for found, tensor in zip(gradients, _inputs(call), strict=True))
-
-
-def _reference(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:
-    weights = reference_weights(call)[0]
-    if rows is not None:
-        weights = weights.index_select(2, rows.to(weights.device))
-    return weights.mean(1) if average else weights
-
-
-def _inputs(call: AttentionCall) -> tuple[Tensor, ...]:
-    sinks = () if call.sinks is None else (call.sinks,)
-    return (call.query, call.key, *sinks, *call.bias_tensors)
 
 
 def row_numbers(queries: Queries | None, length: int) -> Tensor | None:

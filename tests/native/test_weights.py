@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import clearhead
-import clearhead.weights
+import clearhead.weights_passes
 from clearhead import masks
 from clearhead.kernels.native_statistics import native_output_and_weights, native_weights
 from clearhead.native import instruction_sets, use_instruction_set
@@ -21,6 +21,8 @@ SETS = instruction_sets()
 EVERY = [name for name in CASES if not name.startswith("dropout")]
 #: Masks that would have to be written down, which is not done for a few rows.
 NOT_IN_PLACE = ("where", "scattered documents")
+#: What another kernel computes faster.
+ON_SDPA = "one query of many heads"
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
 
@@ -43,7 +45,7 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 passes.append(name)
             return found
 
-        monkeypatch.setattr(clearhead.weights, function.__name__, listening)
+        monkeypatch.setattr(clearhead.weights_passes, function.__name__, listening)
     return passes
 
 
@@ -79,7 +81,7 @@ def test_one_pass_gives_what_two_give(name: str, average: bool, instructions: st
     inputs, options = arguments_of(CASES[name], torch.float32)
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     output, weights = attention_with_weights(query, key, value, average_attn_weights=average, **options)
-    assert ran == ["both"]
+    assert ran == (["weights"] if name == ON_SDPA else ["both"])
     expected = clearhead.attention(query, key, value, **options)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     assert output.stride() == expected.stride()
@@ -87,19 +89,83 @@ def test_one_pass_gives_what_two_give(name: str, average: bool, instructions: st
     torch.testing.assert_close(weights, exact, rtol=0, atol=1e-6)
 
 
-def test_who_wants_more_gets_two_passes(ran: list[str]) -> None:
+@pytest.mark.parametrize("of", ["output", "weights", "both"])
+@pytest.mark.parametrize("name", EVERY)
+def test_gradients_equal_those_of_float64(name: str, of: str, instructions: str) -> None:
+    exact = _gradients(CASES[name], torch.float64, of)
+    for found, expected in zip(_gradients(CASES[name], torch.float32, of), exact, strict=True):
+        atol = 1e-5 * max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
+
+
+def _gradients(case: Case, dtype: torch.dtype, of: str, *, create_graph: bool = False) -> tuple[Tensor, ...]:
+    """Of query, key, value and sinks."""
+    plain, options = arguments_of(case, dtype)
+    inputs = {name: tensor.requires_grad_() for name, tensor in plain.items()}
+    options["sinks"] = inputs.get("sinks")
+    results = attention_with_weights(inputs["query"], inputs["key"], inputs["value"], **options)
+    random = torch.Generator().manual_seed(11)
+    factors = [torch.randn(one.shape, generator=random, dtype=torch.float64).to(dtype) for one in results]
+    losses = [(one * factor).sum() for one, factor in zip(results, factors, strict=True)]
+    loss = {"output": losses[0], "weights": losses[1], "both": sum(losses)}[of]
+    found = torch.autograd.grad(loss, list(inputs.values()), create_graph=create_graph, materialize_grads=True)
+    return found
+
+
+@pytest.mark.parametrize("of", ["output", "weights", "both"])
+def test_second_derivatives(of: str, ran: list[str]) -> None:
+    case = Case(batch=1, length=7, count=11, mask=lambda b, h, n, s: masks.causal("bottom_right"), sinks=True)
+    exact = _gradients(case, torch.float64, of, create_graph=True)
+    found = _gradients(case, torch.float32, of, create_graph=True)
+    assert ran == ["both"]
+    for one, expected in zip(found, exact, strict=True):
+        torch.testing.assert_close(
+            one.double(), expected, rtol=0, atol=1e-5 * max(1.0, float(expected.detach().abs().max()))
+        )
+        assert one.requires_grad == expected.requires_grad
+
+
+def test_learnt_biases_get_their_gradients() -> None:
+    """Of a bias that the kernel differentiates, and of one that it leaves to others."""
+    query, key = torch.randn(2, 3, 7, 5), torch.randn(2, 3, 11, 5)
+    for shape in ((1, 3, 7, 11), (7, 11)):
+        bias = torch.randn(shape)
+        found, exact = (_bias_gradient(query.to(t), key.to(t), bias.to(t)) for t in (torch.float32, torch.float64))
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-5)
+
+
+def _bias_gradient(query: Tensor, key: Tensor, bias: Tensor) -> Tensor:
+    bias = bias.clone().requires_grad_()
+    output, weights = attention_with_weights(query, key, key, masks.bias(bias))
+    (output.square().sum() + weights.square().sum()).backward()
+    assert bias.grad is not None
+    return bias.grad
+
+
+def test_the_same_bits_with_and_without_gradients_and_watched(ran: list[str]) -> None:
+    """So that checkpointing computes again what it computed, and a record changes nothing."""
+    attend = clearhead.MultiHeadAttention(24, 3)
+    x = torch.randn(2, 61, 24)
+    wanted = attend(x, need_weights=True)
+    with torch.no_grad():
+        alone = attend(x, need_weights=True)
+        with clearhead.record(attend, ("entropy",)) as found:
+            watched = attend(x, need_weights=True)
+    assert ran == ["both"] * 3
+    assert len(found) == 1
+    for other in (alone, watched):
+        assert all(torch.equal(one, two) for one, two in zip(wanted, other, strict=True))
+
+
+def test_others_get_two_passes(ran: list[str]) -> None:
     x = torch.randn(2, 3, 7, 5)
-    wanted = torch.randn(2, 3, 7, 5, requires_grad=True)
-    attention_with_weights(wanted, x, x)
     attention_with_weights(x, x, x, dropout_p=0.5)
     with clearhead.use_kernel("reference"):
         attention_with_weights(x, x, x)
+    attention_with_weights(x.bfloat16(), x.bfloat16(), x.bfloat16())
     assert ran == ["weights"] * 3
     attention_with_weights(x.double(), x.double(), x.double())
     assert len(ran) == 3
-    with torch.no_grad():
-        attention_with_weights(wanted, x, x)
-    assert ran[3:] == ["both"]
 
 
 def test_half_inputs_give_float32_weights(instructions: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast, final
 
 import torch
@@ -18,7 +18,7 @@ from .native_operator import sinks_gradient
 from .native_prepared import Prepared, differentiable, prepare_apart, prepare_flat
 from .second_order import allow_second_derivatives, asks_for_reference, reference_gradients
 
-__all__ = ["NativeKernel", "request_of"]
+__all__ = ["NativeKernel", "native_gradients", "request_of"]
 
 
 @final
@@ -153,16 +153,28 @@ class _Native(torch.autograd.Function):
         call = ctx.call.with_tensors(*inputs)
         if output_gradient is None:
             output_gradient = torch.zeros_like(output)
-        request = request_of(call)
-        biases = len(call.bias_tensors)
-        wanted = [index for index in range(biases) if ctx.needs_input_grad[index - biases]]
-        shape = learnt_shape(call) if wanted else None
-        bias_gradient = None if shape is None else output.new_zeros(shape, dtype=torch.float32)
-        *found, correction = backward(request, output, lse, output_gradient, lse_gradient, bias_gradient)
-        if call.sinks is not None:
-            found.append(sinks_gradient(call.sinks, correction, lse))
-        of_biases: list[Tensor | None] = [None] * biases
-        if bias_gradient is not None:
-            bias = call.bias_tensors[wanted[0]]
-            of_biases[wanted[0]] = bias_gradient.view(bias.shape).to(bias.dtype)
-        return (None, *found, *of_biases)
+        return (None, *native_gradients(call, output, lse, output_gradient, lse_gradient, ctx.needs_input_grad))
+
+
+def native_gradients(
+    call: AttentionCall,
+    output: Tensor,
+    lse: Tensor,
+    output_gradient: Tensor,
+    lse_gradient: Tensor | None,
+    needed: Sequence[bool],
+) -> list[Tensor | None]:
+    """Gradients of a call's inputs from its results and theirs; `needed` ends with whether each bias wants one."""
+    request = request_of(call)
+    biases = len(call.bias_tensors)
+    wanted = [index for index in range(biases) if needed[index - biases]]
+    shape = learnt_shape(call) if wanted else None
+    bias_gradient = None if shape is None else output.new_zeros(shape, dtype=torch.float32)
+    *found, correction = backward(request, output, lse, output_gradient, lse_gradient, bias_gradient)
+    if call.sinks is not None:
+        found.append(sinks_gradient(call.sinks, correction, lse))
+    of_biases: list[Tensor | None] = [None] * biases
+    if bias_gradient is not None:
+        bias = call.bias_tensors[wanted[0]]
+        of_biases[wanted[0]] = bias_gradient.view(bias.shape).to(bias.dtype)
+    return [*found, *of_biases]

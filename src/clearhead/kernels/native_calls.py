@@ -139,7 +139,7 @@ def backward(
 
 def statistics(request: Request, wanted: WeightStatistics) -> None:
     """Write what is wanted of the weights, which are those before dropout."""
-    numbers, kept = _numbers(request, None)
+    numbers, kept = _numbers(request, wanted.lse)
     top, pooled = wanted.top_weights, wanted.map
     _module().statistics(
         instruction_set_number(),

@@ -45,6 +45,7 @@ class WeightStatistics:
         weights: (B, H, L, S), or (B, 1, L, S) for their mean over the heads.
         map: (B, H, R, C), what tile ⌊i·R/L⌋, ⌊j·C/S⌋ gets of counted queries: the sum, or the largest weight.
         map_peaks: which of the two.
+        lse: (B, H, L), what `attention` gives.
     """
 
     counted: Tensor | None
@@ -61,6 +62,7 @@ class WeightStatistics:
     weights: Tensor | None = None
     map: Tensor | None = None
     map_peaks: bool = False
+    lse: Tensor | None = None
 
 
 def refuses(call: AttentionCall) -> bool:
@@ -113,17 +115,14 @@ def native_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> T
     return weights[:, 0] if average else weights
 
 
-def native_output_and_weights(call: AttentionCall, average: bool) -> tuple[Tensor, Tensor] | None:
-    """What `attention` gives without dropout, and the weights of all rows as `native_weights` gives them, in one pass.
+def native_output_and_weights(call: AttentionCall, average: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What `attention` gives without dropout, all weights as `native_weights` gives them, and lse (B, H, L).
 
-    Returns:
-        ``None`` where the kernel gives none.
+    All from one pass; for calls that the kernel does not refuse.
     """
-    if refuses(call):
-        return None
-    found = _gather(request_of(call), frozenset({"output", "head_average" if average else "weights"}), None)
-    output, weights = cast(Tensor, found.output), cast(Tensor, found.weights)
-    return output, weights[:, 0] if average else weights
+    found = _gather(request_of(call), frozenset({"output", "lse", "head_average" if average else "weights"}), None)
+    output, weights, lse = cast(Tensor, found.output), cast(Tensor, found.weights), cast(Tensor, found.lse)
+    return output, weights[:, 0] if average else weights, lse
 
 
 def _gather(
@@ -140,7 +139,7 @@ def _gather(
         return request.query.new_empty(batch, heads, *shape, dtype=torch.float32)
 
     found = WeightStatistics(None if counted is None else counted.contiguous(), empty(length), empty(length))
-    for name in wanted & {"entropy", "confidence", "norm"}:
+    for name in wanted & {"entropy", "confidence", "norm", "lse"}:
         setattr(found, name, empty(length))
     if "received" in wanted:
         found.received, found.viewers = empty(keys).zero_(), empty(keys).zero_()

@@ -113,13 +113,17 @@ static void finish_rows(const Problem& p, const Statistics& s, Sheet& sheet, int
         const int64_t place = (batch * p.heads + rows.head[lane]) * p.rows + rows.row[lane];
         const double sum = sheet.tile.sum[lane], ln2 = 0.6931471805599453;
         const double peak = sum == 0 ? -INFINITY : sum != sum ? NAN : sheet.tile.peak[lane] * ln2;
-        double share = sum == 0 ? 0 : 1 / sum, entropy = sum == 0 ? 0 : log(sum);
+        double share = sum == 0 ? 0 : 1 / sum, entropy = sum == 0 ? 0 : log(sum), lse = peak + entropy;
         if (p.sinks && sum != 0) {  // one more term of the total: with shift the larger of peak and sink,
             const double sink = p.sinks[rows.head[lane]], shift = peak < sink ? sink : peak;
             const double total = sum * exp(peak - shift) + exp(sink - shift);
             share = exp(peak - shift) / total;  // from e^(s − peak) to e^(s − shift), over the total
-            entropy = sum * share * (log(total) + shift - peak);
+            lse = log(total) + shift;
+            entropy = sum * share * (lse - peak);
+        } else if (p.sinks) {
+            lse = p.sinks[rows.head[lane]];
         }
+        if (p.lse) p.lse[place] = static_cast<float>(lse);
         sheet.factor[lane] = static_cast<float>(share);
         s.largest[place] = static_cast<float>(peak);
         s.visible[place] = sheet.visible[lane];

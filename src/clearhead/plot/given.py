@@ -14,7 +14,8 @@ from ..inspection.drawing import Drawable
 from ..inspection.rollout import rollout
 from ..inspection.summary import Summary, summarize
 from ..masks.tensors import bias
-from ..weights import Queries, compute_weights, row_numbers
+from ..weights import Queries, row_numbers
+from ..weights_passes import compute_weights
 
 __all__ = ["given"]
 
