@@ -150,16 +150,41 @@ static void write_output(const Problem& p, const Statistics& s, const Sheet& she
     }
 }
 
-// What each key receives from the rows of a sheet.
+// Adds what each key of a part gets from the rows of a sheet, row by row in the lanes.
 template <int V>
-static void receive(const Sheet& sheet, float* received) {
+static void receive_part(const Sheet& sheet, int64_t start, int64_t stop, float* lanes) {
     Floats shares[V];
     for (int v = 0; v < V; v++) shares[v] = load(sheet.factor + v * LANES) * load(sheet.counted + v * LANES);
-    each_part(sheet, [&](int64_t start, int64_t stop, int64_t) {
-        const float* weights = sheet.at(start);
-        add_columns<V>(stop - start, received + start,
-                       [&](int64_t j, int v) { return load(weights + (j * V + v) * LANES) * shares[v]; });
-    });
+    const float* weights = sheet.at(start);
+    for (int64_t j = 0; j < stop - start; j++, weights += V * LANES) {
+        Floats x = load(lanes + j * LANES);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) x += load(weights + v * LANES) * shares[v];
+        store(lanes + j * LANES, x);
+    }
+}
+
+// What each key receives from the rows of some sheets, whose lanes are summed last.
+static void receive(const Problem& p, const Sheet* sheets, int64_t count, float* received) {
+    for (int64_t block = 0; block < p.keys; block += BLOCK) {
+        float lanes[BLOCK * LANES] = {};
+        bool any = false;
+        for (int64_t n = 0; n < count; n++) {
+            const Sheet& sheet = sheets[n];
+            const int64_t start = larger(block, sheet.start), stop = smaller(block + BLOCK, sheet.stop);
+            if (start >= stop || !sheet.seen[sheet.number(block)]) continue;
+            any = true;
+            by_vectors(sheet.tile.rows.vectors, [&](auto v) {
+                receive_part<v.value>(sheet, start, stop, lanes + (start - block) * LANES);
+            });
+        }
+        for (int64_t j = 0; any && j < smaller(BLOCK, p.keys - block); j += LANES) {
+            Floats square[LANES];
+#pragma GCC unroll 16
+            for (int t = 0; t < LANES; t++) square[t] = load(lanes + (j + t) * LANES);
+            store(received + block + j, load(received + block + j) + sums(square));
+        }
+    }
 }
 
 static int64_t keys_of_sheet(const Problem& p) { return round_up(p.keys, BLOCK); }
@@ -263,11 +288,11 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
         if (s.top) write_largest(p, s, sheets[n], b);
         if (width) write_output<T>(p, s, sheets[n], b);
         by_vectors(sheets[n].tile.rows.vectors, [&](auto v) {
-            if (sums.received) receive<v.value>(sheets[n], sums.received);
             if (s.weights.data) write_weights<v.value>(p, s, sheets[n], b);
             if (sums.map) pool<v.value>(p, s, sheets[n], sums);
         });
     }
+    if (sums.received) receive(p, sheets, count, sums.received);
 }
 
 template <class T>
