@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include "driver.h"
+#include "reach.h"
 
 namespace clearhead {
 namespace {
@@ -51,6 +52,7 @@ class Arguments {
         view.column = integer();
         return view;
     }
+    bool more() const { return left_ > 0; }
     bool finished() {
         if (left_ != 0 && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
         return !PyErr_Occurred();
@@ -128,6 +130,27 @@ PyObject* statistics(PyObject*, PyObject* const* items, Py_ssize_t count) {
     });
 }
 
+// Which queries and keys take part, as bytes; returns whether any query and any key is left out.
+PyObject* reach(PyObject*, PyObject* const* items, Py_ssize_t count) {
+    Arguments args(items, count);
+    Sought s = {};
+    s.batch = args.integer(), s.heads = args.integer(), s.rows = args.integer(), s.keys = args.integer();
+    s.low = args.integer(), s.high = args.integer(), s.stop = args.integer();
+    s.queries = args.pointer<uint8_t>(), s.seen = args.pointer<uint8_t>();
+    for (; args.more() && s.count < MOST_MASKS; s.count++) {
+        Cells& cells = s.masks[s.count];
+        cells.data = args.pointer<const void>(), cells.bytes = args.integer();
+        cells.hidden = static_cast<uint64_t>(args.integer());
+        cells.batch = args.integer(), cells.head = args.integer(), cells.row = args.integer();
+        cells.column = args.integer();
+    }
+    if (!args.finished()) return nullptr;
+    PyThreadState* state = PyEval_SaveThread();
+    const LeftOut found = find_reach(s);
+    PyEval_RestoreThread(state);
+    return Py_BuildValue("(NN)", PyBool_FromLong(found.queries), PyBool_FromLong(found.keys));
+}
+
 // (number, name) of each instruction set that this processor has, the best first.
 PyObject* instruction_sets(PyObject*, PyObject*) {
     PyObject* found = PyList_New(0);
@@ -144,6 +167,7 @@ PyMethodDef methods[] = {
     {"forward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(forward)), METH_FASTCALL, nullptr},
     {"backward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(backward)), METH_FASTCALL, nullptr},
     {"statistics", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(statistics)), METH_FASTCALL, nullptr},
+    {"reach", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(reach)), METH_FASTCALL, nullptr},
     {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
