@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..masks.base import Mask
 
 __all__ = ["FlatAttention", "Kernel", "Refusal"]
 
@@ -72,6 +73,13 @@ class Kernel(ABC):
         """The computation for calls that differ from this one in the numbers in query, key and value alone."""
         template = call.without_tensors()
         return lambda query, key, value: self.run(replace(template, query=query, key=key, value=value))[0]
+
+    def prepare_masked(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor, Mask | Tensor], Tensor] | None:
+        """The same for masks of the kind of this call's, whose tensors differ too; ``None`` if it cannot.
+
+        What they hide from everybody is set to zero here.
+        """
+        return None
 
     def prepare_flat(self, call: AttentionCall, projected: tuple[Tensor, ...]) -> FlatAttention | None:
         """The same on projections that are not cut into heads, as a part of a larger step; ``None`` if it cannot.

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast, final
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..masks.band import Band
+from ..masks.base import Mask
+from ..masks.kinds import marks_and_numbers
+from ..masks.native_reach import Search
+from ..masks.tensors import as_mask
 from ..native import extension, instruction_set_number
-from .native_calls import Request, empty_output, fixed_numbers, threads_for
+from .native_calls import Fixed, Request, address, empty_output, fixed_numbers, threads_for
 from .second_order import asks_for_reference, reference_gradients
 
 __all__ = ["Prepared", "differentiable", "prepare_apart", "prepare_flat"]
 
 Tensors = tuple[Tensor, ...]
+Masks = tuple[Tensor | None, Tensor | None]  # what is visible, and what is added
+_UNMASKED: Masks = (None, None)
 _NO_BIAS = (0,) * 4
 Steps = tuple[int, int, int]  # from one batch item, head and row to the next
 
@@ -55,34 +62,39 @@ class _SideBySide:
 
 @final
 class Prepared:
-    """Both passes for requests that differ from this one in the numbers of query, key and value alone.
+    """Both passes for requests that differ from this one in the numbers of query, key, value and masks alone.
 
     Args:
-        request: without tensors of a mask, sinks and dropout.
+        request: without sinks and dropout.
         fixed: its `fixed_numbers`.
         inputs: where query, key and value lie.
         gradients: where theirs do, in tensors that `torch.empty_like` gives.
         shape, strides: of the output.
         steps: of the heads in an output, or in a gradient of it.
+
+    Attributes:
+        search: finds out what masks hide from everybody; ``None`` without masks.
     """
 
     def __init__(
         self,
         request: Request,
-        fixed: tuple[tuple[float, ...], tuple[float, ...]],
+        fixed: Fixed,
         inputs: _Layout,
         gradients: _Layout,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         steps: Callable[[Tensor], Steps],
     ) -> None:
-        self._sizes, self._rest = fixed
+        self._sizes, self._fixed = fixed.sizes, fixed
+        self._unmasked = (*fixed.band, 0, *fixed.visible, 0, *fixed.bias, *fixed.dropout)
         self._threads = threads_for(request)
         self._inputs, self._gradients = inputs, gradients
         self._shape, self._strides, self._steps = shape, strides, steps
         self._wide = request.query.dtype == torch.float32
         self._of_output = steps(request.query.new_empty_strided(shape, strides))
         self._lse_shape = tuple(request.query.shape[:3])
+        self.search = _search(request)
         module = cast(Any, extension)
         self._forward, self._backward = module.forward, module.backward
 
@@ -90,7 +102,7 @@ class Prepared:
         """(B, H, L)."""
         return like.new_empty(self._lse_shape, dtype=torch.float32)
 
-    def forward(self, tensors: Tensors, lse: Tensor | None = None) -> Tensor:
+    def forward(self, tensors: Tensors, lse: Tensor | None = None, masks: Masks = _UNMASKED) -> Tensor:
         output = tensors[0].new_empty_strided(self._shape, self._strides)
         self._forward(
             instruction_set_number(),
@@ -98,14 +110,23 @@ class Prepared:
             *self._sizes,
             *self._inputs.numbers(tensors),
             0 if lse is None else lse.data_ptr(),
-            *self._rest,
+            *self._of_masks(masks),
             output.data_ptr(),
             *self._of_output,
             self._wide,
         )
         return output
 
-    def backward(self, tensors: Tensors, output: Tensor, lse: Tensor, gradient: Tensor) -> Tensors:
+    def _of_masks(self, masks: Masks) -> tuple[float, ...]:
+        visible, bias = masks
+        if visible is bias is None:
+            return self._unmasked
+        fixed, shown, added = self._fixed, address(visible), address(bias)
+        return (*fixed.band, shown, *fixed.visible, added, *fixed.bias, *fixed.dropout)
+
+    def backward(
+        self, tensors: Tensors, output: Tensor, lse: Tensor, gradient: Tensor, masks: Masks = _UNMASKED
+    ) -> Tensors:
         if gradient.stride(-1) != 1 or gradient.is_neg():
             gradient = gradient.resolve_neg().contiguous()
         gradients = tuple(map(torch.empty_like, tensors))
@@ -116,7 +137,7 @@ class Prepared:
             *self._sizes,
             *self._inputs.numbers(tensors),
             lse.data_ptr(),
-            *self._rest,
+            *self._of_masks(masks),
             gradient.data_ptr(),
             *self._steps(gradient),
             output.data_ptr(),
@@ -167,31 +188,46 @@ def prepare_flat(request: Request, projected: Tensors) -> Prepared | None:
     return Prepared(request, fixed, layout, layout, shape, (shape[1], 1), steps)
 
 
+def _search(request: Request) -> Search | None:
+    tensors = [tensor for tensor in (request.visible, request.bias) if tensor is not None]
+    if not tensors:
+        return None
+    lengths = (request.query.shape[2], request.key.shape[2])
+    return Search(lengths, Band(request.low, request.high, request.stop), tensors)
+
+
 def _of_heads(tensor: Tensor) -> Steps:
     batch, head, row, _ = tensor.stride()
     return batch, head, row
 
 
-def differentiable(template: AttentionCall, prepared: Prepared) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The output with gradients of every order; `template` is the call without its tensors."""
+def differentiable(
+    template: AttentionCall, prepared: Prepared
+) -> Callable[[Tensor, Tensor, Tensor, Mask | Tensor | None], Tensor]:
+    """The output with gradients of every order; `template` is the call without its tensors, but for a mask's."""
     apply = cast("Callable[..., Tensor]", _Known.apply)
-    return lambda query, key, value: apply(template, prepared, query, key, value)
+    return lambda query, key, value, mask: apply(template, prepared, mask, query, key, value)
 
 
 class _Known(torch.autograd.Function):
     """Saves what `native._Native` saves: a call may be computed there and, for a backward pass, again here."""
 
     @staticmethod
-    def forward(ctx: Any, template: AttentionCall, prepared: Prepared, *inputs: Tensor) -> Tensor:
-        lse = prepared.empty_lse(inputs[0])
-        output = prepared.forward(inputs, lse)
-        ctx.template, ctx.prepared = template, prepared
-        ctx.save_for_backward(output, lse, *inputs)
+    def forward(
+        ctx: Any, template: AttentionCall, prepared: Prepared, mask: Mask | Tensor | None, *inputs: Tensor
+    ) -> Tensor:
+        lse, masks = prepared.empty_lse(inputs[0]), _UNMASKED if mask is None else marks_and_numbers(mask)
+        output = prepared.forward(inputs, lse, masks)
+        ctx.template, ctx.prepared, ctx.mask = template, prepared, mask
+        ctx.save_for_backward(output, lse, *inputs, *(masks[1:] if masks[1] is not None else ()))
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         output, lse, *inputs = ctx.saved_tensors
+        nothing = (None, None, None)
         if asks_for_reference(gradients[0]):
-            return (None, None, *reference_gradients(ctx.template, inputs, gradients))
-        return (None, None, *ctx.prepared.backward(tuple(inputs), output, lse, gradients[0]))
+            template = ctx.template if ctx.mask is None else replace(ctx.template, mask=as_mask(ctx.mask))
+            return (*nothing, *reference_gradients(template, inputs, gradients)[:3])
+        masks = _UNMASKED if ctx.mask is None else marks_and_numbers(ctx.mask)
+        return (*nothing, *ctx.prepared.backward(tuple(inputs[:3]), output, lse, gradients[0], masks))
