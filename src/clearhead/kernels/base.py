@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from ..masks.base import Mask
+from ..masks.native_reach import Found
 
-__all__ = ["FlatAttention", "Kernel", "Refusal"]
+__all__ = ["UNMASKED", "FlatAttention", "Kernel", "Masks", "Refusal"]
 
 
 class Refusal:
@@ -30,6 +31,10 @@ class Refusal:
         return self._template.format(**self._values)
 
 
+Masks = tuple[Tensor | None, Tensor | None]  # marks of what is visible, and numbers to add
+UNMASKED: Masks = (None, None)
+
+
 class FlatAttention(Protocol):
     """Attention of projections that are not cut into heads, without autograd: each pass is called by hand."""
 
@@ -37,12 +42,16 @@ class FlatAttention(Protocol):
         """(B, H, L) for the log-sum-exp."""
         ...
 
-    def forward(self, tensors: tuple[Tensor, ...], lse: Tensor | None = None) -> Tensor:
+    def find_hidden(self, masks: Masks) -> Found:
+        """Who takes part under masks that lie like the call's; what belongs to others has to be set to zero."""
+        ...
+
+    def forward(self, tensors: tuple[Tensor, ...], lse: Tensor | None = None, masks: Masks = UNMASKED) -> Tensor:
         """(B·L, H·D); the log-sum-exp is written to `lse` where it is given."""
         ...
 
     def backward(
-        self, tensors: tuple[Tensor, ...], output: Tensor, lse: Tensor, gradient: Tensor
+        self, tensors: tuple[Tensor, ...], output: Tensor, lse: Tensor, gradient: Tensor, masks: Masks = UNMASKED
     ) -> tuple[Tensor, ...]:
         """Gradients of `tensors`, from that of the output."""
         ...
@@ -85,8 +94,8 @@ class Kernel(ABC):
         """The same on projections that are not cut into heads, as a part of a larger step; ``None`` if it cannot.
 
         Args:
-            call: self-attention.
-            projected: query, key and value, (B·L, H·D) and (B·L, Hkv·D) twice, or one tensor that holds them side
-                by side; those of later calls lie alike.
+            call: of (B, H, L, D) and twice (B, Hkv, S, D), with a mask of a known kind that is the same for all heads.
+            projected: of which those are views: query, key and value, (B·L, H·D) and twice (B·S, Hkv·D), or the last
+                two or all three side by side in one tensor; those of later calls lie alike.
         """
         return None

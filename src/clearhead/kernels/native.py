@@ -81,7 +81,9 @@ class NativeKernel(Kernel):
 
     def prepare_flat(self, call: AttentionCall, projected: tuple[Tensor, ...]) -> Prepared | None:
         request = _plain_request(call, masked=True)
-        return None if request is None else prepare_flat(request, projected)
+        if request is None or any(mask is not None and mask.shape[1] > 1 for mask in (request.visible, request.bias)):
+            return None
+        return prepare_flat(request, projected)
 
 
 def _reasons_of_a_graph() -> list[Refusal]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
 
 from torch import Tensor
 
 from ..call import AttentionCall, without_hidden
 from ..masks.base import Mask
 from ..masks.kinds import marks_and_numbers
-from ..masks.native_reach import Search
 from ..masks.reach import Reach
 from ..masks.tensors import as_mask
 from .base import Kernel
@@ -24,12 +22,12 @@ def masked(
     kernel: Kernel, call: AttentionCall, prepared: Prepared
 ) -> Callable[[Tensor, Tensor, Tensor, Mask | Tensor], Tensor]:
     """The computation for calls that differ from this one in the numbers of query, key, value and masks alone."""
-    search, template = cast(Search, prepared.search), call.without_tensors()
+    template = call.without_tensors()
     with_gradients = differentiable(template, prepared) if call.needs_gradients else None
 
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor) -> Tensor:
         masks = marks_and_numbers(mask)
-        queries, keys = search.find([tensor for tensor in masks if tensor is not None])
+        queries, keys = prepared.find_hidden(masks)
         if queries is not None or keys is not None:  # then tensors may lie elsewhere than it was prepared for
             seen = Reach(*(None if side is None else side[..., None] for side in (queries, keys)))
             query, key, value = without_hidden(query, key, value, seen)

@@ -13,17 +13,16 @@ from ..call import AttentionCall
 from ..masks.band import Band
 from ..masks.base import Mask
 from ..masks.kinds import marks_and_numbers
-from ..masks.native_reach import Search
+from ..masks.native_reach import Found, Search
 from ..masks.tensors import as_mask
 from ..native import extension, instruction_set_number
+from .base import UNMASKED, Masks
 from .native_calls import Fixed, Request, address, empty_output, fixed_numbers, threads_for
 from .second_order import asks_for_reference, reference_gradients
 
 __all__ = ["Prepared", "differentiable", "prepare_apart", "prepare_flat"]
 
 Tensors = tuple[Tensor, ...]
-Masks = tuple[Tensor | None, Tensor | None]  # what is visible, and what is added
-_UNMASKED: Masks = (None, None)
 _NO_BIAS = (0,) * 4
 Steps = tuple[int, int, int]  # from one batch item, head and row to the next
 
@@ -48,16 +47,16 @@ class _Apart:
 
 @final
 @dataclass(frozen=True)
-class _SideBySide:
-    """Keys and values begin so many bytes after the queries."""
+class _Within:
+    """For each of the three in which tensor it is, how many bytes behind its beginning, and its steps."""
 
-    steps: Steps
-    key: int
-    value: int
+    places: tuple[tuple[int, int, Steps], ...]
 
     def numbers(self, tensors: Tensors) -> tuple[int, ...]:
-        start, steps = tensors[0].data_ptr(), self.steps
-        return (start, *steps, start + self.key, *steps, start + self.value, *steps)
+        starts, numbers = [tensor.data_ptr() for tensor in tensors], ()
+        for index, behind, steps in self.places:
+            numbers += (starts[index] + behind, *steps)
+        return numbers
 
 
 @final
@@ -71,9 +70,6 @@ class Prepared:
         gradients: where theirs do, in tensors that `torch.empty_like` gives.
         shape, strides: of the output.
         steps: of the heads in an output, or in a gradient of it.
-
-    Attributes:
-        search: finds out what masks hide from everybody; ``None`` without masks.
     """
 
     def __init__(
@@ -94,7 +90,7 @@ class Prepared:
         self._wide = request.query.dtype == torch.float32
         self._of_output = steps(request.query.new_empty_strided(shape, strides))
         self._lse_shape = tuple(request.query.shape[:3])
-        self.search = _search(request)
+        self._search = _search(request)
         module = cast(Any, extension)
         self._forward, self._backward = module.forward, module.backward
 
@@ -102,7 +98,11 @@ class Prepared:
         """(B, H, L)."""
         return like.new_empty(self._lse_shape, dtype=torch.float32)
 
-    def forward(self, tensors: Tensors, lse: Tensor | None = None, masks: Masks = _UNMASKED) -> Tensor:
+    def find_hidden(self, masks: Masks) -> Found:
+        """What masks hide from everybody."""
+        return cast(Search, self._search).find([tensor for tensor in masks if tensor is not None])
+
+    def forward(self, tensors: Tensors, lse: Tensor | None = None, masks: Masks = UNMASKED) -> Tensor:
         output = tensors[0].new_empty_strided(self._shape, self._strides)
         self._forward(
             instruction_set_number(),
@@ -125,7 +125,7 @@ class Prepared:
         return (*fixed.band, shown, *fixed.visible, added, *fixed.bias, *fixed.dropout)
 
     def backward(
-        self, tensors: Tensors, output: Tensor, lse: Tensor, gradient: Tensor, masks: Masks = _UNMASKED
+        self, tensors: Tensors, output: Tensor, lse: Tensor, gradient: Tensor, masks: Masks = UNMASKED
     ) -> Tensors:
         if gradient.stride(-1) != 1 or gradient.is_neg():
             gradient = gradient.resolve_neg().contiguous()
@@ -162,19 +162,17 @@ def prepare_apart(request: Request) -> Prepared | None:
 
 
 def prepare_flat(request: Request, projected: Tensors) -> Prepared | None:
-    """Query (B·L, H·D), key and value (B·L, Hkv·D), or one tensor of all three, → (B·L, H·D).
+    """Query (B·L, H·D), key and value (B·S, Hkv·D), the last two or all three side by side, → (B·L, H·D).
 
     The request is about views of `projected`, which are contiguous; rows count batches within positions as it does.
     """
     fixed = fixed_numbers(request)
     if fixed is None or not all(tensor.is_contiguous() for tensor in projected):
         return None
-    query, key, value = request.query, request.key, request.value
-    if len(projected) == 1:
-        start = query.data_ptr()
-        layout = _SideBySide(_of_heads(query), key.data_ptr() - start, value.data_ptr() - start)
-    else:
-        layout = _Apart(*map(_of_heads, (query, key, value)))
+    query, value, last = request.query, request.value, len(projected) - 1
+    views = enumerate((query, request.key, value))
+    places = [(min(index, last), view) for index, view in views]
+    layout = _Within(tuple((i, view.data_ptr() - projected[i].data_ptr(), _of_heads(view)) for i, view in places))
     batch, heads, length, _ = query.shape
     dim = value.shape[-1]
     shape = (batch * length, heads * dim)
@@ -216,7 +214,7 @@ class _Known(torch.autograd.Function):
     def forward(
         ctx: Any, template: AttentionCall, prepared: Prepared, mask: Mask | Tensor | None, *inputs: Tensor
     ) -> Tensor:
-        lse, masks = prepared.empty_lse(inputs[0]), _UNMASKED if mask is None else marks_and_numbers(mask)
+        lse, masks = prepared.empty_lse(inputs[0]), UNMASKED if mask is None else marks_and_numbers(mask)
         output = prepared.forward(inputs, lse, masks)
         ctx.template, ctx.prepared, ctx.mask = template, prepared, mask
         ctx.save_for_backward(output, lse, *inputs, *(masks[1:] if masks[1] is not None else ()))
@@ -229,5 +227,5 @@ class _Known(torch.autograd.Function):
         if asks_for_reference(gradients[0]):
             template = ctx.template if ctx.mask is None else replace(ctx.template, mask=as_mask(ctx.mask))
             return (*nothing, *reference_gradients(template, inputs, gradients)[:3])
-        masks = _UNMASKED if ctx.mask is None else marks_and_numbers(ctx.mask)
+        masks = UNMASKED if ctx.mask is None else marks_and_numbers(ctx.mask)
         return (*nothing, *ctx.prepared.backward(tuple(inputs[:3]), output, lse, gradients[0], masks))

@@ -33,7 +33,7 @@ def kind_of_mask(mask: object) -> Hashable:
         return None
     kinds = tuple(map(kind_of_mask, mask.parts()))
     tensors = [each[0] is None for each in kinds if type(each) is tuple]
-    return None if None in kinds or len(tensors) != len(set(tensors)) else (kinds,)
+    return (kinds,) if tensors and None not in kinds and len(tensors) == len(set(tensors)) else None
 
 
 def _kind_of_tensor(tensor: Tensor, per_key: bool | None) -> Hashable:
