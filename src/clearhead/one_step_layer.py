@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .call import AttentionCall, without_hidden
-from .kernels.base import FlatAttention
+from .kernels.base import UNMASKED, FlatAttention
 from .kernels.reference import ReferenceKernel
 from .kernels.second_order import asks_for_reference, gradients_of
 from .masks.base import Mask
 from .masks.kinds import marks_and_numbers
-from .masks.native_reach import Found
-from .masks.reach import Reach
+from .masks.reach import Reach, reach
 
 __all__ = ["Heads", "OptionalTensors", "Step", "cut", "differentiable_step"]
 
 OptionalTensors = Sequence["Tensor | None"]
-_EVERYBODY: Final[Found] = (None, None)
 
 
 class Heads(NamedTuple):
@@ -79,8 +77,8 @@ class Step:
 
     def compute(
         self, inputs: Sequence[Tensor], parameters: OptionalTensors, mask: Mask | None, lse: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor, Found]:
-        """The output, the projections (rows, features), the merged heads (B·L, H·D), and who takes part.
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor, bool]:
+        """The output, the projections (rows, features), the merged heads (B·L, H·D), and whether anybody is hidden.
 
         Args:
             inputs: as many as there are projections.
@@ -91,13 +89,10 @@ class Step:
         rows = map(Tensor.view, inputs, self._rows)
         projected = tuple(map(_linear, rows, *self._cut(parameters[:-2])))
         if mask is None:
-            merged, found = self.attention.forward(projected, lse), _EVERYBODY
+            merged, hides = self.attention.forward(projected, lse)
         else:
-            masks = marks_and_numbers(mask)
-            found = self.attention.find_hidden(masks)
-            self._hide(projected, found)
-            merged = self.attention.forward(projected, lse, masks)
-        return _linear(merged, *parameters[-2:]).view(self._shape), projected, merged, found
+            merged, hides = self.attention.forward(projected, lse, marks_and_numbers(mask))
+        return _linear(merged, *parameters[-2:]).view(self._shape), projected, merged, hides
 
     def _cut(self, parameters: OptionalTensors) -> tuple[OptionalTensors, OptionalTensors]:
         """Weights and biases of the projections."""
@@ -107,23 +102,6 @@ class Step:
         weight, bias = cast(Tensor, weights[0]), biases[0]
         return weight.split(self._widths), (None,) * self.products if bias is None else bias.split(self._widths)
 
-    def _hide(self, projected: tuple[Tensor, ...], found: Found) -> None:
-        """Set to zero in place what cannot take part, or its gradients."""
-        if found[0] is not None:
-            projected[0][:, : self._widths[0] if self.products > 1 else self.heads.widths(2)[0]].masked_fill_(
-                self._rows_without(found[0], self.lengths[0]), 0
-            )
-        if found[1] is not None:
-            rows = self._rows_without(found[1], self.lengths[1])
-            of_keys = projected[1:] if self.products > 1 else (projected[0][:, self.heads.widths(2)[0] :],)
-            for part in of_keys:
-                part.masked_fill_(rows, 0)
-
-    def _rows_without(self, seen: Tensor, lengths: Sequence[int]) -> Tensor:
-        """(1 or B, 1, length) → (B·length, 1) or (length·B, 1): true where something is hidden."""
-        hidden = seen[:, 0].logical_not()
-        return (hidden.expand(*lengths) if self.heads.batch_first else hidden.t().expand(*lengths)).reshape(-1, 1)
-
     def derive(self, gradient: Tensor, needed: Sequence[bool], saved: _Saved) -> OptionalTensors:
         """Gradients of inputs and parameters, the last ones first, of which `needed` says who wants one."""
         products, rows = self.products, gradient.reshape(-1, gradient.shape[2])
@@ -132,11 +110,9 @@ class Step:
         found = _of_projection(rows, saved.merged, of_parameters[0], of_parameters[1])
         if not any(of_inputs) and not any(of_parameters[2:]):
             return [*[None] * products, *found, *[None] * (len(of_parameters) - 2)]
-        masks = () if saved.mask is None else (marks_and_numbers(saved.mask),)
+        masks = UNMASKED if saved.mask is None else marks_and_numbers(saved.mask)
         of_merged = rows.mm(given[products + 1])
-        parts = self.attention.backward(saved.projected, saved.merged, saved.lse, of_merged, *masks)[::-1]
-        if saved.found is not _EVERYBODY:
-            self._hide(parts[::-1], saved.found)
+        parts = self.attention.backward(saved.projected, saved.merged, saved.lse, of_merged, masks, saved.hides)[::-1]
         weights: Any = self._cut(given[: products + 1 : -1])[0][::-1]
         of_x = [
             part.mm(weight).view_as(x) if wanted else None
@@ -157,7 +133,7 @@ class Step:
             leaves = [None if tensor is None else tensor.view_as(tensor) for tensor in saved.tensors]
             inputs, parameters = cast("list[Tensor]", leaves[: self.products][::-1]), leaves[self.products :][::-1]
             projected = tuple(map(_linear, [x.flatten(0, 1) for x in inputs], *self._cut(parameters[:-2])))
-            seen = Reach(*(None if side is None else side[..., None] for side in saved.found))
+            seen = reach(cast(Mask, saved.mask), self.template.grid) if saved.hides else Reach(None, None)
             q, k, v = without_hidden(*cut(projected, self.lengths, self.heads), seen)
             mask = self.template.mask if saved.mask is None else saved.mask
             mixed = ReferenceKernel().run(replace(self.template, query=q, key=k, value=v, mask=mask))[0]  # (B, H, L, D)
@@ -192,7 +168,7 @@ class _Saved(NamedTuple):
     projected: tuple[Tensor, ...]
     tensors: tuple[Tensor | None, ...]
     mask: Mask | None
-    found: Found
+    hides: bool
 
 
 def differentiable_step(step: Step, inputs: Sequence[Tensor], parameters: OptionalTensors, mask: Mask | None) -> Tensor:
@@ -208,9 +184,9 @@ class _OneStep(torch.autograd.Function):
     def forward(ctx: Any, step: Step, mask: Mask | None, *tensors: Tensor | None) -> Tensor:
         inputs: Any = tensors[: step.products][::-1]
         lse = step.attention.empty_lse(inputs[0])
-        output, projected, merged, found = step.compute(inputs, tensors[step.products :][::-1], mask, lse)
+        output, projected, merged, hides = step.compute(inputs, tensors[step.products :][::-1], mask, lse)
         added = () if mask is None else marks_and_numbers(mask)[1:]  # saved, so that nobody changes it meanwhile
-        ctx.step, ctx.mask, ctx.found = step, mask, found
+        ctx.step, ctx.mask, ctx.hides = step, mask, hides
         ctx.save_for_backward(lse, merged, *projected, *tensors, *added)
         return output.detach()  # no view, so that it may be changed in place
 
@@ -219,7 +195,7 @@ class _OneStep(torch.autograd.Function):
         step, (lse, merged, *rest), (gradient,) = ctx.step, ctx.saved_tensors, gradients
         needed = ctx.needs_input_grad[2:]
         projected, tensors = rest[: step.products], rest[step.products :][: len(needed)]
-        saved = _Saved(lse, merged, tuple(projected), tuple(tensors), ctx.mask, ctx.found)
+        saved = _Saved(lse, merged, tuple(projected), tuple(tensors), ctx.mask, ctx.hides)
         if asks_for_reference(gradient):
             return None, None, *step.derive_again(gradient, saved)
         if torch._C._is_any_autocast_enabled():  # pyright: ignore

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from ..masks.base import Mask
-from ..masks.native_reach import Found
 
 __all__ = ["UNMASKED", "FlatAttention", "Kernel", "Masks", "Refusal"]
 
@@ -42,18 +41,25 @@ class FlatAttention(Protocol):
         """(B, H, L) for the log-sum-exp."""
         ...
 
-    def find_hidden(self, masks: Masks) -> Found:
-        """Who takes part under masks that lie like the call's; what belongs to others has to be set to zero."""
-        ...
+    def forward(
+        self, tensors: tuple[Tensor, ...], lse: Tensor | None = None, masks: Masks = UNMASKED
+    ) -> tuple[Tensor, bool]:
+        """(B·L, H·D), and whether masks hide anybody altogether, whose rows in `tensors` are then set to zero.
 
-    def forward(self, tensors: tuple[Tensor, ...], lse: Tensor | None = None, masks: Masks = UNMASKED) -> Tensor:
-        """(B·L, H·D); the log-sum-exp is written to `lse` where it is given."""
+        The log-sum-exp is written to `lse` where it is given.
+        """
         ...
 
     def backward(
-        self, tensors: tuple[Tensor, ...], output: Tensor, lse: Tensor, gradient: Tensor, masks: Masks = UNMASKED
+        self,
+        tensors: tuple[Tensor, ...],
+        output: Tensor,
+        lse: Tensor,
+        gradient: Tensor,
+        masks: Masks = UNMASKED,
+        hides: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Gradients of `tensors`, from that of the output."""
+        """Gradients of `tensors`, from that of the output, and what the forward pass has said of masks."""
         ...
 
 

@@ -70,7 +70,7 @@ class NativeKernel(Kernel):
         if call.needs_gradients:
             compute = differentiable(call.without_tensors(), prepared)
             return lambda query, key, value: compute(query, key, value, None)
-        return lambda query, key, value: prepared.forward((query, key, value))
+        return lambda query, key, value: prepared.forward((query, key, value))[0]
 
     def prepare_masked(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor, Mask | Tensor], Tensor] | None:
         request = _plain_request(call, masked=True)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .native_statistics import WeightStatistics
 
 __all__ = [
+    "LEAVE_NOBODY",
+    "LEAVE_OUT",
+    "LEAVE_TO_OTHERS",
     "TYPES",
     "Fixed",
     "Request",
@@ -29,6 +32,8 @@ __all__ = [
 ]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: What the module does where masks leave queries or keys out; see `Leaving` in `native/module.cpp`.
+LEAVE_NOBODY, LEAVE_TO_OTHERS, LEAVE_OUT = range(3)
 _MATRICES = 10  # where the three inputs begin among the numbers
 _LEVELS = 1 << 16  # of the bits that decide about dropout
 _WORK_OF_ONE = 1 << 11  # multiplications of scores that one thread ends before a second has begun
@@ -75,7 +80,7 @@ def forward(request: Request, lse: Tensor | None = None, dtype: torch.dtype | No
     output = empty_output(request.query, request.value, dtype)
     numbers, kept = _numbers(request, lse)
     threads, wide = threads_for(request) or torch.get_num_threads(), output.dtype == torch.float32
-    _module().forward(instruction_set_number(), threads, *numbers, *_matrix(output), wide)
+    _module().forward(instruction_set_number(), threads, *numbers, *_matrix(output), wide, LEAVE_NOBODY)
     del kept
     return output
 
@@ -151,6 +156,7 @@ def backward(
         address(lse_gradient),
         correction.data_ptr(),
         *((0,) * 4 if bias_gradient is None else _mask(bias_gradient)[:4]),
+        LEAVE_NOBODY,
     )
     del kept
     return gradients[0], gradients[1], gradients[2], correction

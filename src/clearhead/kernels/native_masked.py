@@ -10,10 +10,10 @@ from torch import Tensor
 from ..call import AttentionCall, without_hidden
 from ..masks.base import Mask
 from ..masks.kinds import marks_and_numbers
-from ..masks.reach import Reach
+from ..masks.reach import reach
 from ..masks.tensors import as_mask
 from .base import Kernel
-from .native_prepared import Prepared, differentiable
+from .native_prepared import HidesSomebody, Prepared, differentiable
 
 __all__ = ["masked"]
 
@@ -26,15 +26,17 @@ def masked(
     with_gradients = differentiable(template, prepared) if call.needs_gradients else None
 
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor) -> Tensor:
-        masks = marks_and_numbers(mask)
-        queries, keys = prepared.find_hidden(masks)
-        if queries is not None or keys is not None:  # then tensors may lie elsewhere than it was prepared for
-            seen = Reach(*(None if side is None else side[..., None] for side in (queries, keys)))
-            query, key, value = without_hidden(query, key, value, seen)
-            given = replace(template, query=query, key=key, value=value, mask=as_mask(mask), reach=seen)
-            return kernel.run(given)[0]
-        if with_gradients is not None:
+        if with_gradients is None:
+            output, hides = prepared.forward((query, key, value), None, marks_and_numbers(mask))
+            return without(query, key, value, as_mask(mask)) if hides else output
+        try:
             return with_gradients(query, key, value, mask)
-        return prepared.forward((query, key, value), None, masks)
+        except HidesSomebody:
+            return without(query, key, value, as_mask(mask))
+
+    def without(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        seen = reach(mask, template.grid)
+        query, key, value = without_hidden(query, key, value, seen)  # which may lie otherwise now
+        return kernel.run(replace(template, query=query, key=key, value=value, mask=mask, reach=seen))[0]
 
     return compute

@@ -10,17 +10,25 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..masks.band import Band
 from ..masks.base import Mask
 from ..masks.kinds import marks_and_numbers
-from ..masks.native_reach import Found, Search
 from ..masks.tensors import as_mask
 from ..native import extension, instruction_set_number
 from .base import UNMASKED, Masks
-from .native_calls import Fixed, Request, address, empty_output, fixed_numbers, threads_for
+from .native_calls import (
+    LEAVE_NOBODY,
+    LEAVE_OUT,
+    LEAVE_TO_OTHERS,
+    Fixed,
+    Request,
+    address,
+    empty_output,
+    fixed_numbers,
+    threads_for,
+)
 from .second_order import asks_for_reference, reference_gradients
 
-__all__ = ["Prepared", "differentiable", "prepare_apart", "prepare_flat"]
+__all__ = ["HidesSomebody", "Prepared", "differentiable", "prepare_apart", "prepare_flat"]
 
 Tensors = tuple[Tensor, ...]
 _NO_BIAS = (0,) * 4
@@ -70,6 +78,7 @@ class Prepared:
         gradients: where theirs do, in tensors that `torch.empty_like` gives.
         shape, strides: of the output.
         steps: of the heads in an output, or in a gradient of it.
+        leaving: what is done where masks hide anybody altogether.
     """
 
     def __init__(
@@ -81,6 +90,7 @@ class Prepared:
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         steps: Callable[[Tensor], Steps],
+        leaving: int,
     ) -> None:
         self._sizes, self._fixed = fixed.sizes, fixed
         self._unmasked = (*fixed.band, 0, *fixed.visible, 0, *fixed.bias, *fixed.dropout)
@@ -90,7 +100,7 @@ class Prepared:
         self._wide = request.query.dtype == torch.float32
         self._of_output = steps(request.query.new_empty_strided(shape, strides))
         self._lse_shape = tuple(request.query.shape[:3])
-        self._search = _search(request)
+        self._leaving = leaving
         module = cast(Any, extension)
         self._forward, self._backward = module.forward, module.backward
 
@@ -98,13 +108,10 @@ class Prepared:
         """(B, H, L)."""
         return like.new_empty(self._lse_shape, dtype=torch.float32)
 
-    def find_hidden(self, masks: Masks) -> Found:
-        """What masks hide from everybody."""
-        return cast(Search, self._search).find([tensor for tensor in masks if tensor is not None])
-
-    def forward(self, tensors: Tensors, lse: Tensor | None = None, masks: Masks = UNMASKED) -> Tensor:
+    def forward(self, tensors: Tensors, lse: Tensor | None = None, masks: Masks = UNMASKED) -> tuple[Tensor, bool]:
+        """The output, and whether masks hide anybody altogether; the output is then as `leaving` says."""
         output = tensors[0].new_empty_strided(self._shape, self._strides)
-        self._forward(
+        hides = self._forward(
             instruction_set_number(),
             self._threads or torch.get_num_threads(),
             *self._sizes,
@@ -114,8 +121,9 @@ class Prepared:
             output.data_ptr(),
             *self._of_output,
             self._wide,
+            LEAVE_NOBODY if masks is UNMASKED else self._leaving,
         )
-        return output
+        return output, hides
 
     def _of_masks(self, masks: Masks) -> tuple[float, ...]:
         visible, bias = masks
@@ -125,7 +133,13 @@ class Prepared:
         return (*fixed.band, shown, *fixed.visible, added, *fixed.bias, *fixed.dropout)
 
     def backward(
-        self, tensors: Tensors, output: Tensor, lse: Tensor, gradient: Tensor, masks: Masks = UNMASKED
+        self,
+        tensors: Tensors,
+        output: Tensor,
+        lse: Tensor,
+        gradient: Tensor,
+        masks: Masks = UNMASKED,
+        hides: bool = False,
     ) -> Tensors:
         if gradient.stride(-1) != 1 or gradient.is_neg():
             gradient = gradient.resolve_neg().contiguous()
@@ -146,6 +160,7 @@ class Prepared:
             0,  # nobody asks for lse, so that it has no gradient
             correction.data_ptr(),
             *_NO_BIAS,
+            self._leaving if hides else LEAVE_NOBODY,
         )
         return gradients
 
@@ -158,7 +173,7 @@ def prepare_apart(request: Request) -> Prepared | None:
     tensors = (request.query, request.key, request.value)
     output = empty_output(request.query, request.value)
     inputs, gradients = _Apart(*map(_of_heads, tensors)), _Apart(*(_of_heads(torch.empty_like(x)) for x in tensors))
-    return Prepared(request, fixed, inputs, gradients, tuple(output.shape), output.stride(), _of_heads)
+    return Prepared(request, fixed, inputs, gradients, tuple(output.shape), output.stride(), _of_heads, LEAVE_TO_OTHERS)
 
 
 def prepare_flat(request: Request, projected: Tensors) -> Prepared | None:
@@ -183,15 +198,7 @@ def prepare_flat(request: Request, projected: Tensors) -> Prepared | None:
         step = merged.stride(0)
         return batches * step, dim, rows * step
 
-    return Prepared(request, fixed, layout, layout, shape, (shape[1], 1), steps)
-
-
-def _search(request: Request) -> Search | None:
-    tensors = [tensor for tensor in (request.visible, request.bias) if tensor is not None]
-    if not tensors:
-        return None
-    lengths = (request.query.shape[2], request.key.shape[2])
-    return Search(lengths, Band(request.low, request.high, request.stop), tensors)
+    return Prepared(request, fixed, layout, layout, shape, (shape[1], 1), steps, LEAVE_OUT)
 
 
 def _of_heads(tensor: Tensor) -> Steps:
@@ -202,9 +209,17 @@ def _of_heads(tensor: Tensor) -> Steps:
 def differentiable(
     template: AttentionCall, prepared: Prepared
 ) -> Callable[[Tensor, Tensor, Tensor, Mask | Tensor | None], Tensor]:
-    """The output with gradients of every order; `template` is the call without its tensors, but for a mask's."""
+    """The output with gradients of every order; `template` is the call without its tensors, but for a mask's.
+
+    Raises:
+        HidesSomebody: if a mask hides anybody altogether.
+    """
     apply = cast("Callable[..., Tensor]", _Known.apply)
     return lambda query, key, value, mask: apply(template, prepared, mask, query, key, value)
+
+
+class HidesSomebody(Exception):
+    """Instead of an output, where tensors have to be changed first."""
 
 
 class _Known(torch.autograd.Function):
@@ -215,7 +230,9 @@ class _Known(torch.autograd.Function):
         ctx: Any, template: AttentionCall, prepared: Prepared, mask: Mask | Tensor | None, *inputs: Tensor
     ) -> Tensor:
         lse, masks = prepared.empty_lse(inputs[0]), UNMASKED if mask is None else marks_and_numbers(mask)
-        output = prepared.forward(inputs, lse, masks)
+        output, hides = prepared.forward(inputs, lse, masks)
+        if hides:
+            raise HidesSomebody
         ctx.template, ctx.prepared, ctx.mask = template, prepared, mask
         ctx.save_for_backward(output, lse, *inputs, *(masks[1:] if masks[1] is not None else ()))
         return output

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from .band import Band, band_of
 from .base import Mask
 from .grid import Block, Grid
 
-__all__ = ["Found", "Search", "find_natively"]
+__all__ = ["Found", "find_natively"]
 
 #: Bool (1 or B, 1 or H, L) of queries that see a key and (1 or B, 1 or H, S) of keys that are seen; ``None`` for all.
 Found = tuple[Tensor | None, Tensor | None]
@@ -44,34 +43,14 @@ def find_natively(mask: Mask, grid: Grid) -> Found | None:
     parts = _parts(mask, grid)
     if parts is None or len(parts[1]) > _MOST_MASKS or not all(map(_is_plain, parts[1])):
         return None
-    return Search((grid.query_length, grid.key_length), *parts).find(parts[1])
-
-
-@final
-class Search:
-    """What is the same for all masks of tensors of the same sizes and strides.
-
-    Args:
-        lengths: L and S.
-        band: what rules about positions leave.
-        tensors: the others' (1 or B, 1 or H, 1 or L, 1 or S).
-    """
-
-    def __init__(self, lengths: tuple[int, int], band: Band, tensors: Sequence[Tensor]) -> None:
-        batch, heads = max(tensor.shape[0] for tensor in tensors), max(tensor.shape[1] for tensor in tensors)
-        self._queries, self._keys = (batch, heads, lengths[0]), (batch, heads, lengths[1])
-        self._sizes = (batch, heads, *lengths, band.low, band.high, band.stop)
-        self._cells = [(*_HIDING[tensor.dtype], *_steps(tensor)) for tensor in tensors]
-        self._reach = cast(Any, extension).reach
-
-    def find(self, tensors: Sequence[Tensor]) -> Found:
-        """Look at such tensors, or at others that their views begin with."""
-        queries, keys = torch.empty(self._queries, dtype=torch.bool), torch.empty(self._keys, dtype=torch.bool)
-        numbers: list[int] = []
-        for tensor, cells in zip(tensors, self._cells, strict=True):
-            numbers += (tensor.data_ptr(), *cells)
-        blind, unseen = self._reach(*self._sizes, queries.data_ptr(), keys.data_ptr(), *numbers)
-        return queries if blind else None, keys if unseen else None
+    band, tensors = parts
+    batch, heads = max(tensor.shape[0] for tensor in tensors), max(tensor.shape[1] for tensor in tensors)
+    queries = torch.empty(batch, heads, grid.query_length, dtype=torch.bool)
+    keys = torch.empty(batch, heads, grid.key_length, dtype=torch.bool)
+    sizes = (batch, heads, grid.query_length, grid.key_length, band.low, band.high, band.stop)
+    numbers = [number for tensor in tensors for number in _cells(tensor)]
+    blind, unseen = extension.reach(*sizes, queries.data_ptr(), keys.data_ptr(), *numbers)
+    return queries if blind else None, keys if unseen else None
 
 
 def _parts(mask: Mask, grid: Grid) -> tuple[Band, list[Tensor]] | None:
@@ -100,5 +79,6 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.dtype in _HIDING and not tensor.is_neg()
 
 
-def _steps(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+def _cells(tensor: Tensor) -> tuple[int, ...]:
+    steps = (0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.data_ptr(), *_HIDING[tensor.dtype], *steps)

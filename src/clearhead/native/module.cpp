@@ -95,12 +95,30 @@ PyObject* run_without_gil(Arguments& args, const Problem& p, int64_t set, int64_
     return Py_NewRef(Py_None);
 }
 
+// What is done where masks leave queries or keys out: nothing; the request is left to others, who are told so; or their
+// rows, in the forward pass, and the rows of their gradients in the backward pass, are set to zero.
+enum class Leaving : int64_t { nobody, to_others, out };
+
 PyObject* forward(PyObject*, PyObject* const* items, Py_ssize_t count) {
     Arguments args(items, count);
     const int64_t set = args.integer(), threads = args.integer();
     Problem p = read_problem(args);
     p.output = args.matrix(), p.wide_output = args.integer() != 0;
-    return run_without_gil(args, p, set, threads, run_forward);
+    const Leaving leaving = static_cast<Leaving>(args.integer());
+    bool any = false;
+    PyObject* done = run_without_gil(args, p, set, threads, [&](const Kernels& kernels, const Problem& q, int64_t many) {
+        if (leaving != Leaving::nobody) {
+            const Absent absent(q);
+            if (!absent.enough_memory()) return false;
+            any = absent.any();
+            if (any && leaving == Leaving::to_others) return true;
+            absent.clear_queries(q.query), absent.clear_keys(q.key, q.dim), absent.clear_keys(q.value, q.value_dim);
+        }
+        return run_forward(kernels, q, many);
+    });
+    if (!done) return nullptr;
+    Py_DECREF(done);
+    return PyBool_FromLong(any);
 }
 
 PyObject* backward(PyObject*, PyObject* const* items, Py_ssize_t count) {
@@ -111,7 +129,16 @@ PyObject* backward(PyObject*, PyObject* const* items, Py_ssize_t count) {
     p.query_gradient = args.matrix(), p.key_gradient = args.matrix(), p.value_gradient = args.matrix();
     p.lse_gradient = args.pointer<const float>(), p.correction = args.pointer<float>();
     p.bias_gradient = args.matrix();
-    return run_without_gil(args, p, set, threads, run_backward);
+    const Leaving leaving = static_cast<Leaving>(args.integer());
+    return run_without_gil(args, p, set, threads, [&](const Kernels& kernels, const Problem& q, int64_t many) {
+        if (!run_backward(kernels, q, many)) return false;
+        if (leaving == Leaving::nobody) return true;
+        const Absent absent(q);
+        if (!absent.enough_memory()) return false;
+        absent.clear_queries(q.query_gradient);
+        absent.clear_keys(q.key_gradient, q.dim), absent.clear_keys(q.value_gradient, q.value_dim);
+        return true;
+    });
 }
 
 PyObject* statistics(PyObject*, PyObject* const* items, Py_ssize_t count) {

@@ -1,5 +1,6 @@
 #include "reach.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 namespace clearhead {
@@ -104,6 +105,26 @@ class Plane {
     }
 };
 
+// Zero in rows of all heads, of those batch items and places where `present` has a zero.
+void clear(const Problem& p, const View& view, int64_t heads, int64_t rows, int64_t columns, const uint8_t* present,
+           int64_t items) {
+    const int64_t bytes = p.type == Type::float32 ? 4 : 2;
+    for (int64_t b = 0; b < p.batch; b++)
+        for (int64_t i = 0; i < rows; i++) {
+            if (present[b % items * rows + i]) continue;
+            for (int64_t h = 0; h < heads; h++)
+                memset(static_cast<char*>(view.data) + (b * view.batch + h * view.head + i * view.row) * bytes, 0,
+                       static_cast<size_t>(columns * bytes));
+        }
+}
+
+void add_mask(const View& view, int64_t bytes, uint64_t hidden, Sought& sought, const Problem& p) {
+    if (!view.data) return;
+    sought.masks[sought.count++] = {view.data, bytes, hidden, view.batch, view.head, view.row, view.column};
+    if (view.batch) sought.batch = p.batch;
+    if (view.head) sought.heads = p.heads;
+}
+
 }  // namespace
 
 LeftOut find_reach(const Sought& sought) {
@@ -114,6 +135,31 @@ LeftOut find_reach(const Sought& sought) {
             found.queries |= of_plane.queries, found.keys |= of_plane.keys;
         }
     return found;
+}
+
+Absent::Absent(const Problem& p) : problem_(p) {
+    sought_.batch = sought_.heads = 1;
+    sought_.rows = p.rows, sought_.keys = p.keys;
+    sought_.low = p.low, sought_.high = p.high, sought_.stop = p.stop;
+    add_mask(p.visible, 1, 0, sought_, p);
+    add_mask(p.bias, 4, 0xff800000, sought_, p);
+    const int64_t planes = sought_.batch * sought_.heads;
+    memory_ = static_cast<uint8_t*>(malloc(static_cast<size_t>(planes * (p.rows + p.keys) + 1)));
+    if (!memory_ || p.rows == 0 || p.keys == 0) return;
+    sought_.queries = memory_, sought_.seen = memory_ + planes * p.rows;
+    left_out_ = find_reach(sought_);
+}
+
+Absent::~Absent() { free(memory_); }
+
+void Absent::clear_queries(const View& queries) const {
+    const Problem& p = problem_;
+    if (left_out_.queries) clear(p, queries, p.heads, p.rows, p.dim, sought_.queries, sought_.batch);
+}
+
+void Absent::clear_keys(const View& keys, int64_t columns) const {
+    const Problem& p = problem_;
+    if (left_out_.keys) clear(p, keys, p.kv_heads, p.keys, columns, sought_.seen, sought_.batch);
 }
 
 }  // namespace clearhead

@@ -1,6 +1,6 @@
 // Who takes part at all in a call: the rows that see a key, and the keys that some row sees.
 #pragma once
-#include <stdint.h>
+#include "problem.h"
 
 namespace clearhead {
 
@@ -28,5 +28,25 @@ struct LeftOut {
 };
 
 LeftOut find_reach(const Sought& sought);
+
+// Who is left out of a request whose masks are tensors and a band.
+class Absent {
+  public:
+    explicit Absent(const Problem& problem);
+    ~Absent();
+    Absent(const Absent&) = delete;
+
+    bool enough_memory() const { return memory_ != nullptr; }
+    bool any() const { return left_out_.queries || left_out_.keys; }
+    // Set rows of those who are left out to zero, where all heads share the masks.
+    void clear_queries(const View& queries) const;
+    void clear_keys(const View& keys, int64_t columns) const;
+
+  private:
+    const Problem& problem_;
+    Sought sought_ = {};
+    LeftOut left_out_ = {false, false};
+    uint8_t* memory_;
+};
 
 }  // namespace clearhead
