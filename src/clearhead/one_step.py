@@ -57,34 +57,36 @@ def one_step(
         The output, laid out like the first input; ``None`` where the call is no tiny one, where something looks at
         single operations, and where an input is wrong.
     """
+    shapes = []
     for x in inputs:
         if type(x) is not Tensor or x.is_nested or not _is_ordinary(x):
             return None
+        shapes.append(x.shape)
     if not _is_undisturbed() or not (scale is None or type(scale) is float):
         return None
     weights: Any = parameters[::2]
-    shapes = []
+    biases = parameters[1::2]
     for weight in weights:
         if type(weight) not in _TYPES or not _is_ordinary(weight):
             return None
         shapes.append(weight.shape)
-    for bias in parameters[1::2]:
+    for bias in biases:
         if type(bias) not in _OF_BIASES:
             return None
     rule = None
     if mask is not None and (rule := kind_of_mask(mask)) is None:
         return None
-    kind = (tuple(x.shape for x in inputs), *shapes, heads, scale, rule)
+    kind = (*shapes, len(inputs), heads, scale, rule)
     step = recall(kind, _UNKNOWN)
     if step is _UNKNOWN:
-        step = _prepare(inputs, shapes, Heads(*heads), scale, mask)
+        step = _prepare(inputs, shapes[len(inputs) :], Heads(*heads), scale, mask)
         keep(kind, step)
     if step is None:
         return None
     tensors = mask if has_tensors(rule) else None
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (*inputs, *parameters)):
         return differentiable_step(step, inputs, parameters, tensors)
-    return step.compute(inputs, parameters, tensors, None)[0]
+    return step.compute(inputs, weights, biases, tensors, None)[0]
 
 
 _TYPES: Final = (nn.Parameter, Tensor)  # no subclasses: they mean something of their own by a product

@@ -76,68 +76,74 @@ class Step:
         self._widths = heads.widths(self.products)
 
     def compute(
-        self, inputs: Sequence[Tensor], parameters: OptionalTensors, mask: Mask | None, lse: Tensor | None
+        self,
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        biases: OptionalTensors,
+        mask: Mask | None,
+        lse: Tensor | None,
     ) -> tuple[Tensor, tuple[Tensor, ...], Tensor, bool]:
         """The output, the projections (rows, features), the merged heads (B·L, H·D), and whether anybody is hidden.
 
         Args:
             inputs: as many as there are projections.
-            parameters: weight and bias of each projection, or of one that is to be cut, and of the output.
+            weights, biases: of each projection, or of one that is to be cut, and of the output.
             mask: with the tensors of this call; ``None`` where the template has all there is.
             lse: (B, H, L), written if it is given.
         """
         rows = map(Tensor.view, inputs, self._rows)
-        projected = tuple(map(_linear, rows, *self._cut(parameters[:-2])))
+        projected = tuple(map(_linear, rows, *self._cut(weights, biases)))
         if mask is None:
             merged, hides = self.attention.forward(projected, lse)
         else:
             merged, hides = self.attention.forward(projected, lse, marks_and_numbers(mask))
-        return _linear(merged, *parameters[-2:]).view(self._shape), projected, merged, hides
+        return _linear(merged, weights[-1], biases[-1]).view(self._shape), projected, merged, hides
 
-    def _cut(self, parameters: OptionalTensors) -> tuple[OptionalTensors, OptionalTensors]:
-        """Weights and biases of the projections."""
-        weights, biases = parameters[::2], parameters[1::2]
-        if len(weights) == self.products:
+    def _cut(self, weights: Sequence[Tensor], biases: OptionalTensors) -> tuple[Sequence[Tensor], OptionalTensors]:
+        """Those of the projections, and perhaps more behind them."""
+        if len(weights) > self.products:
             return weights, biases
-        weight, bias = cast(Tensor, weights[0]), biases[0]
-        return weight.split(self._widths), (None,) * self.products if bias is None else bias.split(self._widths)
+        bias = biases[0]
+        widths = self._widths
+        return weights[0].split(widths), (None,) * self.products if bias is None else bias.split(widths)
 
     def derive(self, gradient: Tensor, needed: Sequence[bool], saved: _Saved) -> OptionalTensors:
         """Gradients of inputs and parameters, the last ones first, of which `needed` says who wants one."""
         products, rows = self.products, gradient.reshape(-1, gradient.shape[2])
-        of_inputs, of_parameters = needed[:products], needed[products:]
-        given: Any = saved.tensors
-        found = _of_projection(rows, saved.merged, of_parameters[0], of_parameters[1])
-        if not any(of_inputs) and not any(of_parameters[2:]):
-            return [*[None] * products, *found, *[None] * (len(of_parameters) - 2)]
+        of_inputs, of_output, wanted = needed[:products], needed[products : products + 2], needed[products + 2 :]
+        found = _of_projection(rows, saved.merged, *of_output)
+        if not any(of_inputs) and not any(wanted):
+            return [*[None] * products, *found, *[None] * len(wanted)]
+        inputs, weights, biases = _in_order(saved.tensors, products)
         masks = UNMASKED if saved.mask is None else marks_and_numbers(saved.mask)
-        of_merged = rows.mm(given[products + 1])
-        parts = self.attention.backward(saved.projected, saved.merged, saved.lse, of_merged, masks, saved.hides)[::-1]
-        weights: Any = self._cut(given[: products + 1 : -1])[0][::-1]
+        of_merged = rows.mm(weights[-1])
+        parts = self.attention.backward(saved.projected, saved.merged, saved.lse, of_merged, masks, saved.hides)
         of_x = [
-            part.mm(weight).view_as(x) if wanted else None
-            for part, weight, x, wanted in zip(parts, weights, given, of_inputs, strict=False)
+            part.mm(weight).view_as(x) if needs else None
+            for part, weight, x, needs in zip(
+                parts, self._cut(weights, biases)[0], inputs, of_inputs[::-1], strict=False
+            )
         ]
-        flat = [x.view(shape) for x, shape in zip(given, self._rows[::-1], strict=False)]
-        own = iter(of_parameters[2:])
-        if len(of_parameters) == 4 and products > 1:
-            pairs = [_of_projection(*each, *of_parameters[2:]) for each in zip(parts, flat, strict=True)][::-1]
-            return [*of_x, *found, *(_joined(each) for each in zip(*pairs, strict=True))]
-        for part, x in zip(parts, flat, strict=True):
-            found += _of_projection(part, x, next(own), next(own))
-        return [*of_x, *found]
+        both = [*zip(parts, map(Tensor.view, inputs, self._rows), strict=True)]
+        if len(wanted) == 2 and products > 1:
+            pairs = [_of_projection(*each, *wanted) for each in both]
+            found += map(_joined, zip(*pairs, strict=True))
+        else:
+            for each, bias, weight in zip(both[::-1], wanted[::2], wanted[1::2], strict=True):
+                found += _of_projection(*each, bias, weight)
+        return [*of_x[::-1], *found]
 
     def derive_again(self, gradient: Tensor, saved: _Saved) -> OptionalTensors:
         """The same, of every order, from operations that PyTorch can differentiate."""
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
             leaves = [None if tensor is None else tensor.view_as(tensor) for tensor in saved.tensors]
-            inputs, parameters = cast("list[Tensor]", leaves[: self.products][::-1]), leaves[self.products :][::-1]
-            projected = tuple(map(_linear, [x.flatten(0, 1) for x in inputs], *self._cut(parameters[:-2])))
+            inputs, weights, biases = _in_order(leaves, self.products)
+            projected = tuple(map(_linear, [x.flatten(0, 1) for x in inputs], *self._cut(weights, biases)))
             seen = reach(cast(Mask, saved.mask), self.template.grid) if saved.hides else Reach(None, None)
             q, k, v = without_hidden(*cut(projected, self.lengths, self.heads), seen)
             mask = self.template.mask if saved.mask is None else saved.mask
             mixed = ReferenceKernel().run(replace(self.template, query=q, key=k, value=v, mask=mask))[0]  # (B, H, L, D)
-            output = _linear(self._merged(mixed), *parameters[-2:])
+            output = _linear(self._merged(mixed), weights[-1], biases[-1])
             given = [leaf for leaf in leaves if leaf is not None]
             found = iter(gradients_of([output], given, [gradient]))
         return [None if leaf is None else next(found) for leaf in leaves]
@@ -148,6 +154,11 @@ class Step:
 
 
 _linear: Any = F.linear
+
+
+def _in_order(tensors: Any, products: int) -> tuple[Any, Any, Any]:
+    """Inputs, weights and biases from inputs and parameters that stand last first."""
+    return tensors[:products][::-1], tensors[:products:-2], tensors[-2 : products - 1 : -2]
 
 
 def _of_projection(rows: Tensor, inputs: Tensor, bias: bool, weight: bool) -> list[Tensor | None]:
@@ -182,9 +193,9 @@ class _OneStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, step: Step, mask: Mask | None, *tensors: Tensor | None) -> Tensor:
-        inputs: Any = tensors[: step.products][::-1]
+        inputs, weights, biases = _in_order(tensors, step.products)
         lse = step.attention.empty_lse(inputs[0])
-        output, projected, merged, hides = step.compute(inputs, tensors[step.products :][::-1], mask, lse)
+        output, projected, merged, hides = step.compute(inputs, weights, biases, mask, lse)
         added = () if mask is None else marks_and_numbers(mask)[1:]  # saved, so that nobody changes it meanwhile
         ctx.step, ctx.mask, ctx.hides = step, mask, hides
         ctx.save_for_backward(lse, merged, *projected, *tensors, *added)
