@@ -80,7 +80,7 @@ def remember(kind: Any, call: AttentionCall, query: Tensor, key: Tensor, value: 
         query, key, value: as they were given.
 
     Returns:
-        The function of query, key, value and mask that computes it; ``None`` where the next call may need another.
+        The function of query, key, value and mask that computes it; ``None`` where the call is to be computed as it is.
     """
     if kind in _plans or call.query.dim() != 4 or len(kind[0][0]) != 4:
         return None
@@ -89,7 +89,7 @@ def remember(kind: Any, call: AttentionCall, query: Tensor, key: Tensor, value: 
     else:
         plan = _plan(call)
     keep(kind, plan)
-    return plan
+    return plan if call.reach.queries is call.reach.keys is None else None  # what is hidden is set to zero already
 
 
 def _plan_masked(call: AttentionCall) -> Plan | None:

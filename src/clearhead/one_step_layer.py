@@ -142,7 +142,8 @@ class Step:
             seen = reach(cast(Mask, saved.mask), self.template.grid) if saved.hides else Reach(None, None)
             q, k, v = without_hidden(*cut(projected, self.lengths, self.heads), seen)
             mask = self.template.mask if saved.mask is None else saved.mask
-            mixed = ReferenceKernel().run(replace(self.template, query=q, key=k, value=v, mask=mask))[0]  # (B, H, L, D)
+            call = replace(self.template, query=q, key=k, value=v, mask=mask, reach=seen)
+            mixed = ReferenceKernel().run(call)[0]  # (B, H, L, D)
             output = _linear(self._merged(mixed), weights[-1], biases[-1])
             given = [leaf for leaf in leaves if leaf is not None]
             found = iter(gradients_of([output], given, [gradient]))
