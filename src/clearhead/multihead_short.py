@@ -53,10 +53,23 @@ def _at_once(
     if not may_be_one_step(inputs[0]) or (module.training and (type(module.dropout) is not float or module.dropout)):
         return None
     parameters = bare_parameters(*map(modules.get, ("q_proj", "k_proj", "v_proj", "out_proj")))
-    if parameters is None:
+    if parameters is None or (mask is not None and not _is_small(module, *inputs)):
         return None
     heads = (module.num_heads, module.num_kv_heads, module.head_dim, True)
     return one_step(inputs, parameters, heads, module.scale, None if mask is None else as_mask(mask))
+
+
+def _is_small(module: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether nothing is to be gained by leaving padding out."""
+    if any(type(x) is not Tensor or x.is_nested or x.dim() != 3 for x in (query, key, value)):
+        return False
+    return _costs(module, query, key, value).are_low(query.shape[1], key.shape[1])
+
+
+def _costs(module: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor) -> Costs:
+    inner, kv_inner = module.num_heads * module.head_dim, module.num_kv_heads * module.head_dim
+    of_key = (key.shape[2] + value.shape[2]) * kv_inner
+    return Costs((query.shape[2] + module.embed_dim) * inner, of_key, 2 * inner)
 
 
 def _alone(module: MultiHeadAttention, x: Tensor) -> Tensor | None:
@@ -79,10 +92,7 @@ def _without_padding(
     if parameters is None:
         return None
     require_keys(module, query, key, value)
-    inner, kv_inner = module.num_heads * module.head_dim, module.num_kv_heads * module.head_dim
-    of_key = (key.shape[2] + value.shape[2]) * kv_inner
-    costs = Costs((query.shape[2] + module.embed_dim) * inner, of_key, 2 * inner)
-    padding = find_padding(as_mask(mask), query, key, module.num_heads, costs)
+    padding = find_padding(as_mask(mask), query, key, module.num_heads, _costs(module, query, key, value))
     if padding is None:
         return None
     multiply, inputs = eager_linear(), padding.take(query, key, value)

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["alone", "tiny", "without_padding"]
 
 _CAUSAL = cast(Causal, causal())
-_MOST = 1 << 20  # numbers in inputs beyond which no call is tiny, so that its masks need not be looked at
 
 
 def tiny(
@@ -53,7 +52,7 @@ def tiny(
         return None
     mask = _CAUSAL if is_causal else None
     if attn_mask is not None or key_padding_mask is not None:
-        mask = _mask(query, key, key_padding_mask, attn_mask, mask, module.batch_first)
+        mask = _mask(module, query, key, key_padding_mask, attn_mask, mask)
         if mask is None:
             return None
     inputs = (query, key, value) if key is not value else (query, key) if query is not key else (query,)
@@ -62,13 +61,24 @@ def tiny(
 
 
 def _mask(
-    query: Tensor, key: Tensor, padding: Tensor | None, attn_mask: Tensor | None, rule: Mask | None, batch_first: bool
+    module: MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    padding: Tensor | None,
+    attn_mask: Tensor | None,
+    rule: Mask | None,
 ) -> Mask | None:
-    """What `convention.hidden_mask` gives, of an (L, S) mask and padding (N, S); ``None`` for others."""
-    if query.dim() != 3 or type(key) is not Tensor or key.dim() != 3 or query.numel() > _MOST or key.numel() > _MOST:
+    """What `convention.hidden_mask` gives, of an (L, S) mask and padding (N, S).
+
+    ``None`` for others, and for calls so large that leaving padding out may be worth while.
+    """
+    if type(key) is not Tensor or key.is_nested or query.is_nested or query.dim() != 3 or key.dim() != 3:
+        return None
+    first = module.batch_first
+    length, (batch, keys) = query.shape[1 if first else 0], key.shape[:2] if first else key.shape[1::-1]
+    if not _costs(module).are_low(length, keys):
         return None
     parts = [] if rule is None else [rule]
-    length, (batch, keys) = query.shape[1 if batch_first else 0], key.shape[:2] if batch_first else key.shape[1::-1]
     if padding is not None:
         if type(padding) is not Tensor or padding.shape != (batch, keys):
             return None
@@ -135,9 +145,7 @@ def without_padding(
     q, k = (x if module.batch_first else x.transpose(0, 1) for x in (query, key))
     sizes = Sizes(q.shape[0], module.num_heads, q.shape[1], k.shape[1], 0)
     mask = hidden_mask(attn_mask, key_padding_mask, is_causal, sizes)
-    width = module.embed_dim
-    costs = Costs(2 * width * width, (cast(int, module.kdim) + cast(int, module.vdim)) * width, 2 * width)
-    padding = find_padding(mask, q, k, module.num_heads, costs)
+    padding = find_padding(mask, q, k, module.num_heads, _costs(module))
     if padding is None:
         return None
     inputs = padding.take(query, key, value, module.batch_first)  # (T, E) each
@@ -146,3 +154,8 @@ def without_padding(
     mixed = padding.attend(*projected, module.head_dim, None, module.dropout if module.training else 0.0)
     output = padding.finish(mixed, module.out_proj, apply_linear)  # (N, L, E)
     return output if module.batch_first else output.transpose(0, 1)
+
+
+def _costs(module: MultiheadAttention) -> Costs:
+    width = module.embed_dim
+    return Costs(2 * width * width, (cast(int, module.kdim) + cast(int, module.vdim)) * width, 2 * width)
