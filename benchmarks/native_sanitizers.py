@@ -23,6 +23,7 @@ FLAGS = ["-std=gnu++17", "-O1", "-g", "-fopenmp", "-fPIC", "-shared", "-fno-omit
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 TESTS = [
     "tests/native",
+    "tests/masks/test_reach.py",
     *(f"tests/kernels/test_native{part}.py" for part in ("", "_blocks", "_bias")),
     "tests/inspection/test_statistics_native.py",
 ]

@@ -120,7 +120,7 @@ def attention(
         and (kind := kind_of_call(query, key, value, mask, scale, dropout_p)) is not None
         and (compute := recall(kind)) is not None
     ):
-        return compute(query, key, value)
+        return compute(query, key, value, mask)
     query, key, value = cast_for_autocast(query, key, value)
     with autocast_off(query):
         call = build_call(
@@ -136,8 +136,8 @@ def attention(
             key_positions=key_positions,
             return_lse=return_lse,
         )
-        if kind is not None and (compute := remember(kind, call)) is not None:
-            return compute(query, key, value)
+        if kind is not None and (compute := remember(kind, call, query, key, value)) is not None:
+            return compute(query, key, value, mask)
         output, lse = run_call(call)
     if query.dim() == 3:
         output, lse = output.squeeze(0), None if lse is None else lse.squeeze(0)

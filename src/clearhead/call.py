@@ -18,7 +18,7 @@ from .masks.grid import Grid
 from .masks.reach import Reach, reach
 from .masks.tensors import as_mask
 
-__all__ = ["AttentionCall", "build_call", "is_finite", "is_probability", "number"]
+__all__ = ["AttentionCall", "build_call", "is_finite", "is_probability", "number", "without_hidden"]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -134,11 +134,7 @@ def build_call(
     if checked is not None:
         checked.validate(grid)
         seen = reach(checked, grid)
-    if seen.queries is not None:
-        query = query.masked_fill(~seen.queries, 0)
-    if seen.keys is not None:
-        seen_keys = _per_key_head(seen.keys, key.shape[1])
-        key, value = key.masked_fill(~seen_keys, 0), value.masked_fill(~seen_keys, 0)
+    query, key, value = without_hidden(query, key, value, seen)
     return AttentionCall(
         query=query,
         key=key,
@@ -153,6 +149,16 @@ def build_call(
         grid=grid,
         reach=seen,
     )
+
+
+def without_hidden(query: Tensor, key: Tensor, value: Tensor, seen: Reach) -> tuple[Tensor, Tensor, Tensor]:
+    """Zero for queries that see no key, and for keys and values that no query sees."""
+    if seen.queries is not None:
+        query = query.masked_fill(~seen.queries, 0)
+    if seen.keys is not None:
+        seen_keys = _per_key_head(seen.keys, key.shape[1])
+        key, value = key.masked_fill(~seen_keys, 0), value.masked_fill(~seen_keys, 0)
+    return query, key, value
 
 
 def _per_key_head(seen: Tensor, num_kv_heads: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor
 from .call import AttentionCall
 from .kernels.dispatch import choose, forced_kernel
 from .kernels.second_order import allow_second_derivatives
-from .masks.positional import Causal
+from .masks.kinds import has_tensors, kind_of_mask
+from .masks.reach import Reach
 from .observe import watched
 from .tracing import is_tracing, is_transformed
 
 __all__ = ["forget_calls", "keep", "kind_of_call", "recall", "remember"]
 
-Plan = Callable[[Tensor, Tensor, Tensor], Tensor]
+Plan = Callable[..., Tensor]  # of query, key, value and mask
 
 _NUMBERS = (float, int)
 _MOST = 256  # a decoder meets a new kind with every token, and none of them again
@@ -36,9 +38,8 @@ def kind_of_call(
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
         return None
-    rule = None if mask is None else mask.align if type(mask) is Causal else 0
     # Numbers of other types may be equal to these, and are refused.
-    if rule == 0 or dropout_p or type(dropout_p) not in _NUMBERS or not (scale is None or type(scale) is float):
+    if dropout_p or type(dropout_p) not in _NUMBERS or not (scale is None or type(scale) is float):
         return None
     if not (query.is_cpu and key.is_cpu and value.is_cpu) or is_tracing() or watched():
         return None
@@ -48,7 +49,10 @@ def kind_of_call(
     if inner._len_torch_dispatch_stack() or query.is_neg() or key.is_neg() or value.is_neg():
         return None
     wanted = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    rule = None
     try:
+        if mask is not None and (rule := kind_of_mask(mask)) is None:
+            return None
         shapes = (query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride())
     except RuntimeError:  # nested and sparse tensors have none
         return None
@@ -67,26 +71,45 @@ def keep(kind: Hashable, plan: object) -> None:
     _plans[kind] = plan
 
 
-def remember(kind: Any, call: AttentionCall) -> Plan | None:
+def remember(kind: Any, call: AttentionCall, query: Tensor, key: Tensor, value: Tensor) -> Plan | None:
     """Choose the kernel for a call of this kind, which has been validated, and keep the choice.
 
+    Args:
+        kind: of the call.
+        call: with what its mask hides set to zero, perhaps in copies.
+        query, key, value: as they were given.
+
     Returns:
-        The function of query, key and value that computes it; ``None`` where the next call may need another.
+        The function of query, key, value and mask that computes it; ``None`` where the call is to be computed as it is.
     """
-    if call.query.dim() != 4 or len(kind[0][0]) != 4 or call.reach.queries is not None or call.reach.keys is not None:
+    if kind in _plans or call.query.dim() != 4 or len(kind[0][0]) != 4:
+        return None
+    if has_tensors(kind[4]):
+        plan = _plan_masked(replace(call, query=query, key=key, value=value, reach=Reach(None, None)))
+    else:
+        plan = _plan(call)
+    keep(kind, plan)
+    return plan if call.reach.queries is call.reach.keys is None else None  # what is hidden is set to zero already
+
+
+def _plan_masked(call: AttentionCall) -> Plan | None:
+    kernel = choose(call)
+    return kernel.prepare_masked(call) if kernel.twice_differentiable else None
+
+
+def _plan(call: AttentionCall) -> Plan | None:
+    if call.reach.queries is not None or call.reach.keys is not None:
         return None
     kernel = choose(call)
     compute = kernel.prepare(call)
     if kernel.twice_differentiable or not call.needs_gradients:
-        keep(kind, compute)
-        return compute
+        return lambda query, key, value, _mask: compute(query, key, value)
     template = call.without_tensors()
 
-    def differentiable_twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def differentiable_twice(query: Tensor, key: Tensor, value: Tensor, _mask: object) -> Tensor:
         output = compute(query, key, value)
         return allow_second_derivatives(kernel.name, template, output, None, (query, key, value))[0]
 
-    keep(kind, differentiable_twice)
     return differentiable_twice
 
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from .attention import attention
 from .linear import eager_linear
 from .masks.base import Mask
-from .masks.positional import Causal
 from .masks.tensors import as_mask
 from .multihead_checks import complete, require_keys
 from .one_step import may_be_one_step, one_step
@@ -36,27 +35,41 @@ def short_way(
     parts = module.__dict__  # looked up here, attributes of modules take their time
     if module.mask is not None or module.softcap is not None or parts["_parameters"].get("sinks") is not None:
         return None
-    of_itself = value is None if key is None else key is query and (value is None or value is query)
-    if of_itself and (mask is None or type(mask) is Causal):
-        output = _at_once(module, query, mask, parts["_modules"])
-        if output is not None:
-            return output
+    output = _at_once(module, (query, *complete(query, key, value)), mask, parts["_modules"])
+    if output is not None:
+        return output
     if mask is not None:
         return _without_padding(module, query, key, value, mask)
     return _alone(module, query) if key is None and value is None else None
 
 
 def _at_once(
-    module: MultiHeadAttention, x: Tensor, mask: Causal | None, modules: dict[str, nn.Module | None]
+    module: MultiHeadAttention,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    mask: Mask | Tensor | None,
+    modules: dict[str, nn.Module | None],
 ) -> Tensor | None:
-    """Self-attention of a tiny call."""
-    if not may_be_one_step(x) or (module.training and (type(module.dropout) is not float or module.dropout)):
+    """A tiny call."""
+    if not may_be_one_step(inputs[0]) or (module.training and (type(module.dropout) is not float or module.dropout)):
         return None
     parameters = bare_parameters(*map(modules.get, ("q_proj", "k_proj", "v_proj", "out_proj")))
-    if parameters is None:
+    if parameters is None or (mask is not None and not _is_small(module, *inputs)):
         return None
     heads = (module.num_heads, module.num_kv_heads, module.head_dim, True)
-    return one_step(x, tuple(parameters), heads, module.scale, mask)
+    return one_step(inputs, parameters, heads, module.scale, None if mask is None else as_mask(mask))
+
+
+def _is_small(module: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether nothing is to be gained by leaving padding out."""
+    if any(type(x) is not Tensor or x.is_nested or x.dim() != 3 for x in (query, key, value)):
+        return False
+    return _costs(module, query, key, value).are_low(query.shape[1], key.shape[1])
+
+
+def _costs(module: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor) -> Costs:
+    inner, kv_inner = module.num_heads * module.head_dim, module.num_kv_heads * module.head_dim
+    of_key = (key.shape[2] + value.shape[2]) * kv_inner
+    return Costs((query.shape[2] + module.embed_dim) * inner, of_key, 2 * inner)
 
 
 def _alone(module: MultiHeadAttention, x: Tensor) -> Tensor | None:
@@ -79,10 +92,7 @@ def _without_padding(
     if parameters is None:
         return None
     require_keys(module, query, key, value)
-    inner, kv_inner = module.num_heads * module.head_dim, module.num_kv_heads * module.head_dim
-    of_key = (key.shape[2] + value.shape[2]) * kv_inner
-    costs = Costs((query.shape[2] + module.embed_dim) * inner, of_key, 2 * inner)
-    padding = find_padding(as_mask(mask), query, key, module.num_heads, costs)
+    padding = find_padding(as_mask(mask), query, key, module.num_heads, _costs(module, query, key, value))
     if padding is None:
         return None
     multiply, inputs = eager_linear(), padding.take(query, key, value)

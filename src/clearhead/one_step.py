@@ -1,4 +1,4 @@
-"""Self-attention layers as one step of autograd: for tiny calls, whose time goes into the number of operations.
+"""Attention layers as one step of autograd: for tiny calls, whose time goes into the number of operations.
 
 The numbers are computed as the layer's modules compute them, product for product and in the same order, forward and
 backward. So nobody can tell from the result which way it went: a hook, a recorder or checkpointing changes no bit.
@@ -6,43 +6,28 @@ backward. So nobody can tell from the result which way it went: a hook, a record
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, cast, final
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
-from .call import AttentionCall, build_call
-from .kernels.base import FlatAttention
+from .call import build_call
+from .errors import ClearheadError
 from .kernels.dispatch import choose, forced_kernel
-from .kernels.reference import ReferenceKernel
-from .kernels.second_order import asks_for_reference, gradients_of
 from .known_calls import keep, recall
 from .linear import forced_product, is_pytorchs_product
-from .masks.positional import Causal
+from .masks.base import Mask
+from .masks.kinds import has_tensors, kind_of_mask
+from .masks.reach import Reach
 from .native import extension
 from .observe import watched
+from .one_step_layer import Heads, OptionalTensors, Step, cut, differentiable_step
 from .tracing import is_tracing
 
 __all__ = ["may_be_one_step", "one_step"]
-
-Parameters = tuple["Tensor | None", ...]
-
-
-class Heads(NamedTuple):
-    """H, Hkv and D, and whether batches come before positions."""
-
-    queries: int
-    keys: int
-    dim: int
-    batch_first: bool
-
-    @property
-    def widths(self) -> list[int]:
-        """Features of queries, keys and values."""
-        return [self.queries * self.dim, self.keys * self.dim, self.keys * self.dim]
 
 
 def may_be_one_step(x: Tensor) -> bool:
@@ -51,28 +36,36 @@ def may_be_one_step(x: Tensor) -> bool:
 
 
 def one_step(
-    x: Tensor, parameters: Parameters, heads: tuple[int, int, int, bool], scale: object, mask: Causal | None
+    inputs: tuple[Tensor, ...],
+    parameters: OptionalTensors,
+    heads: tuple[int, int, int, bool],
+    scale: object,
+    mask: Mask | None,
 ) -> Tensor | None:
-    """Attention of `x` to itself between its projections.
+    """Attention between its projections.
 
     Args:
-        x: (B, L, E), or (L, B, E), of which `may_be_one_step` is true.
-        parameters: weight and bias or ``None`` of query, key, value and output, or of one projection that gives the
-            first three side by side, and of the output; of modules on which nothing hangs.
-        heads: H, Hkv, D, and whether x is (B, L, E).
+        inputs: what each projection takes, (B, length, E) or (length, B, E): that of query, key and value; that of
+            query, and that of key and value; or that of all three.
+        parameters: weight and bias or ``None`` of each projection, or of one that gives all three side by side, and of
+            the output's; of modules on which nothing hangs.
+        heads: H, Hkv, D, and whether batches come before positions.
         scale: ``None``, or a float.
-        mask: a causal one, or none.
+        mask: of any kind.
 
     Returns:
-        The output, laid out like x; ``None`` where the call is no tiny one, where something looks at single
-        operations, and where an input is wrong.
+        The output, laid out like the first input; ``None`` where the call is no tiny one, where something looks at
+        single operations, and where an input is wrong.
     """
-    if x.is_nested or not _is_ordinary(x) or not _is_undisturbed():
+    shapes = []
+    for x in inputs:
+        if type(x) is not Tensor or x.is_nested or not _is_ordinary(x):
+            return None
+        shapes.append(x.shape)
+    if not _is_undisturbed() or not (scale is None or type(scale) is float):
         return None
-    if scale is not None and type(scale) is not float:
-        return None
-    weights: tuple[Any, ...] = parameters[::2]
-    biases, shapes = parameters[1::2], []
+    weights: Any = parameters[::2]
+    biases = parameters[1::2]
     for weight in weights:
         if type(weight) not in _TYPES or not _is_ordinary(weight):
             return None
@@ -80,18 +73,20 @@ def one_step(
     for bias in biases:
         if type(bias) not in _OF_BIASES:
             return None
-    kind = (x.shape, *shapes, heads, scale, None if mask is None else mask.align)
+    rule = None
+    if mask is not None and (rule := kind_of_mask(mask)) is None:
+        return None
+    kind = (*shapes, len(inputs), heads, scale, rule)
     step = recall(kind, _UNKNOWN)
     if step is _UNKNOWN:
-        step = _prepare(x, shapes, Heads(*heads), scale, mask)
+        step = _prepare(inputs, shapes[len(inputs) :], Heads(*heads), scale, mask)
         keep(kind, step)
     if step is None:
         return None
-    if torch.is_grad_enabled() and (x.requires_grad or any(p is not None and p.requires_grad for p in parameters)):
-        # Last first: so autograd meets the modules' gradients, and adds up those of what they share.
-        output: Any = _OneStep.apply(step, *(x,) * step.products, *parameters[::-1])
-        return output
-    return step.compute(x, weights, biases, None)[0]
+    tensors = mask if has_tensors(rule) else None
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (*inputs, *parameters)):
+        return differentiable_step(step, inputs, parameters, tensors)
+    return step.compute(inputs, weights, biases, tensors, None)[0]
 
 
 _TYPES: Final = (nn.Parameter, Tensor)  # no subclasses: they mean something of their own by a product
@@ -123,144 +118,47 @@ def _is_undisturbed() -> bool:
 
 
 def _prepare(
-    x: Tensor, shapes: list[torch.Size], heads: Heads, scale: float | None, mask: Causal | None
-) -> _Step | None:
+    inputs: tuple[Tensor, ...], weights: list[torch.Size], heads: Heads, scale: float | None, mask: Mask | None
+) -> Step | None:
     """What is the same in every call of a kind; ``None`` for those that go another way."""
-    if x.dim() != 3 or any(len(shape) != 2 for shape in shapes) or 0 in (*x.shape, *heads[:3], *shapes[-1]):
+    shapes = [x.shape for x in inputs]
+    sizes = (*(size for shape in shapes for size in shape), *heads[:3], *weights[-1])
+    if any(len(shape) != 3 for shape in shapes) or any(len(shape) != 2 for shape in weights) or 0 in sizes:
         return None
-    inputs = [x.shape[2]] * (len(shapes) - 1) + [heads.queries * heads.dim]
-    given = [shape[0] for shape in shapes[:-1]]
-    if [shape[1] for shape in shapes] != inputs or given not in ([sum(heads.widths)], heads.widths):
+    if not _fit(shapes, weights, heads):
         return None
-    rows = x.shape[0] * x.shape[1]
-    if not all(is_pytorchs_product(rows, shape.numel()) for shape in shapes):
+    rows = [shape[0] * shape[1] for shape in shapes]
+    widths = heads.widths(len(inputs))
+    products = [*zip(rows, (w * shape[2] for w, shape in zip(widths, shapes, strict=True)), strict=True)]
+    if not all(is_pytorchs_product(*each) for each in (*products, (rows[0], weights[-1].numel()))):
         return None
-    projected = tuple(x.new_empty(rows, width) for width in given)
+    projected = tuple(inputs[0].new_empty(count, width) for count, width in zip(rows, widths, strict=True))
+    attended = cut(projected, (shapes[0][:2], shapes[-1][:2]), heads)
     nothing: dict[str, Any] = dict.fromkeys(("softcap", "sinks", "query_positions", "key_positions"))
-    call = build_call(*_cut(projected, x, heads), mask, scale=scale, dropout_p=0.0, return_lse=False, **nothing)
-    if call.reach.queries is not None or call.reach.keys is not None:
+    try:
+        call = build_call(*attended, mask, scale=scale, dropout_p=0.0, return_lse=False, **nothing)
+    except ClearheadError:
         return None
+    if not has_tensors(kind_of_mask(mask)):
+        if call.reach.queries is not None or call.reach.keys is not None:
+            return None
+    else:  # what is hidden may be other keys the next time
+        call = replace(call.with_tensors(*attended, *call.bias_tensors), reach=Reach(None, None))
     attention = choose(call).prepare_flat(call, projected)
-    if attention is None:
-        return None
-    shape = (x.shape[0], x.shape[1], shapes[-1][0])
-    return _Step(call.without_tensors(), attention, heads, len(given), (rows, x.shape[2]), shape)
+    return None if attention is None else Step(call.without_tensors(), attention, heads, shapes, weights[-1][0])
 
 
-def _cut(projected: tuple[Tensor, ...], x: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """(B·L, H·D) and (B·L, Hkv·D) twice, or one tensor of all → (B, H, L, D) and (B, Hkv, L, D) twice."""
-    if len(projected) == 1:
-        projected = projected[0].split(heads.widths, -1)
-    order = (0, 2, 1, 3) if heads.batch_first else (1, 2, 0, 3)
-    q, k, v = (each.view(*x.shape[:2], -1, heads.dim).permute(order) for each in projected)
-    return q, k, v
-
-
-def _merged(mixed: Tensor, heads: Heads) -> Tensor:
-    """(B, H, L, D) → (B, L, H·D), or (L, B, H·D)."""
-    return mixed.permute((0, 2, 1, 3) if heads.batch_first else (2, 0, 1, 3)).flatten(2)
-
-
-@final
-class _Step:
-    """One kind of call.
-
-    Args:
-        template: the attention call in it, without its tensors.
-        attention: which computes it.
-        heads: how the projections are cut.
-        products: how many projections there are before it, 1 or 3.
-        rows: shape of x, (B·L, E).
-        shape: of the output, as (B, L, E).
-    """
-
-    def __init__(
-        self,
-        template: AttentionCall,
-        attention: FlatAttention,
-        heads: Heads,
-        products: int,
-        rows: tuple[int, int],
-        shape: tuple[int, int, int],
-    ) -> None:
-        self.template, self.attention, self.heads, self.products = template, attention, heads, products
-        self.rows, self.shape = rows, shape
-
-    def compute(
-        self, x: Tensor, weights: Parameters, biases: Parameters, lse: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        """The output like x, the projections (B·L, H·D) and the merged heads (B·L, H·D)."""
-        rows = x.view(*self.rows)
-        projected = tuple(map(_linear, (rows,) * self.products, weights, biases))  # the last ones are the output's
-        merged = self.attention.forward(projected, lse)
-        return _linear(merged, weights[-1], biases[-1]).view(*self.shape), projected, merged
-
-    def derive(
-        self, gradient: Tensor, needed: tuple[bool, ...], saved: tuple[Tensor, ...], weights: tuple[Tensor, ...]
-    ) -> list[Tensor | None]:
-        """Gradients of x by each projection, and of the parameters, as `_OneStep.forward` takes them."""
-        x, lse, merged, *projected = saved
-        wanted = iter(needed)
-        inputs = [next(wanted) for _ in projected]
-        rows = gradient.reshape(-1, gradient.shape[2])
-        found = _parameters(rows, merged, next(wanted), next(wanted))
-        if not any(inputs) and not any(needed[len(projected) + 2 :]):
-            return [None] * len(projected) + found + [None] * 2 * len(projected)
-        parts = self.attention.backward(tuple(projected), merged, lse, rows.mm(weights[0]))
-        flat = x.view(*self.rows)
-        of_x: list[Tensor | None] = []
-        for part, weight, needs in zip(parts[::-1], weights[1:], inputs, strict=True):
-            of_x.append(part.mm(weight).view_as(x) if needs else None)
-            found += _parameters(part, flat, next(wanted), next(wanted))
-        return of_x + found
-
-    def derive_again(self, gradient: Tensor, x: Tensor, parameters: Parameters) -> list[Tensor | None]:
-        """The same, of every order, from operations that PyTorch can differentiate."""
-        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            leaves = [None if tensor is None else tensor.view_as(tensor) for tensor in (x, *parameters)]
-            own, *rest = leaves
-            biases, weights = rest[::2], rest[1::2]
-            own = cast(Tensor, own)
-            rows = own.flatten(0, 1)
-            projected = tuple(map(_linear, (rows,) * self.products, weights[:0:-1], biases[:0:-1]))
-            call = self.template.with_tensors(*_cut(projected, own, self.heads))
-            mixed = ReferenceKernel().run(call)[0]  # (B, H, L, D)
-            output = _linear(_merged(mixed, self.heads), weights[0], biases[0])
-            given = [leaf for leaf in leaves if leaf is not None]
-            found = iter(gradients_of([output], given, [gradient]))
-        of_x, *of_parameters = [None if leaf is None else next(found) for leaf in leaves]
-        return [of_x, *[None] * (self.products - 1), *of_parameters]
-
-
-_linear: Any = F.linear
-
-
-def _parameters(rows: Tensor, inputs: Tensor, bias: bool, weight: bool) -> list[Tensor | None]:
-    """Gradients of a projection's bias and weight, from its input and the gradient of its output, (B·L, …) each."""
-    return [rows.sum(0) if bias else None, rows.t().mm(inputs) if weight else None]
-
-
-class _OneStep(torch.autograd.Function):
-    """Takes x once for each projection, so that its gradients are added up where the modules' would be."""
-
-    @staticmethod
-    def forward(ctx: Any, step: _Step, *tensors: Tensor | None) -> Tensor:
-        x: Any = tensors[0]
-        parameters = tensors[step.products :]
-        lse = step.attention.empty_lse(x)
-        output, projected, merged = step.compute(x, parameters[::-2], parameters[-2::-2], lse)
-        ctx.step = step
-        ctx.save_for_backward(x, lse, merged, *projected, *parameters)
-        return output.detach()  # no view, so that it may be changed in place
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        step, saved, (gradient,) = ctx.step, ctx.saved_tensors, gradients
-        first = 3 + step.products
-        if asks_for_reference(gradient):
-            return None, *step.derive_again(gradient, saved[0], saved[first:])
-        needed, weights = ctx.needs_input_grad[1:], saved[first + 1 :: 2]
-        if torch._C._is_any_autocast_enabled():  # pyright: ignore
-            with torch.autocast("cpu", enabled=False):
-                return None, *step.derive(gradient, needed, saved[:first], weights)
-        return None, *step.derive(gradient, needed, saved[:first], weights)
+def _fit(shapes: list[torch.Size], weights: list[torch.Size], heads: Heads) -> bool:
+    """Whether inputs fit their weights and each other."""
+    batch = 0 if heads.batch_first else 1
+    if any(shape[:2] != shapes[-1][:2] for shape in shapes[1:]) or shapes[0][batch] != shapes[-1][batch]:
+        return False
+    *projections, last = weights
+    features = [shape[2] for shape in shapes]
+    if len(projections) == 1:
+        expected = [(sum(heads.widths(3)), features[0])]
+        if len(set(features)) > 1:
+            return False
+    else:
+        expected = [*zip(heads.widths(3), features, strict=False)]
+    return [tuple(shape) for shape in projections] == expected and last[1] == heads.queries * heads.dim

@@ -40,6 +40,10 @@ class Costs:
     def of(self, queries: int, keys: int, pairs: int) -> int:
         return queries * self.query + keys * self.key + pairs * self.pair
 
+    def are_low(self, length: int, keys: int) -> bool:
+        """Whether an item of so many queries and keys is too small for anything to be gained."""
+        return self.of(length, keys, length * keys) < _WORTH_A_CALL
+
 
 @dataclass(frozen=True)
 class Side:
@@ -149,7 +153,7 @@ def find_padding(mask: Mask | None, query: Tensor, key: Tensor, num_heads: int, 
         return None
     grid = Grid(query.shape[0], num_heads, query.shape[1], key.shape[1], query.device)
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
-    if 0 in (batch, length, keys_length) or costs.of(length, keys_length, length * keys_length) < _WORTH_A_CALL:
+    if 0 in (batch, length, keys_length) or costs.are_low(length, keys_length):
         return None
     mask.validate(grid)
     seeing, seen, rest = _sides(mask, grid)

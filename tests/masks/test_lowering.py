@@ -79,10 +79,14 @@ def pieces(draw: st.DataObject, length: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise([0, *sorted(cuts - {length}), length])]
 
 
-@given(cases(), st.integers(1, 3), st.sampled_from([0, 1 << 16]))
-def test_hidden_queries_and_keys_are_found_exactly(case: tuple[Mask, Grid], edge: int, few_cells: int) -> None:
+@given(cases(), st.integers(1, 3), st.sampled_from([0, 1 << 16]), st.booleans())
+def test_hidden_queries_and_keys_are_found_exactly(
+    case: tuple[Mask, Grid], edge: int, few_cells: int, native: bool
+) -> None:
     mask, grid = case
     with pytest.MonkeyPatch.context() as patch:  # these masks are too small for their borders to be looked at first
+        if not native:
+            patch.setattr("clearhead.masks.native_reach.extension", None)
         patch.setattr("clearhead.masks.reach._EDGE_ROWS", edge)
         patch.setattr("clearhead.masks.reach._EDGE_COLUMNS", edge)
         patch.setattr("clearhead.masks.reach._FEW_CELLS", few_cells)

@@ -10,8 +10,9 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..masks.base import Mask
 
-__all__ = ["FlatAttention", "Kernel", "Refusal"]
+__all__ = ["UNMASKED", "FlatAttention", "Kernel", "Masks", "Refusal"]
 
 
 class Refusal:
@@ -29,6 +30,10 @@ class Refusal:
         return self._template.format(**self._values)
 
 
+Masks = tuple[Tensor | None, Tensor | None]  # marks of what is visible, and numbers to add
+UNMASKED: Masks = (None, None)
+
+
 class FlatAttention(Protocol):
     """Attention of projections that are not cut into heads, without autograd: each pass is called by hand."""
 
@@ -36,14 +41,25 @@ class FlatAttention(Protocol):
         """(B, H, L) for the log-sum-exp."""
         ...
 
-    def forward(self, tensors: tuple[Tensor, ...], lse: Tensor | None = None) -> Tensor:
-        """(B·L, H·D); the log-sum-exp is written to `lse` where it is given."""
+    def forward(
+        self, tensors: tuple[Tensor, ...], lse: Tensor | None = None, masks: Masks = UNMASKED
+    ) -> tuple[Tensor, bool]:
+        """(B·L, H·D), and whether masks hide anybody altogether, whose rows in `tensors` are then set to zero.
+
+        The log-sum-exp is written to `lse` where it is given.
+        """
         ...
 
     def backward(
-        self, tensors: tuple[Tensor, ...], output: Tensor, lse: Tensor, gradient: Tensor
+        self,
+        tensors: tuple[Tensor, ...],
+        output: Tensor,
+        lse: Tensor,
+        gradient: Tensor,
+        masks: Masks = UNMASKED,
+        hides: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Gradients of `tensors`, from that of the output."""
+        """Gradients of `tensors`, from that of the output, and what the forward pass has said of masks."""
         ...
 
 
@@ -73,12 +89,19 @@ class Kernel(ABC):
         template = call.without_tensors()
         return lambda query, key, value: self.run(replace(template, query=query, key=key, value=value))[0]
 
+    def prepare_masked(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor, Mask | Tensor], Tensor] | None:
+        """The same for masks of the kind of this call's, whose tensors differ too; ``None`` if it cannot.
+
+        What they hide from everybody is set to zero here.
+        """
+        return None
+
     def prepare_flat(self, call: AttentionCall, projected: tuple[Tensor, ...]) -> FlatAttention | None:
         """The same on projections that are not cut into heads, as a part of a larger step; ``None`` if it cannot.
 
         Args:
-            call: self-attention.
-            projected: query, key and value, (B·L, H·D) and (B·L, Hkv·D) twice, or one tensor that holds them side
-                by side; those of later calls lie alike.
+            call: of (B, H, L, D) and twice (B, Hkv, S, D), with a mask of a known kind that is the same for all heads.
+            projected: of which those are views: query, key and value, (B·L, H·D) and twice (B·S, Hkv·D), or the last
+                two or all three side by side in one tensor; those of later calls lie alike.
         """
         return None

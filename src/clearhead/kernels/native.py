@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..masks.base import Mask
 from ..native import extension, why_missing
 from ..tracing import is_tracing, is_transformed
 from .base import Kernel, Refusal
 from .native_calls import TYPES, Request, backward, empty_lse, forward
+from .native_masked import masked
 from .native_masks import differs_between_heads, learnt_shape, lower
 from .native_operator import sinks_gradient
 from .native_prepared import Prepared, differentiable, prepare_apart, prepare_flat
@@ -66,12 +68,22 @@ class NativeKernel(Kernel):
         if prepared is None or (call.needs_gradients and call.query.dtype != torch.float32):
             return super().prepare(call)
         if call.needs_gradients:
-            return differentiable(call.without_tensors(), prepared)
-        return lambda query, key, value: prepared.forward((query, key, value))
+            compute = differentiable(call.without_tensors(), prepared)
+            return lambda query, key, value: compute(query, key, value, None)
+        return lambda query, key, value: prepared.forward((query, key, value))[0]
+
+    def prepare_masked(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor, Mask | Tensor], Tensor] | None:
+        request = _plain_request(call, masked=True)
+        prepared = None if request is None else prepare_apart(request)
+        if prepared is None or (call.needs_gradients and call.query.dtype != torch.float32):
+            return None
+        return masked(self, call, prepared)
 
     def prepare_flat(self, call: AttentionCall, projected: tuple[Tensor, ...]) -> Prepared | None:
-        request = _plain_request(call)
-        return None if request is None else prepare_flat(request, projected)
+        request = _plain_request(call, masked=True)
+        if request is None or any(mask is not None and mask.shape[1] > 1 for mask in (request.visible, request.bias)):
+            return None
+        return prepare_flat(request, projected)
 
 
 def _reasons_of_a_graph() -> list[Refusal]:
@@ -122,12 +134,12 @@ def request_of(call: AttentionCall) -> Request:
     )
 
 
-def _plain_request(call: AttentionCall) -> Request | None:
-    """The request of a call that has nothing but query, key, value and a band."""
+def _plain_request(call: AttentionCall, masked: bool = False) -> Request | None:
+    """The request of a call that has nothing but query, key, value, a band and, where they may be, tensors of masks."""
     if call.return_lse or call.dropout_p or call.sinks is not None:
         return None
     request = request_of(call)
-    return request if request.visible is request.bias is request.first is None else None
+    return request if request.first is None and (masked or request.visible is request.bias is None) else None
 
 
 class _Native(torch.autograd.Function):

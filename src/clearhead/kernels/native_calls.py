@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from .native_statistics import WeightStatistics
 
 __all__ = [
+    "LEAVE_NOBODY",
+    "LEAVE_OUT",
+    "LEAVE_TO_OTHERS",
     "TYPES",
+    "Fixed",
     "Request",
+    "address",
     "backward",
     "empty_lse",
     "empty_output",
@@ -27,6 +32,8 @@ __all__ = [
 ]
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: What the module does where masks leave queries or keys out; see `Leaving` in `native/module.cpp`.
+LEAVE_NOBODY, LEAVE_TO_OTHERS, LEAVE_OUT = range(3)
 _MATRICES = 10  # where the three inputs begin among the numbers
 _LEVELS = 1 << 16  # of the bits that decide about dropout
 _WORK_OF_ONE = 1 << 11  # multiplications of scores that one thread ends before a second has begun
@@ -73,21 +80,38 @@ def forward(request: Request, lse: Tensor | None = None, dtype: torch.dtype | No
     output = empty_output(request.query, request.value, dtype)
     numbers, kept = _numbers(request, lse)
     threads, wide = threads_for(request) or torch.get_num_threads(), output.dtype == torch.float32
-    _module().forward(instruction_set_number(), threads, *numbers, *_matrix(output), wide)
+    _module().forward(instruction_set_number(), threads, *numbers, *_matrix(output), wide, LEAVE_NOBODY)
     del kept
     return output
 
 
-def fixed_numbers(request: Request) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """What is the same from call to call: the numbers before those of query, key and value, and those after lse.
+class Fixed(NamedTuple):
+    """What is the same from call to call for tensors that lie alike: all but their addresses.
 
-    ``None`` where rows have to be laid out first.
+    Args:
+        sizes: the numbers before those of query, key and value.
+        band: those between lse and the masks.
+        visible, bias: steps of the masks.
+        dropout: the last ones.
     """
+
+    sizes: tuple[float, ...]
+    band: tuple[float, ...]
+    visible: tuple[float, ...]
+    bias: tuple[float, ...]
+    dropout: tuple[float, ...]
+
+
+def fixed_numbers(request: Request) -> Fixed | None:
+    """``None`` where rows have to be laid out first, or numbers to be copied."""
     given = (request.query, request.key, request.value)
     if any(_with_whole_rows(tensor) is not tensor for tensor in given):
         return None
+    if request.bias is not None and request.bias.dtype != torch.float32:
+        return None
     numbers, _ = _numbers(request, None)
-    return numbers[:_MATRICES], numbers[_MATRICES + 13 :]
+    rest = numbers[_MATRICES + 13 :]
+    return Fixed(numbers[:_MATRICES], rest[:8], rest[9:13], rest[14:18], rest[18:])
 
 
 def threads_for(request: Request) -> int | None:
@@ -129,9 +153,10 @@ def backward(
         *_matrix(gradients[0]),
         *_matrix(gradients[1]),
         *_matrix(gradients[2]),
-        _address(lse_gradient),
+        address(lse_gradient),
         correction.data_ptr(),
         *((0,) * 4 if bias_gradient is None else _mask(bias_gradient)[:4]),
+        LEAVE_NOBODY,
     )
     del kept
     return gradients[0], gradients[1], gradients[2], correction
@@ -146,10 +171,10 @@ def statistics(request: Request, wanted: WeightStatistics) -> None:
         threads_for(request) or torch.get_num_threads(),
         *numbers,
         *((0,) * 4 if wanted.output is None else _matrix(wanted.output)),
-        *map(_address, (wanted.counted, wanted.largest, wanted.visible)),
-        *map(_address, (wanted.entropy, wanted.confidence, wanted.norm)),
-        *map(_address, (wanted.received, wanted.viewers)),
-        *map(_address, (top, wanted.top_keys)),
+        *map(address, (wanted.counted, wanted.largest, wanted.visible)),
+        *map(address, (wanted.entropy, wanted.confidence, wanted.norm)),
+        *map(address, (wanted.received, wanted.viewers)),
+        *map(address, (top, wanted.top_keys)),
         0 if top is None else top.shape[-1],
         *((0,) * 4 if wanted.weights is None else _mask(wanted.weights)[:4]),
         *((0,) * 3 if pooled is None else (pooled.data_ptr(), *pooled.shape[2:])),
@@ -188,8 +213,8 @@ def _numbers(request: Request, lse: Tensor | None) -> tuple[tuple[float, ...], t
         *_matrix(query),
         *_matrix(key),
         *_matrix(value),
-        _address(lse),
-        _address(sinks),
+        address(lse),
+        address(sinks),
         request.low,
         request.high,
         request.stop,
@@ -209,7 +234,8 @@ def _dropout(request: Request) -> tuple[int, int, float]:
     return dropped, int(request.seed), _LEVELS / (_LEVELS - dropped) if dropped < _LEVELS else 0.0
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
+    """Of its first number; 0 without a tensor."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -223,7 +249,7 @@ def _mask(tensor: Tensor | None) -> tuple[int, ...]:
 
 
 def _spans(first: Tensor | None, last: Tensor | None) -> tuple[int, ...]:
-    return (0,) * 4 if first is None else (first.data_ptr(), _address(last), *_steps(first))
+    return (0,) * 4 if first is None else (first.data_ptr(), address(last), *_steps(first))
 
 
 def _steps(tensor: Tensor) -> tuple[int, ...]:

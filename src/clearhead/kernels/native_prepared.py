@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast, final
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..masks.base import Mask
+from ..masks.kinds import marks_and_numbers
+from ..masks.tensors import as_mask
 from ..native import extension, instruction_set_number
-from .native_calls import Request, empty_output, fixed_numbers, threads_for
+from .base import UNMASKED, Masks
+from .native_calls import (
+    LEAVE_NOBODY,
+    LEAVE_OUT,
+    LEAVE_TO_OTHERS,
+    Fixed,
+    Request,
+    address,
+    empty_output,
+    fixed_numbers,
+    threads_for,
+)
 from .second_order import asks_for_reference, reference_gradients
 
-__all__ = ["Prepared", "differentiable", "prepare_apart", "prepare_flat"]
+__all__ = ["HidesSomebody", "Prepared", "differentiable", "prepare_apart", "prepare_flat"]
 
 Tensors = tuple[Tensor, ...]
 _NO_BIAS = (0,) * 4
@@ -41,48 +55,52 @@ class _Apart:
 
 @final
 @dataclass(frozen=True)
-class _SideBySide:
-    """Keys and values begin so many bytes after the queries."""
+class _Within:
+    """For each of the three in which tensor it is, how many bytes behind its beginning, and its steps."""
 
-    steps: Steps
-    key: int
-    value: int
+    places: tuple[tuple[int, int, Steps], ...]
 
     def numbers(self, tensors: Tensors) -> tuple[int, ...]:
-        start, steps = tensors[0].data_ptr(), self.steps
-        return (start, *steps, start + self.key, *steps, start + self.value, *steps)
+        starts, numbers = [tensor.data_ptr() for tensor in tensors], ()
+        for index, behind, steps in self.places:
+            numbers += (starts[index] + behind, *steps)
+        return numbers
 
 
 @final
 class Prepared:
-    """Both passes for requests that differ from this one in the numbers of query, key and value alone.
+    """Both passes for requests that differ from this one in the numbers of query, key, value and masks alone.
 
     Args:
-        request: without tensors of a mask, sinks and dropout.
+        request: without sinks and dropout.
         fixed: its `fixed_numbers`.
         inputs: where query, key and value lie.
         gradients: where theirs do, in tensors that `torch.empty_like` gives.
         shape, strides: of the output.
         steps: of the heads in an output, or in a gradient of it.
+        leaving: what is done where masks hide anybody altogether.
     """
 
     def __init__(
         self,
         request: Request,
-        fixed: tuple[tuple[float, ...], tuple[float, ...]],
+        fixed: Fixed,
         inputs: _Layout,
         gradients: _Layout,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         steps: Callable[[Tensor], Steps],
+        leaving: int,
     ) -> None:
-        self._sizes, self._rest = fixed
+        self._sizes, self._fixed = fixed.sizes, fixed
+        self._unmasked = (*fixed.band, 0, *fixed.visible, 0, *fixed.bias, *fixed.dropout)
         self._threads = threads_for(request)
         self._inputs, self._gradients = inputs, gradients
         self._shape, self._strides, self._steps = shape, strides, steps
         self._wide = request.query.dtype == torch.float32
         self._of_output = steps(request.query.new_empty_strided(shape, strides))
         self._lse_shape = tuple(request.query.shape[:3])
+        self._leaving = leaving
         module = cast(Any, extension)
         self._forward, self._backward = module.forward, module.backward
 
@@ -90,22 +108,39 @@ class Prepared:
         """(B, H, L)."""
         return like.new_empty(self._lse_shape, dtype=torch.float32)
 
-    def forward(self, tensors: Tensors, lse: Tensor | None = None) -> Tensor:
+    def forward(self, tensors: Tensors, lse: Tensor | None = None, masks: Masks = UNMASKED) -> tuple[Tensor, bool]:
+        """The output, and whether masks hide anybody altogether; the output is then as `leaving` says."""
         output = tensors[0].new_empty_strided(self._shape, self._strides)
-        self._forward(
+        hides = self._forward(
             instruction_set_number(),
             self._threads or torch.get_num_threads(),
             *self._sizes,
             *self._inputs.numbers(tensors),
             0 if lse is None else lse.data_ptr(),
-            *self._rest,
+            *self._of_masks(masks),
             output.data_ptr(),
             *self._of_output,
             self._wide,
+            LEAVE_NOBODY if masks is UNMASKED else self._leaving,
         )
-        return output
+        return output, hides
 
-    def backward(self, tensors: Tensors, output: Tensor, lse: Tensor, gradient: Tensor) -> Tensors:
+    def _of_masks(self, masks: Masks) -> tuple[float, ...]:
+        visible, bias = masks
+        if visible is bias is None:
+            return self._unmasked
+        fixed, shown, added = self._fixed, address(visible), address(bias)
+        return (*fixed.band, shown, *fixed.visible, added, *fixed.bias, *fixed.dropout)
+
+    def backward(
+        self,
+        tensors: Tensors,
+        output: Tensor,
+        lse: Tensor,
+        gradient: Tensor,
+        masks: Masks = UNMASKED,
+        hides: bool = False,
+    ) -> Tensors:
         if gradient.stride(-1) != 1 or gradient.is_neg():
             gradient = gradient.resolve_neg().contiguous()
         gradients = tuple(map(torch.empty_like, tensors))
@@ -116,7 +151,7 @@ class Prepared:
             *self._sizes,
             *self._inputs.numbers(tensors),
             lse.data_ptr(),
-            *self._rest,
+            *self._of_masks(masks),
             gradient.data_ptr(),
             *self._steps(gradient),
             output.data_ptr(),
@@ -125,6 +160,7 @@ class Prepared:
             0,  # nobody asks for lse, so that it has no gradient
             correction.data_ptr(),
             *_NO_BIAS,
+            self._leaving if hides else LEAVE_NOBODY,
         )
         return gradients
 
@@ -137,23 +173,21 @@ def prepare_apart(request: Request) -> Prepared | None:
     tensors = (request.query, request.key, request.value)
     output = empty_output(request.query, request.value)
     inputs, gradients = _Apart(*map(_of_heads, tensors)), _Apart(*(_of_heads(torch.empty_like(x)) for x in tensors))
-    return Prepared(request, fixed, inputs, gradients, tuple(output.shape), output.stride(), _of_heads)
+    return Prepared(request, fixed, inputs, gradients, tuple(output.shape), output.stride(), _of_heads, LEAVE_TO_OTHERS)
 
 
 def prepare_flat(request: Request, projected: Tensors) -> Prepared | None:
-    """Query (B·L, H·D), key and value (B·L, Hkv·D), or one tensor of all three, → (B·L, H·D).
+    """Query (B·L, H·D), key and value (B·S, Hkv·D), the last two or all three side by side, → (B·L, H·D).
 
     The request is about views of `projected`, which are contiguous; rows count batches within positions as it does.
     """
     fixed = fixed_numbers(request)
     if fixed is None or not all(tensor.is_contiguous() for tensor in projected):
         return None
-    query, key, value = request.query, request.key, request.value
-    if len(projected) == 1:
-        start = query.data_ptr()
-        layout = _SideBySide(_of_heads(query), key.data_ptr() - start, value.data_ptr() - start)
-    else:
-        layout = _Apart(*map(_of_heads, (query, key, value)))
+    query, value, last = request.query, request.value, len(projected) - 1
+    views = enumerate((query, request.key, value))
+    places = [(min(index, last), view) for index, view in views]
+    layout = _Within(tuple((i, view.data_ptr() - projected[i].data_ptr(), _of_heads(view)) for i, view in places))
     batch, heads, length, _ = query.shape
     dim = value.shape[-1]
     shape = (batch * length, heads * dim)
@@ -164,7 +198,7 @@ def prepare_flat(request: Request, projected: Tensors) -> Prepared | None:
         step = merged.stride(0)
         return batches * step, dim, rows * step
 
-    return Prepared(request, fixed, layout, layout, shape, (shape[1], 1), steps)
+    return Prepared(request, fixed, layout, layout, shape, (shape[1], 1), steps, LEAVE_OUT)
 
 
 def _of_heads(tensor: Tensor) -> Steps:
@@ -172,26 +206,43 @@ def _of_heads(tensor: Tensor) -> Steps:
     return batch, head, row
 
 
-def differentiable(template: AttentionCall, prepared: Prepared) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The output with gradients of every order; `template` is the call without its tensors."""
+def differentiable(
+    template: AttentionCall, prepared: Prepared
+) -> Callable[[Tensor, Tensor, Tensor, Mask | Tensor | None], Tensor]:
+    """The output with gradients of every order; `template` is the call without its tensors, but for a mask's.
+
+    Raises:
+        HidesSomebody: if a mask hides anybody altogether.
+    """
     apply = cast("Callable[..., Tensor]", _Known.apply)
-    return lambda query, key, value: apply(template, prepared, query, key, value)
+    return lambda query, key, value, mask: apply(template, prepared, mask, query, key, value)
+
+
+class HidesSomebody(Exception):
+    """Instead of an output, where tensors have to be changed first."""
 
 
 class _Known(torch.autograd.Function):
     """Saves what `native._Native` saves: a call may be computed there and, for a backward pass, again here."""
 
     @staticmethod
-    def forward(ctx: Any, template: AttentionCall, prepared: Prepared, *inputs: Tensor) -> Tensor:
-        lse = prepared.empty_lse(inputs[0])
-        output = prepared.forward(inputs, lse)
-        ctx.template, ctx.prepared = template, prepared
-        ctx.save_for_backward(output, lse, *inputs)
+    def forward(
+        ctx: Any, template: AttentionCall, prepared: Prepared, mask: Mask | Tensor | None, *inputs: Tensor
+    ) -> Tensor:
+        lse, masks = prepared.empty_lse(inputs[0]), UNMASKED if mask is None else marks_and_numbers(mask)
+        output, hides = prepared.forward(inputs, lse, masks)
+        if hides:
+            raise HidesSomebody
+        ctx.template, ctx.prepared, ctx.mask = template, prepared, mask
+        ctx.save_for_backward(output, lse, *inputs, *(masks[1:] if masks[1] is not None else ()))
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         output, lse, *inputs = ctx.saved_tensors
+        nothing = (None, None, None)
         if asks_for_reference(gradients[0]):
-            return (None, None, *reference_gradients(ctx.template, inputs, gradients))
-        return (None, None, *ctx.prepared.backward(tuple(inputs), output, lse, gradients[0]))
+            template = ctx.template if ctx.mask is None else replace(ctx.template, mask=as_mask(ctx.mask))
+            return (*nothing, *reference_gradients(template, inputs, gradients)[:3])
+        masks = UNMASKED if ctx.mask is None else marks_and_numbers(ctx.mask)
+        return (*nothing, *ctx.prepared.backward(tuple(inputs[:3]), output, lse, gradients[0], masks))

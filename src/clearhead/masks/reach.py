@@ -13,6 +13,7 @@ from .band import band_of
 from .base import Mask
 from .grid import Block, Grid
 from .lowering import chosen_cell, is_plain_causal, row_blocks
+from .native_reach import find_natively
 
 __all__ = ["Reach", "reach"]
 
@@ -42,6 +43,9 @@ def reach(mask: Mask, grid: Grid) -> Reach:
         return _reach_at_once(mask, grid)
     band = band_of(mask, grid)
     if band is None:
+        found = find_natively(mask, grid)
+        if found is not None:
+            return Reach(*(None if seen is None else seen[..., None] for seen in found))
         search = _Search(mask, grid)
         search.run()
         return Reach(_unless_all(search.queries), _unless_all(search.keys))

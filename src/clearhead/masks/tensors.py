@@ -14,7 +14,7 @@ from ..tracing import is_tracing
 from .base import Mask, Sizes
 from .grid import ALL, Block, Grid
 
-__all__ = ["as_mask", "bias", "drop", "keep"]
+__all__ = ["Bias", "Keep", "as_mask", "bias", "drop", "keep"]
 
 
 def keep(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
@@ -80,7 +80,7 @@ def bias(tensor: Tensor) -> Mask:
             )
         )
     _require_mask_shape("bias", tensor)
-    return _Bias(tensor)
+    return Bias(tensor)
 
 
 def as_mask(value: object) -> Mask:
@@ -114,13 +114,13 @@ def as_mask(value: object) -> Mask:
 
 
 @final
-class _Keep(Mask):
+class Keep(Mask):
     """`marks` are true where a key may be attended to, whatever the user's polarity was."""
 
     def __init__(self, marks: Tensor, name: str, per_key: bool) -> None:
-        self._marks = marks
+        self.marks = marks
         self._name = name
-        self._per_key = per_key
+        self.per_key = per_key
 
     def visible(self, block: Block) -> Tensor:
         return block.cut(self._four_dimensional(block.grid))
@@ -130,57 +130,59 @@ class _Keep(Mask):
         return (None, marks[:, 0, 0]) if marks.shape[1] == marks.shape[2] == 1 and marks.shape[3] != 1 else None
 
     def _four_dimensional(self, grid: Grid) -> Tensor:
-        return self._marks[:, None, None, :] if self._per_key else four_dimensional(self._marks, grid)
+        return self.marks[:, None, None, :] if self.per_key else four_dimensional(self.marks, grid)
 
     def validate(self, grid: Grid) -> None:
-        if self._per_key:
-            _require_device(self._name, self._marks, grid)
-            batch, length = self._marks.shape
+        if self.per_key:
+            _require_device(self._name, self.marks, grid)
+            batch, length = self.marks.shape
             if not _broadcasts(batch, grid.batch_size) or length != grid.key_length:
                 expected = f"(B, S) = ({grid.batch_size}, {grid.key_length})"
-                got = shape_text(self._marks.shape)
+                got = shape_text(self.marks.shape)
                 fix = "Marks of other keys than this call's? One row per batch item, one mark per key."
                 raise ShapeError(explain_problem(f"mask {self._name}(keys=...)", expected=expected, got=got, fix=fix))
         else:
-            require_fit(self._name, self._marks, grid)
+            require_fit(self._name, self.marks, grid)
 
     def sizes(self) -> Sizes:
-        if self._per_key:
-            batch, keys = self._marks.shape
+        if self.per_key:
+            batch, keys = self.marks.shape
             return Sizes(batch if batch != 1 else None, None, None, keys)
-        return tensor_sizes(self._marks)
+        return tensor_sizes(self.marks)
 
     @property
     def is_tensor(self) -> bool:
         return True
 
     def describe(self) -> str:
-        return f"{self._name}({'keys=' if self._per_key else ''}{shape_text(self._marks.shape)})"
+        return f"{self._name}({'keys=' if self.per_key else ''}{shape_text(self.marks.shape)})"
 
 
 @final
-class _Bias(Mask):
+class Bias(Mask):
+    """`tensor` is added to the scores."""
+
     def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
 
     def visible(self, block: Block) -> Tensor:
-        return self.bias(block, self._tensor.dtype) != float("-inf")
+        return self.bias(block, self.tensor.dtype) != float("-inf")
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
-        return block.cut(four_dimensional(self._tensor, block.grid)).to(dtype)
+        return block.cut(four_dimensional(self.tensor, block.grid)).to(dtype)
 
     def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
-        tensor = four_dimensional(self._tensor, grid)
+        tensor = four_dimensional(self.tensor, grid)
         if tensor.requires_grad or not (tensor.shape[1] == tensor.shape[2] == 1 and tensor.shape[3] != 1):
             return None
         seen = tensor[:, 0, 0] == 0
         return (None, seen) if bool((seen | (tensor[:, 0, 0] == float("-inf"))).all()) else None
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
-        return (self._tensor,)
+        return (self.tensor,)
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return _Bias(next(tensors))
+        return Bias(next(tensors))
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
         # Slices are views, so adding to the block adds to the whole gradient; chosen rows are copies.
@@ -193,10 +195,10 @@ class _Bias(Mask):
             part += scores_gradient.sum_to_size(part.shape)
 
     def validate(self, grid: Grid) -> None:
-        require_fit("bias", self._tensor, grid)
+        require_fit("bias", self.tensor, grid)
 
     def sizes(self) -> Sizes:
-        return tensor_sizes(self._tensor)
+        return tensor_sizes(self.tensor)
 
     @property
     def has_bias(self) -> bool:
@@ -207,7 +209,7 @@ class _Bias(Mask):
         return True
 
     def describe(self) -> str:
-        return f"bias({shape_text(self._tensor.shape)})"
+        return f"bias({shape_text(self.tensor.shape)})"
 
 
 def four_dimensional(tensor: Tensor, grid: Grid) -> Tensor:
@@ -278,7 +280,7 @@ def _keep(name: str, tensor: Tensor | None, keys: Tensor | None) -> Mask:
             explain_problem(f"masks.{name}(keys=...)", expected="shape (B, S)", got=shape_text(keys.shape))
         )
     _require_mask_shape(name, marks)
-    return _Keep(marks if name == "keep" else ~marks, name, keys is not None)
+    return Keep(marks if name == "keep" else ~marks, name, keys is not None)
 
 
 def _marks(name: str, tensor: object) -> Tensor:

@@ -1,6 +1,6 @@
 """The native CPU kernel: C++ without PyTorch's headers, built at install where there is a compiler.
 
-`kernels/native_calls.py` is its only caller.
+`kernels/native_calls.py` calls the kernel, `masks/native_reach.py` what looks at masks.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include "driver.h"
+#include "reach.h"
 
 namespace clearhead {
 namespace {
@@ -51,6 +52,7 @@ class Arguments {
         view.column = integer();
         return view;
     }
+    bool more() const { return left_ > 0; }
     bool finished() {
         if (left_ != 0 && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
         return !PyErr_Occurred();
@@ -93,12 +95,30 @@ PyObject* run_without_gil(Arguments& args, const Problem& p, int64_t set, int64_
     return Py_NewRef(Py_None);
 }
 
+// What is done where masks leave queries or keys out: nothing; the request is left to others, who are told so; or their
+// rows, in the forward pass, and the rows of their gradients in the backward pass, are set to zero.
+enum class Leaving : int64_t { nobody, to_others, out };
+
 PyObject* forward(PyObject*, PyObject* const* items, Py_ssize_t count) {
     Arguments args(items, count);
     const int64_t set = args.integer(), threads = args.integer();
     Problem p = read_problem(args);
     p.output = args.matrix(), p.wide_output = args.integer() != 0;
-    return run_without_gil(args, p, set, threads, run_forward);
+    const Leaving leaving = static_cast<Leaving>(args.integer());
+    bool any = false;
+    PyObject* done = run_without_gil(args, p, set, threads, [&](const Kernels& kernels, const Problem& q, int64_t many) {
+        if (leaving != Leaving::nobody) {
+            const Absent absent(q);
+            if (!absent.enough_memory()) return false;
+            any = absent.any();
+            if (any && leaving == Leaving::to_others) return true;
+            absent.clear_queries(q.query), absent.clear_keys(q.key, q.dim), absent.clear_keys(q.value, q.value_dim);
+        }
+        return run_forward(kernels, q, many);
+    });
+    if (!done) return nullptr;
+    Py_DECREF(done);
+    return PyBool_FromLong(any);
 }
 
 PyObject* backward(PyObject*, PyObject* const* items, Py_ssize_t count) {
@@ -109,7 +129,16 @@ PyObject* backward(PyObject*, PyObject* const* items, Py_ssize_t count) {
     p.query_gradient = args.matrix(), p.key_gradient = args.matrix(), p.value_gradient = args.matrix();
     p.lse_gradient = args.pointer<const float>(), p.correction = args.pointer<float>();
     p.bias_gradient = args.matrix();
-    return run_without_gil(args, p, set, threads, run_backward);
+    const Leaving leaving = static_cast<Leaving>(args.integer());
+    return run_without_gil(args, p, set, threads, [&](const Kernels& kernels, const Problem& q, int64_t many) {
+        if (!run_backward(kernels, q, many)) return false;
+        if (leaving == Leaving::nobody) return true;
+        const Absent absent(q);
+        if (!absent.enough_memory()) return false;
+        absent.clear_queries(q.query_gradient);
+        absent.clear_keys(q.key_gradient, q.dim), absent.clear_keys(q.value_gradient, q.value_dim);
+        return true;
+    });
 }
 
 PyObject* statistics(PyObject*, PyObject* const* items, Py_ssize_t count) {
@@ -131,6 +160,27 @@ PyObject* statistics(PyObject*, PyObject* const* items, Py_ssize_t count) {
     });
 }
 
+// Which queries and keys take part, as bytes; returns whether any query and any key is left out.
+PyObject* reach(PyObject*, PyObject* const* items, Py_ssize_t count) {
+    Arguments args(items, count);
+    Sought s = {};
+    s.batch = args.integer(), s.heads = args.integer(), s.rows = args.integer(), s.keys = args.integer();
+    s.low = args.integer(), s.high = args.integer(), s.stop = args.integer();
+    s.queries = args.pointer<uint8_t>(), s.seen = args.pointer<uint8_t>();
+    for (; args.more() && s.count < MOST_MASKS; s.count++) {
+        Cells& cells = s.masks[s.count];
+        cells.data = args.pointer<const void>(), cells.bytes = args.integer();
+        cells.hidden = static_cast<uint64_t>(args.integer());
+        cells.batch = args.integer(), cells.head = args.integer(), cells.row = args.integer();
+        cells.column = args.integer();
+    }
+    if (!args.finished()) return nullptr;
+    PyThreadState* state = PyEval_SaveThread();
+    const LeftOut found = find_reach(s);
+    PyEval_RestoreThread(state);
+    return Py_BuildValue("(NN)", PyBool_FromLong(found.queries), PyBool_FromLong(found.keys));
+}
+
 // (number, name) of each instruction set that this processor has, the best first.
 PyObject* instruction_sets(PyObject*, PyObject*) {
     PyObject* found = PyList_New(0);
@@ -147,6 +197,7 @@ PyMethodDef methods[] = {
     {"forward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(forward)), METH_FASTCALL, nullptr},
     {"backward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(backward)), METH_FASTCALL, nullptr},
     {"statistics", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(statistics)), METH_FASTCALL, nullptr},
+    {"reach", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(reach)), METH_FASTCALL, nullptr},
     {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

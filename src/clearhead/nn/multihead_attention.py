@@ -10,21 +10,15 @@ from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[repo
 
 from ..attention import attention, autocast_is_on
 from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
-from ..linear import eager_linear
-from ..masks import causal
-from ..masks.positional import Causal
-from ..one_step import may_be_one_step, one_step
-from ..padding import Costs, find_padding
-from ..plain import apply_linear, bare_parameters
+from ..plain import apply_linear
 from ..tracing import is_tracing
 from ..weights import attention_with_weights
 from .convention import Sizes, hidden_mask
 from .errors import also_pytorchs
 from .projection import append_keys, project
+from .short_ways import alone, tiny, without_padding
 
 __all__ = ["MultiheadAttention", "keep_off_fast_path"]
-
-_CAUSAL = cast(Causal, causal())
 
 
 def keep_off_fast_path(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -137,13 +131,16 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             ShapeError, DTypeError: which are also instances of what PyTorch raises in the same place.
         """
-        if query is key and key is value and attn_mask is None and key_padding_mask is None and not need_weights:
-            output = self._alone(query, is_causal)
+        if not need_weights:
+            output = tiny(self, query, key, value, key_padding_mask, attn_mask, is_causal)
+            if output is None and query is key and key is value and attn_mask is None and key_padding_mask is None:
+                output = alone(self, query, is_causal)
             if output is not None:
                 return output, None
         try:
             if key_padding_mask is not None and not need_weights and query.dim() == 3:
-                output = self._without_padding(query, key, value, key_padding_mask, attn_mask, is_causal)
+                _require_inputs(self, query, key, value)
+                output = without_padding(self, query, key, value, key_padding_mask, attn_mask, is_causal)
                 if output is not None:
                     return output, None
             mixed, weights = self._attend(
@@ -166,77 +163,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         ):
             return self.forward(*args, **kwargs)
         return super()._call_impl(*args, **kwargs)  # pyright: ignore
-
-    def _alone(self, x: Tensor, is_causal: bool) -> Tensor | None:
-        """Self-attention that no tensor masks, in as little Python as it takes; ``None`` where there is more to it.
-
-        What is wrong with an input is left for the long way to say.
-        """
-        parameters: dict[str, Any] = self._parameters
-        weight = parameters.get("in_proj_weight")
-        if "in_proj_bias" not in parameters:  # pruned or parametrized
-            return None
-        rule = _CAUSAL if is_causal else None
-        if weight is not None and not self.add_zero_attn and parameters.get("bias_k") is None:
-            output = self._at_once(x, weight, parameters["in_proj_bias"], rule)
-            if output is not None:
-                return output
-        if (
-            is_tracing()
-            or type(x) is not Tensor
-            or x.is_nested
-            or x.dim() != 3
-            or x.shape[2] != self.embed_dim
-            or weight is None
-            or x.dtype != weight.dtype
-            or x.device != weight.device
-            or self.bias_k is not None
-            or self.add_zero_attn
-            or not self.batch_first
-        ):
-            return None
-        shape = (*x.shape[:2], 3, self.num_heads, self.head_dim)
-        q, k, v = (
-            eager_linear()(x, weight, parameters["in_proj_bias"]).view(shape).permute(2, 0, 3, 1, 4).unbind()
-        )  # (N, H, L, D)
-        mixed = attention(q, k, v, rule, dropout_p=self.dropout if self.training else 0.0)  # (N, H, L, D)
-        return apply_linear(self.out_proj, mixed.transpose(1, 2).flatten(2))  # (N, L, E)
-
-    def _at_once(self, x: Tensor, weight: Tensor, bias: Tensor | None, rule: Causal | None) -> Tensor | None:
-        """The same of a tiny call; ``None`` where it is none."""
-        if not may_be_one_step(x) or (self.training and (type(self.dropout) is not float or self.dropout)):
-            return None
-        out = bare_parameters(self._modules.get("out_proj"))
-        heads = (self.num_heads, self.num_heads, self.head_dim, self.batch_first)
-        return None if out is None else one_step(x, (weight, bias, *out), heads, None, rule)
-
-    def _without_padding(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-    ) -> Tensor | None:
-        """The output, with padded keys left out; ``None`` where nothing is to be gained, or keys are appended."""
-        if self.bias_k is not None or self.add_zero_attn:
-            return None
-        _require_inputs(self, query, key, value)
-        q, k = self._batch_first(query, False), self._batch_first(key, False)
-        sizes = Sizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], 0)
-        mask = hidden_mask(attn_mask, key_padding_mask, is_causal, sizes)
-        width = self.embed_dim
-        costs = Costs(2 * width * width, (cast(int, self.kdim) + cast(int, self.vdim)) * width, 2 * width)
-        padding = find_padding(mask, q, k, self.num_heads, costs)
-        if padding is None:
-            return None
-        inputs = padding.take(query, key, value, self.batch_first)  # (T, E) each
-        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        projected = project(*inputs, self.in_proj_weight, self.in_proj_bias, separate)
-        mixed = padding.attend(*projected, self.head_dim, None, self.dropout if self.training else 0.0)
-        output = padding.finish(mixed, self.out_proj, apply_linear)  # (N, L, E)
-        return output if self.batch_first else output.transpose(0, 1)
 
     def _attend(
         self,

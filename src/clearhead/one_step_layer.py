@@ -1,0 +1,216 @@
+"""What a layer computes in one step of autograd, forward and backward, and the same from operations of PyTorch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, cast, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .call import AttentionCall, without_hidden
+from .kernels.base import UNMASKED, FlatAttention
+from .kernels.reference import ReferenceKernel
+from .kernels.second_order import asks_for_reference, gradients_of
+from .masks.base import Mask
+from .masks.kinds import marks_and_numbers
+from .masks.reach import Reach, reach
+
+__all__ = ["Heads", "OptionalTensors", "Step", "cut", "differentiable_step"]
+
+OptionalTensors = Sequence["Tensor | None"]
+
+
+class Heads(NamedTuple):
+    """H, Hkv and D, and whether batches come before positions."""
+
+    queries: int
+    keys: int
+    dim: int
+    batch_first: bool
+
+    def widths(self, products: int) -> list[int]:
+        """Features that so many projections give, of which the last gives those of all that follow too."""
+        query, key = self.queries * self.dim, self.keys * self.dim
+        return {1: [query + 2 * key], 2: [query, 2 * key], 3: [query, key, key]}[products]
+
+
+def cut(projected: Sequence[Tensor], lengths: Sequence[Sequence[int]], heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Projections to (B, H, L, D) and twice (B, Hkv, S, D).
+
+    Args:
+        projected: of query, key and value, (B·L, H·D) and twice (B·S, Hkv·D), or the last two or all three in one.
+        lengths: (B, L) and (B, S), or (L, B) and (S, B).
+        heads: of the layer.
+    """
+    *apart, last = projected
+    parts = [*apart, *last.split(heads.widths(3)[len(apart) :], -1)]
+    order = (0, 2, 1, 3) if heads.batch_first else (1, 2, 0, 3)
+    shapes = (lengths[0], lengths[1], lengths[1])
+    q, k, v = (part.view(*shape, -1, heads.dim).permute(order) for part, shape in zip(parts, shapes, strict=True))
+    return q, k, v
+
+
+@final
+class Step:
+    """One kind of call.
+
+    Args:
+        template: the attention call in it, without its tensors.
+        attention: which computes it.
+        heads: how the projections are cut.
+        inputs: shapes of what is projected, once for each projection.
+        features: of the output.
+    """
+
+    def __init__(
+        self, template: AttentionCall, attention: FlatAttention, heads: Heads, inputs: list[torch.Size], features: int
+    ) -> None:
+        self.template, self.attention, self.heads = template, attention, heads
+        self.products = len(inputs)
+        self.lengths = (inputs[0][:2], inputs[-1][:2])
+        self._rows = [(shape[0] * shape[1], shape[2]) for shape in inputs]
+        self._shape = (*inputs[0][:2], features)
+        self._widths = heads.widths(self.products)
+
+    def compute(
+        self,
+        inputs: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        biases: OptionalTensors,
+        mask: Mask | None,
+        lse: Tensor | None,
+    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor, bool]:
+        """The output, the projections (rows, features), the merged heads (B·L, H·D), and whether anybody is hidden.
+
+        Args:
+            inputs: as many as there are projections.
+            weights, biases: of each projection, or of one that is to be cut, and of the output.
+            mask: with the tensors of this call; ``None`` where the template has all there is.
+            lse: (B, H, L), written if it is given.
+        """
+        rows = map(Tensor.view, inputs, self._rows)
+        projected = tuple(map(_linear, rows, *self._cut(weights, biases)))
+        if mask is None:
+            merged, hides = self.attention.forward(projected, lse)
+        else:
+            merged, hides = self.attention.forward(projected, lse, marks_and_numbers(mask))
+        return _linear(merged, weights[-1], biases[-1]).view(self._shape), projected, merged, hides
+
+    def _cut(self, weights: Sequence[Tensor], biases: OptionalTensors) -> tuple[Sequence[Tensor], OptionalTensors]:
+        """Those of the projections, and perhaps more behind them."""
+        if len(weights) > self.products:
+            return weights, biases
+        bias = biases[0]
+        widths = self._widths
+        return weights[0].split(widths), (None,) * self.products if bias is None else bias.split(widths)
+
+    def derive(self, gradient: Tensor, needed: Sequence[bool], saved: _Saved) -> OptionalTensors:
+        """Gradients of inputs and parameters, the last ones first, of which `needed` says who wants one."""
+        products, rows = self.products, gradient.reshape(-1, gradient.shape[2])
+        of_inputs, of_output, wanted = needed[:products], needed[products : products + 2], needed[products + 2 :]
+        found = _of_projection(rows, saved.merged, *of_output)
+        if not any(of_inputs) and not any(wanted):
+            return [*[None] * products, *found, *[None] * len(wanted)]
+        inputs, weights, biases = _in_order(saved.tensors, products)
+        masks = UNMASKED if saved.mask is None else marks_and_numbers(saved.mask)
+        of_merged = rows.mm(weights[-1])
+        parts = self.attention.backward(saved.projected, saved.merged, saved.lse, of_merged, masks, saved.hides)
+        of_x = [
+            part.mm(weight).view_as(x) if needs else None
+            for part, weight, x, needs in zip(
+                parts, self._cut(weights, biases)[0], inputs, of_inputs[::-1], strict=False
+            )
+        ]
+        both = [*zip(parts, map(Tensor.view, inputs, self._rows), strict=True)]
+        if len(wanted) == 2 and products > 1:
+            pairs = [_of_projection(*each, *wanted) for each in both]
+            found += map(_joined, zip(*pairs, strict=True))
+        else:
+            for each, bias, weight in zip(both[::-1], wanted[::2], wanted[1::2], strict=True):
+                found += _of_projection(*each, bias, weight)
+        return [*of_x[::-1], *found]
+
+    def derive_again(self, gradient: Tensor, saved: _Saved) -> OptionalTensors:
+        """The same, of every order, from operations that PyTorch can differentiate."""
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            leaves = [None if tensor is None else tensor.view_as(tensor) for tensor in saved.tensors]
+            inputs, weights, biases = _in_order(leaves, self.products)
+            projected = tuple(map(_linear, [x.flatten(0, 1) for x in inputs], *self._cut(weights, biases)))
+            seen = reach(cast(Mask, saved.mask), self.template.grid) if saved.hides else Reach(None, None)
+            q, k, v = without_hidden(*cut(projected, self.lengths, self.heads), seen)
+            mask = self.template.mask if saved.mask is None else saved.mask
+            call = replace(self.template, query=q, key=k, value=v, mask=mask, reach=seen)
+            mixed = ReferenceKernel().run(call)[0]  # (B, H, L, D)
+            output = _linear(self._merged(mixed), weights[-1], biases[-1])
+            given = [leaf for leaf in leaves if leaf is not None]
+            found = iter(gradients_of([output], given, [gradient]))
+        return [None if leaf is None else next(found) for leaf in leaves]
+
+    def _merged(self, mixed: Tensor) -> Tensor:
+        """(B, H, L, D) → (B, L, H·D), or (L, B, H·D)."""
+        return mixed.permute((0, 2, 1, 3) if self.heads.batch_first else (2, 0, 1, 3)).flatten(2)
+
+
+_linear: Any = F.linear
+
+
+def _in_order(tensors: Any, products: int) -> tuple[Any, Any, Any]:
+    """Inputs, weights and biases from inputs and parameters that stand last first."""
+    return tensors[:products][::-1], tensors[:products:-2], tensors[-2 : products - 1 : -2]
+
+
+def _of_projection(rows: Tensor, inputs: Tensor, bias: bool, weight: bool) -> list[Tensor | None]:
+    """Gradients of a projection's bias and weight, from its input and the gradient of its output, (rows, …) each."""
+    return [rows.sum(0) if bias else None, rows.t().mm(inputs) if weight else None]
+
+
+def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+    whole = [part for part in parts if part is not None]
+    return torch.cat(whole) if whole else None
+
+
+class _Saved(NamedTuple):
+    """For a backward pass; `tensors` are inputs and parameters, the last ones first."""
+
+    lse: Tensor
+    merged: Tensor
+    projected: tuple[Tensor, ...]
+    tensors: tuple[Tensor | None, ...]
+    mask: Mask | None
+    hides: bool
+
+
+def differentiable_step(step: Step, inputs: Sequence[Tensor], parameters: OptionalTensors, mask: Mask | None) -> Tensor:
+    """The output, with gradients of every order."""
+    # Last first: so autograd meets the modules' gradients, and adds up those of what they share.
+    return cast(Any, _OneStep.apply)(step, mask, *inputs[::-1], *parameters[::-1])
+
+
+class _OneStep(torch.autograd.Function):
+    """Takes an input once for each projection, so that its gradients are added up where the modules' would be."""
+
+    @staticmethod
+    def forward(ctx: Any, step: Step, mask: Mask | None, *tensors: Tensor | None) -> Tensor:
+        inputs, weights, biases = _in_order(tensors, step.products)
+        lse = step.attention.empty_lse(inputs[0])
+        output, projected, merged, hides = step.compute(inputs, weights, biases, mask, lse)
+        added = () if mask is None else marks_and_numbers(mask)[1:]  # saved, so that nobody changes it meanwhile
+        ctx.step, ctx.mask, ctx.hides = step, mask, hides
+        ctx.save_for_backward(lse, merged, *projected, *tensors, *added)
+        return output.detach()  # no view, so that it may be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        step, (lse, merged, *rest), (gradient,) = ctx.step, ctx.saved_tensors, gradients
+        needed = ctx.needs_input_grad[2:]
+        projected, tensors = rest[: step.products], rest[step.products :][: len(needed)]
+        saved = _Saved(lse, merged, tuple(projected), tuple(tensors), ctx.mask, ctx.hides)
+        if asks_for_reference(gradient):
+            return None, None, *step.derive_again(gradient, saved)
+        if torch._C._is_any_autocast_enabled():  # pyright: ignore
+            with torch.autocast("cpu", enabled=False):
+                return None, None, *step.derive(gradient, needed, saved)
+        return None, None, *step.derive(gradient, needed, saved)
