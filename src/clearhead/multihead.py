@@ -28,7 +28,7 @@ from .multihead_checks import (
     require_parts,
     whole_head_dim,
 )
-from .multihead_short import short_way
+from .multihead_short import short_way, short_way_with_weights
 from .packed import Packing
 from .placing import PositionPart, combined_mask, positions_of_keys, positions_of_queries, turned
 from .plain import apply_linear
@@ -239,10 +239,13 @@ class MultiHeadAttention(nn.Module):
             CacheError: if the cache is full, or gradients are asked for.
             And what `attention` raises.
         """
-        if positions is None and cache is None and not need_weights:
-            output = short_way(self, query, key, value, mask)
-            if output is not None:
-                return output
+        if positions is None and cache is None:
+            if need_weights:
+                found = short_way_with_weights(self, query, key, value, mask, bool(average_attn_weights))
+            else:
+                found = short_way(self, query, key, value, mask)
+            if found is not None:
+                return found
         if is_jagged(query, key, value):
             refuse_jagged(positions=positions, cache=cache, need_weights=need_weights)
             keys = complete(query, key, value)

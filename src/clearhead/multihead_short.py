@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from .plain import apply_linear, bare_parameters, plain_parameters
 if TYPE_CHECKING:
     from .multihead import MultiHeadAttention
 
-__all__ = ["short_way"]
+__all__ = ["short_way", "short_way_with_weights"]
 
 
 def short_way(
@@ -30,33 +30,53 @@ def short_way(
         (B, L, E); ``None`` where there is more to the call, where nothing is to be gained, and where an input is wrong:
         what is wrong with it is left for the long way to say.
     """
-    if module.position is not None or module.query_norm is not None or module.key_norm is not None:
+    if not _has_projections_only(module):
         return None
-    parts = module.__dict__  # looked up here, attributes of modules take their time
-    if module.mask is not None or module.softcap is not None or parts["_parameters"].get("sinks") is not None:
-        return None
-    output = _at_once(module, (query, *complete(query, key, value)), mask, parts["_modules"])
-    if output is not None:
-        return output
+    found = _at_once(module, (query, *complete(query, key, value)), mask, None)
+    if found is not None:
+        return found[0]
     if mask is not None:
         return _without_padding(module, query, key, value, mask)
     return _alone(module, query) if key is None and value is None else None
+
+
+def short_way_with_weights(
+    module: MultiHeadAttention,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    mask: Mask | Tensor | None,
+    average: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """The same with the weights (B, L, S), or (B, H, L, S) if not averaged, for tiny calls alone."""
+    if not _has_projections_only(module):
+        return None
+    found = _at_once(module, (query, *complete(query, key, value)), mask, average)
+    return None if found is None else cast("tuple[Tensor, Tensor]", found)
+
+
+def _has_projections_only(module: MultiHeadAttention) -> bool:
+    if module.position is not None or module.query_norm is not None or module.key_norm is not None:
+        return False
+    parameters = module.__dict__["_parameters"]  # looked up here, attributes of modules take their time
+    return module.mask is None and module.softcap is None and parameters.get("sinks") is None
 
 
 def _at_once(
     module: MultiHeadAttention,
     inputs: tuple[Tensor, Tensor, Tensor],
     mask: Mask | Tensor | None,
-    modules: dict[str, nn.Module | None],
-) -> Tensor | None:
+    average: bool | None,
+) -> tuple[Tensor, Tensor | None] | None:
     """A tiny call."""
     if not may_be_one_step(inputs[0]) or (module.training and (type(module.dropout) is not float or module.dropout)):
         return None
+    modules: dict[str, nn.Module | None] = module.__dict__["_modules"]
     parameters = bare_parameters(*map(modules.get, ("q_proj", "k_proj", "v_proj", "out_proj")))
     if parameters is None or (mask is not None and not _is_small(module, *inputs)):
         return None
     heads = (module.num_heads, module.num_kv_heads, module.head_dim, True)
-    return one_step(inputs, parameters, heads, module.scale, None if mask is None else as_mask(mask))
+    return one_step(inputs, parameters, heads, module.scale, None if mask is None else as_mask(mask), average)
 
 
 def _is_small(module: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -41,7 +41,8 @@ def one_step(
     heads: tuple[int, int, int, bool],
     scale: object,
     mask: Mask | None,
-) -> Tensor | None:
+    average: bool | None = None,
+) -> tuple[Tensor, Tensor | None] | None:
     """Attention between its projections.
 
     Args:
@@ -51,17 +52,19 @@ def one_step(
             the output's; of modules on which nothing hangs.
         heads: H, Hkv, D, and whether batches come before positions.
         scale: ``None``, or a float.
-        mask: of any kind.
+        mask: of any kind; without tensors where weights are wanted.
+        average: whether the weights are averaged over the heads. Default: no weights.
 
     Returns:
-        The output, laid out like the first input; ``None`` where the call is no tiny one, where something looks at
-        single operations, and where an input is wrong.
+        The output, laid out like the first input, and the weights (B, L, S) or (B, H, L, S) if they are wanted;
+        ``None`` where the call is no tiny one, where something looks at single operations, and where an input is wrong.
     """
-    shapes = []
+    shapes, last = [], None
     for x in inputs:
-        if type(x) is not Tensor or x.is_nested or not _is_ordinary(x):
+        if x is not last and (type(x) is not Tensor or x.is_nested or not _is_ordinary(x)):
             return None
         shapes.append(x.shape)
+        last = x
     if not _is_undisturbed() or not (scale is None or type(scale) is float):
         return None
     weights: Any = parameters[::2]
@@ -76,17 +79,19 @@ def one_step(
     rule = None
     if mask is not None and (rule := kind_of_mask(mask)) is None:
         return None
-    kind = (*shapes, len(inputs), heads, scale, rule)
+    if average is not None and has_tensors(rule):
+        return None
+    kind = (*shapes, len(inputs), heads, scale, rule, average)
     step = recall(kind, _UNKNOWN)
     if step is _UNKNOWN:
-        step = _prepare(inputs, shapes[len(inputs) :], Heads(*heads), scale, mask)
+        step = _prepare(inputs, shapes[len(inputs) :], Heads(*heads), scale, mask, average)
         keep(kind, step)
     if step is None:
         return None
     tensors = mask if has_tensors(rule) else None
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (*inputs, *parameters)):
         return differentiable_step(step, inputs, parameters, tensors)
-    return step.compute(inputs, weights, biases, tensors, None)[0]
+    return step.compute(inputs, weights, biases, tensors, None)[:2]
 
 
 _TYPES: Final = (nn.Parameter, Tensor)  # no subclasses: they mean something of their own by a product
@@ -118,7 +123,12 @@ def _is_undisturbed() -> bool:
 
 
 def _prepare(
-    inputs: tuple[Tensor, ...], weights: list[torch.Size], heads: Heads, scale: float | None, mask: Mask | None
+    inputs: tuple[Tensor, ...],
+    weights: list[torch.Size],
+    heads: Heads,
+    scale: float | None,
+    mask: Mask | None,
+    average: bool | None,
 ) -> Step | None:
     """What is the same in every call of a kind; ``None`` for those that go another way."""
     shapes = [x.shape for x in inputs]
@@ -145,7 +155,9 @@ def _prepare(
     else:  # what is hidden may be other keys the next time
         call = replace(call.with_tensors(*attended, *call.bias_tensors), reach=Reach(None, None))
     attention = choose(call).prepare_flat(call, projected)
-    return None if attention is None else Step(call.without_tensors(), attention, heads, shapes, weights[-1][0])
+    return (
+        None if attention is None else Step(call.without_tensors(), attention, heads, shapes, weights[-1][0], average)
+    )
 
 
 def _fit(shapes: list[torch.Size], weights: list[torch.Size], heads: Heads) -> bool:

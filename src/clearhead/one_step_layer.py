@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .call import AttentionCall, without_hidden
 from .kernels.base import UNMASKED, FlatAttention
-from .kernels.reference import ReferenceKernel
+from .kernels.reference import ReferenceKernel, reference_weights
 from .kernels.second_order import asks_for_reference, gradients_of
 from .masks.base import Mask
 from .masks.kinds import marks_and_numbers
@@ -63,12 +63,19 @@ class Step:
         heads: how the projections are cut.
         inputs: shapes of what is projected, once for each projection.
         features: of the output.
+        average: whether the weights that are wanted too are their mean over heads; ``None`` if none are.
     """
 
     def __init__(
-        self, template: AttentionCall, attention: FlatAttention, heads: Heads, inputs: list[torch.Size], features: int
+        self,
+        template: AttentionCall,
+        attention: FlatAttention,
+        heads: Heads,
+        inputs: list[torch.Size],
+        features: int,
+        average: bool | None,
     ) -> None:
-        self.template, self.attention, self.heads = template, attention, heads
+        self.template, self.attention, self.heads, self.average = template, attention, heads, average
         self.products = len(inputs)
         self.lengths = (inputs[0][:2], inputs[-1][:2])
         self._rows = [(shape[0] * shape[1], shape[2]) for shape in inputs]
@@ -82,8 +89,8 @@ class Step:
         biases: OptionalTensors,
         mask: Mask | None,
         lse: Tensor | None,
-    ) -> tuple[Tensor, tuple[Tensor, ...], Tensor, bool]:
-        """The output, the projections (rows, features), the merged heads (B·L, H·D), and whether anybody is hidden.
+    ) -> Computed:
+        """What the step gives.
 
         Args:
             inputs: as many as there are projections.
@@ -91,13 +98,26 @@ class Step:
             mask: with the tensors of this call; ``None`` where the template has all there is.
             lse: (B, H, L), written if it is given.
         """
-        rows = map(Tensor.view, inputs, self._rows)
-        projected = tuple(map(_linear, rows, *self._cut(weights, biases)))
-        if mask is None:
+        first = inputs[0]
+        rows, own = (
+            first.view(self._rows[0]),
+            (weights, biases) if len(weights) > len(inputs) else self._cut(weights, biases),
+        )
+        projected = tuple(
+            [
+                _linear(rows if x is first else x.view(shape), weight, bias)
+                for x, shape, weight, bias in zip(inputs, self._rows, *own, strict=False)
+            ]
+        )
+        hides, attended = False, None
+        if self.average is not None:
+            merged, attended = self.attention.forward_with_weights(projected, lse, self.average)
+        elif mask is None:
             merged, hides = self.attention.forward(projected, lse)
         else:
             merged, hides = self.attention.forward(projected, lse, marks_and_numbers(mask))
-        return _linear(merged, weights[-1], biases[-1]).view(self._shape), projected, merged, hides
+        output = _linear(merged, weights[-1], biases[-1]).view(self._shape)
+        return Computed(output, attended, projected, merged, hides)
 
     def _cut(self, weights: Sequence[Tensor], biases: OptionalTensors) -> tuple[Sequence[Tensor], OptionalTensors]:
         """Those of the projections, and perhaps more behind them."""
@@ -133,8 +153,8 @@ class Step:
                 found += _of_projection(*each, bias, weight)
         return [*of_x[::-1], *found]
 
-    def derive_again(self, gradient: Tensor, saved: _Saved) -> OptionalTensors:
-        """The same, of every order, from operations that PyTorch can differentiate."""
+    def derive_again(self, gradients: OptionalTensors, saved: _Saved) -> OptionalTensors:
+        """The same, of every order and from a gradient of weights too, of operations that PyTorch can differentiate."""
         with torch.enable_grad(), torch.autocast("cpu", enabled=False):
             leaves = [None if tensor is None else tensor.view_as(tensor) for tensor in saved.tensors]
             inputs, weights, biases = _in_order(leaves, self.products)
@@ -144,9 +164,13 @@ class Step:
             mask = self.template.mask if saved.mask is None else saved.mask
             call = replace(self.template, query=q, key=k, value=v, mask=mask, reach=seen)
             mixed = ReferenceKernel().run(call)[0]  # (B, H, L, D)
-            output = _linear(self._merged(mixed), weights[-1], biases[-1])
+            results = [_linear(self._merged(mixed), weights[-1], biases[-1])]
+            if self.average is not None:
+                attended = reference_weights(call)[0]
+                results.append(attended.mean(1) if self.average else attended)
             given = [leaf for leaf in leaves if leaf is not None]
-            found = iter(gradients_of([output], given, [gradient]))
+            pairs = [(one, gradient) for one, gradient in zip(results, gradients, strict=True) if gradient is not None]
+            found = iter(gradients_of([one for one, _ in pairs], given, [gradient for _, gradient in pairs]))
         return [None if leaf is None else next(found) for leaf in leaves]
 
     def _merged(self, mixed: Tensor) -> Tensor:
@@ -183,33 +207,54 @@ class _Saved(NamedTuple):
     hides: bool
 
 
-def differentiable_step(step: Step, inputs: Sequence[Tensor], parameters: OptionalTensors, mask: Mask | None) -> Tensor:
-    """The output, with gradients of every order."""
+class Computed(NamedTuple):
+    """What a step gives: projections are (rows, features), merged heads (B·L, H·D)."""
+
+    output: Tensor
+    weights: Tensor | None
+    projected: tuple[Tensor, ...]
+    merged: Tensor
+    hides: bool
+
+
+def differentiable_step(
+    step: Step, inputs: Sequence[Tensor], parameters: OptionalTensors, mask: Mask | None
+) -> tuple[Tensor, Tensor | None]:
+    """The output, and the weights if they are wanted, with gradients of every order."""
     # Last first: so autograd meets the modules' gradients, and adds up those of what they share.
-    return cast(Any, _OneStep.apply)(step, mask, *inputs[::-1], *parameters[::-1])
+    found = cast(Any, _OneStep.apply)(step, mask, *inputs[::-1], *parameters[::-1])
+    return (found, None) if step.average is None else found
 
 
 class _OneStep(torch.autograd.Function):
     """Takes an input once for each projection, so that its gradients are added up where the modules' would be."""
 
     @staticmethod
-    def forward(ctx: Any, step: Step, mask: Mask | None, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, step: Step, mask: Mask | None, *tensors: Tensor | None) -> Any:
         inputs, weights, biases = _in_order(tensors, step.products)
         lse = step.attention.empty_lse(inputs[0])
-        output, projected, merged, hides = step.compute(inputs, weights, biases, mask, lse)
+        output, attended, projected, merged, hides = step.compute(inputs, weights, biases, mask, lse)
         added = () if mask is None else marks_and_numbers(mask)[1:]  # saved, so that nobody changes it meanwhile
         ctx.step, ctx.mask, ctx.hides = step, mask, hides
         ctx.save_for_backward(lse, merged, *projected, *tensors, *added)
-        return output.detach()  # no view, so that it may be changed in place
+        output = output.detach()  # no view, so that it may be changed in place
+        if attended is None:
+            return output
+        ctx.set_materialize_grads(False)
+        return output, attended
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        step, (lse, merged, *rest), (gradient,) = ctx.step, ctx.saved_tensors, gradients
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        step, (lse, merged, *rest), gradient = ctx.step, ctx.saved_tensors, gradients[0]
         needed = ctx.needs_input_grad[2:]
         projected, tensors = rest[: step.products], rest[step.products :][: len(needed)]
         saved = _Saved(lse, merged, tuple(projected), tuple(tensors), ctx.mask, ctx.hides)
-        if asks_for_reference(gradient):
-            return None, None, *step.derive_again(gradient, saved)
+        given = [each for each in gradients if each is not None]
+        if any(map(asks_for_reference, given)):
+            return None, None, *step.derive_again(gradients, saved)
+        if len(given) > 1 or gradient is None:  # of the weights
+            found = step.derive_again(gradients, saved) if given else [None] * len(needed)
+            return None, None, *(None if each is None else each.detach() for each in found)
         if torch._C._is_any_autocast_enabled():  # pyright: ignore
             with torch.autocast("cpu", enabled=False):
                 return None, None, *step.derive(gradient, needed, saved)

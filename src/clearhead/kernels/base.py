@@ -50,6 +50,12 @@ class FlatAttention(Protocol):
         """
         ...
 
+    def forward_with_weights(
+        self, tensors: tuple[Tensor, ...], lse: Tensor | None, average: bool
+    ) -> tuple[Tensor, Tensor]:
+        """(B·L, H·D), and weights (B, H, L, S), or their mean over heads (B, L, S), where masks have no tensors."""
+        ...
+
     def backward(
         self,
         tensors: tuple[Tensor, ...],

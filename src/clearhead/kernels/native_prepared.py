@@ -32,6 +32,8 @@ __all__ = ["HidesSomebody", "Prepared", "differentiable", "prepare_apart", "prep
 
 Tensors = tuple[Tensor, ...]
 _NO_BIAS = (0,) * 4
+_NO_STATISTICS = (0,) * 11
+_NO_MAP = (0, 0, 0, False)
 Steps = tuple[int, int, int]  # from one batch item, head and row to the next
 
 
@@ -99,10 +101,10 @@ class Prepared:
         self._shape, self._strides, self._steps = shape, strides, steps
         self._wide = request.query.dtype == torch.float32
         self._of_output = steps(request.query.new_empty_strided(shape, strides))
-        self._lse_shape = tuple(request.query.shape[:3])
+        self._lse_shape, self._keys = tuple(request.query.shape[:3]), request.key.shape[2]
         self._leaving = leaving
         module = cast(Any, extension)
-        self._forward, self._backward = module.forward, module.backward
+        self._forward, self._backward, self._statistics = module.forward, module.backward, module.statistics
 
     def empty_lse(self, like: Tensor) -> Tensor:
         """(B, H, L)."""
@@ -124,6 +126,29 @@ class Prepared:
             LEAVE_NOBODY if masks is UNMASKED else self._leaving,
         )
         return output, hides
+
+    def forward_with_weights(self, tensors: Tensors, lse: Tensor | None, average: bool) -> tuple[Tensor, Tensor]:
+        """The output, and weights (B, H, L, S), or (B, L, S) averaged, as `native_statistics` has them computed."""
+        output = tensors[0].new_empty_strided(self._shape, self._strides)
+        (batch, heads, length), keys = self._lse_shape, self._keys
+        shape = (batch, length, keys) if average else (batch, heads, length, keys)
+        weights = tensors[0].new_zeros(shape, dtype=torch.float32)
+        matrix = length * keys
+        self._statistics(
+            instruction_set_number(),
+            self._threads or torch.get_num_threads(),
+            *self._sizes,
+            *self._inputs.numbers(tensors),
+            0 if lse is None else lse.data_ptr(),
+            *self._unmasked,
+            output.data_ptr(),
+            *self._of_output,
+            *_NO_STATISTICS,
+            weights.data_ptr(),
+            *((matrix, 0, keys) if average else (heads * matrix, matrix, keys)),
+            *_NO_MAP,
+        )
+        return output, weights
 
     def _of_masks(self, masks: Masks) -> tuple[float, ...]:
         visible, bias = masks

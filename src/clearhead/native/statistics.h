@@ -125,8 +125,8 @@ static void finish_rows(const Problem& p, const Statistics& s, Sheet& sheet, int
         }
         if (p.lse) p.lse[place] = static_cast<float>(lse);
         sheet.factor[lane] = static_cast<float>(share);
-        s.largest[place] = static_cast<float>(peak);
-        s.visible[place] = sheet.visible[lane];
+        if (s.largest) s.largest[place] = static_cast<float>(peak);
+        if (s.visible) s.visible[place] = sheet.visible[lane];
         if (s.entropy) s.entropy[place] = static_cast<float>(entropy - sheet.inner[lane] * ln2 * share);
         if (s.confidence) s.confidence[place] = sheet.factor[lane];
     }

@@ -131,10 +131,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             ShapeError, DTypeError: which are also instances of what PyTorch raises in the same place.
         """
-        if not need_weights:
-            output = tiny(self, query, key, value, key_padding_mask, attn_mask, is_causal)
-            if output is None and query is key and key is value and attn_mask is None and key_padding_mask is None:
-                output = alone(self, query, is_causal)
+        average = bool(average_attn_weights) if need_weights else None
+        found = tiny(self, query, key, value, key_padding_mask, attn_mask, is_causal, average)
+        if found is not None:
+            return found
+        if not need_weights and query is key and key is value and attn_mask is None and key_padding_mask is None:
+            output = alone(self, query, is_causal)
             if output is not None:
                 return output, None
         try:

@@ -36,8 +36,11 @@ def tiny(
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
     is_causal: bool,
-) -> Tensor | None:
+    average: bool | None,
+) -> tuple[Tensor, Tensor | None] | None:
     """A tiny call in one step of autograd; ``None`` where it is none, or there is more to it.
+
+    With weights, averaged over the heads or not, where `average` says which.
 
     What is wrong with an input is left for the long way to say.
     """
@@ -57,7 +60,7 @@ def tiny(
             return None
     inputs = (query, key, value) if key is not value else (query, key) if query is not key else (query,)
     heads = (module.num_heads, module.num_heads, module.head_dim, module.batch_first)
-    return one_step(inputs, (weight, own["in_proj_bias"], *out), heads, None, mask)
+    return one_step(inputs, (weight, own["in_proj_bias"], *out), heads, None, mask, average)
 
 
 def _mask(
