@@ -121,6 +121,15 @@ CASES: dict[str, Case] = {
     "padding": Case(mask=lambda b, h, n, s: masks.keep(keys=_tensor(b, s) > 0.3)),
     "left padding": Case(mask=lambda b, h, n, s: masks.keep(keys=torch.arange(s) >= torch.tensor([[0], [200]]))),
     "bool": Case(mask=lambda b, h, n, s: masks.keep(_tensor(n, s) > 0.5)),
+    "bool of keys far apart": Case(
+        group=1,
+        length=13,
+        count=1613,
+        mask=lambda b, h, n, s: masks.keep((_tensor(n, s) > 0.2) & (torch.arange(s) % 576 < 61)),
+    ),
+    "bool of two ends": Case(
+        length=61, count=1613, mask=lambda b, h, n, s: masks.keep((_tensor(n, s) > 0.2) & (torch.arange(s) % 1401 < 61))
+    ),
     "bool per head": Case(mask=lambda b, h, n, s: masks.keep(_tensor(b, h, n, s) > 0.9)),
     "blocks of bool": Case(
         mask=lambda b, h, n, s: masks.keep((torch.arange(n)[:, None] // 64 + torch.arange(s) // 64) % 2 > 0)

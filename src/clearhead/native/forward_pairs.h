@@ -16,9 +16,9 @@ struct PairTile {
     float peak[TILE], sum[TILE];
 };
 
-// Everything that is there twice belongs to a unit and the next, or to a reach and the next.
+// What is there twice belongs to a unit and the next, or to a reach and the next.
 struct PairRoom {
-    Pair *keys[2], *values[2];  // (keys × pairs of D); for each block (Dv × its pairs of keys)
+    Pair *keys, *values[2];  // (keys × pairs of D); for each block (Dv × its pairs of keys)
     float* scores[2];
     LookRoom look;
 };
@@ -49,7 +49,9 @@ class Units {
         reach_ = first / PAIR_BLOCK * PAIR_BLOCK - PAIR_REACH;
     }
 
-    bool next(Unit& unit) {
+    // Calls finish() before anything is overwritten that the unit before the last one found may still need.
+    template <class Finish>
+    bool next(Unit& unit, const Finish& finish) {
         for (;;) {
             if (block_ >= end_ && !next_tile()) return false;
             const Rows& rows = tiles_[tile_].rows;
@@ -57,6 +59,7 @@ class Units {
             block_ = stop;
             unit.looked = see(rows, start, stop);
             if (unit.looked.sight == Sight::nothing) continue;
+            if (!laid_out_) finish(), lay_out_reach();
             slot_ = !slot_;
             unit.tile = &tiles_[tile_], unit.start = start, unit.count = stop - start;
             unit.keys = keys_ + (start - reach_) * pairs_up(p_.dim);
@@ -81,22 +84,26 @@ class Units {
     bool next_reach() {
         reach_ += PAIR_REACH;
         if (reach_ >= stop_ || count_ == 0) return false;
-        const int64_t there = smaller(PAIR_REACH, p_.keys - reach_);
-        side_ = !side_, tile_ = 0, padded_ = round_up(there, KEY_STEP);
-        const int64_t pairs = pairs_up(p_.dim);
+        tile_ = 0, padded_ = round_up(smaller(PAIR_REACH, p_.keys - reach_), KEY_STEP);
+        laid_out_ = false;  // which it is as soon as somebody sees anything of it
+        return true;
+    }
+
+    void lay_out_reach() {
+        const int64_t there = smaller(PAIR_REACH, p_.keys - reach_), pairs = pairs_up(p_.dim);
+        side_ = !side_, laid_out_ = true;
         const BFloat16* keys = p_.key.at<BFloat16>(task_.batch, task_.kv_head, reach_);
         const bool aligned = reinterpret_cast<uintptr_t>(keys) % sizeof(Pair) == 0;
         if (aligned && p_.key.row == p_.dim && p_.dim == 2 * pairs && there == padded_) {
             keys_ = reinterpret_cast<const Pair*>(keys);  // they lie as they should
         } else {
-            keys_ = room_.keys[side_];
-            copy_pairs(p_.key, task_.batch, task_.kv_head, reach_, there, p_.dim, pairs, padded_, room_.keys[side_]);
+            keys_ = room_.keys;
+            copy_pairs(p_.key, task_.batch, task_.kv_head, reach_, there, p_.dim, pairs, padded_, room_.keys);
         }
         const int64_t height = height_up(p_.value_dim);
         for (int64_t block = 0; block < padded_; block += PAIR_BLOCK)
             transpose_pairs(p_.value, task_.batch, task_.kv_head, reach_ + block, there - block, p_.value_dim, height,
                             PAIR_BLOCK / 2, smaller(PAIR_BLOCK, padded_ - block), room_.values[side_] + block / 2 * height);
-        return true;
     }
 
     Looked see(const Rows& rows, int64_t start, int64_t stop) const {
@@ -111,7 +118,7 @@ class Units {
     int64_t count_, tile_, reach_ = 0, padded_ = 0, block_ = 0, end_ = 0, stop_ = 0;
     const PairRoom& room_;
     const Pair* keys_ = nullptr;
-    bool side_ = false, slot_ = false;
+    bool laid_out_ = false, side_ = false, slot_ = false;
 };
 
 INLINE Product scores_of(const Problem& p, const Unit& unit) {
@@ -224,7 +231,7 @@ static void weigh_pairs(const Problem& p, const Unit& unit, int64_t batch, float
 template <>
 int64_t forward_scratch<BFloat16>(const Problem& p, int64_t task_rows) {
     const int64_t rows = round_up(task_rows, TILE), pairs = pairs_up(p.dim), height = height_up(p.value_dim);
-    const int64_t of_reach = PAIR_REACH * (2 * pairs + height), of_units = 2 * PAIR_BLOCK * TILE;
+    const int64_t of_reach = PAIR_REACH * (pairs + height), of_units = 2 * PAIR_BLOCK * TILE;
     return of_reach + of_units + LOOK_FLOATS + rows * (pairs + height) + 16 * (7 + 2 * MOST_TILES);
 }
 
@@ -252,8 +259,8 @@ template <>
 void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch) {
     const int64_t pairs = pairs_up(p.dim), height = height_up(p.value_dim);
     PairRoom room;
+    room.keys = take_pairs(scratch, PAIR_REACH * pairs);
     for (int side = 0; side < 2; side++) {
-        room.keys[side] = take_pairs(scratch, PAIR_REACH * pairs);
         room.values[side] = take_pairs(scratch, height * PAIR_REACH / 2);
         room.scores[side] = take(scratch, PAIR_BLOCK * TILE);
     }
@@ -264,7 +271,8 @@ void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch)
     Units units(p, task, tiles, count, room);
     Unit now, next;
     Product scores = {}, outputs = {};
-    bool more = units.next(now);
+    const auto finish_outputs = [&] { finish_product(outputs); };
+    bool more = units.next(now, finish_outputs);
     if (more) scores = scores_of(p, now);
     finish_product(scores);
     while (more) {
@@ -274,7 +282,7 @@ void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch)
                 by_extra(now.looked, [&](auto extra) { adjust<v.value, extra()>(p, now); });
             });
         const float factor = adjusted ? 1 : fabsf(p.scale) * LOG2E;
-        more = units.next(next);
+        more = units.next(next, finish_outputs);
         scores = more ? scores_of(p, next) : Product();
         by_vectors(now.tile->rows.vectors,
                    [&](auto v) { weigh_pairs<v.value>(p, now, task.batch, factor, outputs, scores); });
