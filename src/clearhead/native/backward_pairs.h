@@ -45,9 +45,9 @@ static void scores_ahead(const Problem& p, const Unit<PairBackwardTile>& unit, c
     const PairBackwardTile& tile = *unit.tile;
     const int64_t vectors = tile.rows.vectors, lanes = vectors * LANES;
     const Pair *keys = room.keys.at(unit.within, 0), *values = room.values.at(unit.within, 0);
-    due.of_next[0] = {{keys, room.keys.stride}, {tile.query, lanes}, pairs_up(p.dim), unit.count, vectors,
+    due.of_next[0] = {{keys, room.keys.stride}, {tile.query, lanes}, 1, pairs_up(p.dim), unit.count, vectors,
                       {room.weights[unit.slot], lanes}, false};
-    due.of_next[1] = {{values, room.values.stride}, {tile.gradient, lanes}, pairs_up(p.value_dim), unit.count, vectors,
+    due.of_next[1] = {{values, room.values.stride}, {tile.gradient, lanes}, 1, pairs_up(p.value_dim), unit.count, vectors,
                       {room.gradients[unit.slot], lanes}, false};
 }
 
@@ -61,9 +61,9 @@ static void sums_behind(const Problem& p, const Unit<PairBackwardTile>& unit, co
     const Matrix<float> key_sums = {sums + unit.start * width, width};
     const Matrix<float> value_sums = {sums + keys_summed(p) * width + unit.start * value_width, value_width};
     const Matrix<const Pair> keys = {room.keys_twice[unit.side] + unit.within, BACKWARD_BLOCK};
-    due.of_before[0] = {weights, {tile.gradient_twice, value_width}, lanes, unit.count, value_width / LANES, value_sums, true};
-    due.of_before[1] = {gradients, {tile.query_twice, width}, lanes, unit.count, width / LANES, key_sums, true};
-    due.of_before[2] = {keys, gradients, unit.count, height_up(p.dim), vectors, {tile.query_sums, lanes}, true};
+    due.of_before[0] = {weights, {tile.gradient_twice, value_width}, 1, lanes, unit.count, value_width / LANES, value_sums, true};
+    due.of_before[1] = {gradients, {tile.query_twice, width}, 1, lanes, unit.count, width / LANES, key_sums, true};
+    due.of_before[2] = {keys, gradients, 1, unit.count, height_up(p.dim), vectors, {tile.query_sums, lanes}, true};
 }
 
 // Scores and dp to weights and ds in their places, as pairs. If not PLAIN, there may be dropout, scores may be weights

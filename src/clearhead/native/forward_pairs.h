@@ -17,8 +17,8 @@ struct PairTile {
 };
 
 struct PairRoom {
-    Pair *copied, *values[SIDES];  // (keys × pairs of D); for each block (Dv × its keys), each twice
-    float* scores[2];              // (keys × V·LANES), in whose place come the weights
+    Pair *copied, *values[SIDES];  // (keys × pairs of D); for each block (Dv × its pairs of keys)
+    float* scores[2];  // (keys × V·LANES); in the place of each two come a pair of weights and what it left out
     LookRoom look;
     Matrix<const Pair> keys;
 };
@@ -26,15 +26,15 @@ struct PairRoom {
 static Product scores_of(const Problem& p, const Unit<PairTile>& unit, const PairRoom& room) {
     const int64_t vectors = unit.tile->rows.vectors, lanes = vectors * LANES;
     return {{room.keys.data + unit.within * room.keys.stride, room.keys.stride}, {unit.tile->query, lanes},
-            pairs_up(p.dim), unit.count, vectors, {room.scores[unit.slot], lanes}, false};
+            1, pairs_up(p.dim), unit.count, vectors, {room.scores[unit.slot], lanes}, false};
 }
 
 static Product outputs_of(const Problem& p, const Unit<PairTile>& unit, const PairRoom& room) {
     const int64_t vectors = unit.tile->rows.vectors, lanes = vectors * LANES, height = height_up(p.value_dim);
     const int64_t skipped = unit.start % PAIR_BLOCK;
-    const Pair* values = room.values[unit.side] + (unit.within - skipped) * height + skipped;
+    const Pair* values = room.values[unit.side] + (unit.within - skipped) / 2 * height + skipped / 2;
     const Pair* weights = reinterpret_cast<const Pair*>(room.scores[unit.slot]);
-    return {{values, PAIR_BLOCK}, {weights, lanes}, unit.count, height, vectors, {unit.tile->output, lanes}, true};
+    return {{values, PAIR_BLOCK / 2}, {weights, lanes}, 2, unit.count / 2, height, vectors, {unit.tile->output, lanes}, true};
 }
 
 // Scores to units of log 2 in place, where more is to be done than multiplying them with a factor.
@@ -62,7 +62,7 @@ INLINE Floats exp2_of_weight(Floats x) {
     return y * power;
 }
 
-// Scores to weights in their place, exp2(factor · score − peak), whose sums are added to `sums`.
+// Scores to pairs of weights in their place, exp2(factor · score − peak), whose sums are added to `sums`.
 template <int V, bool DROP, class Beside>
 INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t batch, float factor, float* scores,
                                const Floats (&peaks)[V], Floats (&sums)[V], const Beside& beside) {
@@ -72,13 +72,15 @@ INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int
             Ints kept[GROUP];
             if (DROP) draw_kept(p, unit.tile->rows, batch, v, unit.start + j, kept);
             beside();
-#pragma GCC unroll 8
-            for (int t = 0; t < GROUP; t++) {
-                float* score = scores + ((j + t) * V + v) * LANES;
-                Floats x = exp2_of_weight(load(score) * factor - peaks[v]);
-                sums[v] += x;
-                if (DROP) x = only_where(kept[t], x);
-                store(score, reinterpret_cast<Floats>(split(x)));
+#pragma GCC unroll 4
+            for (int t = 0; t < GROUP; t += 2) {
+                float* to = scores + ((j + t) * V + v) * LANES;
+                Floats x = exp2_of_weight(load(to) * factor - peaks[v]);
+                Floats y = exp2_of_weight(load(to + V * LANES) * factor - peaks[v]);
+                sums[v] += x + y;
+                if (DROP) x = only_where(kept[t], x), y = only_where(kept[t + 1], y);
+                store(to, reinterpret_cast<Floats>(pair_up(x, y)));
+                store(to + V * LANES, reinterpret_cast<Floats>(pair_up(remainder(x), remainder(y))));
             }
         }
 }
@@ -135,7 +137,7 @@ static void weigh_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t ba
 template <>
 int64_t forward_scratch<BFloat16>(const Problem& p, int64_t task_rows) {
     const int64_t rows = round_up(task_rows, TILE), pairs = pairs_up(p.dim), height = height_up(p.value_dim);
-    const int64_t of_reach = PAIR_REACH * (pairs + SIDES * height), of_units = 2 * PAIR_BLOCK * TILE;
+    const int64_t of_reach = PAIR_REACH * (pairs + SIDES * height / 2), of_units = 2 * PAIR_BLOCK * TILE;
     return of_reach + of_units + LOOK_FLOATS + rows * (pairs + height) + 16 * (7 + 2 * MOST_TILES);
 }
 
@@ -164,7 +166,7 @@ void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch)
     const int64_t height = height_up(p.value_dim);
     PairRoom room;
     room.copied = take_pairs(scratch, PAIR_REACH * pairs_up(p.dim));
-    for (Pair*& values : room.values) values = take_pairs(scratch, height * PAIR_REACH);
+    for (Pair*& values : room.values) values = take_pairs(scratch, height * PAIR_REACH / 2);
     for (float*& scores : room.scores) scores = take(scratch, PAIR_BLOCK * TILE);
     room.look = look_room(take(scratch, LOOK_FLOATS));
     PairTile tiles[MOST_TILES];
@@ -172,8 +174,8 @@ void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch)
     const auto lay_out = [&](int64_t start, int64_t there, int64_t padded, int side) {
         room.keys = find_pairs(p.key, task.batch, task.kv_head, start, there, p.dim, padded, room.copied);
         for (int64_t block = 0; block < padded; block += PAIR_BLOCK)
-            transpose_twice(p.value, task.batch, task.kv_head, start + block, there - block, p.value_dim, height,
-                            PAIR_BLOCK, smaller(PAIR_BLOCK, padded - block), room.values[side] + block * height);
+            transpose_pairs(p.value, task.batch, task.kv_head, start + block, there - block, p.value_dim, height,
+                            PAIR_BLOCK / 2, smaller(PAIR_BLOCK, padded - block), room.values[side] + block / 2 * height);
     };
     const TileRegisters registers;
     Units<PairTile, decltype(lay_out)> units(p, task, tiles, count, PAIR_BLOCK, PAIR_REACH, room.look, lay_out);

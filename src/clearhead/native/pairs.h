@@ -66,11 +66,12 @@ class TileRegisters {
 };
 
 // A product in small steps: sums (rows × vectors·LANES) = or += left (rows × count pairs) · right (count pairs ×
-// vectors·LANES). The tile registers work beside the vector units, so its steps are put between instructions that are not
-// about it. Rows are a multiple of ROWS_AT_ONCE, pairs of PAIRS_AT_ONCE.
+// vectors·LANES). If right has two parts, each row of pairs is followed by what its rounding left out. The tile registers
+// work beside the vector units, so steps are put between instructions that are not about them. Rows are a multiple of
+// ROWS_AT_ONCE, pairs of PAIRS_AT_ONCE.
 struct Product {
     Matrix<const Pair> left, right;
-    int64_t count, rows, vectors;
+    int64_t parts, count, rows, vectors;
     Matrix<float> sums;
     bool add;
     int64_t column, row, pair, half;  // where it is
@@ -96,30 +97,49 @@ INLINE void end_rows(const Product& p) {
         store_tile<tile>(p.sums.at(p.row + tile / W * 16, p.column + tile % W), p.sums.stride);
     });
 }
+// The first or the second 16 rows. The last right factor of the first is the first of the second, which goes backwards.
 template <int H, int W>
 INLINE void multiply_rows(const Product& p) {
     load_tile<6>(p.left.at(p.row + H * 16, 0) + p.pair, p.left.stride);
-    each<W>([&](auto w) {
-        load_tile<7>(p.right.at(p.pair, p.column + w.value), p.right.stride);
-        multiply_tiles<H * W + w.value, 6, 7>();
+    each<W>([&](auto n) {
+        constexpr int w = H ? W - 1 - n.value : n.value;
+        const Pair* right = p.right.at(p.parts * p.pair, p.column + w);
+        if (H == 0 || n.value > 0 || p.parts == 2) load_tile<7>(right, p.parts * p.right.stride);
+        multiply_tiles<H * W + w, 6, 7>();
+        if (p.parts == 1) return;
+        load_tile<7>(right + p.right.stride, 2 * p.right.stride);
+        multiply_tiles<H * W + w, 6, 7>();
     });
 }
 
-// W multiplications of tiles.
+// Both, where their sums leave room for all that is multiplied, of one part.
+INLINE void multiply_square(const Product& p) {
+    load_tile<4>(p.left.at(p.row, 0) + p.pair, p.left.stride);
+    load_tile<6>(p.right.at(p.pair, p.column), p.right.stride);
+    multiply_tiles<0, 4, 6>();
+    load_tile<7>(p.right.at(p.pair, p.column + 1), p.right.stride);
+    multiply_tiles<1, 4, 7>();
+    load_tile<5>(p.left.at(p.row + 16, 0) + p.pair, p.left.stride);
+    multiply_tiles<2, 5, 6>();
+    multiply_tiles<3, 5, 7>();
+}
+
+// At most six multiplications of tiles.
 template <int W>
 INLINE void step(Product& p) {
     const bool two = p.row + 32 <= p.rows;
-    if (p.half == 0) {
-        if (p.pair == 0) two ? begin_rows<2, W>(p) : begin_rows<1, W>(p);
+    if (p.half == 0 && p.pair == 0) two ? begin_rows<2, W>(p) : begin_rows<1, W>(p);
+    if (W == 2 && two && p.parts == 1) {
+        multiply_square(p);
+    } else if (p.half == 0) {
         multiply_rows<0, W>(p);
+        p.half = two;
+        if (two) return;
     } else {
         multiply_rows<1, W>(p);
+        p.half = 0;
     }
-    if (two && p.half == 0) {
-        p.half = 1;
-        return;
-    }
-    p.half = 0, p.pair += PAIRS_AT_ONCE;
+    p.pair += PAIRS_AT_ONCE;
     if (p.pair < p.count) return;
     two ? end_rows<2, W>(p) : end_rows<1, W>(p);
     p.pair = 0, p.row += two ? 32 : 16;
@@ -144,7 +164,7 @@ struct TileRegisters {
 
 struct Product {
     Matrix<const Pair> left, right;
-    int64_t count, rows, vectors;
+    int64_t parts, count, rows, vectors;
     Matrix<float> sums;
     bool add;
     int64_t column;
@@ -164,13 +184,13 @@ static void multiply_columns(const Product& p) {
 #pragma GCC unroll 4
             for (int w = 0; w < W; w++)
                 acc[t][w] = p.add ? _mm512_loadu_ps(p.sums.at(row + t, p.column + w)) : _mm512_setzero_ps();
-        for (int64_t k = 0; k < p.count; k++) {
+        for (int64_t k = 0; k < p.parts * p.count; k++) {
             __m512i columns[W];
 #pragma GCC unroll 4
             for (int w = 0; w < W; w++) columns[w] = _mm512_loadu_si512(p.right.at(k, p.column + w));
 #pragma GCC unroll 8
             for (int t = 0; t < STEP; t++) {
-                const __m512i pair = _mm512_set1_epi32(static_cast<int>(left[t * p.left.stride + k]));
+                const __m512i pair = _mm512_set1_epi32(static_cast<int>(left[t * p.left.stride + k / p.parts]));
 #pragma GCC unroll 4
                 for (int w = 0; w < W; w++)
                     acc[t][w] = _mm512_dpbf16_ps(acc[t][w], reinterpret_cast<__m512bh>(pair),
@@ -193,11 +213,30 @@ static void finish(Product& p) {
 }
 #endif
 
-// A number of sixteen bits: a pair of its first eight and the next eight. What it is multiplied with is there twice.
-INLINE Words split(Floats x) {
-    const Words high = reinterpret_cast<Words>(x) & 0xffff0000u;
-    return high | reinterpret_cast<Words>(x - reinterpret_cast<Floats>(high)) >> 16;
+// The lower and the upper half of a vector of halves, alternately.
+INLINE Words interleave(__m512i halves) {
+    static const uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return reinterpret_cast<Words>(_mm512_permutexvar_epi16(_mm512_loadu_si512(ORDER), halves));
 }
+
+INLINE Words pair_up_halves(const BFloat16* x, const BFloat16* y) {
+    const __m512i low = _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+    return interleave(_mm512_inserti64x4(low, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(y)), 1));
+}
+
+constexpr uint32_t UPPER = 0xffff0000;
+
+// Two numbers cut to bfloat16, x in the lower half of each word.
+INLINE Words pair_up(Floats x, Floats y) {
+    return reinterpret_cast<Words>(x) >> 16 | (reinterpret_cast<Words>(y) & UPPER);
+}
+
+// What that left out.
+INLINE Floats remainder(Floats x) { return x - reinterpret_cast<Floats>(reinterpret_cast<Words>(x) & UPPER); }
+
+// A number of sixteen bits: what it is cut to, with what that left out. What it is multiplied with is there twice.
+INLINE Words split(Floats x) { return pair_up(remainder(x), x); }
 
 // A number of eight bits, as a pair.
 INLINE Words twice(Floats x) { return reinterpret_cast<Words>(x) | reinterpret_cast<Words>(x) >> 16; }
@@ -278,5 +317,35 @@ static void transpose_twice(const View& view, int64_t batch, int64_t head, int64
             transpose(square);
             for (int64_t r = 0; r < smaller(LANES, height - d); r++)
                 memcpy(to + (d + r) * stride + i, &square[r], sizeof(Floats));
+        }
+}
+
+// The columns d … d + 15 of rows i and i + 1, paired; zeros where there is no such row or column.
+INLINE Floats pair_rows(const View& view, int64_t batch, int64_t head, int64_t start, int64_t i, int64_t count,
+                        int64_t d, int64_t columns) {
+    Floats low = {}, high = {};
+    if (i < count && d < columns) low = load_some(view.at<BFloat16>(batch, head, start + i) + d, columns - d);
+    if (i + 1 < count && d < columns) high = load_some(view.at<BFloat16>(batch, head, start + i + 1) + d, columns - d);
+    return reinterpret_cast<Floats>(reinterpret_cast<Words>(low) >> 16 | reinterpret_cast<Words>(high));
+}
+
+// Rows into columns, neighbouring rows paired: (columns, rounded up to `height`, × stride pairs).
+static void transpose_pairs(const View& view, int64_t batch, int64_t head, int64_t start, int64_t count,
+                            int64_t columns, int64_t height, int64_t stride, int64_t padded, Pair* to) {
+    for (int64_t i = 0; i < padded; i += 2 * LANES)
+        for (int64_t d = 0; d < height; d += LANES) {
+            Floats square[LANES];
+            if (i + 2 * LANES <= count && d + LANES <= columns) {
+                for (int r = 0; r < LANES; r++) {
+                    const BFloat16* from = view.at<BFloat16>(batch, head, start + i + 2 * r) + d;
+                    square[r] = reinterpret_cast<Floats>(pair_up_halves(from, from + view.row));
+                }
+            } else {
+                for (int r = 0; r < LANES; r++)
+                    square[r] = pair_rows(view, batch, head, start, i + 2 * r, count, d, columns);
+            }
+            transpose(square);
+            for (int64_t r = 0; r < smaller(LANES, height - d); r++)
+                memcpy(to + (d + r) * stride + i / 2, &square[r], sizeof(Floats));
         }
 }
