@@ -106,6 +106,7 @@ CASES: dict[str, Case] = {
     "one key": Case(count=1),
     "wide heads": Case(dim=80, value_dim=128, length=53),
     "narrow heads": Case(dim=1, value_dim=1),
+    "many rows": Case(batch=1, kv_heads=1, group=1, length=821, count=97),
     "many heads": Case(batch=1, kv_heads=3, group=5, length=37),
     "causal": Case(mask=lambda *_: masks.causal()),
     "causal, bottom right": Case(mask=lambda *_: masks.causal("bottom_right")),

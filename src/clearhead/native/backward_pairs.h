@@ -61,7 +61,8 @@ static void sums_behind(const Problem& p, const Unit<PairBackwardTile>& unit, co
     const Matrix<float> key_sums = {sums + unit.start * width, width};
     const Matrix<float> value_sums = {sums + keys_summed(p) * width + unit.start * value_width, value_width};
     const Matrix<const Pair> keys = {room.keys_twice[unit.side] + unit.within, BACKWARD_BLOCK};
-    due.of_before[0] = {weights, {tile.gradient_twice, value_width}, 1, lanes, unit.count, value_width / LANES, value_sums, true};
+    due.of_before[0] = {weights, {tile.gradient_twice, value_width}, 1, lanes, unit.count, value_width / LANES,
+                        value_sums, true};
     due.of_before[1] = {gradients, {tile.query_twice, width}, 1, lanes, unit.count, width / LANES, key_sums, true};
     due.of_before[2] = {keys, gradients, 1, unit.count, height_up(p.dim), vectors, {tile.query_sums, lanes}, true};
 }

@@ -1,5 +1,5 @@
-// Forward and backward pass of bfloat16 for instruction sets that multiply pairs of it; everything else is that of AVX-512. The file
-// that includes this says the same as for kernel.h, and HAS_AMX if there are tile registers.
+// Forward and backward pass of bfloat16 for instruction sets that multiply pairs of it; everything else is that of AVX-512.
+// The file that includes this says the same as for kernel.h, and HAS_AMX if there are tile registers.
 namespace clearhead {
 namespace ISA {
 
@@ -9,6 +9,7 @@ namespace ISA {
 #include "forward.h"
 #include "backward.h"
 #include "pairs.h"
+#include "pair_layouts.h"
 #include "units.h"
 #include "forward_pairs.h"
 #include "backward_pairs.h"
