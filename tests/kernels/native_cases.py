@@ -106,6 +106,7 @@ CASES: dict[str, Case] = {
     "one key": Case(count=1),
     "wide heads": Case(dim=80, value_dim=128, length=53),
     "narrow heads": Case(dim=1, value_dim=1),
+    "many rows": Case(batch=1, kv_heads=1, group=1, length=821, count=97),
     "many heads": Case(batch=1, kv_heads=3, group=5, length=37),
     "causal": Case(mask=lambda *_: masks.causal()),
     "causal, bottom right": Case(mask=lambda *_: masks.causal("bottom_right")),
@@ -121,6 +122,15 @@ CASES: dict[str, Case] = {
     "padding": Case(mask=lambda b, h, n, s: masks.keep(keys=_tensor(b, s) > 0.3)),
     "left padding": Case(mask=lambda b, h, n, s: masks.keep(keys=torch.arange(s) >= torch.tensor([[0], [200]]))),
     "bool": Case(mask=lambda b, h, n, s: masks.keep(_tensor(n, s) > 0.5)),
+    "bool of keys far apart": Case(
+        group=1,
+        length=13,
+        count=1613,
+        mask=lambda b, h, n, s: masks.keep((_tensor(n, s) > 0.2) & (torch.arange(s) % 576 < 61)),
+    ),
+    "bool of two ends": Case(
+        length=61, count=1613, mask=lambda b, h, n, s: masks.keep((_tensor(n, s) > 0.2) & (torch.arange(s) % 1401 < 61))
+    ),
     "bool per head": Case(mask=lambda b, h, n, s: masks.keep(_tensor(b, h, n, s) > 0.9)),
     "blocks of bool": Case(
         mask=lambda b, h, n, s: masks.keep((torch.arange(n)[:, None] // 64 + torch.arange(s) // 64) % 2 > 0)

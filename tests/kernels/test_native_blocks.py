@@ -104,6 +104,18 @@ def test_dropout_does_not_depend_on_the_threads() -> None:
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_do_not_depend_on_the_threads(dtype: torch.dtype) -> None:
+    """Where every thread gets as many key/value heads as every other."""
+    case, before = Case(kv_heads=2, mask=lambda *_: masks.causal("bottom_right")), torch.get_num_threads()
+    found = []
+    for threads in (1, 2, 4, 2):
+        torch.set_num_threads(threads)
+        found.append(numbers(case, "native", case.inputs(dtype)))
+    torch.set_num_threads(before)
+    assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
+
+
 @pytest.mark.parametrize("name", [*CASES, "long"])
 def test_bfloat16_is_as_good_as_reference(name: str, instructions: str) -> None:
     """Whole tiles of 32 and 64 numbers as well as sizes that fit nothing."""

@@ -69,8 +69,8 @@ static void add_products(const float* left, int64_t rows, const float* right, in
 
 // Scores to weights in place; with a soft-cap its slope goes into `slopes`.
 template <int V, Extra EXTRA>
-static void weigh_again(const Problem& p, const BackwardTile& tile, int64_t count, const Looked& looked,
-                        float* weights, float* slopes) {
+static void weigh_again(const Problem& p, const float* lse, int64_t count, const Looked& looked, float* weights,
+                        float* slopes) {
     const float factor = p.softcap != 0 ? p.scale / p.softcap : p.scale * LOG2E;
     for (int64_t j = 0; j < count; j++)
 #pragma GCC unroll 4
@@ -83,7 +83,7 @@ static void weigh_again(const Problem& p, const BackwardTile& tile, int64_t coun
                 x *= p.softcap * LOG2E;
             }
             x = masked<EXTRA, V>(x, looked, j, v);
-            store(weights + place, exp2(x - load(tile.lse + v * LANES)));
+            store(weights + place, exp2(x - load(lse + v * LANES)));
         }
 }
 
@@ -140,7 +140,7 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
     product<V>(keys, key_stride, p.dim, tile.query_lanes, count, room.weights, [&](int64_t step) {
         if (next.start < next.stop) next.fetch(p, step, count / STEP);
     });
-    by_extra(looked, [&](auto extra) { weigh_again<V, extra()>(p, tile, count, looked, room.weights, room.slopes); });
+    by_extra(looked, [&](auto extra) { weigh_again<V, extra()>(p, tile.lse, count, looked, room.weights, room.slopes); });
     product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, room.gradients, [](int64_t) {});
     differentiate<V>(p, tile, batch, start, count, room.weights, room.gradients);
     if (p.bias_gradient.data) add_to_bias_gradient<V>(p, tile.rows, batch, start, stop, room.gradients);
@@ -170,15 +170,14 @@ static int64_t tile_floats(const Problem& p) {
     return TILE * (2 * step_up(p.dim) + p.value_dim + lanes_up(p.dim) + lanes_up(p.value_dim)) + 5 * 16;
 }
 
-static int64_t backward_scratch(const Problem& p, int64_t task_rows) {
+[[maybe_unused]] static int64_t backward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t tiles = smaller(tiles_at_once(p), (task_rows + TILE - 1) / TILE);
     return BLOCK * (step_up(p.dim) + p.value_dim) + 3 * BLOCK * TILE + LOOK_FLOATS + tiles * tile_floats(p) + 6 * 16;
 }
 
 // dk (S × D), then dv (S × Dv), columns padded to whole vectors.
-static int64_t sums_size(const Problem& p) {
-    return round_up(p.keys, GROUP) * (lanes_up(p.dim) + lanes_up(p.value_dim));
-}
+static int64_t keys_summed(const Problem& p) { return round_up(p.keys, KEY_STEP); }
+static int64_t sums_size(const Problem& p) { return keys_summed(p) * (lanes_up(p.dim) + lanes_up(p.value_dim)); }
 
 // The rows of a tile one under the other, times a factor; zeros where there is no row.
 template <class T>
@@ -195,11 +194,10 @@ static void copy_rows(const View& view, const Rows& rows, int64_t batch, int64_t
 }
 
 template <class T>
-static void correct(const Problem& p, int64_t batch, BackwardTile& tile) {
-    const Rows& rows = tile.rows;
+static void correct(const Problem& p, int64_t batch, const Rows& rows, float* lse, float* correction) {
     for (int64_t lane = 0; lane < TILE; lane++) {
-        tile.lse[lane] = -LOWEST;  // a lane without a row has weights of zero
-        tile.correction[lane] = 0;
+        lse[lane] = -LOWEST;  // a lane without a row has weights of zero
+        correction[lane] = 0;
         if (lane >= rows.count) continue;
         const int64_t place = (batch * p.heads + rows.head[lane]) * p.rows + rows.row[lane];
         const float* output = p.exact_output.at<float>(batch, rows.head[lane], rows.row[lane]);
@@ -207,10 +205,10 @@ static void correct(const Problem& p, int64_t batch, BackwardTile& tile) {
         Floats delta = {};
         for (int64_t j = 0; j < p.value_dim; j += LANES)
             delta += load_some(output + j, p.value_dim - j) * load_some(gradient + j, p.value_dim - j);
-        tile.correction[lane] = sum(delta) - (p.lse_gradient ? p.lse_gradient[place] : 0);
+        correction[lane] = sum(delta) - (p.lse_gradient ? p.lse_gradient[place] : 0);
         // No weight can be told from the lowest lse, that of a row whose every score is the lowest number: it has none here.
-        tile.lse[lane] = p.lse[place] == -INFINITY ? 0 : p.lse[place] == LOWEST ? -LOWEST : p.lse[place] * LOG2E;
-        p.correction[place] = tile.correction[lane];
+        lse[lane] = p.lse[place] == -INFINITY ? 0 : p.lse[place] == LOWEST ? -LOWEST : p.lse[place] * LOG2E;
+        p.correction[place] = correction[lane];
     }
 }
 
@@ -227,7 +225,7 @@ static void prepare(const Problem& p, int64_t batch, BackwardTile& tile, float*&
     copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, tile.query_rows);
     copy_rows<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.gradient_rows);
     memset(tile.query_sums, 0, static_cast<size_t>(step_up(p.dim) * lanes) * sizeof(float));
-    correct<T>(p, batch, tile);
+    correct<T>(p, batch, tile.rows, tile.lse, tile.correction);
 }
 
 // A few tiles of rows against all the keys they see.
@@ -245,7 +243,7 @@ static void backward_rows(const Problem& p, const Task& task, int64_t row_start,
         key_stop = larger(key_stop, tiles[count].rows.highest_last);
     }
     const int64_t key_stride = step_up(p.dim), key_width = lanes_up(p.dim), value_width = lanes_up(p.value_dim);
-    float* value_sums = sums + round_up(p.keys, GROUP) * key_width;
+    float* value_sums = sums + keys_summed(p) * key_width;
     for (int64_t block = key_start / BLOCK * BLOCK; block < key_stop; block += BLOCK) {
         const int64_t end = smaller(block + BLOCK, p.keys), padded = round_up(end - block, GROUP);
         widen_rows(p.key.at<T>(b, task.kv_head, block), p.key.row, end - block, p.dim, room.keys, key_stride, padded);
@@ -302,6 +300,6 @@ template <class T>
 static void write_sums_typed(const Problem& p, int64_t batch, int64_t kv_head, const float* sums, int64_t count) {
     const int64_t size = sums_size(p);
     write_sum<T>(sums, count, size, p.keys, p.dim, p.scale, p.key_gradient, batch, kv_head);
-    sums += round_up(p.keys, GROUP) * lanes_up(p.dim);
+    sums += keys_summed(p) * lanes_up(p.dim);
     write_sum<T>(sums, count, size, p.keys, p.value_dim, 1, p.value_gradient, batch, kv_head);
 }

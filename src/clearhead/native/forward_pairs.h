@@ -6,7 +6,7 @@
 // registers, tile registers multiply the weights of the unit before with their values and compute the scores of the next.
 
 constexpr int PAIR_BLOCK = 64;   // keys of a unit: what it works on lies in the nearest cache
-constexpr int PAIR_REACH = 512;  // keys that are laid out at once, for all the tiles of a task
+constexpr int PAIR_REACH = 512;  // keys that are laid out at once
 constexpr float LEEWAY = 8;      // weights may grow to 2^LEEWAY before sums are scaled to a new peak
 
 struct PairTile {
@@ -16,126 +16,35 @@ struct PairTile {
     float peak[TILE], sum[TILE];
 };
 
-// Everything that is there twice belongs to a unit and the next, or to a reach and the next.
 struct PairRoom {
-    Pair *keys[2], *values[2];  // (keys × pairs of D); for each block (Dv × its pairs of keys)
-    float* scores[2];
+    Pair *copied, *values[SIDES];  // (keys × pairs of D); for each block (Dv × its pairs of keys)
+    float* scores[2];  // (keys × V·LANES); in the place of each two come a pair of weights and what it left out
     LookRoom look;
+    Matrix<const Pair> keys;
 };
 
-struct Unit {
-    PairTile* tile = nullptr;
-    int64_t start = 0, count = 0;
-    const Pair *keys = nullptr, *values = nullptr;
-    float* scores = nullptr;  // (keys × V·LANES); in the place of each two, a pair of weights and what it left out
-    Looked looked = {};  // overwritten when the next unit is found
-
-    bool masked() const { return looked.bits || looked.numbers; }
-};
-
-INLINE int64_t pairs_up(int64_t columns) { return round_up((columns + 1) / 2, PAIRS_AT_ONCE); }
-INLINE int64_t height_up(int64_t columns) { return round_up(columns, ROWS_AT_ONCE); }
-
-// Walks over the units of a task that see anything: for each reach of keys the tiles, for each tile its blocks.
-class Units {
-  public:
-    Units(const Problem& p, const Task& task, PairTile* tiles, int64_t count, const PairRoom& room)
-        : p_(p), task_(task), tiles_(tiles), count_(count), tile_(count), room_(room) {
-        int64_t first = p.keys;
-        for (int64_t n = 0; n < count; n++) {
-            first = smaller(first, tiles[n].rows.lowest_first);
-            stop_ = larger(stop_, tiles[n].rows.highest_last);
-        }
-        reach_ = first / PAIR_BLOCK * PAIR_BLOCK - PAIR_REACH;
-    }
-
-    bool next(Unit& unit) {
-        for (;;) {
-            if (block_ >= end_ && !next_tile()) return false;
-            const Rows& rows = tiles_[tile_].rows;
-            const int64_t start = block_, stop = smaller(start / PAIR_BLOCK * PAIR_BLOCK + PAIR_BLOCK, end_);
-            block_ = stop;
-            unit.looked = see(rows, start, stop);
-            if (unit.looked.sight == Sight::nothing) continue;
-            slot_ = !slot_;
-            unit.tile = &tiles_[tile_], unit.start = start, unit.count = stop - start;
-            unit.keys = keys_ + (start - reach_) * pairs_up(p_.dim);
-            const int64_t height = height_up(p_.value_dim), within = start % PAIR_BLOCK;
-            unit.values = room_.values[side_] + (start - within - reach_) / 2 * height + within / 2;
-            unit.scores = room_.scores[slot_];
-            return true;
-        }
-    }
-
-  private:
-    bool next_tile() {
-        do {
-            if (++tile_ >= count_ && !next_reach()) return false;
-            const Rows& rows = tiles_[tile_].rows;
-            block_ = larger(reach_, rows.lowest_first / KEY_STEP * KEY_STEP);
-            end_ = smaller(reach_ + padded_, round_up(rows.highest_last, KEY_STEP));
-        } while (block_ >= end_);
-        return true;
-    }
-
-    bool next_reach() {
-        reach_ += PAIR_REACH;
-        if (reach_ >= stop_ || count_ == 0) return false;
-        const int64_t there = smaller(PAIR_REACH, p_.keys - reach_);
-        side_ = !side_, tile_ = 0, padded_ = round_up(there, KEY_STEP);
-        const int64_t pairs = pairs_up(p_.dim);
-        const BFloat16* keys = p_.key.at<BFloat16>(task_.batch, task_.kv_head, reach_);
-        const bool aligned = reinterpret_cast<uintptr_t>(keys) % sizeof(Pair) == 0;
-        if (aligned && p_.key.row == p_.dim && p_.dim == 2 * pairs && there == padded_) {
-            keys_ = reinterpret_cast<const Pair*>(keys);  // they lie as they should
-        } else {
-            keys_ = room_.keys[side_];
-            copy_pairs(p_.key, task_.batch, task_.kv_head, reach_, there, p_.dim, pairs, padded_, room_.keys[side_]);
-        }
-        const int64_t height = height_up(p_.value_dim);
-        for (int64_t block = 0; block < padded_; block += PAIR_BLOCK)
-            transpose_pairs(p_.value, task_.batch, task_.kv_head, reach_ + block, there - block, p_.value_dim, height,
-                            PAIR_BLOCK / 2, smaller(PAIR_BLOCK, padded_ - block), room_.values[side_] + block / 2 * height);
-        return true;
-    }
-
-    Looked see(const Rows& rows, int64_t start, int64_t stop) const {
-        Looked looked;
-        by_vectors(rows.vectors, [&](auto vectors) { looked = look<vectors.value>(p_, rows, task_.batch, start, stop, room_.look); });
-        return looked;
-    }
-
-    const Problem& p_;
-    const Task& task_;
-    PairTile* tiles_;
-    int64_t count_, tile_, reach_ = 0, padded_ = 0, block_ = 0, end_ = 0, stop_ = 0;
-    const PairRoom& room_;
-    const Pair* keys_ = nullptr;
-    bool side_ = false, slot_ = false;
-};
-
-INLINE Product scores_of(const Problem& p, const Unit& unit) {
-    const int64_t pairs = pairs_up(p.dim);
-    return {unit.keys, unit.tile->query, pairs, pairs, unit.count, unit.tile->rows.vectors, unit.scores, false};
-}
-INLINE Product outputs_of(const Problem& p, const Unit& unit) {
-    const int64_t height = height_up(p.value_dim);
-    const Pair* weights = reinterpret_cast<const Pair*>(unit.scores);
-    return {unit.values, weights, PAIR_BLOCK / 2, unit.count / 2, height, unit.tile->rows.vectors, unit.tile->output, true};
+static Product scores_of(const Problem& p, const Unit<PairTile>& unit, const PairRoom& room) {
+    const int64_t vectors = unit.tile->rows.vectors, lanes = vectors * LANES;
+    return {{room.keys.data + unit.within * room.keys.stride, room.keys.stride}, {unit.tile->query, lanes},
+            1, pairs_up(p.dim), unit.count, vectors, {room.scores[unit.slot], lanes}, false};
 }
 
-static void finish_product(Product& product) {
-    by_vectors(product.vectors, [&](auto v) { finish<v.value>(product); });
+static Product outputs_of(const Problem& p, const Unit<PairTile>& unit, const PairRoom& room) {
+    const int64_t vectors = unit.tile->rows.vectors, lanes = vectors * LANES, height = height_up(p.value_dim);
+    const int64_t skipped = unit.start % PAIR_BLOCK;
+    const Pair* values = room.values[unit.side] + (unit.within - skipped) / 2 * height + skipped / 2;
+    const Pair* weights = reinterpret_cast<const Pair*>(room.scores[unit.slot]);
+    return {{values, PAIR_BLOCK / 2}, {weights, lanes}, 2, unit.count / 2, height, vectors, {unit.tile->output, lanes}, true};
 }
 
 // Scores to units of log 2 in place, where more is to be done than multiplying them with a factor.
 template <int V, Extra EXTRA>
-static void adjust(const Problem& p, const Unit& unit) {
+static void adjust(const Problem& p, const Unit<PairTile>& unit, float* scores) {
     const float scale = fabsf(p.scale);
     for (int64_t j = 0; j < unit.count; j++)
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
-            float* score = unit.scores + (j * V + v) * LANES;
+            float* score = scores + (j * V + v) * LANES;
             Floats x = load(score);
             x = p.softcap != 0 ? tanh(x * (scale / p.softcap)) * (p.softcap * LOG2E) : x * (scale * LOG2E);
             store(score, masked<EXTRA, V>(x, unit.looked, j, v));
@@ -155,8 +64,8 @@ INLINE Floats exp2_of_weight(Floats x) {
 
 // Scores to pairs of weights in their place, exp2(factor · score − peak), whose sums are added to `sums`.
 template <int V, bool DROP, class Beside>
-INLINE void exponentiate_pairs(const Problem& p, const Unit& unit, int64_t batch, float factor, const Floats (&peaks)[V],
-                               Floats (&sums)[V], const Beside& beside) {
+INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t batch, float factor, float* scores,
+                               const Floats (&peaks)[V], Floats (&sums)[V], const Beside& beside) {
     for (int64_t j = 0; j < unit.count; j += GROUP)
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
@@ -165,14 +74,13 @@ INLINE void exponentiate_pairs(const Problem& p, const Unit& unit, int64_t batch
             beside();
 #pragma GCC unroll 4
             for (int t = 0; t < GROUP; t += 2) {
-                float* scores = unit.scores + ((j + t) * V + v) * LANES;
-                Floats x = exp2_of_weight(load(scores) * factor - peaks[v]);
-                Floats y = exp2_of_weight(load(scores + V * LANES) * factor - peaks[v]);
+                float* to = scores + ((j + t) * V + v) * LANES;
+                Floats x = exp2_of_weight(load(to) * factor - peaks[v]);
+                Floats y = exp2_of_weight(load(to + V * LANES) * factor - peaks[v]);
                 sums[v] += x + y;
                 if (DROP) x = only_where(kept[t], x), y = only_where(kept[t + 1], y);
-                const Words pair = pair_up(x, y), rest = pair_up(remainder(x), remainder(y));
-                memcpy(scores, &pair, sizeof pair);
-                memcpy(scores + V * LANES, &rest, sizeof rest);
+                store(to, reinterpret_cast<Floats>(pair_up(x, y)));
+                store(to + V * LANES, reinterpret_cast<Floats>(pair_up(remainder(x), remainder(y))));
             }
         }
 }
@@ -183,7 +91,7 @@ INLINE void raise_peaks(const Problem& p, PairTile& tile, const Floats (&found)[
     Floats risen = splat(-INFINITY);
     for (int v = 0; v < V; v++) risen = larger(found[v] - load(tile.peak + v * LANES), risen);
     if (peak(risen) <= LEEWAY) return;
-    finish_product(due);
+    finish(due);
     Floats fade[V];
     for (int v = 0; v < V; v++) {
         const Floats before = load(tile.peak + v * LANES), after = larger(found[v], before);
@@ -202,29 +110,34 @@ INLINE void raise_peaks(const Problem& p, PairTile& tile, const Floats (&found)[
 
 // Makes the unit's scores weights, and takes steps of the two products beside it.
 template <int V>
-static void weigh_pairs(const Problem& p, const Unit& unit, int64_t batch, float factor, Product& outputs,
-                        Product& scores) {
+static void weigh_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t batch, float factor, float* scores,
+                        Product& due, Product& ahead) {
     PairTile& tile = *unit.tile;
     Floats peaks[V], sums[V];
     for (int v = 0; v < V; v++) peaks[v] = splat(LOWEST);
     for (int64_t j = 0; j < unit.count; j++)
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) peaks[v] = larger(load(unit.scores + (j * V + v) * LANES), peaks[v]);
+        for (int v = 0; v < V; v++) peaks[v] = larger(load(scores + (j * V + v) * LANES), peaks[v]);
     for (int v = 0; v < V; v++) peaks[v] *= factor;
-    raise_peaks<V>(p, tile, peaks, outputs);
-    const auto beside = [&] { step<V>(outputs.left_over() ? outputs : scores); };
+    raise_peaks<V>(p, tile, peaks, due);
+    const auto beside = [&] {
+        if (due.left_over())
+            step(due);
+        else if (ahead.left_over())
+            step(ahead);
+    };
     for (int v = 0; v < V; v++) peaks[v] = load(tile.peak + v * LANES), sums[v] = load(tile.sum + v * LANES);
     if (p.drop_below)
-        exponentiate_pairs<V, true>(p, unit, batch, factor, peaks, sums, beside);
+        exponentiate_pairs<V, true>(p, unit, batch, factor, scores, peaks, sums, beside);
     else
-        exponentiate_pairs<V, false>(p, unit, batch, factor, peaks, sums, beside);
+        exponentiate_pairs<V, false>(p, unit, batch, factor, scores, peaks, sums, beside);
     for (int v = 0; v < V; v++) store(tile.sum + v * LANES, sums[v]);
 }
 
 template <>
 int64_t forward_scratch<BFloat16>(const Problem& p, int64_t task_rows) {
     const int64_t rows = round_up(task_rows, TILE), pairs = pairs_up(p.dim), height = height_up(p.value_dim);
-    const int64_t of_reach = PAIR_REACH * (2 * pairs + height), of_units = 2 * PAIR_BLOCK * TILE;
+    const int64_t of_reach = PAIR_REACH * (pairs + SIDES * height / 2), of_units = 2 * PAIR_BLOCK * TILE;
     return of_reach + of_units + LOOK_FLOATS + rows * (pairs + height) + 16 * (7 + 2 * MOST_TILES);
 }
 
@@ -250,39 +163,44 @@ static int64_t prepare_pairs(const Problem& p, const Task& task, PairTile* tiles
 
 template <>
 void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch) {
-    const int64_t pairs = pairs_up(p.dim), height = height_up(p.value_dim);
+    const int64_t height = height_up(p.value_dim);
     PairRoom room;
-    for (int side = 0; side < 2; side++) {
-        room.keys[side] = take_pairs(scratch, PAIR_REACH * pairs);
-        room.values[side] = take_pairs(scratch, height * PAIR_REACH / 2);
-        room.scores[side] = take(scratch, PAIR_BLOCK * TILE);
-    }
+    room.copied = take_pairs(scratch, PAIR_REACH * pairs_up(p.dim));
+    for (Pair*& values : room.values) values = take_pairs(scratch, height * PAIR_REACH / 2);
+    for (float*& scores : room.scores) scores = take(scratch, PAIR_BLOCK * TILE);
     room.look = look_room(take(scratch, LOOK_FLOATS));
     PairTile tiles[MOST_TILES];
     const int64_t count = prepare_pairs(p, task, tiles, scratch);
+    const auto lay_out = [&](int64_t start, int64_t there, int64_t padded, int side) {
+        room.keys = find_pairs(p.key, task.batch, task.kv_head, start, there, p.dim, padded, room.copied);
+        for (int64_t block = 0; block < padded; block += PAIR_BLOCK)
+            transpose_pairs(p.value, task.batch, task.kv_head, start + block, there - block, p.value_dim, height,
+                            PAIR_BLOCK / 2, smaller(PAIR_BLOCK, padded - block), room.values[side] + block / 2 * height);
+    };
     const TileRegisters registers;
-    Units units(p, task, tiles, count, room);
-    Unit now, next;
-    Product scores = {}, outputs = {};
+    Units<PairTile, decltype(lay_out)> units(p, task, tiles, count, PAIR_BLOCK, PAIR_REACH, room.look, lay_out);
+    Unit<PairTile> now, next;
+    Product due = {}, ahead = {};
     bool more = units.next(now);
-    if (more) scores = scores_of(p, now);
-    finish_product(scores);
+    if (more) ahead = scores_of(p, now, room);
+    finish(ahead);
     while (more) {
+        float* scores = room.scores[now.slot];
         const bool adjusted = p.softcap != 0 || now.masked();
         if (adjusted)
             by_vectors(now.tile->rows.vectors, [&](auto v) {
-                by_extra(now.looked, [&](auto extra) { adjust<v.value, extra()>(p, now); });
+                by_extra(now.looked, [&](auto extra) { adjust<v.value, extra()>(p, now, scores); });
             });
         const float factor = adjusted ? 1 : fabsf(p.scale) * LOG2E;
         more = units.next(next);
-        scores = more ? scores_of(p, next) : Product();
+        ahead = more ? scores_of(p, next, room) : Product();
         by_vectors(now.tile->rows.vectors,
-                   [&](auto v) { weigh_pairs<v.value>(p, now, task.batch, factor, outputs, scores); });
-        finish_product(outputs);
-        finish_product(scores);
-        outputs = outputs_of(p, now);
+                   [&](auto v) { weigh_pairs<v.value>(p, now, task.batch, factor, scores, due, ahead); });
+        finish(due);
+        finish(ahead);
+        due = outputs_of(p, now, room);
         now = next;
     }
-    finish_product(outputs);
+    finish(due);
     for (int64_t n = 0; n < count; n++) finish<BFloat16>(p, tiles[n], task.batch);
 }

@@ -1,5 +1,5 @@
-// The forward pass of bfloat16 for instruction sets that multiply pairs of it; everything else is that of AVX-512. The file
-// that includes this says the same as for kernel.h, and HAS_AMX if there are tile registers.
+// Forward and backward pass of bfloat16 for instruction sets that multiply pairs of it; everything else is that of AVX-512.
+// The file that includes this says the same as for kernel.h, and HAS_AMX if there are tile registers.
 namespace clearhead {
 namespace ISA {
 
@@ -7,8 +7,12 @@ namespace ISA {
 #include "tile.h"
 #include "masks.h"
 #include "forward.h"
+#include "backward.h"
 #include "pairs.h"
+#include "pair_layouts.h"
+#include "units.h"
 #include "forward_pairs.h"
+#include "backward_pairs.h"
 
 static int64_t scratch_of_forward(const Problem& p, int64_t task_rows) {
     if (p.type != Type::bfloat16) return avx512_kernels.forward_scratch(p, task_rows);
@@ -20,12 +24,23 @@ static void forward(const Problem& p, const Task& task, float* scratch) {
     forward_typed<BFloat16>(p, task, scratch);
 }
 
+static int64_t scratch_of_backward(const Problem& p, int64_t task_rows) {
+    if (p.type != Type::bfloat16) return avx512_kernels.backward_scratch(p, task_rows);
+    return backward_scratch_of_pairs(p, task_rows);
+}
+
+static void backward(const Problem& p, const Task& task, float* sums, float* scratch) {
+    if (p.type != Type::bfloat16) return avx512_kernels.backward(p, task, sums, scratch);
+    backward_typed<BFloat16>(p, task, sums, scratch);
+}
+
 static bool supported() { return CPU_HAS_ISA; }
 
 static Kernels table(const char* name) {
     Kernels result = avx512_kernels;
     result.name = name, result.supported = supported;
     result.forward_scratch = scratch_of_forward, result.forward = forward;
+    result.backward_scratch = scratch_of_backward, result.backward = backward;
     return result;
 }
 
