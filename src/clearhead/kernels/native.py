@@ -143,16 +143,19 @@ def _plain_request(call: AttentionCall, masked: bool = False) -> Request | None:
 
 
 class _Native(torch.autograd.Function):
-    """Saves inputs, output and lse; the backward pass recomputes the weights from them."""
+    """Saves inputs, output and lse; the backward pass recomputes the weights from them.
+
+    The output that is saved is not rounded to half precision: the backward pass would have to compute it once more.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         ctx.call = call.without_tensors()
         ctx.set_materialize_grads(False)
         lse = empty_lse(call.query)
-        output = forward(request_of(call), lse)
-        ctx.save_for_backward(output, lse, *inputs)
-        return output, lse
+        exact = forward(request_of(call), lse, torch.float32)
+        ctx.save_for_backward(exact, lse, *inputs)
+        return exact.to(call.query.dtype), lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -164,7 +167,7 @@ class _Native(torch.autograd.Function):
             return (None, *reference_gradients(ctx.call, inputs, gradients))
         call = ctx.call.with_tensors(*inputs)
         if output_gradient is None:
-            output_gradient = torch.zeros_like(output)
+            output_gradient = torch.zeros_like(output, dtype=call.query.dtype)
         return (None, *native_gradients(call, output, lse, output_gradient, lse_gradient, ctx.needs_input_grad))
 
 
