@@ -59,12 +59,13 @@ def one_step(
         The output, laid out like the first input, and the weights (B, L, S) or (B, H, L, S) if they are wanted;
         ``None`` where the call is no tiny one, where something looks at single operations, and where an input is wrong.
     """
-    shapes, last = [], None
+    shapes, last, shape = [], None, None
     for x in inputs:
-        if x is not last and (type(x) is not Tensor or x.is_nested or not _is_ordinary(x)):
-            return None
-        shapes.append(x.shape)
-        last = x
+        if x is not last:
+            if type(x) is not Tensor or x.is_nested or not _is_ordinary(x):
+                return None
+            last, shape = x, x.shape
+        shapes.append(shape)
     if not _is_undisturbed() or not (scale is None or type(scale) is float):
         return None
     weights: Any = parameters[::2]

@@ -99,10 +99,7 @@ class Step:
             lse: (B, H, L), written if it is given.
         """
         first = inputs[0]
-        rows, own = (
-            first.view(self._rows[0]),
-            (weights, biases) if len(weights) > len(inputs) else self._cut(weights, biases),
-        )
+        rows, own = first.view(self._rows[0]), self._cut(weights, biases)
         projected = tuple(
             [
                 _linear(rows if x is first else x.view(shape), weight, bias)

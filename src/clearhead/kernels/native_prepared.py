@@ -63,10 +63,10 @@ class _Within:
     places: tuple[tuple[int, int, Steps], ...]
 
     def numbers(self, tensors: Tensors) -> tuple[int, ...]:
-        starts, numbers = [tensor.data_ptr() for tensor in tensors], ()
-        for index, behind, steps in self.places:
-            numbers += (starts[index] + behind, *steps)
-        return numbers
+        (q, after_q, steps_q), (k, after_k, steps_k), (v, after_v, steps_v) = self.places
+        key = tensors[k].data_ptr()
+        query, value = key if q == k else tensors[q].data_ptr(), key if v == k else tensors[v].data_ptr()
+        return (query + after_q, *steps_q, key + after_k, *steps_k, value + after_v, *steps_v)
 
 
 @final
@@ -119,7 +119,7 @@ class Prepared:
             *self._sizes,
             *self._inputs.numbers(tensors),
             0 if lse is None else lse.data_ptr(),
-            *self._of_masks(masks),
+            *(self._unmasked if masks is UNMASKED else self._of_masks(masks)),
             output.data_ptr(),
             *self._of_output,
             self._wide,
