@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -207,6 +209,16 @@ def test_what_is_hidden_stays_hidden(kind: str, numbers: bool) -> None:
     assert not of_query[:, 2].any()
     assert not of_key[hidden].any()
     assert of_key.isfinite().all()
+
+
+def test_nothing_is_kept() -> None:
+    given = MASKS["one of each"](S)
+    module, inputs = made("drop-in"), drawn(2)
+    output = attend(module, inputs, given)
+    seen = [weakref.ref(each) for each in (*inputs, *given.values(), module.in_proj_weight, output)]
+    del given, module, inputs, output
+    gc.collect()
+    assert [each() for each in seen] == [None] * len(seen)
 
 
 def test_a_mask_that_is_changed_between_two_calls() -> None:
