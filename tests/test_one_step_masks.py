@@ -139,6 +139,19 @@ def test_the_drop_in(kind: str, name: str, count: int) -> None:
     close_to_exact(module, count, given)
 
 
+@pytest.mark.parametrize("kind", ["own", "drop-in", "drop-in, length first"])
+def test_a_query_that_is_the_value_too(kind: str) -> None:
+    module, (x, key) = made(kind), [each[:, :L].detach() for each in drawn(2)]
+
+    def run(value: Tensor) -> Tensor:
+        if kind == "own":
+            return module(x, key, value)
+        return module(x, key, value, need_weights=False)[0]
+
+    assert torch.equal(run(x), run(x.clone()))
+    assert (run(x) - run(key)).abs().max() > 1e-3
+
+
 OWN: dict[str, Callable[[int], Mask | Tensor | None]] = {
     "none": lambda keys: None,
     "a bool tensor": lambda keys: ~triangle(keys),

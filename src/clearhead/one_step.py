@@ -58,10 +58,12 @@ def one_step(
         single operations, and where an input is wrong.
     """
     shapes = []
+    last = None
     for x in inputs:
-        if type(x) is not Tensor or x.is_nested or not _is_ordinary(x):
+        if x is not last and (type(x) is not Tensor or x.is_nested or not _is_ordinary(x)):
             return None
         shapes.append(x.shape)
+        last = x
     if not _is_undisturbed() or not (scale is None or type(scale) is float):
         return None
     weights: Any = parameters[::2]

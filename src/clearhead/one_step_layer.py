@@ -91,7 +91,11 @@ class Step:
             mask: with the tensors of this call; ``None`` where the template has all there is.
             lse: (B, H, L), written if it is given.
         """
-        rows = map(Tensor.view, inputs, self._rows)
+        first = inputs[0]
+        if all(x is first for x in inputs):
+            rows = (first.view(self._rows[0]),) * self.products
+        else:
+            rows = map(Tensor.view, inputs, self._rows)
         projected = tuple(map(_linear, rows, *self._cut(weights, biases)))
         if mask is None:
             merged, hides = self.attention.forward(projected, lse)
