@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -125,6 +127,17 @@ def test_a_known_mask_is_not_validated_again(monkeypatch: pytest.MonkeyPatch) ->
     for other in (masks.keep(marks(2, B, L, S)), masks.bias(numbers(2, L, S)), masks.keep(marks(2, S, L).mT)):
         with pytest.raises(AssertionError, match="validated again"):
             attend(given, other)
+
+
+def test_nothing_is_kept() -> None:
+    given, tensors = inputs(), [marks(3, L, S), numbers(2, L, S)]
+    mask = masks.keep(tensors[0]) & masks.bias(tensors[1])
+    output = attend([x.requires_grad_() for x in given], mask)
+    attend([x.detach() for x in given], mask)
+    seen = [weakref.ref(each) for each in (*given, *tensors, mask, output)]
+    del given, tensors, mask, output
+    gc.collect()
+    assert [each() for each in seen] == [None] * len(seen)
 
 
 NO_KIND: dict[str, Callable[[], Any]] = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +139,19 @@ def test_the_drop_in(kind: str, name: str, count: int) -> None:
     close_to_exact(module, count, given)
 
 
+@pytest.mark.parametrize("kind", ["own", "drop-in", "drop-in, length first"])
+def test_a_query_that_is_the_value_too(kind: str) -> None:
+    module, (x, key) = made(kind), [each[:, :L].detach() for each in drawn(2)]
+
+    def run(value: Tensor) -> Tensor:
+        if kind == "own":
+            return module(x, key, value)
+        return module(x, key, value, need_weights=False)[0]
+
+    assert torch.equal(run(x), run(x.clone()))
+    assert (run(x) - run(key)).abs().max() > 1e-3
+
+
 OWN: dict[str, Callable[[int], Mask | Tensor | None]] = {
     "none": lambda keys: None,
     "a bool tensor": lambda keys: ~triangle(keys),
@@ -207,6 +222,16 @@ def test_what_is_hidden_stays_hidden(kind: str, numbers: bool) -> None:
     assert not of_query[:, 2].any()
     assert not of_key[hidden].any()
     assert of_key.isfinite().all()
+
+
+def test_nothing_is_kept() -> None:
+    given = MASKS["one of each"](S)
+    module, inputs = made("drop-in"), drawn(2)
+    output = attend(module, inputs, given)
+    seen = [weakref.ref(each) for each in (*inputs, *given.values(), module.in_proj_weight, output)]
+    del given, module, inputs, output
+    gc.collect()
+    assert [each() for each in seen] == [None] * len(seen)
 
 
 def test_a_mask_that_is_changed_between_two_calls() -> None:

@@ -50,6 +50,9 @@ def module_cases() -> Iterator[TimedCase]:
             name = f"{shape}, {'training step' if train else 'eval'}"
             prepare = _preparing(shape, train, need_weights=False)
             yield TimedCase("tiny module", name, prepare, tiny, repeats=200)
+            for kind in ("padding", "cross-attention"):
+                prepare = _preparing_tiny(shape, train, kind == "cross-attention")
+                yield TimedCase("tiny module", f"{name}, {kind}", prepare, tiny, repeats=200)
 
 
 def _preparing(shape: Shape, train: bool, need_weights: bool) -> Callable[[], Contest]:
@@ -71,6 +74,36 @@ def _contest(shape: Shape, train: bool, need_weights: bool) -> Contest:
         enter(contest, name, lambda module=module: _way(_torch_call(module, x, need_weights), module, x, train))
     enter(contest, X_TRANSFORMERS, lambda: _x_transformers(theirs, shape, x, train, need_weights))
     return contest
+
+
+def _preparing_tiny(shape: Shape, train: bool, cross: bool) -> Callable[[], Contest]:
+    return lambda: _tiny(shape, train, cross)
+
+
+def _tiny(shape: Shape, train: bool, cross: bool) -> Contest:
+    """Self-attention whose last item ends in padding, or attention to two tokens more."""
+    torch.manual_seed(0)
+    ours, theirs = twins(shape.embed_dim, shape.heads)
+    x = torch.randn(shape.batch, shape.length, shape.embed_dim, requires_grad=train)
+    keys = torch.randn(shape.batch, shape.length + 2, shape.embed_dim) if cross else x
+    hidden = None if cross else torch.zeros(shape.batch, shape.length, dtype=torch.bool)
+    if hidden is not None:
+        hidden[-1, (shape.length + 1) // 2 :] = True
+    contest = Contest(kernel=_kernel(shape, train))
+
+    def run_ours() -> Outputs:
+        return (ours(x, keys, mask=None if hidden is None else clearhead.masks.drop(keys=hidden)),)
+
+    enter(contest, OURS, lambda: _way(run_ours, ours, x, train))
+    for name, module in ((THEIRS, theirs), (DROP_IN, _drop_in(theirs))):
+        enter(contest, name, lambda module=module: _way(_padded_call(module, x, keys, hidden), module, x, train))
+    return contest
+
+
+def _padded_call(
+    module: nn.MultiheadAttention, x: Tensor, keys: Tensor, hidden: Tensor | None
+) -> Callable[[], Outputs]:
+    return lambda: (module(x, keys, keys, key_padding_mask=hidden, need_weights=False)[0],)
 
 
 def _torch_call(module: nn.MultiheadAttention, x: Tensor, need_weights: bool) -> Callable[[], Outputs]:

@@ -150,15 +150,17 @@ def _prepare(
         call = build_call(*attended, mask, scale=scale, dropout_p=0.0, return_lse=False, **nothing)
     except ClearheadError:
         return None
-    if not has_tensors(kind_of_mask(mask)):
-        if call.reach.queries is not None or call.reach.keys is not None:
-            return None
-    else:  # what is hidden may be other keys the next time
-        call = replace(call.with_tensors(*attended, *call.bias_tensors), reach=Reach(None, None))
+    masked = has_tensors(kind_of_mask(mask))
+    if masked:  # what is hidden may be other keys the next time
+        query, key, value = attended
+        call = replace(call, query=query, key=key, value=value, reach=Reach(None, None))
+    elif call.reach.queries is not None or call.reach.keys is not None:
+        return None
     attention = choose(call).prepare_flat(call, projected)
-    return (
-        None if attention is None else Step(call.without_tensors(), attention, heads, shapes, weights[-1][0], average)
-    )
+    if attention is None:
+        return None
+    template = replace(call.without_tensors(), mask=None if masked else mask)  # a mask's tensors are not to be kept
+    return Step(template, attention, heads, shapes, weights[-1][0], average)
 
 
 def _fit(shapes: list[torch.Size], weights: list[torch.Size], heads: Heads) -> bool:

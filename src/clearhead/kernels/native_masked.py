@@ -22,7 +22,7 @@ def masked(
     kernel: Kernel, call: AttentionCall, prepared: Prepared
 ) -> Callable[[Tensor, Tensor, Tensor, Mask | Tensor], Tensor]:
     """The computation for calls that differ from this one in the numbers of query, key, value and masks alone."""
-    template = call.without_tensors()
+    template = replace(call.without_tensors(), mask=None)  # whose tensors are not to be kept
     with_gradients = differentiable(template, prepared) if call.needs_gradients else None
 
     def compute(query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor) -> Tensor:

@@ -212,7 +212,10 @@ def prepare_flat(request: Request, projected: Tensors) -> Prepared | None:
     query, value, last = request.query, request.value, len(projected) - 1
     views = enumerate((query, request.key, value))
     places = [(min(index, last), view) for index, view in views]
-    layout = _Within(tuple((i, view.data_ptr() - projected[i].data_ptr(), _of_heads(view)) for i, view in places))
+    if last == 2:
+        layout = _Apart(*(_of_heads(view) for _, view in places))
+    else:
+        layout = _Within(tuple((i, view.data_ptr() - projected[i].data_ptr(), _of_heads(view)) for i, view in places))
     batch, heads, length, _ = query.shape
     dim = value.shape[-1]
     shape = (batch * length, heads * dim)
