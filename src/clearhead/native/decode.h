@@ -161,16 +161,14 @@ static void decode_typed(const Problem& p, const Task& task, float* partial, flo
     const int64_t stop = smaller(task.key_stop, rows.highest_last);
     for (int64_t start = larger(task.key_start, rows.lowest_first); start < stop; start += CHUNK) {
         const int64_t there = smaller(CHUNK, stop - start);
-        for (int64_t r = 0; r < count;) {
-            const float* query = scratch + r * width;
-            if (count - r >= TOGETHER) {
-                decode_chunk<T, TOGETHER>(p, rows, b, h, r, start, there, query, partial);
-                r += TOGETHER;
-            } else {
-                decode_chunk<T, 1>(p, rows, b, h, r, start, there, query, partial);
-                r += 1;
-            }
-        }
+        int64_t r = 0;
+        const auto add = [&](auto together) {
+            decode_chunk<T, together>(p, rows, b, h, r, start, there, scratch + r * width, partial);
+            r += together;
+        };
+        while (count - r >= TOGETHER) add(Number<TOGETHER>());
+        if (count - r >= 2) add(Number<2>());
+        if (count > r) add(Number<1>());
     }
 }
 

@@ -15,7 +15,8 @@ namespace {
 constexpr int64_t MOST_TILES = 16;           // of one task
 constexpr int64_t TASKS_PER_THREAD = 4;      // enough that the last ones to finish do not keep the others waiting
 constexpr int64_t TASK_FLOATS = 128 * 1024;  // queries and outputs of a task, which have to stay in the cache
-constexpr int64_t FEW_ROWS = 8;              // beyond these tiles take less time,
+constexpr int64_t FEW_ROWS = 12;             // beyond these tiles take less time,
+constexpr int64_t FEW_ROWS_OF_PAIRS = 5;     // or beyond these if they multiply pairs of bfloat16,
 constexpr int64_t FEW_ROWS_AND_KEYS = 4;     // or beyond these with at most
 constexpr int64_t FEW_KEYS = 16;
 constexpr int64_t FEWEST_KEYS = 256;         // of one part of a head
@@ -199,6 +200,12 @@ class WholeMasks {
     float* memory_ = nullptr;
 };
 
+// Rows so few that a tile would be mostly empty.
+bool has_few_rows(const Kernels& kernels, const Problem& p) {
+    const bool pairs = kernels.pairs && p.type == Type::bfloat16;
+    return p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS);
+}
+
 // Few rows: reading keys and values is what takes time, and all threads read.
 bool run_decoding(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t heads = p.batch * p.kv_heads, size = kernels.partial_size(p), floats = kernels.decode_scratch(p);
@@ -272,8 +279,7 @@ void stay_alone_after_fork() {
 bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t rows = p.folded_rows(), heads = p.batch * p.kv_heads;
     if (rows == 0 || heads == 0) return true;
-    const int64_t few = p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : FEW_ROWS;
-    if (rows <= few && !p.drop_below) return run_decoding(kernels, p, threads);
+    if (has_few_rows(kernels, p) && !p.drop_below) return run_decoding(kernels, p, threads);
     const SharedMasks masks(kernels, p);
     int64_t shared_step = rows_of_task(kernels, p, threads);
     const int64_t step = shared_step, parts = divide_up(rows, step), most = runs_at_once(masks, shared_step, threads);

@@ -25,7 +25,7 @@ static bool supported() { return CPU_HAS_ISA; }
 static Kernels table(const char* name) {
     Kernels result = avx512_kernels;
     result.name = name, result.supported = supported;
-    result.forward_scratch = scratch_of_forward, result.forward = forward;
+    result.forward_scratch = scratch_of_forward, result.forward = forward, result.pairs = true;
     return result;
 }
 
