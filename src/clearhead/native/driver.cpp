@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "key_parts.h"
+
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
@@ -20,6 +22,7 @@ constexpr int64_t FEW_ROWS_OF_PAIRS = 5;     // or beyond these if they multiply
 constexpr int64_t FEW_ROWS_AND_KEYS = 4;     // or beyond these with at most
 constexpr int64_t FEW_KEYS = 16;
 constexpr int64_t FEWEST_KEYS = 256;         // of one part of a head
+constexpr int64_t KEYS_OF_PART = 1024;       // of a backward pass in parts of the keys
 constexpr int64_t STATISTICS_TASKS = 88;     // whatever the threads: how sums are grouped decides about bits
 constexpr int64_t COLUMN_FLOATS = 4 * 1024 * 1024;  // of all their sums, if one task a head does not take more
 constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
@@ -268,6 +271,35 @@ bool run_backward_of(const Kernels& kernels, const Problem& p, const WholeMasks&
     return enough;
 }
 
+// Whether a tile holds all rows of a head, the keys are many, and the parts of the keys are problems of their own.
+bool goes_by_keys(const Kernels& kernels, const Problem& p) {
+    const bool plain = p.type == Type::float32 && !p.drop_below && !p.first && !p.bias_gradient.data;
+    return plain && p.folded_rows() <= kernels.tile_rows && p.keys >= 4 * KEYS_OF_PART;
+}
+
+bool run_backward_by_keys(const Kernels& kernels, const Problem& p, int64_t threads) {
+    const int64_t heads = p.batch * p.kv_heads, rows = p.folded_rows(), parts = divide_up(p.keys, KEYS_OF_PART);
+    const int64_t size = rows * (p.dim + 1), floats = divide_up(kernels.backward_scratch(p, rows), 16) * 16;
+    Problem longest = p;
+    longest.keys = KEYS_OF_PART;
+    const int64_t sums_size = kernels.sums_size(longest);
+    float* found = static_cast<float*>(malloc(static_cast<size_t>(heads * parts * size) * sizeof(float)));
+    if (!found) return size == 0;
+    const bool enough = share(heads * parts, threads, floats + sums_size, [&](int64_t index, float* memory) {
+        const int64_t head = index / parts, start = index % parts * KEYS_OF_PART;
+        const int64_t stop = start + KEYS_OF_PART < p.keys ? start + KEYS_OF_PART : p.keys;
+        const Problem part = part_of_keys(p, head / p.kv_heads, head % p.kv_heads, start, stop, found + index * size);
+        float* sums = memory + floats;
+        memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(float));
+        kernels.backward(part, {0, 0, 0, rows, 0, part.keys, nullptr}, sums, memory);
+        kernels.write_sums(part, 0, 0, sums, 1);
+    });
+    for (int64_t head = 0; enough && head < heads; head++)
+        join_parts(p, head / p.kv_heads, head % p.kv_heads, found + head * parts * size, parts, size);
+    free(found);
+    return enough;
+}
+
 }  // namespace
 
 void stay_alone_after_fork() {
@@ -295,6 +327,7 @@ bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
 bool run_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t heads = p.batch * p.kv_heads;
     if (heads == 0) return true;
+    if (goes_by_keys(kernels, p)) return run_backward_by_keys(kernels, p, threads);
     const WholeMasks masks(kernels, p, threads);
     if (!p.bias_gradient.data || p.bias_gradient.batch || p.batch < 2)
         return run_backward_of(kernels, p, masks, 0, heads, threads);
