@@ -57,8 +57,8 @@ def _dotting(left: Tensor, right: Tensor) -> Way:
     return dot
 
 
-#: Two ways of reading two contiguous tensors of one size. How fast that is depends on where their pages lie in memory and
-#: on what the cache still holds: as a ceiling of some work they read its operands, in turn as the work does.
+#: Two ways of reading two contiguous tensors of one size. How fast that is depends on where their pages lie in memory
+#: and on what the cache still holds: as a ceiling of some work they read its operands, in turn as the work does.
 READERS = {"reading: sum": _summing, "reading: dot": _dotting}
 
 

@@ -14,8 +14,8 @@ INLINE float* partial_output(const Problem& p, float* partial) { return partial 
 constexpr int TOGETHER = 4;  // rows that share what is loaded of keys and values
 constexpr int BESIDE = LANES < 16 ? 2 : 4;  // keys that share what is loaded of the queries
 
-// Bytes that are fetched ahead of what is read, little by little: of many lines asked for at once most have to wait, and
-// with them what is read next.
+// Bytes that are fetched ahead of what is read, little by little: of many lines asked for at once most have to wait,
+// and with them what is read next.
 constexpr int64_t AHEAD = 1536;
 
 // The same in elements: how far behind a row the one lies that is fetched while it is read.
@@ -57,7 +57,7 @@ INLINE void dots(const float* query, int64_t width, const T* key, int64_t stride
     for (int r = 0; r < R; r++) dot[r] = join_sums<BESIDE, LANES / BESIDE>(parts[r]);
 }
 
-// N vectors of the outputs of R rows += Σ_j weights[j] · value_j. Meanwhile `fetched` columns of rows ahead are fetched.
+// N vectors of the outputs of R rows += Σ_j weights[j] · value_j; `fetched` columns of rows ahead are fetched.
 template <class T, int N, int R>
 INLINE void mix(const float (*weights)[CHUNK], const T* value, int64_t stride, int64_t columns, int64_t count,
                 int64_t ahead, int64_t fetched, float* output, int64_t width) {

@@ -1,13 +1,14 @@
-// A backward pass of few rows over many keys in parts of the keys: what a part adds to the gradients of its keys and values
-// is all there is to add, so that it is written before it leaves the cache; the gradients of the queries are joined.
+// A backward pass of few rows over many keys in parts of the keys: what a part adds to the gradients of its keys and
+// values is all there is to add, so that it is written before it leaves the cache; those of the queries are joined.
 #pragma once
 #include "problem.h"
 
 namespace clearhead {
 
-// Some keys of one key/value head as a problem of its own: float32, without dropout, spans and a bias's gradient. What it
-// finds of the queries goes to `found`: their gradients, folded rows × D, then δ − dl.
-inline Problem part_of_keys(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop, float* found) {
+// Some keys of one key/value head as a problem of its own: float32, without dropout, spans and a bias's gradient. What
+// it finds of the queries goes to `found`: their gradients, folded rows × D, then δ − dl.
+inline Problem part_of_keys(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop,
+                            float* found) {
     Problem part = p;
     const int64_t head = kv_head * p.group(), place = (batch * p.heads + head) * p.rows;
     part.batch = part.kv_heads = 1, part.heads = p.group(), part.keys = stop - start;
@@ -27,7 +28,8 @@ inline Problem part_of_keys(const Problem& p, int64_t batch, int64_t kv_head, in
 }
 
 // Joins what `count` parts of one key/value head have found, `size` floats apart.
-inline void join_parts(const Problem& p, int64_t batch, int64_t kv_head, const float* found, int64_t count, int64_t size) {
+inline void join_parts(const Problem& p, int64_t batch, int64_t kv_head, const float* found, int64_t count,
+                       int64_t size) {
     for (int64_t r = 0; r < p.folded_rows(); r++) {
         const int64_t head = kv_head * p.group() + r / p.rows, row = r % p.rows;
         float* to = p.query_gradient.at<float>(batch, head, row);
