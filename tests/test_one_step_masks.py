@@ -305,5 +305,5 @@ def test_masks_of_large_calls_are_left_alone(monkeypatch: pytest.MonkeyPatch) ->
     seen: list[torch.Size] = []
     inner = Tensor.logical_not
     monkeypatch.setattr(Tensor, "logical_not", lambda self: (seen.append(self.shape), inner(self))[1])
-    tiny(module, x, x, x, hidden, None, False)
+    tiny(module, x, x, x, hidden, None, False, None)
     assert not seen

@@ -6,14 +6,14 @@ import itertools
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from benchmarks.comparing import Contest, enter
 from benchmarks.peers.work import Outputs, Unsupported, Way
 
-__all__ = ["GEMM", "READING", "add_gemm", "add_reading", "cache_bytes"]
+__all__ = ["GEMM", "READERS", "add_gemm", "cache_bytes", "in_turn"]
 
 GEMM = ("torch.mm", "oneDNN linear")
-READING = ("reading: sum", "reading: dot")
 #: Rows and columns of the products: 17 GFLOP, beyond which the rate does not rise.
 SIZE = 2048
 
@@ -40,22 +40,26 @@ def add_gemm(contest: Contest, dtype: torch.dtype) -> None:
     enter(contest, GEMM[1], build_linear, 2.0 * SIZE**3)
 
 
-def add_reading(contest: Contest) -> None:
-    """Let two ways of reading buffers larger than the last-level cache take part, with the bytes they read."""
-    count = max(1 << 28, 2 * cache_bytes()) // 4
-    buffer = torch.ones(count)
-    halves = buffer.view(2, -1) if count % 2 == 0 else buffer[:-1].view(2, -1)
-
+def _summing(left: Tensor, right: Tensor) -> Way:
     def total() -> Outputs:
-        buffer.sum()
+        left.sum()
+        right.sum()
         return ()
 
+    return total
+
+
+def _dotting(left: Tensor, right: Tensor) -> Way:
     def dot() -> Outputs:
-        torch.dot(halves[0], halves[1])
+        torch.dot(left.view(-1), right.view(-1))
         return ()
 
-    enter(contest, READING[0], lambda: total, 4.0 * count)
-    enter(contest, READING[1], lambda: dot, 4.0 * halves.numel())
+    return dot
+
+
+#: Two ways of reading two contiguous tensors of one size. How fast that is depends on where their pages lie in memory
+#: and on what the cache still holds: as a ceiling of some work they read its operands, in turn as the work does.
+READERS = {"reading: sum": _summing, "reading: dot": _dotting}
 
 
 def cache_bytes() -> int:
@@ -65,7 +69,12 @@ def cache_bytes() -> int:
     return max((int(size.rstrip("K")) * 1024 for size in sizes if size.endswith("K")), default=1 << 26)
 
 
-def in_turn(ways: list[Way]) -> Way:
-    """Each call takes the next, so that a call does not find its operands in the cache."""
-    endless = itertools.cycle(ways)
+def in_turn(ways: list[Way], first: int = 0) -> Way:
+    """Each call takes the next, so that a call does not find its operands in the cache.
+
+    Args:
+        ways: the same work on other operands.
+        first: which one to begin with; peers that begin one after the other do not find each other's operands either.
+    """
+    endless = itertools.cycle(ways[first:] + ways[:first])
     return lambda: next(endless)()

@@ -9,7 +9,7 @@ from benchmarks.peers import PEERS, SDPA
 from benchmarks.peers.work import AttentionWork, Operands, Way, draw
 
 from .attention import kernel_of, ours
-from .ceilings import READING, add_reading, cache_bytes, in_turn
+from .ceilings import READERS, cache_bytes, in_turn
 
 __all__ = ["decoding_cases"]
 
@@ -19,20 +19,22 @@ BYTES = 2.0 * WORK.heads * WORK.keys * WORK.head_dim * 4
 
 
 def decoding_cases() -> Iterator[TimedCase]:
-    bars = (UtilisedShare(0.8, READING, "the read bandwidth"), Speedup(1.0, (SDPA,)))
+    bars = (UtilisedShare(0.8, tuple(READERS), "the read bandwidth"), Speedup(1.0, (SDPA,)))
     yield TimedCase("decoding, one row", "keys and values of 256 MiB", _contest, bars, "GB/s")
 
 
 def _contest() -> Contest:
-    # Every call takes the next of several sets, which together do not fit into the last-level cache.
-    sets = [draw(WORK) for _ in range(1 + int(cache_bytes() // BYTES + 1))]
+    # Every call takes another set of operands than those before, and none is still in the cache when its turn comes.
+    sets = [draw(WORK) for _ in range(1 + int(2 * cache_bytes() // BYTES + 1))]
     contest = Contest(kernel=kernel_of(WORK, sets[0]))
 
     def in_all(peer: Callable[[AttentionWork, Operands], Way]) -> Callable[[], Way]:
-        return lambda: in_turn([peer(WORK, operands) for operands in sets])
+        first = len(contest.ways) % len(sets)
+        return lambda: in_turn([peer(WORK, operands) for operands in sets], first)
 
     enter(contest, OURS, in_all(ours), BYTES)
     for name, peer in PEERS.items():
         enter(contest, name, in_all(peer), BYTES)
-    add_reading(contest)
+    for name, read in READERS.items():
+        enter(contest, name, in_all(lambda _, operands, read=read: read(operands.key, operands.value)), BYTES)
     return contest

@@ -82,10 +82,6 @@ class Kernel(ABC):
     def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
         """Every reason against this call; empty if the kernel can run it."""
 
-    def faster_elsewhere(self, call: AttentionCall) -> str | None:
-        """Name of the kernel that was measured to be faster at such a call, for where that one can run it."""
-        return None
-
     @abstractmethod
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Compute the output (B, H, L, Dv) and, if the call wants it, the log-sum-exp (B, H, L)."""

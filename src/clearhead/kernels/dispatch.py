@@ -112,7 +112,7 @@ def run(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
 
 def choose(call: AttentionCall) -> Kernel:
-    """The forced kernel, or the first that has nothing against the call, or the one that it names as faster.
+    """The forced kernel, or the first that has nothing against the call.
 
     Raises:
         KernelError: if the forced kernel refuses, with its reasons and what the others would say.
@@ -142,11 +142,8 @@ def explain_call(call: AttentionCall) -> Explanation:
 
 
 def _preferred(call: AttentionCall) -> Kernel:
-    first = next(kernel for kernel in KERNELS if not kernel.refusals(call))
-    faster = first.faster_elsewhere(call)
-    if faster is not None and not _named(faster).refusals(call):
-        return _named(faster)
-    return first
+    # Nothing here may depend on gradients: what checkpointing computes again must be the same to the last bit.
+    return next(kernel for kernel in KERNELS if not kernel.refusals(call))
 
 
 def _named(name: str) -> Kernel:

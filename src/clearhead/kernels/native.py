@@ -44,12 +44,6 @@ class NativeKernel(Kernel):
         reasons += _reasons_of_a_graph() if is_tracing() else _reasons_of_values(call)
         return tuple(reasons)
 
-    def faster_elsewhere(self, call: AttentionCall) -> str | None:
-        # Nothing here may depend on gradients: what checkpointing computes again must be the same to the last bit.
-        if not is_tracing() and call.query.shape[2] == 1 and call.group > 1:
-            return "sdpa"  # which makes one matrix product of the group's rows
-        return None
-
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         if is_tracing() or torch._C._len_torch_dispatch_stack() > 0:  # pyright: ignore
             output, lse = torch.ops.clearhead.attention(*vars(request_of(call)).values())

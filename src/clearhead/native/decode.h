@@ -14,42 +14,65 @@ INLINE float* partial_output(const Problem& p, float* partial) { return partial 
 constexpr int TOGETHER = 4;  // rows that share what is loaded of keys and values
 constexpr int BESIDE = LANES < 16 ? 2 : 4;  // keys that share what is loaded of the queries
 
+// Bytes that are fetched ahead of what is read, little by little: of many lines asked for at once most have to wait,
+// and with them what is read next.
+constexpr int64_t AHEAD = 1536;
+
+// The same in elements: how far behind a row the one lies that is fetched while it is read.
+template <class T>
+INLINE int64_t distance(int64_t stride, int64_t columns) {
+    return larger(1, AHEAD / (larger(1, columns) * static_cast<int64_t>(sizeof(T)))) * stride;
+}
+
+// acc[r][k] += query r · key k over `count` columns from j on, which is where the query begins.
+template <class T, int R>
+INLINE void multiply_keys(const float* query, int64_t width, const T* const (&key)[BESIDE], int64_t j, int64_t count,
+                          Floats (&acc)[R][BESIDE]) {
+#pragma GCC unroll 4
+    for (int k = 0; k < BESIDE; k++) {
+        const Floats x = load_some(key[k] + j, count);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) acc[r][k] += x * load(query + r * width);
+    }
+}
+
 // dot[r] = query r · key for LANES keys, of which `count` are there; the others repeat the last one.
 template <class T, int R>
 INLINE void dots(const float* query, int64_t width, const T* key, int64_t stride, int64_t columns, int64_t count,
                  Floats (&dot)[R]) {
-    Floats square[R][LANES];
+    Floats parts[R][LANES / BESIDE];
+    const int64_t ahead = distance<T>(stride, columns);
     for (int64_t t = 0; t < LANES; t += BESIDE) {
-        Floats acc[BESIDE][R] = {};
+        Floats acc[R][BESIDE] = {};
         const T* from[BESIDE];
-        for (int k = 0; k < BESIDE; k++) from[k] = key + smaller(t + k, count - 1) * stride;
-        for (int64_t j = 0; j < columns; j += LANES)
-#pragma GCC unroll 4
-            for (int k = 0; k < BESIDE; k++) {
-                const Floats x = load_some(from[k] + j, columns - j);
-#pragma GCC unroll 4
-                for (int r = 0; r < R; r++) acc[k][r] += x * load(query + r * width + j);
-            }
-        for (int k = 0; k < BESIDE; k++)
-            for (int r = 0; r < R; r++) square[r][t + k] = acc[k][r];
+        for (int k = 0; k < BESIDE; k++) {
+            from[k] = key + smaller(t + k, count - 1) * stride;
+            fetch(from[k] + ahead, columns);
+        }
+        int64_t j = 0;
+        for (; j + LANES <= columns; j += LANES) multiply_keys<T, R>(query + j, width, from, j, LANES, acc);
+        if (j < columns) multiply_keys<T, R>(query + j, width, from, j, columns - j, acc);
+        for (int r = 0; r < R; r++) parts[r][t / BESIDE] = join_sums<1, BESIDE>(acc[r]);
     }
-    for (int r = 0; r < R; r++) dot[r] = sums(square[r]);
+    for (int r = 0; r < R; r++) dot[r] = join_sums<BESIDE, LANES / BESIDE>(parts[r]);
 }
 
-// N vectors of the outputs of R rows += Σ_j weights[j] · value_j
+// N vectors of the outputs of R rows += Σ_j weights[j] · value_j; `fetched` columns of rows ahead are fetched.
 template <class T, int N, int R>
 INLINE void mix(const float (*weights)[CHUNK], const T* value, int64_t stride, int64_t columns, int64_t count,
-                float* output, int64_t width) {
+                int64_t ahead, int64_t fetched, float* output, int64_t width) {
     Floats acc[R][N];
     for (int r = 0; r < R; r++)
         for (int v = 0; v < N; v++) acc[r][v] = load(output + r * width + v * LANES);
-    for (int64_t t = 0; t < count; t++)
+    for (int64_t t = 0; t < count; t++) {
+        fetch(value + t * stride + ahead, fetched);
 #pragma GCC unroll 4
         for (int v = 0; v < N; v++) {
             const Floats x = load_some(value + t * stride + v * LANES, columns - v * LANES);
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) acc[r][v] += weights[r][t] * x;
         }
+    }
     for (int r = 0; r < R; r++)
         for (int v = 0; v < N; v++) store(output + r * width + v * LANES, acc[r][v]);
 }
@@ -57,10 +80,12 @@ INLINE void mix(const float (*weights)[CHUNK], const T* value, int64_t stride, i
 template <class T, int R>
 static void mix_all(const float (*weights)[CHUNK], const T* value, int64_t stride, int64_t columns, int64_t count,
                     float* output, int64_t width) {
-    int64_t d = 0;
-    for (; columns - d >= 4 * LANES; d += 4 * LANES)
-        mix<T, 4, R>(weights, value + d, stride, 4 * LANES, count, output + d, width);
-    for (; d < columns; d += LANES) mix<T, 1, R>(weights, value + d, stride, columns - d, count, output + d, width);
+    const int64_t ahead = distance<T>(stride, columns);
+    int64_t d = 0, fetched = columns;  // whole rows, by the first that walks along them
+    for (; columns - d >= 4 * LANES; d += 4 * LANES, fetched = 0)
+        mix<T, 4, R>(weights, value + d, stride, 4 * LANES, count, ahead, fetched, output + d, width);
+    for (; d < columns; d += LANES, fetched = 0)
+        mix<T, 1, R>(weights, value + d, stride, columns - d, count, ahead, fetched, output + d, width);
 }
 
 // Scores of R rows from `first` on with the keys [start, start + count) in units of log 2, −∞ where hidden; their peaks.
@@ -135,20 +160,15 @@ static void decode_typed(const Problem& p, const Task& task, float* partial, flo
     }
     const int64_t stop = smaller(task.key_stop, rows.highest_last);
     for (int64_t start = larger(task.key_start, rows.lowest_first); start < stop; start += CHUNK) {
-        const int64_t there = smaller(CHUNK, stop - start), next = smaller(CHUNK, stop - start - there);
-        for (int64_t t = 0; t < there; t++) fetch(p.value.at<T>(b, h, start + t), p.value_dim);
-        for (int64_t r = 0; r < count;) {
-            const float* query = scratch + r * width;
-            if (count - r >= TOGETHER) {
-                decode_chunk<T, TOGETHER>(p, rows, b, h, r, start, there, query, partial);
-                r += TOGETHER;
-            } else {
-                decode_chunk<T, 1>(p, rows, b, h, r, start, there, query, partial);
-                r += 1;
-            }
-            if (r == 1 || r == TOGETHER)
-                for (int64_t t = 0; t < next; t++) fetch(p.key.at<T>(b, h, start + there + t), p.dim);
-        }
+        const int64_t there = smaller(CHUNK, stop - start);
+        int64_t r = 0;
+        const auto add = [&](auto together) {
+            decode_chunk<T, together>(p, rows, b, h, r, start, there, scratch + r * width, partial);
+            r += together;
+        };
+        while (count - r >= TOGETHER) add(Number<TOGETHER>());
+        if (count - r >= 2) add(Number<2>());
+        if (count > r) add(Number<1>());
     }
 }
 

@@ -5,6 +5,8 @@
 
 #include <utility>
 
+#include "key_parts.h"
+
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
@@ -15,10 +17,12 @@ namespace {
 constexpr int64_t MOST_TILES = 16;           // of one task
 constexpr int64_t TASKS_PER_THREAD = 4;      // enough that the last ones to finish do not keep the others waiting
 constexpr int64_t TASK_FLOATS = 128 * 1024;  // queries and outputs of a task, which have to stay in the cache
-constexpr int64_t FEW_ROWS = 8;              // beyond these tiles take less time,
+constexpr int64_t FEW_ROWS = 12;             // beyond these tiles take less time,
+constexpr int64_t FEW_ROWS_OF_PAIRS = 5;     // or beyond these if they multiply pairs of bfloat16,
 constexpr int64_t FEW_ROWS_AND_KEYS = 4;     // or beyond these with at most
 constexpr int64_t FEW_KEYS = 16;
 constexpr int64_t FEWEST_KEYS = 256;         // of one part of a head
+constexpr int64_t KEYS_OF_PART = 1024;       // of a backward pass in parts of the keys
 constexpr int64_t STATISTICS_TASKS = 88;     // with sums over rows, whatever the threads: their grouping decides about bits
 constexpr int64_t COLUMN_FLOATS = 4 * 1024 * 1024;  // of all their sums, if one task a head does not take more
 constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
@@ -199,6 +203,12 @@ class WholeMasks {
     float* memory_ = nullptr;
 };
 
+// Rows so few that a tile would be mostly empty.
+bool has_few_rows(const Kernels& kernels, const Problem& p) {
+    const bool pairs = kernels.pairs && p.type == Type::bfloat16;
+    return p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS);
+}
+
 // Few rows: reading keys and values is what takes time, and all threads read.
 bool run_decoding(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t heads = p.batch * p.kv_heads, size = kernels.partial_size(p), floats = kernels.decode_scratch(p);
@@ -313,6 +323,35 @@ class PartSums {
     float* memory_;
 };
 
+// Whether a tile holds all rows of a head, the keys are many, and the parts of the keys are problems of their own.
+bool goes_by_keys(const Kernels& kernels, const Problem& p) {
+    const bool plain = p.type == Type::float32 && !p.drop_below && !p.first && !p.bias_gradient.data;
+    return plain && p.folded_rows() <= kernels.tile_rows && p.keys >= 4 * KEYS_OF_PART;
+}
+
+bool run_backward_by_keys(const Kernels& kernels, const Problem& p, int64_t threads) {
+    const int64_t heads = p.batch * p.kv_heads, rows = p.folded_rows(), parts = divide_up(p.keys, KEYS_OF_PART);
+    const int64_t size = rows * (p.dim + 1), floats = divide_up(kernels.backward_scratch(p, rows), 16) * 16;
+    Problem longest = p;
+    longest.keys = KEYS_OF_PART;
+    const int64_t sums_size = kernels.sums_size(longest);
+    float* found = static_cast<float*>(malloc(static_cast<size_t>(heads * parts * size) * sizeof(float)));
+    if (!found) return size == 0;
+    const bool enough = share(heads * parts, threads, floats + sums_size, [&](int64_t index, float* memory) {
+        const int64_t head = index / parts, start = index % parts * KEYS_OF_PART;
+        const int64_t stop = start + KEYS_OF_PART < p.keys ? start + KEYS_OF_PART : p.keys;
+        const Problem part = part_of_keys(p, head / p.kv_heads, head % p.kv_heads, start, stop, found + index * size);
+        float* sums = memory + floats;
+        memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(float));
+        kernels.backward(part, {0, 0, 0, rows, 0, part.keys, nullptr}, sums, memory);
+        kernels.write_sums(part, 0, 0, sums, 1);
+    });
+    for (int64_t head = 0; enough && head < heads; head++)
+        join_parts(p, head / p.kv_heads, head % p.kv_heads, found + head * parts * size, parts, size);
+    free(found);
+    return enough;
+}
+
 }  // namespace
 
 void stay_alone_after_fork() {
@@ -324,8 +363,7 @@ void stay_alone_after_fork() {
 bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t rows = p.folded_rows(), heads = p.batch * p.kv_heads;
     if (rows == 0 || heads == 0) return true;
-    const int64_t few = p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : FEW_ROWS;
-    if (rows <= few && !p.drop_below) return run_decoding(kernels, p, threads);
+    if (has_few_rows(kernels, p) && !p.drop_below) return run_decoding(kernels, p, threads);
     const SharedMasks masks(kernels, p);
     int64_t shared_step = rows_of_task(kernels, p, threads);
     const int64_t step = shared_step, parts = divide_up(rows, step), most = runs_at_once(masks, shared_step, threads);
@@ -341,6 +379,7 @@ bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
 bool run_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t heads = p.batch * p.kv_heads;
     if (heads == 0) return true;
+    if (goes_by_keys(kernels, p)) return run_backward_by_keys(kernels, p, threads);
     const WholeMasks masks(kernels, p, threads);
     if (!p.bias_gradient.data || p.bias_gradient.batch || p.batch < 2)
         return run_backward_of(kernels, p, masks, 0, heads, threads);

@@ -41,6 +41,7 @@ static Kernels table(const char* name) {
     result.name = name, result.supported = supported;
     result.forward_scratch = scratch_of_forward, result.forward = forward;
     result.backward_scratch = scratch_of_backward, result.backward = backward;
+    result.pairs = true;
     return result;
 }
 

@@ -111,6 +111,7 @@ struct Kernels {
     void (*write_sums)(const Problem&, int64_t batch, int64_t kv_head, const float* sums, int64_t count);
     int64_t (*statistics_scratch)(const Problem&, const Statistics&);
     void (*statistics)(const Problem&, const Statistics&, const Task&, const TaskSums&, float* scratch);
+    bool pairs = false;  // whether the forward pass multiplies bfloat16 in pairs
 };
 
 extern const Kernels amx_kernels, avx512_bf16_kernels, avx512_kernels, avx2_kernels, generic_kernels;

@@ -77,28 +77,28 @@ INLINE void narrow(float x, Float16* to) {
 #endif
 
 INLINE Floats load_wide(const float* from) { return load(from); }
-INLINE Floats load_wide(const BFloat16* from) {
-    typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
-    const Halves halves = *reinterpret_cast<const Halves*>(from);
-    return reinterpret_cast<Floats>(__builtin_convertvector(halves, Words) << 16);
-}
 INLINE void store_narrow(float* to, Floats x) { store(to, x); }
-INLINE void store_narrow(BFloat16* to, Floats x) {
-    typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
-    const Words bits = reinterpret_cast<Words>(x);
-    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const Words result = x == x ? rounded : rounded * 0 + 0x7fc0;
-    *reinterpret_cast<Halves*>(to) = __builtin_convertvector(result, Halves);
-}
-#ifdef __FLT16_MANT_DIG__
-typedef Float16 LooseHalves __attribute__((vector_size(LANES * 2), aligned(2)));
-INLINE Floats load_wide(const Float16* from) {
-    return __builtin_convertvector(*reinterpret_cast<const LooseHalves*>(from), Floats);
-}
+
+// Numbers of sixteen bits. (gcc 12 splits conversions of vectors in two, and those of _Float16 into single numbers.)
+#if LANES == 16
+INLINE __m256i load_halves(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
+INLINE Words load_words(const void* from) { return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(load_halves(from))); }
+INLINE Floats load_wide(const Float16* from) { return _mm512_cvtph_ps(load_halves(from)); }
 INLINE void store_narrow(Float16* to, Floats x) {
-    *reinterpret_cast<LooseHalves*>(to) = __builtin_convertvector(x, LooseHalves);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif LANES == 8
+INLINE __m128i load_halves(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
+INLINE Words load_words(const void* from) { return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(load_halves(from))); }
+INLINE Floats load_wide(const Float16* from) { return _mm256_cvtph_ps(load_halves(from)); }
+INLINE void store_narrow(Float16* to, Floats x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 #else
+INLINE Words load_words(const void* from) {
+    typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
+    return __builtin_convertvector(*static_cast<const Halves*>(from), Words);
+}
 INLINE Floats load_wide(const Float16* from) {
     Floats result;
     for (int lane = 0; lane < LANES; lane++) result[lane] = widen(from[lane]);
@@ -108,6 +108,14 @@ INLINE void store_narrow(Float16* to, Floats x) {
     for (int lane = 0; lane < LANES; lane++) narrow(x[lane], to + lane);
 }
 #endif
+INLINE Floats load_wide(const BFloat16* from) { return reinterpret_cast<Floats>(load_words(from) << 16); }
+INLINE void store_narrow(BFloat16* to, Floats x) {
+    typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
+    const Words bits = reinterpret_cast<Words>(x);
+    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const Words result = x == x ? rounded : rounded * 0 + 0x7fc0;
+    *reinterpret_cast<Halves*>(to) = __builtin_convertvector(result, Halves);
+}
 
 // The first `count` lanes; the others are zero and nothing beyond them is read.
 template <class T>
@@ -248,29 +256,26 @@ INLINE Floats both(Floats a, Floats b) { return a + b; }
 INLINE float sum(Floats x) { return reduce<both>(x); }
 INLINE float peak(Floats x) { return reduce<larger>(x); }
 
-// The sum of each of LANES vectors, in the lane of its number. Like `transpose`, but every step leaves half as many.
-INLINE Floats sums(Floats (&x)[LANES]) {
-#if defined(__clang__)
-    Floats result;
-    for (int i = 0; i < LANES; i++) result[i] = sum(x[i]);
-    return result;
-#else
-#pragma GCC unroll 4
-    for (int step = 1; step < LANES; step *= 2) {
-        Ints low, high;
-        for (int lane = 0; lane < LANES; lane++) {
-            low[lane] = lane & step ? LANES + lane - step : lane;
-            high[lane] = lane & step ? LANES + lane : lane + step;
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i += 2 * step) {
-            const Floats a = x[i], b = x[i + step];
-            x[i] = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
-        }
-    }
-    return x[0];
-#endif
+// Sums of lanes that lie STRIDE apart: of a's where that bit of a lane's number is 0, of b's where it is 1.
+template <int STRIDE, int... I>
+INLINE Floats add_across(Floats a, Floats b, Numbers<I...>) {
+    return SHUFFLE(a, b, (I & STRIDE ? LANES + I - STRIDE : I)...) +
+           SHUFFLE(a, b, (I & STRIDE ? LANES + I : I + STRIDE)...);
 }
+
+// Joins N vectors, each of which `join_sums<1, FROM>` has left.
+template <int FROM, int N>
+INLINE Floats join_sums(const Floats* x) {
+    if constexpr (N == 1) return x[0];
+    else {
+        constexpr int HALF = N / 2;
+        const typename Count<LANES>::Type lanes;
+        return add_across<FROM * HALF>(join_sums<FROM, HALF>(x), join_sums<FROM, HALF>(x + HALF), lanes);
+    }
+}
+
+// The sum of each of LANES vectors, in the lane of its number. Like `transpose`, but every step leaves half as many.
+INLINE Floats sums(const Floats (&x)[LANES]) { return join_sums<1, LANES>(x); }
 
 INLINE int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -1,0 +1,63 @@
+"""Few query rows on the native kernel, which walks along keys and values instead of cutting them into tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from clearhead import masks
+from clearhead.native import instruction_sets, use_instruction_set
+
+from .native_cases import Case, close_to_exact
+
+SETS = instruction_sets()
+#: Beyond the length from which the backward pass takes the keys in parts, and no multiple of a part.
+MANY = 4099
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+
+
+@pytest.fixture(name="instructions", params=SETS)
+def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    with use_instruction_set(request.param):
+        yield request.param
+
+
+def scattered(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(5))
+
+
+MANY_KEYS: dict[str, Case] = {
+    "one query": Case(length=1, group=1, count=MANY),
+    "heads that share keys": Case(length=3, group=5, kv_heads=3, batch=1, count=MANY),
+    "causal": Case(length=7, count=MANY, mask=lambda *_: masks.causal("bottom_right")),
+    "keys that nobody sees": Case(length=11, count=MANY, mask=lambda *_: masks.causal()),
+    "window": Case(length=7, count=MANY, mask=lambda *_: masks.window(1031, 5), options={"query_positions": 3001}),
+    "lengths": Case(length=5, count=MANY, mask=lambda *_: masks.lengths(torch.tensor([MANY, 2053]))),
+    "bool": Case(length=5, count=MANY, mask=lambda b, h, n, s: masks.keep(scattered(b, h, n, s) < 0.7)),
+    "bias": Case(length=3, count=MANY, mask=lambda b, h, n, s: masks.bias(scattered(h, n, s))),
+    "soft-cap and sinks": Case(length=3, count=MANY, options={"softcap": 2.0}, sinks=True),
+}
+
+
+@pytest.mark.parametrize("dim", [13, 80, 131])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 11, 12, 13])
+def test_any_number_of_rows(length: int, dim: int, instructions: str) -> None:
+    close_to_exact(Case(length=length, group=1, count=67, dim=dim, value_dim=dim), "native")
+
+
+@pytest.mark.parametrize("name", MANY_KEYS)
+def test_many_keys(name: str, instructions: str) -> None:
+    close_to_exact(MANY_KEYS[name], "native")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_share_the_keys_of_one_head(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        close_to_exact(Case(length=3, batch=1, count=MANY), "native")
+    finally:
+        torch.set_num_threads(before)
