@@ -43,6 +43,9 @@ def attention_cases() -> Iterator[TimedCase]:
         work = AttentionWork(length, dtype=torch.bfloat16)
         # Some peers round scores and weights to bfloat16's eight bits too, which moves a weight by up to a few percent.
         yield replace(_case("attention forward, bf16", f"L={length}", work, Speedup(3.0, (SDPA,))), tolerance=5e-2)
+    for length in (1024, 4096):
+        work = AttentionWork(length, dtype=torch.bfloat16, backward=True)
+        yield replace(_case("forward + backward, bf16", f"L={length}", work), tolerance=5e-2)
     other = Speedup(1.5, (SDPA,))
     for size in (32, 80, 128, 256):
         yield _case("head sizes, fp32", f"D={size}, L=2048", AttentionWork(2048, head_dim=size), other)
