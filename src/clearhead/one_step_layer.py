@@ -98,14 +98,14 @@ class Step:
             mask: with the tensors of this call; ``None`` where the template has all there is.
             lse: (B, H, L), written if it is given.
         """
-        first = inputs[0]
-        rows, own = first.view(self._rows[0]), self._cut(weights, biases)
-        projected = tuple(
-            [
-                _linear(rows if x is first else x.view(shape), weight, bias)
-                for x, shape, weight, bias in zip(inputs, self._rows, *own, strict=False)
-            ]
-        )
+        products, shapes, first = self.products, self._rows, inputs[0]
+        # Written so as to cost least: sizes one by one and no loop where there is one input, which is nearly always.
+        if inputs[-1] is inputs[products // 2] is first:
+            rows = (first.view(*shapes[0]),) * products
+        else:
+            rows = map(Tensor.view, inputs, shapes)
+        own = (weights, biases) if len(weights) > products else self._cut(weights, biases)
+        projected = tuple(map(_linear, rows, *own))  # weight and bias of the output are left over
         hides, attended = False, None
         if self.average is not None:
             merged, attended = self.attention.forward_with_weights(projected, lse, self.average)
@@ -113,7 +113,7 @@ class Step:
             merged, hides = self.attention.forward(projected, lse)
         else:
             merged, hides = self.attention.forward(projected, lse, marks_and_numbers(mask))
-        output = _linear(merged, weights[-1], biases[-1]).view(self._shape)
+        output = _linear(merged, weights[-1], biases[-1]).view(*self._shape)
         return Computed(output, attended, projected, merged, hides)
 
     def _cut(self, weights: Sequence[Tensor], biases: OptionalTensors) -> tuple[Sequence[Tensor], OptionalTensors]:
