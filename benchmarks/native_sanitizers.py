@@ -24,7 +24,7 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 TESTS = [
     "tests/native",
     "tests/masks/test_reach.py",
-    *(f"tests/kernels/test_native{part}.py" for part in ("", "_blocks", "_bias")),
+    *(f"tests/kernels/test_native{part}.py" for part in ("", "_blocks", "_bias", "_few_rows")),
     "tests/inspection/test_statistics_native.py",
 ]
 SKIPPED = "forked or threads"  # the sanitizers do not follow a fork, and cannot see OpenMP's own synchronisation
