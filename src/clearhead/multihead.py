@@ -225,7 +225,7 @@ class MultiHeadAttention(nn.Module):
                 Default: after what the cache holds, else 0 … L−1.
             cache: from `clearhead.caches`: the new keys and values are added to it and all of it is attended to.
                 Default: none.
-            need_weights: also return the weights, before dropout. Default False.
+            need_weights: also return the weights, before dropout. The output is the same to rounding. Default False.
             average_attn_weights: average them over the heads. Default True.
 
         Returns:

@@ -119,7 +119,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             key: (S, N, kdim), (N, S, kdim) or (S, kdim).
             value: (S, N, vdim), (N, S, vdim) or (S, vdim).
             key_padding_mask: (N, S), or (S,) without a batch; bool ``True`` = hidden, or float, added to scores.
-            need_weights: also return the weights. Default True.
+            need_weights: also return the weights. The output is the same to rounding. Default True.
             attn_mask: (L, S), (N·H, L, S), (N, L, S) or (N, H, L, S); bool ``True`` = hidden, or float, added.
             average_attn_weights: average the weights over heads. Default True.
             is_causal: query i sees keys j ≤ i only, besides what the masks hide. Default False.
