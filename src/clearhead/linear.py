@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import ArgumentError, KernelError, explain_problem
-from .tracing import is_tracing, is_transformed
+from .tracing import is_dispatching, is_tracing, is_transformed
 
 __all__ = [
     "Linear",
@@ -221,7 +221,7 @@ def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         return "torch.set_float32_matmul_precision has allowed less precise products"
     if is_transformed():
         return "torch.func and forward-mode derivatives only know PyTorch's"
-    if torch._C._len_torch_dispatch_stack():  # pyright: ignore
+    if is_dispatching():
         return "a TorchDispatchMode is watching"
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["is_tracing", "is_transformed"]
+__all__ = ["is_dispatching", "is_tracing", "is_transformed"]
 
 
 def is_tracing() -> bool:
@@ -18,3 +18,8 @@ def is_transformed() -> bool:
     if is_tracing():
         return False
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # pyright: ignore
+
+
+def is_dispatching() -> bool:
+    """True where a `TorchDispatchMode` sees every operation (`make_fx`): what an extension computes it would miss."""
+    return torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import clearhead
 import clearhead.weights_passes
@@ -172,6 +173,18 @@ def test_half_inputs_give_float32_weights(instructions: str) -> None:
     assert (output.dtype, weights.dtype) == (torch.bfloat16, torch.float32)
     exact = clearhead.attention_weights(query.double(), key.double(), masks.causal(), average_attn_weights=True)
     torch.testing.assert_close(weights.double(), exact, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
+@torch.no_grad()
+def test_recorded_graphs_compute_weights_again(average: bool) -> None:
+    """A graph of operations must not take the weights of its example for given."""
+    attend = clearhead.MultiHeadAttention(12, 3)
+    example, other = torch.randn(2, 5, 12), torch.randn(2, 5, 12)
+    found = make_fx(lambda x: attend(x, need_weights=True, average_attn_weights=average))(example)(other)
+    expected = attend(other, need_weights=True, average_attn_weights=average)
+    for one, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, exact, rtol=0, atol=1e-6)
 
 
 def test_few_rows_do_not_write_a_rule_down() -> None:

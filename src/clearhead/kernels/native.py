@@ -11,7 +11,7 @@ from torch import Tensor
 from ..call import AttentionCall
 from ..masks.base import Mask
 from ..native import extension, why_missing
-from ..tracing import is_tracing, is_transformed
+from ..tracing import is_dispatching, is_tracing, is_transformed
 from .base import Kernel, Refusal
 from .native_calls import TYPES, Request, backward, empty_lse, forward
 from .native_masked import masked
@@ -45,7 +45,7 @@ class NativeKernel(Kernel):
         return tuple(reasons)
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        if is_tracing() or torch._C._len_torch_dispatch_stack() > 0:  # pyright: ignore
+        if is_tracing() or is_dispatching():
             output, lse = torch.ops.clearhead.attention(*vars(request_of(call)).values())
             if not is_tracing() and output.requires_grad:
                 output, lse = allow_second_derivatives(self.name, call, output, lse)
@@ -100,7 +100,7 @@ def _reasons_of_values(call: AttentionCall) -> list[Refusal]:
 def _can_differentiate_biases(call: AttentionCall) -> bool:
     if not any(bias.requires_grad for bias in call.bias_tensors):
         return True
-    if is_tracing() or torch._C._len_torch_dispatch_stack() > 0:  # pyright: ignore
+    if is_tracing() or is_dispatching():
         return False
     return learnt_shape(call) is not None
 

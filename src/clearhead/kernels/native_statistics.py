@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..call import AttentionCall
 from ..masks.band import band_of
+from ..tracing import is_dispatching
 from .native import NativeKernel, request_of
 from .native_calls import Request, empty_output, statistics
 
@@ -66,8 +67,11 @@ class WeightStatistics:
 
 
 def refuses(call: AttentionCall) -> bool:
-    """Whether the kernel cannot run the call, or its mask would first have to be written down and is large."""
-    if NativeKernel().refusals(call):
+    """Whether the kernel cannot run the call, or its mask would first have to be written down and is large.
+
+    Unlike an output, statistics are no operator that a mode could see.
+    """
+    if is_dispatching() or NativeKernel().refusals(call):
         return True
     grid = call.grid
     small = grid.batch_size * grid.query_length * grid.key_length <= _MOST_CELLS

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..native import extension
-from ..tracing import is_tracing, is_transformed
+from ..tracing import is_dispatching, is_tracing, is_transformed
 from .band import Band, band_of
 from .base import Mask
 from .grid import Block, Grid
@@ -36,9 +36,7 @@ def find_natively(mask: Mask, grid: Grid) -> Found | None:
         ``None`` where something else has to look: for masks that are not only tensors and rules about positions, and
         where values are not those of plain tensors.
     """
-    if extension is None or grid.device.type != "cpu" or is_tracing() or is_transformed():
-        return None
-    if torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    if extension is None or grid.device.type != "cpu" or is_tracing() or is_transformed() or is_dispatching():
         return None
     parts = _parts(mask, grid)
     if parts is None or len(parts[1]) > _MOST_MASKS or not all(map(_is_plain, parts[1])):
