@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .call import AttentionCall
+from .kernels.base import Plan
 from .kernels.dispatch import choose, forced_kernel
 from .kernels.second_order import allow_second_derivatives
 from .masks.kinds import has_tensors, kind_of_mask
@@ -18,8 +19,6 @@ from .observe import watched
 from .tracing import is_tracing, is_transformed
 
 __all__ = ["forget_calls", "keep", "kind_of_call", "recall", "remember"]
-
-Plan = Callable[..., Tensor]  # of query, key, value and mask
 
 _NUMBERS = (float, int)
 _MOST = 256  # a decoder meets a new kind with every token, and none of them again
@@ -103,11 +102,11 @@ def _plan(call: AttentionCall) -> Plan | None:
     kernel = choose(call)
     compute = kernel.prepare(call)
     if kernel.twice_differentiable or not call.needs_gradients:
-        return lambda query, key, value, _mask: compute(query, key, value)
+        return compute
     template = call.without_tensors()
 
-    def differentiable_twice(query: Tensor, key: Tensor, value: Tensor, _mask: object) -> Tensor:
-        output = compute(query, key, value)
+    def differentiable_twice(query: Tensor, key: Tensor, value: Tensor, mask: object) -> Tensor:
+        output = compute(query, key, value, mask)
         return allow_second_derivatives(kernel.name, template, output, None, (query, key, value))[0]
 
     return differentiable_twice

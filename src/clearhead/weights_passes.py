@@ -13,7 +13,7 @@ from .call import AttentionCall
 from .kernels.blocks import block_scores, block_weights, grouped, grouped_transposed, score_blocks
 from .kernels.dispatch import choose
 from .kernels.native import NativeKernel, native_gradients
-from .kernels.native_statistics import native_output_and_weights, native_weights, refuses
+from .kernels.native_statistics import native_output_and_weights, native_weights, refuses_statistics
 from .kernels.reference import ReferenceKernel, reference_weights
 from .kernels.second_order import asks_for_reference, gradients_of
 from .tracing import is_tracing, is_transformed
@@ -28,7 +28,7 @@ def has_one_pass(call: AttentionCall) -> bool:
     """
     if call.dropout_p or call.query.dtype != torch.float32 or is_tracing() or is_transformed():
         return False
-    return isinstance(choose(call), NativeKernel) and not refuses(call)
+    return isinstance(choose(call), NativeKernel) and not refuses_statistics(call)
 
 
 def in_one_pass(call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from ..call import AttentionCall
 from ..kernels.blocks import exact_dtype
 from ..kernels.native_statistics import MOST_KEYS_OF_A_QUERY, WeightStatistics, gather, refuses
 from ..tracing import is_tracing
-from .statistics import Options, TopK
+from .statistics import Options, TopK, mean_of_tiles
 
 __all__ = ["native_results"]
 
@@ -66,7 +66,8 @@ def _named(name: str, found: WeightStatistics) -> dict[str, Any]:
     if name == "top_k" and found.top_keys is not None and found.top_weights is not None:
         return {"top_k": TopK(found.top_keys, found.top_weights)}
     if name == "map" and found.map is not None:
-        return {"map": found.map if found.map_peaks else found.map / _counts(found, found.map)}
+        length = found.largest.shape[-1]
+        return {"map": found.map if found.map_peaks else mean_of_tiles(found.map, found.counted, length)}
     if name == "head_average" and found.weights is not None:
         return {"head_average": found.weights[:, 0]}
     return {name: {"confidence": found.confidence, "output": found.output, "output_norm": found.norm}[name]}
@@ -76,16 +77,6 @@ def _normalized(found: WeightStatistics) -> Tensor | None:
     if found.entropy is None:
         return None
     return (found.entropy / found.visible.clamp(min=2).log()).masked_fill_(found.visible < 2, 0)
-
-
-def _counts(found: WeightStatistics, pooled: Tensor) -> Tensor:
-    """How many counted queries go to each row of a map, at least 1: (1 or B, 1, R, 1)."""
-    length, rows = found.largest.shape[-1], pooled.shape[2]
-    counted = found.counted
-    weight = pooled.new_ones(1, length) if counted is None else counted.to(pooled.dtype)
-    tiles = torch.arange(length, device=pooled.device) * rows // max(1, length)
-    counts = pooled.new_zeros(weight.shape[0], rows).index_add_(1, tiles, weight)
-    return counts.clamp_(min=1)[:, None, :, None]
 
 
 def _max_logit(found: WeightStatistics) -> Tensor:

@@ -18,7 +18,7 @@ from ..kernels.blocks import grouped
 from ..masks.grid import take
 from .rows import GROUP, Rows
 
-__all__ = ["STATISTICS", "Options", "Statistic", "TopK"]
+__all__ = ["STATISTICS", "Options", "Statistic", "TopK", "mean_of_tiles"]
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,6 @@ class Map(Statistic):
         self._rows = min(options.map_size, call.grid.query_length)
         self._columns = min(options.map_size, call.grid.key_length)
         self._map = self.zeros(*self.row_shape[:2], self._rows, self._columns)
-        self._counts = self.zeros(self.row_shape[0], 1, self._rows, 1)
 
     def add(self, rows: Rows) -> None:
         row_tiles = rows.block.i.flatten() * self._rows // max(1, self.call.grid.query_length)  # (l,)
@@ -311,9 +310,6 @@ class Map(Statistic):
             target.scatter_reduce_(2, row_tiles[:, None].expand_as(pooled), pooled, "amax")
             return
         target.index_add_(2, row_tiles, pooled)
-        if rows.block.heads.start == 0:
-            counts = weight.to(pooled.dtype).expand(pooled.shape[0], 1, len(row_tiles), 1)
-            self._counts[rows.block.batch].index_add_(2, row_tiles, counts)
 
     def _pool_columns(self, rows: Rows) -> Tensor:
         tiles = rows.block.j.flatten() * self._columns // max(1, self.call.grid.key_length)  # (s,)
@@ -326,7 +322,23 @@ class Map(Statistic):
     def result(self) -> dict[str, Any]:
         if self.options.map_pooling == "max":
             return {"map": self._map}
-        return {"map": self._map / self._counts.clamp(min=1)}
+        counted = None if self.counted is None else self.counted[:, 0, :, 0]
+        return {"map": mean_of_tiles(self._map, counted, self.row_shape[2])}
+
+
+def mean_of_tiles(sums: Tensor, counted: Tensor | None, length: int) -> Tensor:
+    """Sums (B, H, R, C) over the counted queries of each row of a map, divided by how many there are; 0 where none.
+
+    Args:
+        sums: of queries i in rows ⌊i·R/L⌋.
+        counted: bool (B, L), or ``None`` for all.
+        length: L.
+    """
+    rows = sums.shape[2]
+    weight = sums.new_ones(1, length) if counted is None else counted.to(sums.dtype)
+    tiles = torch.arange(length, device=sums.device) * rows // max(1, length)
+    counts = sums.new_zeros(weight.shape[0], rows).index_add_(1, tiles, weight)
+    return sums / counts.clamp_(min=1)[:, None, :, None]
 
 
 @final

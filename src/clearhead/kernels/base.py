@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..masks.base import Mask
 
-__all__ = ["UNMASKED", "FlatAttention", "Kernel", "Masks", "Refusal"]
+__all__ = ["UNMASKED", "FlatAttention", "Kernel", "Masks", "Plan", "Refusal"]
 
 
 class Refusal:
@@ -30,6 +29,7 @@ class Refusal:
         return self._template.format(**self._values)
 
 
+Plan = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # of query, key, value and the mask, if there is one
 Masks = tuple[Tensor | None, Tensor | None]  # marks of what is visible, and numbers to add
 UNMASKED: Masks = (None, None)
 
@@ -86,12 +86,15 @@ class Kernel(ABC):
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Compute the output (B, H, L, Dv) and, if the call wants it, the log-sum-exp (B, H, L)."""
 
-    def prepare(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The computation for calls that differ from this one in the numbers in query, key and value alone."""
-        template = call.without_tensors()
-        return lambda query, key, value: self.run(replace(template, query=query, key=key, value=value))[0]
+    def prepare(self, call: AttentionCall) -> Plan:
+        """The computation for calls that differ from this one in the numbers in query, key and value alone.
 
-    def prepare_masked(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor, Mask | Tensor], Tensor] | None:
+        The mask that it is given is this call's, and need not be looked at.
+        """
+        template = call.without_tensors()
+        return lambda query, key, value, _mask: self.run(replace(template, query=query, key=key, value=value))[0]
+
+    def prepare_masked(self, call: AttentionCall) -> Plan | None:
         """The same for masks of the kind of this call's, whose tensors differ too; ``None`` if it cannot.
 
         What they hide from everybody is set to zero here.

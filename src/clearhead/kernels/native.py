@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..masks.base import Mask
 from ..native import extension, why_missing
 from ..tracing import is_dispatching, is_tracing, is_transformed
-from .base import Kernel, Refusal
+from .base import Kernel, Plan, Refusal
 from .native_calls import TYPES, Request, backward, empty_lse, forward
 from .native_masked import masked
 from .native_masks import differs_between_heads, learnt_shape, lower
@@ -56,17 +55,17 @@ class NativeKernel(Kernel):
             output = forward(request_of(call), lse)
         return output, lse if call.return_lse else None
 
-    def prepare(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def prepare(self, call: AttentionCall) -> Plan:
         request = _plain_request(call)
         prepared = None if request is None else prepare_apart(request)
         if prepared is None or (call.needs_gradients and call.query.dtype != torch.float32):
             return super().prepare(call)
         if call.needs_gradients:
             compute = differentiable(call.without_tensors(), prepared)
-            return lambda query, key, value: compute(query, key, value, None)
-        return lambda query, key, value: prepared.forward((query, key, value))[0]
+            return lambda query, key, value, _mask: compute(query, key, value, None)
+        return lambda query, key, value, _mask: prepared.forward((query, key, value))[0]
 
-    def prepare_masked(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor, Mask | Tensor], Tensor] | None:
+    def prepare_masked(self, call: AttentionCall) -> Plan | None:
         request = _plain_request(call, masked=True)
         prepared = None if request is None else prepare_apart(request)
         if prepared is None or (call.needs_gradients and call.query.dtype != torch.float32):

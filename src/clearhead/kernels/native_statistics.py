@@ -21,6 +21,7 @@ __all__ = [
     "native_output_and_weights",
     "native_weights",
     "refuses",
+    "refuses_statistics",
 ]
 
 MOST_KEYS_OF_A_QUERY = 64  # in top-k: longer lists are no longer short beside the scores
@@ -67,11 +68,17 @@ class WeightStatistics:
 
 
 def refuses(call: AttentionCall) -> bool:
-    """Whether the kernel cannot run the call, or its mask would first have to be written down and is large.
+    """Whether the kernel cannot run the call, or gives no statistics of it."""
+    return bool(NativeKernel().refusals(call)) or refuses_statistics(call)
 
-    Unlike an output, statistics are no operator that a mode could see.
+
+def refuses_statistics(call: AttentionCall) -> bool:
+    """Whether it gives none of a call that it can run.
+
+    That is where a mask would first have to be written down and is large, and where a mode watches: unlike an output,
+    statistics are no operator that it could see.
     """
-    if is_dispatching() or NativeKernel().refusals(call):
+    if is_dispatching():
         return True
     grid = call.grid
     small = grid.batch_size * grid.query_length * grid.key_length <= _MOST_CELLS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar, final
 
 import torch
@@ -14,7 +13,7 @@ from ..masks.base import Mask
 from ..masks.grid import Block
 from ..masks.lowering import chosen_cell, hides_nothing, is_plain_causal, touched_share
 from ..tracing import is_tracing, is_transformed
-from .base import Kernel, Refusal
+from .base import Kernel, Plan, Refusal
 
 __all__ = ["SdpaKernel"]
 
@@ -79,12 +78,12 @@ class SdpaKernel(Kernel):
             output = output.masked_fill(~call.reach.queries, 0)
         return output, None
 
-    def prepare(self, call: AttentionCall) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    def prepare(self, call: AttentionCall) -> Plan:
         mask, is_causal = _lower(call)
         if mask is not None or call.group > 1 or call.dropout_p > 0:
             return super().prepare(call)
         attend, scale = F.scaled_dot_product_attention, call.scale
-        return lambda query, key, value: attend(query, key, value, None, 0.0, is_causal, scale=scale)
+        return lambda query, key, value, _mask: attend(query, key, value, None, 0.0, is_causal, scale=scale)
 
 
 def _reasons_of_values(call: AttentionCall) -> list[Refusal]:
