@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 import clearhead.kernels.blocks
 import clearhead.known_calls
 import clearhead.masks.reach
+from clearhead.native import instruction_sets, use_instruction_set
 
 _SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -40,3 +41,10 @@ def _small_blocks() -> Iterator[None]:
         patch.setattr(clearhead.kernels.blocks, "_FEWEST_ROWS", 2)
         patch.setattr(clearhead.masks.reach, "_ROWS_AT_A_TIME", 50)
         yield
+
+
+@pytest.fixture(name="instructions", params=instruction_sets())
+def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the native kernel on each instruction set of this machine in turn."""
+    with use_instruction_set(request.param):
+        yield request.param

@@ -71,7 +71,9 @@ def _contest(shape: Shape, train: bool, need_weights: bool) -> Contest:
 
     enter(contest, OURS, lambda: _way(run_ours, ours, x, train))
     for name, module in ((THEIRS, theirs), (DROP_IN, _drop_in(theirs))):
-        enter(contest, name, lambda module=module: _way(_torch_call(module, x, need_weights), module, x, train))
+        enter(
+            contest, name, lambda module=module: _way(_torch_call(module, x, x, None, need_weights), module, x, train)
+        )
     enter(contest, X_TRANSFORMERS, lambda: _x_transformers(theirs, shape, x, train, need_weights))
     return contest
 
@@ -96,19 +98,15 @@ def _tiny(shape: Shape, train: bool, cross: bool) -> Contest:
 
     enter(contest, OURS, lambda: _way(run_ours, ours, x, train))
     for name, module in ((THEIRS, theirs), (DROP_IN, _drop_in(theirs))):
-        enter(contest, name, lambda module=module: _way(_padded_call(module, x, keys, hidden), module, x, train))
+        enter(contest, name, lambda module=module: _way(_torch_call(module, x, keys, hidden), module, x, train))
     return contest
 
 
-def _padded_call(
-    module: nn.MultiheadAttention, x: Tensor, keys: Tensor, hidden: Tensor | None
+def _torch_call(
+    module: nn.MultiheadAttention, x: Tensor, keys: Tensor, hidden: Tensor | None, need_weights: bool = False
 ) -> Callable[[], Outputs]:
-    return lambda: (module(x, keys, keys, key_padding_mask=hidden, need_weights=False)[0],)
-
-
-def _torch_call(module: nn.MultiheadAttention, x: Tensor, need_weights: bool) -> Callable[[], Outputs]:
     def run() -> Outputs:
-        output, weights = module(x, x, x, need_weights=need_weights)
+        output, weights = module(x, keys, keys, key_padding_mask=hidden, need_weights=need_weights)
         return (output,) if weights is None else (output, weights)
 
     return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import pytest
@@ -18,7 +17,7 @@ from clearhead import masks
 from clearhead.call import AttentionCall
 from clearhead.inspection.compute import AttentionStatistics
 from clearhead.kernels.native_statistics import WeightStatistics
-from clearhead.native import instruction_sets, use_instruction_set
+from clearhead.native import instruction_sets
 from tests.kernels.calls import Call, calls
 from tests.kernels.native_cases import CASES, Case
 from tests.kernels.test_native import fewer_unless_best
@@ -31,12 +30,6 @@ _NUMBERS = ("entropy", "received", "max_logit", "confidence", "top_k", "output_n
 NATIVE = (*_NUMBERS, "output")
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
-
-
-@pytest.fixture(name="instructions", params=SETS)
-def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    with use_instruction_set(request.param):
-        yield request.param
 
 
 @pytest.fixture(name="ran")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 
 import clearhead
-from clearhead.native import instruction_sets, use_instruction_set
+from clearhead.native import instruction_sets
 
 from .calls import Call, calls
 from .comparing import eval_output, expected_numbers, kernel_numbers, require_close, require_half_as_good
@@ -20,12 +19,6 @@ SETS = instruction_sets()
 HALVES = [torch.bfloat16, torch.float16]
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
-
-
-@pytest.fixture(name="instructions", params=SETS)
-def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    with use_instruction_set(request.param):
-        yield request.param
 
 
 def fewer_unless_best(instructions: str) -> settings:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead.masks import Mask
-from clearhead.native import instruction_sets, use_instruction_set
+from clearhead.native import instruction_sets
 
 from .comparing import require_half_as_good
 
@@ -25,12 +23,6 @@ OPTIONS = pytest.mark.parametrize(
 )
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
-
-
-@pytest.fixture(name="instructions", params=SETS)
-def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    with use_instruction_set(request.param):
-        yield request.param
 
 
 def hiding(bias: Tensor) -> Mask:

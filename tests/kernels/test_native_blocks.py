@@ -9,7 +9,7 @@ import torch
 
 import clearhead
 from clearhead import masks
-from clearhead.native import instruction_sets, use_instruction_set
+from clearhead.native import instruction_sets
 
 from .comparing import require_half_as_good
 from .native_cases import CASES, Case, close_to_exact, numbers
@@ -19,12 +19,6 @@ LONG = Case(kv_heads=2, length=197, count=1217, dim=64, value_dim=96, mask=lambd
 HEADS = [(item, head) for item in range(2) for head in range(3)]
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
-
-
-@pytest.fixture(name="instructions", params=SETS)
-def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    with use_instruction_set(request.param):
-        yield request.param
 
 
 @pytest.fixture(name="threads", params=[1, 3])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from clearhead import masks
-from clearhead.native import instruction_sets, use_instruction_set
+from clearhead.native import instruction_sets
 
 from .native_cases import Case, close_to_exact
 
@@ -17,12 +15,6 @@ SETS = instruction_sets()
 MANY = 4099
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
-
-
-@pytest.fixture(name="instructions", params=SETS)
-def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    with use_instruction_set(request.param):
-        yield request.param
 
 
 def scattered(*shape: int) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,12 +24,6 @@ BORDER = -131072.0  # exact in bfloat16 too
 SIZES = [(1, 1, 1, 1), (3, 17, 5, 3), (50, 131, 16, 19), (97, 7, 33, 1), (8, 300, 64, 64), (61, 547, 64, 32)]
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
-
-
-@pytest.fixture(name="instructions", params=SETS)
-def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    with use_instruction_set(request.param):
-        yield request.param
 
 
 class Guarded:

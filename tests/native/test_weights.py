@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import clearhead
 import clearhead.weights_passes
 from clearhead import masks
 from clearhead.kernels.native_statistics import native_output_and_weights, native_weights
-from clearhead.native import instruction_sets, use_instruction_set
+from clearhead.native import instruction_sets
 from clearhead.weights import attention_with_weights
 from tests.kernels.native_cases import CASES, Case
 
@@ -24,12 +23,6 @@ EVERY = [name for name in CASES if not name.startswith("dropout")]
 NOT_IN_PLACE = ("where", "scattered documents")
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
-
-
-@pytest.fixture(name="instructions", params=SETS)
-def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    with use_instruction_set(request.param):
-        yield request.param
 
 
 @pytest.fixture(name="ran")

@@ -112,7 +112,7 @@ PyObject* forward(PyObject*, PyObject* const* items, Py_ssize_t count) {
             if (!absent.enough_memory()) return false;
             any = absent.any();
             if (any && leaving == Leaving::to_others) return true;
-            absent.clear_queries(q.query), absent.clear_keys(q.key, q.dim), absent.clear_keys(q.value, q.value_dim);
+            absent.clear(q.query, q.key, q.value);
         }
         return run_forward(kernels, q, many);
     });
@@ -135,8 +135,7 @@ PyObject* backward(PyObject*, PyObject* const* items, Py_ssize_t count) {
         if (leaving == Leaving::nobody) return true;
         const Absent absent(q);
         if (!absent.enough_memory()) return false;
-        absent.clear_queries(q.query_gradient);
-        absent.clear_keys(q.key_gradient, q.dim), absent.clear_keys(q.value_gradient, q.value_dim);
+        absent.clear(q.query_gradient, q.key_gradient, q.value_gradient);
         return true;
     });
 }

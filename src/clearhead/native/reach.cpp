@@ -106,8 +106,8 @@ class Plane {
 };
 
 // Zero in rows of all heads, of those batch items and places where `present` has a zero.
-void clear(const Problem& p, const View& view, int64_t heads, int64_t rows, int64_t columns, const uint8_t* present,
-           int64_t items) {
+void clear_rows(const Problem& p, const View& view, int64_t heads, int64_t rows, int64_t columns, const uint8_t* present,
+                int64_t items) {
     const int64_t bytes = p.type == Type::float32 ? 4 : 2;
     for (int64_t b = 0; b < p.batch; b++)
         for (int64_t i = 0; i < rows; i++) {
@@ -152,14 +152,12 @@ Absent::Absent(const Problem& p) : problem_(p) {
 
 Absent::~Absent() { free(memory_); }
 
-void Absent::clear_queries(const View& queries) const {
+void Absent::clear(const View& queries, const View& keys, const View& values) const {
     const Problem& p = problem_;
-    if (left_out_.queries) clear(p, queries, p.heads, p.rows, p.dim, sought_.queries, sought_.batch);
-}
-
-void Absent::clear_keys(const View& keys, int64_t columns) const {
-    const Problem& p = problem_;
-    if (left_out_.keys) clear(p, keys, p.kv_heads, p.keys, columns, sought_.seen, sought_.batch);
+    if (left_out_.queries) clear_rows(p, queries, p.heads, p.rows, p.dim, sought_.queries, sought_.batch);
+    if (!left_out_.keys) return;
+    clear_rows(p, keys, p.kv_heads, p.keys, p.dim, sought_.seen, sought_.batch);
+    clear_rows(p, values, p.kv_heads, p.keys, p.value_dim, sought_.seen, sought_.batch);
 }
 
 }  // namespace clearhead

@@ -38,9 +38,8 @@ class Absent {
 
     bool enough_memory() const { return memory_ != nullptr; }
     bool any() const { return left_out_.queries || left_out_.keys; }
-    // Set rows of those who are left out to zero, where all heads share the masks.
-    void clear_queries(const View& queries) const;
-    void clear_keys(const View& keys, int64_t columns) const;
+    // Sets rows of those who are left out to zero, where all heads share the masks.
+    void clear(const View& queries, const View& keys, const View& values) const;
 
   private:
     const Problem& problem_;
