@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast, final
 
@@ -26,7 +26,7 @@ from .native_calls import (
     fixed_numbers,
     threads_for,
 )
-from .second_order import asks_for_reference, reference_gradients
+from .second_order import backward_pass, reference_results
 
 __all__ = ["HidesSomebody", "Prepared", "differentiable", "prepare_apart", "prepare_flat"]
 
@@ -268,9 +268,13 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         output, lse, *inputs = ctx.saved_tensors
-        nothing = (None, None, None)
-        if asks_for_reference(gradients[0]):
+
+        def own() -> Tensors:
+            masks = UNMASKED if ctx.mask is None else marks_and_numbers(ctx.mask)
+            return ctx.prepared.backward(tuple(inputs[:3]), output, lse, gradients[0], masks)
+
+        def recompute(*tensors: Tensor) -> Sequence[Tensor | None]:
             template = ctx.template if ctx.mask is None else replace(ctx.template, mask=as_mask(ctx.mask))
-            return (*nothing, *reference_gradients(template, inputs, gradients)[:3])
-        masks = UNMASKED if ctx.mask is None else marks_and_numbers(ctx.mask)
-        return (*nothing, *ctx.prepared.backward(tuple(inputs[:3]), output, lse, gradients[0], masks))
+            return reference_results(template)(*tensors, *inputs[3:])
+
+        return backward_pass(ctx, gradients, inputs[:3], own, recompute)
