@@ -98,7 +98,7 @@ def test_without_a_batch() -> None:
     [
         lambda: KVCache(B, H, S, D, dtype=torch.float64),
         lambda: SlidingKVCache(B, H, 3, D, dtype=torch.float64),
-        lambda: EvictingKVCache(B, H, 3, D, policy=SinksAndRecent(1), dtype=torch.float64),
+        lambda: EvictingKVCache(B, H, S, D, policy=SinksAndRecent(1), dtype=torch.float64),
         CrossKVCache,
     ],
     ids=["KVCache", "SlidingKVCache", "EvictingKVCache", "CrossKVCache"],
