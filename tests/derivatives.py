@@ -56,7 +56,7 @@ def batched_and_looped(
     outputs: Outputs, inputs: tuple[Tensor, ...], count: int = 3
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Gradients (count, …) of every input from as many random gradients of the outputs, at once and one by one."""
-    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    outputs = tuple(x for x in ([outputs] if isinstance(outputs, Tensor) else outputs) if x.requires_grad)
     generator = torch.Generator().manual_seed(1)
     vectors = [torch.randn(count, *output.shape, generator=generator).to(output.dtype) for output in outputs]
 

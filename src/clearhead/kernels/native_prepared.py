@@ -14,7 +14,7 @@ from ..masks.base import Mask
 from ..masks.kinds import marks_and_numbers
 from ..masks.tensors import as_mask
 from ..native import extension, instruction_set_number
-from .base import UNMASKED, Masks
+from .base import UNMASKED, Masks, rows_interleave
 from .native_calls import (
     LEAVE_NOBODY,
     LEAVE_OUT,
@@ -193,9 +193,9 @@ class Prepared:
 def prepare_apart(request: Request) -> Prepared | None:
     """For tensors (B, H, L, D) and twice (B, Hkv, S, D); ``None`` where their rows have to be laid out first."""
     fixed = fixed_numbers(request)
-    if fixed is None:
-        return None
     tensors = (request.query, request.key, request.value)
+    if fixed is None or any(map(rows_interleave, tensors)):
+        return None
     output = empty_output(request.query, request.value)
     inputs, gradients = _Apart(*map(_of_heads, tensors)), _Apart(*(_of_heads(torch.empty_like(x)) for x in tensors))
     return Prepared(request, fixed, inputs, gradients, tuple(output.shape), output.stride(), _of_heads, LEAVE_TO_OTHERS)

@@ -116,10 +116,16 @@ def gradients_through(
     with torch.enable_grad(), torch.autocast(device, enabled=False):
         # A tensor that is two of the inputs has two gradients here.
         views = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
-        pairs = zip(recompute(*views), gradients, strict=False)
-        taken = [(result, given) for result, given in pairs if result is not None and given is not None]
         wanted = [view for view in views if view is not None and view.requires_grad]
-        outputs, given = zip(*taken, strict=True)
+        outputs: list[Tensor] = []
+        given: list[Tensor] = []
+        for result, gradient in zip(recompute(*views), gradients, strict=False):
+            # The log-sum-exp has no gradient where the value alone needs one.
+            if result is not None and gradient is not None and result.requires_grad:
+                outputs.append(result)
+                given.append(gradient)
+        if not outputs:
+            return (None,) * len(views)
         found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=again, allow_unused=True))
     return tuple(next(found) if view is not None and view.requires_grad else None for view in views)
 
