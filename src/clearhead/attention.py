@@ -8,7 +8,7 @@ from typing import Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from .call import AttentionCall, build_call
+from .call import NO_SINK, AttentionCall, build_call
 from .kernels.dispatch import Explanation, explain_call, run
 from .known_calls import kind_of_call, recall, remember
 from .masks.base import Mask
@@ -139,6 +139,8 @@ def attention(
         if kind is not None and (compute := remember(kind, call, query, key, value)) is not None:
             return compute(query, key, value, mask)
         output, lse = run_call(call)
+    if lse is not None and sinks is not None:
+        lse = lse.masked_fill(lse <= NO_SINK, float("-inf"))
     if query.dim() == 3:
         output, lse = output.squeeze(0), None if lse is None else lse.squeeze(0)
     return output if lse is None else (output, lse)

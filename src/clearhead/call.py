@@ -18,8 +18,10 @@ from .masks.grid import Grid
 from .masks.reach import Reach, reach
 from .masks.tensors import as_mask
 
-__all__ = ["AttentionCall", "build_call", "is_finite", "is_probability", "number", "without_hidden"]
+__all__ = ["NO_SINK", "AttentionCall", "build_call", "is_finite", "is_probability", "number", "without_hidden"]
 
+#: As a logit it has no weight beside any score, and it is finite.
+NO_SINK = -1e38
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -339,4 +341,5 @@ def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
             )
         )
     _require_device("sinks", sinks, query)
-    return sinks
+    # A sink of −∞ is none, and would be the whole softmax of a query that sees no key.
+    return sinks.to(torch.promote_types(sinks.dtype, torch.float32)).clamp_min(NO_SINK)

@@ -75,7 +75,7 @@ def one_step(
             return None
         shapes.append(weight.shape)
     for bias in biases:
-        if type(bias) not in _OF_BIASES:
+        if bias is not None and (type(bias) not in _TYPES or bias.dtype is not _FLOAT):
             return None
     rule = None
     if mask is not None and (rule := kind_of_mask(mask)) is None:
@@ -96,7 +96,6 @@ def one_step(
 
 
 _TYPES: Final = (nn.Parameter, Tensor)  # no subclasses: they mean something of their own by a product
-_OF_BIASES: Final = (*_TYPES, type(None))
 _FLOAT: Final = torch.float32
 _STRIDED: Final = torch.strided
 _UNKNOWN: Final = object()

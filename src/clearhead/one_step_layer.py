@@ -13,7 +13,7 @@ from torch import Tensor
 from .call import AttentionCall, without_hidden
 from .kernels.base import UNMASKED, FlatAttention
 from .kernels.reference import ReferenceKernel, reference_weights
-from .kernels.second_order import asks_for_reference, gradients_of
+from .kernels.second_order import backward_pass, gradients_through
 from .masks.base import Mask
 from .masks.kinds import marks_and_numbers
 from .masks.reach import Reach, reach
@@ -150,25 +150,25 @@ class Step:
                 found += _of_projection(*each, bias, weight)
         return [*of_x[::-1], *found]
 
-    def derive_again(self, gradients: OptionalTensors, saved: _Saved) -> OptionalTensors:
-        """The same, of every order and from a gradient of weights too, of operations that PyTorch can differentiate."""
-        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-            leaves = [None if tensor is None else tensor.view_as(tensor) for tensor in saved.tensors]
-            inputs, weights, biases = _in_order(leaves, self.products)
-            projected = tuple(map(_linear, [x.flatten(0, 1) for x in inputs], *self._cut(weights, biases)))
-            seen = reach(cast(Mask, saved.mask), self.template.grid) if saved.hides else Reach(None, None)
-            q, k, v = without_hidden(*cut(projected, self.lengths, self.heads), seen)
-            mask = self.template.mask if saved.mask is None else saved.mask
-            call = replace(self.template, query=q, key=k, value=v, mask=mask, reach=seen)
-            mixed = ReferenceKernel().run(call)[0]  # (B, H, L, D)
-            results = [_linear(self._merged(mixed), weights[-1], biases[-1])]
-            if self.average is not None:
-                attended = reference_weights(call)[0]
-                results.append(attended.mean(1) if self.average else attended)
-            given = [leaf for leaf in leaves if leaf is not None]
-            pairs = [(one, gradient) for one, gradient in zip(results, gradients, strict=True) if gradient is not None]
-            found = iter(gradients_of([one for one, _ in pairs], given, [gradient for _, gradient in pairs]))
-        return [None if leaf is None else next(found) for leaf in leaves]
+    def recompute(self, tensors: OptionalTensors, mask: Mask | None, hides: bool) -> list[Tensor]:
+        """The output and, if they are wanted, the weights, by PyTorch's operations.
+
+        Args:
+            tensors: inputs and parameters, the last ones first.
+            mask, hides: as saved.
+        """
+        inputs, weights, biases = _in_order(tensors, self.products)
+        projected = tuple(map(_linear, [x.flatten(0, 1) for x in inputs], *self._cut(weights, biases)))
+        seen = reach(cast(Mask, mask), self.template.grid) if hides else Reach(None, None)
+        q, k, v = without_hidden(*cut(projected, self.lengths, self.heads), seen)
+        mask = self.template.mask if mask is None else mask
+        call = replace(self.template, query=q, key=k, value=v, mask=mask, reach=seen)
+        mixed = ReferenceKernel().run(call)[0]  # (B, H, L, D)
+        results = [_linear(self._merged(mixed), weights[-1], biases[-1])]
+        if self.average is not None:
+            attended = reference_weights(call)[0]
+            results.append(attended.mean(1) if self.average else attended)
+        return results
 
     def _merged(self, mixed: Tensor) -> Tensor:
         """(B, H, L, D) → (B, L, H·D), or (L, B, H·D)."""
@@ -242,17 +242,18 @@ class _OneStep(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        step, (lse, merged, *rest), gradient = ctx.step, ctx.saved_tensors, gradients[0]
+        step, (lse, merged, *rest) = ctx.step, ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         projected, tensors = rest[: step.products], rest[step.products :][: len(needed)]
         saved = _Saved(lse, merged, tuple(projected), tuple(tensors), ctx.mask, ctx.hides)
-        given = [each for each in gradients if each is not None]
-        if any(map(asks_for_reference, given)):
-            return None, None, *step.derive_again(gradients, saved)
-        if len(given) > 1 or gradient is None:  # of the weights
-            found = step.derive_again(gradients, saved) if given else [None] * len(needed)
-            return None, None, *(None if each is None else each.detach() for each in found)
-        if torch._C._is_any_autocast_enabled():  # pyright: ignore
-            with torch.autocast("cpu", enabled=False):
-                return None, None, *step.derive(gradient, needed, saved)
-        return None, None, *step.derive(gradient, needed, saved)
+
+        def own() -> OptionalTensors:
+            gradient, *of_weights = gradients
+            if gradient is None or any(each is not None for each in of_weights):
+                return gradients_through(recompute, saved.tensors, gradients)
+            return step.derive(gradient, needed, saved)
+
+        def recompute(*given: Tensor | None) -> list[Tensor]:
+            return step.recompute(given, ctx.mask, ctx.hides)
+
+        return backward_pass(ctx, gradients, saved.tensors, own, recompute)

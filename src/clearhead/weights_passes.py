@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,8 +13,8 @@ from .kernels.blocks import block_scores, block_weights, grouped, grouped_transp
 from .kernels.dispatch import choose
 from .kernels.native import NativeKernel, native_gradients
 from .kernels.native_statistics import native_output_and_weights, native_weights, refuses_statistics
-from .kernels.reference import ReferenceKernel, reference_weights
-from .kernels.second_order import asks_for_reference, gradients_of
+from .kernels.reference import reference_weights
+from .kernels.second_order import backward_pass, reference_results
 from .tracing import is_tracing, is_transformed
 
 __all__ = ["compute_weights", "has_one_pass", "in_one_pass"]
@@ -70,13 +69,18 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, *rest = (tensor.view_as(tensor) for tensor in ctx.saved_tensors)
-        call = ctx.call.with_tensors(query, key, key, *rest)
-        with torch.autocast(query.device.type, enabled=False):
-            if not torch.is_grad_enabled():
-                return (None, None, *_backward(call, ctx.request, gradients[0]))
-            weights = _reference(call, ctx.request.rows, ctx.request.average)
-            return (None, None, *gradients_of([weights], [query, key, *rest], gradients))
+        inputs: tuple[Tensor, ...] = ctx.saved_tensors
+
+        def call_of(query: Tensor, key: Tensor, *rest: Tensor) -> AttentionCall:
+            return ctx.call.with_tensors(query, key, key, *rest)
+
+        def own() -> tuple[Tensor, ...]:
+            return _backward(call_of(*inputs), ctx.request, gradients[0])
+
+        def recompute(*tensors: Tensor) -> tuple[Tensor]:
+            return (_reference(call_of(*tensors), ctx.request.rows, ctx.request.average),)
+
+        return backward_pass(ctx, gradients, inputs, own, recompute)
 
 
 class _OutputAndWeights(torch.autograd.Function):
@@ -93,10 +97,8 @@ class _OutputAndWeights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         output, lse, *inputs = ctx.saved_tensors
-        given = [gradient for gradient in gradients if gradient is not None]
-        with torch.autocast(inputs[0].device.type, enabled=False):
-            if any(map(asks_for_reference, given)):
-                return (None, None, *_reference_gradients(ctx.call, ctx.request, inputs, gradients))
+
+        def own() -> list[Tensor | None]:
             found: list[Tensor | None] = [None] * len(inputs)
             call = ctx.call.with_tensors(*inputs)
             if gradients[0] is not None:
@@ -104,19 +106,13 @@ class _OutputAndWeights(torch.autograd.Function):
             if gradients[1] is not None:
                 query, key, *rest = _backward(call, ctx.request, gradients[1])
                 found = [_sum(*both) for both in zip(found, (query, key, None, *rest), strict=True)]
-        return (None, None, *found)
+            return found
 
+        def recompute(*tensors: Tensor) -> tuple[Tensor | None, Tensor]:
+            weights = _reference(ctx.call.with_tensors(*tensors), None, ctx.request.average)
+            return reference_results(ctx.call)(*tensors)[0], weights
 
-def _reference_gradients(
-    template: AttentionCall, request: _Request, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """Gradients of a call's inputs, which can be differentiated again, from those of its output and its weights."""
-    with torch.enable_grad():
-        views = [tensor.view_as(tensor) for tensor in inputs]
-        call = template.with_tensors(*views)
-        results = (ReferenceKernel().run(call)[0], _reference(call, None, request.average))
-        taken = [(one, given) for one, given in zip(results, gradients, strict=True) if given is not None]
-        return gradients_of([one for one, _ in taken], views, [given for _, given in taken])
+        return backward_pass(ctx, gradients, inputs, own, recompute)
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

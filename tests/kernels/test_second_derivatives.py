@@ -1,37 +1,19 @@
-"""First and second derivatives against finite differences, and ``create_graph=True`` against a plain backward pass."""
+"""First and second derivatives entry by entry, and ``create_graph=True`` against a plain backward pass."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 
 import clearhead
 from clearhead import masks
+from tests.derivatives import check_derivatives, random
 
 from .comparing import KERNELS
 
 kernels = pytest.mark.parametrize("kernel", KERNELS)
 with_lse = pytest.mark.parametrize("kernel", ["chunked", "reference"])
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-
-def check_twice(function: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Tensor) -> None:
-    """First derivatives, the same first derivatives under ``create_graph=True``, and second ones."""
-    assert gradcheck(function, inputs)
-    # gradgradcheck is content with a wrong first derivative, as long as the second one is consistent with it.
-    outputs = function(*inputs)
-    loss = sum((output * output).sum() for output in ([outputs] if isinstance(outputs, Tensor) else outputs))
-    plain = torch.autograd.grad(loss, inputs, retain_graph=True)
-    for found, expected in zip(torch.autograd.grad(loss, inputs, create_graph=True), plain, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    assert gradgradcheck(function, inputs)
 
 
 def on(kernel: str, *args: object, **options: object) -> Tensor | tuple[Tensor, Tensor]:
@@ -51,7 +33,7 @@ def on(kernel: str, *args: object, **options: object) -> Tensor | tuple[Tensor, 
     ids=lambda mask: mask.describe() if mask else "none",
 )
 def test_query_key_and_value(kernel: str, mask: masks.Mask | None) -> None:
-    check_twice(
+    check_derivatives(
         lambda query, key, value: on(kernel, query, key, value, mask),
         random(2, 2, 3, 2),
         random(2, 1, 5, 2),
@@ -65,37 +47,38 @@ def test_everything_at_once(kernel: str) -> None:
         mask = masks.bias(bias) & masks.causal("bottom_right")
         return on(kernel, query, key, value, mask, sinks=sinks, softcap=1.5, scale=0.7, return_lse=True)
 
-    check_twice(function, random(1, 2, 3, 2), random(1, 1, 5, 2), random(1, 1, 5, 3), random(1, 2, 3, 1), random(2))
+    check_derivatives(
+        function, random(1, 2, 3, 2), random(1, 1, 5, 2), random(1, 1, 5, 3), random(1, 2, 3, 1), random(2)
+    )
 
 
 @kernels
 def test_self_attention_on_one_tensor(kernel: str) -> None:
-    check_twice(lambda x: on(kernel, x, x, x, masks.causal()), random(1, 2, 5, 3))
+    check_derivatives(lambda x: on(kernel, x, x, x, masks.causal()), random(1, 2, 5, 3))
 
 
 @with_lse
 def test_one_bias_given_twice(kernel: str) -> None:
     x = random(1, 2, 3, 2)
-    check_twice(lambda bias: on(kernel, x, x, x, masks.bias(bias) & masks.bias(bias)), random(3, 3))
+    check_derivatives(lambda bias: on(kernel, x, x, x, masks.bias(bias) & masks.bias(bias)), random(3, 3))
 
 
-# DEFECT shown by this test and the next, and by test_weights_of_a_query_made_from_the_bias: under create_graph=True a
-# bias that the query, key or value is made from gets their gradient twice (kernels/second_order.py, weights.py).
+# A bias that the query, key or value is made from gets its own gradient and theirs.
 @with_lse
 def test_one_tensor_as_key_and_bias(kernel: str) -> None:
     x = random(1, 2, 3, 3)
-    check_twice(lambda t: on(kernel, x, t, x, masks.bias(t)), random(1, 2, 3, 3))
+    check_derivatives(lambda t: on(kernel, x, t, x, masks.bias(t)), random(1, 2, 3, 3))
 
 
 @with_lse
 def test_query_made_from_the_bias(kernel: str) -> None:
     x = random(1, 2, 3, 3)
-    check_twice(lambda bias: on(kernel, x + bias, x, x, masks.bias(bias)), random(3, 3))
+    check_derivatives(lambda bias: on(kernel, x + bias, x, x, masks.bias(bias)), random(3, 3))
 
 
 @with_lse
 def test_lse_alone(kernel: str) -> None:
-    check_twice(
+    check_derivatives(
         lambda query, key: on(kernel, query, key, key, return_lse=True)[1], random(1, 2, 3, 2), random(1, 2, 5, 2)
     )
 
@@ -106,7 +89,7 @@ def test_with_dropout(kernel: str) -> None:
         torch.manual_seed(3)
         return on(kernel, query, key, value, dropout_p=0.4)
 
-    check_twice(function, random(1, 2, 3, 2), random(1, 1, 5, 2), random(1, 1, 5, 3))
+    check_derivatives(function, random(1, 2, 3, 2), random(1, 1, 5, 2), random(1, 1, 5, 3))
 
 
 @pytest.mark.parametrize("average", [False, True])
@@ -116,16 +99,16 @@ def test_weights(average: bool) -> None:
             query, key, masks.bias(bias), sinks=sinks, softcap=1.5, queries=[2, 0, 2], average_attn_weights=average
         )
 
-    check_twice(function, random(2, 2, 3, 2), random(2, 1, 5, 2), random(3, 5), random(2))
+    check_derivatives(function, random(2, 2, 3, 2), random(2, 1, 5, 2), random(3, 5), random(2))
 
 
 def test_weights_of_one_tensor() -> None:
-    check_twice(lambda x: clearhead.attention_weights(x, x, masks.causal()), random(1, 2, 3, 2))
+    check_derivatives(lambda x: clearhead.attention_weights(x, x, masks.causal()), random(1, 2, 3, 2))
 
 
 def test_weights_of_a_query_made_from_the_bias() -> None:
     x = random(1, 2, 3, 3)
-    check_twice(lambda bias: clearhead.attention_weights(x + bias, x, masks.bias(bias)), random(3, 3))
+    check_derivatives(lambda bias: clearhead.attention_weights(x + bias, x, masks.bias(bias)), random(3, 3))
 
 
 @kernels

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from ..call import AttentionCall
 
-__all__ = ["UNMASKED", "FlatAttention", "Kernel", "Masks", "Plan", "Refusal"]
+__all__ = ["UNMASKED", "FlatAttention", "Kernel", "Masks", "Plan", "Refusal", "rows_interleave"]
 
 
 class Refusal:
@@ -32,6 +33,17 @@ class Refusal:
 Plan = Callable[[Tensor, Tensor, Tensor, Any], Tensor]  # of query, key, value and the mask, if there is one
 Masks = tuple[Tensor | None, Tensor | None]  # marks of what is visible, and numbers to add
 UNMASKED: Masks = (None, None)
+
+
+def rows_interleave(tensor: Tensor) -> bool:
+    """Whether `torch.empty_like` lays rows out with gaps between their elements.
+
+    It does for tensors that overlap themselves, such as those of `Tensor.unfold`, whose rows are contiguous. Kernels
+    that allocate results or gradients with it would write elsewhere than they were told.
+    """
+    if 1 not in tensor.stride()[:-1] or tensor.shape[-1] == 1:
+        return False
+    return torch.empty_like(tensor, device="meta").stride(-1) != 1
 
 
 class FlatAttention(Protocol):

@@ -26,6 +26,7 @@ from .blocks import (
     head_spans,
     span_blocks,
 )
+from .second_order import backward_pass, reference_results
 
 __all__ = ["ChunkedKernel"]
 
@@ -35,7 +36,7 @@ class ChunkedKernel(Kernel):
     """Blocks of rows, each with a plain softmax over the keys it can see."""
 
     name: ClassVar[str] = "chunked"
-    twice_differentiable: ClassVar[bool] = False
+    twice_differentiable: ClassVar[bool] = True
 
     def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
         if is_tracing():
@@ -66,17 +67,12 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        output_gradient, lse_gradient = gradients
-        if output_gradient is None and lse_gradient is None:  # `second_order` has computed them all
-            return (None,) * len(ctx.needs_input_grad)
         lse, *inputs = ctx.saved_tensors
-        call = ctx.call.with_tensors(*inputs)
-        if output_gradient is None:
-            output_gradient = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
-        if lse_gradient is None:
-            lse_gradient = torch.zeros_like(lse)
-        with torch.autocast(call.query.device.type, enabled=False):
-            return (None, *_backward(call, lse, output_gradient, lse_gradient))
+
+        def own() -> tuple[Tensor, ...]:
+            return _backward(ctx.call.with_tensors(*inputs), lse, *gradients)
+
+        return backward_pass(ctx, gradients, inputs, own, reference_results(ctx.call))
 
 
 def _empty_lse(call: AttentionCall) -> Tensor:
@@ -103,13 +99,19 @@ def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
     return output
 
 
-def _backward(call: AttentionCall, lse: Tensor, output_gradient: Tensor, lse_gradient: Tensor) -> tuple[Tensor, ...]:
+def _backward(
+    call: AttentionCall, lse: Tensor, output_gradient: Tensor | None, lse_gradient: Tensor | None
+) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, sinks (if any) and every bias tensor, in the order of `call.inputs`.
 
     With dO the output's gradient, dp = dO vᵀ (dropped as p was), δ = Σ_j p dp and dl that of lse:
     ds = p (dp − δ + dl). δ is summed from the block's own row and not taken as dO·o, whose o may be rounded.
     """
     dtype = call.compute_dtype
+    if output_gradient is None:
+        output_gradient = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
+    if lse_gradient is None:
+        lse_gradient = torch.zeros_like(lse)
     query_gradient = torch.empty_like(call.query)
     key_gradient = torch.empty_like(call.key)
     value_gradient = torch.empty_like(call.value)

@@ -17,7 +17,7 @@ from .native_masked import masked
 from .native_masks import differs_between_heads, learnt_shape, lower
 from .native_operator import sinks_gradient
 from .native_prepared import Prepared, differentiable, prepare_apart, prepare_flat
-from .second_order import allow_second_derivatives, asks_for_reference, reference_gradients
+from .second_order import allow_second_derivatives, backward_pass, reference_results
 
 __all__ = ["NativeKernel", "native_gradients", "request_of"]
 
@@ -152,28 +152,27 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        output_gradient, lse_gradient = gradients
-        if output_gradient is None and lse_gradient is None:
-            return (None,) * len(ctx.needs_input_grad)
         output, lse, *inputs = ctx.saved_tensors
-        if any(gradient is not None and asks_for_reference(gradient) for gradient in gradients):
-            return (None, *reference_gradients(ctx.call, inputs, gradients))
-        call = ctx.call.with_tensors(*inputs)
-        if output_gradient is None:
-            output_gradient = torch.zeros_like(output, dtype=call.query.dtype)
-        return (None, *native_gradients(call, output, lse, output_gradient, lse_gradient, ctx.needs_input_grad))
+
+        def own() -> list[Tensor | None]:
+            call, (of_output, of_lse) = ctx.call.with_tensors(*inputs), gradients
+            return native_gradients(call, output, lse, of_output, of_lse, ctx.needs_input_grad)
+
+        return backward_pass(ctx, gradients, inputs, own, reference_results(ctx.call))
 
 
 def native_gradients(
     call: AttentionCall,
     output: Tensor,
     lse: Tensor,
-    output_gradient: Tensor,
+    output_gradient: Tensor | None,
     lse_gradient: Tensor | None,
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of a call's inputs from its results and theirs; `needed` ends with whether each bias wants one."""
     request = request_of(call)
+    if output_gradient is None:
+        output_gradient = torch.zeros_like(output, dtype=call.query.dtype)
     biases = len(call.bias_tensors)
     wanted = [index for index in range(biases) if needed[index - biases]]
     shape = learnt_shape(call) if wanted else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast, final
 
@@ -14,7 +14,7 @@ from ..masks.base import Mask
 from ..masks.kinds import marks_and_numbers
 from ..masks.tensors import as_mask
 from ..native import extension, instruction_set_number
-from .base import UNMASKED, Masks
+from .base import UNMASKED, Masks, rows_interleave
 from .native_calls import (
     LEAVE_NOBODY,
     LEAVE_OUT,
@@ -26,7 +26,7 @@ from .native_calls import (
     fixed_numbers,
     threads_for,
 )
-from .second_order import asks_for_reference, reference_gradients
+from .second_order import backward_pass, reference_results
 
 __all__ = ["HidesSomebody", "Prepared", "differentiable", "prepare_apart", "prepare_flat"]
 
@@ -193,9 +193,9 @@ class Prepared:
 def prepare_apart(request: Request) -> Prepared | None:
     """For tensors (B, H, L, D) and twice (B, Hkv, S, D); ``None`` where their rows have to be laid out first."""
     fixed = fixed_numbers(request)
-    if fixed is None:
-        return None
     tensors = (request.query, request.key, request.value)
+    if fixed is None or any(map(rows_interleave, tensors)):
+        return None
     output = empty_output(request.query, request.value)
     inputs, gradients = _Apart(*map(_of_heads, tensors)), _Apart(*(_of_heads(torch.empty_like(x)) for x in tensors))
     return Prepared(request, fixed, inputs, gradients, tuple(output.shape), output.stride(), _of_heads, LEAVE_TO_OTHERS)
@@ -268,9 +268,13 @@ class _Known(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         output, lse, *inputs = ctx.saved_tensors
-        nothing = (None, None, None)
-        if asks_for_reference(gradients[0]):
+
+        def own() -> Tensors:
+            masks = UNMASKED if ctx.mask is None else marks_and_numbers(ctx.mask)
+            return ctx.prepared.backward(tuple(inputs[:3]), output, lse, gradients[0], masks)
+
+        def recompute(*tensors: Tensor) -> Sequence[Tensor | None]:
             template = ctx.template if ctx.mask is None else replace(ctx.template, mask=as_mask(ctx.mask))
-            return (*nothing, *reference_gradients(template, inputs, gradients)[:3])
-        masks = UNMASKED if ctx.mask is None else marks_and_numbers(ctx.mask)
-        return (*nothing, *ctx.prepared.backward(tuple(inputs[:3]), output, lse, gradients[0], masks))
+            return reference_results(template)(*tensors, *inputs[3:])
+
+        return backward_pass(ctx, gradients, inputs[:3], own, recompute)

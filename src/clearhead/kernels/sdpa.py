@@ -13,7 +13,7 @@ from ..masks.base import Mask
 from ..masks.grid import Block
 from ..masks.lowering import chosen_cell, hides_nothing, is_plain_causal, touched_share
 from ..tracing import is_tracing, is_transformed
-from .base import Kernel, Plan, Refusal
+from .base import Kernel, Plan, Refusal, rows_interleave
 
 __all__ = ["SdpaKernel"]
 
@@ -56,16 +56,16 @@ class SdpaKernel(Kernel):
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         mask, is_causal = _lower(call)
         folded = _folds(call)
-        query = call.query
-        if folded:
-            query = _fold_query(call)
-            mask = None if mask is None else _fold_mask(mask, call)
+        if folded and mask is not None:
+            mask = _fold_mask(mask, call)
+        query = _fold_query(call) if folded else call.query
+        query, key, value = map(_dense_rows, (query, call.key, call.value))
         # A branch, because a traced comparison is no bool.
         grouped = {"enable_gqa": True} if call.group > 1 and not folded else {}
         output = F.scaled_dot_product_attention(
             query,
-            call.key,
-            call.value,
+            key,
+            value,
             attn_mask=mask,
             dropout_p=call.dropout_p,
             is_causal=is_causal,
@@ -80,10 +80,16 @@ class SdpaKernel(Kernel):
 
     def prepare(self, call: AttentionCall) -> Plan:
         mask, is_causal = _lower(call)
-        if mask is not None or call.group > 1 or call.dropout_p > 0:
+        interleaved = any(map(rows_interleave, (call.query, call.key, call.value)))
+        if mask is not None or call.group > 1 or call.dropout_p > 0 or interleaved:
             return super().prepare(call)
         attend, scale = F.scaled_dot_product_attention, call.scale
         return lambda query, key, value, _mask: attend(query, key, value, None, 0.0, is_causal, scale=scale)
+
+
+def _dense_rows(tensor: Tensor) -> Tensor:
+    """PyTorch's CPU kernel allocates with `torch.empty_like` and writes rows without gaps."""
+    return tensor.contiguous() if rows_interleave(tensor) else tensor
 
 
 def _reasons_of_values(call: AttentionCall) -> list[Refusal]:

@@ -1,13 +1,12 @@
-"""Second derivatives for fused kernels, whose backward PyTorch cannot differentiate.
+"""Backward passes that PyTorch cannot follow: those of fused kernels and of our own autograd functions.
 
-The kernel's output passes through an identity that also knows the inputs. An ordinary backward pass goes straight on
-to the kernel's own; under ``create_graph=True`` the gradients are computed by `reference` instead, which can be
-differentiated again.
+Under ``create_graph=True``, and where many gradients are mapped over at once (``is_grads_batched=True``,
+``jacobian(vectorize=True)``), gradients are computed by `reference` instead, from PyTorch's operations alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,7 +17,11 @@ from ..call import AttentionCall
 from ..errors import KernelError
 from .reference import ReferenceKernel
 
-__all__ = ["allow_second_derivatives", "asks_for_reference", "gradients_of", "reference_gradients"]
+__all__ = ["allow_second_derivatives", "backward_pass", "gradients_through", "reference_results"]
+
+OptionalTensors = Sequence[Tensor | None]
+#: Results from inputs, by PyTorch's operations.
+Recompute = Callable[..., OptionalTensors]
 
 
 def allow_second_derivatives(
@@ -37,6 +40,8 @@ def allow_second_derivatives(
 
 
 class _Identity(torch.autograd.Function):
+    """Results of a kernel of PyTorch's, whose backward maps over gradients but is not differentiable."""
+
     @staticmethod
     def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> Any:
         ctx.kernel_name = kernel_name
@@ -55,11 +60,41 @@ class _Identity(torch.autograd.Function):
                 f"create_graph=True: {ctx.kernel_name} drew its own dropout, which cannot be drawn again. "
                 "Run the forward pass under clearhead.use_kernel('chunked') or with dropout off."
             )
-        found = reference_gradients(ctx.call, ctx.saved_tensors, gradients)
+        found = gradients_through(reference_results(ctx.call), ctx.saved_tensors, gradients)
         return (None, None, None, *(None for _ in gradients), *found)
 
 
-def asks_for_reference(gradient: Tensor) -> bool:
+def backward_pass(
+    ctx: Any,
+    gradients: OptionalTensors,
+    inputs: OptionalTensors,
+    own: Callable[[], OptionalTensors],
+    recompute: Recompute,
+) -> tuple[Tensor | None, ...]:
+    """The backward pass of an autograd function of ours, whose tensor arguments come last.
+
+    Args:
+        ctx: of the function.
+        gradients: of its results.
+        inputs: its tensor arguments.
+        own: their gradients by the function's own means, which are neither differentiable nor mapped over.
+        recompute: the function's results from its tensor arguments.
+    """
+    given = [gradient for gradient in gradients if gradient is not None]
+    arguments = len(ctx.needs_input_grad)
+    if not given:  # `_Identity` has computed them all
+        return (None,) * arguments
+    if any(map(_needs_operations, given)):
+        found = gradients_through(recompute, inputs, gradients)
+    elif torch._C._is_any_autocast_enabled():  # pyright: ignore[reportPrivateUsage]
+        with torch.autocast(given[0].device.type, enabled=False):
+            found = own()
+    else:
+        found = own()
+    return *(None,) * (arguments - len(found)), *found
+
+
+def _needs_operations(gradient: Tensor) -> bool:
     """Whether a backward pass has to be made of PyTorch's operations: to be differentiated again, or mapped over."""
     inner: Any = torch._C  # pyright: ignore[reportPrivateUsage]
     return (
@@ -69,22 +104,32 @@ def asks_for_reference(gradient: Tensor) -> bool:
     )
 
 
-def reference_gradients(
-    template: AttentionCall, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+def gradients_through(
+    recompute: Recompute, inputs: OptionalTensors, gradients: OptionalTensors
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of a call's inputs that can be differentiated again, from those of its output and, if given, lse."""
-    with torch.enable_grad(), torch.autocast(inputs[0].device.type, enabled=False):
-        views = [tensor.view_as(tensor) for tensor in inputs]
-        results = ReferenceKernel().run(replace(template.with_tensors(*views), return_lse=True))
-        pairs = zip(results, gradients, strict=False)
-        taken = [(result, given) for result, given in pairs if result is not None and given is not None]
-        return gradients_of([result for result, _ in taken], views, [given for _, given in taken])
+    """Gradients of `inputs` from those of what `recompute` makes of them, by PyTorch's operations.
+
+    Results beyond the gradients that are given take no part. Inputs that need no gradient get ``None``.
+    """
+    again = torch.is_grad_enabled()
+    device = next(tensor.device.type for tensor in inputs if tensor is not None)
+    with torch.enable_grad(), torch.autocast(device, enabled=False):
+        # A tensor that is two of the inputs has two gradients here.
+        views = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
+        wanted = [view for view in views if view is not None and view.requires_grad]
+        outputs: list[Tensor] = []
+        given: list[Tensor] = []
+        for result, gradient in zip(recompute(*views), gradients, strict=False):
+            # The log-sum-exp has no gradient where the value alone needs one.
+            if result is not None and gradient is not None and result.requires_grad:
+                outputs.append(result)
+                given.append(gradient)
+        if not outputs:
+            return (None,) * len(views)
+        found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=again, allow_unused=True))
+    return tuple(next(found) if view is not None and view.requires_grad else None for view in views)
 
 
-def gradients_of(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> tuple[Tensor | None, ...]:
-    """Gradients that can be differentiated again, ``None`` for inputs that need none."""
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True, allow_unused=True))
-    return tuple(next(found) if tensor.requires_grad else None for tensor in inputs)
+def reference_results(template: AttentionCall) -> Recompute:
+    """Output and lse of a call with other tensors."""
+    return lambda *inputs: ReferenceKernel().run(replace(template.with_tensors(*inputs), return_lse=True))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..attention import autocast_is_on
 from ..linear import linear
 
 __all__ = ["append_keys", "project"]
@@ -36,18 +37,18 @@ def project(
     if in_proj_weight is None:
         biases = (None, None, None) if bias is None else bias.chunk(3)
         pairs = zip((query, key, value), separate, biases, strict=True)
-        q, k, v = (linear(x, cast(Tensor, weight), b) for x, weight, b in pairs)
+        q, k, v = (_linear(x, cast(Tensor, weight), b) for x, weight, b in pairs)
         return q, k, v
     weight, size = in_proj_weight, in_proj_weight.shape[1]
     if query is key and key is value:
-        q, k, v = linear(query, weight, bias).chunk(3, -1)
+        q, k, v = _linear(query, weight, bias).chunk(3, -1)
         return q, k, v
-    q = linear(query, weight[:size], None if bias is None else bias[:size])
+    q = _linear(query, weight[:size], None if bias is None else bias[:size])
     if key is value:
-        k, v = linear(key, weight[size:], None if bias is None else bias[size:]).chunk(2, -1)
+        k, v = _linear(key, weight[size:], None if bias is None else bias[size:]).chunk(2, -1)
         return q, k, v
-    k = linear(key, weight[size : 2 * size], None if bias is None else bias[size : 2 * size])
-    v = linear(value, weight[2 * size :], None if bias is None else bias[2 * size :])
+    k = _linear(key, weight[size : 2 * size], None if bias is None else bias[size : 2 * size])
+    v = _linear(value, weight[2 * size :], None if bias is None else bias[2 * size :])
     return q, k, v
 
 
@@ -62,3 +63,14 @@ def append_keys(
     if add_zero_attn:
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     return k, v
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear`, with a bias of any float dtype.
+
+    PyTorch's class computes with one of another dtype or raises, depending on the strides of its inputs.
+    """
+    if bias is None or bias.dtype == weight.dtype or autocast_is_on(x):
+        return linear(x, weight, bias)
+    result = linear(x, weight)
+    return (result + bias).to(result.dtype)

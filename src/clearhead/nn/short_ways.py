@@ -108,7 +108,7 @@ def alone(module: MultiheadAttention, x: Tensor, is_causal: bool) -> Tensor | No
     What is wrong with an input is left for the long way to say.
     """
     parameters: dict[str, Any] = module._parameters  # pyright: ignore[reportPrivateUsage]
-    weight = parameters.get("in_proj_weight")
+    weight, bias = parameters.get("in_proj_weight"), parameters.get("in_proj_bias")
     if (
         is_tracing()
         or "in_proj_bias" not in parameters  # pruned or parametrized
@@ -118,6 +118,7 @@ def alone(module: MultiheadAttention, x: Tensor, is_causal: bool) -> Tensor | No
         or x.shape[2] != module.embed_dim
         or weight is None
         or x.dtype != weight.dtype
+        or (bias is not None and bias.dtype != weight.dtype)
         or x.device != weight.device
         or module.bias_k is not None
         or module.add_zero_attn
@@ -125,9 +126,7 @@ def alone(module: MultiheadAttention, x: Tensor, is_causal: bool) -> Tensor | No
     ):
         return None
     shape = (*x.shape[:2], 3, module.num_heads, module.head_dim)
-    q, k, v = (
-        eager_linear()(x, weight, parameters["in_proj_bias"]).view(shape).permute(2, 0, 3, 1, 4).unbind()
-    )  # (N, H, L, D)
+    q, k, v = eager_linear()(x, weight, bias).view(shape).permute(2, 0, 3, 1, 4).unbind()  # (N, H, L, D)
     rule = _CAUSAL if is_causal else None
     mixed = attention(q, k, v, rule, dropout_p=module.dropout if module.training else 0.0)  # (N, H, L, D)
     return apply_linear(module.out_proj, mixed.transpose(1, 2).flatten(2))  # (N, L, E)

@@ -1,0 +1,80 @@
+"""Derivatives against finite differences, alone and many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.autograd.functional import hessian, jacobian
+
+__all__ = ["batched_and_looped", "check_derivatives", "check_vectorized", "finite", "random"]
+
+Outputs = Tensor | tuple[Tensor, ...]
+Function = Callable[..., Outputs]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+
+def finite(outputs: Outputs) -> Outputs:
+    """Without −∞, of which there are no finite differences."""
+    if isinstance(outputs, Tensor):
+        return outputs.masked_fill(outputs.isinf(), 0)
+    return tuple(output.masked_fill(output.isinf(), 0) for output in outputs)
+
+
+def check_derivatives(function: Function, *inputs: Tensor, fast: bool = False) -> None:
+    """First derivatives, the same first derivatives under ``create_graph=True``, and second ones, batched too.
+
+    Args:
+        function: of float64 tensors; the same in every call.
+        inputs: which it is differentiated in.
+        fast: compare along random directions, and not entry by entry.
+    """
+    assert gradcheck(function, inputs, check_batched_grad=True, fast_mode=fast)
+    # gradgradcheck is content with a wrong first derivative, as long as the second one is consistent with it.
+    loss = _square(function(*inputs))
+    plain = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
+    again = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True, materialize_grads=True)
+    for found, expected in zip(again, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert gradgradcheck(function, inputs, check_batched_grad=True, fast_mode=fast)
+
+
+def check_vectorized(function: Function, *inputs: Tensor) -> None:
+    """``vectorize=True`` gives the Jacobian and the Hessian that one gradient after another gives."""
+    leaves = tuple(tensor.detach() for tensor in inputs)
+    for derivative, of in ((jacobian, function), (hessian, lambda *given: _square(function(*given)))):
+        found, expected = derivative(of, leaves, vectorize=True), derivative(of, leaves)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def batched_and_looped(
+    outputs: Outputs, inputs: tuple[Tensor, ...], count: int = 3
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Gradients (count, …) of every input from as many random gradients of the outputs, at once and one by one."""
+    outputs = tuple(x for x in ([outputs] if isinstance(outputs, Tensor) else outputs) if x.requires_grad)
+    generator = torch.Generator().manual_seed(1)
+    vectors = [torch.randn(count, *output.shape, generator=generator).to(output.dtype) for output in outputs]
+
+    def gradients(given: list[Tensor], *, batched: bool) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(
+            outputs,
+            inputs,
+            given,
+            retain_graph=True,
+            is_grads_batched=batched,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+
+    looped = [gradients([vector[number] for vector in vectors], batched=False) for number in range(count)]
+    return gradients(vectors, batched=True), tuple(map(torch.stack, zip(*looped, strict=True)))
+
+
+def _square(outputs: Outputs) -> Tensor:
+    squares = [output.square().sum() for output in ([outputs] if isinstance(outputs, Tensor) else outputs)]
+    return torch.stack(squares).sum()

@@ -1,0 +1,129 @@
+"""Derivatives of `attention` over its options: first, second and many at once (``is_grads_batched=True``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead
+from clearhead import masks
+from tests.derivatives import batched_and_looped, check_derivatives, check_vectorized, finite, random
+
+from .derivative_cases import MASKS, OPTIONS, B, D, Dv, H, L, S, attend
+
+options = pytest.mark.parametrize("name", OPTIONS)
+OF_ATTENTION_ALONE = ("dropout", "lse", "lse, fully masked rows", "sinks, fully masked rows", "everything")
+#: Options of `attention_weights` too.
+OF_WEIGHTS = [name for name in OPTIONS if name not in OF_ATTENTION_ALONE]
+
+
+def inputs(name: str, dtype: torch.dtype = torch.float64, kv_heads: int = 1) -> tuple[Tensor, ...]:
+    shapes = ((B, H, L, D), (B, kv_heads, S, D), (B, kv_heads, S, Dv), *OPTIONS[name].shapes)
+    return tuple(random(*shape).detach().to(dtype).requires_grad_() for shape in shapes)
+
+
+@pytest.fixture(name="kernel", params=["chosen", "chunked", "reference"])
+def _kernel(request: pytest.FixtureRequest) -> Iterator[None]:
+    with nullcontext() if request.param == "chosen" else clearhead.use_kernel(request.param):
+        yield
+
+
+@options
+@pytest.mark.usefixtures("kernel")
+def test_float64(name: str) -> None:
+    check_derivatives(lambda *given: finite(attend(name, *given)), *inputs(name), fast=True)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MASKS if name not in ("keep per head", "where", "ALiBi", "combined")]
+)
+def test_float64_on_pytorchs_kernel(name: str) -> None:
+    query, key, _ = inputs(name, kv_heads=H)
+    with clearhead.use_kernel("sdpa"):
+        check_derivatives(lambda *given: attend(name, *given), query, key, random(B, H, S, D), fast=True)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("name", ["fully masked rows", "everything"])
+def test_float64_in_blocks(name: str) -> None:
+    with clearhead.use_kernel("chunked"):
+        check_derivatives(lambda *given: finite(attend(name, *given)), *inputs(name), fast=True)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_vectorized_jacobian_and_hessian(with_weights: bool) -> None:
+    def function(query: Tensor, key: Tensor, bias: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        mask = masks.bias(bias) & masks.causal()
+        options = {"mask": mask, "sinks": sinks, "softcap": 1.5}
+        output, lse = clearhead.attention(query, key, key, **options, dropout_p=0.3, return_lse=True)
+        return (output, lse, clearhead.attention_weights(query, key, **options)) if with_weights else (output, lse)
+
+    check_vectorized(function, random(1, 2, 3, 2), random(1, 1, 5, 2), random(3, 5), random(2))
+
+
+@options
+@pytest.mark.usefixtures("kernel")
+def test_float32_as_one_by_one(name: str) -> None:
+    """On `native` where it was built and does not refuse."""
+    given = inputs(name, torch.float32)
+    found, expected = batched_and_looped(attend(name, *given), given)
+    for one, other in zip(found, expected, strict=True):
+        largest = max(1.0, float(other.abs().max()))
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", ["causal", "bias (1, H, L, S)", "sinks, fully masked rows", "everything"])
+@pytest.mark.usefixtures("kernel")
+def test_bfloat16(name: str) -> None:
+    """Errors against float64 are at most twice those of `reference` with one gradient after another."""
+    given = inputs(name, torch.bfloat16)
+    exact = tuple(tensor.detach().double().requires_grad_() for tensor in given)
+    with clearhead.use_kernel("reference"):
+        _, reference = batched_and_looped(attend(name, *given), given)
+        _, expected = batched_and_looped(attend(name, *exact), exact)
+    found, looped = batched_and_looped(attend(name, *given), given)
+    for of_reference, right, *ours in zip(reference, expected, found, looped, strict=True):
+        rounding = torch.finfo(torch.bfloat16).eps * float(right.abs().max())
+        for one in ours:
+            assert one.dtype == torch.bfloat16
+            error, allowed = ((x.double() - right).abs().max() for x in (one, of_reference))
+            assert error <= max(2 * allowed, rounding), f"{name}: {error:.3g}, reference {allowed:.3g}"
+
+
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_weights(name: str, average: bool) -> None:
+    """Of chosen rows, one of them twice; averaged, of all."""
+    query, key, _, *rest = inputs(name)
+    rows = None if average else [4, 0, 4]
+
+    def function(query: Tensor, key: Tensor, *rest: Tensor) -> Tensor:
+        arguments = OPTIONS[name].arguments(*rest)
+        return clearhead.attention_weights(query, key, queries=rows, average_attn_weights=average, **arguments)
+
+    check_derivatives(function, query, key, *rest, fast=True)
+    single = tuple(tensor.detach().float().requires_grad_() for tensor in (query, key, *rest))
+    for one, other in zip(*batched_and_looped(function(*single), single), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_mapped_by_torch_func() -> None:
+    """`torch.vmap` over a backward pass whose forward pass ran outside of it."""
+    given = inputs("everything")
+    output, lse = attend("everything", *given)
+    expected = batched_and_looped((output, lse), given)[1]
+    generator = torch.Generator().manual_seed(1)
+    vectors = tuple(torch.randn(3, *x.shape, generator=generator).to(x.dtype) for x in (output, lse))
+
+    def gradients(*of_results: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad((output, lse), given, of_results, retain_graph=True)
+
+    for one, other in zip(torch.vmap(gradients)(*vectors), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)

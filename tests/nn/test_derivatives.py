@@ -1,0 +1,113 @@
+"""Derivatives of the drop-in over its options: first, second and many at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead.nn
+from tests.derivatives import batched_and_looped, check_derivatives, random
+
+N, L, S, E, H, KEYS, VALUES = 2, 5, 7, 12, 3, 11, 13
+HIDDEN = torch.arange(L * L).view(L, L) % 4 == 1
+PADDED = torch.arange(L).expand(N, L) >= torch.tensor([[3], [0]])  # one item is padding alone
+
+MODULES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "add_bias_kv": {"add_bias_kv": True},
+    "add_zero_attn": {"add_zero_attn": True},
+    "both, with dropout": {"add_bias_kv": True, "add_zero_attn": True, "dropout": 0.3},
+    "dropout": {"dropout": 0.3},
+}
+CALLS: dict[str, dict[str, Any]] = {
+    "unmasked": {},
+    "causal": {"is_causal": True},
+    "attn_mask": {"attn_mask": HIDDEN},
+    "per head": {"attn_mask": HIDDEN.repeat(N * H, 1, 1).logical_xor(torch.arange(N * H).view(-1, 1, 1) % 2 == 0)},
+    "float masks": {"attn_mask": HIDDEN.double(), "key_padding_mask": PADDED.double()},
+    "fully masked rows": {"key_padding_mask": PADDED, "attn_mask": HIDDEN},
+}
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "without weights": {"need_weights": False},
+    "averaged": {},
+    "weights per head": {"average_attn_weights": False},
+}
+weights = pytest.mark.parametrize("weights", WEIGHTS)
+layouts = pytest.mark.parametrize("batch_first", [False, True], ids=["length first", "batch first"])
+
+
+def run(module: clearhead.nn.MultiheadAttention, inputs: tuple[Tensor, ...], call: dict[str, Any]) -> Any:
+    """Dropping the same entries in every call."""
+    torch.manual_seed(3)
+    query, key, value = inputs if len(inputs) == 3 else inputs[:1] * 3
+    dtype = query.dtype
+    call = {name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in call.items()}
+    output, found = module(query, key, value, **call)
+    return output if found is None else (output, found)
+
+
+def check(module: clearhead.nn.MultiheadAttention, call: dict[str, Any], *inputs: Tensor) -> None:
+    """In float64 against finite differences, of inputs and parameters; in float32 batched against one by one."""
+    count = len(inputs)
+    module.double()
+    check_derivatives(lambda *given: run(module, given[:count], call), *inputs, *module.parameters(), fast=True)
+    module.float()
+    single = tuple(x.detach().float().requires_grad_() for x in inputs)
+    leaves = (*single, *module.parameters())
+    for one, other in zip(*batched_and_looped(run(module, single, call), leaves), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
+
+
+@weights
+@layouts
+@pytest.mark.parametrize("options", MODULES)
+def test_modules(options: str, batch_first: bool, weights: str) -> None:
+    module = clearhead.nn.MultiheadAttention(E, H, batch_first=batch_first, **MODULES[options])
+    check(module, {"key_padding_mask": PADDED} | WEIGHTS[weights], random(*((N, L) if batch_first else (L, N)), E))
+
+
+@weights
+@pytest.mark.parametrize("call", CALLS)
+def test_calls(call: str, weights: str) -> None:
+    check(clearhead.nn.MultiheadAttention(E, H, batch_first=True), CALLS[call] | WEIGHTS[weights], random(N, L, E))
+
+
+@weights
+@layouts
+def test_features_of_their_own(batch_first: bool, weights: str) -> None:
+    module = clearhead.nn.MultiheadAttention(E, H, kdim=KEYS, vdim=VALUES, batch_first=batch_first)
+    query, key, value = (
+        random(*((N, length) if batch_first else (length, N)), features)
+        for length, features in ((L, E), (S, KEYS), (S, VALUES))
+    )
+    check(module, WEIGHTS[weights], query, key, value)
+
+
+@weights
+def test_masks_that_learn(weights: str) -> None:
+    module = clearhead.nn.MultiheadAttention(E, H).double()
+    x, attn_mask, padding = random(L, N, E), random(L, L), random(N, L)
+
+    def function(x: Tensor, attn_mask: Tensor, padding: Tensor, *_: Tensor) -> Any:
+        return run(module, (x,), {"attn_mask": attn_mask, "key_padding_mask": padding} | WEIGHTS[weights])
+
+    check_derivatives(function, x, attn_mask, padding, *module.parameters(), fast=True)
+
+
+@weights
+def test_without_a_batch(weights: str) -> None:
+    check(clearhead.nn.MultiheadAttention(E, H), WEIGHTS[weights], random(L, E))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_functional(is_causal: bool) -> None:
+    def function(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return clearhead.nn.functional.scaled_dot_product_attention(
+            query, key, value, bias, is_causal=is_causal, enable_gqa=True
+        )
+
+    check_derivatives(function, random(N, H, L, 4), random(N, 1, S, 4), random(N, 1, S, 2), random(L, S), fast=True)

@@ -1,0 +1,135 @@
+"""Derivatives of `MultiHeadAttention` and `attention_packed` over their options: first, second and many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead
+from clearhead import MultiHeadAttention, masks
+from clearhead.caches import Cache, CrossKVCache, EvictingKVCache, KVCache, SinksAndRecent, SlidingKVCache
+from clearhead.positions import ALiBi, RelativeBias, Rotary
+
+from .derivatives import batched_and_looped, check_derivatives, check_vectorized, finite, random
+
+B, L, S, E, H, D = 2, 5, 7, 12, 3, 4
+LENGTHS = masks.lengths(torch.tensor([4, 0]))
+
+#: Modules and the arguments of a call of theirs.
+MODULES: dict[str, tuple[Callable[[], MultiHeadAttention], dict[str, Any]]] = {
+    "unmasked": (lambda: MultiHeadAttention(E, H), {}),
+    "causal": (lambda: MultiHeadAttention(E, H, bias=False), {"mask": masks.causal()}),
+    "bool tensor": (lambda: MultiHeadAttention(E, H), {"mask": torch.arange(L * L).view(L, L) % 3 > 0}),
+    "fixed bias": (lambda: MultiHeadAttention(E, H), {"mask": masks.bias(torch.linspace(-1, 1, L * L).view(L, L))}),
+    "fully masked rows": (lambda: MultiHeadAttention(E, H), {"mask": LENGTHS}),
+    "grouped heads": (lambda: MultiHeadAttention(E, H, num_kv_heads=1, head_dim=2, scale=0.3), {}),
+    "dropout": (lambda: MultiHeadAttention(E, H, dropout=0.3), {"mask": masks.window(2, 1)}),
+    "rotary": (lambda: MultiHeadAttention(E, H, position=Rotary(D)), {"positions": 3, "mask": masks.causal()}),
+    "ALiBi": (lambda: MultiHeadAttention(E, H, mask=ALiBi(H)), {"mask": masks.causal()}),
+    "relative bias": (lambda: MultiHeadAttention(E, H, mask=RelativeBias(H, 4, 5)), {}),
+    "soft-cap": (lambda: MultiHeadAttention(E, H, softcap=1.5), {}),
+    "sinks": (lambda: MultiHeadAttention(E, H, sinks=True), {"mask": LENGTHS}),
+    "norms": (lambda: MultiHeadAttention(E, H, query_norm=nn.RMSNorm(D), key_norm=nn.RMSNorm(D)), {}),
+    "everything": (
+        lambda: MultiHeadAttention(
+            E, H, num_kv_heads=1, sinks=True, softcap=1.5, dropout=0.3, mask=RelativeBias(H, 4, 5), position=Rotary(D)
+        ),
+        {"mask": masks.causal() & LENGTHS},
+    ),
+}
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "without weights": {},
+    "averaged": {"need_weights": True},
+    "per head": {"need_weights": True, "average_attn_weights": False},
+}
+weights = pytest.mark.parametrize("weights", WEIGHTS)
+
+
+def function_of(module: nn.Module, arguments: dict[str, Any]) -> Callable[..., Any]:
+    """Of inputs, and of parameters, which `gradcheck` changes where they are."""
+
+    def function(*given: Tensor) -> Any:
+        torch.manual_seed(3)
+        inputs = given[: len(given) - len([*module.parameters()])]
+        return finite(module(*inputs, **arguments))
+
+    return function
+
+
+@weights
+@pytest.mark.parametrize("name", MODULES)
+def test_module(name: str, weights: str) -> None:
+    make, arguments = MODULES[name]
+    module = make().double()
+    function = function_of(module, arguments | WEIGHTS[weights])
+    check_derivatives(function, random(B, L, E), *module.parameters(), fast=True)
+
+
+@weights
+@pytest.mark.parametrize("name", MODULES)
+def test_module_in_float32(name: str, weights: str) -> None:
+    make, arguments = MODULES[name]
+    module = make()
+    x = torch.randn(B, L, E, requires_grad=True)
+    leaves = (x, *module.parameters())
+    outputs = function_of(module, arguments | WEIGHTS[weights])(*leaves)
+    for one, other in zip(*batched_and_looped(outputs, leaves), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
+
+
+@weights
+def test_cross_attention_of_several_features(weights: str) -> None:
+    module = MultiHeadAttention(E, H, qdim=11, kdim=13, vdim=2).double()
+    function = function_of(module, WEIGHTS[weights])
+    check_derivatives(function, random(B, L, 11), random(B, S, 13), random(B, S, 2), *module.parameters(), fast=True)
+
+
+def test_without_a_batch() -> None:
+    module = MultiHeadAttention(E, H).double()
+    check_derivatives(function_of(module, {}), random(L, E), *module.parameters(), fast=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: KVCache(B, H, S, D, dtype=torch.float64),
+        lambda: SlidingKVCache(B, H, 3, D, dtype=torch.float64),
+        lambda: EvictingKVCache(B, H, S, D, policy=SinksAndRecent(1), dtype=torch.float64),
+        CrossKVCache,
+    ],
+    ids=["KVCache", "SlidingKVCache", "EvictingKVCache", "CrossKVCache"],
+)
+def test_queries_that_learn_with_a_cache(make: Callable[[], Cache]) -> None:
+    """Keys and values in a cache have no gradient; queries and what follows attention have."""
+    module = MultiHeadAttention(E, H).double()
+    for projection in (module.k_proj, module.v_proj):
+        projection.requires_grad_(False)
+    x, memory = torch.randn(B, S, E, dtype=torch.float64), torch.randn(B, S, E, dtype=torch.float64)
+
+    def function(*_: Tensor) -> Tensor:
+        cache = make()
+        if isinstance(cache, CrossKVCache):
+            return torch.cat([module(x[:, :L], memory, cache=cache), module(x[:, L:], cache=cache)], 1)
+        with torch.no_grad():  # a later step writes into the cache what an earlier one would need again
+            for place in range(S - 1):
+                module(x[:, [place]], mask=masks.causal(), cache=cache)
+        return module(x[:, S - 1 :], mask=masks.causal(), cache=cache)
+
+    check_derivatives(function, *module.q_proj.parameters(), *module.out_proj.parameters(), fast=True)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_packed(dropout_p: float) -> None:
+    def function(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor) -> Any:
+        torch.manual_seed(3)
+        ends = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 3, 7, 7])
+        options = {"sinks": sinks, "softcap": 1.5, "dropout_p": dropout_p, "return_lse": True}
+        return finite(clearhead.attention_packed(query, key, value, *ends, masks.causal(), **options))
+
+    inputs = random(5, 2, 3), random(7, 1, 3), random(7, 1, 2), random(2)
+    check_derivatives(function, *inputs, fast=True)
+    check_vectorized(function, *inputs)
