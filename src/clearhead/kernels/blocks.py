@@ -22,6 +22,7 @@ from ..masks.lowering import row_blocks
 
 __all__ = [
     "HeadSpan",
+    "LongSum",
     "Workspace",
     "block_scores",
     "block_weights",
@@ -38,6 +39,7 @@ BLOCK_ELEMENTS = 1 << 20
 EXACT_KEYS = 1024
 _ROWS = 128  # enough rows for an efficient matrix product, few enough for heads to share a block of the mask
 _FEWEST_ROWS = 16
+_RUN = 64  # blocks that are added up one by one
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,37 @@ def _limit(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.full(visible.shape, float("inf"), dtype=dtype, device=visible.device).masked_fill_(
         ~visible, float("-inf")
     )
+
+
+@final
+class LongSum:
+    """A sum over many blocks whose error does not grow with their number.
+
+    Blocks are added to `run`. Every so many of them, `run` goes to a total with Knuth's compensation.
+    """
+
+    def __init__(self, zeros: Tensor) -> None:
+        self.run = zeros
+        self._blocks = 0
+        self._total: Tensor | None = None
+        self._lost = zeros
+
+    def end_block(self) -> None:
+        """Note that a block was added to `run`."""
+        self._blocks += 1
+        if self._blocks % _RUN:
+            return
+        if self._total is None:
+            self._total, self._lost = torch.zeros_like(self.run), torch.zeros_like(self.run)
+        total = self._total + self.run
+        added = total - self._total
+        self._lost += (self._total - (total - added)) + (self.run - added)
+        self._total = total
+        self.run.zero_()
+
+    def result(self) -> Tensor:
+        """The sum of all blocks."""
+        return self.run if self._total is None else self._total + (self._lost + self.run)
 
 
 def head_spans(call: AttentionCall) -> Iterator[HeadSpan]:
