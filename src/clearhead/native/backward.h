@@ -208,16 +208,16 @@ INLINE double dot(const float* x, const T* y, int64_t count) {
         for (int n = 0; n < 2; n++)
             total += __builtin_convertvector(halves[n], Doubles) * __builtin_convertvector(halves[n + 2], Doubles);
     }
-    double result = 0;
-    for (int lane = 0; lane < LANES / 2; lane++) result += total[lane];
-    return result;
+    for (int half = LANES / 4; half > 0; half /= 2)
+        for (int lane = 0; lane < half; lane++) total[lane] += total[lane + half];
+    return total[0];
 }
 
 template <class T>
 static void correct(const Problem& p, int64_t batch, const Rows& rows, float* lse, float* correction, float* missing) {
     for (int64_t lane = 0; lane < TILE; lane++) {
         lse[lane] = -LOWEST;  // a lane without a row has weights of zero
-        correction[lane] = 0, missing[lane] = 1;
+        correction[lane] = missing[lane] = 0;
         if (lane >= rows.count) continue;
         const int64_t place = (batch * p.heads + rows.head[lane]) * p.rows + rows.row[lane];
         const float* output = p.exact_output.at<float>(batch, rows.head[lane], rows.row[lane]);
@@ -228,9 +228,10 @@ static void correct(const Problem& p, int64_t batch, const Rows& rows, float* ls
         const double exact = p.lse[place] * LOG2_OF_E;
         const bool usual = p.lse[place] != -INFINITY && p.lse[place] != LOWEST;
         lse[lane] = usual ? static_cast<float>(exact) : p.lse[place] == LOWEST ? -LOWEST : 0;
-        if (usual) missing[lane] = exp2(splat(static_cast<float>(lse[lane] - exact)))[0];
+        if (usual) missing[lane] = static_cast<float>(lse[lane] - exact);
         p.correction[place] = correction[lane];
     }
+    for (int lane = 0; lane < TILE; lane += LANES) store(missing + lane, exp2(load(missing + lane)));
 }
 
 template <class SomeTile>

@@ -71,7 +71,9 @@ INLINE void mix(const float (*weights)[CHUNK], const T* value, int64_t stride, i
             for (int r = 0; r < R; r++) acc[r][v] += weights[r][t] * x;
         }
     }
+#pragma GCC unroll 4
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
         for (int v = 0; v < N; v++) {
             float* place = output + r * width + v * LANES;
             store(place, load(place) + acc[r][v]);

@@ -330,21 +330,27 @@ class PartSums {
 
     void add_up() const {
         for (int64_t head = 0; head < p_.batch * p_.heads; head++) {
-            for (int64_t j = 0; s_.received && j < p_.keys; j++) add_up_key(head, j);
+            for (int64_t j = 0; s_.received && j < p_.keys; j += KEYS) add_up_keys(head, j);
             if (s_.map) add_up_map(head);
         }
     }
 
   private:
-    void add_up_key(int64_t head, int64_t key) const {
-        double received = 0, viewers = 0;
+    static constexpr int64_t KEYS = 16;  // at once; behind the last there is room for as many
+
+    void add_up_keys(int64_t head, int64_t start) const {
+        double received[KEYS] = {}, viewers[KEYS] = {};
         for (int64_t part = 0; part < parts_; part++) {
-            const float* own = memory_ + 3 * (head * parts_ + part) * columns_ + key;
-            received += static_cast<double>(own[0]) + own[columns_];
-            viewers += own[2 * columns_];
+            const float* own = memory_ + 3 * (head * parts_ + part) * columns_ + start;
+            for (int64_t j = 0; j < KEYS; j++) {
+                received[j] += static_cast<double>(own[j]) + own[j + columns_];
+                viewers[j] += own[j + 2 * columns_];
+            }
         }
-        s_.received[head * p_.keys + key] = static_cast<float>(received);
-        s_.viewers[head * p_.keys + key] = static_cast<float>(viewers);
+        for (int64_t j = start; j < p_.keys && j < start + KEYS; j++) {
+            s_.received[head * p_.keys + j] = static_cast<float>(received[j - start]);
+            s_.viewers[head * p_.keys + j] = static_cast<float>(viewers[j - start]);
+        }
     }
 
     void add_up_map(int64_t head) const {

@@ -179,7 +179,12 @@ template <int W>
 static void multiply_columns(const Product& p) {
     for (int64_t row = 0; row < p.rows; row += STEP) {
         const Pair* left = p.left.at(row, 0);
-        __m512 acc[STEP][W] = {};
+        __m512 acc[STEP][W];
+#pragma GCC unroll 8
+        for (int t = 0; t < STEP; t++)
+#pragma GCC unroll 4
+            for (int w = 0; w < W; w++)
+                acc[t][w] = p.add ? _mm512_loadu_ps(p.sums.at(row + t, p.column + w)) : _mm512_setzero_ps();
         for (int64_t k = 0; k < p.parts * p.count; k++) {
             __m512i columns[W];
 #pragma GCC unroll 4
@@ -196,10 +201,7 @@ static void multiply_columns(const Product& p) {
 #pragma GCC unroll 8
         for (int t = 0; t < STEP; t++)
 #pragma GCC unroll 4
-            for (int w = 0; w < W; w++) {
-                float* place = p.sums.at(row + t, p.column + w);
-                _mm512_storeu_ps(place, p.add ? _mm512_loadu_ps(place) + acc[t][w] : acc[t][w]);
-            }
+            for (int w = 0; w < W; w++) _mm512_storeu_ps(p.sums.at(row + t, p.column + w), acc[t][w]);
     }
 }
 
