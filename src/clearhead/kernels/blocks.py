@@ -40,6 +40,7 @@ EXACT_KEYS = 1024
 _ROWS = 128  # enough rows for an efficient matrix product, few enough for heads to share a block of the mask
 _FEWEST_ROWS = 16
 _RUN = 64  # blocks that are added up one by one
+_PLAIN_KEYS = 4096  # whose weights PyTorch's softmax sums well enough
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
     empty = None if call.reach.queries is None else peak == float("-inf")
     if empty is not None:
         scores.masked_fill_(empty, 0)  # any finite number: softmax of −∞ alone would be NaN
-    weights = drop_subnormal(call, torch.softmax(scores, -1, out=scores))
+    weights = drop_subnormal(call, _softmax(scores))
     # The largest weight is e^0 / Σ, so its logarithm is the one of the sum.
     lse = peak - weights.amax(-1, keepdim=True).log()
     if empty is not None:
@@ -229,7 +230,13 @@ def block_softmax(call: AttentionCall, block: Block, scores: Tensor) -> Tensor:
     """The weights alone, in place, which is quicker where there is neither a sink nor a hidden query."""
     if call.sinks is not None or call.reach.queries is not None or scores.shape[-1] == 0:
         return block_weights(call, block, scores)[0]
-    return drop_subnormal(call, torch.softmax(scores, -1, out=scores))
+    return drop_subnormal(call, _softmax(scores))
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """In place. PyTorch's own sums one vector after the other, which loses digits in long rows; its `sum` is pairwise."""
+    weights = torch.softmax(scores, -1, out=scores)
+    return weights if weights.shape[-1] <= _PLAIN_KEYS else weights.div_(weights.sum(-1, keepdim=True))
 
 
 def drop_subnormal(call: AttentionCall, weights: Tensor) -> Tensor:

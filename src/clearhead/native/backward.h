@@ -6,6 +6,7 @@ struct BackwardTile {
     Rows rows;
     float *query_lanes, *gradient_lanes;  // (D × V·LANES), (Dv × V·LANES)
     float *query_rows, *gradient_rows;    // (V·LANES × D), (V·LANES × Dv), columns padded to whole vectors
+    float* few_queries;                   // the queries as decoding reads them, where it was the forward pass
     float *query_sums, *query_totals;     // (D × V·LANES), of a run of keys, and of those before or null
     float lse[TILE], correction[TILE];    // lse in units of log 2, rounded,
     float missing[TILE];                  // and the factor of the weights that makes up for the rounding
@@ -16,9 +17,6 @@ struct BackwardRoom {
     float *keys, *values, *weights, *gradients, *slopes;
     LookRoom look;
 };
-
-INLINE int64_t step_up(int64_t x) { return round_up(x, STEP); }
-INLINE int64_t lanes_up(int64_t x) { return round_up(x, LANES); }
 
 // to (count × V·LANES) = left (count × columns) · right (columns × V·LANES); calls between(step) before each step
 template <int V, class Between>
@@ -129,6 +127,21 @@ static void add_to_bias_gradient(const Problem& p, const Rows& rows, int64_t bat
         }
 }
 
+// The same products with the queries in the order in which decoding has summed them: where scores are large, weights
+// from scores that are rounded in another way would not sum to 1.
+template <int V>
+static void score_few(const Problem& p, const BackwardTile& tile, const float* keys, int64_t count, float* to) {
+    const int64_t width = lanes_up(p.dim), stride = step_up(p.dim);
+    memset(to, 0, static_cast<size_t>(count * V * LANES) * sizeof(float));
+    for (int64_t j = 0; j < count; j += LANES)
+        for (int64_t r = 0; r < tile.rows.count; r++) {
+            const int64_t there = smaller(LANES, count - j);
+            Floats dot[1];
+            dots(tile.few_queries + r * width, width, keys + j * stride, stride, p.dim, there, dot);
+            for (int64_t k = 0; k < there; k++) to[(j + k) * V * LANES + r] = dot[0][k];
+        }
+}
+
 // One tile against the keys [start, stop), whose sums of dk and dv are given.
 template <int V>
 static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int64_t start, int64_t stop,
@@ -137,9 +150,12 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
     const Looked looked = look<V>(p, tile.rows, batch, start, stop, room.look);
     if (looked.sight == Sight::nothing) return;
     const int64_t count = stop - start, key_stride = step_up(p.dim), rows = V * LANES;
-    product<V>(keys, key_stride, p.dim, tile.query_lanes, count, room.weights, [&](int64_t step) {
-        if (next.start < next.stop) next.fetch(p, step, count / STEP);
-    });
+    if (p.few)
+        score_few<V>(p, tile, keys, count, room.weights);
+    else
+        product<V>(keys, key_stride, p.dim, tile.query_lanes, count, room.weights, [&](int64_t step) {
+            if (next.start < next.stop) next.fetch(p, step, count / STEP);
+        });
     by_extra(looked, [&](auto extra) { weigh_again<V, extra()>(p, tile.lse, count, looked, room.weights, room.slopes); });
     product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, room.gradients, [](int64_t) {});
     differentiate<V>(p, tile, batch, start, count, room.weights, room.gradients);
@@ -166,7 +182,7 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
 static int64_t tiles_at_once(const Problem& p) { return p.dim + p.value_dim > 256 ? 4 : 8; }
 
 static int64_t tile_floats(const Problem& p) {
-    return TILE * (3 * step_up(p.dim) + p.value_dim + lanes_up(p.dim) + lanes_up(p.value_dim)) + 6 * 16;
+    return TILE * (3 * step_up(p.dim) + p.value_dim + 2 * lanes_up(p.dim) + lanes_up(p.value_dim)) + 7 * 16;
 }
 
 [[maybe_unused]] static int64_t backward_scratch(const Problem& p, int64_t task_rows) {
@@ -271,6 +287,12 @@ static void prepare(const Problem& p, int64_t batch, BackwardTile& tile, float*&
     rows_to_lanes<T>(p.query, tile.rows, batch, p.dim, 1, tile.query_lanes);
     rows_to_lanes<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.gradient_lanes);
     copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, tile.missing, tile.query_rows);
+    if (p.few) {
+        tile.few_queries = take(scratch, lanes_up(p.dim) * lanes);
+        float ones[TILE];
+        for (float& factor : ones) factor = 1;
+        copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, ones, tile.few_queries);
+    }
     copy_rows<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.missing, tile.gradient_rows);
     clear_query_sums(tile, step_up(p.dim) * lanes);
 }

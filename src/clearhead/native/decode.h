@@ -7,7 +7,7 @@ constexpr int CHUNK = 64;  // keys whose scores are known before their values ar
 
 static int64_t partial_size(const Problem& p) { return p.folded_rows() * (2 + lanes_up(p.value_dim)) + 16; }
 
-static int64_t decode_scratch(const Problem& p) { return p.folded_rows() * lanes_up(p.dim) + 16; }
+[[maybe_unused]] static int64_t decode_scratch(const Problem& p) { return p.folded_rows() * lanes_up(p.dim) + 16; }
 
 INLINE float* partial_output(const Problem& p, float* partial) { return partial + round_up(2 * p.folded_rows(), 16); }
 
@@ -110,7 +110,7 @@ static void score_chunk(const Problem& p, const Rows& rows, int64_t batch, int64
             const int64_t row = first + r;
             const int32_t last = static_cast<int32_t>(smaller(rows.last[row], start + count));
             Floats x = dot[r];
-            x = p.softcap != 0 ? tanh(x * (p.scale / p.softcap)) * (p.softcap * LOG2E) : x * (p.scale * LOG2E);
+            x = p.softcap != 0 ? tanh(x * (p.scale / p.softcap)) * (p.softcap * LOG2E) : rounded(x * (p.scale * LOG2E));
             if (dense) x = add_mask(x, mask_row(p, batch, rows.head[row], rows.row[row], start + j, there));
             x = ((column >= rows.first[row]) & (column < last)) ? x : splat(-INFINITY);
             peaks[r] = larger(x, peaks[r]);

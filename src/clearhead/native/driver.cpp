@@ -22,7 +22,7 @@ constexpr int64_t FEW_ROWS_OF_PAIRS = 5;     // or beyond these if they multiply
 constexpr int64_t FEW_ROWS_AND_KEYS = 4;     // or beyond these with at most
 constexpr int64_t FEW_KEYS = 16;
 constexpr int64_t FEWEST_KEYS = 256;         // of one part of a head
-constexpr int64_t MOST_KEYS = 8192;           // of the same, so that no sum is long
+constexpr int64_t MOST_KEYS = 2048;          // of the same, so that no sum is long
 constexpr int64_t KEYS_OF_PART = 1024;       // of a backward pass in parts of the keys
 constexpr int64_t TILES_OF_RUN = 128;        // whose sums over rows are added up before they go to a total,
 constexpr int64_t ITEMS_OF_RUN = 64;         // or items of a batch, where they share a bias
@@ -207,9 +207,9 @@ class WholeMasks {
 };
 
 // Rows so few that a tile would be mostly empty.
-bool has_few_rows(const Kernels& kernels, const Problem& p) {
+bool decodes(const Kernels& kernels, const Problem& p) {
     const bool pairs = kernels.pairs && p.type == Type::bfloat16;
-    return p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS);
+    return !p.drop_below && p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS);
 }
 
 // Few rows: reading keys and values is what takes time, and all threads read.
@@ -417,7 +417,7 @@ void stay_alone_after_fork() {
 bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t rows = p.folded_rows(), heads = p.batch * p.kv_heads;
     if (rows == 0 || heads == 0) return true;
-    if (has_few_rows(kernels, p) && !p.drop_below) return run_decoding(kernels, p, threads);
+    if (decodes(kernels, p)) return run_decoding(kernels, p, threads);
     const SharedMasks masks(kernels, p);
     int64_t shared_step = rows_of_task(kernels, p, threads);
     const int64_t step = shared_step, parts = divide_up(rows, step), most = runs_at_once(masks, shared_step, threads);
@@ -430,7 +430,9 @@ bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
     });
 }
 
-bool run_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
+bool run_backward(const Kernels& kernels, const Problem& problem, int64_t threads) {
+    Problem p = problem;
+    p.few = decodes(kernels, p);
     const int64_t heads = p.batch * p.kv_heads;
     if (heads == 0) return true;
     if (goes_by_keys(kernels, p)) return run_backward_by_keys(kernels, p, threads);

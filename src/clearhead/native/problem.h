@@ -57,6 +57,7 @@ struct Problem {
     float kept_factor;
 
     // Of the backward pass.
+    bool few;  // whether the forward pass was `decode`
     View output_gradient, exact_output;  // exact_output: float32
     View query_gradient, key_gradient, value_gradient;
     View bias_gradient;         // float32, zero at first, every head its own rows and columns side by side; or null
