@@ -234,7 +234,7 @@ def block_softmax(call: AttentionCall, block: Block, scores: Tensor) -> Tensor:
 
 
 def _softmax(scores: Tensor) -> Tensor:
-    """In place. PyTorch's own sums one vector after the other, which loses digits in long rows; its `sum` is pairwise."""
+    """In place. PyTorch's own adds vector after vector, which loses digits in long rows; its `sum` is pairwise."""
     weights = torch.softmax(scores, -1, out=scores)
     return weights if weights.shape[-1] <= _PLAIN_KEYS else weights.div_(weights.sum(-1, keepdim=True))
 
