@@ -114,7 +114,7 @@ def float32_numbers(case: Adversary, kernel: str) -> Numbers:
 def magnitudes(case: Adversary) -> tuple[dict[str, float], float]:
     """What one rounding of every term changes in each kind of number, in units of that rounding; the largest |logit|.
 
-    With a_ij the sum of absolute values of a score, a weight changes by p_ij ((1 − p_ij) a_ij + Σ_l≠j p_il a_il) at most.
+    With a_ij the sum of absolute values of a score, a weight changes by p_ij ((1 − p_ij) a_ij + Σ_l≠j p_il a_il).
     """
     query, key, value, gradient = (x.double() for x in case.inputs())
     key, value = (x.repeat_interleave(case.heads // case.kv_heads, 1) for x in (key, value))

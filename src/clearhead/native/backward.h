@@ -134,11 +134,12 @@ static void score_few(const Problem& p, const BackwardTile& tile, const float* k
     const int64_t width = lanes_up(p.dim), stride = step_up(p.dim);
     memset(to, 0, static_cast<size_t>(count * V * LANES) * sizeof(float));
     for (int64_t j = 0; j < count; j += LANES)
-        for (int64_t r = 0; r < tile.rows.count; r++) {
+        for (int64_t r = 0; r < tile.rows.count; r += TOGETHER) {  // which may take in rows of zeros
             const int64_t there = smaller(LANES, count - j);
-            Floats dot[1];
+            Floats dot[TOGETHER];
             dots(tile.few_queries + r * width, width, keys + j * stride, stride, p.dim, there, dot);
-            for (int64_t k = 0; k < there; k++) to[(j + k) * V * LANES + r] = dot[0][k];
+            for (int64_t k = 0; k < there; k++)
+                for (int n = 0; n < TOGETHER; n++) to[(j + k) * V * LANES + r + n] = dot[n][k];
         }
 }
 
