@@ -40,6 +40,7 @@ EXACT_KEYS = 1024
 _ROWS = 128  # enough rows for an efficient matrix product, few enough for heads to share a block of the mask
 _FEWEST_ROWS = 16
 _RUN = 64  # blocks that are added up one by one
+_TERMS = 512  # of a product that are summed by PyTorch's GEMM
 _PLAIN_KEYS = 4096  # whose weights PyTorch's softmax sums well enough
 
 
@@ -288,6 +289,8 @@ def grouped(left: Tensor, right: Tensor, scale: float = 1.0, workspace: Workspac
     batch, heads, rows, inner = left.shape
     kv_heads, width = right.shape[1], right.shape[-1]
     folded = left.reshape(batch * kv_heads, heads // kv_heads * rows, inner)  # (b·hkv, G·n, m)
+    if inner > _TERMS:
+        return _long_product(folded, right.flatten(0, 1)).mul_(scale).view(batch, heads, rows, width)
     result = (workspace or Workspace()).take(left, batch * kv_heads, folded.shape[1], width)
     torch.baddbmm(result, folded, right.flatten(0, 1), beta=0, alpha=scale, out=result)
     return result.view(batch, heads, rows, width)
@@ -297,4 +300,12 @@ def grouped_transposed(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:
     """Σ over a group's heads and rows of leftᵀ right: (b, h, n, m), (b, h, n, k) → (b, hkv, m, k)."""
     batch, heads, rows, inner = left.shape
     shape = (batch, kv_heads, heads // kv_heads * rows)
-    return left.reshape(*shape, inner).transpose(-2, -1) @ right.reshape(*shape, right.shape[-1])
+    return _long_product(left.reshape(*shape, inner).transpose(-2, -1), right.reshape(*shape, right.shape[-1]))
+
+
+def _long_product(left: Tensor, right: Tensor) -> Tensor:
+    """Matrix product (…, n, m) by (…, m, k); on the CPU, where PyTorch may sum one by one, in parts of m."""
+    if left.shape[-1] <= _TERMS or left.device.type != "cpu":
+        return left @ right
+    pairs = zip(left.split(_TERMS, -1), right.split(_TERMS, -2), strict=True)
+    return torch.stack([one @ other for one, other in pairs]).sum(0)
