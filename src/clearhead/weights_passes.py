@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .call import AttentionCall
-from .kernels.blocks import block_scores, block_weights, grouped, grouped_transposed, score_blocks
+from .kernels.blocks import LongSum, block_scores, block_weights, grouped, grouped_transposed, score_blocks
 from .kernels.dispatch import choose
 from .kernels.native import NativeKernel, native_gradients
 from .kernels.native_statistics import native_output_and_weights, native_weights, refuses_statistics
@@ -138,9 +138,8 @@ def _forward(call: AttentionCall, request: _Request) -> Tensor:
 def _backward(call: AttentionCall, request: _Request, gradient: Tensor) -> tuple[Tensor, ...]:
     dtype, heads = call.compute_dtype, call.grid.num_heads
     query_gradient = torch.zeros_like(call.query, dtype=dtype)
-    key_gradient = torch.zeros_like(call.key, dtype=dtype)
-    sinks_gradient = None if call.sinks is None else torch.zeros_like(call.sinks, dtype=dtype)
-    bias_gradients = [torch.zeros_like(tensor, dtype=dtype) for tensor in call.bias_tensors]
+    key_gradient, *sums = (LongSum(torch.zeros_like(tensor, dtype=dtype)) for tensor in _inputs(call)[1:])
+    sinks_gradient, bias_gradients = (None, sums) if call.sinks is None else (sums[0], sums[1:])
     for block, place, query, key in score_blocks(call, request.rows):
         scores, squashed = block_scores(call, block, query, key)
         weights, lse = block_weights(call, block, scores)
@@ -151,10 +150,10 @@ def _backward(call: AttentionCall, request: _Request, gradient: Tensor) -> tuple
         mean = (weights * weights_gradient).sum(-1, keepdim=True)
         if call.sinks is not None and sinks_gradient is not None:
             share = (call.sinks[block.heads].to(dtype)[None, :, None, None] - lse).exp()
-            sinks_gradient[block.heads] -= (share * mean).sum((0, 2, 3))
+            sinks_gradient.run[block.heads] -= (share * mean).sum((0, 2, 3))
         scores_gradient = weights * (weights_gradient - mean)
         if call.mask is not None:
-            call.mask.add_bias_gradients(bias_gradients, block, scores_gradient)
+            call.mask.add_bias_gradients([each.run for each in bias_gradients], block, scores_gradient)
         if squashed is not None:
             scores_gradient.mul_(1 - squashed.square())
         scores_gradient.mul_(call.scale)
@@ -162,13 +161,11 @@ def _backward(call: AttentionCall, request: _Request, gradient: Tensor) -> tuple
         rows = torch.arange(place.start, place.stop, device=query.device) if request.rows is None else block.rows
         target.index_add_(2, cast(Tensor, rows), grouped(scores_gradient, key))
         kv_heads = slice(block.heads.start // call.group, block.heads.stop // call.group)
-        key_gradient[block.batch, kv_heads, block.columns] += grouped_transposed(scores_gradient, query, key.shape[1])
-    gradients = [
-        query_gradient,
-        key_gradient,
-        *([] if sinks_gradient is None else [sinks_gradient]),
-        *bias_gradients,
-    ]
+        part = grouped_transposed(scores_gradient, query, key.shape[1])
+        key_gradient.run[block.batch, kv_heads, block.columns] += part
+        for each in (key_gradient, *sums):
+            each.end_block()
+    gradients = [query_gradient, key_gradient.result(), *(each.result() for each in sums)]
     return tuple(found.to(tensor.dtype) for found, tensor in zip(gradients, _inputs(call), strict=True))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.kernels.native_calls import Request, backward, forward, statistics
+from clearhead.kernels.native_calls import Request, backward, empty_lse, forward, statistics
 from clearhead.kernels.native_statistics import WeightStatistics
 from clearhead.native import instruction_sets, use_instruction_set
 from tests.kernels.native_cases import CASES, numbers
@@ -63,13 +63,15 @@ def test_nothing_is_written_outside(
         return guarded.empty(*_flat(shape), dtype=dtype or self.dtype)
 
     monkeypatch.setattr(Tensor, "new_empty", new_empty)
-    monkeypatch.setattr(torch, "empty_like", lambda tensor: guarded.empty(*tensor.shape, dtype=tensor.dtype))
+    monkeypatch.setattr(
+        torch, "empty_like", lambda tensor, dtype=None: guarded.empty(*tensor.shape, dtype=dtype or tensor.dtype)
+    )
     sides = ((length, dim), (count, dim), (count, value_dim))
     query, key, value = (torch.randn(2, 2, *size).to(dtype) for size in sides)
-    lse = guarded.empty(2, 2, length)
+    lse = guarded.empty(2, 2, length, dtype=torch.float64)
     call = request(query, key, value, high)
     output = forward(call, lse)
-    found = (output, lse, *backward(call, output, lse, torch.randn_like(output), torch.randn_like(lse)))
+    found = (output, lse, *backward(call, output, lse, torch.randn_like(output), torch.randn(2, 2, length)))
     assert all(tensor.isfinite().all() and not (tensor == BORDER).any() for tensor in found)
     assert guarded.untouched()
 
@@ -118,7 +120,7 @@ def test_what_lies_beside_the_inputs_does_not_matter(
 
 def _everything(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
     call = request(query, key, value, 1000)
-    lse = torch.empty(query.shape[:3])
+    lse = empty_lse(query)
     output = forward(call, lse)
     return output, lse, *backward(call, output, lse, gradient, None)
 

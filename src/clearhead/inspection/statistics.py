@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..kernels.blocks import grouped
+from ..kernels.blocks import LongSum, grouped
 from ..masks.grid import take
 from .rows import GROUP, Rows
 
@@ -113,11 +113,12 @@ class Received(Statistic):
 
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         super().__init__(call, options, counted)
-        self._received, self._viewers = self.zeros(*self.column_shape), self.zeros(*self.column_shape)
+        self._received, self._viewers = LongSum(self.zeros(*self.column_shape)), self.zeros(*self.column_shape)
 
     def add(self, rows: Rows) -> None:
         where = (rows.block.batch, rows.block.heads, slice(None), rows.columns)
-        self._received.unsqueeze(2)[where] += rows.share @ rows.terms  # (b, h, 1, s)
+        self._received.run.unsqueeze(2)[where] += rows.share @ rows.terms  # (b, h, 1, s)
+        self._received.end_block()
         mask = None if self.call.mask is None else self.call.mask.visible(rows.block)
         count = rows.place.stop - rows.place.start
         if mask is None:
@@ -128,7 +129,8 @@ class Received(Statistic):
         self._viewers.unsqueeze(2)[where] += viewers
 
     def result(self) -> dict[str, Any]:
-        return {"received": self._received, "received_mean": self._received / self._viewers.clamp(min=1)}
+        received = self._received.result()
+        return {"received": received, "received_mean": received / self._viewers.clamp(min=1)}
 
 
 @final
@@ -253,7 +255,7 @@ class Offset(Statistic):
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         super().__init__(call, options, counted)
         shape = (*self.row_shape[:2], len(options.offsets))
-        self._sums, self._counts = self.zeros(*shape), self.zeros(*shape)
+        self._sums, self._counts = LongSum(self.zeros(*shape)), self.zeros(*shape)
 
     def add(self, rows: Rows) -> None:
         for place, offset in enumerate(self.options.offsets):
@@ -262,8 +264,9 @@ class Offset(Statistic):
                 there = there & rows.counted
             where = (rows.block.batch, rows.block.heads, place)
             weights = (values.exp() / rows.total).masked_fill(~there, 0)
-            self._sums[where] += weights.sum((-2, -1))
+            self._sums.run[where] += weights.sum((-2, -1))
             self._counts[where] += there.sum((-2, -1))
+        self._sums.end_block()
 
     def _stripe(self, rows: Rows, offset: int) -> tuple[Tensor, Tensor]:
         """Shifted scores on one diagonal and whether the key is there and visible."""
@@ -280,7 +283,7 @@ class Offset(Statistic):
         return values, inside & (values > float("-inf"))
 
     def result(self) -> dict[str, Any]:
-        return {"offset": self._sums / self._counts.clamp(min=1)}
+        return {"offset": self._sums.result() / self._counts.clamp(min=1)}
 
 
 @final
@@ -298,18 +301,19 @@ class Map(Statistic):
         super().__init__(call, options, counted)
         self._rows = min(options.map_size, call.grid.query_length)
         self._columns = min(options.map_size, call.grid.key_length)
-        self._map = self.zeros(*self.row_shape[:2], self._rows, self._columns)
+        self._map = LongSum(self.zeros(*self.row_shape[:2], self._rows, self._columns))
 
     def add(self, rows: Rows) -> None:
         row_tiles = rows.block.i.flatten() * self._rows // max(1, self.call.grid.query_length)  # (l,)
         pooled = self._pool_columns(rows)  # (b, h, l, R)
         weight = rows.counted if rows.counted is not None else torch.ones_like(rows.total[:, :1], dtype=torch.bool)
         pooled = pooled * weight
-        target = self._map[rows.block.batch, rows.block.heads]
+        target = self._map.run[rows.block.batch, rows.block.heads]
         if self.options.map_pooling == "max":
             target.scatter_reduce_(2, row_tiles[:, None].expand_as(pooled), pooled, "amax")
             return
-        target.index_add_(2, row_tiles, pooled)
+        target += torch.zeros_like(target).index_add_(2, row_tiles, pooled)
+        self._map.end_block()
 
     def _pool_columns(self, rows: Rows) -> Tensor:
         tiles = rows.block.j.flatten() * self._columns // max(1, self.call.grid.key_length)  # (s,)
@@ -321,9 +325,9 @@ class Map(Statistic):
 
     def result(self) -> dict[str, Any]:
         if self.options.map_pooling == "max":
-            return {"map": self._map}
+            return {"map": self._map.result()}
         counted = None if self.counted is None else self.counted[:, 0, :, 0]
-        return {"map": mean_of_tiles(self._map, counted, self.row_shape[2])}
+        return {"map": mean_of_tiles(self._map.result(), counted, self.row_shape[2])}
 
 
 def mean_of_tiles(sums: Tensor, counted: Tensor | None, length: int) -> Tensor:

@@ -22,6 +22,7 @@ from ..masks.lowering import row_blocks
 
 __all__ = [
     "HeadSpan",
+    "LongSum",
     "Workspace",
     "block_scores",
     "block_weights",
@@ -38,6 +39,9 @@ BLOCK_ELEMENTS = 1 << 20
 EXACT_KEYS = 1024
 _ROWS = 128  # enough rows for an efficient matrix product, few enough for heads to share a block of the mask
 _FEWEST_ROWS = 16
+_RUN = 64  # blocks that are added up one by one
+_TERMS = 512  # of a product that are summed by PyTorch's GEMM
+_PLAIN_KEYS = 4096  # whose weights PyTorch's softmax sums well enough
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,37 @@ def _limit(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.full(visible.shape, float("inf"), dtype=dtype, device=visible.device).masked_fill_(
         ~visible, float("-inf")
     )
+
+
+@final
+class LongSum:
+    """A sum over many blocks whose error does not grow with their number.
+
+    Blocks are added to `run`. Every so many of them, `run` goes to a total with Knuth's compensation.
+    """
+
+    def __init__(self, zeros: Tensor) -> None:
+        self.run = zeros
+        self._blocks = 0
+        self._total: Tensor | None = None
+        self._lost = zeros
+
+    def end_block(self) -> None:
+        """Note that a block was added to `run`."""
+        self._blocks += 1
+        if self._blocks % _RUN:
+            return
+        if self._total is None:
+            self._total, self._lost = torch.zeros_like(self.run), torch.zeros_like(self.run)
+        total = self._total + self.run
+        added = total - self._total
+        self._lost += (self._total - (total - added)) + (self.run - added)
+        self._total = total
+        self.run.zero_()
+
+    def result(self) -> Tensor:
+        """The sum of all blocks."""
+        return self.run if self._total is None else self._total + (self._lost + self.run)
 
 
 def head_spans(call: AttentionCall) -> Iterator[HeadSpan]:
@@ -180,7 +215,7 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
     empty = None if call.reach.queries is None else peak == float("-inf")
     if empty is not None:
         scores.masked_fill_(empty, 0)  # any finite number: softmax of −∞ alone would be NaN
-    weights = drop_subnormal(call, torch.softmax(scores, -1, out=scores))
+    weights = drop_subnormal(call, _softmax(scores))
     # The largest weight is e^0 / Σ, so its logarithm is the one of the sum.
     lse = peak - weights.amax(-1, keepdim=True).log()
     if empty is not None:
@@ -196,7 +231,13 @@ def block_softmax(call: AttentionCall, block: Block, scores: Tensor) -> Tensor:
     """The weights alone, in place, which is quicker where there is neither a sink nor a hidden query."""
     if call.sinks is not None or call.reach.queries is not None or scores.shape[-1] == 0:
         return block_weights(call, block, scores)[0]
-    return drop_subnormal(call, torch.softmax(scores, -1, out=scores))
+    return drop_subnormal(call, _softmax(scores))
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """In place. PyTorch's own adds vector after vector, which loses digits in long rows; its `sum` is pairwise."""
+    weights = torch.softmax(scores, -1, out=scores)
+    return weights if weights.shape[-1] <= _PLAIN_KEYS else weights.div_(weights.sum(-1, keepdim=True))
 
 
 def drop_subnormal(call: AttentionCall, weights: Tensor) -> Tensor:
@@ -248,6 +289,8 @@ def grouped(left: Tensor, right: Tensor, scale: float = 1.0, workspace: Workspac
     batch, heads, rows, inner = left.shape
     kv_heads, width = right.shape[1], right.shape[-1]
     folded = left.reshape(batch * kv_heads, heads // kv_heads * rows, inner)  # (b·hkv, G·n, m)
+    if inner > _TERMS:
+        return _long_product(folded, right.flatten(0, 1)).mul_(scale).view(batch, heads, rows, width)
     result = (workspace or Workspace()).take(left, batch * kv_heads, folded.shape[1], width)
     torch.baddbmm(result, folded, right.flatten(0, 1), beta=0, alpha=scale, out=result)
     return result.view(batch, heads, rows, width)
@@ -257,4 +300,12 @@ def grouped_transposed(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:
     """Σ over a group's heads and rows of leftᵀ right: (b, h, n, m), (b, h, n, k) → (b, hkv, m, k)."""
     batch, heads, rows, inner = left.shape
     shape = (batch, kv_heads, heads // kv_heads * rows)
-    return left.reshape(*shape, inner).transpose(-2, -1) @ right.reshape(*shape, right.shape[-1])
+    return _long_product(left.reshape(*shape, inner).transpose(-2, -1), right.reshape(*shape, right.shape[-1]))
+
+
+def _long_product(left: Tensor, right: Tensor) -> Tensor:
+    """Matrix product (…, n, m) by (…, m, k); on the CPU, where PyTorch may sum one by one, in parts of m."""
+    if left.shape[-1] <= _TERMS or left.device.type != "cpu":
+        return left @ right
+    pairs = zip(left.split(_TERMS, -1), right.split(_TERMS, -2), strict=True)
+    return torch.stack([one @ other for one, other in pairs]).sum(0)

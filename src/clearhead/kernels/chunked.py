@@ -16,11 +16,11 @@ from ..tracing import is_tracing, is_transformed
 from .base import Kernel, Refusal
 from .blocks import (
     HeadSpan,
+    LongSum,
     Workspace,
     block_scores,
     block_softmax,
     block_weights,
-    drop_subnormal,
     grouped,
     grouped_transposed,
     head_spans,
@@ -115,18 +115,17 @@ def _backward(
     query_gradient = torch.empty_like(call.query)
     key_gradient = torch.empty_like(call.key)
     value_gradient = torch.empty_like(call.value)
-    bias_gradients = [torch.zeros_like(tensor, dtype=dtype) for tensor in call.bias_tensors]
+    bias_gradients = [LongSum(torch.zeros_like(tensor, dtype=dtype)) for tensor in call.bias_tensors]
     correction = torch.empty_like(lse)  # δ − dl, (B, H, L)
-    lse_finite = lse.masked_fill(lse == float("-inf"), 0)
     workspace, gradient_workspace = Workspace(), Workspace()
     for span in head_spans(call):
         query, key, value = _span_tensors(call, span)
-        span_key_gradient, span_value_gradient = torch.zeros_like(key), torch.zeros_like(value)
+        span_key_gradient, span_value_gradient = LongSum(torch.zeros_like(key)), LongSum(torch.zeros_like(value))
         for rows, block in span_blocks(call, span):
             part = block.columns
             rows_query, rows_key = query[:, :, rows], key[:, :, part]
-            weights, squashed = block_scores(call, block, rows_query, rows_key, workspace)
-            weights = drop_subnormal(call, weights.sub_(span.query(lse_finite)[:, :, rows, None]).exp_())
+            scores, squashed = block_scores(call, block, rows_query, rows_key, workspace)
+            weights = block_softmax(call, block, scores)  # from lse they would have its rounding as a relative error
             gradient = span.query(output_gradient)[:, :, rows].to(dtype)
             rows_value = value[:, :, part].transpose(-2, -1)
             scores_gradient = grouped(gradient, rows_value, workspace=gradient_workspace)  # dp (b, h, l, s)
@@ -135,21 +134,23 @@ def _backward(
                 factors = dropout_factors(call.dropout_seed, call.dropout_p, block, dtype)
                 dropped = weights * factors
                 scores_gradient *= factors
-            span_value_gradient[:, :, part] += grouped_transposed(dropped, gradient, key.shape[1])
+            span_value_gradient.run[:, :, part] += grouped_transposed(dropped, gradient, key.shape[1])
             delta = torch.linalg.vecdot(weights, scores_gradient) - span.query(lse_gradient)[:, :, rows]
             span.query(correction)[:, :, rows] = delta
             scores_gradient.sub_(delta[..., None]).mul_(weights)  # ds
             if call.mask is not None:
-                call.mask.add_bias_gradients(bias_gradients, block, scores_gradient)
+                call.mask.add_bias_gradients([sums.run for sums in bias_gradients], block, scores_gradient)
             if squashed is not None:
                 scores_gradient.mul_(1 - squashed.square())
             scores_gradient.mul_(call.scale)
             span.query(query_gradient)[:, :, rows] = grouped(scores_gradient, rows_key).to(query_gradient.dtype)
-            span_key_gradient[:, :, part] += grouped_transposed(scores_gradient, rows_query, key.shape[1])
-        span.key(key_gradient).copy_(span_key_gradient)
-        span.key(value_gradient).copy_(span_value_gradient)
+            span_key_gradient.run[:, :, part] += grouped_transposed(scores_gradient, rows_query, key.shape[1])
+            for sums in (span_key_gradient, span_value_gradient, *bias_gradients):
+                sums.end_block()
+        span.key(key_gradient).copy_(span_key_gradient.result())
+        span.key(value_gradient).copy_(span_value_gradient.result())
     sinks = () if call.sinks is None else (_sinks_gradient(call.sinks, correction, lse),)
-    biases = (grad.to(tensor.dtype) for grad, tensor in zip(bias_gradients, call.bias_tensors, strict=True))
+    biases = (sums.result().to(tensor.dtype) for sums, tensor in zip(bias_gradients, call.bias_tensors, strict=True))
     return (query_gradient, key_gradient, value_gradient, *sinks, *biases)
 
 

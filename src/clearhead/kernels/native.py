@@ -46,13 +46,15 @@ class NativeKernel(Kernel):
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         if is_tracing() or is_dispatching():
             output, lse = torch.ops.clearhead.attention(*vars(request_of(call)).values())
+            lse = lse.float()
             if not is_tracing() and output.requires_grad:
                 output, lse = allow_second_derivatives(self.name, call, output, lse)
         elif call.needs_gradients:
             output, lse = cast("tuple[Tensor, Tensor]", _Native.apply(call, *call.inputs))
         else:
-            lse = empty_lse(call.query) if call.return_lse else None
-            output = forward(request_of(call), lse)
+            exact = empty_lse(call.query) if call.return_lse else None
+            output = forward(request_of(call), exact)
+            lse = None if exact is None else exact.float()
         return output, lse if call.return_lse else None
 
     def prepare(self, call: AttentionCall) -> Plan:
@@ -138,7 +140,8 @@ def _plain_request(call: AttentionCall, masked: bool = False) -> Request | None:
 class _Native(torch.autograd.Function):
     """Saves inputs, output and lse; the backward pass recomputes the weights from them.
 
-    The output that is saved is not rounded to half precision: the backward pass would have to compute it once more.
+    The output that is saved is not rounded to half precision: the backward pass would have to compute it once more. Nor
+    is lse rounded to float32, which would be a relative error of all weights as large as the last digit of lse.
     """
 
     @staticmethod
@@ -148,7 +151,7 @@ class _Native(torch.autograd.Function):
         lse = empty_lse(call.query)
         exact = forward(request_of(call), lse, torch.float32)
         ctx.save_for_backward(exact, lse, *inputs)
-        return exact.to(call.query.dtype), lse
+        return exact.to(call.query.dtype), lse.float()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -76,7 +76,7 @@ class Request:
 
 
 def forward(request: Request, lse: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Output (B, H, L, Dv) in the inputs' dtype, or in float32; lse (B, H, L) in float32 is written if it is given."""
+    """Output (B, H, L, Dv) in the inputs' dtype, or in float32; lse (B, H, L) in float64 is written if it is given."""
     output = empty_output(request.query, request.value, dtype)
     numbers, kept = _numbers(request, lse)
     threads, wide = threads_for(request) or torch.get_num_threads(), output.dtype == torch.float32
@@ -121,8 +121,8 @@ def threads_for(request: Request) -> int | None:
 
 
 def empty_lse(query: Tensor) -> Tensor:
-    """(B, H, L) in float32."""
-    return query.new_empty(query.shape[:3], dtype=torch.float32)
+    """(B, H, L) in float64: its rounding is a relative error of all weights that a backward pass computes from it."""
+    return query.new_empty(query.shape[:3], dtype=torch.float64)
 
 
 def backward(
@@ -140,9 +140,9 @@ def backward(
     if output.dtype != torch.float32:  # δ = dO·o needs an o that is not rounded
         output = forward(request, dtype=torch.float32)
     gradients = [tensor.new_empty(tensor.shape) for tensor in (request.query, request.key, request.value)]
-    correction = torch.empty_like(lse)
+    correction = torch.empty_like(lse, dtype=torch.float32)
     output_gradient = _with_whole_rows(output_gradient)
-    lse_gradient = None if lse_gradient is None else lse_gradient.contiguous()
+    lse_gradient = None if lse_gradient is None else lse_gradient.float().contiguous()
     numbers, kept = _numbers(request, lse)
     _module().backward(
         instruction_set_number(),

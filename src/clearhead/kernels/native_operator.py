@@ -48,7 +48,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tupl
 
 def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     gradients = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
-    return *gradients, empty_lse(query)
+    return *gradients, empty_lse(query).float()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

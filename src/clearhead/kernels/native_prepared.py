@@ -108,7 +108,7 @@ class Prepared:
 
     def empty_lse(self, like: Tensor) -> Tensor:
         """(B, H, L)."""
-        return like.new_empty(self._lse_shape, dtype=torch.float32)
+        return like.new_empty(self._lse_shape, dtype=torch.float64)
 
     def forward(self, tensors: Tensors, lse: Tensor | None = None, masks: Masks = UNMASKED) -> tuple[Tensor, bool]:
         """The output, and whether masks hide anybody altogether; the output is then as `leaving` says."""
@@ -169,7 +169,7 @@ class Prepared:
         if gradient.stride(-1) != 1 or gradient.is_neg():
             gradient = gradient.resolve_neg().contiguous()
         gradients = tuple(map(torch.empty_like, tensors))
-        correction = torch.empty_like(lse)
+        correction = torch.empty_like(lse, dtype=torch.float32)
         self._backward(
             instruction_set_number(),
             self._threads or torch.get_num_threads(),

@@ -12,7 +12,7 @@ from ..call import AttentionCall
 from ..masks.band import band_of
 from ..tracing import is_dispatching
 from .native import NativeKernel, request_of
-from .native_calls import Request, empty_output, statistics
+from .native_calls import Request, empty_lse, empty_output, statistics
 
 __all__ = [
     "MOST_KEYS_OF_A_QUERY",
@@ -47,7 +47,7 @@ class WeightStatistics:
         weights: (B, H, L, S), or (B, 1, L, S) for their mean over the heads.
         map: (B, H, R, C), what tile ⌊i·R/L⌋, ⌊j·C/S⌋ gets of counted queries: the sum, or the largest weight.
         map_peaks: which of the two.
-        lse: (B, H, L), what `attention` gives.
+        lse: float64 (B, H, L), what `attention` gives before it is rounded.
     """
 
     counted: Tensor | None
@@ -127,7 +127,7 @@ def native_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> T
 
 
 def native_output_and_weights(call: AttentionCall, average: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What `attention` gives without dropout, all weights as `native_weights` gives them, and lse (B, H, L).
+    """What `attention` gives without dropout, all weights as `native_weights` gives them, and lse (B, H, L) in float64.
 
     All from one pass; for calls that the kernel does not refuse.
     """
@@ -150,8 +150,10 @@ def _gather(
         return request.query.new_empty(batch, heads, *shape, dtype=torch.float32)
 
     found = WeightStatistics(None if counted is None else counted.contiguous(), empty(length), empty(length))
-    for name in wanted & {"entropy", "confidence", "norm", "lse"}:
+    for name in wanted & {"entropy", "confidence", "norm"}:
         setattr(found, name, empty(length))
+    if "lse" in wanted:
+        found.lse = empty_lse(request.query)
     if "received" in wanted:
         found.received, found.viewers = empty(keys).zero_(), empty(keys).zero_()
     if "top" in wanted:

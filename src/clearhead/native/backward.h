@@ -6,8 +6,10 @@ struct BackwardTile {
     Rows rows;
     float *query_lanes, *gradient_lanes;  // (D × V·LANES), (Dv × V·LANES)
     float *query_rows, *gradient_rows;    // (V·LANES × D), (V·LANES × Dv), columns padded to whole vectors
-    float* query_sums;                    // (D × V·LANES)
-    float lse[TILE], correction[TILE];    // lse in units of log 2
+    float* few_queries;                   // the queries as decoding reads them, where it was the forward pass
+    float *query_sums, *query_totals;     // (D × V·LANES), of a run of keys, and of those before or null
+    float lse[TILE], correction[TILE];    // lse in units of log 2, rounded,
+    float missing[TILE];                  // and the factor of the weights that makes up for the rounding
 };
 
 // Working memory of one task.
@@ -15,9 +17,6 @@ struct BackwardRoom {
     float *keys, *values, *weights, *gradients, *slopes;
     LookRoom look;
 };
-
-INLINE int64_t step_up(int64_t x) { return round_up(x, STEP); }
-INLINE int64_t lanes_up(int64_t x) { return round_up(x, LANES); }
 
 // to (count × V·LANES) = left (count × columns) · right (columns × V·LANES); calls between(step) before each step
 template <int V, class Between>
@@ -38,16 +37,15 @@ static void product(const float* left, int64_t stride, int64_t columns, const fl
 template <int V>
 static void add_columns(const float* left, int64_t rows, const float* right, int64_t stride, int64_t keys, float* to) {
     for (int64_t j = 0; j < keys; j += STEP) {
-        Floats acc[STEP][V];
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) acc[t][v] = load(to + (j + t) * stride + v * LANES);
+        Floats acc[STEP][V] = {};
         multiply<true>(acc, left + j * rows, rows, right, stride, rows);
 #pragma GCC unroll 8
         for (int t = 0; t < STEP; t++)
 #pragma GCC unroll 4
-            for (int v = 0; v < V; v++) store(to + (j + t) * stride + v * LANES, acc[t][v]);
+            for (int v = 0; v < V; v++) {
+                float* place = to + (j + t) * stride + v * LANES;
+                store(place, load(place) + acc[t][v]);
+            }
     }
 }
 
@@ -76,7 +74,7 @@ static void weigh_again(const Problem& p, const float* lse, int64_t count, const
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
             const int64_t place = (j * V + v) * LANES;
-            Floats x = load(weights + place) * factor;
+            Floats x = rounded(load(weights + place) * factor);
             if (p.softcap != 0) {
                 x = tanh(x);
                 store(slopes + place, 1.f - x * x);
@@ -113,7 +111,7 @@ static void differentiate(const Problem& p, const BackwardTile& tile, int64_t ba
 // ds, which is what a bias has for a gradient, from the lanes back into its rows.
 template <int V>
 static void add_to_bias_gradient(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
-                                 const float* gradients) {
+                                 const float* gradients, const float* factors) {
     stop = smaller(stop, p.keys);
     for (int v = 0; v < V; v++)
         for (int64_t j = start; j < stop; j += LANES) {
@@ -124,8 +122,24 @@ static void add_to_bias_gradient(const Problem& p, const Rows& rows, int64_t bat
             transpose(square);
             for (int64_t lane = v * LANES; lane < smaller(rows.count, (v + 1) * LANES); lane++) {
                 float* to = p.bias_gradient.at<float>(batch, rows.head[lane], rows.row[lane]) + j;
-                store_some(to, load_some(to, count) + square[lane - v * LANES], count);
+                store_some(to, load_some(to, count) + square[lane - v * LANES] * factors[lane], count);
             }
+        }
+}
+
+// The same products with the queries in the order in which decoding has summed them: where scores are large, weights
+// from scores that are rounded in another way would not sum to 1.
+template <int V>
+static void score_few(const Problem& p, const BackwardTile& tile, const float* keys, int64_t count, float* to) {
+    const int64_t width = lanes_up(p.dim), stride = step_up(p.dim);
+    memset(to, 0, static_cast<size_t>(count * V * LANES) * sizeof(float));
+    for (int64_t j = 0; j < count; j += LANES)
+        for (int64_t r = 0; r < tile.rows.count; r += TOGETHER) {  // which may take in rows of zeros
+            const int64_t there = smaller(LANES, count - j);
+            Floats dot[TOGETHER];
+            dots(tile.few_queries + r * width, width, keys + j * stride, stride, p.dim, there, dot);
+            for (int64_t k = 0; k < there; k++)
+                for (int n = 0; n < TOGETHER; n++) to[(j + k) * V * LANES + r + n] = dot[n][k];
         }
 }
 
@@ -137,37 +151,39 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
     const Looked looked = look<V>(p, tile.rows, batch, start, stop, room.look);
     if (looked.sight == Sight::nothing) return;
     const int64_t count = stop - start, key_stride = step_up(p.dim), rows = V * LANES;
-    product<V>(keys, key_stride, p.dim, tile.query_lanes, count, room.weights, [&](int64_t step) {
-        if (next.start < next.stop) next.fetch(p, step, count / STEP);
-    });
+    if (p.few)
+        score_few<V>(p, tile, keys, count, room.weights);
+    else
+        product<V>(keys, key_stride, p.dim, tile.query_lanes, count, room.weights, [&](int64_t step) {
+            if (next.start < next.stop) next.fetch(p, step, count / STEP);
+        });
     by_extra(looked, [&](auto extra) { weigh_again<V, extra()>(p, tile.lse, count, looked, room.weights, room.slopes); });
     product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, room.gradients, [](int64_t) {});
     differentiate<V>(p, tile, batch, start, count, room.weights, room.gradients);
-    if (p.bias_gradient.data) add_to_bias_gradient<V>(p, tile.rows, batch, start, stop, room.gradients);
+    if (p.bias_gradient.data) add_to_bias_gradient<V>(p, tile.rows, batch, start, stop, room.gradients, tile.missing);
     if (p.softcap != 0)
         for (int64_t place = 0; place < count * rows; place += LANES)
             store(room.gradients + place, load(room.gradients + place) * load(room.slopes + place));
     add_products(room.weights, rows, tile.gradient_rows, lanes_up(p.value_dim), count, value_sums);
     add_products(room.gradients, rows, tile.query_rows, lanes_up(p.dim), count, key_sums);
     for (int64_t d = 0; d < p.dim; d += STEP) {
-        Floats acc[STEP][V];
+        Floats acc[STEP][V] = {};
         float* sums = tile.query_sums + d * rows;
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) acc[t][v] = load(sums + (t * V + v) * LANES);
         multiply<false>(acc, keys + d, key_stride, room.gradients, rows, count);
 #pragma GCC unroll 8
         for (int t = 0; t < STEP; t++)
 #pragma GCC unroll 4
-            for (int v = 0; v < V; v++) store(sums + (t * V + v) * LANES, acc[t][v]);
+            for (int v = 0; v < V; v++) {
+                float* place = sums + (t * V + v) * LANES;
+                store(place, load(place) + acc[t][v]);
+            }
     }
 }
 
 static int64_t tiles_at_once(const Problem& p) { return p.dim + p.value_dim > 256 ? 4 : 8; }
 
 static int64_t tile_floats(const Problem& p) {
-    return TILE * (2 * step_up(p.dim) + p.value_dim + lanes_up(p.dim) + lanes_up(p.value_dim)) + 5 * 16;
+    return TILE * (3 * step_up(p.dim) + p.value_dim + 2 * lanes_up(p.dim) + lanes_up(p.value_dim)) + 7 * 16;
 }
 
 [[maybe_unused]] static int64_t backward_scratch(const Problem& p, int64_t task_rows) {
@@ -179,9 +195,10 @@ static int64_t tile_floats(const Problem& p) {
 static int64_t keys_summed(const Problem& p) { return round_up(p.keys, KEY_STEP); }
 static int64_t sums_size(const Problem& p) { return keys_summed(p) * (lanes_up(p.dim) + lanes_up(p.value_dim)); }
 
-// The rows of a tile one under the other, times a factor; zeros where there is no row.
+// The rows of a tile one under the other, times a factor and their own ones; zeros where there is no row.
 template <class T>
-static void copy_rows(const View& view, const Rows& rows, int64_t batch, int64_t columns, float factor, float* to) {
+static void copy_rows(const View& view, const Rows& rows, int64_t batch, int64_t columns, float factor,
+                      const float* factors, float* to) {
     const int64_t stride = lanes_up(columns);
     for (int64_t lane = 0; lane < rows.vectors * LANES; lane++, to += stride) {
         if (lane >= rows.count) {
@@ -189,27 +206,73 @@ static void copy_rows(const View& view, const Rows& rows, int64_t batch, int64_t
             continue;
         }
         const T* from = view.at<T>(batch, rows.head[lane], rows.row[lane]);
-        for (int64_t j = 0; j < columns; j += LANES) store(to + j, factor * load_some(from + j, columns - j));
+        for (int64_t j = 0; j < columns; j += LANES)
+            store(to + j, factor * factors[lane] * load_some(from + j, columns - j));
     }
 }
 
+typedef double Doubles __attribute__((vector_size(LANES * 4)));
+
+// Σ of products, in float64: what cancels in dp − δ is as large as δ, and its error is the same for all keys.
 template <class T>
-static void correct(const Problem& p, int64_t batch, const Rows& rows, float* lse, float* correction) {
+INLINE double dot(const float* x, const T* y, int64_t count) {
+    typedef float Half __attribute__((vector_size(LANES * 2)));
+    Doubles total = {};
+    for (int64_t j = 0; j < count; j += LANES) {
+        const Floats both[2] = {load_some(x + j, count - j), load_some(y + j, count - j)};
+        Half halves[4];
+        memcpy(halves, both, sizeof both);
+        for (int n = 0; n < 2; n++)
+            total += __builtin_convertvector(halves[n], Doubles) * __builtin_convertvector(halves[n + 2], Doubles);
+    }
+    for (int half = LANES / 4; half > 0; half /= 2)
+        for (int lane = 0; lane < half; lane++) total[lane] += total[lane + half];
+    return total[0];
+}
+
+template <class T>
+static void correct(const Problem& p, int64_t batch, const Rows& rows, float* lse, float* correction, float* missing) {
     for (int64_t lane = 0; lane < TILE; lane++) {
         lse[lane] = -LOWEST;  // a lane without a row has weights of zero
-        correction[lane] = 0;
+        correction[lane] = missing[lane] = 0;
         if (lane >= rows.count) continue;
         const int64_t place = (batch * p.heads + rows.head[lane]) * p.rows + rows.row[lane];
         const float* output = p.exact_output.at<float>(batch, rows.head[lane], rows.row[lane]);
         const T* gradient = p.output_gradient.at<T>(batch, rows.head[lane], rows.row[lane]);
-        Floats delta = {};
-        for (int64_t j = 0; j < p.value_dim; j += LANES)
-            delta += load_some(output + j, p.value_dim - j) * load_some(gradient + j, p.value_dim - j);
-        correction[lane] = sum(delta) - (p.lse_gradient ? p.lse_gradient[place] : 0);
+        const double delta = dot(output, gradient, p.value_dim);
+        correction[lane] = static_cast<float>(delta - (p.lse_gradient ? p.lse_gradient[place] : 0));
         // No weight can be told from the lowest lse, that of a row whose every score is the lowest number: it has none here.
-        lse[lane] = p.lse[place] == -INFINITY ? 0 : p.lse[place] == LOWEST ? -LOWEST : p.lse[place] * LOG2E;
+        const double exact = p.lse[place] * LOG2_OF_E;
+        const bool usual = p.lse[place] != -INFINITY && p.lse[place] != LOWEST;
+        lse[lane] = usual ? static_cast<float>(exact) : p.lse[place] == LOWEST ? -LOWEST : 0;
+        if (usual) missing[lane] = static_cast<float>(lse[lane] - exact);
         p.correction[place] = correction[lane];
     }
+    for (int lane = 0; lane < TILE; lane += LANES) store(missing + lane, exp2(load(missing + lane)));
+}
+
+template <class SomeTile>
+static void clear_query_sums(SomeTile& tile, int64_t floats) {
+    memset(tile.query_sums, 0, static_cast<size_t>(floats) * sizeof(float));
+    if (tile.query_totals) memset(tile.query_totals, 0, static_cast<size_t>(floats) * sizeof(float));
+}
+
+// Adds the sums of a run to the total; the next run begins with zeros.
+template <class SomeTile>
+static void end_query_run(SomeTile& tile, int64_t floats) {
+    for (int64_t place = 0; place < floats; place += LANES) {
+        store(tile.query_totals + place, load(tile.query_totals + place) + load(tile.query_sums + place));
+        store(tile.query_sums + place, Floats{});
+    }
+}
+
+// Writes dq of a tile, whose rows have factors of their own.
+template <class T, class SomeTile>
+static void write_query_gradient(const Problem& p, int64_t batch, SomeTile& tile, int64_t height, const float* factors) {
+    const int64_t floats = height * tile.rows.vectors * LANES;
+    for (int64_t place = 0; tile.query_totals && place < floats; place += LANES)
+        store(tile.query_sums + place, load(tile.query_totals + place) + load(tile.query_sums + place));
+    lanes_to_rows<T>(tile.query_sums, tile.rows, batch, p.dim, factors, p.query_gradient);
 }
 
 template <class T>
@@ -220,12 +283,19 @@ static void prepare(const Problem& p, int64_t batch, BackwardTile& tile, float*&
     tile.query_rows = take(scratch, lanes_up(p.dim) * lanes);
     tile.gradient_rows = take(scratch, lanes_up(p.value_dim) * lanes);
     tile.query_sums = take(scratch, step_up(p.dim) * lanes);
+    tile.query_totals = has_totals(p) ? take(scratch, step_up(p.dim) * lanes) : nullptr;
+    correct<T>(p, batch, tile.rows, tile.lse, tile.correction, tile.missing);
     rows_to_lanes<T>(p.query, tile.rows, batch, p.dim, 1, tile.query_lanes);
     rows_to_lanes<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.gradient_lanes);
-    copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, tile.query_rows);
-    copy_rows<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.gradient_rows);
-    memset(tile.query_sums, 0, static_cast<size_t>(step_up(p.dim) * lanes) * sizeof(float));
-    correct<T>(p, batch, tile.rows, tile.lse, tile.correction);
+    copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, tile.missing, tile.query_rows);
+    if (p.few) {
+        tile.few_queries = take(scratch, lanes_up(p.dim) * lanes);
+        float ones[TILE];
+        for (float& factor : ones) factor = 1;
+        copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, ones, tile.few_queries);
+    }
+    copy_rows<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.missing, tile.gradient_rows);
+    clear_query_sums(tile, step_up(p.dim) * lanes);
 }
 
 // A few tiles of rows against all the keys they see.
@@ -244,7 +314,10 @@ static void backward_rows(const Problem& p, const Task& task, int64_t row_start,
     }
     const int64_t key_stride = step_up(p.dim), key_width = lanes_up(p.dim), value_width = lanes_up(p.value_dim);
     float* value_sums = sums + keys_summed(p) * key_width;
-    for (int64_t block = key_start / BLOCK * BLOCK; block < key_stop; block += BLOCK) {
+    const int64_t first = key_start / BLOCK * BLOCK, run = run_length((key_stop - first) / BLOCK) * BLOCK;
+    for (int64_t block = first; block < key_stop; block += BLOCK) {
+        for (int64_t n = 0; n < count && block > first && (block - first) % run == 0; n++)
+            end_query_run(tiles[n], step_up(p.dim) * tiles[n].rows.vectors * LANES);
         const int64_t end = smaller(block + BLOCK, p.keys), padded = round_up(end - block, GROUP);
         widen_rows(p.key.at<T>(b, task.kv_head, block), p.key.row, end - block, p.dim, room.keys, key_stride, padded);
         widen_rows(p.value.at<T>(b, task.kv_head, block), p.value.row, end - block, p.value_dim, room.values,
@@ -263,10 +336,11 @@ static void backward_rows(const Problem& p, const Task& task, int64_t row_start,
             });
         }
     }
-    float factors[TILE];
-    for (int lane = 0; lane < TILE; lane++) factors[lane] = p.scale;
-    for (int64_t n = 0; n < count; n++)
-        lanes_to_rows<T>(tiles[n].query_sums, tiles[n].rows, b, p.dim, factors, p.query_gradient);
+    for (int64_t n = 0; n < count; n++) {
+        float factors[TILE];
+        for (int lane = 0; lane < TILE; lane++) factors[lane] = p.scale * tiles[n].missing[lane];
+        write_query_gradient<T>(p, b, tiles[n], step_up(p.dim), factors);
+    }
 }
 
 template <class T>

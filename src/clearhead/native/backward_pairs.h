@@ -13,8 +13,10 @@ struct PairBackwardTile {
     Rows rows;
     Pair *query, *gradient;              // (pairs of D × V·LANES), (pairs of Dv × V·LANES)
     Pair *query_twice, *gradient_twice;  // (V·LANES × D), (V·LANES × Dv), each number twice
-    float* query_sums;                   // (D × V·LANES)
-    float lse[TILE], correction[TILE];   // lse in units of log 2
+    float *query_sums, *query_totals;    // (D × V·LANES), of a run of keys, and of those before or null
+    float lse[TILE], correction[TILE], missing[TILE];  // as in backward.h
+    bool misses;                                       // whether `missing` is more than the rounding of weights
+    int64_t summed;                                    // keys of this run
 };
 
 struct PairBackwardRoom {
@@ -68,7 +70,7 @@ static void sums_behind(const Problem& p, const Unit<PairBackwardTile>& unit, co
 }
 
 // Scores and dp to weights and ds in their places, as pairs. If not PLAIN, there may be dropout, scores may be weights
-// already, and ds may have to stay a number for now.
+// already, ds may have to stay a number for now, and weights may miss a factor.
 template <int V, bool PLAIN>
 static void differentiate_pairs(const Problem& p, const Unit<PairBackwardTile>& unit, int64_t batch, bool weighed,
                                 bool numbers, float* weights, float* gradients, DueProducts& due) {
@@ -86,6 +88,7 @@ static void differentiate_pairs(const Problem& p, const Unit<PairBackwardTile>& 
                 const int64_t place = ((j + t) * V + v) * LANES;
                 Floats weight = load(weights + place), x = load(gradients + place);
                 if (PLAIN || !weighed) weight = exp2_of_weight(weight * factor - lse);
+                if (!PLAIN) weight *= load(tile.missing + v * LANES);
                 if (drop) x = only_where(kept[t], x * p.kept_factor);
                 x = weight * (x - correction);
                 if (drop) weight = only_where(kept[t], weight * p.kept_factor);
@@ -99,8 +102,11 @@ static void differentiate_pairs(const Problem& p, const Unit<PairBackwardTile>& 
 template <int V>
 static void finish_gradients(const Problem& p, const Unit<PairBackwardTile>& unit, int64_t batch, const float* slopes,
                              float* gradients) {
-    if (p.bias_gradient.data)
-        add_to_bias_gradient<V>(p, unit.tile->rows, batch, unit.start, unit.start + unit.count, gradients);
+    if (p.bias_gradient.data) {
+        float factors[TILE];  // which the weights had already
+        for (float& factor : factors) factor = 1;
+        add_to_bias_gradient<V>(p, unit.tile->rows, batch, unit.start, unit.start + unit.count, gradients, factors);
+    }
     for (int64_t place = 0; place < unit.count * V * LANES; place += LANES) {
         Floats x = load(gradients + place);
         if (p.softcap != 0) x *= load(slopes + place);
@@ -113,7 +119,7 @@ static void attend_back_pairs(const Problem& p, const Unit<PairBackwardTile>& un
                               const PairBackwardRoom& room, DueProducts& due) {
     float *weights = room.weights[unit.slot], *gradients = room.gradients[unit.slot];
     const bool numbers = p.softcap != 0 || p.bias_gradient.data;
-    if (weighed || numbers || p.drop_below)
+    if (weighed || numbers || p.drop_below || unit.tile->misses)
         differentiate_pairs<V, false>(p, unit, batch, weighed, numbers, weights, gradients, due);
     else
         differentiate_pairs<V, true>(p, unit, batch, false, false, weights, gradients, due);
@@ -122,7 +128,7 @@ static void attend_back_pairs(const Problem& p, const Unit<PairBackwardTile>& un
 
 static int64_t pair_tile_floats(const Problem& p) {
     const int64_t width = lanes_up(p.dim), value_width = lanes_up(p.value_dim);
-    return TILE * (pairs_up(p.dim) + pairs_up(p.value_dim) + 2 * width + value_width) + 5 * 16;
+    return TILE * (pairs_up(p.dim) + pairs_up(p.value_dim) + 3 * width + value_width) + 6 * 16;
 }
 
 static int64_t pair_tiles_at_once(const Problem& p) {
@@ -142,12 +148,16 @@ static void prepare_pairs(const Problem& p, int64_t batch, PairBackwardTile& til
     tile.query_twice = take_pairs(scratch, lanes_up(p.dim) * lanes);
     tile.gradient_twice = take_pairs(scratch, lanes_up(p.value_dim) * lanes);
     tile.query_sums = take(scratch, height * lanes);
+    tile.query_totals = p.keys > PAIR_RUN ? take(scratch, height * lanes) : nullptr;
+    tile.summed = 0;
     rows_to_pairs(p.query, tile.rows, batch, p.dim, pairs_up(p.dim), false, tile.query);
     rows_to_pairs(p.output_gradient, tile.rows, batch, p.value_dim, pairs_up(p.value_dim), false, tile.gradient);
     rows_twice(p.query, tile.rows, batch, p.dim, tile.query_twice);
     rows_twice(p.output_gradient, tile.rows, batch, p.value_dim, tile.gradient_twice);
-    memset(tile.query_sums, 0, static_cast<size_t>(height * lanes) * sizeof(float));
-    correct<BFloat16>(p, batch, tile.rows, tile.lse, tile.correction);
+    clear_query_sums(tile, height * lanes);
+    correct<BFloat16>(p, batch, tile.rows, tile.lse, tile.correction, tile.missing);
+    tile.misses = false;
+    for (const float factor : tile.missing) tile.misses = tile.misses || fabsf(factor - 1) > 0x1p-13f;
 }
 
 // A few tiles of rows against all the keys they see.
@@ -180,6 +190,11 @@ static void backward_tiles(const Problem& p, const Task& task, PairBackwardTile*
         by_vectors(now.tile->rows.vectors,
                    [&](auto v) { attend_back_pairs<v.value>(p, now, task.batch, weighed, room, due); });
         due.finish_all();
+        if (now.tile->summed + now.count > PAIR_RUN) {
+            end_query_run(*now.tile, height_up(p.dim) * now.tile->rows.vectors * LANES);
+            now.tile->summed = 0;
+        }
+        now.tile->summed += now.count;
         sums_behind(p, now, room, sums, due);
         now = next;
     }
@@ -211,6 +226,6 @@ void backward_typed<BFloat16>(const Problem& p, const Task& task, float* sums, f
         backward_tiles(p, task, tiles, count, room, sums);
         for (float& factor : factors) factor = p.scale;
         for (int64_t n = 0; n < count; n++)
-            lanes_to_rows<BFloat16>(tiles[n].query_sums, tiles[n].rows, task.batch, p.dim, factors, p.query_gradient);
+            write_query_gradient<BFloat16>(p, task.batch, tiles[n], height_up(p.dim), factors);
     }
 }

@@ -1,13 +1,15 @@
 // Few queries, as in decoding: keys and values are read once, in the order in which they lie, and the features are in
 // the lanes. The keys of a head may be split between threads: each leaves a partial result, and `merge` joins them.
 //
-// A partial result is, for every row, its peak (in units of log 2), its sum, and its output that is not yet normalised.
+// A partial result is, for every row, its peak (in units of log 2), its sum, and its output that is not yet normalised;
+// and behind these the total of the outputs before the last chunks.
 
 constexpr int CHUNK = 64;  // keys whose scores are known before their values are read
+constexpr int CHUNKS = 8;  // whose outputs are added up before they go to a total
 
-static int64_t partial_size(const Problem& p) { return p.folded_rows() * (2 + lanes_up(p.value_dim)) + 16; }
+static int64_t partial_size(const Problem& p) { return p.folded_rows() * (2 + 2 * lanes_up(p.value_dim)) + 16; }
 
-static int64_t decode_scratch(const Problem& p) { return p.folded_rows() * lanes_up(p.dim) + 16; }
+[[maybe_unused]] static int64_t decode_scratch(const Problem& p) { return p.folded_rows() * lanes_up(p.dim) + 16; }
 
 INLINE float* partial_output(const Problem& p, float* partial) { return partial + round_up(2 * p.folded_rows(), 16); }
 
@@ -108,13 +110,24 @@ static void score_chunk(const Problem& p, const Rows& rows, int64_t batch, int64
             const int32_t last = static_cast<int32_t>(smaller(rows.last[row], start + count));
             Floats x = dot[r];
             x = p.softcap != 0 ? tanh(x * (p.scale / p.softcap)) * (p.softcap * LOG2E) : x * (p.scale * LOG2E);
-            if (dense) x = add_mask(x, mask_row(p, batch, rows.head[row], rows.row[row], start + j, there));
+            if (dense) x = add_mask(rounded(x), mask_row(p, batch, rows.head[row], rows.row[row], start + j, there));
             x = ((column >= rows.first[row]) & (column < last)) ? x : splat(-INFINITY);
             peaks[r] = larger(x, peaks[r]);
             store(scores[r] + j, x);
         }
     }
     for (int r = 0; r < R; r++) best[r] = peak(peaks[r]);
+}
+
+// Adds the outputs of the last chunks to their total, which takes their place if that was all.
+static void add_to_totals(const Problem& p, float* partial, bool all) {
+    const int64_t floats = p.folded_rows() * lanes_up(p.value_dim);
+    float *output = partial_output(p, partial), *total = output + floats;
+    for (int64_t place = 0; place < floats; place += LANES) {
+        const Floats sum = load(total + place) + load(output + place);
+        store(total + place, sum);
+        store(output + place, all ? sum : Floats{});
+    }
 }
 
 // Adds the keys [start, start + count) to the partial results of R rows from `first` on.
@@ -131,8 +144,11 @@ static void decode_chunk(const Problem& p, const Rows& rows, int64_t batch, int6
         seen = seen || best[r] != -INFINITY;
         if (best[r] > peaks[r]) {
             const float fade = exp2(splat(peaks[r] - best[r]))[0];
-            for (int64_t d = 0; d < width; d += LANES)
-                store(output + r * width + d, load(output + r * width + d) * fade);
+            for (int64_t d = 0; d < width; d += LANES) {
+                float *place = output + r * width + d, *total = place + p.folded_rows() * width;
+                store(place, load(place) * fade);
+                store(total, load(total) * fade);
+            }
             totals[r] *= fade;
             peaks[r] = best[r];
         }
@@ -153,13 +169,15 @@ static void decode_typed(const Problem& p, const Task& task, float* partial, flo
     Rows rows;
     describe_rows(p, b, h, 0, count, rows);
     memset(scratch, 0, static_cast<size_t>(count * width) * sizeof(float));
-    memset(partial_output(p, partial), 0, static_cast<size_t>(count * lanes_up(p.value_dim)) * sizeof(float));
+    memset(partial_output(p, partial), 0, static_cast<size_t>(2 * count * lanes_up(p.value_dim)) * sizeof(float));
     for (int64_t r = 0; r < count; r++) {
         partial[r] = LOWEST, partial[count + r] = 0;
         widen_rows(p.query.at<T>(b, rows.head[r], rows.row[r]), 0, 1, p.dim, scratch + r * width, width, 1);
     }
     const int64_t stop = smaller(task.key_stop, rows.highest_last);
-    for (int64_t start = larger(task.key_start, rows.lowest_first); start < stop; start += CHUNK) {
+    const int64_t first = larger(task.key_start, rows.lowest_first), run = CHUNKS * CHUNK;
+    for (int64_t start = first; start < stop; start += CHUNK) {
+        if (start > first && (start - first) % run == 0) add_to_totals(p, partial, false);
         const int64_t there = smaller(CHUNK, stop - start);
         int64_t r = 0;
         const auto add = [&](auto together) {
@@ -170,6 +188,7 @@ static void decode_typed(const Problem& p, const Task& task, float* partial, flo
         if (count - r >= 2) add(Number<2>());
         if (count > r) add(Number<1>());
     }
+    if (stop - first > run) add_to_totals(p, partial, true);
 }
 
 // Joins the partial results of one key/value head and writes outputs and lse.

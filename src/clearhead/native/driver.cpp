@@ -22,7 +22,10 @@ constexpr int64_t FEW_ROWS_OF_PAIRS = 5;     // or beyond these if they multiply
 constexpr int64_t FEW_ROWS_AND_KEYS = 4;     // or beyond these with at most
 constexpr int64_t FEW_KEYS = 16;
 constexpr int64_t FEWEST_KEYS = 256;         // of one part of a head
+constexpr int64_t MOST_KEYS = 2048;          // of the same, so that no sum is long
 constexpr int64_t KEYS_OF_PART = 1024;       // of a backward pass in parts of the keys
+constexpr int64_t TILES_OF_RUN = 128;        // whose sums over rows are added up before they go to a total,
+constexpr int64_t ITEMS_OF_RUN = 64;         // or items of a batch, where they share a bias
 constexpr int64_t STATISTICS_TASKS = 88;     // with sums over rows, whatever the threads: their grouping decides about bits
 constexpr int64_t COLUMN_FLOATS = 4 * 1024 * 1024;  // of all their sums, if one task a head does not take more
 constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
@@ -204,9 +207,9 @@ class WholeMasks {
 };
 
 // Rows so few that a tile would be mostly empty.
-bool has_few_rows(const Kernels& kernels, const Problem& p) {
+bool decodes(const Kernels& kernels, const Problem& p) {
     const bool pairs = kernels.pairs && p.type == Type::bfloat16;
-    return p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS);
+    return !p.drop_below && p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS);
 }
 
 // Few rows: reading keys and values is what takes time, and all threads read.
@@ -215,8 +218,8 @@ bool run_decoding(const Kernels& kernels, const Problem& p, int64_t threads) {
     int64_t parts = heads % threads == 0 || heads >= 2 * TASKS_PER_THREAD * threads
                         ? 1
                         : divide_up(TASKS_PER_THREAD * threads, heads);
-    const int64_t most = divide_up(p.keys, FEWEST_KEYS);
-    parts = parts < most ? parts : most > 0 ? most : 1;
+    const int64_t most = divide_up(p.keys, FEWEST_KEYS), least = divide_up(p.keys, MOST_KEYS);
+    parts = parts < least ? least : parts < most ? parts : most > 0 ? most : 1;
     const int64_t step = divide_up(p.keys, parts);
     if (parts == 1)
         return share(heads, threads, floats + size, [&](int64_t head, float* memory) {
@@ -237,35 +240,56 @@ bool run_decoding(const Kernels& kernels, const Problem& p, int64_t threads) {
     return enough;
 }
 
+// Adds the sums of a run to a total, and begins the next.
+void end_run(float* sums, int64_t count, float* total) {
+    add(sums, count, total);
+    memset(sums, 0, static_cast<size_t>(count) * sizeof(float));
+}
+
+// Rows whose sums dk and dv are added up before they go to a total.
+int64_t rows_of_run(const Kernels& kernels, const Problem& p) {
+    return run_length(divide_up(p.folded_rows(), kernels.tile_rows), TILES_OF_RUN) * kernels.tile_rows;
+}
+
+// The backward pass of some rows run by run; behind the sums of a run, which are zero, there are those of the runs before.
+void backward_in_runs(const Kernels& kernels, const Problem& p, const WholeMasks& masks, Task task, float* sums,
+                      float* scratch) {
+    const int64_t run = rows_of_run(kernels, p), size = kernels.sums_size(p), first = task.row_start, last = task.row_stop;
+    for (int64_t start = first; start < last; start += run) {
+        if (start > first) end_run(sums, size, sums + size);
+        task.row_start = start, task.row_stop = start + run < last ? start + run : last;
+        task.masks = masks.of(task.batch, start);
+        kernels.backward(p, task, sums, scratch);
+    }
+}
+
 // The backward pass of `heads` key/value heads, counted through the batch, from the first one on.
 bool run_backward_of(const Kernels& kernels, const Problem& p, const WholeMasks& masks, int64_t first, int64_t heads,
                      int64_t threads) {
     const int64_t rows = p.folded_rows(), parts = parts_of_backward(kernels, p, heads, threads);
     const int64_t step = divide_up(divide_up(rows, parts), kernels.tile_rows) * kernels.tile_rows;
-    const int64_t floats = kernels.backward_scratch(p, step), size = kernels.sums_size(p);
+    const int64_t levels = step > rows_of_run(kernels, p) ? 2 : 1;
+    const int64_t floats = kernels.backward_scratch(p, step), size = levels * kernels.sums_size(p);
     const size_t bytes = static_cast<size_t>(size) * sizeof(float);
     if (parts == 1)
         return share(heads, threads, floats + size + 16, [&](int64_t index, float* memory) {
-            const int64_t head = first + index;
+            const int64_t batch = (first + index) / p.kv_heads, head = (first + index) % p.kv_heads;
             float* sums = memory + divide_up(floats, 16) * 16;
             memset(sums, 0, bytes);
-            const int64_t batch = head / p.kv_heads;
-            kernels.backward(p, {batch, head % p.kv_heads, 0, rows, 0, p.keys, masks.of(batch, 0)}, sums, memory);
-            kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, sums, 1);
+            backward_in_runs(kernels, p, masks, {batch, head, 0, rows, 0, p.keys, nullptr}, sums, memory);
+            kernels.write_sums(p, batch, head, sums, levels);
         });
     float* all = static_cast<float*>(calloc(static_cast<size_t>(heads * parts), bytes));
     if (!all) return bytes == 0;
     bool enough = share(heads * parts, threads, floats, [&](int64_t index, float* memory) {
         const int64_t head = first + index % heads, part = parts - 1 - index / heads, start = part * step;
         const int64_t stop = start + step < rows ? start + step : rows;
-        if (start < stop)
-            kernels.backward(p, {head / p.kv_heads, head % p.kv_heads, start, stop, 0, p.keys,
-                                 masks.of(head / p.kv_heads, start)},
-                             all + (index % heads * parts + part) * size, memory);
+        backward_in_runs(kernels, p, masks, {head / p.kv_heads, head % p.kv_heads, start, stop, 0, p.keys, nullptr},
+                         all + (index % heads * parts + part) * size, memory);
     });
     enough = enough && share(heads, threads, 16, [&](int64_t index, float*) {
                  const int64_t head = first + index;
-                 kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, all + index * parts * size, parts);
+                 kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, all + index * parts * size, parts * levels);
              });
     free(all);
     return enough;
@@ -276,51 +300,81 @@ bool run_backward_of(const Kernels& kernels, const Problem& p, const WholeMasks&
 class PartSums {
   public:
     PartSums(const Problem& p, const Statistics& s, int64_t parts, int64_t step)
-        : p_(p), s_(s), parts_(parts), step_(step), columns_(s.received ? 2 * columns_of(p) : 0) {
-        const int64_t heads = p.batch * p.heads, map = s.map ? heads * (s.map_rows + parts) * s.map_columns : 0;
-        maps_ = heads * parts * columns_;
-        memory_ = static_cast<float*>(calloc(static_cast<size_t>(maps_ + map + 1), sizeof(float)));
+        : p_(p), s_(s), parts_(parts), step_(step), columns_(s.received ? columns_of(p) : 0) {
+        const int64_t heads = p.batch * p.heads, cells = (heads * (s.map_rows + parts) + s.map_rows) * s.map_columns;
+        memory_ = static_cast<float*>(calloc(static_cast<size_t>(3 * heads * parts * columns_ + 1), sizeof(float)));
+        maps_ = static_cast<double*>(calloc(static_cast<size_t>(s.map ? cells : 0) + 1, sizeof(double)));
     }
-    ~PartSums() { free(memory_); }
+    ~PartSums() {
+        free(memory_);
+        free(maps_);
+    }
     PartSums(const PartSums&) = delete;
 
-    bool enough() const { return memory_ != nullptr; }
+    bool enough() const { return memory_ && maps_; }
 
     TaskSums of(int64_t head, int64_t part) const {
         TaskSums sums = {};
-        if (s_.received) sums.received = memory_ + (head * parts_ + part) * columns_;
-        if (s_.received) sums.viewers = sums.received + columns_of(p_);
+        if (s_.received) {
+            sums.received = memory_ + 3 * (head * parts_ + part) * columns_;
+            sums.lost = sums.received + columns_;
+            sums.viewers = sums.lost + columns_;
+        }
         if (!s_.map) return sums;
         sums.first_map_row = s_.map_row(p_, part * step_);
         // The last row of one part may go to the same row of the map as the first of the next.
         const int64_t row = head * (s_.map_rows + parts_) + sums.first_map_row + part;
-        sums.map = memory_ + maps_ + row * s_.map_columns;
+        sums.map = maps_ + row * s_.map_columns;
         return sums;
     }
 
     void add_up() const {
-        for (int64_t index = 0; index < p_.batch * p_.heads * parts_; index++) {
-            const int64_t head = index / parts_, part = index % parts_;
-            const TaskSums own = of(head, part);
-            if (s_.received) add(own.received, p_.keys, s_.received + head * p_.keys);
-            if (s_.received) add(own.viewers, p_.keys, s_.viewers + head * p_.keys);
-            if (s_.map) join_maps(own, head, part);
+        for (int64_t head = 0; head < p_.batch * p_.heads; head++) {
+            for (int64_t j = 0; s_.received && j < p_.keys; j += KEYS) add_up_keys(head, j);
+            if (s_.map) add_up_map(head);
         }
     }
 
   private:
-    void join_maps(const TaskSums& own, int64_t head, int64_t part) const {
-        const int64_t stop = (part + 1) * step_ < p_.rows ? (part + 1) * step_ : p_.rows;
-        const int64_t count = (s_.map_row(p_, stop - 1) + 1 - own.first_map_row) * s_.map_columns;
-        float* to = s_.map + (head * s_.map_rows + own.first_map_row) * s_.map_columns;
-        if (!s_.map_peaks) return add(own.map, count, to);
-        for (int64_t i = 0; i < count; i++) to[i] = own.map[i] > to[i] || own.map[i] != own.map[i] ? own.map[i] : to[i];
+    static constexpr int64_t KEYS = 16;  // at once; behind the last there is room for as many
+
+    void add_up_keys(int64_t head, int64_t start) const {
+        double received[KEYS] = {}, viewers[KEYS] = {};
+        for (int64_t part = 0; part < parts_; part++) {
+            const float* own = memory_ + 3 * (head * parts_ + part) * columns_ + start;
+            for (int64_t j = 0; j < KEYS; j++) {
+                received[j] += static_cast<double>(own[j]) + own[j + columns_];
+                viewers[j] += own[j + 2 * columns_];
+            }
+        }
+        for (int64_t j = start; j < p_.keys && j < start + KEYS; j++) {
+            s_.received[head * p_.keys + j] = static_cast<float>(received[j - start]);
+            s_.viewers[head * p_.keys + j] = static_cast<float>(viewers[j - start]);
+        }
+    }
+
+    void add_up_map(int64_t head) const {
+        const int64_t cells = s_.map_rows * s_.map_columns;
+        double* total = maps_ + p_.batch * p_.heads * (s_.map_rows + parts_) * s_.map_columns;  // behind all maps
+        memset(total, 0, static_cast<size_t>(cells) * sizeof(double));
+        for (int64_t part = 0; part < parts_; part++) {
+            const TaskSums own = of(head, part);
+            const int64_t stop = (part + 1) * step_ < p_.rows ? (part + 1) * step_ : p_.rows;
+            const int64_t count = (s_.map_row(p_, stop - 1) + 1 - own.first_map_row) * s_.map_columns;
+            double* to = total + own.first_map_row * s_.map_columns;
+            for (int64_t i = 0; i < count; i++) {
+                const double x = own.map[i];
+                to[i] = !s_.map_peaks ? to[i] + x : x > to[i] || x != x ? x : to[i];
+            }
+        }
+        for (int64_t i = 0; i < cells; i++) s_.map[head * cells + i] = static_cast<float>(total[i]);
     }
 
     const Problem& p_;
     const Statistics& s_;
-    int64_t parts_, step_, columns_, maps_;
-    float* memory_;
+    int64_t parts_, step_, columns_;  // columns: of one sum over rows
+    float* memory_;                   // of each part received, lost and viewers
+    double* maps_;
 };
 
 // Whether a tile holds all rows of a head, the keys are many, and the parts of the keys are problems of their own.
@@ -363,7 +417,7 @@ void stay_alone_after_fork() {
 bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t rows = p.folded_rows(), heads = p.batch * p.kv_heads;
     if (rows == 0 || heads == 0) return true;
-    if (has_few_rows(kernels, p) && !p.drop_below) return run_decoding(kernels, p, threads);
+    if (decodes(kernels, p)) return run_decoding(kernels, p, threads);
     const SharedMasks masks(kernels, p);
     int64_t shared_step = rows_of_task(kernels, p, threads);
     const int64_t step = shared_step, parts = divide_up(rows, step), most = runs_at_once(masks, shared_step, threads);
@@ -376,16 +430,26 @@ bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
     });
 }
 
-bool run_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
+bool run_backward(const Kernels& kernels, const Problem& problem, int64_t threads) {
+    Problem p = problem;
+    p.few = decodes(kernels, p);
     const int64_t heads = p.batch * p.kv_heads;
     if (heads == 0) return true;
     if (goes_by_keys(kernels, p)) return run_backward_by_keys(kernels, p, threads);
     const WholeMasks masks(kernels, p, threads);
     if (!p.bias_gradient.data || p.bias_gradient.batch || p.batch < 2)
         return run_backward_of(kernels, p, masks, 0, heads, threads);
-    bool enough = true;  // batch items that add to the same gradient of a bias do so one after the other
-    for (int64_t head = 0; enough && head < heads; head += p.kv_heads)
-        enough = run_backward_of(kernels, p, masks, head, p.kv_heads, threads);
+    // Batch items that add to the same gradient of a bias do so one after the other.
+    const int64_t run = run_length(p.batch, ITEMS_OF_RUN), count = p.heads * p.rows * p.keys;
+    float *sums = static_cast<float*>(p.bias_gradient.data), *total = nullptr;
+    if (p.batch > run) total = static_cast<float*>(calloc(static_cast<size_t>(count), sizeof(float)));
+    bool enough = p.batch <= run || total || count == 0;
+    for (int64_t item = 0; enough && item < p.batch; item++) {
+        if (item > 0 && item % run == 0) end_run(sums, count, total);
+        enough = run_backward_of(kernels, p, masks, item * p.kv_heads, p.kv_heads, threads);
+    }
+    if (total) add(total, count, sums);
+    free(total);
     return enough;
 }
 
@@ -393,7 +457,7 @@ bool run_statistics(const Kernels& kernels, const Problem& p, const Statistics& 
     const int64_t heads = p.batch * p.heads;
     if (heads == 0 || p.rows == 0) return true;
     const int64_t together = s.averages(p) ? p.heads : 1, groups = heads / together;  // heads that add to the same rows
-    const int64_t fitting = COLUMN_FLOATS / (2 * together * columns_of(p)) + 1;
+    const int64_t fitting = COLUMN_FLOATS / (3 * together * columns_of(p)) + 1;
     const int64_t most = s.received || s.map ? STATISTICS_TASKS : threads > 1 ? TASKS_PER_THREAD * threads : 1;
     const int64_t tiles = divide_up(p.rows, kernels.tile_rows);
     const int64_t wanted = divide_up(fitting < most ? fitting : most, groups);

@@ -3,8 +3,49 @@
 struct Tile {
     Rows rows;
     float *query, *output;  // (D × V·LANES), (Dv × V·LANES): rows in the lanes
+    float *total;           // as the output, of the runs before this one; null where there is but one
     float peak[TILE], sum[TILE];
+    float total_peak[TILE], total_sum[TILE];
 };
+
+// Empties the sums of a tile, whose outputs are of so many floats.
+template <class SomeTile>
+static void clear_sums(SomeTile& tile, int64_t floats) {
+    memset(tile.output, 0, static_cast<size_t>(floats) * sizeof(float));
+    if (tile.total) memset(tile.total, 0, static_cast<size_t>(floats) * sizeof(float));
+    for (int lane = 0; lane < TILE; lane++) {
+        tile.peak[lane] = tile.total_peak[lane] = LOWEST;
+        tile.sum[lane] = tile.total_sum[lane] = 0;
+    }
+}
+
+// Adds the total, scaled to the peaks of this run, to the sums of the run.
+template <class SomeTile>
+static void add_total(SomeTile& tile, int64_t floats) {
+    if (!tile.total) return;
+    const int64_t lanes = tile.rows.vectors * LANES;
+    for (int64_t lane = 0; lane < lanes; lane += LANES) {
+        const Floats fade = exp2(load(tile.total_peak + lane) - load(tile.peak + lane));
+        store(tile.sum + lane, load(tile.sum + lane) + load(tile.total_sum + lane) * fade);
+        for (int64_t place = lane; place < floats; place += lanes)
+            store(tile.output + place, load(tile.output + place) + load(tile.total + place) * fade);
+    }
+}
+
+// Adds the sums of a run to the total, and begins the next.
+template <class SomeTile>
+static void end_run(SomeTile& tile, int64_t floats) {
+    add_total(tile, floats);
+    float* total = tile.output;
+    tile.output = tile.total, tile.total = total;
+    memset(tile.output, 0, static_cast<size_t>(floats) * sizeof(float));
+    memcpy(tile.total_peak, tile.peak, sizeof tile.peak);
+    memcpy(tile.total_sum, tile.sum, sizeof tile.sum);
+    memset(tile.sum, 0, sizeof tile.sum);
+}
+
+// Whether sums over the keys are of more than one run.
+INLINE bool has_totals(const Problem& p) { return p.keys > RUN * BLOCK; }
 
 // Scores in units of log 2, into `to`; returns the peaks of the rows, which stay in memory: the sums need every register.
 template <int V, Extra EXTRA, bool CAPPED>
@@ -20,7 +61,7 @@ INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) {
                 const int64_t place = ((j + t) * V + v) * LANES;
-                Floats x = acc[t][v] * factor;
+                Floats x = rounded(acc[t][v] * factor);
                 if (CAPPED) x = tanh(x) * (p.softcap * LOG2E);
                 x = masked<EXTRA, V>(x, looked, j + t, v);
                 peaks[v] = larger(x, peaks[v]);
@@ -39,19 +80,18 @@ static void score_any(const Problem& p, const Tile& tile, const float* keys, int
     });
 }
 
-// Scores to weights in place, against the new peaks; their sums are added to `sums`.
+// Scores to weights in place, against the new peaks; and their sums.
 template <int V>
 INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int64_t key, int64_t count, float* weights,
                          const Floats (&peaks)[V], Floats (&sums)[V]) {
+    for (int v = 0; v < V; v++) sums[v] = Floats{};
     for (int64_t j = 0; j < count; j += GROUP) {
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
             Floats x[GROUP];
 #pragma GCC unroll 8
-            for (int t = 0; t < GROUP; t++) {
-                x[t] = exp2(load(weights + ((j + t) * V + v) * LANES) - peaks[v]);
-                sums[v] += x[t];
-            }
+            for (int t = 0; t < GROUP; t++) x[t] = exp2(load(weights + ((j + t) * V + v) * LANES) - peaks[v]);
+            sums[v] += ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
             if (p.drop_below) {
                 Ints kept[GROUP];
                 draw_kept(p, tile.rows, batch, v, key + j, kept);
@@ -73,27 +113,23 @@ static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, i
     Floats before[V], peaks[V], sums[V], fade[V];
     for (int v = 0; v < V; v++) before[v] = peaks[v] = load(tile.peak + v * LANES);
     score_any<V>(p, tile, keys, count, looked, next, weights, peaks);
-    for (int v = 0; v < V; v++) {
-        fade[v] = exp2(before[v] - peaks[v]);
-        sums[v] = load(tile.sum + v * LANES) * fade[v];
-    }
     exponentiate<V>(p, tile, batch, start, count, weights, peaks, sums);
     for (int v = 0; v < V; v++) {
+        fade[v] = exp2(before[v] - peaks[v]);
         store(tile.peak + v * LANES, peaks[v]);
-        store(tile.sum + v * LANES, sums[v]);
+        store(tile.sum + v * LANES, load(tile.sum + v * LANES) * fade[v] + sums[v]);
     }
     for (int64_t d = 0; d < width; d += STEP) {
-        Floats acc[STEP][V];
+        Floats acc[STEP][V] = {};
         float* output = tile.output + d * V * LANES;
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) acc[t][v] = load(output + (t * V + v) * LANES) * fade[v];
         multiply<false>(acc, values + d, width, weights, V * LANES, count);
 #pragma GCC unroll 8
         for (int t = 0; t < STEP; t++)
 #pragma GCC unroll 4
-            for (int v = 0; v < V; v++) store(output + (t * V + v) * LANES, acc[t][v]);
+            for (int v = 0; v < V; v++) {
+                float* place = output + (t * V + v) * LANES;
+                store(place, load(place) * fade[v] + acc[t][v]);
+            }
     }
 }
 
@@ -101,12 +137,12 @@ static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, i
 INLINE float finish_row(const Problem& p, int64_t batch, int64_t head, int64_t row, float peak, float sum) {
     float factor = sum == 0 ? 0 : p.kept_factor / sum;
     if (!p.lse && !p.sinks) return factor;
-    const float without = sum == 0 ? -INFINITY : peak == LOWEST ? LOWEST : peak * LN2 + logf(sum);
-    float lse = without;
+    const double without = sum == 0 ? -INFINITY : peak == LOWEST ? LOWEST : peak * LN_OF_2 + log(sum);
+    double lse = without;
     if (p.sinks) {
-        const float sink = p.sinks[head], top = without > sink ? without : sink;
-        lse = top + logf(expf(without - top) + expf(sink - top));
-        factor *= expf(without - lse);
+        const double sink = p.sinks[head], top = without > sink ? without : sink;
+        lse = top + log(exp(without - top) + exp(sink - top));
+        factor *= static_cast<float>(exp(without - lse));
     }
     if (p.lse) p.lse[(batch * p.heads + head) * p.rows + row] = lse;
     return factor;
@@ -125,7 +161,8 @@ static void finish(const Problem& p, const SomeTile& tile, int64_t batch) {
 template <class T>
 static int64_t forward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t width = round_up(p.value_dim, STEP), rows = round_up(task_rows, TILE);
-    return (BLOCK + GROUP) * (p.dim + width) + rows * (p.dim + width) + BLOCK * TILE + LOOK_FLOATS + 6 * 16;
+    const int64_t of_rows = rows * (p.dim + width + (has_totals(p) ? width : 0));
+    return (BLOCK + GROUP) * (p.dim + width) + of_rows + BLOCK * TILE + LOOK_FLOATS + 6 * 16;
 }
 
 INLINE float* take(float*& scratch, int64_t count) {
@@ -151,12 +188,15 @@ static void forward_typed(const Problem& p, const Task& task, float* scratch) {
         tile.query = take(scratch, p.dim * lanes);
         tile.output = take(scratch, width * lanes);
         rows_to_lanes<T>(p.query, tile.rows, b, p.dim, 1, tile.query);
-        memset(tile.output, 0, static_cast<size_t>(width * lanes) * sizeof(float));
-        for (int lane = 0; lane < TILE; lane++) tile.peak[lane] = LOWEST, tile.sum[lane] = 0;
+        tile.total = has_totals(p) ? take(scratch, width * lanes) : nullptr;
+        clear_sums(tile, width * lanes);
         key_start = smaller(key_start, tile.rows.lowest_first);
         key_stop = larger(key_stop, tile.rows.highest_last);
     }
-    for (int64_t block = key_start / BLOCK * BLOCK; block < key_stop; block += BLOCK) {
+    const int64_t first = key_start / BLOCK * BLOCK, run = run_length((key_stop - first) / BLOCK) * BLOCK;
+    for (int64_t block = first; block < key_stop; block += BLOCK) {
+        for (int64_t n = 0; n < count && block > first && (block - first) % run == 0; n++)
+            end_run(tiles[n], width * tiles[n].rows.vectors * LANES);
         const int64_t end = smaller(block + BLOCK, p.keys), padded = round_up(end - block, GROUP);
         widen_rows(p.key.at<T>(b, task.kv_head, block), p.key.row, end - block, p.dim, keys, p.dim, padded);
         widen_rows(p.value.at<T>(b, task.kv_head, block), p.value.row, end - block, p.value_dim, values, width, padded);
@@ -173,5 +213,8 @@ static void forward_typed(const Problem& p, const Task& task, float* scratch) {
             });
         }
     }
-    for (int64_t n = 0; n < count; n++) finish<T>(p, tiles[n], b);
+    for (int64_t n = 0; n < count; n++) {
+        add_total(tiles[n], width * tiles[n].rows.vectors * LANES);
+        finish<T>(p, tiles[n], b);
+    }
 }

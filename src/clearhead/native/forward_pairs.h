@@ -7,13 +7,16 @@
 
 constexpr int PAIR_BLOCK = 64;   // keys of a unit: what it works on lies in the nearest cache
 constexpr int PAIR_REACH = 512;  // keys that are laid out at once
+constexpr int PAIR_RUN = 1024;   // keys that are summed without a total: tile registers add to the sums there are
 constexpr float LEEWAY = 8;      // weights may grow to 2^LEEWAY before sums are scaled to a new peak
 
 struct PairTile {
     Rows rows;
     Pair* query;    // (pairs of D × V·LANES)
-    float* output;  // (Dv × V·LANES), height padded
+    float *output, *total;  // (Dv × V·LANES), height padded; null where there is but one run
     float peak[TILE], sum[TILE];
+    float total_peak[TILE], total_sum[TILE];
+    int64_t summed;  // keys of this run
 };
 
 struct PairRoom {
@@ -46,7 +49,7 @@ static void adjust(const Problem& p, const Unit<PairTile>& unit, float* scores) 
         for (int v = 0; v < V; v++) {
             float* score = scores + (j * V + v) * LANES;
             Floats x = load(score);
-            x = p.softcap != 0 ? tanh(x * (scale / p.softcap)) * (p.softcap * LOG2E) : x * (scale * LOG2E);
+            x = p.softcap != 0 ? tanh(x * (scale / p.softcap)) * (p.softcap * LOG2E) : rounded(x * (scale * LOG2E));
             store(score, masked<EXTRA, V>(x, unit.looked, j, v));
         }
 }
@@ -62,10 +65,11 @@ INLINE Floats exp2_of_weight(Floats x) {
     return y * power;
 }
 
-// Scores to pairs of weights in their place, exp2(factor · score − peak), whose sums are added to `sums`.
+// Scores to pairs of weights in their place, exp2(factor · score − peak), and their sums.
 template <int V, bool DROP, class Beside>
 INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t batch, float factor, float* scores,
                                const Floats (&peaks)[V], Floats (&sums)[V], const Beside& beside) {
+    for (int v = 0; v < V; v++) sums[v] = Floats{};
     for (int64_t j = 0; j < unit.count; j += GROUP)
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
@@ -126,19 +130,19 @@ static void weigh_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t ba
         else if (ahead.left_over())
             step(ahead);
     };
-    for (int v = 0; v < V; v++) peaks[v] = load(tile.peak + v * LANES), sums[v] = load(tile.sum + v * LANES);
+    for (int v = 0; v < V; v++) peaks[v] = load(tile.peak + v * LANES);
     if (p.drop_below)
         exponentiate_pairs<V, true>(p, unit, batch, factor, scores, peaks, sums, beside);
     else
         exponentiate_pairs<V, false>(p, unit, batch, factor, scores, peaks, sums, beside);
-    for (int v = 0; v < V; v++) store(tile.sum + v * LANES, sums[v]);
+    for (int v = 0; v < V; v++) store(tile.sum + v * LANES, load(tile.sum + v * LANES) + sums[v]);
 }
 
 template <>
 int64_t forward_scratch<BFloat16>(const Problem& p, int64_t task_rows) {
     const int64_t rows = round_up(task_rows, TILE), pairs = pairs_up(p.dim), height = height_up(p.value_dim);
     const int64_t of_reach = PAIR_REACH * (pairs + SIDES * height / 2), of_units = 2 * PAIR_BLOCK * TILE;
-    return of_reach + of_units + LOOK_FLOATS + rows * (pairs + height) + 16 * (7 + 2 * MOST_TILES);
+    return of_reach + of_units + LOOK_FLOATS + rows * (pairs + 2 * height) + 16 * (7 + 3 * MOST_TILES);
 }
 
 INLINE Pair* take_pairs(float*& scratch, int64_t count) { return reinterpret_cast<Pair*>(take(scratch, count)); }
@@ -155,8 +159,9 @@ static int64_t prepare_pairs(const Problem& p, const Task& task, PairTile* tiles
         tile.output = take(scratch, height * lanes);
         // A negative scale turns the queries round, so that the largest product is always the largest score.
         rows_to_pairs(p.query, tile.rows, task.batch, p.dim, pairs, p.scale < 0, tile.query);
-        memset(tile.output, 0, static_cast<size_t>(height * lanes) * sizeof(float));
-        for (int lane = 0; lane < TILE; lane++) tile.peak[lane] = LOWEST, tile.sum[lane] = 0;
+        tile.total = p.keys > PAIR_RUN ? take(scratch, height * lanes) : nullptr;
+        tile.summed = 0;
+        clear_sums(tile, height * lanes);
     }
     return count;
 }
@@ -198,9 +203,17 @@ void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch)
                    [&](auto v) { weigh_pairs<v.value>(p, now, task.batch, factor, scores, due, ahead); });
         finish(due);
         finish(ahead);
+        if (now.tile->summed + now.count > PAIR_RUN) {
+            end_run(*now.tile, height * now.tile->rows.vectors * LANES);
+            now.tile->summed = 0;
+        }
+        now.tile->summed += now.count;
         due = outputs_of(p, now, room);
         now = next;
     }
     finish(due);
-    for (int64_t n = 0; n < count; n++) finish<BFloat16>(p, tiles[n], task.batch);
+    for (int64_t n = 0; n < count; n++) {
+        add_total(tiles[n], height * tiles[n].rows.vectors * LANES);
+        finish<BFloat16>(p, tiles[n], task.batch);
+    }
 }

@@ -7,6 +7,7 @@ namespace ISA {
 #include "tile.h"
 #include "masks.h"
 #include "forward.h"
+#include "decode.h"
 #include "backward.h"
 #include "pairs.h"
 #include "pair_layouts.h"
@@ -25,12 +26,12 @@ static void forward(const Problem& p, const Task& task, float* scratch) {
 }
 
 static int64_t scratch_of_backward(const Problem& p, int64_t task_rows) {
-    if (p.type != Type::bfloat16) return avx512_kernels.backward_scratch(p, task_rows);
+    if (p.type != Type::bfloat16 || p.few) return avx512_kernels.backward_scratch(p, task_rows);
     return backward_scratch_of_pairs(p, task_rows);
 }
 
 static void backward(const Problem& p, const Task& task, float* sums, float* scratch) {
-    if (p.type != Type::bfloat16) return avx512_kernels.backward(p, task, sums, scratch);
+    if (p.type != Type::bfloat16 || p.few) return avx512_kernels.backward(p, task, sums, scratch);
     backward_typed<BFloat16>(p, task, sums, scratch);
 }
 

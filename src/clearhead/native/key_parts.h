@@ -34,8 +34,9 @@ inline void join_parts(const Problem& p, int64_t batch, int64_t kv_head, const f
         const int64_t head = kv_head * p.group() + r / p.rows, row = r % p.rows;
         float* to = p.query_gradient.at<float>(batch, head, row);
         for (int64_t d = 0; d < p.dim; d++) {
-            to[d] = 0;
-            for (int64_t n = 0; n < count; n++) to[d] += found[n * size + r * p.dim + d];
+            double total = 0;
+            for (int64_t n = 0; n < count; n++) total += found[n * size + r * p.dim + d];
+            to[d] = static_cast<float>(total);
         }
         p.correction[(batch * p.heads + head) * p.rows + row] = found[p.folded_rows() * p.dim + r];
     }

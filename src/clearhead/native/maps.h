@@ -27,9 +27,9 @@ static void write_weights(const Problem& p, const Statistics& s, const Sheet& sh
 }
 
 // Joins one column of a map's tiles with what each row has of it; NaN stays.
-static void join_column(const float* cells, const int64_t* tiles, int64_t count, bool peaks, int64_t columns, float* to) {
+static void join_column(const float* cells, const int64_t* tiles, int64_t count, bool peaks, int64_t columns, double* to) {
     for (int64_t lane = 0; lane < count; lane++) {
-        float& cell = to[tiles[lane] * columns];
+        double& cell = to[tiles[lane] * columns];
         const float x = cells[lane];
         cell = !peaks ? cell + x : x > cell || x != x ? x : cell;
     }

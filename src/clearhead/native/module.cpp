@@ -71,7 +71,7 @@ Problem read_problem(Arguments& args) {
     p.rows = args.integer(), p.keys = args.integer(), p.dim = args.integer(), p.value_dim = args.integer();
     p.scale = args.real(), p.softcap = args.real();
     p.query = args.matrix(), p.key = args.matrix(), p.value = args.matrix();
-    p.lse = args.pointer<float>(), p.sinks = args.pointer<const float>();
+    p.lse = args.pointer<double>(), p.sinks = args.pointer<const float>();
     p.low = args.integer(), p.high = args.integer(), p.stop = args.integer();
     p.first = args.pointer<const int32_t>(), p.last = args.pointer<const int32_t>();
     p.span_batch = args.integer(), p.span_row = args.integer();

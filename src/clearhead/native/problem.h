@@ -1,5 +1,6 @@
 // One attention request as the Python side hands it over: pointers, sizes and strides (in elements), nothing of torch.
 #pragma once
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -14,6 +15,15 @@
 namespace clearhead {
 
 enum class Type : int64_t { float32, bfloat16, float16 };
+
+// Long sums are sums of runs: blocks are added one by one to the sum of their run, runs to the total. With √n blocks in
+// each, rounding errors grow with √n and not with n.
+constexpr int64_t RUN = 32;  // fewer blocks need no total
+
+inline int64_t run_length(int64_t blocks, int64_t least = RUN) {
+    const int64_t root = static_cast<int64_t>(sqrt(static_cast<double>(blocks)));
+    return root < least ? least : root;
+}
 
 // (batch, head, row, column); columns of matrices are contiguous, those of masks need not be.
 struct View {
@@ -32,7 +42,7 @@ struct Problem {
     float scale, softcap;  // softcap 0: none
     View query, key, value, output;
     bool wide_output;    // the output is float32 whatever the type
-    float* lse;          // (B, H, L), natural logarithm; the forward pass takes null
+    double* lse;         // (B, H, L), natural logarithm; the forward pass takes null
     const float* sinks;  // (H), or null
 
     // Row i sees column j where i + low <= j <= i + high, j < stop, and first <= j < last if there are such arrays.
@@ -47,6 +57,7 @@ struct Problem {
     float kept_factor;
 
     // Of the backward pass.
+    bool few;  // whether the forward pass was `decode`
     View output_gradient, exact_output;  // exact_output: float32
     View query_gradient, key_gradient, value_gradient;
     View bias_gradient;         // float32, zero at first, every head its own rows and columns side by side; or null
@@ -78,8 +89,9 @@ struct Statistics {
 
 // Sums over the rows of one task, which are of one query head; null where nobody asks.
 struct TaskSums {
-    float *received, *viewers;  // what its keys receive from them, and how many of them see each key
-    float* map;                 // rows of the map from the one on that the task's first row goes to
+    float *received, *lost;  // what its keys receive from them, and the rounding errors of these sums
+    float* viewers;          // how many of them see each key
+    double* map;             // rows of the map from the one on that the task's first row goes to
     int64_t first_map_row;
 };
 

@@ -24,7 +24,9 @@ struct Sheet {
     int64_t start, stop;            // every key that any row may see, multiples of GROUP
     float *scores, *peaks;          // (keys × V·LANES), later the weights; (pieces × V·LANES)
     int32_t* seen;                  // of each block: whether any row sees any of it
+    int64_t summed;                 // blocks of this run
     float inner[TILE];              // Σ e^(s − peak) · (s − peak), in units of log 2
+    float total_inner[TILE];        // of the runs before
     float visible[TILE];            // how many keys each row sees
     float factor[TILE];             // from e^(s − peak) to p
     float counted[TILE];            // 1 for rows that sums over rows take in, else 0

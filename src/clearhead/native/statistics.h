@@ -92,18 +92,29 @@ static void mix_part(Sheet& sheet, const Part<T>& part, int64_t width) {
     const float* weights = sheet.at(part.start);
     for (int64_t d = 0; d < width; d += STEP) {
         fetch_next(part.next, d, STEP, width);
-        Floats acc[STEP][V];
+        Floats acc[STEP][V] = {};
         float* output = sheet.tile.output + d * V * LANES;
-#pragma GCC unroll 8
-        for (int t = 0; t < STEP; t++)
-#pragma GCC unroll 4
-            for (int v = 0; v < V; v++) acc[t][v] = load(output + (t * V + v) * LANES);
         multiply<false>(acc, part.rows + d, width, weights, V * LANES, part.count());
 #pragma GCC unroll 8
         for (int t = 0; t < STEP; t++)
 #pragma GCC unroll 4
-            for (int v = 0; v < V; v++) store(output + (t * V + v) * LANES, acc[t][v]);
+            for (int v = 0; v < V; v++) {
+                float* place = output + (t * V + v) * LANES;
+                store(place, load(place) + acc[t][v]);
+            }
     }
+}
+
+// Adds the sums of a run to the totals, and begins the next.
+static void end_sheet_run(Sheet& sheet, int64_t floats) {
+    end_run(sheet.tile, floats);
+    for (int lane = 0; lane < TILE; lane++) sheet.total_inner[lane] += sheet.inner[lane], sheet.inner[lane] = 0;
+    sheet.summed = 1;  // with the block that is about to be added
+}
+
+static void add_sheet_totals(Sheet& sheet, int64_t floats) {
+    add_total(sheet.tile, floats);
+    for (int lane = 0; lane < TILE; lane++) sheet.inner[lane] += sheet.total_inner[lane];
 }
 
 // What is known of each row once its sums are: in double, because it is a handful of numbers.
@@ -111,7 +122,7 @@ static void finish_rows(const Problem& p, const Statistics& s, Sheet& sheet, int
     const Rows& rows = sheet.tile.rows;
     for (int64_t lane = 0; lane < rows.count; lane++) {
         const int64_t place = (batch * p.heads + rows.head[lane]) * p.rows + rows.row[lane];
-        const double sum = sheet.tile.sum[lane], ln2 = 0.6931471805599453;
+        const double sum = sheet.tile.sum[lane], ln2 = LN_OF_2;
         const double peak = sum == 0 ? -INFINITY : sum != sum ? NAN : sheet.tile.peak[lane] * ln2;
         double share = sum == 0 ? 0 : 1 / sum, entropy = sum == 0 ? 0 : log(sum), lse = peak + entropy;
         if (p.sinks && sum != 0) {  // one more term of the total: with shift the larger of peak and sink,
@@ -123,7 +134,7 @@ static void finish_rows(const Problem& p, const Statistics& s, Sheet& sheet, int
         } else if (p.sinks) {
             lse = p.sinks[rows.head[lane]];
         }
-        if (p.lse) p.lse[place] = static_cast<float>(lse);
+        if (p.lse) p.lse[place] = lse;
         sheet.factor[lane] = static_cast<float>(share);
         if (s.largest) s.largest[place] = static_cast<float>(peak);
         if (s.visible) s.visible[place] = sheet.visible[lane];
@@ -164,8 +175,15 @@ static void receive_part(const Sheet& sheet, int64_t start, int64_t stop, float*
     }
 }
 
+// Adds to some sums, and what is lost by rounding to their errors (Knuth's two-sum).
+INLINE void add_with_error(Floats x, float* sums, float* errors) {
+    const Floats before = load(sums), after = before + x, added = after - before;
+    store(sums, after);
+    store(errors, load(errors) + ((before - (after - added)) + (x - added)));
+}
+
 // What each key receives from the rows of some sheets, whose lanes are summed last.
-static void receive(const Problem& p, const Sheet* sheets, int64_t count, float* received) {
+static void receive(const Problem& p, const Sheet* sheets, int64_t count, const TaskSums& to) {
     for (int64_t block = 0; block < p.keys; block += BLOCK) {
         float lanes[BLOCK * LANES] = {};
         bool any = false;
@@ -182,7 +200,7 @@ static void receive(const Problem& p, const Sheet* sheets, int64_t count, float*
             Floats square[LANES];
 #pragma GCC unroll 16
             for (int t = 0; t < LANES; t++) square[t] = load(lanes + (j + t) * LANES);
-            store(received + block + j, load(received + block + j) + sums(square));
+            add_with_error(sums(square), to.received + block + j, to.lost + block + j);
         }
     }
 }
@@ -196,7 +214,7 @@ static int64_t sheets_together(const Problem& p) {
 // Floats of one sheet: scores, peaks, which blocks are seen, queries, outputs and lists of the largest.
 static int64_t sheet_size(const Problem& p, const Statistics& s) {
     const int64_t keys = keys_of_sheet(p), pieces = keys / PIECE;
-    return (keys + pieces + p.dim + width_of_output(p) + 4 * s.top + 32) * TILE + round_up(keys / BLOCK, 16);
+    return (keys + pieces + p.dim + 2 * width_of_output(p) + 4 * s.top + 32) * TILE + round_up(keys / BLOCK, 16);
 }
 
 static int64_t statistics_scratch(const Problem& p, const Statistics& s) {
@@ -217,15 +235,16 @@ static void open_sheet(const Problem& p, const Statistics& s, const Task& task, 
     sheet.seen = reinterpret_cast<int32_t*>(take(scratch, keys / BLOCK));
     sheet.tile.query = take(scratch, p.dim * TILE);
     sheet.tile.output = take(scratch, width * TILE);
+    sheet.tile.total = has_totals(p) ? take(scratch, width * TILE) : nullptr;
     sheet.largest.count = s.top;
     sheet.largest.scores = take(scratch, sheet.largest.room() * TILE);
     sheet.largest.keys = reinterpret_cast<int32_t*>(take(scratch, sheet.largest.room() * TILE));
     rows_to_lanes<T>(p.query, rows, batch, p.dim, 1, sheet.tile.query);
-    memset(sheet.tile.output, 0, static_cast<size_t>(width * TILE) * sizeof(float));
+    clear_sums(sheet.tile, width * TILE);
+    sheet.summed = 0;
     for (int lane = 0; lane < TILE; lane++) {
         const bool there = lane < rows.count;
-        sheet.tile.peak[lane] = LOWEST;
-        sheet.tile.sum[lane] = sheet.inner[lane] = sheet.visible[lane] = sheet.factor[lane] = 0;
+        sheet.inner[lane] = sheet.total_inner[lane] = sheet.visible[lane] = sheet.factor[lane] = 0;
         sheet.counted[lane] = there && (!s.counted || s.counted[batch * p.rows + rows.row[lane]]);
     }
 }
@@ -268,13 +287,14 @@ static void each_block(const Problem& p, const View& view, int64_t columns, int6
 template <class T>
 static void work_through(const Problem& p, const Statistics& s, const Task& task, Sheet* sheets, int64_t count,
                          const TaskSums& sums, float* block_rows, const LookRoom& room) {
-    const int64_t b = task.batch, width = width_of_output(p);
+    const int64_t b = task.batch, width = width_of_output(p), run = run_length(keys_of_sheet(p) / BLOCK);
     const auto score = [&](Sheet& sheet, const Part<T>& part) {
         float* seen_by = sums.viewers ? sums.viewers + part.start : nullptr;
         by_vectors(sheet.tile.rows.vectors, [&](auto v) { score_part<v.value>(p, sheet, b, part, room, seen_by); });
     };
     const auto weigh = [&](Sheet& sheet, const Part<T>& part) {
         if (!sheet.seen[sheet.number(part.block)]) return;
+        if (sheet.summed++ == run) end_sheet_run(sheet, width * sheet.tile.rows.vectors * LANES);
         by_vectors(sheet.tile.rows.vectors, [&](auto v) {
             weigh_part<v.value>(sheet, part);
             if (width) mix_part<v.value>(sheet, part, width);
@@ -284,6 +304,7 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
     for (int64_t n = 0; s.top && n < count; n++) expect_largest(sheets[n]);
     each_block<T>(p, p.value, p.value_dim, width, task, sheets, count, true, width ? block_rows : nullptr, weigh);
     for (int64_t n = 0; n < count; n++) {
+        add_sheet_totals(sheets[n], width * sheets[n].tile.rows.vectors * LANES);
         finish_rows(p, s, sheets[n], b);
         if (s.top) write_largest(p, s, sheets[n], b);
         if (width) write_output<T>(p, s, sheets[n], b);
@@ -292,7 +313,7 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
             if (sums.map) pool<v.value>(p, s, sheets[n], sums);
         });
     }
-    if (sums.received) receive(p, sheets, count, sums.received);
+    if (sums.received) receive(p, sheets, count, sums);
 }
 
 template <class T>

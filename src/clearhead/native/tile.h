@@ -7,6 +7,9 @@ constexpr int MOST_TILES = 16;  // of one task: they share the block's keys and 
 constexpr int GROUP = 8;        // keys that one Philox counter decides about; blocks are cut at multiples of it
 constexpr int KEY_STEP = 32;    // at multiples of this where pairs of bfloat16 are multiplied
 
+INLINE int64_t step_up(int64_t x) { return round_up(x, STEP); }
+INLINE int64_t lanes_up(int64_t x) { return round_up(x, LANES); }
+
 // acc[t] += Σ_k a(t, k) · b[k]: STEP numbers times V vectors for each k, all sums in registers.
 // a(t, k) is a[t·lda + k] if ALONG, else a[k·lda + t].
 template <bool ALONG, int V>

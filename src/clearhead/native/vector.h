@@ -20,7 +20,8 @@ struct Float16 {  // of compilers that have none of their own
 };
 #endif
 
-constexpr float LOG2E = 1.44269504088896341f, LN2 = 0.693147180559945309f;
+constexpr double LOG2_OF_E = 1.4426950408889634074, LN_OF_2 = 0.69314718055994530942;
+constexpr float LOG2E = static_cast<float>(LOG2_OF_E);
 constexpr float LOWEST = -3.402823466e38f;
 
 INLINE Floats splat(float x) { return x - Floats{}; }
@@ -28,6 +29,19 @@ INLINE Ints splat(int32_t x) { return x - Ints{}; }
 INLINE Floats load(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
 INLINE void store(float* to, Floats x) { *reinterpret_cast<LooseFloats*>(to) = x; }
 INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// The same number, which a compiler does not fuse with the addition that follows: forward and backward pass have to round
+// a score alike, or their weights differ by the score's rounding.
+INLINE Floats rounded(Floats x) {
+#if LANES == 16
+    asm("" : "+v"(x));
+#elif defined(__x86_64__)
+    asm("" : "+x"(x));
+#elif defined(__aarch64__)
+    asm("" : "+w"(x));
+#endif
+    return x;
+}
 
 INLINE float widen(float x) { return x; }
 INLINE float widen(BFloat16 x) {
