@@ -1,0 +1,78 @@
+"""A random model of one architecture whose attention matters, and the same model by another route."""
+
+from __future__ import annotations
+
+import copy
+import math
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .configs import small_config
+from .types import Architecture
+
+__all__ = ["build", "build_config", "twin"]
+
+#: Standard deviation of a linear layer's output for inputs of variance 1: scores well above 1, so that attention is
+#: far from uniform and a lost mask shows.
+GAIN = 1.5
+
+
+def build_config(architecture: Architecture) -> PreTrainedConfig:
+    """The tiny configuration of an architecture."""
+    config = small_config(CONFIG_MAPPING[architecture.model_type])
+    if architecture.decoder:
+        config.is_decoder = True
+    return config
+
+
+def build(architecture: Architecture) -> PreTrainedModel:
+    """The model with eager attention, in eval mode, with random parameters that depend on its name alone."""
+    config = build_config(architecture)
+    torch.manual_seed(zlib.crc32(architecture.name.encode()))
+    model = _construct(architecture, config, "eager")
+    _randomize(model)
+    return model
+
+
+def twin(architecture: Architecture, model: PreTrainedModel, implementation: str) -> PreTrainedModel:
+    """The same model, constructed with this attention implementation; parameters and buffers are copied."""
+    config = build_config(architecture)
+    other = _construct(architecture, config, implementation)
+    other.load_state_dict(model.state_dict())
+    _copy_hidden_buffers(model, other)
+    return other
+
+
+def _construct(architecture: Architecture, config: PreTrainedConfig, implementation: str) -> PreTrainedModel:
+    model = architecture.model_class._from_config(copy.deepcopy(config), attn_implementation=implementation)
+    return model.float().eval()
+
+
+@torch.no_grad()
+def _randomize(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if not parameter.is_floating_point():
+            continue
+        if parameter.dim() > 1:
+            fan_in = parameter.numel() // parameter.shape[0]
+            parameter.normal_(std=GAIN / math.sqrt(max(fan_in, 1)))
+        elif _is_constant(parameter):
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+
+def _is_constant(parameter: Tensor) -> bool:
+    return parameter.numel() > 0 and bool((parameter == parameter.flatten()[0]).all())
+
+
+@torch.no_grad()
+def _copy_hidden_buffers(model: nn.Module, other: nn.Module) -> None:
+    """Buffers outside the state dict, some of which are drawn at random."""
+    buffers: dict[str, Any] = dict(model.named_buffers())
+    for name, buffer in other.named_buffers():
+        if name in buffers and buffers[name].shape == buffer.shape:
+            buffer.copy_(buffers[name])
