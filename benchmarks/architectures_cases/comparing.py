@@ -1,0 +1,196 @@
+"""One architecture: eager attention beside another implementation, by both routes."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from clearhead.errors import ClearheadError
+
+from .building import build, twin
+from .inputs import Inputs, find_inputs
+from .observing import CAUSALITY, OBSERVATIONS, NotApplicable, Observation, cast
+from .results import LIMIT, Finding, Outcome, first_line
+from .types import Architecture
+
+__all__ = ["compare"]
+
+ROUTES = ("set_attn_implementation", "from_config")
+#: What a change of a later token may move earlier outputs by, in float32.
+CAUSAL = 1e-6
+
+
+def compare(architecture: Architecture, implementation: str = "clearhead") -> Outcome:
+    """Compare an attention implementation with eager attention on one architecture."""
+    started = time.perf_counter()
+    outcome = Outcome(architecture.name, architecture.class_name)
+    try:
+        eager = build(architecture)
+        inputs = find_inputs(eager)
+    except Exception as error:
+        outcome.not_built = first_line(error)
+        return outcome
+    outcome.inputs = sorted(inputs)
+    reference = _Reference(architecture, eager, inputs)
+    with _counted(implementation) as calls:
+        for route in ROUTES:
+            try:
+                model = _by_route(route, architecture, eager, implementation)
+            except Exception as error:
+                outcome.refused[route] = first_line(error)
+                continue
+            if implementation not in _implementations(model):
+                outcome.kept_eager.append(route)
+            before = calls()
+            for name in OBSERVATIONS:
+                _compare_observation(outcome, route, name, model, reference)
+            outcome.calls[route] = calls() - before
+    outcome.seconds = round(time.perf_counter() - started, 2)
+    return outcome
+
+
+def _by_route(route: str, architecture: Architecture, eager: PreTrainedModel, implementation: str) -> PreTrainedModel:
+    if route == "from_config":
+        return twin(architecture, eager, implementation)
+    model = copy.deepcopy(eager)
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def _implementations(model: PreTrainedModel) -> set[str]:
+    return {part.config._attn_implementation for part in model.modules() if isinstance(part, PreTrainedModel)}
+
+
+@contextmanager
+def _counted(implementation: str) -> Iterator[Callable[[], int]]:
+    """How often models have called an attention implementation."""
+    function, count = ALL_ATTENTION_FUNCTIONS[implementation], 0
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        return function(*args, **kwargs)
+
+    AttentionInterface.register(implementation, counting)
+    try:
+        yield lambda: count
+    finally:
+        AttentionInterface.register(implementation, function)
+
+
+@final
+class _Reference:
+    """Observations of eager attention, and of what its differences are held against."""
+
+    def __init__(self, architecture: Architecture, eager: PreTrainedModel, inputs: Inputs) -> None:
+        self.architecture, self.eager, self.inputs = architecture, eager, inputs
+        self._seen: dict[str, Observation | Exception] = {}
+
+    def eager_observation(self, name: str) -> Observation:
+        if name not in self._seen:
+            try:
+                self._seen[name] = _observe(name, self.eager, self.inputs)
+            except Exception as error:
+                self._seen[name] = error
+        found = self._seen[name]
+        if isinstance(found, Exception):
+            raise NotApplicable(first_line(found)) from found
+        return found
+
+    @cached_property
+    def _sdpa(self) -> PreTrainedModel | None:
+        try:
+            model = twin(self.architecture, self.eager, "sdpa")
+        except Exception:
+            return None
+        return model if "sdpa" in _implementations(model) else None
+
+    @cached_property
+    def _double(self) -> PreTrainedModel:
+        return copy.deepcopy(self.eager).double()
+
+    def sdpa_difference(self, name: str) -> float | None:
+        """How far SDPA is from eager attention; ``None`` where the model has no SDPA."""
+        if self._sdpa is None:
+            return None
+        return self._difference(name, self._sdpa, self.inputs)
+
+    def double_difference(self, name: str) -> float | None:
+        """How far float64 is from float32, both with eager attention."""
+        return self._difference(name, self._double, cast(self.inputs, torch.float64))
+
+    def _difference(self, name: str, model: PreTrainedModel, inputs: Inputs) -> float | None:
+        try:
+            return difference(_observe(name, model, inputs), self.eager_observation(name))[0]
+        except Exception:
+            return None
+
+
+def _observe(name: str, model: PreTrainedModel, inputs: Inputs) -> Observation:
+    observe, side = OBSERVATIONS[name]
+    return observe(model, inputs, side)
+
+
+def _compare_observation(
+    outcome: Outcome, route: str, name: str, model: PreTrainedModel, reference: _Reference
+) -> None:
+    try:
+        expected = reference.eager_observation(name)
+    except NotApplicable as reason:
+        outcome.skipped[name] = str(reason)
+        return
+    try:
+        actual = _observe(name, model, reference.inputs)
+    except Exception as error:
+        outcome.errors.append(Finding(route, name, text=first_line(error), refused=_is_refusal(error)))
+        return
+    outcome.compared += 1
+    if name == CAUSALITY:
+        before, now = float(expected["change"]), float(actual["change"])
+        if before <= CAUSAL < now:
+            outcome.violations.append(Finding(route, name, value=now))
+        return
+    missing = sorted(set(expected) - set(actual))
+    if missing:
+        outcome.missing.append(Finding(route, name, text=", ".join(missing)))
+    value, where = difference(actual, expected)
+    if value <= LIMIT:
+        outcome.largest = max(outcome.largest, value)
+        return
+    sdpa = reference.sdpa_difference(name)
+    double = reference.double_difference(name) if not sdpa else None
+    outcome.differences.append(Finding(route, name, value=value, text=where, sdpa=sdpa, double=double))
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether Clearhead refused by name, or transformers because the class has no such implementation."""
+    return isinstance(error, ClearheadError) or (isinstance(error, KeyError) and error.args == ("clearhead",))
+
+
+def difference(actual: Observation, expected: Observation) -> tuple[float, str]:
+    """The largest difference of tensors that both have, relative to the largest number of each, and where it is."""
+    found = [(_relative(actual[name], expected[name]), name) for name in expected if name in actual]
+    return max(found, default=(0.0, ""))
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    if actual.shape != expected.shape:
+        return float("inf")
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    distance = torch.where(same, 0.0, (actual - expected).abs())
+    if distance.isnan().any():
+        return float("inf")
+    if distance.numel() == 0 or not distance.max() > 0:
+        return 0.0
+    finite = expected[expected.isfinite()]
+    largest = finite.abs().max() if finite.numel() else torch.tensor(0.0)
+    return float(distance.max() / largest) if largest > 0 else float("inf")
