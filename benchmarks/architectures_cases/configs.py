@@ -1,4 +1,4 @@
-"""Tiny configurations: a default configuration with every size replaced by a small one, through all sub-configurations."""
+"""Tiny configurations: the default one with every size replaced by a small one, through all sub-configurations."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _shrink(config: PreTrainedConfig, tokens: dict[int, int]) -> dict[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(config)}
     smaller: dict[str, Any] = {}
     for name, field in fields.items():
-        value = getattr(config, name, None)
+        value = _value(config, name)
         if name in overrides or name in KEPT or value is None or not field.init:
             continue
         if isinstance(value, PreTrainedConfig):
@@ -50,9 +50,28 @@ def _shrink(config: PreTrainedConfig, tokens: dict[int, int]) -> dict[str, Any]:
             smaller[name] = small
     if not callable(overrides):
         smaller |= overrides
+    _fit_heads(config, smaller, fields)
     _cut_layers(config, smaller, fixed=set(overrides) if not callable(overrides) else set())
-    _fit_rotary(smaller)
+    _fit_rotary(config, smaller)
     return smaller
+
+
+def _value(config: PreTrainedConfig, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except AttributeError:  # it varies between layers, and reading it is refused
+        return vars(config).get(name)
+
+
+def _fit_heads(config: PreTrainedConfig, smaller: dict[str, Any], fields: dict[str, Any]) -> None:
+    """As many key/value heads as query heads where it was so, and the size of a head where nothing else says it."""
+    heads, kv_heads = _value(config, "num_attention_heads"), _value(config, "num_key_value_heads")
+    if heads == kv_heads and "num_key_value_heads" in smaller and "num_attention_heads" in smaller:
+        smaller["num_key_value_heads"] = smaller["num_attention_heads"]
+    if "head_dim" in fields and fields["head_dim"].init and _value(config, "head_dim") is None:
+        hidden, count = smaller.get("hidden_size"), smaller.get("num_attention_heads")
+        if isinstance(hidden, int) and isinstance(count, int):
+            smaller.setdefault("head_dim", hidden // count)
 
 
 def _smaller_value(name: str, value: Any, tokens: dict[int, int]) -> Any:
@@ -82,16 +101,16 @@ def _small_token(token: int, tokens: dict[int, int]) -> int:
 
 def _cut_layers(config: PreTrainedConfig, smaller: dict[str, Any], fixed: set[str]) -> None:
     """Keep the first layers, and one of each type where lists name a type for each layer."""
-    names = [name for name in smaller if _LAYER_COUNT.match(name) and isinstance(getattr(config, name, None), int)]
+    names = [name for name in smaller if _LAYER_COUNT.match(name) and isinstance(_value(config, name), int)]
     names += [name for name in ("num_hidden_layers",) if name not in names and name not in fixed]
     for name in names:
-        count = getattr(config, name, None)
+        count = _value(config, name)
         if not isinstance(count, int) or count <= LAYERS or name in fixed:
             continue
         lists = {
             key: value
             for key in {field.name for field in dataclasses.fields(config)} - fixed
-            if isinstance(value := getattr(config, key, None), (list, tuple)) and len(value) == count
+            if isinstance(value := _value(config, key), (list, tuple)) and len(value) == count
         }
         kept = _typical_layers(list(lists.values()), count)
         for key, value in lists.items():
@@ -112,14 +131,11 @@ def _typical_layers(lists: list[Any], count: int) -> list[int]:
     return sorted(kept + extra[: max(0, LAYERS - len(kept))])
 
 
-def _fit_rotary(smaller: dict[str, Any]) -> None:
-    """Sections of multimodal rotary embeddings have to sum to half of the (now smaller) head."""
-    rope = smaller.get("rope_parameters")
+def _fit_rotary(config: PreTrainedConfig, smaller: dict[str, Any]) -> None:
+    """Sections of multimodal rotary embeddings have to sum to half of the rotated part of the (now smaller) head."""
+    rope = smaller.get("rope_parameters", _value(config, "rope_parameters"))
     if not isinstance(rope, dict):
         return
-    smaller["rope_parameters"] = {
-        key: {**value, "mrope_section": [2, 1, 1]} if isinstance(value, dict) and "mrope_section" in value else value
-        for key, value in rope.items()
-    }
-    if "mrope_section" in rope:
-        smaller["rope_parameters"]["mrope_section"] = [2, 1, 1]
+    if "mrope_section" in rope or "mrope_section" in type(config).ignore_keys_at_rope_validation:
+        half = int(smaller.get("head_dim", 8) * rope.get("partial_rotary_factor", 1.0)) // 2
+        smaller["rope_parameters"] = {**rope, "mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}

@@ -20,7 +20,9 @@ __all__ = ["Inputs", "find_inputs", "padded"]
 Inputs = dict[str, Any]
 
 #: Attempts per model; the first that eager attention computes is taken.
-ATTEMPTS = 24
+ATTEMPTS = 40
+#: What is given besides text where the model takes it.
+OPTIONAL = ("pixel_values", "image_grid_thw", "input_features", "input_values", "bbox", "past_time_features")
 _MISMATCH = re.compile(r"tokens:? ?(?:= )?(\d+).*?features:? ?(?:= )?(\d+)", re.IGNORECASE | re.DOTALL)
 
 
@@ -69,7 +71,7 @@ def _attempts(model: PreTrainedModel) -> Iterator[Inputs]:
         and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
     text = [name for name in ("input_ids", "decoder_input_ids") if name in parameters]
-    others = [name for name in MODALITIES if name in parameters and name not in text]
+    others = [name for name in OPTIONAL if name in parameters]
     main = [model.main_input_name] if model.main_input_name in parameters else []
     choices = [required + text + main + others, required + text + main, required + text, required + main]
     for names in dict.fromkeys(tuple(dict.fromkeys(choice)) for choice in choices):

@@ -110,6 +110,9 @@ def _features(config: PreTrainedConfig) -> Candidates:
     yield _noise(BATCH, frames, bins)
     yield _noise(BATCH, 64, bins)
     yield _noise(BATCH, bins, 64)
+    for width in (80, 128, 160, 64):
+        yield _noise(BATCH, 64, width)
+        yield _noise(BATCH, width, frames)
 
 
 def _samples(config: PreTrainedConfig) -> Candidates:
@@ -118,6 +121,7 @@ def _samples(config: PreTrainedConfig) -> Candidates:
     bins = _number(_read([config], "num_mel_bins", "max_length", default=16))
     yield _noise(BATCH, 64, bins)
     yield _noise(BATCH, _number(_read([config], "max_length", default=64)), bins)
+    yield _noise(BATCH, 1, 3840)
 
 
 def _boxes(config: PreTrainedConfig) -> Candidates:
@@ -125,8 +129,37 @@ def _boxes(config: PreTrainedConfig) -> Candidates:
     yield torch.cat([corner, corner + 5], dim=-1)
 
 
-def _nothing(config: PreTrainedConfig) -> Candidates:
-    yield None
+def _videos(config: PreTrainedConfig) -> Candidates:
+    configs = _parts(config, *VISION)
+    channels = _number(_read(configs, "num_channels", "in_channels", "in_chans", default=3))
+    side = _side(_read(configs, "image_size", "img_size", "crop_size", default=IMAGE))
+    frames = _number(_read(configs, "num_frames", "frames_per_clip", "tubelet_size", default=2))
+    yield _noise(BATCH, frames, channels, side, side)
+
+
+def _states(config: PreTrainedConfig) -> Candidates:
+    width = _number(_read([config], "hidden_size", "d_model", default=32))
+    yield _noise(BATCH, LENGTH, width)
+
+
+def _queries(config: PreTrainedConfig) -> Candidates:
+    width = _number(_read([config], "hidden_size", default=32))
+    yield _noise(BATCH, 6, width)
+
+
+def _encoder_states(config: PreTrainedConfig) -> Candidates:
+    width = _number(_read([config], "encoder_hidden_size", "cross_attention_hidden_size", "hidden_size", default=32))
+    yield _noise(BATCH, 5, width)
+
+
+def _feature_mask(config: PreTrainedConfig) -> Candidates:
+    frames = next(_features(config)).shape[-1]
+    yield torch.ones(BATCH, frames, dtype=torch.long)
+    yield torch.ones(BATCH, 64, dtype=torch.long)
+
+
+def _merge_sizes(config: PreTrainedConfig) -> Candidates:
+    yield torch.tensor([1] * BATCH)
 
 
 def _past(config: PreTrainedConfig) -> Candidates:
@@ -157,6 +190,11 @@ MODALITIES: dict[str, Callable[[PreTrainedConfig], Candidates]] = {
     "input_features": _features,
     "input_values": _samples,
     "bbox": _boxes,
+    "pixel_values_videos": _videos,
+    "inputs_embeds": _states,
+    "query_embeds": _queries,
+    "input_features_mask": _feature_mask,
+    "merge_sizes": _merge_sizes,
     "past_values": _past,
     "past_time_features": _past_times,
     "past_observed_mask": _past_mask,
