@@ -8,22 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    sliding_window_causal_mask_function,
-)
 
 from clearhead.errors import ArgumentError, DTypeError, MaskTypeError, ShapeError
-from clearhead.integrations.transformers import attention_forward, make_mask
+from clearhead.integrations.transformers import attention_forward
 
 B, H, HKV, L, S, D = 2, 6, 3, 5, 7, 4
 
 
 def layer(**attributes: Any) -> Any:
-    return SimpleNamespace(training=False, is_causal=False, **attributes) if "is_causal" not in attributes else (
-        SimpleNamespace(training=False, **attributes)
-    )  # fmt: skip
+    return SimpleNamespace(training=False, **attributes)
 
 
 def tensors(length: int = L, keys: int = S, batch: int = B) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,24 +81,17 @@ def test_position_bias_adds_to_a_mask() -> None:
     check(expected, layer(), *inputs, keep, position_bias=position_bias)
 
 
-@pytest.mark.parametrize("said_by", ["module", "call"])
-@pytest.mark.parametrize(("length", "keys"), [(5, 5), (3, 7)])
-def test_is_causal_without_a_mask_is_bottom_right(said_by: str, length: int, keys: int) -> None:
+@pytest.mark.parametrize(("length", "keys"), [(5, 5), (3, 7), (1, 7)])
+def test_is_causal_in_the_call_is_bottom_right(length: int, keys: int) -> None:
     inputs = tensors(length, keys)
     visible = torch.ones(length, keys, dtype=torch.bool).tril(keys - length)
-    module = layer(is_causal=said_by == "module")
-    options = {} if said_by == "module" else {"is_causal": True}
-    check(formula(*inputs, bias=hidden(visible)), module, *inputs, None, **options)
+    check(formula(*inputs, bias=hidden(visible)), layer(), *inputs, None, is_causal=True)
 
 
-def test_is_causal_false_wins_over_the_module() -> None:
+@pytest.mark.parametrize("options", [{}, {"is_causal": None}, {"is_causal": False}])
+def test_no_mask_hides_nothing_whatever_the_module_says(options: dict[str, Any]) -> None:
     inputs = tensors(5, 5)
-    check(formula(*inputs), layer(is_causal=True), *inputs, None, is_causal=False)
-
-
-def test_one_new_token_sees_the_whole_cache() -> None:
-    inputs = tensors(1, 7)
-    check(formula(*inputs), layer(is_causal=True), *inputs, None)
+    check(formula(*inputs), layer(is_causal=True), *inputs, None, **options)
 
 
 def test_a_mask_is_the_whole_truth() -> None:
@@ -121,7 +107,7 @@ def test_sliding_window_without_a_mask(causal: bool, length: int, keys: int) -> 
     inputs = tensors(length, keys)
     distance = torch.arange(keys) - (torch.arange(length)[:, None] + keys - length)
     visible = (distance > -3) & (distance <= 0 if causal else distance < 3)
-    check(formula(*inputs, bias=hidden(visible)), layer(is_causal=causal), *inputs, None, sliding_window=3)
+    check(formula(*inputs, bias=hidden(visible)), layer(), *inputs, None, sliding_window=3, is_causal=causal)
 
 
 def test_packed_rows_by_their_boundaries() -> None:
@@ -130,7 +116,7 @@ def test_packed_rows_by_their_boundaries() -> None:
     visible = (document == document[:, None]).tril()
     bounds = torch.tensor([0, 3, 5, 7], dtype=torch.int32)
     options = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 3, "max_length_k": 3}
-    check(formula(*inputs, bias=hidden(visible)), layer(is_causal=True), *inputs, None, **options)
+    check(formula(*inputs, bias=hidden(visible)), layer(), *inputs, None, is_causal=True, **options)
 
 
 @pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, float("-inf")])
@@ -193,50 +179,3 @@ def test_masks_that_cannot_be_read() -> None:
         attention_forward(layer(), *inputs, "causal")  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="cu_seq_lens_q"):
         attention_forward(layer(), *inputs, None, cu_seq_lens_q=torch.tensor([0, 5]))
-
-
-SIZES = {"batch_size": 2, "q_length": 5, "kv_length": 5}
-
-
-def test_mask_is_left_out_only_where_causal_says_it_all() -> None:
-    assert make_mask(**SIZES, mask_function=causal_mask_function) is None
-    assert make_mask(**SIZES | {"q_length": 1}, q_offset=4, mask_function=causal_mask_function) is None
-    padded = torch.ones(2, 5, dtype=torch.bool)
-    padded[1, 3:] = False
-    mask = make_mask(**SIZES, mask_function=causal_mask_function, attention_mask=padded)
-    assert mask is not None
-    assert mask.equal(torch.ones(5, 5, dtype=torch.bool).tril() & padded[:, None, None, :])
-
-
-def test_static_caches_get_a_mask() -> None:
-    """Their keys go on behind the last query; top-left and bottom-right would both be wrong for somebody."""
-    mask = make_mask(**SIZES | {"q_length": 3, "kv_length": 8}, mask_function=causal_mask_function)
-    assert mask is not None
-    assert mask[0, 0].equal(torch.ones(3, 8, dtype=torch.bool).tril())
-    mask = make_mask(**SIZES, q_offset=torch.tensor(0), mask_function=causal_mask_function)
-    assert mask is not None
-
-
-def test_windows_get_a_mask_once_they_matter() -> None:
-    for window, needed in ((9, False), (3, True)):
-        mask = make_mask(**SIZES, mask_function=sliding_window_causal_mask_function(window), local_size=window)
-        assert (mask is not None) == needed
-
-
-def test_nothing_hidden_is_one_true_and_not_none() -> None:
-    """A module that does not say whether it is causal would read None as causal."""
-    mask = make_mask(
-        **SIZES,
-        mask_function=bidirectional_mask_function,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=True,
-    )
-    assert mask is not None
-    assert mask.shape == (2, 1, 5, 5)
-    assert mask.all()
-    assert mask.untyped_storage().nbytes() == 1
-    inputs = tensors(5, 5)
-    undecided = SimpleNamespace(training=False)
-    check(formula(*inputs), undecided, *inputs, mask)
-    visible = torch.ones(5, 5, dtype=torch.bool).tril()
-    check(formula(*inputs, bias=hidden(visible)), undecided, *inputs, None)

@@ -9,28 +9,26 @@ Models then compute with `clearhead.attention`, grouped heads are never copied o
 in the call returns the exact weights (before dropout), which are built only when they are asked for.
 (``config.output_attentions = True`` is refused by transformers for everything but ``eager``.)
 
-What the mask argument means here:
-
-* A mask that arrives is the whole truth: transformers has already put the causal, window and padding patterns in.
-* ``None`` comes from `make_mask` below only where all that is hidden is the future, with the last query
-  aligned to the last key. So ``None`` is causal if the call or the module says so, bottom right aligned.
-* Where nothing is hidden at all, a mask of one ``True``, expanded, arrives instead of ``None``. Modules that do
-  not say whether they are causal could not tell the two apart.
+What a layer computes is what ``eager`` computes. A mask that arrives is the whole truth: transformers has already put
+the causal, window and padding patterns in. ``None`` hides nothing, whatever ``module.is_causal`` says. `make_mask`
+therefore never leaves a causal mask out, as ``sdpa`` does; it hands over a mask whose values are not computed unless
+the model's own code reads them (`lazy_mask`).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import output_capturing
 
 from .. import attention, attention_weights, masks
 from ..errors import ArgumentError, DTypeError, MaskTypeError, ShapeError, explain_problem, shape_text
-from ..tracing import is_tracing
+from .lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
 
 __all__ = ["attention_forward", "make_mask", "register"]
 
@@ -81,17 +79,17 @@ def attention_forward(
     """Compute one attention layer of a transformers model; transformers calls it, under the name ``clearhead``.
 
     Args:
-        module: the layer; its ``is_causal`` (default ``True``, as for ``sdpa``) counts where nothing else says it.
+        module: the layer; dropout applies while it trains. Its ``is_causal`` has no effect, as for ``eager``.
         query: (B, H, L, D); a batch of 1 is expanded to the keys' batch.
         key, value: (B, Hkv, S, D) and (B, Hkv, S, Dv), grouped heads not repeated.
         attention_mask: bool (``True`` = may attend) or additive, (B or 1, H or 1, L or 1, S). Its dtype's lowest
-            number hides, as −inf does.
+            number hides, as −inf does. ``None`` hides nothing.
         scaling: factor of q·k, 1/√D by default.
         dropout: probability, used while the module trains.
         softcap: c of c·tanh(s/c).
         s_aux: (H,) sink logits.
         sliding_window: without a mask, keys further than ``sliding_window`` − 1 positions away are hidden.
-        is_causal: without a mask, hide the future (``True``) or nothing (``False``).
+        is_causal: without a mask, ``True`` in the call itself hides the future, the last query at the last key.
         position_bias: added to the scores, (B or 1, H or 1, L or 1, S).
         cu_seq_lens_q, cu_seq_lens_k: (n + 1,) boundaries of sequences packed into one row.
         output_attentions: return the weights too.
@@ -107,9 +105,9 @@ def attention_forward(
     query, key, value = _same_batch(query, key, value)
     shared: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
     if attention_mask is not None:
-        pattern = _given_mask(attention_mask)
+        pattern = _given_mask(attention_mask, query, key)
     else:
-        pattern = _causal(module, query, key, is_causal)
+        pattern = _causal(query, key) if is_causal else None
         if sliding_window is not None and sliding_window < key.shape[2]:
             pattern = _both(pattern, masks.window(sliding_window - 1, sliding_window - 1))
             shared |= _last_positions(query, key)
@@ -133,36 +131,48 @@ def make_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     **rest: Any,
 ) -> Tensor | None:
-    """Build the mask of a transformers model for `attention_forward`; transformers calls it.
+    """Build the mask of a transformers model; transformers calls it.
 
     Args:
         batch_size, q_length, kv_length: B, L and S.
         q_offset, kv_offset: absolute position of the first query and of the first key.
-        allow_is_causal_skip: whether the model lets a plain causal mask be left out.
+        allow_is_causal_skip: the mask is causal but for windows and padding, so it need not be written out where
+            these hide nothing.
+        allow_is_bidirectional_skip: whether the model takes ``None`` for a mask that hides nothing.
+        dtype: of the additive mask.
         device: where the mask is made.
-        rest: what else describes the mask, as for transformers' own ``sdpa_mask``.
+        rest: what else describes the mask, as for transformers' own ``eager_mask``.
 
     Returns:
-        A bool mask (B, 1, L, S), ``True`` = may attend; or ``None`` if it is causal, hides nothing else, and the last
-        query stands at the last key. With a static cache the keys reach further: the mask is then built.
+        What transformers' ``eager_mask`` returns: an additive mask (B, 1, L, S), or ``None`` where nothing is hidden
+        and the model takes that. Its values are computed when they are first read; `attention_forward` reads the bool
+        mask that it carries, or that it is causal.
     """
+    described: dict[str, Any] = rest | {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
+        "device": device,
+    }
+    # With a static cache the keys reach further than the last query, so "causal" alone would not say where it stands.
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    mask = sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,  # type: ignore[arg-type]  (static caches give a tensor)
-        kv_offset=kv_offset,
-        allow_is_causal_skip=allow_is_causal_skip and aligned,
-        device=device,
-        **rest,
-    )
-    if mask is None and not allow_is_causal_skip:
-        return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
-    return mask
+    may_be_causal = allow_is_causal_skip and aligned and not allow_is_bidirectional_skip
+    visible = sdpa_mask(**described, allow_is_causal_skip=may_be_causal)
+    if visible is not None:
+        build = partial(additive_mask, visible, dtype)
+    elif may_be_causal:
+        build = partial(eager_mask, **described, dtype=dtype)
+    else:
+        return None
+    return carrying(Carried(visible), build, (batch_size, 1, q_length, kv_length), dtype, device)
 
 
 def register() -> None:
@@ -191,19 +201,22 @@ def _same_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.expand(batch, -1, -1, -1) if t.shape[0] == 1 < batch else t for t in tensors)
 
 
-def _causal(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> masks.Mask | None:
+def _causal(query: Tensor, key: Tensor) -> masks.Mask | None:
     length, keys = query.shape[2], key.shape[2]
-    wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    if not wanted or length == 1:
+    if length == 1:
         return None
     return masks.causal("bottom_right" if length < keys else "top_left")
 
 
-def _given_mask(given: Tensor) -> masks.Mask | None:
+def _given_mask(given: Tensor, query: Tensor, key: Tensor) -> masks.Mask | None:
     if not isinstance(given, Tensor):
         raise MaskTypeError(explain_problem("attention_mask", expected="a tensor or None", got=type(given).__name__))
+    carried = carried_by(given)
+    if carried is not None:
+        return _causal(query, key) if carried.visible is None else masks.keep(carried.visible)
+    given = values_of(given)
     if given.dtype == torch.bool:
-        return None if _hides_nothing(given) else masks.keep(given)
+        return masks.keep(given)
     if given.is_floating_point():
         # transformers writes "hidden" as the lowest number of the dtype.
         lowest = torch.finfo(given.dtype).min
@@ -216,13 +229,6 @@ def _given_mask(given: Tensor) -> masks.Mask | None:
             fix="Give 4-D masks as bool.",
         )
     )
-
-
-def _hides_nothing(given: Tensor) -> bool:
-    """Recognise the one expanded ``True`` that `make_mask` makes, without looking through a whole mask."""
-    if is_tracing() or given.numel() == 0 or any(given.stride()):
-        return False
-    return bool(given.flatten()[0])
 
 
 def _packed(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tensor | None) -> masks.Mask:
@@ -255,15 +261,14 @@ def _both(first: masks.Mask | None, second: masks.Mask) -> masks.Mask:
 def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
     """Whether the caller of the model asked for weights.
 
-    Most models hand ``output_attentions`` down; some (SigLIP, GPT-2's cross-attention) only let transformers' hooks
-    collect what the attention function returns, so the hooks' collector is asked as well.
+    Some models hand ``output_attentions`` down; others only let transformers' hooks collect what the attention function
+    returns, and some of these hand down a default of ``False`` all the same. So the hooks' collector counts as well.
     """
-    if output_attentions is not None:
-        return bool(output_attentions)
     collected = _hooked_outputs()
-    if collected is None:
-        return bool(getattr(getattr(module, "config", None), "output_attentions", False))
-    return any(name.endswith("attentions") for name in collected)
+    if output_attentions or any(name.endswith("attentions") for name in collected or ()):
+        return True
+    unsaid = output_attentions is None and collected is None
+    return unsaid and bool(getattr(getattr(module, "config", None), "output_attentions", False))
 
 
 def _hooked_outputs() -> dict[str, list[Any]] | None:
