@@ -1,4 +1,4 @@
-"""Clearhead inside every architecture of transformers that a tiny random configuration can build, beside eager attention.
+"""Clearhead beside eager attention inside every architecture of transformers that a tiny configuration can build.
 
     python -m benchmarks.architectures [--only NAME ...] [--jobs 2] [--json FILE] [--docs]
     python -m benchmarks.architectures --list
@@ -50,16 +50,20 @@ def chosen_architectures(names: list[str]) -> list[Architecture]:
     return [architecture for architecture in found if not names or architecture.name in names]
 
 
-def run(chosen: list[Architecture], jobs: int, seconds: float, keep: Path | None) -> list[Outcome]:
+def run(chosen: list[Architecture], jobs: int, seconds: float, keep: Path) -> list[Outcome]:
+    """Compare the chosen architectures; what the file says of others stays as long as the versions are the same."""
+    kept: dict[str, Outcome] = {}
+    if keep.exists() and (before := read(keep))[0] == versions():
+        kept = {outcome.name: outcome for outcome in before[1]}
     outcomes: list[Outcome] = []
     for outcome in run_all(chosen, jobs, seconds):
         outcomes.append(outcome)
-        console.print(
-            f"{len(outcomes)}/{len(chosen)} {outcome.name}: {outcome.status}, {outcome.largest:.1e}", highlight=False
-        )
-        if keep is not None and (len(outcomes) % 50 == 0 or len(outcomes) == len(chosen)):
-            write(keep, versions(), sorted(outcomes, key=lambda outcome: outcome.name))
-    return sorted(outcomes, key=lambda outcome: outcome.name)
+        kept[outcome.name] = outcome
+        found = f"{len(outcomes)}/{len(chosen)} {outcome.name}: {outcome.status}"
+        console.print(f"{found} {outcome.not_built}"[:200], highlight=False)
+        if len(outcomes) % 20 == 0 or len(outcomes) == len(chosen):
+            write(keep, versions(), [kept[name] for name in sorted(kept)])
+    return [kept[name] for name in sorted(kept)]
 
 
 def versions() -> str:
@@ -75,8 +79,7 @@ def main() -> None:
         if options.list:
             console.print("\n".join(f"{item.name}: {item.class_name}" for item in chosen), highlight=False)
             return
-        keep = options.json or (None if options.only else RESULTS)
-        described, outcomes = versions(), run(chosen, options.jobs, options.seconds, keep)
+        described, outcomes = versions(), run(chosen, options.jobs, options.seconds, options.json)
     show(console, described, outcomes)
     if options.docs:
         fill(PAGE, "architectures", markdown(described, outcomes))

@@ -20,6 +20,8 @@ __all__ = ["build", "build_config", "twin"]
 #: Standard deviation of a linear layer's output for inputs of variance 1: scores well above 1, so that attention is
 #: far from uniform and a lost mask shows.
 GAIN = 1.5
+#: Without normalization between layers, the same gain would amplify rounding beyond what can be compared.
+GAINS = {"mobilebert": 0.5}
 
 
 def build_config(architecture: Architecture) -> PreTrainedConfig:
@@ -35,7 +37,7 @@ def build(architecture: Architecture) -> PreTrainedModel:
     config = build_config(architecture)
     torch.manual_seed(zlib.crc32(architecture.name.encode()))
     model = _construct(architecture, config, "eager")
-    _randomize(model)
+    _randomize(model, GAINS.get(architecture.model_type, GAIN))
     return model
 
 
@@ -54,13 +56,13 @@ def _construct(architecture: Architecture, config: PreTrainedConfig, implementat
 
 
 @torch.no_grad()
-def _randomize(model: nn.Module) -> None:
+def _randomize(model: nn.Module, gain: float) -> None:
     for parameter in model.parameters():
         if not parameter.is_floating_point():
             continue
         if parameter.dim() > 1:
             fan_in = parameter.numel() // parameter.shape[0]
-            parameter.normal_(std=GAIN / math.sqrt(max(fan_in, 1)))
+            parameter.normal_(std=gain / math.sqrt(max(fan_in, 1)))
         elif _is_constant(parameter):
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
