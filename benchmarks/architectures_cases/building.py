@@ -21,7 +21,8 @@ __all__ = ["build", "build_config", "twin"]
 #: far from uniform and a lost mask shows.
 GAIN = 1.5
 #: Without normalization between layers, the same gain would amplify rounding beyond what can be compared.
-GAINS = {"mobilebert": 0.5}
+GAINS = {"mobilebert": 0.5, "sam3": 0.7, "sam3_lite_text": 0.7}
+MOST_PARAMETERS = 40_000_000
 
 
 def build_config(architecture: Architecture) -> PreTrainedConfig:
@@ -33,8 +34,13 @@ def build_config(architecture: Architecture) -> PreTrainedConfig:
 
 
 def build(architecture: Architecture) -> PreTrainedModel:
-    """The model with eager attention, in eval mode, with random parameters that depend on its name alone."""
+    """The model with eager attention, in eval mode, with random parameters that depend on its name alone.
+
+    Raises:
+        ValueError: if the configuration is not tiny.
+    """
     config = build_config(architecture)
+    _check_size(architecture, config)
     torch.manual_seed(zlib.crc32(architecture.name.encode()))
     model = _construct(architecture, config, "eager")
     _randomize(model, GAINS.get(architecture.model_type, GAIN))
@@ -48,6 +54,17 @@ def twin(architecture: Architecture, model: PreTrainedModel, implementation: str
     other.load_state_dict(model.state_dict())
     _copy_hidden_buffers(model, other)
     return other
+
+
+def _check_size(architecture: Architecture, config: PreTrainedConfig) -> None:
+    try:
+        with torch.device("meta"):
+            model = architecture.model_class(copy.deepcopy(config))
+    except Exception:  # some constructors read values, which tensors without storage do not have
+        return
+    size = sum(parameter.numel() for parameter in model.parameters())
+    if size > MOST_PARAMETERS:
+        raise ValueError(f"the smallest configuration known has {size / 1e6:.0f} million parameters")
 
 
 def _construct(architecture: Architecture, config: PreTrainedConfig, implementation: str) -> PreTrainedModel:

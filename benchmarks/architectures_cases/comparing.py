@@ -43,7 +43,7 @@ def compare(architecture: Architecture, implementation: str = "clearhead") -> Ou
         outcome.not_built = first_line(error)
         return outcome
     outcome.inputs = sorted(inputs)
-    reference = _Reference(architecture, eager, inputs)
+    reference = _Reference(architecture, eager, inputs, implementation)
     with _counted(implementation) as calls:
         for route in ROUTES:
             try:
@@ -94,8 +94,9 @@ def _counted(implementation: str) -> Iterator[Callable[[], int]]:
 class _Reference:
     """Observations of eager attention, and of what its differences are held against."""
 
-    def __init__(self, architecture: Architecture, eager: PreTrainedModel, inputs: Inputs) -> None:
+    def __init__(self, architecture: Architecture, eager: PreTrainedModel, inputs: Inputs, implementation: str) -> None:
         self.architecture, self.eager, self.inputs = architecture, eager, inputs
+        self.implementation = implementation
         self._seen: dict[str, Observation | Exception] = {}
 
     def eager_observation(self, name: str) -> Observation:
@@ -121,21 +122,19 @@ class _Reference:
     def _double(self) -> PreTrainedModel:
         return copy.deepcopy(self.eager).double()
 
-    def sdpa_difference(self, name: str) -> float | None:
-        """How far SDPA is from eager attention; ``None`` where the model has no SDPA."""
-        if self._sdpa is None:
-            return None
-        return self._difference(name, self._sdpa, self.inputs)
+    def sdpa_differences(self, name: str) -> dict[str, float]:
+        """How far SDPA is from eager attention; empty where the model has no SDPA."""
+        return {} if self._sdpa is None else self._differences(name, self._sdpa, self.inputs)
 
-    def double_difference(self, name: str) -> float | None:
+    def double_differences(self, name: str) -> dict[str, float]:
         """How far float64 is from float32, both with eager attention."""
-        return self._difference(name, self._double, cast(self.inputs, torch.float64))
+        return self._differences(name, self._double, cast(self.inputs, torch.float64))
 
-    def _difference(self, name: str, model: PreTrainedModel, inputs: Inputs) -> float | None:
+    def _differences(self, name: str, model: PreTrainedModel, inputs: Inputs) -> dict[str, float]:
         try:
-            return difference(_observe(name, model, inputs), self.eager_observation(name))[0]
-        except Exception:
-            return None
+            return differences(_observe(name, model, inputs), self.eager_observation(name))
+        except Exception:  # what it cannot compute, it cannot explain
+            return {}
 
 
 def _observe(name: str, model: PreTrainedModel, inputs: Inputs) -> Observation:
@@ -154,7 +153,9 @@ def _compare_observation(
     try:
         actual = _observe(name, model, reference.inputs)
     except Exception as error:
-        outcome.errors.append(Finding(route, name, text=first_line(error), refused=_is_refusal(error)))
+        outcome.errors.append(
+            Finding(route, name, text=first_line(error), refused=_is_refusal(error, reference.implementation))
+        )
         return
     outcome.compared += 1
     if name == CAUSALITY:
@@ -167,15 +168,15 @@ def _compare_observation(
         outcome.missing.append(Finding(route, name, text=", ".join(missing)))
     if reference.architecture.model_type in SINKS_IN_WEIGHTS:
         expected, sinks = _split(expected)
-        if sinks:
-            value, where = difference(actual, sinks)
-            outcome.known.append(Finding(route, name, value=value, text=where))
-    value, where = difference(actual, expected)
-    if value <= LIMIT:
-        outcome.largest = max(outcome.largest, value)
-        return
-    sdpa, double = reference.sdpa_difference(name), reference.double_difference(name)
-    outcome.differences.append(Finding(route, name, value=value, text=where, sdpa=sdpa, double=double))
+        outcome.known += [Finding(route, name, value, where) for where, value in differences(actual, sinks).items()]
+    found = differences(actual, expected)
+    outcome.largest = max([outcome.largest, *(value for value in found.values() if value <= LIMIT)])
+    if beyond := {where: value for where, value in found.items() if value > LIMIT}:
+        sdpa, double = reference.sdpa_differences(name), reference.double_differences(name)
+        outcome.differences += [
+            Finding(route, name, value, where, sdpa=sdpa.get(where), double=double.get(where))
+            for where, value in beyond.items()
+        ]
 
 
 def _split(found: Observation) -> tuple[Observation, Observation]:
@@ -186,15 +187,14 @@ def _split(found: Observation) -> tuple[Observation, Observation]:
     )
 
 
-def _is_refusal(error: Exception) -> bool:
+def _is_refusal(error: Exception, implementation: str) -> bool:
     """Whether Clearhead refused by name, or transformers because the class has no such implementation."""
-    return isinstance(error, ClearheadError) or (isinstance(error, KeyError) and error.args == ("clearhead",))
+    return isinstance(error, ClearheadError) or (isinstance(error, KeyError) and error.args == (implementation,))
 
 
-def difference(actual: Observation, expected: Observation) -> tuple[float, str]:
-    """The largest difference of tensors that both have, relative to the largest number of each, and where it is."""
-    found = [(_relative(actual[name], expected[name]), name) for name in expected if name in actual]
-    return max(found, default=(0.0, ""))
+def differences(actual: Observation, expected: Observation) -> dict[str, float]:
+    """The largest difference of each tensor that both have, relative to its largest number."""
+    return {name: _relative(actual[name], expected[name]) for name in expected if name in actual}
 
 
 def _relative(actual: Tensor, expected: Tensor) -> float:

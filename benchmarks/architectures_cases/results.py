@@ -41,8 +41,8 @@ class Finding:
     @property
     def explained(self) -> bool:
         """Whether SDPA, or where there is none float64, differs from eager attention as much."""
-        others = [other for other in (self.sdpa, self.double) if other is not None and math.isfinite(other)]
-        return self.value <= AS_MUCH * max(others, default=0.0)
+        other = self.sdpa or self.double or 0.0
+        return math.isfinite(other) and self.value <= AS_MUCH * other
 
 
 @final

@@ -115,6 +115,7 @@ OVERRIDES: dict[str, Any] = {
     "lilt": {"hidden_size": 48},
     "patchtsmixer": {"context_length": 32, "patch_length": 8, "patch_stride": 8},
     "patchtst": {"context_length": 32, "patch_length": 8, "patch_stride": 8},
+    "pegasus_x": {"block_size": 4, "num_global_tokens": 2},
     "reformer": {
         "axial_pos_embds_dim": (8, 24),
         "axial_pos_shape": (4, 16),

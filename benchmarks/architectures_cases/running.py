@@ -6,20 +6,29 @@ import multiprocessing
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from typing import Any, final
 
-from .results import Outcome
+from .results import Finding, Outcome
 from .types import Architecture
 
-__all__ = ["run_all"]
+__all__ = ["compare_all", "run_all"]
 
 
-def run_all(architectures: list[Architecture], jobs: int, seconds: float) -> Iterator[Outcome]:
-    """Compare all architectures in `jobs` processes, with so many seconds for each; outcomes come as they are ready."""
+def run_all(
+    architectures: list[Architecture], jobs: int, seconds: float, work: Callable[[Connection], None] | None = None
+) -> Iterator[Outcome]:
+    """Compare all architectures in processes of their own; outcomes come as they are ready.
+
+    Args:
+        architectures: which.
+        jobs: processes at a time.
+        seconds: time limit of each architecture.
+        work: what a process does with its end of the pipe; by default it compares one architecture after the other.
+    """
     waiting = list(reversed(architectures))
-    workers = [_Worker() for _ in range(min(jobs, len(waiting)))]
+    workers = [_Worker(work or compare_all) for _ in range(min(jobs, len(waiting)))]
     try:
         while waiting or any(worker.current for worker in workers):
             for worker in workers:
@@ -39,15 +48,16 @@ def run_all(architectures: list[Architecture], jobs: int, seconds: float) -> Ite
 class _Worker:
     """One process, started again after a crash or a timeout."""
 
-    def __init__(self) -> None:
+    def __init__(self, work: Callable[[Connection], None]) -> None:
         self.current: Architecture | None = None
+        self._work = work
         self._process: Any = None
 
     def start(self, architecture: Architecture) -> None:
         if self._process is None or not self._process.is_alive():
             context = multiprocessing.get_context("spawn")
             self.connection, theirs = context.Pipe()
-            self._process = context.Process(target=_work, args=(theirs,), daemon=True)
+            self._process = context.Process(target=self._work, args=(theirs,), daemon=True)
             self._process.start()
             theirs.close()
         self.current, self._started = architecture, time.monotonic()
@@ -62,10 +72,10 @@ class _Worker:
                 return self._finish(self.connection.recv())
             except EOFError:
                 self.stop()
-                return self._finish(self._failed(f"the process ended with exit code {self._process.exitcode}"))
+                return self._finish(_failed(self.current, f"the process ended with exit code {self._process.exitcode}"))
         if time.monotonic() - self._started > seconds:
             self.stop()
-            return self._finish(self._failed(f"no result after {seconds:.0f} s"))
+            return self._finish(_failed(self.current, f"no result after {seconds:.0f} s"))
         return None
 
     def stop(self) -> None:
@@ -74,16 +84,18 @@ class _Worker:
         if self._process is not None:
             self._process.join()
 
-    def _failed(self, reason: str) -> Outcome:
-        assert_current = self.current or Architecture("", "", "")
-        return Outcome(assert_current.name, assert_current.class_name, not_built=reason)
-
     def _finish(self, outcome: Outcome) -> Outcome:
         self.current = None
         return outcome
 
 
-def _work(connection: Connection) -> None:
+def _failed(architecture: Architecture, text: str) -> Outcome:
+    found = Finding("both routes", "all", text=text)
+    return Outcome(architecture.name, architecture.class_name, errors=[found])
+
+
+def compare_all(connection: Connection) -> None:
+    """Compare every architecture that comes through the pipe, and send its outcome back."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     warnings.simplefilter("ignore")
     import torch
