@@ -56,6 +56,10 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 
+# Models with layers that neither hand ``output_attentions`` down nor are collected from: the model puts whatever the
+# attention function returns into its output.
+_WEIGHTS_IN_EVERY_CALL = frozenset({"bridgetower_text_model"})
+
 
 def attention_forward(
     module: nn.Module,
@@ -267,8 +271,12 @@ def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
     collected = _hooked_outputs()
     if output_attentions or any(name.endswith("attentions") for name in collected or ()):
         return True
-    unsaid = output_attentions is None and collected is None
-    return unsaid and bool(getattr(getattr(module, "config", None), "output_attentions", False))
+    if output_attentions is not None or collected is not None:
+        return False
+    config = getattr(module, "config", None)
+    return getattr(config, "model_type", None) in _WEIGHTS_IN_EVERY_CALL or bool(
+        getattr(config, "output_attentions", False)
+    )
 
 
 def _hooked_outputs() -> dict[str, list[Any]] | None:
