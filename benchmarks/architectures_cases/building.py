@@ -21,7 +21,7 @@ __all__ = ["build", "build_config", "twin"]
 #: far from uniform and a lost mask shows.
 GAIN = 1.5
 #: Without normalization between layers, the same gain would amplify rounding beyond what can be compared.
-GAINS = {"mobilebert": 0.5, "sam3": 0.7, "sam3_lite_text": 0.7, "vits": 0.5}
+GAINS = {"mobilebert": 0.5, "sam3": 0.7, "sam3_lite_text": 0.7, "vits": 0.3}
 MOST_PARAMETERS = 40_000_000
 
 

@@ -57,10 +57,8 @@ def _shrink(config: PreTrainedConfig, tokens: dict[int, int]) -> dict[str, Any]:
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
-    try:
-        return getattr(config, name, None)
-    except AttributeError:  # it varies between layers, and reading it is refused
-        return vars(config).get(name)
+    config.allow_global_per_layer_attribute_access = True  # some fields vary between layers
+    return getattr(config, name, None)
 
 
 def _fit_heads(config: PreTrainedConfig, smaller: dict[str, Any], fields: dict[str, Any]) -> None:
@@ -110,7 +108,7 @@ def _cut_layers(config: PreTrainedConfig, smaller: dict[str, Any], fixed: set[st
         lists = {
             key: value
             for key in {field.name for field in dataclasses.fields(config)} - fixed
-            if isinstance(value := _value(config, key), (list, tuple)) and len(value) == count
+            if isinstance(value := smaller.get(key, _value(config, key)), (list, tuple)) and len(value) == count
         }
         kept = _typical_layers(list(lists.values()), count)
         for key, value in lists.items():

@@ -15,6 +15,7 @@ KEPT = frozenset(
         "num_adapter_layers",
         "num_feat_extract_layers",
         "output_hidden_states",
+        "per_layer_config",
     }
 )
 
@@ -56,6 +57,8 @@ FIELDS: list[tuple[re.Pattern[str], Callable[[int], int]]] = [
         (r"^coordinate_size|^shape_size", _at_most(6)),
         (r"^input_size$", _at_most(32)),
         (r"^subsampling_conv_channels$", _at_most(16)),
+        (r"^num_pos_feats$", _at_most(16)),
+        (r"^upsample_initial_channel$|^flow_size$|^duration_predictor_filter_channels$", _at_most(32)),
         (r"^n_groups$|^mamba_n_groups$", _at_most(1)),
         (r"embedding_size|embedding_dim|embed_dim$|^dim$|hidden_size$|^d_model$|^n_embd$|hidden_dim$", _at_most(32)),
         (r"hidden_sizes|projection_dim$|^hidden_size|_hidden_size|out_hidden|^embed_dims$", _at_most(32)),
