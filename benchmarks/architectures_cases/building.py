@@ -20,8 +20,17 @@ __all__ = ["build", "build_config", "twin"]
 #: Standard deviation of a linear layer's output for inputs of variance 1: scores well above 1, so that attention is
 #: far from uniform and a lost mask shows.
 GAIN = 1.5
-#: Without normalization between layers, the same gain would amplify rounding beyond what can be compared.
-GAINS = {"mobilebert": 0.5, "sam3": 0.7, "sam3_lite_text": 0.7, "vits": 0.3}
+#: Where layers are not normalized, or scores not scaled, the same gain makes scores of a thousand, or amplifies
+#: rounding beyond what can be compared.
+GAINS = {
+    "conditional_detr": 0.5,
+    "detr": 0.5,
+    "dia_encoder": 0.7,
+    "mobilebert": 0.5,
+    "sam3": 0.7,
+    "sam3_lite_text": 0.7,
+    "vits": 0.3,
+}
 MOST_PARAMETERS = 40_000_000
 
 
