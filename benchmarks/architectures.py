@@ -1,0 +1,92 @@
+"""Clearhead beside eager attention inside every architecture of transformers that a tiny configuration can build.
+
+    python -m benchmarks.architectures [--only NAME ...] [--jobs 2] [--json FILE] [--docs]
+    python -m benchmarks.architectures --list
+    python -m benchmarks.architectures --show FILE [--docs]
+
+Each architecture gets the implementation by both routes, after construction and at construction, and its outputs,
+weights, cached steps and gradients are compared with eager attention's, without padding and padded on either side; a
+later token must not change earlier outputs where it does not with eager attention. Nothing is downloaded. The whole
+loop takes about half an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+from pathlib import Path
+
+from benchmarks.architectures_cases.report import markdown, show
+from benchmarks.architectures_cases.results import Outcome, read, write
+from benchmarks.architectures_cases.running import run_all
+from benchmarks.architectures_cases.types import Architecture, architectures
+from benchmarks.comparing.page import fill
+from benchmarks.timing import console
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "architectures.json"
+PAGE = ROOT / "docs" / "which-models.md"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="NAME", nargs="+", default=[], help="these model types only")
+    parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of one architecture (default 120)")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help=f"keep the outcomes here; the whole loop's: {RESULTS}"
+    )
+    parser.add_argument("--show", type=Path, metavar="FILE", help="compute nothing; show kept outcomes")
+    parser.add_argument("--list", action="store_true", help="name the architectures and stop")
+    parser.add_argument("--docs", action="store_true", help=f"write the table into {PAGE.relative_to(ROOT)}")
+    return parser.parse_args()
+
+
+def chosen_architectures(names: list[str]) -> list[Architecture]:
+    found = architectures()
+    unknown = sorted(set(names) - {architecture.name for architecture in found})
+    if unknown:
+        raise SystemExit(f"--only {', '.join(unknown)}: no such model type; --list names them")
+    return [architecture for architecture in found if not names or architecture.name in names]
+
+
+def run(chosen: list[Architecture], jobs: int, seconds: float, keep: Path) -> list[Outcome]:
+    """Compare the chosen architectures; what the file says of others stays as long as the versions are the same."""
+    kept: dict[str, Outcome] = {}
+    if keep.exists() and (before := read(keep))[0] == versions():
+        kept = {outcome.name: outcome for outcome in before[1]}
+    outcomes: list[Outcome] = []
+    for outcome in run_all(chosen, jobs, seconds):
+        outcomes.append(outcome)
+        kept[outcome.name] = outcome
+        found = f"{len(outcomes)}/{len(chosen)} {outcome.name}: {outcome.status}"
+        console.print(f"{found} {outcome.not_built}"[:200], highlight=False)
+        if len(outcomes) % 20 == 0 or len(outcomes) == len(chosen):
+            write(keep, versions(), [kept[name] for name in sorted(kept)])
+    return [kept[name] for name in sorted(kept)]
+
+
+def versions() -> str:
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
+
+
+def main() -> None:
+    options = arguments()
+    if options.show:
+        described, outcomes = read(options.show)
+    else:
+        chosen = chosen_architectures(options.only)
+        if options.list:
+            console.print("\n".join(f"{item.name}: {item.class_name}" for item in chosen), highlight=False)
+            return
+        described, outcomes = versions(), run(chosen, options.jobs, options.seconds, options.json)
+    show(console, described, outcomes)
+    if options.docs:
+        fill(PAGE, "architectures", markdown(described, outcomes))
+        console.print(f"written: {PAGE}")
+    if any(outcome.wrong for outcome in outcomes):
+        raise SystemExit("some architectures differ from eager attention; they are named above")
+
+
+if __name__ == "__main__":
+    main()

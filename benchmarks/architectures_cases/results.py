@@ -1,0 +1,134 @@
+"""What was found for each architecture, as plain data: kept in JSON, shown later without computing again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+__all__ = ["LIMIT", "Finding", "Outcome", "first_line", "read", "write"]
+
+#: How far outputs may be from eager attention, relative to the largest; beyond, SDPA has to differ as much.
+LIMIT = 2e-5
+#: Two differences from eager attention that are rounding alone are of the same size, not the same.
+AS_MUCH = 1.05
+
+
+@final
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is not as with eager attention.
+
+    Args:
+        route, observation: where.
+        value: how far from eager attention, relative to the largest.
+        text: the tensor with the largest difference, the tensors missing, or the first line of the error.
+        refused: whether an error says that this cannot be computed.
+        sdpa, double: how far SDPA, and float64 with eager attention, are from eager attention.
+    """
+
+    route: str
+    observation: str
+    value: float = 0.0
+    text: str = ""
+    refused: bool = False
+    sdpa: float | None = None
+    double: float | None = None
+
+    @property
+    def explained(self) -> bool:
+        """Whether SDPA, or where there is none float64, differs from eager attention as much."""
+        other = self.sdpa or self.double or 0.0
+        return math.isfinite(other) and self.value <= AS_MUCH * other
+
+
+@final
+@dataclass
+class Outcome:
+    """What was found for one architecture.
+
+    Args:
+        name, class_name: which.
+        not_built: why there is no model or no input for it.
+        inputs: the arguments of its forward that were given.
+        refused: by route, why there is no model.
+        kept_eager: routes after which no part of the model has the implementation.
+        calls: by route, how often the model called the implementation.
+        compared: observations that were compared.
+        skipped: observations that eager attention does not have, and why.
+        largest: difference of the observations within `LIMIT`.
+        differences: observations beyond.
+        missing: observations without tensors that eager attention returns.
+        known: weights that differ by what they mean, not by a mistake: a sink is in their denominator.
+        violations: of causality.
+        errors: observations that raised an error.
+        seconds: taken.
+    """
+
+    name: str
+    class_name: str
+    not_built: str = ""
+    inputs: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    kept_eager: list[str] = field(default_factory=list)
+    calls: dict[str, int] = field(default_factory=dict)
+    compared: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
+    largest: float = 0.0
+    differences: list[Finding] = field(default_factory=list)
+    missing: list[Finding] = field(default_factory=list)
+    known: list[Finding] = field(default_factory=list)
+    violations: list[Finding] = field(default_factory=list)
+    errors: list[Finding] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def unexplained(self) -> list[Finding]:
+        """Differences that SDPA, or float64, does not have."""
+        return [found for found in self.differences if not found.explained]
+
+    @property
+    def wrong(self) -> list[Finding]:
+        """All that must not be: differences, ignored weights, later tokens that are seen, and unclear errors."""
+        unclear = [found for found in self.errors if not found.refused]
+        return [*self.unexplained, *self.missing, *self.violations, *unclear]
+
+    @property
+    def status(self) -> str:
+        if self.not_built:
+            return "not built"
+        if self.wrong:
+            return "differs"
+        if self.refused or self.errors:
+            return "refused"
+        if not any(self.calls.values()):
+            return "keeps eager"
+        return "agrees"
+
+
+def first_line(error: BaseException) -> str:
+    """The type and the first line of an error."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def write(path: Path, versions: str, outcomes: list[Outcome]) -> None:
+    """Keep the outcomes of one run as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"versions": versions, "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]}
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> tuple[str, list[Outcome]]:
+    """The versions and the outcomes of one run."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content["versions"], [_outcome(entry) for entry in content["outcomes"]]
+
+
+def _outcome(entry: dict[str, object]) -> Outcome:
+    for name in ("differences", "missing", "known", "violations", "errors"):
+        entry[name] = [Finding(**found) for found in entry[name]]  # type: ignore[attr-defined]
+    return Outcome(**entry)  # type: ignore[arg-type]

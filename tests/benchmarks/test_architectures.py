@@ -1,0 +1,105 @@
+"""`python -m benchmarks.architectures` without its loop: naming, showing, and processes that fail."""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from benchmarks import architectures
+from benchmarks.architectures_cases.report import markdown
+from benchmarks.architectures_cases.results import Finding, Outcome, read, write
+from benchmarks.architectures_cases.running import run_all
+from benchmarks.architectures_cases.types import Architecture
+from benchmarks.comparing.page import marks
+
+LLAMA = Architecture("llama", "llama", "LlamaModel")
+AGREES = Outcome("llama", "LlamaModel", calls={"from_config": 3}, compared=5, largest=1e-6)
+NOT_BUILT = Outcome("dinat", "DinatModel", not_built="ImportError: DinatModel requires the natten library")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.architectures", *arguments])
+    architectures.main()
+
+
+def leave(connection: Connection) -> None:
+    connection.recv()
+    os._exit(3)
+
+
+def wait_for_ever(connection: Connection) -> None:
+    connection.recv()
+    connection.recv()
+
+
+def test_architectures_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run(monkeypatch, "--list", "--only", "llama", "bert (decoder)")
+    assert capsys.readouterr().out.splitlines() == ["bert (decoder): BertLMHeadModel", "llama: LlamaModel"]
+
+
+def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match="--only lama: no such model type; --list names them"):
+        run(monkeypatch, "--only", "lama")
+
+
+def test_kept_outcomes_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write(tmp_path / "kept.json", "some versions", [NOT_BUILT, AGREES])
+    run(monkeypatch, "--show", str(tmp_path / "kept.json"))
+    assert capsys.readouterr().out.splitlines()[-2:] == ["   1 agrees", "   1 not built"]
+
+
+@pytest.mark.parametrize("kind", ["differences", "missing", "violations", "errors"])
+def test_what_must_not_be_makes_the_command_fail(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = Finding("from_config", "outputs", value=0.5, text="last_hidden_state", sdpa=1e-6)
+    write(tmp_path / "kept.json", "some versions", [Outcome("llama", "LlamaModel", **{kind: [found]})])
+    with pytest.raises(SystemExit, match="some architectures differ from eager attention"):
+        run(monkeypatch, "--show", str(tmp_path / "kept.json"))
+
+
+@pytest.mark.parametrize(
+    ("sdpa", "double", "explained"),
+    [(0.5, None, True), (1e-3, 0.5, False), (None, 0.5, True), (None, float("inf"), False), (None, None, False)],
+)
+def test_sdpa_explains_a_difference_and_float64_where_there_is_none(
+    sdpa: float | None, double: float | None, explained: bool
+) -> None:
+    assert Finding("from_config", "outputs", value=0.5, sdpa=sdpa, double=double).explained == explained
+
+
+def test_outcomes_survive_the_file(tmp_path: Path) -> None:
+    outcome = Outcome(
+        "llama", "LlamaModel", refused={"from_config": "KeyError: 'clearhead'"}, known=[Finding("a", "b")]
+    )
+    write(tmp_path / "kept.json", "some versions", [outcome])
+    assert read(tmp_path / "kept.json") == ("some versions", [outcome])
+
+
+def test_the_page_names_totals_and_reasons() -> None:
+    refused = Outcome("sam", "SamModel", refused={"from_config": "KeyError: 'clearhead'"}, compared=5)
+    page = markdown("some versions", [AGREES, NOT_BUILT, refused])
+    assert "| agrees | 1 | 0 |" in page
+    assert "* `sam`: `from_config`: KeyError: 'clearhead'" in page
+    assert "* ImportError: DinatModel requires the natten library: `dinat`" in page
+
+
+def test_the_page_has_a_place_for_the_table() -> None:
+    page = architectures.PAGE.read_text(encoding="utf-8")
+    begin, end = marks("architectures")
+    assert page.index(begin) < page.index(end)
+
+
+def test_a_process_that_ends_is_an_outcome() -> None:
+    (outcome,) = run_all([LLAMA], jobs=1, seconds=60, work=leave)
+    assert [found.text for found in outcome.errors] == ["the process ended with exit code 3"]
+
+
+def test_a_process_without_a_result_is_stopped_and_the_next_architecture_goes_on() -> None:
+    outcomes = list(run_all([LLAMA, LLAMA], jobs=1, seconds=0.5, work=wait_for_ever))
+    assert [outcome.errors[0].text for outcome in outcomes] == ["no result after 0 s"] * 2
+    assert all(outcome.status == "differs" for outcome in outcomes)
