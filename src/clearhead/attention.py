@@ -229,11 +229,8 @@ def autocast_off(tensor: Tensor) -> torch.autocast:
 
 
 def _device_type(tensor: Tensor) -> str:
-    """The device whose autocast applies; ``meta`` has none and stands for the CPU.
-
-    `torch.amp.is_autocast_available` would say so too, but PyTorch 2.10 cannot trace it.
-    """
-    if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+    """The device autocast is asked about; one that has none (meta) stands for the CPU."""
+    if isinstance(tensor, Tensor) and torch.amp.is_autocast_available(tensor.device.type):
         return tensor.device.type
     return "cpu"
 

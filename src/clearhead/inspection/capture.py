@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -99,20 +98,9 @@ class CaptureMode(TorchFunctionMode):
             if what is not None:
                 self._sink.missed(what)
                 return func(*args, **kwargs)
-            with torch.no_grad(), _uncached_casts():
+            with torch.no_grad():
                 self._sink.captured(read(*args, **kwargs))
         return func(*args, **kwargs)
-
-
-@contextmanager
-def _uncached_casts() -> Generator[None, None, None]:
-    """Keep autocast from caching casts of parameters, which would reach the watched call without gradients."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def _step_out_of_graph() -> None:

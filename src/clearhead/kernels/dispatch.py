@@ -29,8 +29,11 @@ KERNELS: tuple[Kernel, ...] = (NativeKernel(), SdpaKernel(), ChunkedKernel(), Fl
 
 class _Forced(threading.local):
     # threading.local and not a ContextVar: torch.compile(fullgraph=True) can read this one.
-    # Its attribute is read directly: what a property reads of it, PyTorch 2.10 and 2.11 trace as the class's default.
     stack: tuple[Kernel, ...] = ()
+
+    @property
+    def kernel(self) -> Kernel | None:
+        return self.stack[-1] if self.stack else None
 
 
 _forced = _Forced()
@@ -38,7 +41,7 @@ _forced = _Forced()
 
 def forced_kernel() -> Kernel | None:
     """The kernel that `use_kernel` has chosen in this thread."""
-    return _forced.stack[-1] if _forced.stack else None
+    return _forced.kernel
 
 
 class use_kernel:
@@ -114,7 +117,7 @@ def choose(call: AttentionCall) -> Kernel:
     Raises:
         KernelError: if the forced kernel refuses, with its reasons and what the others would say.
     """
-    forced = forced_kernel()
+    forced = _forced.kernel
     if forced is None:
         return _preferred(call)
     refusals = forced.refusals(call)
@@ -132,9 +135,8 @@ def explain_call(call: AttentionCall) -> Explanation:
     """Ask every kernel for its reasons."""
     reasons = {kernel.name: tuple(str(reason) for reason in kernel.refusals(call)) for kernel in KERNELS}
     projections = describe_product() if call.query.is_cpu else ""
-    forced = forced_kernel()
-    if forced is not None:
-        name = forced.name
+    if _forced.kernel is not None:
+        name = _forced.kernel.name
         return Explanation(None if reasons[name] else name, reasons, True, projections)
     return Explanation(_preferred(call).name, reasons, False, projections)
 
