@@ -169,7 +169,6 @@ OTHER_WAYS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
 @pytest.mark.parametrize("way", OTHER_WAYS)
 def test_what_only_pytorchs_product_knows_goes_there(way: str, onednn_preferred: list[Any]) -> None:
     layer, x = Linear(7, 5), torch.randn(3, 7)
