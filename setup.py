@@ -41,5 +41,5 @@ setup(
         )
     ],
     cmdclass={"build_ext": BuildIfPossible},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -1,17 +1,28 @@
-"""One thread, one seed, and two budgets for the generated tests: HYPOTHESIS_PROFILE=full spends the larger one."""
+"""One thread, one seed, two budgets for the generated tests, and the machine that the tests see.
+
+HYPOTHESIS_PROFILE=full spends the larger budget. CLEARHEAD_TEST_ISA names the best instruction set of the native kernel
+(``none``: it was not built), CLEARHEAD_TEST_VENDOR the processor's vendor as it names itself (``GenuineIntel``,
+``AuthenticAMD``); by default both are those of this machine. PyTorch's own is forced with its ATEN_CPU_CAPABILITY.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+if os.environ.get("CLEARHEAD_TEST_ISA") == "none":
+    sys.modules["clearhead.native._attention"] = None  # type: ignore[assignment]  # its import raises ModuleNotFoundError
+
 import clearhead.kernels.blocks
 import clearhead.known_calls
+import clearhead.linear
 import clearhead.masks.reach
+import clearhead.native
 from clearhead.native import instruction_sets, use_instruction_set
 
 _SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -24,6 +35,21 @@ settings.register_profile("full", max_examples=2000, deadline=None, suppress_hea
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)
+
+
+def _emulate_machine() -> None:
+    best, vendor = os.environ.get("CLEARHEAD_TEST_ISA", "none"), os.environ.get("CLEARHEAD_TEST_VENDOR")
+    if best != "none":
+        sets = instruction_sets()
+        if best not in sets:
+            raise pytest.UsageError(f"CLEARHEAD_TEST_ISA={best}: this machine has {', '.join(sets)}")
+        for better in sets[: sets.index(best)]:
+            del clearhead.native._sets[better]
+    if vendor is not None:
+        clearhead.linear._processor_maker = lambda: vendor
+
+
+_emulate_machine()
 
 
 @pytest.fixture(autouse=True)

@@ -125,7 +125,6 @@ def test_autocast_and_transforms_are_seen(qkv: tuple[Tensor, ...]) -> None:
     torch.testing.assert_close(mapped[0], expected)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # PyTorch's own, where it loads its rules
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_forward_mode_derivatives(dtype: torch.dtype, qkv: tuple[Tensor, ...]) -> None:
     q, k, v = (x.to(dtype) for x in qkv)

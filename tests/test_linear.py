@@ -7,7 +7,7 @@ import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead
@@ -157,7 +158,7 @@ OTHER_WAYS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
     "bfloat16": lambda layer, x: copy.deepcopy(layer).bfloat16()(x.bfloat16()),
     "meta": lambda layer, x: torch.zeros(copy.deepcopy(layer).to("meta")(x.to("meta")).shape),
     "no rows": lambda layer, x: layer(x[:0]),
-    "subclass": lambda layer, x: layer(nn.Buffer(x)),
+    "wrapper subclass": lambda layer, x: layer(TwoTensor(x, x.clone())).a,
     "vmap": lambda layer, x: torch.vmap(layer)(x),
     "jacrev": lambda layer, x: torch.func.jacrev(layer)(x[0]),
     "jacfwd": lambda layer, x: torch.func.jacfwd(layer)(x[0]),
@@ -168,15 +169,55 @@ OTHER_WAYS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.:DeprecationWarning")
 @pytest.mark.parametrize("way", OTHER_WAYS)
 def test_what_only_pytorchs_product_knows_goes_there(way: str, onednn_preferred: list[Any]) -> None:
     layer, x = Linear(7, 5), torch.randn(3, 7)
     twin = copy.deepcopy(layer)
     twin.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
     assert torch.equal(OTHER_WAYS[way](layer, x), OTHER_WAYS[way](twin, x))  # pyright: ignore[reportArgumentType]
-    if way != "subclass":
-        assert onednn_preferred == []
+    assert onednn_preferred == []
+
+
+class Logged(Tensor):
+    """Holds the functions that reach it."""
+
+    functions: ClassVar[list[object]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.functions.append(func)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("which", ["input", "weight", "bias"])
+def test_a_tensor_subclass_goes_to_pytorchs_product_and_nothing_else(which: str, onednn_preferred: list[Any]) -> None:
+    tensors = {"input": torch.randn(3, 7), "weight": torch.randn(5, 7), "bias": torch.randn(5)}
+    expected = F.linear(**tensors)
+    tensors[which] = tensors[which].as_subclass(Logged)
+    Logged.functions.clear()
+    got = linear(**tensors)
+    assert Logged.functions == [F.linear]
+    assert type(got) is Logged
+    assert torch.equal(got.as_subclass(Tensor), expected)
+    assert onednn_preferred == []
+
+
+@needs_onednn
+def test_a_gradient_that_is_a_subclass_goes_to_pytorchs_product(onednn_preferred: list[Any]) -> None:
+    x, weight, gradient = torch.randn(3, 7), torch.randn(5, 7, requires_grad=True), torch.randn(3, 5)
+    output = linear(x, weight)
+    onednn_preferred.clear()
+    (got,) = torch.autograd.grad(output, weight, TwoTensor(gradient, gradient.clone()))
+    torch.testing.assert_close(got.a, gradient.t() @ x)
+    assert onednn_preferred == []
+
+
+@needs_onednn
+@pytest.mark.parametrize("kind", [nn.Parameter, nn.Buffer])
+def test_parameters_and_buffers_are_plain_tensors(kind: type[Tensor], onednn_preferred: list[Any]) -> None:
+    layer, x = Linear(7, 5), torch.randn(3, 7)
+    torch.testing.assert_close(layer(kind(x)), F.linear(x, layer.weight, layer.bias))
+    assert onednn_preferred == [(3, 7, 5)]
 
 
 @needs_onednn

@@ -117,7 +117,7 @@ def eager_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
 
 def _on_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     forced = _forced.stack
-    if not forced and input.dim() > 0 and not _is_worth_it(input, weight):
+    if not forced and not (_is_plain(input) and _is_plain(weight) and _is_worth_it(input, weight)):
         return F.linear(input, weight, bias)
     against = _against(input, weight, bias)
     if forced and against:
@@ -192,8 +192,13 @@ def _processor_maker() -> str:
         return described.rsplit(", ", 1)[-1] or platform.machine()
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Not a subclass, whose sizes and products mean what its own `__torch_function__` makes of them."""
+    return type(tensor) is Tensor or type(tensor) is nn.Parameter
+
+
 def _is_worth_it(input: Tensor, weight: Tensor) -> bool:
-    return not is_pytorchs_product(input.numel() // max(input.shape[-1], 1), weight.numel())
+    return input.dim() > 0 and not is_pytorchs_product(input.numel() // max(input.shape[-1], 1), weight.numel())
 
 
 def is_pytorchs_product(rows: int, numbers: int) -> bool:
@@ -207,7 +212,7 @@ def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         return "oneDNN is not available or switched off"
     given = (input, weight) if bias is None else (input, weight, bias)
     for tensor in given:
-        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        if not _is_plain(tensor):
             return f"it knows nothing of {type(tensor).__name__}"
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return "all tensors have to be dense, of float32 and on the CPU"

@@ -212,7 +212,6 @@ def test_the_pictures_are_drawn_with_gaps_where_nothing_was_measured(result: Res
 SMALL = AttentionWork(13, key_length=17, heads=3, head_dim=7)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # x-transformers
 @pytest.mark.parametrize("name", ["SDPA", "x-transformers", "transformers eager", "ONNX Runtime", "OpenVINO"])
 @pytest.mark.parametrize(
     "work",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import platform
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import clearhead
+from clearhead._versions import TESTED
 from clearhead.inspection import doctor
 from clearhead.inspection.doctor import Report, examine
 from clearhead.inspection.doctor_cases import CASES, Inputs
@@ -235,3 +239,40 @@ def test_json_holds_everything_even_nan(monkeypatch: pytest.MonkeyPatch) -> None
     broken = next(check for check in read["checks"] if check["kernel"] == "chunked" and check["dtype"] == "float32")
     assert broken["status"] == "failed"
     assert broken["output"] == {"error": "nan", "limit": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("torch_version", "python_version", "said"),
+    [
+        ("2.11.0+cu128", "3.11.7", "not tested with torch 2.11.0+cu128 (tested: 2.12 to 2.15)"),
+        ("3.0.0a0", "3.12.0", "not tested with torch 3.0.0a0 (tested: 2.12 to 2.15)"),
+        ("2.13.0", "3.10.2", "not tested with python 3.10.2 (tested: 3.11 to 3.13)"),
+        (
+            "2.16.0",
+            "3.14.0rc1",
+            "not tested with torch 2.16.0 (tested: 2.12 to 2.15) and python 3.14.0rc1 (tested: 3.11 to 3.13)",
+        ),
+        ("2.12.1", "3.13.0", ""),
+        ("2.15.0+cpu", "3.11.0", ""),
+    ],
+)
+@pytest.mark.usefixtures("two_calls")
+def test_versions_outside_the_tested_range_give_one_warning(
+    torch_version: str, python_version: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(platform, "python_version", lambda: python_version)
+    found = examine()
+    assert found.passed
+    assert found.warning == found.as_dict()["warning"] == said
+    assert [line for line in str(found).splitlines() if "warning" in line] == ([f"warning: {said}"] if said else [])
+
+
+def test_what_is_declared_begins_where_what_is_tested_does() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (first_torch, _), (first_python, last_python) = TESTED["torch"], TESTED["python"]
+    assert project["dependencies"] == ["torch>=" + ".".join(map(str, first_torch))]
+    assert project["requires-python"] == ">=" + ".".join(map(str, first_python))
+    named = [text for text in project["classifiers"] if text.startswith("Programming Language :: Python :: 3.")]
+    versions = [f"3.{minor}" for minor in range(first_python[1], last_python[1] + 1)]
+    assert named == [f"Programming Language :: Python :: {version}" for version in versions]

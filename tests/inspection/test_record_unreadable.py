@@ -150,7 +150,6 @@ def test_a_whole_graph_cannot_be_watched() -> None:
     assert list(rec) == ["0", "1"]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
 def test_torchscript_is_refused_by_name() -> None:
     scripted = torch.jit.trace(Attend(), tensor())
     model = nn.Sequential(Attend(), scripted)

@@ -25,8 +25,6 @@ X = torch.randn(2, HEADS, 7, DIM, generator=torch.Generator().manual_seed(1))
 runs_here = pytest.mark.skipif(
     bool(clearhead.explain(X, X, X).reasons["flex"]), reason="FlexAttention cannot be built on this machine"
 )
-# Of PyTorch's own compiler.
-compiles = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 
 BANDS = {
     "none": None,
@@ -82,21 +80,18 @@ def require_equal(*inputs: Tensor, mask: masks.Mask | None = None, **options: ob
 
 
 @runs_here
-@compiles
 @pytest.mark.parametrize("name", BANDS)
 def test_bands(name: str) -> None:
     require_equal(*qkv(), mask=BANDS[name])
 
 
 @runs_here
-@compiles
 @pytest.mark.parametrize("name", CELLS)
 def test_other_masks(name: str) -> None:
     require_equal(*qkv(), mask=CELLS[name])
 
 
 @runs_here
-@compiles
 def test_documents() -> None:
     ids = torch.stack([torch.arange(389) // 97, torch.arange(389) // 131])
     require_equal(*qkv(length=389), mask=masks.documents(ids))
@@ -104,7 +99,6 @@ def test_documents() -> None:
 
 
 @runs_here
-@compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 1, 1, 389), (1, HEADS, 307, 1), (2, HEADS, 307, 389)], ids=str)
 def test_biases_of_other_shapes(shape: tuple[int, ...]) -> None:
@@ -112,7 +106,6 @@ def test_biases_of_other_shapes(shape: tuple[int, ...]) -> None:
 
 
 @runs_here
-@compiles
 def test_a_soft_cap_and_a_bias() -> None:
     bias = masks.bias(torch.randn(307, 389))
     require_equal(*qkv(), mask=bias & masks.lengths(torch.tensor([389, 211])), softcap=2.0)
@@ -122,7 +115,6 @@ def test_a_soft_cap_and_a_bias() -> None:
 
 
 @runs_here
-@compiles
 def test_rows_that_see_nothing_are_zero_and_padding_does_not_leak() -> None:
     query, key, value = qkv()
     mask = masks.lengths(torch.tensor([0, 211]))
@@ -135,7 +127,6 @@ def test_rows_that_see_nothing_are_zero_and_padding_does_not_leak() -> None:
 
 
 @runs_here
-@compiles
 def test_positions_and_inputs_laid_out_otherwise() -> None:
     query, key, value = qkv()
     query, key = query.transpose(1, 2).contiguous().transpose(1, 2), key.mT.contiguous().mT
@@ -149,7 +140,6 @@ def test_positions_and_inputs_laid_out_otherwise() -> None:
 
 
 @runs_here
-@compiles
 def test_one_kind_is_compiled_once_for_all_sizes_and_numbers() -> None:
     forced(*qkv(), mask=masks.causal())
     before = counters["stats"]["unique_graphs"]
@@ -160,7 +150,6 @@ def test_one_kind_is_compiled_once_for_all_sizes_and_numbers() -> None:
 
 
 @runs_here
-@compiles
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 1, 389), (2, 1, 1), (1, 5, 7), (3, 128, 128), (1, 129, 1)], ids=str)
 def test_sizes_of_one_and_of_one_block(sizes: tuple[int, int, int]) -> None:
@@ -169,7 +158,6 @@ def test_sizes_of_one_and_of_one_block(sizes: tuple[int, int, int]) -> None:
 
 
 @runs_here
-@compiles
 @pytest.mark.slow
 @pytest.mark.parametrize(("scale", "dim", "value_dim"), [(-0.3, 1, 3), (0.0, 17, 5), (4.0, 64, 19)])
 def test_scales_and_head_sizes(scale: float, dim: int, value_dim: int) -> None:

@@ -178,7 +178,6 @@ def test_a_forced_kernel_that_cannot_be_traced_says_so() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("variant", ["plain", "window", "sinks"])
 def test_the_default_backend(variant: str) -> None:
     options = VARIANTS[variant]

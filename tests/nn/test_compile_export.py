@@ -91,7 +91,6 @@ def test_compile_of_an_upgraded_encoder() -> None:
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="the default backend compiles C++")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_compile_with_the_default_backend() -> None:
     model = Causal().eval()
     torch._dynamo.reset()

@@ -57,4 +57,6 @@ def _print(report: Report, console: Console) -> None:
     for title, lines in (("refused", refusal_lines(report)), ("failed", failure_lines(report))):
         if lines:
             console.print("", Text(title, style="bold"), *(Text(f"  {line}") for line in lines), sep="\n")
+    if report.warning:
+        console.print("", Text(f"warning: {report.warning}", style="yellow"), sep="\n")
     console.print("", Text(verdict(report), style=_STYLES["ok" if report.passed else "FAIL"]), sep="\n")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._version import __version__
+from .._versions import untested_versions
 from ..kernels import KERNELS, use_kernel
 from ..linear import describe_product
 from ..native import instruction_set, why_missing
@@ -83,12 +84,14 @@ class Report:
         machine: platform, processor, accelerators and threads.
         kernels: each kernel's reasons against a plain call; empty if it is available.
         checks: every kernel × call × dtype.
+        warning: versions of PyTorch or Python that Clearhead is not tested with, in a line; empty if there are none.
     """
 
     versions: dict[str, str]
     machine: dict[str, str]
     kernels: dict[str, tuple[str, ...]]
     checks: tuple[Check, ...]
+    warning: str = ""
 
     @property
     def passed(self) -> bool:
@@ -131,11 +134,13 @@ def examine() -> Report:
     with _threads(1):
         checks = [check for case in CASES for dtype in case.dtypes for check in _check_case(case, dtype, threads)]
     order = {name: index for index, name in enumerate(kernels)}
+    versions = _versions()
     return Report(
-        versions=_versions(),
+        versions=versions,
         machine=_machine(),
         kernels=kernels,
         checks=tuple(sorted(checks, key=lambda check: order[check.kernel])),
+        warning=untested_versions(versions),
     )
 
 

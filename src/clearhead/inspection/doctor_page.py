@@ -34,6 +34,8 @@ def write_report(report: Report) -> str:
     for title, found in (("refused", refusal_lines(report)), ("failed", failure_lines(report))):
         if found:
             lines += ["", title, *(f"  {line}" for line in found)]
+    if report.warning:
+        lines += ["", f"warning: {report.warning}"]
     return "\n".join([*lines, "", verdict(report)])
 
 

@@ -1,5 +1,5 @@
 // The Python module: whole numbers, pointers and factors in, nothing of torch. Built for the stable ABI.
-#define Py_LIMITED_API 0x030A0000
+#define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
 #include "driver.h"

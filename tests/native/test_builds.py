@@ -1,0 +1,72 @@
+"""The package as `setup.py` builds it elsewhere: by a compiler without OpenMP, and where there is none."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PRINT_BUILD = "import clearhead.native as n; print(n.__file__, n.instruction_set(), n.why_missing, sep='|')"
+#: Everything that runs in several threads where there is OpenMP, and both passes of every kind of call.
+TESTS = ("test_native_blocks.py", "test_native_few_rows.py", "test_native_bias.py")
+
+WITHOUT_OPENMP = """#!/bin/sh
+for argument; do [ "$argument" = -fopenmp ] && { echo "no OpenMP" >&2; exit 1; }; done
+exec c++ "$@"
+"""
+
+
+def build(directory: Path, compiler: str) -> Path:
+    """Build the extension inside a copy of the sources, which is returned, with a compiler of these contents."""
+    skipped = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "src", directory / "src", ignore=skipped)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, directory)
+    script = directory / "compiler"
+    script.write_text(compiler)
+    script.chmod(0o755)
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    environment = os.environ | {"CC": str(script), "CXX": str(script)}
+    built = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    assert "no OpenMP here, the native kernel is built for one thread" in built.stderr
+    return directory / "src"
+
+
+def run(source: Path, *arguments: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler to build with")
+def test_without_openmp_it_computes_the_same(tmp_path: Path) -> None:
+    source = build(tmp_path, WITHOUT_OPENMP)
+    (library,) = (source / "clearhead" / "native").glob("_attention*.so")
+    assert b"GOMP_parallel" not in library.read_bytes()
+    file, instructions, why_missing = run(source, "-c", PRINT_BUILD).split("|")
+    assert Path(file).is_relative_to(source)
+    assert instructions != "None"
+    assert why_missing == ""
+    tests = [str(ROOT / "tests" / "kernels" / name) for name in TESTS]
+    assert " passed" in run(source, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *tests)
+
+
+def test_without_a_compiler_the_package_works(tmp_path: Path) -> None:
+    source = build(tmp_path, "#!/bin/sh\nexit 1\n")
+    file, instructions, why_missing = run(source, "-c", PRINT_BUILD).split("|")
+    assert Path(file).is_relative_to(source)
+    assert instructions == "None"
+    assert why_missing.startswith("it was not built when Clearhead was installed")
+    compute = (
+        "import torch, clearhead; x = torch.randn(2, 3, 5, 7);"
+        "print(clearhead.explain(x, x, x).kernel, clearhead.attention(x, x, x).isfinite().all().item())"
+    )
+    assert run(source, "-c", compute) == "sdpa True"
