@@ -15,7 +15,9 @@ __all__ = [
     "DeviceError",
     "KernelError",
     "MaskTypeError",
+    "OutOfRangeError",
     "ShapeError",
+    "UnknownNameError",
 ]
 
 
@@ -25,6 +27,16 @@ class ClearheadError(Exception):
 
 class ArgumentError(ClearheadError, ValueError):
     """An argument has the right type but a value that means nothing here."""
+
+
+class UnknownNameError(ArgumentError, KeyError):
+    """A name under which a record, a summary or a walkthrough holds nothing."""
+
+    __str__ = Exception.__str__  # a `KeyError` would write the message's `repr`
+
+
+class OutOfRangeError(ArgumentError, IndexError):
+    """A number that a sequence has no item of."""
 
 
 class ShapeError(ClearheadError, ValueError):

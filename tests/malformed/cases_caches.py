@@ -7,7 +7,15 @@ from typing import Any
 import torch
 
 from clearhead import caches
-from clearhead.caches import EvictingKVCache, HeavyHitters, Held, KVCache, RandomEviction, SinksAndRecent, SlidingKVCache
+from clearhead.caches import (
+    EvictingKVCache,
+    HeavyHitters,
+    Held,
+    KVCache,
+    RandomEviction,
+    SinksAndRecent,
+    SlidingKVCache,
+)
 from tests.malformed.calls import Call, case
 
 B, KV, D = 2, 3, 4
@@ -63,7 +71,11 @@ for _kind in MAKERS:
 def _() -> Call:
     cache = _held(KVCache(B, KV, 9, D))
     cache.crop(torch.tensor([3, 5]))
-    given = {"key": torch.randn(B, KV, 2, D), "value": torch.randn(B, KV, 2, D), "positions": torch.tensor([[3, 4], [5, 6]])}
+    given = {
+        "key": torch.randn(B, KV, 2, D),
+        "value": torch.randn(B, KV, 2, D),
+        "positions": torch.tensor([[3, 4], [5, 6]]),
+    }
     return Call(cache.update, given, after=_next(cache))
 
 

@@ -56,10 +56,14 @@ def _after() -> Any:
     return model()(x()), rec.summary()["entropy"]["self_attn"]
 
 
-@case("record", weight=10, names=(
-    *("model", "statistics", "layers", "heads", "query_mask", "keep", "rows", "top_k", "map_size", "map_pooling"),
-    *("sink_keys", "offsets", "per"),
-))
+@case(
+    "record",
+    weight=10,
+    names=(
+        *("model", "statistics", "layers", "heads", "query_mask", "keep", "rows", "top_k", "map_size", "map_pooling"),
+        *("sink_keys", "offsets", "per"),
+    ),
+)
 def _() -> Call:
     given = {"model": model(), "statistics": ("entropy", "rows", "offset"), "layers": [0], "heads": [0, 2]}
     more = {"query_mask": torch.ones(2, 5).bool(), "keep": "queries_keys", "rows": [0], "offsets": (-1,)}

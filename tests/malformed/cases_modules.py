@@ -67,7 +67,9 @@ def _() -> Call:
     return _forward(module, {"query": _x(), "positions": torch.arange(L), "mask": masks.lengths(torch.tensor([3, 5]))})
 
 
-@case("MultiHeadAttention.forward, with a cache", weight=8, query="cache", key="cache", value="cache", positions="cache")
+@case(
+    "MultiHeadAttention.forward, with a cache", weight=8, query="cache", key="cache", value="cache", positions="cache"
+)
 def _() -> Call:
     module = _attention().requires_grad_(False)
     cache = module.make_cache(B, 8)
@@ -150,7 +152,9 @@ def _decoder_layer() -> Any:
 @case("EncoderLayer")
 def _() -> Call:
     parts = {"self_attention": clearhead.MultiHeadAttention(E, H), "feed_forward": clearhead.FeedForward(E, 8)}
-    return Call(clearhead.EncoderLayer, {"embed_dim": E, **parts, "norm": nn.RMSNorm, "norm_first": True, "dropout": 0.1})
+    return Call(
+        clearhead.EncoderLayer, {"embed_dim": E, **parts, "norm": nn.RMSNorm, "norm_first": True, "dropout": 0.1}
+    )
 
 
 @case("DecoderLayer")

@@ -1,6 +1,6 @@
 """Make many malformed calls and print what is wrong with them, by callable, argument, exception and message.
 
-    python -m tests.malformed.survey 20000 --seed 1 --only attention
+python -m tests.malformed.survey 20000 --seed 1 --only attention
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import require_factory, size, strided
 from ..errors import ArgumentError, CacheError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from ..masks.base import Mask
 from ..tracing import is_tracing
@@ -132,6 +133,7 @@ class Buffers:
         dtype: torch.dtype | None,
         device: torch.device | str | None,
     ) -> None:
+        require_factory(device, dtype)
         shape = (batch_size, num_kv_heads, slots)
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         # Zeros and not uninitialised memory: a hidden slot must hold no NaN.
@@ -142,6 +144,7 @@ class Buffers:
         """Raise unless the tensors can be stored."""
         _require_writable(self.key)
         for name, given, own in (("key", key, self.key), ("value", value, self.value)):
+            strided(name, given)
             if torch.is_grad_enabled() and given.requires_grad:
                 raise CacheError(
                     explain_problem(
@@ -199,19 +202,15 @@ def _require_writable(own: Tensor) -> None:
 
 def require_sizes(**sizes: object) -> None:
     """Raise unless every size is an int ≥ 1 (a value head dim may be 0)."""
-    for name, size in sizes.items():
-        least = 0 if name == "value_head_dim" else 1
-        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
-            raise DTypeError(explain_problem(name, expected=f"an int ≥ {least}", got=repr(size)))
-        if size < least:
-            raise ArgumentError(explain_problem(name, expected=f"an int ≥ {least}", got=str(size)))
+    for name, value in sizes.items():
+        size(name, value, 0 if name == "value_head_dim" else 1)
 
 
 def checked_indices(indices: Tensor, own: Tensor) -> Tensor:
     """Row numbers for `reorder` of a cache whose keys are `own` (B, …), on their device."""
-    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32):
-        got = str(indices.dtype) if isinstance(indices, Tensor) else type(indices).__name__
-        raise DTypeError(explain_problem("indices", expected="an int64 or int32 tensor (B,)", got=got))
+    expected = "an int64 or int32 tensor (B,)"
+    if strided("indices", indices, expected).dtype not in (torch.int64, torch.int32):
+        raise DTypeError(explain_problem("indices", expected=expected, got=str(indices.dtype)))
     if indices.dim() != 1:
         raise ShapeError(
             explain_problem("indices", expected="one row number per row, (B,)", got=shape_text(indices.shape))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 
+from ..checks import INTEGERS, integer, strided
 from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
 from .base import Mask
 from .grid import Block, Grid
@@ -15,7 +15,6 @@ from .reach import reach
 
 __all__ = ["MaskReport", "check_mask", "grid_for"]
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _CORNER = 64  # rows and columns looked at to tell a causal mask from its opposite
 
 
@@ -93,6 +92,10 @@ def grid_for(
 ) -> Grid:
     """The sizes that were given, completed by what the mask's own tensors say."""
     known = mask.sizes()
+    given = {"query_length": query_length, "key_length": key_length, "batch_size": batch_size, "num_heads": num_heads}
+    for name, value in given.items():
+        if value is not None:
+            integer(name, value, least=0)
     query_positions = as_positions("query_positions", query_positions)
     key_positions = as_positions("key_positions", key_positions, per_head=True)
     length = _first(query_length, known.query_length, _count(query_positions))
@@ -138,12 +141,11 @@ def as_positions(name: str, positions: object, *, per_head: bool = False) -> Ten
         return None
     shapes = "(n,), (B, n) or (B, H, n)" if per_head else "(n,) or (B, n)"
     if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
-        if positions < 0:
-            raise ArgumentError(explain_problem(name, expected="a first position ≥ 0", got=str(positions)))
-        return cast(int, positions)
-    if not isinstance(positions, Tensor) or positions.dtype not in _INTEGERS:
-        got = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__
-        raise DTypeError(explain_problem(name, expected=f"an int, or an integer tensor {shapes}", got=got))
+        return integer(name, positions, least=0, expected="a first position ≥ 0")
+    expected = f"an int, or an integer tensor {shapes}"
+    positions = strided(name, positions, expected)
+    if positions.dtype not in INTEGERS:
+        raise DTypeError(explain_problem(name, expected=expected, got=str(positions.dtype)))
     if positions.dim() not in ((1, 2, 3) if per_head else (1, 2)):
         raise ShapeError(explain_problem(name, expected=f"shape {shapes}", got=shape_text(positions.shape)))
     # int64, because small and unsigned integers overflow when a window is added or taken off.
