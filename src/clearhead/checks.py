@@ -111,7 +111,8 @@ def integer(
     if value < least:
         raise ArgumentError(explain_problem(name, expected=expected, got=shown(value), fix=fix))
     if value > most:
-        raise ArgumentError(explain_problem(name, expected=f"{expected} and ≤ {most}", got=shown(value), fix=fix))
+        bounded = f"{expected} and ≤ {LARGEST}" if most == LARGEST else expected
+        raise ArgumentError(explain_problem(name, expected=bounded, got=shown(value), fix=fix))
     return cast(int, value)
 
 

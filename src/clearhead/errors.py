@@ -13,6 +13,7 @@ __all__ = [
     "ClearheadError",
     "DTypeError",
     "DeviceError",
+    "FileError",
     "KernelError",
     "MaskTypeError",
     "OutOfRangeError",
@@ -53,6 +54,10 @@ class MaskTypeError(ClearheadError, TypeError):
 
 class DeviceError(ClearheadError, ValueError):
     """The tensors of one call live on different devices."""
+
+
+class FileError(ClearheadError, OSError):
+    """A file cannot be written."""
 
 
 class KernelError(ClearheadError, RuntimeError):

@@ -22,13 +22,13 @@ def is_jagged(*tensors: Tensor | None) -> bool:
     Raises:
         ShapeError: if one is nested with strides instead of offsets.
     """
-    nested = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_nested]
-    for tensor in nested:
+    names = ("query", "key", "value")
+    given = zip(names, tensors, strict=False)
+    nested = [(name, tensor) for name, tensor in given if isinstance(tensor, Tensor) and tensor.is_nested]
+    for name, tensor in nested:
         if tensor.layout != torch.jagged:
             fix = "Make it with torch.nested.nested_tensor(..., layout=torch.jagged)."
-            raise ShapeError(
-                explain_problem("query", expected="the layout torch.jagged", got=str(tensor.layout), fix=fix)
-            )
+            raise ShapeError(explain_problem(name, expected="the layout torch.jagged", got=str(tensor.layout), fix=fix))
     return bool(nested)
 
 

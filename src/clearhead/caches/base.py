@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import require_factory, size, strided
+from ..checks import require_factory, size, strided, with_values
 from ..errors import ArgumentError, CacheError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from ..masks.base import Mask
 from ..tracing import is_tracing
@@ -215,6 +215,8 @@ def checked_indices(indices: Tensor, own: Tensor) -> Tensor:
         raise ShapeError(
             explain_problem("indices", expected="one row number per row, (B,)", got=shape_text(indices.shape))
         )
+    if own.device.type != "meta":
+        with_values("indices", indices)
     if indices.device.type == "cpu" and indices.numel() > 0 and not is_tracing():
         # Elsewhere the device checks, which need not be waited for.
         lowest, highest = int(indices.min()), int(indices.max())

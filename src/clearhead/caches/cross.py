@@ -7,7 +7,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ..errors import CacheError, explain_problem
+from ..checks import strided
+from ..errors import CacheError, ShapeError, explain_problem, shape_text
 from .base import Cache, Cached, Positions, checked_indices
 
 __all__ = ["CrossKVCache"]
@@ -44,6 +45,9 @@ class CrossKVCache(Cache):
         return 0
 
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> Cached:
+        for name, given in (("key", key), ("value", value)):
+            if strided(name, given).dim() != 4:
+                raise ShapeError(explain_problem(name, expected="(B, Hkv, S, D)", got=shape_text(given.shape)))
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise CacheError(
                 explain_problem(

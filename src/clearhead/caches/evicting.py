@@ -7,6 +7,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from ..checks import integer
 from ..errors import DTypeError, explain_problem
 from ..inspection.compute import attention_statistics
 from ..masks.base import Mask
@@ -102,6 +103,7 @@ class EvictingKVCache(Cache):
         return self._slots.positions
 
     def next_positions(self, count: int) -> Positions:
+        integer("count", count, least=0)
         if self._rows is None:
             return self._length
         first = self._rows.position[:, None] + 1  # (B, 1)

@@ -7,6 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ..checks import INTEGERS, integer, shown, strided, with_values
 from ..errors import ArgumentError, CacheError, DTypeError, ShapeError, explain_problem, shape_text
 from ..masks.check import as_positions
 from ..masks.positional import Present
@@ -96,6 +97,7 @@ class KVCache(Cache):
         return self._buffers.value[:, :, : self._length]
 
     def next_positions(self, count: int) -> Positions:
+        integer("count", count, least=0)
         if self._positions is None:
             return self._length
         if self._length == 0:
@@ -193,6 +195,8 @@ def spelt_out(positions: Positions, batch_size: int, count: int, device: torch.d
         ShapeError: if there are not as many. And what `attention` raises for positions.
     """
     checked = as_positions("positions", positions)
+    if isinstance(checked, Tensor) and checked.is_meta and device.type != "meta":
+        with_values("positions", checked)
     if not isinstance(checked, Tensor):
         first = 0 if checked is None else checked
         return torch.arange(first, first + count, device=device).expand(batch_size, count)
@@ -206,10 +210,9 @@ def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> int | Tenso
     """What `crop` was asked for: an int from 0 to `most`, or one per row, (B,) int64."""
     either = "an int or an integer tensor (B,)"
     if isinstance(length, Tensor):
-        if length.is_floating_point() or length.dtype == torch.bool:
-            raise DTypeError(
-                explain_problem("length", expected="an int or an integer tensor (B,)", got=str(length.dtype))
-            )
+        with_values("length", strided("length", length, either))
+        if length.dtype not in INTEGERS:
+            raise DTypeError(explain_problem("length", expected=either, got=str(length.dtype)))
         if tuple(length.shape) != (key.shape[0],):
             raise ShapeError(
                 explain_problem(
@@ -218,7 +221,7 @@ def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> int | Tenso
             )
         shortest, longest = int(length.min()), int(length.max())
     elif isinstance(length, bool) or not isinstance(length, int):
-        raise DTypeError(explain_problem("length", expected=either, got=repr(length)))
+        raise DTypeError(explain_problem("length", expected=either, got=shown(length)))
     else:
         shortest = longest = length
     if shortest < 0 or longest > most:
@@ -226,7 +229,7 @@ def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> int | Tenso
             explain_problem(
                 "length",
                 expected=f"0 … {most}, the tokens in the cache",
-                got=str(shortest if shortest < 0 else longest),
+                got=shown(shortest if shortest < 0 else longest),
                 fix="crop only forgets the last tokens.",
             )
         )

@@ -7,6 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ..checks import integer, shown
 from ..errors import CacheError, explain_problem
 from ..masks.positional import Present, window
 from .base import Buffers, Cache, Cached, Positions, checked_indices, require_sizes
@@ -70,7 +71,7 @@ class SlidingKVCache(Cache):
             head_dim=head_dim,
             value_head_dim=value_head_dim,
         )
-        require_sizes(max_crop=max_crop + 1 if isinstance(max_crop, int) else max_crop)
+        integer("max_crop", max_crop, least=0, got=shown)
         self.window = window
         # What a crop must leave: the rest of the window, or the one token that says where its row is.
         self._needed = max(window - 1, 1)
@@ -87,6 +88,7 @@ class SlidingKVCache(Cache):
         return self._length
 
     def next_positions(self, count: int) -> Positions:
+        integer("count", count, least=0)
         if self._rows is None:
             return self._length
         first = self._rows.positions.amax(1, keepdim=True) + 1  # (B, 1)
