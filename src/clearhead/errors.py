@@ -6,6 +6,8 @@ own errors goes on working.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = [
     "ArgumentError",
     "CacheError",
@@ -90,6 +92,17 @@ def explain_problem(argument: str, *, expected: str, got: str, fix: str = "") ->
     """
     message = f"{argument}: expected {expected}, got {got}."
     return f"{message} {fix}" if fix else message
+
+
+def in_words_of(error: ClearheadError, names: Mapping[str, str]) -> ClearheadError:
+    """The same error about the argument that the caller gave, where it was raised under another function's name for it.
+
+    Args:
+        error: as it was raised.
+        names: what the message begins with, to what it shall begin with.
+    """
+    argument, colon, rest = str(error).partition(": ")
+    return type(error)(f"{names[argument]}: {rest}") if colon and argument in names else error
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

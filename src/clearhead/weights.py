@@ -161,7 +161,7 @@ def checked_queries(name: str, queries: Queries | None) -> Queries | None:
     numbers = items(name, queries, expected)
     for number in numbers:
         row = number.item() if isinstance(number, Tensor) and number.dim() == 0 and not number.is_meta else number
-        if isinstance(row, bool) or not hasattr(row, "__index__"):
+        if isinstance(row, bool) or not hasattr(row, "__index__") or getattr(row, "ndim", 0) != 0:
             raise DTypeError(explain_problem(name, expected=expected, got=shown(queries)))
     return [operator.index(number) for number in numbers]
 

@@ -179,7 +179,7 @@ def _() -> Call:
     return Call(positions.YarnScaling, {**given, "truncate": True})
 
 
-@case("positions.YarnScaling in Rotary", names=("factor", "original_length", "beta_fast", "beta_slow"))
+@case("positions.YarnScaling in Rotary", arguments=("factor", "original_length", "beta_fast", "beta_slow"))
 def _() -> Call:
     given = {"factor": 2.0, "original_length": 16, "beta_fast": 32.0, "beta_slow": 1.0}
     return Call(lambda **given: positions.Rotary(8, scaling=positions.YarnScaling(**given)), given)
@@ -192,7 +192,9 @@ def _() -> Call:
     return Call(positions.rotary_from_config, given)
 
 
-@case("positions.rotary_from_config, its settings", names=("rope_type", "factor", "rope_theta", "beta_fast", "mscale"))
+@case(
+    "positions.rotary_from_config, its settings", arguments=("rope_type", "factor", "rope_theta", "beta_fast", "mscale")
+)
 def _() -> Call:
     settings = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 100.0, "beta_fast": 32.0, "mscale": 1.0}
     wide = {"max_position_embeddings": 32}

@@ -68,7 +68,7 @@ def _() -> Call:
 
 @case(
     "checkpoints.from_transformers, its settings",
-    names=("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "attention_dropout"),
+    arguments=("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "attention_dropout"),
     model_type="config",
     hidden_size=("config", "source"),
     num_attention_heads=("config", "source"),

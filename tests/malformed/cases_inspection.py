@@ -59,7 +59,7 @@ def _after() -> Any:
 @case(
     "record",
     weight=10,
-    names=(
+    arguments=(
         *("model", "statistics", "layers", "heads", "query_mask", "keep", "rows", "top_k", "map_size", "map_pooling"),
         *("sink_keys", "offsets", "per"),
     ),

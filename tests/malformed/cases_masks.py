@@ -11,6 +11,7 @@ import clearhead
 from clearhead import masks
 from tests.malformed.calls import Call, case
 
+LETTERS = {"batch_size": "B", "num_heads": "H", "query_length": "L", "key_length": "S"}
 LENGTHS = torch.tensor([3, 5])
 
 
@@ -53,22 +54,22 @@ def _() -> Call:
     return Call(lambda fn: _used(masks.where(fn)), {"fn": lambda b, h, q, k: (q - k) % 2 == 0})
 
 
-@case("masks.keep", weight=6, tensor="keep", keys="keep")
+@case("masks.keep", weight=6, tensor=("keep", "mask"), keys=("keep", "mask"))
 def _() -> Call:
     return Call(lambda tensor=None, keys=None: _used(masks.keep(tensor, keys=keys)), {"tensor": torch.ones(5, 5)})
 
 
-@case("masks.keep(keys=...)", weight=6, tensor="keep", keys="keep")
+@case("masks.keep(keys=...)", weight=6, tensor=("keep", "mask"), keys=("keep", "mask"))
 def _() -> Call:
     return Call(lambda tensor=None, keys=None: _used(masks.keep(tensor, keys=keys)), {"keys": torch.ones(2, 5)})
 
 
-@case("masks.drop", weight=6, tensor="drop", keys="drop")
+@case("masks.drop", weight=6, tensor=("drop", "mask"), keys=("drop", "mask"))
 def _() -> Call:
     return Call(lambda tensor=None, keys=None: _used(masks.drop(tensor, keys=keys)), {"tensor": torch.ones(5, 5)})
 
 
-@case("masks.bias", weight=6, tensor="bias")
+@case("masks.bias", weight=6, tensor=("bias", "mask"))
 def _() -> Call:
     return Call(lambda tensor: _used(masks.bias(tensor)), {"tensor": torch.randn(2, 3, 5, 5)})
 
@@ -78,18 +79,19 @@ def _sizes() -> dict[str, Any]:
     return {"query_length": 5, "key_length": 5, "batch_size": 2, "num_heads": 3, **places}
 
 
-@case("Mask.dense", weight=8)
+# Masks speak of the sizes of a call by their letters.
+@case("Mask.dense", weight=8, **LETTERS)
 def _() -> Call:
     return Call((masks.causal() & masks.lengths(LENGTHS)).dense, _sizes())
 
 
-@case("Mask.dense of a tensor", weight=4)
+@case("Mask.dense of a tensor", weight=4, **LETTERS)
 def _() -> Call:
     mask = masks.keep(torch.ones(5, 5)) & masks.documents(torch.arange(5)) & masks.bias(torch.zeros(2, 3, 5, 5))
     return Call(mask.dense, _sizes())
 
 
-@case("Mask.check", weight=8)
+@case("Mask.check", weight=8, **LETTERS)
 def _() -> Call:
     return Call((masks.window(2, 0) & masks.lengths(LENGTHS)).check, _sizes())
 

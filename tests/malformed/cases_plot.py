@@ -97,7 +97,7 @@ def _() -> Call:
     return Call(rec.rollout, {"targets": [0], "layers": [0], "residual": 0.5})
 
 
-@case("plot.Tokens", names=("names", "special", "words"))
+@case("plot.Tokens", arguments=("names", "special", "words"), names="tokens")
 def _() -> Call:
     given = {"names": NAMES, "special": [False] * 5, "words": [0, 1, 2, 3, 3]}
     return Call(lambda **given: Tokens(**given).word_names(), given)

@@ -96,7 +96,7 @@ def _require_change(change: object) -> None:
         strided("changes", change, expected)
         if change.dtype not in FLOATS + INTEGERS:
             raise DTypeError(explain_problem("changes", expected=expected, got=f"a {change.dtype} tensor"))
-    elif not (isinstance(change, (int, float)) or change == "mean" or callable(change)):
+    elif not (isinstance(change, (int, float)) or (isinstance(change, str) and change == "mean") or callable(change)):
         raise DTypeError(explain_problem("changes", expected=expected, got=type(change).__name__))
 
 
@@ -149,7 +149,7 @@ def head_importance(
         running = ModuleNames(model)
         gates = _Gates(running)
         with uncompiled(model), running.following(), observing(gates), torch.enable_grad():
-            value = loss(model, batch)
+            value = _loss_of(loss, model, batch)
         if not isinstance(value, Tensor) or value.dim() != 0:
             got = shape_text(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ShapeError(explain_problem("loss", expected="a scalar", got=got))
@@ -178,6 +178,14 @@ def head_importance(
             )
         )
     return {name: total / examples[name] for name, total in sums.items()}
+
+
+def _loss_of(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
+    try:
+        return loss(model, batch)
+    except TypeError as error:
+        expected = "a function loss(model, batch)"
+        raise DTypeError(explain_problem("loss", expected=expected, got=shown(loss), fix=str(error))) from error
 
 
 class _Editor:

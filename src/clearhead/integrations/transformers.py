@@ -29,12 +29,33 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import output_capturing
 
 from .. import attention, attention_weights, masks
-from ..errors import ArgumentError, DTypeError, MaskTypeError, ShapeError, explain_problem, shape_text
+from ..checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, size, strided, with_values
+from ..errors import (
+    ArgumentError,
+    ClearheadError,
+    DTypeError,
+    MaskTypeError,
+    ShapeError,
+    explain_problem,
+    in_words_of,
+    shape_text,
+)
 from ..tracing import is_tracing
 
 __all__ = ["attention_forward", "make_mask", "register"]
 
 NAME = "clearhead"
+#: What errors call the arguments, to what transformers calls them.
+_NAMES = {
+    "scale": "scaling",
+    "dropout_p": "dropout",
+    "sinks": "s_aux",
+    "bias": "position_bias",
+    "masks.bias": "position_bias",
+    "mask bias(...)": "position_bias or attention_mask",
+    "masks.keep": "attention_mask",
+    "mask keep(...)": "attention_mask",
+}
 
 # Models pass these to every attention function. They steer caches, outputs, losses or other kernels' settings, and
 # transformers' own eager attention ignores each of them as well.
@@ -104,19 +125,51 @@ def attention_forward(
         DTypeError, MaskTypeError, ShapeError: for a mask that cannot be read.
     """
     _refuse_unknown(others)
-    query, key, value = _same_batch(query, key, value)
-    shared: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    try:
+        return _attend(
+            module,
+            *_same_batch(query=query, key=key, value=value),
+            attention_mask,
+            {"scale": scaling, "softcap": softcap, "sinks": s_aux},
+            dropout,
+            sliding_window=sliding_window,
+            is_causal=is_causal,
+            position_bias=position_bias,
+            boundaries=(cu_seq_lens_q, cu_seq_lens_k),
+            output_attentions=output_attentions,
+        )
+    except ClearheadError as error:
+        raise in_words_of(error, _NAMES) from error.__cause__
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    shared: dict[str, Any],
+    dropout: float,
+    *,
+    sliding_window: int | None,
+    is_causal: bool | None,
+    position_bias: Tensor | None,
+    boundaries: tuple[Tensor | None, Tensor | None],
+    output_attentions: bool | None,
+) -> tuple[Tensor, Tensor | None]:
+    if not hasattr(module, "training"):
+        raise DTypeError(explain_problem("module", expected="a torch.nn.Module", got=shown(module)))
     if attention_mask is not None:
         pattern = _given_mask(attention_mask)
     else:
         pattern = _causal(module, query, key, is_causal)
-        if sliding_window is not None and sliding_window < key.shape[2]:
+        if sliding_window is not None and size("sliding_window", sliding_window) < key.shape[2]:
             pattern = _both(pattern, masks.window(sliding_window - 1, sliding_window - 1))
             shared |= _last_positions(query, key)
     if position_bias is not None:
         pattern = _both(pattern, masks.bias(position_bias))
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        pattern = _both(pattern, _packed(query, key, cu_seq_lens_q, cu_seq_lens_k))
+    if any(starts is not None for starts in boundaries):
+        pattern = _both(pattern, _packed(query, key, *boundaries))
     dropout_p = dropout if module.training else 0.0
     output = attention(query, key, value, pattern, dropout_p=dropout_p, **shared)
     output = output.transpose(1, 2).contiguous()  # (B, L, H, Dv)
@@ -149,6 +202,12 @@ def make_mask(
         A bool mask (B, 1, L, S), ``True`` = may attend; or ``None`` if it is causal, hides nothing else, and the last
         query stands at the last key. With a static cache the keys reach further: the mask is then built.
     """
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
+    for name, value in sizes.items():
+        integer(name, value, least=0)
+    _require_offset(q_offset)
+    require_factory(device, None)
+    allow_is_causal_skip = flag("allow_is_causal_skip", allow_is_causal_skip)
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     mask = sdpa_mask(
         batch_size=batch_size,
@@ -163,6 +222,14 @@ def make_mask(
     if mask is None and not allow_is_causal_skip:
         return torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, kv_length)
     return mask
+
+
+def _require_offset(q_offset: object) -> None:
+    """An int, or from static caches a tensor of one."""
+    if not isinstance(q_offset, Tensor):
+        integer("q_offset", q_offset, least=0)
+    elif strided("q_offset", q_offset).numel() != 1 or q_offset.dtype not in INTEGERS:
+        raise DTypeError(explain_problem("q_offset", expected="an int, or a tensor of one", got=shown(q_offset)))
 
 
 def register() -> None:
@@ -185,15 +252,20 @@ def _refuse_unknown(others: dict[str, Any]) -> None:
         )
 
 
-def _same_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _same_batch(**given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Expand a batch of 1 (learned queries, shared keys) to the others' size."""
+    for name, tensor in given.items():
+        if strided(name, tensor).dim() != 4:
+            raise ShapeError(explain_problem(name, expected="(B, H, L, D)", got=shape_text(tensor.shape)))
+    tensors = given.values()
     batch = max(tensor.shape[0] for tensor in tensors)
-    return tuple(t.expand(batch, -1, -1, -1) if t.shape[0] == 1 < batch else t for t in tensors)
+    query, key, value = (t.expand(batch, -1, -1, -1) if t.shape[0] == 1 < batch else t for t in tensors)
+    return query, key, value
 
 
 def _causal(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> masks.Mask | None:
     length, keys = query.shape[2], key.shape[2]
-    wanted = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    wanted = flag("is_causal", is_causal) if is_causal is not None else getattr(module, "is_causal", True)
     if not wanted or length == 1:
         return None
     return masks.causal("bottom_right" if length < keys else "top_left")
@@ -202,9 +274,9 @@ def _causal(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | Non
 def _given_mask(given: Tensor) -> masks.Mask | None:
     if not isinstance(given, Tensor):
         raise MaskTypeError(explain_problem("attention_mask", expected="a tensor or None", got=type(given).__name__))
-    if given.dtype == torch.bool:
+    if strided("attention_mask", given).dtype == torch.bool:
         return None if _hides_nothing(given) else masks.keep(given)
-    if given.is_floating_point():
+    if given.dtype in FLOATS:
         # transformers writes "hidden" as the lowest number of the dtype.
         lowest = torch.finfo(given.dtype).min
         return masks.bias(given.masked_fill(given <= lowest, float("-inf")))
@@ -227,6 +299,9 @@ def _hides_nothing(given: Tensor) -> bool:
 
 def _packed(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tensor | None) -> masks.Mask:
     """Hide the other sequences of a packed row; boundaries 0, n₁, n₁ + n₂, … as flash attention takes them."""
+    for name, starts in (("cu_seq_lens_q", starts_q), ("cu_seq_lens_k", starts_k)):
+        if starts is not None:
+            _require_boundaries(name, starts, query)
     length = query.shape[2]
     same = starts_q is starts_k or (starts_q is not None and starts_k is not None and torch.equal(starts_q, starts_k))
     if starts_q is None or not same or query.shape[0] != 1 or key.shape[2] != length:
@@ -240,6 +315,14 @@ def _packed(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tenso
         )
     positions = torch.arange(length, device=query.device)
     return masks.documents(torch.searchsorted(starts_q.to(query.device), positions, right=True))
+
+
+def _require_boundaries(name: str, starts: Tensor, query: Tensor) -> None:
+    expected = "an int32 or int64 tensor (n + 1,)"
+    if strided(name, starts, expected).dtype not in (torch.int32, torch.int64) or starts.dim() != 1:
+        raise DTypeError(explain_problem(name, expected=expected, got=shown(starts)))
+    if not query.is_meta:
+        with_values(name, starts)
 
 
 def _last_positions(query: Tensor, key: Tensor) -> dict[str, int]:
@@ -259,7 +342,7 @@ def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
     collect what the attention function returns, so the hooks' collector is asked as well.
     """
     if output_attentions is not None:
-        return bool(output_attentions)
+        return flag("output_attentions", output_attentions)
     collected = _hooked_outputs()
     if collected is None:
         return bool(getattr(getattr(module, "config", None), "output_attentions", False))

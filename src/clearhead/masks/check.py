@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..checks import INTEGERS, integer, strided
-from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from .base import Mask
 from .grid import Block, Grid
 from .reach import reach
@@ -57,6 +57,8 @@ def check_mask(
 ) -> MaskReport:
     """See `Mask.check`."""
     grid = grid_for(mask, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+    if grid.device.type == "meta":
+        raise DeviceError(explain_problem("mask", expected="a mask with values to look at", got="one on meta"))
     try:
         mask.validate(grid)
         seen = reach(mask, grid)
@@ -116,6 +118,11 @@ def grid_for(
     keys = length if keys is None else keys
     batch = _first(batch_size, known.batch_size, _batch(query_positions), _batch(key_positions))
     heads = _first(num_heads, known.num_heads)
+    device = _device_of(mask) or torch.device("cpu")
+    for name, positions in (("query_positions", query_positions), ("key_positions", key_positions)):
+        if isinstance(positions, Tensor) and positions.device != device:
+            got = str(positions.device)
+            raise DeviceError(explain_problem(name, expected=f"positions on {device}, like the mask", got=got))
     _require_count("query_positions", query_positions, length)
     _require_count("key_positions", key_positions, keys)
     return Grid(
@@ -123,7 +130,7 @@ def grid_for(
         num_heads=1 if heads is None else heads,
         query_length=length,
         key_length=keys,
-        device=_device_of(mask) or torch.device("cpu"),
+        device=device,
         query_positions=query_positions,
         key_positions=key_positions,
     )
@@ -166,7 +173,9 @@ def _batch(positions: Tensor | int | None) -> int | None:
 
 def _require_count(name: str, positions: Tensor | int | None, length: int) -> None:
     if isinstance(positions, Tensor) and positions.shape[-1] != length:
-        raise ShapeError(explain_problem(name, expected=f"{length} positions", got=shape_text(positions.shape)))
+        fix = f"Give one for each of {name.replace('positions', 'length')}."
+        got = shape_text(positions.shape)
+        raise ShapeError(explain_problem(name, expected=f"{length} positions", got=got, fix=fix))
 
 
 def _device_of(mask: Mask) -> torch.device | None:

@@ -454,13 +454,13 @@ class _Documents(Mask):
 
     def _require_ids(self, grid: Grid) -> None:
         block, length = Block(grid), self._ids.shape[1]
-        for positions in (block.q, block.k):
+        for name, positions in (("query_positions", block.q), ("key_positions", block.k)):
             if positions.numel() and not bool(((positions >= 0) & (positions < length)).all()):
                 raise ArgumentError(
                     explain_problem(
                         "mask documents(...)",
                         expected=f"positions from 0 to {length - 1}, one for each of the {length} ids",
-                        got=f"positions from {int(positions.min())} to {int(positions.max())}",
+                        got=f"positions from {int(positions.min())} to {int(positions.max())} in {name}",
                         fix="Give ids for every absolute position.",
                     )
                 )
@@ -479,7 +479,11 @@ class _Where(Mask):
         self._fn = fn
 
     def visible(self, block: Block) -> Tensor:
-        result = self._fn(block.b, block.h, block.q, block.k)
+        try:
+            result = self._fn(block.b, block.h, block.q, block.k)
+        except TypeError as error:
+            expected = "fn to take index tensors (b, h, q, k)"
+            raise DTypeError(explain_problem("mask where(fn)", expected=expected, got=str(error))) from error
         if not isinstance(result, Tensor) or result.dtype != torch.bool:
             got = f"a {result.dtype} tensor" if isinstance(result, Tensor) else type(result).__name__
             raise DTypeError(

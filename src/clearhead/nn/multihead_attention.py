@@ -10,7 +10,7 @@ from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[repo
 
 from ..attention import attention, autocast_is_on
 from ..checks import flag, is_probability, number, require_factory, size, strided
-from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from ..plain import apply_linear
 from ..tracing import is_tracing
 from ..weights import attention_with_weights
@@ -226,7 +226,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 def _require_sizes(embed_dim: int, num_heads: int, dropout: float, **sizes: int | None) -> None:
     for name, value in ({"embed_dim": embed_dim, "num_heads": num_heads} | sizes).items():
-        if value is not None:
+        if value is not None or name in ("embed_dim", "num_heads"):
             size(name, value)
     if embed_dim % num_heads:
         raise ArgumentError(
@@ -278,7 +278,11 @@ def _shapes(tensors: dict[str, Tensor]) -> str:
 def _require_dtypes(module: MultiheadAttention, tensors: dict[str, Tensor]) -> None:
     weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
     dtype = cast(Tensor, weight).dtype
+    device = cast(Tensor, weight).device
     for name, x in tensors.items():
+        if x.device != device:
+            fix = "Move the input or the module with .to(...)."
+            raise DeviceError(explain_problem(name, expected=f"the module's {device}", got=str(x.device), fix=fix))
         if autocast_is_on(x) and x.is_floating_point():
             continue
         if x.dtype != dtype:
