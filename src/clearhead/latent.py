@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import attention, cast_for_autocast
-from .caches.base import Cache, Cached, Positions
+from .caches.base import Cache, Cached, Positions, unchanged_if_refused
 from .caches.kv import KVCache
 from .checks import flag, is_finite, is_probability, number, require_factory, size
 from .errors import ArgumentError, ShapeError, explain_problem, shape_text
@@ -244,6 +244,20 @@ class MultiHeadLatentAttention(nn.Module):
         need_weights = flag("need_weights", need_weights)
         average_attn_weights = flag("average_attn_weights", average_attn_weights)
         require_cache(cache, self.position)
+        with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
+            return self._compute(query, key, value, mask, positions, cache, need_weights, average_attn_weights)
+
+    def _compute(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        mask: Mask | Tensor | None,
+        positions: Positions | None,
+        cache: Cache | None,
+        need_weights: bool,
+        average_attn_weights: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         known = None if cache is None else cache.recall()
         self._require_input("query", query)
         places = positions_of_queries(positions, cache, query.shape[-2])

@@ -105,7 +105,7 @@ class Linear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         try:
             return eager_linear()(input, self.weight, self.bias)
-        except (RuntimeError, TypeError, AttributeError):
+        except (RuntimeError, TypeError, AttributeError, NotImplementedError):
             require_input("input", input, self)  # looked at only here, so that ordinary calls do not wait for it
             raise
 
@@ -119,12 +119,17 @@ def require_input(name: str, x: object, layer: nn.Module) -> None:
         expected = f"(…, {own.in_features})"
         raise ShapeError(explain_problem(name, expected=expected, got=shape_text(x.shape)))
     dtype, device = own.weight.dtype, own.weight.device
-    if x.dtype != dtype and not (torch.is_autocast_enabled(x.device.type) and x.is_floating_point()):
+    if x.dtype != dtype and not (_autocasts(x) and x.is_floating_point()):
         fix = f"Convert it with .to({dtype}), or the module."
         raise DTypeError(explain_problem(name, expected=f"the module's dtype {dtype}", got=str(x.dtype), fix=fix))
     if x.device != device:
         fix = "Move the input or the module with .to(...)."
         raise DeviceError(explain_problem(name, expected=f"the module's device {device}", got=str(x.device), fix=fix))
+
+
+def _autocasts(x: Tensor) -> bool:
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

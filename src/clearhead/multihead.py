@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import attention, cast_for_autocast
-from .caches.base import Cache, Cached, Positions
+from .caches.base import Cache, Cached, Positions, unchanged_if_refused
 from .caches.kv import KVCache
 from .checks import flag, is_finite, is_probability, number, require_factory, size
 from .errors import ArgumentError, explain_problem
@@ -272,6 +272,20 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The output, and the weights, averaged or not, or none of them."""
         require_cache(cache, self.position)
+        with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
+            return self._compute(query, key, value, mask, positions, cache, pack, averaged)
+
+    def _compute(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        mask: Mask | Tensor | None,
+        positions: Positions | None,
+        cache: Cache | None,
+        pack: Packing | None,
+        averaged: bool | None,
+    ) -> tuple[Tensor, Tensor | None]:
         known = None if cache is None else cache.recall()
         require_features("query", query, self.q_proj)
         places = positions_of_queries(positions, cache, query.shape[-2])

@@ -74,7 +74,7 @@ def _() -> Call:
     return Call(_closing(plot.plot_rollout), {"rec": recorded(), **given})
 
 
-@case("plot.plot_rollout of patches", weight=1)
+@case("plot.plot_rollout of patches", weight=1, layers="layer")
 def _() -> Call:
     given = {"targets": 0, "grid": (2, 2), "image": torch.rand(4, 4, 3), "item": 0}
     return Call(_closing(plot.plot_rollout), {"rec": recorded(), **given})
@@ -97,7 +97,7 @@ def _() -> Call:
     return Call(rec.rollout, {"targets": [0], "layers": [0], "residual": 0.5})
 
 
-@case("plot.Tokens", arguments=("names", "special", "words"), names="tokens")
+@case("plot.Tokens", arguments=("names", "special", "words"), names=("tokens", "token"))
 def _() -> Call:
     given = {"names": NAMES, "special": [False] * 5, "words": [0, 1, 2, 3, 3]}
     return Call(lambda **given: Tokens(**given).word_names(), given)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..checks import require_factory, size, strided, with_values
-from ..errors import ArgumentError, CacheError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import (
+    ArgumentError,
+    CacheError,
+    ClearheadError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+    explain_problem,
+    shape_text,
+)
 from ..masks.base import Mask
 from ..tracing import is_tracing
 
-__all__ = ["Buffers", "Cache", "Cached", "Positions"]
+__all__ = ["Buffers", "Cache", "Cached", "Positions", "unchanged_if_refused"]
 
 #: Absolute positions of L tokens: an int p for p … p + L − 1, or integers (L,) or (B, L); −1 marks padding.
 Positions = Tensor | int
@@ -96,6 +108,14 @@ class Cache(ABC):
     def reset(self) -> None:
         """Forget everything; the memory stays."""
 
+    #: Whether `saved` copies little beside what `update` writes.
+    saves_cheaply: ClassVar[bool] = False
+
+    def saved(self, count: int) -> Callable[[], None]:
+        """A function that brings the cache back from the next `update`, of `count` tokens, if the call is refused."""
+        kept = deepcopy(vars(self))
+        return lambda: vars(self).update(kept)
+
     def recall(self) -> Cached | None:
         """What is attended to without new keys; ``None`` where each call brings its own."""
         return None
@@ -112,6 +132,35 @@ class Cache(ABC):
         sinks: Tensor | None,
     ) -> None:
         """Hear, after attention, who looked at what `update` returned: what an evicting cache learns from."""
+
+
+def unchanged_if_refused(
+    caches: Iterable[object], x: object, *masks: Mask | Tensor | None
+) -> AbstractContextManager[None]:
+    """Bring caches back to what they held before the block where it raises a `ClearheadError`.
+
+    Args:
+        caches: those that the block writes into.
+        x: the new tokens (B, L, E), or (L, E).
+        masks: what the block attends with. Where all of them are rules that fit every call, only caches that cost
+            nothing to save are saved.
+    """
+    held = [cache for cache in caches if isinstance(cache, Cache)]
+    if not held or is_tracing():
+        return nullcontext()
+    count = x.shape[-2] if isinstance(x, Tensor) and not x.is_nested and x.dim() > 1 else 0
+    risky = not all(mask is None or (isinstance(mask, Mask) and mask.fits_any_call) for mask in masks)
+    return _undoing([cache.saved(count) for cache in held if cache.saves_cheaply or risky])
+
+
+@contextmanager
+def _undoing(undo: list[Callable[[], None]]) -> Generator[None, None, None]:
+    try:
+        yield
+    except ClearheadError:
+        for bring_back in undo:
+            bring_back()
+        raise
 
 
 class Buffers:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Callable
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class CrossKVCache(Cache):
         (True, 7)
     """
 
+    saves_cheaply: ClassVar[bool] = True
+
     def __init__(self) -> None:
         self._key: Tensor | None = None
         self._value: Tensor | None = None
@@ -59,6 +62,14 @@ class CrossKVCache(Cache):
             )
         self._key, self._value = key, value
         return Cached(key, value)
+
+    def saved(self, count: int) -> Callable[[], None]:
+        key, value = self._key, self._value
+
+        def bring_back() -> None:
+            self._key, self._value = key, value
+
+        return bring_back
 
     def recall(self) -> Cached | None:
         if self._key is None or self._value is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from typing import NamedTuple, final
 
 import torch
@@ -156,6 +158,10 @@ class EvictingKVCache(Cache):
             ).received
             self._slots.received.add_(found.unflatten(1, (key.shape[1], group)).sum(2))  # (B, Hkv, S)
         self._evict()
+
+    def saved(self, count: int) -> Callable[[], None]:
+        kept = deepcopy(vars(self), {id(self.policy): self.policy})
+        return lambda: vars(self).update(kept)
 
     def reorder(self, indices: Tensor) -> None:
         indices = checked_indices(indices, self._buffers.key)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Callable
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -47,6 +48,8 @@ class KVCache(Cache):
         >>> torch.allclose(torch.cat(steps, 1), whole, atol=1e-6), cache.length
         (True, 5)
     """
+
+    saves_cheaply: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -131,6 +134,20 @@ class KVCache(Cache):
         self._write(key, value, start, stop)
         return Cached(self.key, self.value, own[:, :stop], Present())
 
+    def saved(self, count: int) -> Callable[[], None]:
+        # What `update` writes lies behind what is held: putting the lengths back forgets it.
+        length, lengths, counted_up = self._length, self._lengths, self._positions is None
+
+        def bring_back() -> None:
+            self._length, self._lengths = length, lengths
+            if counted_up:
+                self._positions = None
+            elif self._positions is not None:
+                columns = torch.arange(self.max_length, device=self._positions.device)
+                self._positions.masked_fill_(columns >= self.lengths[:, None], -1)
+
+        return bring_back
+
     def reorder(self, indices: Tensor) -> None:
         indices = checked_indices(indices, self._buffers.key)
         self._buffers.reorder(indices, self._length)
@@ -161,7 +178,7 @@ class KVCache(Cache):
         return f"KVCache({self._length} of {self.max_length} tokens, B={batch}, Hkv={heads}, D={dim})"
 
     def _counts_up(self, positions: Positions | None, start: int) -> bool:
-        return positions is None or (not isinstance(positions, Tensor) and positions == start)
+        return positions is None or (isinstance(positions, (int, torch.SymInt)) and positions == start)
 
     def _write(self, key: Tensor, value: Tensor, start: int, stop: int) -> None:
         if self._lengths is None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..checks import shown
+from ..checks import shown, strided
 from ..errors import ArgumentError, DTypeError, UnknownNameError, explain_problem
 from ..masks import Mask
 from ..multihead import MultiHeadAttention
@@ -120,8 +120,8 @@ def walkthrough(
 def _with_batch(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Make a batch of one of (L, E) tensors; one tensor given twice stays one tensor."""
     batched: dict[int, Tensor] = {}
-    for tensor in (query, key, value):
-        if isinstance(tensor, Tensor) and tensor.dim() == 2:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if isinstance(tensor, Tensor) and strided(name, tensor).dim() == 2:
             batched[id(tensor)] = tensor.unsqueeze(0)  # (1, L, E)
     return batched.get(id(query), query), batched.get(id(key), key), batched.get(id(value), value)
 

@@ -204,6 +204,10 @@ class Causal(Mask):
         diagonal = self.diagonal(grid)
         return 0, grid.key_length if diagonal is None else _clamp(rows.stop + diagonal, grid)
 
+    @property
+    def fits_any_call(self) -> bool:
+        return True
+
     def describe(self) -> str:
         return "causal()" if self.align == "top_left" else "causal('bottom_right')"
 
@@ -220,6 +224,10 @@ class Present(Mask):
         if block.grid.shift is not None:
             return None
         return (block.k >= 0) & (block.q >= 0)
+
+    @property
+    def fits_any_call(self) -> bool:
+        return True
 
     def describe(self) -> str:
         return "present()"
@@ -247,6 +255,10 @@ class Window(Mask):
             return 0, grid.key_length
         return _clamp(rows.start + shift - self.left, grid), _clamp(rows.stop + shift + self.right, grid)
 
+    @property
+    def fits_any_call(self) -> bool:
+        return True
+
     def describe(self) -> str:
         return f"window({self.left}, {self.right})"
 
@@ -269,6 +281,10 @@ class Prefix(Mask):
     def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
         stop = self.stop(grid)
         return 0, grid.key_length if stop is None else stop
+
+    @property
+    def fits_any_call(self) -> bool:
+        return True
 
     def describe(self) -> str:
         return f"prefix({self.n})"

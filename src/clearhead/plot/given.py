@@ -48,7 +48,7 @@ def given(weights: Sequence[Tensor], names: Sequence[str] | None = None) -> Give
         raise ArgumentError(explain_problem("weights", expected="one tensor per layer", got="none"))
     names = None if names is None else [text("names", name) for name in items("names", names, "a list of strings")]
     if names is not None and (len(names) != len(weights) or len(set(names)) < len(names)):
-        expected = f"{len(weights)} different names, one per layer"
+        expected = f"{len(weights)} different names, one per layer of weights"
         raise ArgumentError(explain_problem("names", expected=expected, got=shown(names)))
     calls: dict[str, AttentionCall] = {}
     for index, layer in enumerate(weights):

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, final, overload
 
 from torch import Tensor, nn
 
-from ..caches.base import Cache, Positions
+from ..caches.base import Cache, Positions, unchanged_if_refused
 from ..caches.cross import CrossKVCache
 from ..checks import flag, size, strided
 from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
@@ -212,6 +212,21 @@ class DecoderLayer(Layer):
         asked = flag("need_weights", need_weights), flag("average_attn_weights", average_attn_weights)
         if memory is not None:
             _require_memory(memory, x)
+        parts = own_cache, cross_cache
+        with unchanged_if_refused(parts, x, mask, memory_mask):
+            return self._compute(x, memory, mask, memory_mask, positions, parts, asked)
+
+    def _compute(
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        mask: Mask | Tensor | None,
+        memory_mask: Mask | Tensor | None,
+        positions: Positions | None,
+        caches: tuple[Cache | None, Cache | None],
+        asked: tuple[bool, bool],
+    ) -> Tensor | tuple[Tensor, DecoderWeights]:
+        own_cache, cross_cache = caches
         normed = self._before(x, self.norm1)
         attended, own = attend(self.self_attention, normed, None, mask, *asked, positions=positions, cache=own_cache)
         x = self._add(x, attended, self.norm1)

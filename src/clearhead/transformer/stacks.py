@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
-from ..caches.base import Cache, Positions
+from ..caches.base import Cache, Positions, unchanged_if_refused
 from ..checks import flag, items, module
 from ..errors import ArgumentError, DTypeError, explain_problem
 from ..masks.base import Mask
@@ -109,13 +109,15 @@ class Encoder(nn.Module):
         """
         need_weights = flag("need_weights", need_weights)
         collected: list[Tensor] = []
-        for layer, own in zip(self.layers, _caches(cache, self.layers), strict=True):
-            options = given(positions=positions, cache=own)
-            if need_weights:
-                x, weights = layer(x, mask, need_weights=True, average_attn_weights=average_attn_weights, **options)
-                collected.append(weights)
-            else:
-                x = layer(x, mask, **options)
+        caches = _caches(cache, self.layers)
+        with unchanged_if_refused(caches, x, mask):
+            for layer, own in zip(self.layers, caches, strict=True):
+                options = given(positions=positions, cache=own)
+                if need_weights:
+                    x, weights = layer(x, mask, need_weights=True, average_attn_weights=average_attn_weights, **options)
+                    collected.append(weights)
+                else:
+                    x = layer(x, mask, **options)
         x = self.norm(x)
         return (x, collected) if need_weights else x
 
@@ -219,14 +221,17 @@ class Decoder(nn.Module):
         """
         need_weights = flag("need_weights", need_weights)
         collected: list[DecoderWeights] = []
-        for layer, own in zip(self.layers, _caches(cache, self.layers), strict=True):
-            options = given(positions=positions, cache=own)
-            if need_weights:
-                options |= {"need_weights": True, "average_attn_weights": average_attn_weights}
-                x, weights = layer(x, memory, mask, memory_mask, **options)
-                collected.append(weights)
-            else:
-                x = layer(x, memory, mask, memory_mask, **options)
+        caches = _caches(cache, self.layers)
+        parts = [part for own in caches if isinstance(own, DecoderCache) for part in own]
+        with unchanged_if_refused(parts, x, mask, memory_mask):
+            for layer, own in zip(self.layers, caches, strict=True):
+                options = given(positions=positions, cache=own)
+                if need_weights:
+                    options |= {"need_weights": True, "average_attn_weights": average_attn_weights}
+                    x, weights = layer(x, memory, mask, memory_mask, **options)
+                    collected.append(weights)
+                else:
+                    x = layer(x, memory, mask, memory_mask, **options)
         x = self.norm(x)
         return (x, collected) if need_weights else x
 
