@@ -244,7 +244,8 @@ def items(name: str, value: Iterable[Item], expected: str) -> list[Item]:
     Raises:
         DTypeError: for anything else.
     """
-    if isinstance(value, (str, bytes)) or (isinstance(value, Tensor) and (value.dim() == 0 or not _is_plain(value))):
+    given: object = value
+    if isinstance(given, (str, bytes)) or (isinstance(given, Tensor) and (given.dim() == 0 or not _is_plain(given))):
         raise DTypeError(explain_problem(name, expected=expected, got=shown(value)))
     try:
         return list(value)

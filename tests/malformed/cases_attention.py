@@ -97,13 +97,19 @@ def _() -> Call:
         with clearhead.use_linear(name):
             pass
 
-    return Call(used, {"name": "torch"})
+    return Call(used, {"name": "pytorch"})
 
 
 @case("nn.functional.scaled_dot_product_attention", weight=10)
 def _() -> Call:
     given = {**qkv(), "attn_mask": torch.rand(L, S) < 0.5, "dropout_p": 0.0, "is_causal": True, "enable_gqa": True}
     return Call(functional.scaled_dot_product_attention, given)
+
+
+@case("nn.functional.translate")
+def _() -> Call:
+    given = {**qkv(), "attn_mask": torch.rand(L, S) < 0.5, "is_causal": True, "enable_gqa": True}
+    return Call(functional.translate, given)
 
 
 @case("integrations.transformers.attention_forward", weight=8, attention_mask="mask")

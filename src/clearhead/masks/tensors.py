@@ -284,8 +284,9 @@ def _keep(name: str, tensor: Tensor | None, keys: Tensor | None) -> Mask:
     return Keep(marks if name == "keep" else ~marks, name, keys is not None)
 
 
-def _marks(name: str, tensor: Tensor) -> Tensor:
-    if strided(name, tensor, "a bool or 0/1 tensor").dtype == torch.bool:
+def _marks(name: str, tensor: Tensor | None) -> Tensor:
+    tensor = strided(name, tensor, "a bool or 0/1 tensor")
+    if tensor.dtype == torch.bool:
         return tensor
     if tensor.dtype not in FLOATS + INTEGERS:
         raise DTypeError(explain_problem(name, expected="a bool or 0/1 tensor", got=str(tensor.dtype)))
