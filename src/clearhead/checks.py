@@ -182,14 +182,14 @@ def number(name: str, value: Any, expected: str, accept: Callable[[float], bool]
     return result
 
 
-def strided(name: str, value: object, expected: str = "a torch.Tensor") -> Tensor:
-    """A tensor with strides: not sparse, and not nested.
+def strided(name: str, value: object, expected: str = "a torch.Tensor", fix: str = "") -> Tensor:
+    """A tensor with strides: not sparse, and not nested; `fix` is for what is no tensor at all.
 
     Raises:
         DTypeError: for anything else.
     """
     if not isinstance(value, Tensor):
-        raise DTypeError(explain_problem(name, expected=expected, got=type(value).__name__))
+        raise DTypeError(explain_problem(name, expected=expected, got=type(value).__name__, fix=fix))
     if value.is_nested:
         fix = "Pad it with torch.nested.to_padded_tensor."
         raise DTypeError(explain_problem(name, expected=expected, got="a nested tensor", fix=fix))

@@ -59,7 +59,7 @@ class Case:
 
 _SEED = 20170612
 #: Values that can each be right and not fit together: the error may then be said of the other argument.
-_FITTING = (Tensor, Mask, Cache, int, nn.Module)
+_FITTING = (Tensor, Mask, Cache, int, str, nn.Module)
 CASES: dict[str, Case] = {}
 
 
@@ -185,8 +185,8 @@ def _first_outcome(attempt: Malformed) -> Outcome:
 
 
 _BINDING = r"missing \d+ required|unexpected keyword argument|positional arguments? but|multiple values for argument"
-#: Warnings that are meant: the record's own about what it cannot see.
-_WARNINGS: tuple[str, ...] = (r"record",)
+#: Warnings that are meant: the record's own about what it cannot see, and PyTorch's about layers of size 0.
+_WARNINGS = (r"^record: ", r"Initializing zero-element tensors is a no-op")
 
 
 def _problem(attempt: Malformed, problem: str, message: str, detail: str) -> Outcome:

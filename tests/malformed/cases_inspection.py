@@ -12,7 +12,7 @@ import clearhead
 from clearhead import masks
 from clearhead.inspection.rollout import rollout
 from tests.malformed.calls import Call, case
-from tests.malformed.values import OwnError
+from tests.malformed.values import OwnError, users_own
 
 E, H = 12, 3
 
@@ -138,6 +138,7 @@ def _() -> Call:
             hash(key)
         except TypeError:
             raise OwnError from None
+        change = users_own(change) if callable(change) else change
         with clearhead.intervene(model(), {key: change}):
             return model()(x())
 

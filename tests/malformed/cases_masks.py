@@ -10,7 +10,7 @@ import torch
 import clearhead
 from clearhead import masks
 from tests.malformed.calls import Call, case
-from tests.malformed.values import OwnError
+from tests.malformed.values import users_own
 
 LETTERS = {"batch_size": ("B", "batch"), "num_heads": "H", "query_length": "L", "key_length": "S"}
 LENGTHS = torch.tensor([3, 5])
@@ -50,24 +50,10 @@ def _() -> Call:
     return Call(lambda ids: _used(masks.documents(ids)), {"ids": torch.tensor([0, 0, 1, 1, 2])})
 
 
-def _users(fn: Any) -> Any:
-    """A function whose errors are the user's own, unless it cannot be called with these arguments."""
-
-    def called(*indices: Any) -> Any:
-        try:
-            return fn(*indices)
-        except TypeError:
-            raise
-        except Exception as error:
-            raise OwnError from error
-
-    return called
-
-
 @case("masks.where", fn="where")
 def _() -> Call:
     def used(fn: Any) -> Any:
-        return _used(masks.where(_users(fn) if callable(fn) else fn))
+        return _used(masks.where(users_own(fn) if callable(fn) else fn))
 
     return Call(used, {"fn": lambda b, h, q, k: (q - k) % 2 == 0})
 

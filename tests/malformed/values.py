@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import caches, masks, positions
 
-__all__ = ["OwnError", "Sub", "any_value", "changed_tensor"]
+__all__ = ["OwnError", "Sub", "any_value", "changed_tensor", "users_own"]
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 OTHERS = (
@@ -40,6 +40,20 @@ class Sub(Tensor):
 
 def _raising(*_args: Any, **_options: Any) -> Any:
     raise OwnError
+
+
+def users_own(fn: Any) -> Any:
+    """A function whose errors are the user's own, unless it cannot be called with these arguments."""
+
+    def called(*indices: Any) -> Any:
+        try:
+            return fn(*indices)
+        except TypeError:
+            raise
+        except Exception as error:
+            raise OwnError from error
+
+    return called
 
 
 def any_value(rng: random.Random) -> Any:

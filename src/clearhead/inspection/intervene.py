@@ -140,9 +140,12 @@ def head_importance(
     module("model", model)
     if not callable(loss):
         raise DTypeError(explain_problem("loss", expected="a function loss(model, batch)", got=shown(loss)))
-    batches = items("batches", batches, "an iterable of batches") if isinstance(batches, (str, Tensor)) else batches
-    if not isinstance(batches, Iterable):
-        raise DTypeError(explain_problem("batches", expected="an iterable of batches", got=shown(batches)))
+    if isinstance(batches, (str, bytes, Tensor)):
+        batches = items("batches", batches, "an iterable of batches")
+    try:
+        iter(batches)
+    except TypeError:
+        raise DTypeError(explain_problem("batches", expected="an iterable of batches", got=shown(batches))) from None
     sums: dict[str, Tensor] = {}
     examples: dict[str, int] = {}
     for batch in _with_progress(batches, flag("progress", progress)):

@@ -299,9 +299,10 @@ def _hides_nothing(given: Tensor) -> bool:
 
 def _packed(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tensor | None) -> masks.Mask:
     """Hide the other sequences of a packed row; boundaries 0, n₁, n₁ + n₂, … as flash attention takes them."""
+    with_values("query", query)
     for name, starts in (("cu_seq_lens_q", starts_q), ("cu_seq_lens_k", starts_k)):
         if starts is not None:
-            _require_boundaries(name, starts, query)
+            _require_boundaries(name, starts)
     length = query.shape[2]
     same = starts_q is starts_k or (starts_q is not None and starts_k is not None and torch.equal(starts_q, starts_k))
     if starts_q is None or not same or query.shape[0] != 1 or key.shape[2] != length:
@@ -317,12 +318,11 @@ def _packed(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tenso
     return masks.documents(torch.searchsorted(starts_q.to(query.device), positions, right=True))
 
 
-def _require_boundaries(name: str, starts: Tensor, query: Tensor) -> None:
+def _require_boundaries(name: str, starts: Tensor) -> None:
     expected = "an int32 or int64 tensor (n + 1,)"
     if strided(name, starts, expected).dtype not in (torch.int32, torch.int64) or starts.dim() != 1:
         raise DTypeError(explain_problem(name, expected=expected, got=shown(starts)))
-    if not query.is_meta:
-        with_values(name, starts)
+    with_values(name, starts)
 
 
 def _last_positions(query: Tensor, key: Tensor) -> dict[str, int]:

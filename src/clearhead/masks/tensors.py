@@ -70,15 +70,9 @@ def bias(tensor: Tensor) -> Mask:
         >>> bias(torch.tensor([[0.0, float("-inf")]])).dense(1, 2)
         tensor([[[[0., -inf]]]])
     """
-    if strided("bias", tensor, "a float tensor").dtype not in FLOATS:
-        raise DTypeError(
-            explain_problem(
-                "bias",
-                expected="a float tensor",
-                got=str(tensor.dtype),
-                fix="For 0/1 marks use masks.keep(...) or masks.drop(...).",
-            )
-        )
+    fix = "For 0/1 marks use masks.keep(...) or masks.drop(...)."
+    if strided("bias", tensor, "a float tensor", fix).dtype not in FLOATS:
+        raise DTypeError(explain_problem("bias", expected="a float tensor", got=str(tensor.dtype), fix=fix))
     _require_mask_shape("masks.bias", tensor)
     return Bias(tensor)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..checks import flag, integer, is_finite, number, shown
 from ..errors import ArgumentError, DTypeError, explain_problem
+from .checks import factor_at_least_one
 from .rotary import Rotary
 from .scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
@@ -104,7 +105,7 @@ def _require_known(settings: dict[str, Any], rope_type: str) -> None:
             explain_problem(
                 "rope_parameters",
                 expected=f"settings of rope_type {rope_type!r}: {', '.join(sorted(_ANY | _KEYS[rope_type]))}",
-                got=", ".join(map(shown, unknown)),
+                got=", ".join(name if isinstance(name, str) else shown(name) for name in unknown),
                 fix="Remove what has no effect in your model; other kinds of rotary embedding are not supported.",
             )
         )
@@ -118,8 +119,8 @@ def _require_numbers(settings: dict[str, Any]) -> None:
             integer(name, value, least=1)
         elif name == "rope_theta":
             number(name, value, "a finite number > 1", lambda given: 1 < given < math.inf)
-        elif name == "partial_rotary_factor":
-            number(name, value, "a share in (0, 1]", lambda given: 0 < given <= 1)
+        elif name == "factor":
+            factor_at_least_one(value)
         elif name not in ("rope_type", "type"):
             number(name, value, "a finite number", is_finite)
 
