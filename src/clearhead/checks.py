@@ -35,6 +35,7 @@ __all__ = [
     "shown",
     "size",
     "strided",
+    "strided_or_jagged",
     "text",
     "with_values",
 ]
@@ -168,18 +169,16 @@ def number(name: str, value: Any, expected: str, accept: Callable[[float], bool]
 
     Raises:
         DTypeError: if it is no number.
-        ArgumentError: if it is not accepted, or too large for a float.
+        ArgumentError: if it is not accepted, or an int beyond 64 bits.
     """
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
         fix = "Take it out of the tensor with .item()." if isinstance(value, Tensor) else ""
         raise DTypeError(explain_problem(name, expected=expected, got=type(value).__name__, fix=fix))
-    try:
-        result = float(cast(float, value))
-    except OverflowError:
-        raise ArgumentError(explain_problem(name, expected=expected, got=shown(value))) from None
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ArgumentError(explain_problem(name, expected=f"{expected}; an int of 64 bits", got=shown(value)))
     if not accept(cast(float, value)):
         raise ArgumentError(explain_problem(name, expected=expected, got=str(value)))
-    return result
+    return float(cast(float, value))
 
 
 def strided(name: str, value: object, expected: str = "a torch.Tensor", fix: str = "") -> Tensor:
@@ -197,6 +196,13 @@ def strided(name: str, value: object, expected: str = "a torch.Tensor", fix: str
         fix = "Convert it with .to_dense()."
         raise DTypeError(explain_problem(name, expected=expected, got=f"a tensor of layout {value.layout}", fix=fix))
     return value
+
+
+def strided_or_jagged(name: str, value: object, expected: str = "a torch.Tensor") -> Tensor:
+    """As `strided`, or nested with ``layout=torch.jagged``."""
+    if isinstance(value, Tensor) and value.is_nested and value.layout is torch.jagged:
+        return value
+    return strided(name, value, expected)
 
 
 def with_values(name: str, value: Tensor) -> Tensor:

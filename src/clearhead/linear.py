@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checks import flag, require_factory, shown, size, strided
-from .errors import ArgumentError, DeviceError, DTypeError, KernelError, ShapeError, explain_problem, shape_text
+from .checks import flag, kind, require_factory, shown, size, strided_or_jagged
+from .errors import ArgumentError, DeviceError, DTypeError, KernelError, ShapeError, explain_problem
 from .tracing import is_dispatching, is_tracing, is_transformed
 
 __all__ = [
@@ -114,10 +114,10 @@ def require_input(name: str, x: object, layer: nn.Module) -> None:
     """Raise unless a linear layer can take the input; one that is no plain `Linear` judges for itself."""
     if type(layer) not in (Linear, nn.Linear):
         return
-    x, own = strided(name, x), cast(nn.Linear, layer)
+    x, own = strided_or_jagged(name, x), cast(nn.Linear, layer)
     if x.dim() == 0 or x.shape[-1] != own.in_features:
         expected = f"(…, {own.in_features})"
-        raise ShapeError(explain_problem(name, expected=expected, got=shape_text(x.shape)))
+        raise ShapeError(explain_problem(name, expected=expected, got=kind(x)))
     dtype, device = own.weight.dtype, own.weight.device
     if x.dtype != dtype and not (_autocasts(x) and x.is_floating_point()):
         fix = f"Convert it with .to({dtype}), or the module."

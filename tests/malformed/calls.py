@@ -59,7 +59,7 @@ class Case:
 
 _SEED = 20170612
 #: Values that can each be right and not fit together: the error may then be said of the other argument.
-_FITTING = (Tensor, Mask, Cache, int, str, nn.Module)
+_FITTING = (Tensor, Mask, Cache, int, str, list, tuple, dict, nn.Module)
 CASES: dict[str, Case] = {}
 
 

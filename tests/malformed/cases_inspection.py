@@ -153,8 +153,11 @@ def _() -> Call:
         except Exception as error:
             raise OwnError from error  # what the batch makes of the user's own model
 
-    given = {"model": model(), "batches": [x()], "loss": loss, "progress": False}
-    return Call(clearhead.head_importance, given, after=_after)
+    def run(model: Any, batches: Any, loss: Any, progress: Any) -> Any:
+        loss = users_own(loss) if callable(loss) else loss
+        return clearhead.head_importance(model, batches, loss, progress=progress)
+
+    return Call(run, {"model": model(), "batches": [x()], "loss": loss, "progress": False}, after=_after)
 
 
 @case("walkthrough", weight=6)

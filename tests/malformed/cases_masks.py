@@ -105,11 +105,11 @@ def _() -> Call:
     return Call((masks.causal("bottom_right") | masks.prefix(2)).check, {"query_length": 5, "key_length": 7})
 
 
-@case("Mask & other", other="mask")
+@case("Mask & other", other=("mask", "bias"))
 def _() -> Call:
     return Call(lambda other: _used(operator.and_(masks.causal(), other)), {"other": torch.ones(5, 5).bool()})
 
 
-@case("Mask | other", other="mask")
+@case("Mask | other", other=("mask", "bias"))
 def _() -> Call:
     return Call(lambda other: _used(operator.or_(masks.causal(), other)), {"other": torch.ones(5, 5).bool()})

@@ -15,12 +15,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..checks import integer, shown, text
 from ..checks import items as items_of
-from ..checks import shown, text
 from ..errors import ArgumentError, DTypeError, FileError, ShapeError, explain_problem
 from ..inspection.record import RecordError
 from .collect import ItemPicture, collect
-from .crops import CropRequest, require_head, with_crops
+from .crops import CropRequest, with_crops
 from .heads import summarize
 from .labels import printable
 from .page_contents import ScaleEnds, describe_item, describe_section
@@ -207,8 +207,8 @@ def _place(
     places: list[tuple[float, tuple[int, int, int]]] = []
     name = None if layer is None else rec.name_of(layer)
     if head is not None:
-        heads = {number for picture in items[0].sections for found in picture.layers for number in found.heads}
-        require_head(head, sorted(heads), "")
+        where = "" if name is None else f" of {name}"
+        integer("head", head, least=0, expected=f"one of the recorded heads{where}")
     for section, picture in enumerate(items[0].sections):
         summaries = summarize(picture)
         for index, found in enumerate(picture.layers):

@@ -154,6 +154,8 @@ def _pixels(image: Any) -> Any:
         pixels = pixels[..., 0]
     if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)):
         raise ShapeError(explain_problem("image", expected="(height, width, 3)", got=shape_text(pixels.shape)))
+    if not numpy.isfinite(pixels).all():
+        raise ArgumentError(explain_problem("image", expected="finite numbers", got="inf or NaN among them"))
     if pixels.dtype.kind == "f" and (pixels.min() < 0 or pixels.max() > 1):
         pixels = (pixels - pixels.min()) / max(float(pixels.max() - pixels.min()), 1e-12)
     return pixels

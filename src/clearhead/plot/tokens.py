@@ -92,7 +92,7 @@ def as_texts(given: Texts | None, name: str = "tokens") -> list[Tokens] | None:
         return None
     if isinstance(given, Tokens):
         return [given]
-    texts = items(name, cast("Sequence[Any]", given), "a list of strings" if isinstance(given, str) else _TEXTS)
+    texts = items(name, _strings(given, name) if isinstance(given, str) else cast("Sequence[Any]", given), _TEXTS)
     if all(isinstance(token, str) for token in texts):
         return [Tokens(texts)]
     return [text if isinstance(text, Tokens) else Tokens(_strings(text, name)) for text in texts]

@@ -103,6 +103,9 @@ class Rotary(nn.Module):
                     fix="Both are turned by the same positions, before a cache joins new keys to old ones.",
                 )
             )
+        if k.device != q.device:
+            fix = f"Move it with .to({str(q.device)!r})."
+            raise DeviceError(explain_problem("k", expected=f"q's device {q.device}", got=str(k.device), fix=fix))
         places = _places(positions, q)  # (1 or B, L)
         cos, sin = self._rotation(places, torch.float64 if q.dtype == torch.float64 else torch.float32)
         return self._turn(q, cos, sin), self._turn(k, cos, sin)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..caches.base import Cache
-from ..checks import FLOATS, is_probability, module, number, shown, strided
+from ..checks import FLOATS, is_probability, module, number, shown, strided_or_jagged
 from ..errors import DTypeError, ShapeError, explain_problem, shape_text
 from ..masks.base import Mask
 
@@ -115,7 +115,7 @@ def made_dropout(dropout: float) -> nn.Dropout:
 
 def require_features(name: str, x: object, embed_dim: int) -> None:
     """Raise unless x is (B, L, E) or (L, E)."""
-    x = strided(name, x)
+    x = strided_or_jagged(name, x)
     if x.dtype not in FLOATS:
         fix = "Embed token ids first."
         raise DTypeError(explain_problem(name, expected="a floating point tensor", got=str(x.dtype), fix=fix))
