@@ -324,9 +324,12 @@ def test_every_error_is_also_one_of_pythons() -> None:
         "CheckpointError": ValueError,
         "DTypeError": TypeError,
         "DeviceError": ValueError,
+        "FileError": OSError,
         "KernelError": RuntimeError,
         "MaskTypeError": TypeError,
+        "OutOfRangeError": IndexError,
         "ShapeError": ValueError,
+        "UnknownNameError": KeyError,
     }
     assert set(errors.__all__) == {"ClearheadError", *bases}
     for name, base in bases.items():

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from .checks import FLOATS, flag, is_finite, is_probability, number, strided
+from .errors import DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from .masks.base import Mask
 from .masks.check import as_positions
 from .masks.grid import Grid
 from .masks.reach import Reach, reach
 from .masks.tensors import as_mask
 
-__all__ = ["NO_SINK", "AttentionCall", "build_call", "is_finite", "is_probability", "number", "without_hidden"]
+__all__ = ["NO_SINK", "AttentionCall", "build_call", "without_hidden"]
 
 #: As a logit it has no weight beside any score, and it is finite.
 NO_SINK = -1e38
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ def build_call(
         sinks=_sinks(sinks, query),
         dropout_p=_dropout(dropout_p),
         dropout_seed=None,
-        return_lse=return_lse,
+        return_lse=flag("return_lse", return_lse),
         grid=grid,
         reach=seen,
     )
@@ -172,8 +170,7 @@ def _per_key_head(seen: Tensor, num_kv_heads: int) -> Tensor:
 
 def _require_tensors(given: dict[str, Tensor]) -> None:
     for name, tensor in given.items():
-        if not isinstance(tensor, Tensor):
-            raise DTypeError(explain_problem(name, expected="a torch.Tensor", got=type(tensor).__name__))
+        strided(name, tensor)
         if tensor.dtype not in FLOATS:
             raise DTypeError(
                 explain_problem(
@@ -299,38 +296,13 @@ def _dropout(dropout_p: float) -> float:
     return number("dropout_p", dropout_p, "a probability in [0, 1]", is_probability)
 
 
-def is_finite(value: float) -> bool:
-    """Compared, because `math.isfinite` does not take a traced number."""
-    return -math.inf < value < math.inf
-
-
-def is_probability(value: float) -> bool:
-    """Whether it lies in [0, 1]."""
-    return 0 <= value <= 1
-
-
-def number(name: str, value: Any, expected: str, accept: Callable[[float], bool]) -> float:
-    """Check a number of the caller's.
-
-    Raises:
-        DTypeError: if it is no number.
-        ArgumentError: if it is not accepted.
-    """
-    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
-        fix = "Take it out of the tensor with .item()." if isinstance(value, Tensor) else ""
-        raise DTypeError(explain_problem(name, expected=expected, got=type(value).__name__, fix=fix))
-    if not accept(cast(float, value)):
-        raise ArgumentError(explain_problem(name, expected=expected, got=str(value)))
-    return float(cast(float, value))
-
-
 def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     if sinks is None:
         return None
     heads = query.shape[1]
-    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-        got = str(sinks.dtype) if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise DTypeError(explain_problem("sinks", expected=f"a float tensor ({heads},)", got=got))
+    expected = f"a float tensor ({heads},)"
+    if strided("sinks", sinks, expected).dtype not in FLOATS:
+        raise DTypeError(explain_problem("sinks", expected=expected, got=str(sinks.dtype)))
     if tuple(sinks.shape) != (heads,):
         raise ShapeError(
             explain_problem(

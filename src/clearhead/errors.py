@@ -6,6 +6,8 @@ own errors goes on working.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = [
     "ArgumentError",
     "CacheError",
@@ -13,9 +15,12 @@ __all__ = [
     "ClearheadError",
     "DTypeError",
     "DeviceError",
+    "FileError",
     "KernelError",
     "MaskTypeError",
+    "OutOfRangeError",
     "ShapeError",
+    "UnknownNameError",
 ]
 
 
@@ -25,6 +30,16 @@ class ClearheadError(Exception):
 
 class ArgumentError(ClearheadError, ValueError):
     """An argument has the right type but a value that means nothing here."""
+
+
+class UnknownNameError(ArgumentError, KeyError):
+    """A name under which a record, a summary or a walkthrough holds nothing."""
+
+    __str__ = Exception.__str__  # a `KeyError` would write the message's `repr`
+
+
+class OutOfRangeError(ArgumentError, IndexError):
+    """A number that a sequence has no item of."""
 
 
 class ShapeError(ClearheadError, ValueError):
@@ -41,6 +56,10 @@ class MaskTypeError(ClearheadError, TypeError):
 
 class DeviceError(ClearheadError, ValueError):
     """The tensors of one call live on different devices."""
+
+
+class FileError(ClearheadError, OSError):
+    """A file cannot be written."""
 
 
 class KernelError(ClearheadError, RuntimeError):
@@ -73,6 +92,17 @@ def explain_problem(argument: str, *, expected: str, got: str, fix: str = "") ->
     """
     message = f"{argument}: expected {expected}, got {got}."
     return f"{message} {fix}" if fix else message
+
+
+def in_words_of(error: ClearheadError, names: Mapping[str, str]) -> ClearheadError:
+    """The same error about the argument that the caller gave, where it was raised under another function's name for it.
+
+    Args:
+        error: as it was raised.
+        names: what the message begins with, to what it shall begin with.
+    """
+    argument, colon, rest = str(error).partition(": ")
+    return type(error)(f"{names[argument]}: {rest}") if colon and argument in names else error
 
 
 def shape_text(shape: tuple[int, ...]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
+from .checks import integer, strided
+from .errors import ShapeError, explain_problem, shape_text
 
 __all__ = ["fold_group", "merge_heads", "split_heads", "unfold_group"]
 
@@ -29,11 +30,8 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
         >>> split_heads(torch.zeros(2, 5, 12), num_heads=3).shape
         torch.Size([2, 3, 5, 4])
     """
-    _require_tensor(x)
-    if isinstance(num_heads, bool) or not isinstance(num_heads, int):
-        raise DTypeError(explain_problem("num_heads", expected="an int ≥ 1", got=type(num_heads).__name__))
-    if num_heads < 1:
-        raise ArgumentError(explain_problem("num_heads", expected="an int ≥ 1", got=str(num_heads)))
+    strided("x", x)
+    integer("num_heads", num_heads, least=1)
     if x.dim() not in (2, 3) or x.shape[-1] % num_heads:
         raise ShapeError(
             explain_problem(
@@ -62,7 +60,7 @@ def merge_heads(x: Tensor) -> Tensor:
         >>> merge_heads(torch.zeros(2, 3, 5, 4)).shape
         torch.Size([2, 5, 12])
     """
-    _require_tensor(x)
+    strided("x", x)
     if x.dim() not in (3, 4):
         raise ShapeError(explain_problem("x", expected="(B, H, L, D) or (H, L, D)", got=shape_text(x.shape)))
     return x.transpose(-3, -2).flatten(-2)  # (B, L, H·D)
@@ -78,8 +76,3 @@ def unfold_group(x: Tensor, num_heads: int) -> Tensor:
     """The way back: (B, Hkv, G·L, D) → (B, H, L, D)."""
     batch, kv_heads, rows, dim = x.shape
     return x.reshape(batch, num_heads, rows * kv_heads // num_heads, dim)
-
-
-def _require_tensor(x: object) -> None:
-    if not isinstance(x, Tensor):
-        raise DTypeError(explain_problem("x", expected="a torch.Tensor", got=type(x).__name__))

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .errors import ArgumentError, ShapeError, explain_problem
+from .errors import ArgumentError, DTypeError, ShapeError, explain_problem
 from .masks.base import Mask
 from .packed import Packing, packing
 from .tracing import is_tracing
@@ -22,13 +22,13 @@ def is_jagged(*tensors: Tensor | None) -> bool:
     Raises:
         ShapeError: if one is nested with strides instead of offsets.
     """
-    nested = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.is_nested]
-    for tensor in nested:
+    names = ("query", "key", "value")
+    given = zip(names, tensors, strict=False)
+    nested = [(name, tensor) for name, tensor in given if isinstance(tensor, Tensor) and tensor.is_nested]
+    for name, tensor in nested:
         if tensor.layout != torch.jagged:
             fix = "Make it with torch.nested.nested_tensor(..., layout=torch.jagged)."
-            raise ShapeError(
-                explain_problem("query", expected="the layout torch.jagged", got=str(tensor.layout), fix=fix)
-            )
+            raise ShapeError(explain_problem(name, expected="the layout torch.jagged", got=str(tensor.layout), fix=fix))
     return bool(nested)
 
 
@@ -51,6 +51,8 @@ def pack_jagged(
     """
     given = {"query": query, "key": key, "value": value}
     for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise DTypeError(explain_problem(name, expected="a jagged tensor, like query", got=type(tensor).__name__))
         if not tensor.is_nested or tensor.dim() != 3 or tensor._ragged_idx != 1 or tensor.lengths() is not None:  # type: ignore[attr-defined]
             fix = "Give query, key and value jagged alike, without holes, or pad them all and pass masks.lengths(...)."
             got = "a jagged tensor of another shape" if tensor.is_nested else "a padded tensor"

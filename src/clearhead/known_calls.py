@@ -38,7 +38,7 @@ def kind_of_call(
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
         return None
     # Numbers of other types may be equal to these, and are refused.
-    if dropout_p or type(dropout_p) not in _NUMBERS or not (scale is None or type(scale) is float):
+    if type(dropout_p) not in _NUMBERS or dropout_p or not (scale is None or type(scale) is float):
         return None
     if not (query.is_cpu and key.is_cpu and value.is_cpu) or is_tracing() or watched():
         return None

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from .attention import attention, cast_for_autocast
-from .caches.base import Cache, Cached, Positions
+from .caches.base import Cache, Cached, Positions, unchanged_if_refused
 from .caches.kv import KVCache
-from .call import is_finite, is_probability, number
+from .checks import flag, is_finite, is_probability, number, require_factory, size
 from .errors import ArgumentError, ShapeError, explain_problem, shape_text
 from .heads import merge_heads, split_heads
 from .latent_forms import Form, UpWeights, absorbed, absorbing_is_less, expanded, mixed_up, up_weights
 from .masks.base import Mask
-from .multihead_checks import cache_dtype, checked_size, require_cache, require_features, require_mask, require_parts
+from .multihead_checks import cache_dtype, require_cache, require_features, require_mask, require_parts
 from .observe import watched
 from .placing import PositionPart, combined_mask, positions_of_keys, positions_of_queries, turned
 from .weights import attention_weights
@@ -107,19 +107,22 @@ class MultiHeadLatentAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.embed_dim = checked_size("embed_dim", embed_dim)
-        self.num_heads = checked_size("num_heads", num_heads)
-        self.kv_lora_rank = checked_size("kv_lora_rank", kv_lora_rank)
-        self.qk_nope_head_dim = checked_size("qk_nope_head_dim", qk_nope_head_dim)
-        self.qk_rope_head_dim = checked_size("qk_rope_head_dim", qk_rope_head_dim)
-        self.v_head_dim = checked_size("v_head_dim", v_head_dim)
-        self.q_lora_rank = None if q_lora_rank is None else checked_size("q_lora_rank", q_lora_rank)
+        self.embed_dim = size("embed_dim", embed_dim)
+        self.num_heads = size("num_heads", num_heads)
+        self.kv_lora_rank = size("kv_lora_rank", kv_lora_rank)
+        self.qk_nope_head_dim = size("qk_nope_head_dim", qk_nope_head_dim)
+        self.qk_rope_head_dim = size("qk_rope_head_dim", qk_rope_head_dim)
+        self.v_head_dim = size("v_head_dim", v_head_dim)
+        self.q_lora_rank = None if q_lora_rank is None else size("q_lora_rank", q_lora_rank)
         head_dim = qk_nope_head_dim + qk_rope_head_dim
         self.scale = head_dim**-0.5 if scale is None else number("scale", scale, "a finite number", is_finite)
         self.dropout = number("dropout", dropout, "a probability in [0, 1]", is_probability)
         require_parts(position, query_norm=query_norm, kv_norm=kv_norm)
         require_mask(mask)
         _require_query_norm(query_norm, q_lora_rank)
+        require_factory(device, dtype)
+        bias = flag("bias", bias)
+        out_bias = bias if out_bias is None else flag("out_bias", out_bias)
         self.position = position
         self.mask = mask
         if mask is not None and not isinstance(mask, nn.Module):
@@ -143,7 +146,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_down = linear(embed_dim, kv_lora_rank + qk_rope_head_dim, bias)
         self.kv_norm = norm(kv_lora_rank) if kv_norm is None else kv_norm
         self.kv_up = linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
-        self.out_proj = linear(num_heads * v_head_dim, embed_dim, bias if out_bias is None else out_bias)
+        self.out_proj = linear(num_heads * v_head_dim, embed_dim, out_bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -238,7 +241,23 @@ class MultiHeadLatentAttention(nn.Module):
             CacheError: if the cache is full, or gradients are asked for.
             And what `attention` raises.
         """
+        need_weights = flag("need_weights", need_weights)
+        average_attn_weights = flag("average_attn_weights", average_attn_weights)
         require_cache(cache, self.position)
+        with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
+            return self._compute(query, key, value, mask, positions, cache, need_weights, average_attn_weights)
+
+    def _compute(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        mask: Mask | Tensor | None,
+        positions: Positions | None,
+        cache: Cache | None,
+        need_weights: bool,
+        average_attn_weights: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         known = None if cache is None else cache.recall()
         self._require_input("query", query)
         places = positions_of_queries(positions, cache, query.shape[-2])

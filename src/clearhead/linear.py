@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import ArgumentError, KernelError, explain_problem
+from .checks import flag, kind, require_factory, shown, size, strided_or_jagged
+from .errors import ArgumentError, DeviceError, DTypeError, KernelError, ShapeError, explain_problem
 from .tracing import is_dispatching, is_tracing, is_transformed
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "forced_product",
     "is_pytorchs_product",
     "linear",
+    "require_input",
     "use_linear",
 ]
 
@@ -60,8 +62,8 @@ class use_linear:
     """
 
     def __init__(self, name: Product) -> None:
-        if name not in PRODUCTS:
-            raise ArgumentError(explain_problem("name", expected=f"one of {', '.join(PRODUCTS)}", got=repr(name)))
+        if not isinstance(name, str) or name not in PRODUCTS:
+            raise ArgumentError(explain_problem("name", expected=f"one of {', '.join(PRODUCTS)}", got=shown(name)))
         self._name: Product = name
 
     def __enter__(self) -> None:
@@ -85,8 +87,49 @@ class Linear(nn.Linear):
         torch.Size([5, 2])
     """
 
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        size("in_features", in_features, 0)
+        size("out_features", out_features, 0)
+        require_factory(device, dtype)
+        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
+
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
+        if is_tracing():
+            return F.linear(input, self.weight, self.bias)
+        try:
+            return eager_linear()(input, self.weight, self.bias)
+        except (RuntimeError, TypeError, AttributeError, NotImplementedError):
+            require_input("input", input, self)  # looked at only here, so that ordinary calls do not wait for it
+            raise
+
+
+def require_input(name: str, x: object, layer: nn.Module) -> None:
+    """Raise unless a linear layer can take the input; one that is no plain `Linear` judges for itself."""
+    if type(layer) not in (Linear, nn.Linear):
+        return
+    x, own = strided_or_jagged(name, x), cast(nn.Linear, layer)
+    if x.dim() == 0 or x.shape[-1] != own.in_features:
+        expected = f"(…, {own.in_features})"
+        raise ShapeError(explain_problem(name, expected=expected, got=kind(x)))
+    dtype, device = own.weight.dtype, own.weight.device
+    if x.dtype != dtype and not (_autocasts(x) and x.is_floating_point()):
+        fix = f"Convert it with .to({dtype}), or the module."
+        raise DTypeError(explain_problem(name, expected=f"the module's dtype {dtype}", got=str(x.dtype), fix=fix))
+    if x.device != device:
+        fix = "Move the input or the module with .to(...)."
+        raise DeviceError(explain_problem(name, expected=f"the module's device {device}", got=str(x.device), fix=fix))
+
+
+def _autocasts(x: Tensor) -> bool:
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

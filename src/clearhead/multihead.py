@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .attention import attention, cast_for_autocast
-from .caches.base import Cache, Cached, Positions
+from .caches.base import Cache, Cached, Positions, unchanged_if_refused
 from .caches.kv import KVCache
-from .call import is_finite, is_probability, number
+from .checks import flag, is_finite, is_probability, number, require_factory, size
 from .errors import ArgumentError, explain_problem
 from .heads import merge_heads, split_heads
 from .jagged import is_jagged, pack_jagged, refuse_jagged
@@ -19,7 +19,6 @@ from .linear import Linear
 from .masks.base import Mask
 from .multihead_checks import (
     cache_dtype,
-    checked_size,
     complete,
     require_cache,
     require_features,
@@ -108,10 +107,10 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.embed_dim = checked_size("embed_dim", embed_dim)
-        self.num_heads = checked_size("num_heads", num_heads)
-        self.num_kv_heads = checked_size("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
-        self.head_dim = whole_head_dim(embed_dim, num_heads) if head_dim is None else checked_size("head_dim", head_dim)
+        self.embed_dim = size("embed_dim", embed_dim)
+        self.num_heads = size("num_heads", num_heads)
+        self.num_kv_heads = size("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        self.head_dim = whole_head_dim(embed_dim, num_heads) if head_dim is None else size("head_dim", head_dim)
         if num_heads % self.num_kv_heads:
             raise ArgumentError(
                 explain_problem(
@@ -134,17 +133,19 @@ class MultiHeadAttention(nn.Module):
         if mask is not None and not isinstance(mask, nn.Module):
             # What learns in a combined mask is this module's too.
             self.mask_parts = nn.ModuleList(part for part in mask.parts() if isinstance(part, nn.Module))
+        require_factory(device, dtype)
+        bias = flag("bias", bias)
         inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         qdim, kdim, vdim = (
-            checked_size(name, embed_dim if size is None else size)
-            for name, size in (("qdim", qdim), ("kdim", kdim), ("vdim", vdim))
+            size(name, embed_dim if given is None else given)
+            for name, given in (("qdim", qdim), ("kdim", kdim), ("vdim", vdim))
         )
         self.q_proj = Linear(qdim, inner, bias=bias, device=device, dtype=dtype)
         self.k_proj = Linear(kdim, kv_inner, bias=bias, device=device, dtype=dtype)
         self.v_proj = Linear(vdim, kv_inner, bias=bias, device=device, dtype=dtype)
-        out_bias = bias if out_bias is None else out_bias
+        out_bias = bias if out_bias is None else flag("out_bias", out_bias)
         self.out_proj = Linear(inner, embed_dim, bias=out_bias, device=device, dtype=dtype)
-        own = nn.Parameter(torch.empty(self.num_heads, device=device, dtype=dtype)) if sinks else None
+        own = nn.Parameter(torch.empty(self.num_heads, device=device, dtype=dtype)) if flag("sinks", sinks) else None
         self.sinks: nn.Parameter | None
         self.register_parameter("sinks", own)
         self.reset_parameters()
@@ -239,9 +240,11 @@ class MultiHeadAttention(nn.Module):
             CacheError: if the cache is full, or gradients are asked for.
             And what `attention` raises.
         """
+        need_weights = flag("need_weights", need_weights)
+        average_attn_weights = flag("average_attn_weights", average_attn_weights)
         if positions is None and cache is None:
             if need_weights:
-                found = short_way_with_weights(self, query, key, value, mask, bool(average_attn_weights))
+                found = short_way_with_weights(self, query, key, value, mask, average_attn_weights)
             else:
                 found = short_way(self, query, key, value, mask)
             if found is not None:
@@ -269,6 +272,20 @@ class MultiHeadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """The output, and the weights, averaged or not, or none of them."""
         require_cache(cache, self.position)
+        with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
+            return self._compute(query, key, value, mask, positions, cache, pack, averaged)
+
+    def _compute(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        mask: Mask | Tensor | None,
+        positions: Positions | None,
+        cache: Cache | None,
+        pack: Packing | None,
+        averaged: bool | None,
+    ) -> tuple[Tensor, Tensor | None]:
         known = None if cache is None else cache.recall()
         require_features("query", query, self.q_proj)
         places = positions_of_queries(positions, cache, query.shape[-2])

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from .attention import autocast_is_on, cast_for_autocast
 from .caches.base import Cache
 from .caches.cross import CrossKVCache
+from .checks import FLOATS, module, strided
 from .errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError, explain_problem, shape_text
 from .linear import Linear
 from .masks.base import Mask
 
 __all__ = [
     "cache_dtype",
-    "checked_size",
     "complete",
     "require_cache",
     "require_features",
@@ -60,10 +60,9 @@ def require_parts(position: object, **modules: object) -> None:
     if position is not None and not callable(position):
         expected = "a callable (q, k, positions) -> (q, k), such as positions.Rotary"
         raise DTypeError(explain_problem("position", expected=expected, got=type(position).__name__))
-    for name, module in modules.items():
-        if module is not None and not isinstance(module, nn.Module):
-            fix = "For example torch.nn.RMSNorm(head_dim)."
-            raise DTypeError(explain_problem(name, expected="a torch.nn.Module", got=type(module).__name__, fix=fix))
+    for name, part in modules.items():
+        if part is not None:
+            module(name, part, "For example torch.nn.RMSNorm(head_dim).")
 
 
 def require_cache(cache: object, position: object) -> None:
@@ -97,9 +96,8 @@ def require_mask(mask: object) -> None:
 
 def require_features(name: str, x: object, projection: nn.Module) -> None:
     """Raise unless a projection can take the input; a projection that is no plain `Linear` judges for itself."""
-    if not isinstance(x, Tensor):
-        raise DTypeError(explain_problem(name, expected="a torch.Tensor", got=type(x).__name__))
-    if not x.is_floating_point():
+    x = strided(name, x)
+    if x.dtype not in FLOATS:
         raise DTypeError(
             explain_problem(name, expected="a floating point tensor", got=str(x.dtype), fix="Embed token ids first.")
         )
@@ -150,15 +148,6 @@ def _require_together(query: Tensor, key: Tensor, value: Tensor) -> None:
     got = f"query {shape_text(query.shape)}, key {shape_text(key.shape)}, value {shape_text(value.shape)}"
     fix = "Inputs are (B, length, features)."
     raise ShapeError(explain_problem("query, key, value", expected=problem, got=got, fix=fix))
-
-
-def checked_size(name: str, value: object) -> int:
-    """An int ≥ 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise DTypeError(explain_problem(name, expected="an int ≥ 1", got=repr(value)))
-    if value < 1:
-        raise ArgumentError(explain_problem(name, expected="an int ≥ 1", got=str(value)))
-    return value
 
 
 def whole_head_dim(embed_dim: int, num_heads: int) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .attention import attention
+from .checks import strided
 from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from .masks.base import Mask
 from .masks.grid import Block, Grid
@@ -121,7 +122,7 @@ def attention_packed(
         key_positions=pack.key_positions,
         return_lse=cast(Any, return_lse),
     )
-    if not return_lse:
+    if isinstance(found, Tensor):
         return found.transpose(0, 1)  # (T, H, Dv)
     output, lse = found
     return output.transpose(0, 1), lse.transpose(0, 1)
@@ -220,16 +221,17 @@ def _documents(bounds: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 def _require_packed(**given: Tensor) -> None:
     for name, tensor in given.items():
-        if isinstance(tensor, Tensor) and tensor.dim() != 3:
+        if strided(name, tensor).dim() != 3:
             fix = "Batches with padding go into clearhead.attention; here documents lie end to end."
             heads = "(T, H, D)" if name == "query" else "(Tk, Hkv, D)"
             raise ShapeError(explain_problem(name, expected=heads, got=shape_text(tensor.shape), fix=fix))
 
 
 def _boundaries(name: str, bounds: object, what: str, x: Tensor) -> Tensor:
-    if not isinstance(bounds, Tensor) or bounds.dtype not in (torch.int32, torch.int64):
-        got = str(bounds.dtype) if isinstance(bounds, Tensor) else type(bounds).__name__
-        raise DTypeError(explain_problem(name, expected="an int32 or int64 tensor (n + 1,)", got=got))
+    expected = "an int32 or int64 tensor (n + 1,)"
+    bounds = strided(name, bounds, expected)
+    if bounds.dtype not in (torch.int32, torch.int64):
+        raise DTypeError(explain_problem(name, expected=expected, got=str(bounds.dtype)))
     if bounds.dim() != 1 or bounds.shape[0] < 1:
         raise ShapeError(explain_problem(name, expected="(n + 1,) for n documents", got=shape_text(bounds.shape)))
     if bounds.device != x.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
@@ -76,7 +77,13 @@ def plain_parameters(*taken: tuple[Tensor, nn.Module]) -> list[tuple[Tensor, Ten
         return None
     found: list[tuple[Tensor, Tensor | None]] = []
     for x, module in taken:
-        if not _is_bare(module) or type(x) is not Tensor or x.is_nested or x.dim() != 3:
+        if (
+            not _is_bare(module)
+            or type(x) is not Tensor
+            or x.is_nested
+            or x.layout is not torch.strided
+            or x.dim() != 3
+        ):
             return None
         parameters: dict[str, Any] = module.__dict__["_parameters"]
         weight = parameters["weight"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -9,12 +10,13 @@ from torch import Tensor
 
 from .attention import autocast_off, cast_for_autocast, run_call
 from .call import build_call
+from .checks import FLOATS, INTEGERS, flag, items, require_slice, shown, strided, with_values
 from .errors import ArgumentError, DTypeError, explain_problem
 from .masks.base import Mask
 from .tracing import is_tracing
 from .weights_passes import compute_weights, has_one_pass, in_one_pass
 
-__all__ = ["Queries", "attention_weights", "attention_with_weights", "row_numbers"]
+__all__ = ["Queries", "attention_weights", "attention_with_weights", "checked_queries", "row_numbers"]
 
 Queries = int | slice | Sequence[int] | Tensor
 
@@ -63,6 +65,7 @@ def attention_weights(
         torch.Size([2, 2, 7])
     """
     query, key = cast_for_autocast(query, key)
+    average_attn_weights = flag("average_attn_weights", average_attn_weights)
     with autocast_off(query):
         call = build_call(
             query,
@@ -139,30 +142,63 @@ def attention_with_weights(
         return run_call(call)[0], compute_weights(call, None, average_attn_weights)
 
 
-def row_numbers(queries: Queries | None, length: int) -> Tensor | None:
-    """Row numbers 0 … L−1 from whatever the caller indexes with."""
-    if queries is None:
-        return None
+def checked_queries(name: str, queries: Queries | None) -> Queries | None:
+    """Raise unless rows can be chosen by them, whatever their number; an iterator is written down.
+
+    Raises:
+        DTypeError: for anything but an int, a slice, or a list or tensor of row numbers.
+    """
+    if queries is None or isinstance(queries, Tensor):
+        return None if queries is None else _row_tensor(name, queries)
     if isinstance(queries, slice):
-        return torch.tensor(range(length)[queries], dtype=torch.int64)
-    if isinstance(queries, Tensor) and queries.dtype == torch.bool:
-        if tuple(queries.shape) != (length,):
+        require_slice(name, queries)
+        return queries
+    expected = "an int, a slice or a list of row numbers"
+    if isinstance(queries, int) and not isinstance(queries, bool):
+        return queries
+    if isinstance(queries, (bool, dict)):
+        raise DTypeError(explain_problem(name, expected=expected, got=shown(queries)))
+    numbers = items(name, queries, expected)
+    for number in numbers:
+        row = number.item() if isinstance(number, Tensor) and number.dim() == 0 and not number.is_meta else number
+        if isinstance(row, bool) or not hasattr(row, "__index__") or getattr(row, "ndim", 0) != 0:
+            raise DTypeError(explain_problem(name, expected=expected, got=shown(queries)))
+    return [operator.index(number) for number in numbers]
+
+
+def _row_tensor(name: str, rows: Tensor) -> Tensor:
+    expected = "an int, a slice or a list of row numbers"
+    rows = with_values(name, strided(name, rows, expected))
+    empty = rows.numel() == 0 and rows.dtype in FLOATS
+    if rows.dim() > 1 or not (empty or rows.dtype == torch.bool or rows.dtype in INTEGERS):
+        raise DTypeError(explain_problem(name, expected=expected, got=shown(rows)))
+    return rows.long() if empty else rows
+
+
+def row_numbers(
+    queries: Queries | None, length: int, name: str = "queries", below: str = "row numbers below L ="
+) -> Tensor | None:
+    """Row numbers 0 … L−1 from whatever the caller indexes with."""
+    chosen = checked_queries(name, queries)
+    if chosen is None:
+        return None
+    if isinstance(chosen, slice):
+        return torch.tensor(range(length)[chosen], dtype=torch.int64)
+    if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
+        if tuple(chosen.shape) != (length,):
             raise ArgumentError(
-                explain_problem("queries", expected=f"a bool tensor ({length},)", got=f"{tuple(queries.shape)}")
+                explain_problem(name, expected=f"a bool tensor ({length},)", got=f"{tuple(chosen.shape)}")
             )
-        return queries.nonzero().squeeze(-1)
-    try:
-        rows = torch.as_tensor(queries)
-    except (TypeError, ValueError, RuntimeError):
-        rows = torch.zeros(1)
-    rows = rows.long() if rows.numel() == 0 else rows
-    if rows.is_floating_point() or rows.dtype == torch.bool or rows.dim() > 1:
-        raise DTypeError(
-            explain_problem("queries", expected="an int, a slice or a list of row numbers", got=repr(queries))
-        )
-    rows = rows.reshape(-1).long()
-    if not is_tracing() and rows.numel() and not bool(((rows >= -length) & (rows < length)).all()):
-        raise ArgumentError(
-            explain_problem("queries", expected=f"row numbers below L = {length}", got=f"{rows.tolist()}")
-        )
+        return chosen.nonzero().squeeze(-1)
+    if isinstance(chosen, Tensor):
+        rows = chosen.reshape(-1).long()
+        known = not is_tracing() and rows.numel() > 0
+        fits = not known or bool(((rows >= -length) & (rows < length)).all())
+        got = "" if fits else str(rows.tolist())
+    else:
+        numbers = [chosen] if isinstance(chosen, int) else list(chosen)
+        fits, got = all(-length <= number < length for number in numbers), shown(numbers)
+        rows = torch.tensor(numbers if fits else [], dtype=torch.int64)
+    if not fits:
+        raise ArgumentError(explain_problem(name, expected=f"{below} {length}", got=got))
     return torch.where(rows < 0, rows + length, rows)

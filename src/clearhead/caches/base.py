@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, CacheError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from ..checks import require_factory, size, strided, with_values
+from ..errors import (
+    ArgumentError,
+    CacheError,
+    ClearheadError,
+    DeviceError,
+    DTypeError,
+    ShapeError,
+    explain_problem,
+    shape_text,
+)
 from ..masks.base import Mask
 from ..tracing import is_tracing
 
-__all__ = ["Buffers", "Cache", "Cached", "Positions"]
+__all__ = ["Buffers", "Cache", "Cached", "Positions", "unchanged_if_refused"]
 
 #: Absolute positions of L tokens: an int p for p … p + L − 1, or integers (L,) or (B, L); −1 marks padding.
 Positions = Tensor | int
@@ -95,6 +108,14 @@ class Cache(ABC):
     def reset(self) -> None:
         """Forget everything; the memory stays."""
 
+    #: Whether `saved` copies little beside what `update` writes.
+    saves_cheaply: ClassVar[bool] = False
+
+    def saved(self, count: int) -> Callable[[], None]:
+        """A function that brings the cache back from the next `update`, of `count` tokens, if the call is refused."""
+        kept = deepcopy(vars(self))
+        return lambda: vars(self).update(kept)
+
     def recall(self) -> Cached | None:
         """What is attended to without new keys; ``None`` where each call brings its own."""
         return None
@@ -111,6 +132,35 @@ class Cache(ABC):
         sinks: Tensor | None,
     ) -> None:
         """Hear, after attention, who looked at what `update` returned: what an evicting cache learns from."""
+
+
+def unchanged_if_refused(
+    caches: Iterable[object], x: object, *masks: Mask | Tensor | None
+) -> AbstractContextManager[None]:
+    """Bring caches back to what they held before the block where it raises a `ClearheadError`.
+
+    Args:
+        caches: those that the block writes into.
+        x: the new tokens (B, L, E), or (L, E).
+        masks: what the block attends with. Where all of them are rules that fit every call, only caches that cost
+            nothing to save are saved.
+    """
+    held = [cache for cache in caches if isinstance(cache, Cache)]
+    if not held or is_tracing():
+        return nullcontext()
+    count = x.shape[-2] if isinstance(x, Tensor) and not x.is_nested and x.dim() > 1 else 0
+    risky = not all(mask is None or (isinstance(mask, Mask) and mask.fits_any_call) for mask in masks)
+    return _undoing([cache.saved(count) for cache in held if cache.saves_cheaply or risky])
+
+
+@contextmanager
+def _undoing(undo: list[Callable[[], None]]) -> Generator[None, None, None]:
+    try:
+        yield
+    except ClearheadError:
+        for bring_back in undo:
+            bring_back()
+        raise
 
 
 class Buffers:
@@ -132,6 +182,7 @@ class Buffers:
         dtype: torch.dtype | None,
         device: torch.device | str | None,
     ) -> None:
+        require_factory(device, dtype)
         shape = (batch_size, num_kv_heads, slots)
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
         # Zeros and not uninitialised memory: a hidden slot must hold no NaN.
@@ -142,6 +193,7 @@ class Buffers:
         """Raise unless the tensors can be stored."""
         _require_writable(self.key)
         for name, given, own in (("key", key, self.key), ("value", value, self.value)):
+            strided(name, given)
             if torch.is_grad_enabled() and given.requires_grad:
                 raise CacheError(
                     explain_problem(
@@ -199,23 +251,21 @@ def _require_writable(own: Tensor) -> None:
 
 def require_sizes(**sizes: object) -> None:
     """Raise unless every size is an int ≥ 1 (a value head dim may be 0)."""
-    for name, size in sizes.items():
-        least = 0 if name == "value_head_dim" else 1
-        if isinstance(size, bool) or not isinstance(size, (int, torch.SymInt)):
-            raise DTypeError(explain_problem(name, expected=f"an int ≥ {least}", got=repr(size)))
-        if size < least:
-            raise ArgumentError(explain_problem(name, expected=f"an int ≥ {least}", got=str(size)))
+    for name, value in sizes.items():
+        size(name, value, 0 if name == "value_head_dim" else 1)
 
 
 def checked_indices(indices: Tensor, own: Tensor) -> Tensor:
     """Row numbers for `reorder` of a cache whose keys are `own` (B, …), on their device."""
-    if not isinstance(indices, Tensor) or indices.dtype not in (torch.int64, torch.int32):
-        got = str(indices.dtype) if isinstance(indices, Tensor) else type(indices).__name__
-        raise DTypeError(explain_problem("indices", expected="an int64 or int32 tensor (B,)", got=got))
+    expected = "an int64 or int32 tensor (B,)"
+    if strided("indices", indices, expected).dtype not in (torch.int64, torch.int32):
+        raise DTypeError(explain_problem("indices", expected=expected, got=str(indices.dtype)))
     if indices.dim() != 1:
         raise ShapeError(
             explain_problem("indices", expected="one row number per row, (B,)", got=shape_text(indices.shape))
         )
+    if own.device.type != "meta":
+        with_values("indices", indices)
     if indices.device.type == "cpu" and indices.numel() > 0 and not is_tracing():
         # Elsewhere the device checks, which need not be waited for.
         lowest, highest = int(indices.min()), int(indices.max())

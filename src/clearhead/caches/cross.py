@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Callable
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from ..errors import CacheError, explain_problem
+from ..checks import strided
+from ..errors import CacheError, ShapeError, explain_problem, shape_text
 from .base import Cache, Cached, Positions, checked_indices
 
 __all__ = ["CrossKVCache"]
@@ -31,6 +33,8 @@ class CrossKVCache(Cache):
         (True, 7)
     """
 
+    saves_cheaply: ClassVar[bool] = True
+
     def __init__(self) -> None:
         self._key: Tensor | None = None
         self._value: Tensor | None = None
@@ -44,6 +48,9 @@ class CrossKVCache(Cache):
         return 0
 
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> Cached:
+        for name, given in (("key", key), ("value", value)):
+            if strided(name, given).dim() != 4:
+                raise ShapeError(explain_problem(name, expected="(B, Hkv, S, D)", got=shape_text(given.shape)))
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise CacheError(
                 explain_problem(
@@ -55,6 +62,14 @@ class CrossKVCache(Cache):
             )
         self._key, self._value = key, value
         return Cached(key, value)
+
+    def saved(self, count: int) -> Callable[[], None]:
+        key, value = self._key, self._value
+
+        def bring_back() -> None:
+            self._key, self._value = key, value
+
+        return bring_back
 
     def recall(self) -> Cached | None:
         if self._key is None or self._value is None:

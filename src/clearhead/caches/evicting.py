@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from ..checks import integer
 from ..errors import DTypeError, explain_problem
 from ..inspection.compute import attention_statistics
 from ..masks.base import Mask
@@ -102,6 +105,7 @@ class EvictingKVCache(Cache):
         return self._slots.positions
 
     def next_positions(self, count: int) -> Positions:
+        integer("count", count, least=0)
         if self._rows is None:
             return self._length
         first = self._rows.position[:, None] + 1  # (B, 1)
@@ -154,6 +158,10 @@ class EvictingKVCache(Cache):
             ).received
             self._slots.received.add_(found.unflatten(1, (key.shape[1], group)).sum(2))  # (B, Hkv, S)
         self._evict()
+
+    def saved(self, count: int) -> Callable[[], None]:
+        kept = deepcopy(vars(self), {id(self.policy): self.policy})
+        return lambda: vars(self).update(kept)
 
     def reorder(self, indices: Tensor) -> None:
         indices = checked_indices(indices, self._buffers.key)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Callable
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
+from ..checks import INTEGERS, integer, shown, strided, with_values
 from ..errors import ArgumentError, CacheError, DTypeError, ShapeError, explain_problem, shape_text
 from ..masks.check import as_positions
 from ..masks.positional import Present
@@ -46,6 +48,8 @@ class KVCache(Cache):
         >>> torch.allclose(torch.cat(steps, 1), whole, atol=1e-6), cache.length
         (True, 5)
     """
+
+    saves_cheaply: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -96,6 +100,7 @@ class KVCache(Cache):
         return self._buffers.value[:, :, : self._length]
 
     def next_positions(self, count: int) -> Positions:
+        integer("count", count, least=0)
         if self._positions is None:
             return self._length
         if self._length == 0:
@@ -129,6 +134,20 @@ class KVCache(Cache):
         self._write(key, value, start, stop)
         return Cached(self.key, self.value, own[:, :stop], Present())
 
+    def saved(self, count: int) -> Callable[[], None]:
+        # What `update` writes lies behind what is held: putting the lengths back forgets it.
+        length, lengths, counted_up = self._length, self._lengths, self._positions is None
+
+        def bring_back() -> None:
+            self._length, self._lengths = length, lengths
+            if counted_up:
+                self._positions = None
+            elif self._positions is not None:
+                columns = torch.arange(self.max_length, device=self._positions.device)
+                self._positions.masked_fill_(columns >= self.lengths[:, None], -1)
+
+        return bring_back
+
     def reorder(self, indices: Tensor) -> None:
         indices = checked_indices(indices, self._buffers.key)
         self._buffers.reorder(indices, self._length)
@@ -159,7 +178,7 @@ class KVCache(Cache):
         return f"KVCache({self._length} of {self.max_length} tokens, B={batch}, Hkv={heads}, D={dim})"
 
     def _counts_up(self, positions: Positions | None, start: int) -> bool:
-        return positions is None or (not isinstance(positions, Tensor) and positions == start)
+        return positions is None or (isinstance(positions, (int, torch.SymInt)) and positions == start)
 
     def _write(self, key: Tensor, value: Tensor, start: int, stop: int) -> None:
         if self._lengths is None:
@@ -193,6 +212,8 @@ def spelt_out(positions: Positions, batch_size: int, count: int, device: torch.d
         ShapeError: if there are not as many. And what `attention` raises for positions.
     """
     checked = as_positions("positions", positions)
+    if isinstance(checked, Tensor) and checked.is_meta and device.type != "meta":
+        with_values("positions", checked)
     if not isinstance(checked, Tensor):
         first = 0 if checked is None else checked
         return torch.arange(first, first + count, device=device).expand(batch_size, count)
@@ -206,10 +227,9 @@ def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> int | Tenso
     """What `crop` was asked for: an int from 0 to `most`, or one per row, (B,) int64."""
     either = "an int or an integer tensor (B,)"
     if isinstance(length, Tensor):
-        if length.is_floating_point() or length.dtype == torch.bool:
-            raise DTypeError(
-                explain_problem("length", expected="an int or an integer tensor (B,)", got=str(length.dtype))
-            )
+        with_values("length", strided("length", length, either))
+        if length.dtype not in INTEGERS:
+            raise DTypeError(explain_problem("length", expected=either, got=str(length.dtype)))
         if tuple(length.shape) != (key.shape[0],):
             raise ShapeError(
                 explain_problem(
@@ -218,7 +238,7 @@ def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> int | Tenso
             )
         shortest, longest = int(length.min()), int(length.max())
     elif isinstance(length, bool) or not isinstance(length, int):
-        raise DTypeError(explain_problem("length", expected=either, got=repr(length)))
+        raise DTypeError(explain_problem("length", expected=either, got=shown(length)))
     else:
         shortest = longest = length
     if shortest < 0 or longest > most:
@@ -226,7 +246,7 @@ def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> int | Tenso
             explain_problem(
                 "length",
                 expected=f"0 … {most}, the tokens in the cache",
-                got=str(shortest if shortest < 0 else longest),
+                got=shown(shortest if shortest < 0 else longest),
                 fix="crop only forgets the last tokens.",
             )
         )

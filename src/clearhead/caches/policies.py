@@ -9,8 +9,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from ..call import is_probability, number
-from ..errors import ArgumentError, DTypeError, explain_problem
+from ..checks import integer, is_probability, number, size
 
 __all__ = ["EvictionPolicy", "HeavyHitters", "Held", "RandomEviction", "SinksAndRecent"]
 
@@ -42,6 +41,7 @@ class Held:
 
     def among_last(self, count: int) -> Tensor:
         """Bool (B, Hkv, S): the `count` last tokens that are held."""
+        integer("count", count, least=0)
         order = self.positions.argsort(-1, descending=True)
         return order.argsort(-1) < count  # the inverse permutation holds each token's rank
 
@@ -121,11 +121,7 @@ class SinksAndRecent(EvictionPolicy):
     """
 
     def __init__(self, sinks: int = 4) -> None:
-        if isinstance(sinks, bool) or not isinstance(sinks, int):
-            raise DTypeError(explain_problem("sinks", expected="an int ≥ 0", got=repr(sinks)))
-        if sinks < 0:
-            raise ArgumentError(explain_problem("sinks", expected="an int ≥ 0", got=str(sinks)))
-        self.sinks = sinks
+        self.sinks = size("sinks", sinks, 0)
 
     def rank(self, held: Held) -> Tensor:
         first = (held.positions >= 0) & (held.positions < self.sinks)
@@ -150,7 +146,9 @@ class RandomEviction(EvictionPolicy):
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator().manual_seed(
+            integer("seed", seed, least=-(2**63), most=2**64 - 1, expected="an int of 64 bits")
+        )
 
     def rank(self, held: Held) -> Tensor:
         return torch.rand(held.positions.shape, generator=self._generator).to(held.positions.device)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Callable
+from copy import deepcopy
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
+from ..checks import integer, shown
 from ..errors import CacheError, explain_problem
 from ..masks.positional import Present, window
 from .base import Buffers, Cache, Cached, Positions, checked_indices, require_sizes
@@ -50,6 +53,8 @@ class SlidingKVCache(Cache):
         True
     """
 
+    saves_cheaply: ClassVar[bool] = True
+
     def __init__(
         self,
         batch_size: int,
@@ -70,7 +75,7 @@ class SlidingKVCache(Cache):
             head_dim=head_dim,
             value_head_dim=value_head_dim,
         )
-        require_sizes(max_crop=max_crop + 1 if isinstance(max_crop, int) else max_crop)
+        integer("max_crop", max_crop, least=0, got=shown)
         self.window = window
         # What a crop must leave: the rest of the window, or the one token that says where its row is.
         self._needed = max(window - 1, 1)
@@ -87,6 +92,7 @@ class SlidingKVCache(Cache):
         return self._length
 
     def next_positions(self, count: int) -> Positions:
+        integer("count", count, least=0)
         if self._rows is None:
             return self._length
         first = self._rows.positions.amax(1, keepdim=True) + 1  # (B, 1)
@@ -95,7 +101,9 @@ class SlidingKVCache(Cache):
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> Cached:
         self._buffers.check(key, value)
         start, count = self._length, key.shape[2]
-        if self._rows is None and (positions is None or (not isinstance(positions, Tensor) and positions == start)):
+        if self._rows is None and (
+            positions is None or (isinstance(positions, (int, torch.SymInt)) and positions == start)
+        ):
             found = self._append(key, value, start, start + count)
         else:
             places = self.next_positions(count) if positions is None else positions
@@ -103,6 +111,21 @@ class SlidingKVCache(Cache):
         self._length = start + count
         self._furthest = max(self._furthest, self._length)
         return found
+
+    def saved(self, count: int) -> Callable[[], None]:
+        own, rows = self._buffers, deepcopy(self._rows)
+        length, furthest = self._length, self._furthest
+        offsets = torch.arange(min(count, self._slots), device=own.key.device)
+        written = torch.full((own.key.shape[0],), length, device=own.key.device) if rows is None else rows.written
+        places = (written[:, None] + offsets) % self._slots  # (B, n), the slots that are written over
+        batch = torch.arange(own.key.shape[0], device=own.key.device)[:, None]
+        key, value = own.key[batch, :, places], own.value[batch, :, places]  # copies
+
+        def bring_back() -> None:
+            own.key[batch, :, places], own.value[batch, :, places] = key, value
+            self._rows, self._length, self._furthest = rows, length, furthest
+
+        return bring_back
 
     def reorder(self, indices: Tensor) -> None:
         indices = checked_indices(indices, self._buffers.key)

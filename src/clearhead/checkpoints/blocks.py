@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..checks import size
 from ..errors import ArgumentError, CheckpointError, explain_problem, shape_text
 from ..latent import MultiHeadLatentAttention
 from ..multihead import MultiHeadAttention
@@ -99,22 +100,24 @@ class Layer:
     @property
     def embed_dim(self) -> int:
         """E."""
-        return self.setting("hidden_size")
+        return size("config.hidden_size", self.setting("hidden_size"))
 
     @property
     def num_heads(self) -> int:
         """H."""
-        return self.setting("num_attention_heads")
+        return size("config.num_attention_heads", self.setting("num_attention_heads"))
 
     @property
     def num_kv_heads(self) -> int:
         """Hkv; as many as H where the model does not group them."""
-        return getattr(self.config, "num_key_value_heads", None) or self.num_heads
+        given = getattr(self.config, "num_key_value_heads", None)
+        return self.num_heads if given is None else size("config.num_key_value_heads", given)
 
     @property
     def head_dim(self) -> int:
         """D; E / H where the configuration does not say it."""
-        return getattr(self.config, "head_dim", None) or self.embed_dim // self.num_heads
+        given = getattr(self.config, "head_dim", None)
+        return self.embed_dim // self.num_heads if given is None else size("config.head_dim", given)
 
     def tensor(self, name: str, shape: tuple[int, ...], *, layer: int | None = None) -> Tensor:
         """A tensor besides the projections, which must be there and have this shape.
@@ -183,7 +186,7 @@ class Layer:
     def _require_sizes(self, projections: Projections) -> None:
         inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         sizes = {"query": inner, "key": kv_inner, "value": kv_inner}
-        shapes = {role: (size, self.embed_dim) for role, size in sizes.items()} | {"output": (self.embed_dim, inner)}
+        shapes = {role: (rows, self.embed_dim) for role, rows in sizes.items()} | {"output": (self.embed_dim, inner)}
         for role, (weight, _) in projections.items():
             if tuple(weight.shape) != shapes[role]:
                 where = f"the weight of the {role} under {self.prefix!r}"
@@ -199,5 +202,5 @@ Reading = Callable[[Layer], dict[str, Any]]
 
 
 def _does_not_fit(what: str, expected: str, got: str) -> CheckpointError:
-    fix = "Does the configuration belong to these weights?"
+    fix = "Does the configuration (hidden_size, num_attention_heads, …) belong to these weights (source)?"
     return CheckpointError(explain_problem(what, expected=expected, got=got, fix=fix))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..checks import is_probability, number
 from ..latent import MultiHeadLatentAttention
 from ..masks.base import Mask
 from ..multihead import MultiHeadAttention
@@ -29,7 +30,7 @@ def multi_head(layer: Layer) -> MultiHeadAttention:
         head_dim=layer.head_dim,
         bias=projections["query"].bias is not None,
         out_bias=projections["output"].bias is not None,
-        dropout=layer.setting(layer.block.dropout) or 0.0,
+        dropout=_dropout(layer),
         sinks=sinks is not None,
         device="meta",
         **parts,
@@ -41,6 +42,12 @@ def multi_head(layer: Layer) -> MultiHeadAttention:
         parts["position"].to(module.q_proj.weight.device)
     module.loaded_from = _report(layer, module, parts)  # pyright: ignore[reportArgumentType]
     return module
+
+
+def _dropout(layer: Layer) -> float:
+    name = layer.block.dropout
+    given = layer.setting(name)
+    return 0.0 if given is None else number(f"config.{name}", given, "a probability in [0, 1]", is_probability)
 
 
 def latent(layer: Layer) -> MultiHeadLatentAttention:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 
-from ..errors import ArgumentError, CheckpointError, explain_problem
+from ..checks import is_finite, number, shown
+from ..errors import ArgumentError, CheckpointError, DTypeError, explain_problem
 from ..multihead import MultiHeadAttention
 from .fill import fill
 from .finding import Finding
@@ -100,6 +101,10 @@ def load(
           biases: none
     """
     tensors, module = read_source(source)
+    for name, number_of in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if number_of is not None and not isinstance(number_of, (int, float)):
+            raise DTypeError(explain_problem(name, expected="an int ≥ 1", got=shown(number_of)))
+    scale = None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
     finding, projections = recognise(tensors, namings_called(naming), prefix)
     _require_place(finding)
     block = None if module is None else module.get_submodule(finding.prefix.removesuffix("."))
@@ -146,14 +151,14 @@ def _heads(given: int | None, settings: Settings) -> int:
         )
     if settings.num_heads not in (None, heads):
         expected = f"{settings.num_heads}, which is what the module says"
-        raise ArgumentError(explain_problem("num_heads", expected=expected, got=repr(heads)))
+        raise ArgumentError(explain_problem("num_heads", expected=expected, got=shown(heads)))
     return heads
 
 
 def _head_dim(heads: int, finding: Finding) -> int:
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or finding.inner_dim % heads:
         expected = f"a divisor of {finding.inner_dim}, the features of the queries"
-        raise ArgumentError(explain_problem("num_heads", expected=expected, got=repr(heads)))
+        raise ArgumentError(explain_problem("num_heads", expected=expected, got=shown(heads)))
     return finding.inner_dim // heads
 
 
@@ -167,7 +172,7 @@ def _kv_heads(given: int | None, finding: Finding, heads: int, head_dim: int) ->
         raise ArgumentError(explain_problem("num_heads", expected=expected, got=str(heads)))
     if given not in (None, kv_heads):
         expected = f"{kv_heads}, as the shapes say for num_heads = {heads}"
-        raise ArgumentError(explain_problem("num_kv_heads", expected=expected, got=repr(given)))
+        raise ArgumentError(explain_problem("num_kv_heads", expected=expected, got=shown(given)))
     return kv_heads
 
 

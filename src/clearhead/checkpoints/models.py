@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..checks import shown, size, text
 from ..errors import ArgumentError, CheckpointError, DTypeError, explain_problem
 from .architectures import ARCHITECTURES
 from .blocks import Attention, Block, Layer
@@ -124,6 +125,7 @@ def _open(source: Source, config: Any, part: str | None) -> _Model:
         expected = f"the setting {blocks[0].layers}, as configurations of {config.model_type} have it"
         got = f"a {type(config).__name__} without it"
         raise ArgumentError(explain_problem("config", expected=expected, got=got))
+    size(f"config.{blocks[0].layers}", getattr(config, blocks[0].layers))
     return _Model(tensors, config, blocks, module is None or module.training)
 
 
@@ -152,7 +154,7 @@ def _blocks_of(config: Any, part: str | None) -> tuple[Block, ...]:
             )
         )
     known = ARCHITECTURES[model_type]
-    wanted = "self" if part is None else part
+    wanted = "self" if part is None else text("part", part)
     found = tuple(block for block in known if block.part == wanted)
     if not found:
         parts = " or ".join(repr(name) for name in dict.fromkeys(block.part for block in known))
@@ -166,7 +168,7 @@ def _checked_layer(layer: object, model: _Model) -> int:
         raise DTypeError(explain_problem("layer", expected="an int", got=type(layer).__name__, fix=fix))
     if not 0 <= layer < model.count:
         expected = f"0 … {model.count - 1}, the layers of the model"
-        raise ArgumentError(explain_problem("layer", expected=expected, got=str(layer)))
+        raise ArgumentError(explain_problem("layer", expected=expected, got=shown(layer)))
     return layer
 
 

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from ..checks import flag, items, shown, text
 from ..errors import ArgumentError, DTypeError, explain_problem
 
 __all__ = ["NAMINGS", "ROLES", "Entry", "Naming", "Projection", "Role", "namings_called"]
@@ -77,6 +78,11 @@ class Naming:
         ignored: tuple[str, ...] = (),
     ) -> Naming:
         """Name four separate `Linear`s by what comes before ``.weight`` and ``.bias``."""
+        given = {"name": name, "query": query, "key": key, "value": value, "output": output, "description": description}
+        for argument, value_of in given.items():
+            text(argument, value_of)
+        square = flag("square", square)
+        ignored = tuple(text("ignored", pattern) for pattern in items("ignored", ignored, "a list of strings"))
         stems = dict(zip(ROLES, (query, key, value, output), strict=True))
         weights = tuple(Entry(f"{stem}.weight", (role,)) for role, stem in stems.items())
         biases = tuple(Entry(f"{stem}.bias", (role,)) for role, stem in stems.items())
@@ -212,7 +218,7 @@ def namings_called(naming: str | Naming | None) -> tuple[Naming, ...]:
             explain_problem(
                 "naming",
                 expected=f"one of {names}",
-                got=repr(naming),
+                got=shown(naming),
                 fix="For other names build one with clearhead.checkpoints.Naming.of_linears.",
             )
         )

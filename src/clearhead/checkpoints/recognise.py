@@ -8,6 +8,7 @@ from difflib import SequenceMatcher
 
 from torch import Tensor
 
+from ..checks import text
 from ..errors import CheckpointError, explain_problem
 from .finding import Finding, describe
 from .namings import Naming
@@ -24,6 +25,7 @@ def recognise(
     Raises:
         CheckpointError: if there is none, more than one, or one whose tensors do not fit together.
     """
+    prefix = text("prefix", prefix)
     prefix = prefix if not prefix or prefix.endswith(".") else f"{prefix}."
     places = {(at, naming): None for naming in namings for at in _places(tensors, naming) if at.startswith(prefix)}
     prefixes = list(dict.fromkeys(at for at, _ in places))

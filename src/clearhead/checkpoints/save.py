@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..checks import text
 from ..errors import CheckpointError, DTypeError, explain_problem
 from ..multihead import MultiHeadAttention
 from .namings import ROLES, Entry, Naming, Projection, namings_called
@@ -52,6 +53,7 @@ def save(module: MultiHeadAttention, naming: str | Naming, *, prefix: str = "") 
                 fix="A naming of four separate weights, such as o_proj, takes every size.",
             )
         )
+    prefix = text("prefix", prefix)
     prefix = prefix if not prefix or prefix.endswith(".") else f"{prefix}."
     layout = layouts[problems.index("")]
     return {prefix + key: tensor for key, tensor in _pack(layout, projections).items()}

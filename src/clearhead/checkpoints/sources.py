@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from ..checks import shown
 from ..errors import CheckpointError, DTypeError, explain_problem
 from .files import read_file
 
@@ -48,11 +49,17 @@ def read_source(source: Source) -> Contents:
 def _flat(mapping: Mapping[str, object]) -> Tensors:
     tensors: Tensors = {}
     for name, value in mapping.items():
+        if not isinstance(name, str):
+            fix = "Its keys are the names of the tensors."
+            got = f"a key {shown(name)}"
+            raise CheckpointError(
+                explain_problem("source", expected="a state dict with strings as keys", got=got, fix=fix)
+            )
         if isinstance(value, nn.Module):
             tensors |= value.state_dict(prefix=f"{name}.")
         elif isinstance(value, Tensor):
             tensors[f"{name}.weight" if name in _BY_HAND else name] = value
-        elif not str(name).endswith("_extra_state"):
+        elif not name.endswith("_extra_state"):
             raise CheckpointError(
                 explain_problem(
                     "source",

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..errors import CheckpointError, explain_problem, shape_text
+from ..checks import strided
+from ..errors import CheckpointError, DTypeError, explain_problem, shape_text
 from .namings import ROLES, Entry, Naming, Projection, Role
 
 __all__ = ["Projections", "unpack"]
@@ -34,8 +35,12 @@ def unpack(tensors: Mapping[str, Tensor], naming: Naming, prefix: str) -> Projec
 
 
 def _require_plain(key: str, tensor: Tensor, dimensions: int) -> Tensor:
-    if tensor.dim() != dimensions or not tensor.is_floating_point():
-        expected = f"a floating point tensor with {dimensions} dimension(s)"
+    expected = f"a floating point tensor with {dimensions} dimension(s)"
+    try:
+        strided(key, tensor, expected)
+    except DTypeError as error:
+        raise CheckpointError(*error.args) from None
+    if tensor.dim() != dimensions or tensor.numel() == 0 or not tensor.is_floating_point():
         raise CheckpointError(
             explain_problem(key, expected=expected, got=f"{tensor.dtype} of shape {shape_text(tensor.shape)}")
         )

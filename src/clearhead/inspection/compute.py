@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..attention import autocast_off, cast_for_autocast
 from ..call import AttentionCall, build_call
-from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
+from ..checks import INTEGERS, LARGEST, choice, items, shown, strided, with_values
+from ..errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, explain_problem, shape_text
 from ..kernels.blocks import exact_dtype, score_blocks
 from ..kernels.native_statistics import native_weights
 from ..masks.base import Mask
@@ -27,6 +28,7 @@ __all__ = [
     "attention_statistics",
     "compute_statistics",
     "make_options",
+    "query_marks",
     "require_names",
     "whole_numbers",
 ]
@@ -89,6 +91,9 @@ class AttentionStatistics:
 
     def head_sums(self, name: str) -> tuple[Tensor, Tensor]:
         """Sum of a statistic per query over the counted queries that see a key, and their number: (H,) each."""
+        if not isinstance(name, str) or name not in self.results:
+            known = ", ".join(self.results)
+            raise UnknownNameError(explain_problem("name", expected=f"one of {known}", got=shown(name)))
         values = self.results[name]
         seeing = self.results["sees"] & self.counted[:, None]  # (B, H, L)
         return (values * seeing).sum((0, 2)), seeing.sum((0, 2))
@@ -96,6 +101,7 @@ class AttentionStatistics:
     def with_heads(self, heads: Sequence[int]) -> AttentionStatistics:
         """The same statistics for some of the heads."""
         present = self.head_count
+        heads = whole_numbers("heads", heads)
         if not heads:
             raise ArgumentError(explain_problem("heads", expected="at least one head", got="none"))
         if not all(-present <= head < present for head in heads):
@@ -229,7 +235,7 @@ def compute_statistics(
         if left or "sees" not in results:
             results |= _results_by_blocks(call, left, options, counted)
         if "rows" in names:
-            results["rows"] = exact_weights(call, row_numbers(rows, call.grid.query_length))
+            results["rows"] = exact_weights(call, row_numbers(rows, call.grid.query_length, "rows"))
     sees = results.pop("sees")
     if per == "kv_head":
         _reduce_heads(results, names, call)
@@ -281,13 +287,12 @@ def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]
     Raises:
         ArgumentError: for an unknown one, or one that needs values where there are none.
     """
-    names = (statistics,) if isinstance(statistics, str) else tuple(statistics)
     known = (*STATISTICS, "rows")
+    expected = f"names among {', '.join(known)}"
+    names = (statistics,) if isinstance(statistics, str) else tuple(items("statistics", statistics, expected))
     for name in names:
-        if name not in known:
-            raise ArgumentError(
-                explain_problem("statistics", expected=f"names among {', '.join(known)}", got=repr(name))
-            )
+        if not isinstance(name, str) or name not in known:
+            raise ArgumentError(explain_problem("statistics", expected=expected, got=shown(name)))
     for name in ("output", "output_norm"):
         if name in names and not has_value:
             raise ArgumentError(
@@ -305,10 +310,9 @@ def make_options(
         ArgumentError: for a number that is not positive or an unknown pooling.
     """
     for name, number in (("top_k", top_k), ("map_size", map_size), ("sink_keys", sink_keys)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ArgumentError(explain_problem(name, expected="an int ≥ 1", got=repr(number)))
-    if map_pooling not in ("mass", "max"):
-        raise ArgumentError(explain_problem("map_pooling", expected="'mass' or 'max'", got=repr(map_pooling)))
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= LARGEST:
+            raise ArgumentError(explain_problem(name, expected="an int ≥ 1", got=shown(number)))
+    choice("map_pooling", map_pooling, ("mass", "max"))
     return Options(top_k, map_size, map_pooling, sink_keys, whole_numbers("offsets", offsets))
 
 
@@ -318,10 +322,14 @@ def whole_numbers(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
     Raises:
         ArgumentError: if it is something else.
     """
+    expected = "a list of whole numbers"
     try:
-        return tuple(index(number) for number in numbers)
-    except TypeError as error:
-        raise ArgumentError(explain_problem(name, expected="a list of whole numbers", got=repr(numbers))) from error
+        whole = tuple(index(number) for number in items(name, numbers, expected))
+    except (TypeError, RuntimeError):  # tensors on meta have no numbers
+        raise ArgumentError(explain_problem(name, expected=expected, got=shown(numbers))) from None
+    if not all(-LARGEST <= number <= LARGEST for number in whole):
+        raise ArgumentError(explain_problem(name, expected=f"{expected} of at most {LARGEST}", got=shown(numbers)))
+    return whole
 
 
 def require_per(per: Per, names: Sequence[str]) -> None:
@@ -330,8 +338,7 @@ def require_per(per: Per, names: Sequence[str]) -> None:
     Raises:
         ArgumentError: for another word, or ``top_k``, ``output`` and ``rows``, which have no average.
     """
-    if per not in ("query_head", "kv_head"):
-        raise ArgumentError(explain_problem("per", expected="'query_head' or 'kv_head'", got=repr(per)))
+    choice("per", per, ("query_head", "kv_head"))
     unaveraged = [name for name in names if name in _UNAVERAGED]
     verb = "have" if len(unaveraged) > 1 else "has"
     if per == "kv_head" and unaveraged:
@@ -354,14 +361,25 @@ def counted_queries(query_mask: Tensor | None, call: AttentionCall) -> Tensor | 
     if query_mask is None:
         return None
     expected = (call.grid.batch_size, call.grid.query_length)
-    if not isinstance(query_mask, Tensor) or query_mask.is_floating_point():
-        got = str(query_mask.dtype) if isinstance(query_mask, Tensor) else type(query_mask).__name__
-        raise DTypeError(explain_problem("query_mask", expected="a bool or 0/1 tensor (B, L)", got=got))
+    query_mask = query_marks(query_mask)
     if tuple(query_mask.shape) != expected:
         raise ShapeError(
             explain_problem("query_mask", expected=f"(B, L) = {expected}", got=shape_text(query_mask.shape))
         )
     return query_mask.to(device=call.query.device, dtype=torch.bool)
+
+
+def query_marks(query_mask: object) -> Tensor:
+    """A bool or 0/1 tensor, of any shape.
+
+    Raises:
+        DTypeError: for anything else.
+    """
+    expected = "a bool or 0/1 tensor (B, L)"
+    marks = with_values("query_mask", strided("query_mask", query_mask, expected))
+    if marks.dtype != torch.bool and marks.dtype not in INTEGERS:
+        raise DTypeError(explain_problem("query_mask", expected=expected, got=str(marks.dtype)))
+    return marks
 
 
 def _reduce_heads(results: dict[str, Any], names: Sequence[str], call: AttentionCall) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..call import AttentionCall
+from ..checks import FLOATS, INTEGERS, flag, items, module, shown, strided
 from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
 from ..observe import observing
 from .naming import ModuleNames, uncompiled
@@ -51,22 +52,7 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
         >>> torch.allclose(without_head_1, model(x))
         False
     """
-    names = {name for name, _ in model.named_modules()}
-    for (name, head), change in changes.items():
-        if name not in names:
-            raise ArgumentError(
-                explain_problem(
-                    "changes", expected="names of the model's modules", got=repr(name), fix=_nearest(name, names)
-                )
-            )
-        if isinstance(head, bool) or not isinstance(head, int) or head < 0:
-            raise ArgumentError(explain_problem("changes", expected="head numbers ≥ 0", got=repr(head)))
-        if not (isinstance(change, (int, float, Tensor)) or change == "mean" or callable(change)):
-            raise DTypeError(
-                explain_problem(
-                    "changes", expected="a number, 'mean', a tensor or a function", got=type(change).__name__
-                )
-            )
+    changes = _checked_changes(module("model", model), changes)
     running = ModuleNames(model)
     editor = _Editor(running, changes)
     with uncompiled(model), running.following(), observing(editor):
@@ -82,6 +68,36 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
                 "transformers model.",
             )
         )
+
+
+def _checked_changes(model: nn.Module, changes: object) -> dict[tuple[str, int], Change]:
+    if not isinstance(changes, Mapping):
+        expected = "a dictionary {(module name, head): change}"
+        raise DTypeError(explain_problem("changes", expected=expected, got=shown(changes)))
+    names = {name for name, _ in model.named_modules()}
+    for key, change in changes.items():
+        if not isinstance(key, tuple) or len(key) != 2:
+            expected = "pairs of a module name and a head number as keys"
+            raise DTypeError(explain_problem("changes", expected=expected, got=shown(key)))
+        name, head = key
+        if not isinstance(name, str) or name not in names:
+            fix = _nearest(name, names) if isinstance(name, str) else ""
+            expected = "names of the model's modules"
+            raise ArgumentError(explain_problem("changes", expected=expected, got=shown(name), fix=fix))
+        if isinstance(head, bool) or not isinstance(head, int) or head < 0:
+            raise ArgumentError(explain_problem("changes", expected="head numbers ≥ 0", got=shown(head)))
+        _require_change(change)
+    return dict(changes)
+
+
+def _require_change(change: object) -> None:
+    expected = "a number, 'mean', a tensor or a function"
+    if isinstance(change, Tensor):
+        strided("changes", change, expected)
+        if change.dtype not in FLOATS + INTEGERS:
+            raise DTypeError(explain_problem("changes", expected=expected, got=f"a {change.dtype} tensor"))
+    elif not (isinstance(change, (int, float)) or (isinstance(change, str) and change == "mean") or callable(change)):
+        raise DTypeError(explain_problem("changes", expected=expected, got=type(change).__name__))
 
 
 def head_importance(
@@ -121,15 +137,25 @@ def head_importance(
         >>> found["0"].shape
         torch.Size([3])
     """
+    module("model", model)
+    if not callable(loss):
+        raise DTypeError(explain_problem("loss", expected="a function loss(model, batch)", got=shown(loss)))
+    if isinstance(batches, (str, bytes, Tensor)):
+        batches = items("batches", batches, "an iterable of batches")
+    try:
+        iter(batches)
+    except TypeError:
+        raise DTypeError(explain_problem("batches", expected="an iterable of batches", got=shown(batches))) from None
     sums: dict[str, Tensor] = {}
     examples: dict[str, int] = {}
-    for batch in _with_progress(batches, progress):
+    for batch in _with_progress(batches, flag("progress", progress)):
         running = ModuleNames(model)
         gates = _Gates(running)
         with uncompiled(model), running.following(), observing(gates), torch.enable_grad():
-            value = loss(model, batch)
-        if value.dim() != 0:
-            raise ShapeError(explain_problem("loss", expected="a scalar", got=shape_text(value.shape)))
+            value = _loss_of(loss, model, batch)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            got = shape_text(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ShapeError(explain_problem("loss", expected="a scalar", got=got))
         named = [(name, gate) for name, found in gates.gates.items() for gate in found]
         gradients = torch.autograd.grad(value, [gate for _, gate in named], allow_unused=True) if named else ()
         for (name, gate), gradient in zip(named, gradients, strict=True):
@@ -155,6 +181,14 @@ def head_importance(
             )
         )
     return {name: total / examples[name] for name, total in sums.items()}
+
+
+def _loss_of(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: Any) -> Tensor:
+    try:
+        return loss(model, batch)
+    except TypeError as error:
+        expected = "a function loss(model, batch)"
+        raise DTypeError(explain_problem("loss", expected=expected, got=shown(loss), fix=str(error))) from error
 
 
 class _Editor:
@@ -212,9 +246,15 @@ def _changed(output: Tensor, change: Change, call: AttentionCall, head: int) -> 
                 )
             ) from error
     if isinstance(change, (int, float)):
-        return output * change
+        return output * float(change)
     if callable(change):
-        result = change(output)
+        try:
+            result = change(output)
+        except TypeError as error:
+            expected = "a function from a head's output to another"
+            raise DTypeError(
+                explain_problem("changes", expected=expected, got=shown(change), fix=str(error))
+            ) from error
         if not isinstance(result, Tensor) or result.shape != output.shape:
             got = shape_text(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ShapeError(explain_problem("changes", expected=f"a tensor {shape_text(output.shape)}", got=got))

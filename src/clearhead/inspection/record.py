@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..call import AttentionCall
-from ..errors import ArgumentError, DTypeError, explain_problem
+from ..checks import choice, index, integer, item_number, items, module, require_slice, shown
+from ..errors import ArgumentError, UnknownNameError, explain_problem
 from ..observe import observing
-from ..weights import Queries, row_numbers
+from ..weights import Queries, checked_queries, row_numbers
 from .capture import CaptureMode, obstacle
 from .compute import (
     DEFAULT,
@@ -24,6 +25,7 @@ from .compute import (
     counted_queries,
     exact_weights,
     make_options,
+    query_marks,
     require_names,
     require_per,
     whole_numbers,
@@ -55,6 +57,9 @@ class Calls(Sequence[AttentionStatistics]):
     def __getitem__(self, index: slice) -> list[AttentionStatistics]: ...
 
     def __getitem__(self, index: int | slice) -> AttentionStatistics | list[AttentionStatistics]:
+        if not isinstance(index, slice):
+            return self.statistics[item_number("index", index, len(self.statistics))]
+        require_slice("index", index)
         return self.statistics[index]
 
     def __len__(self) -> int:
@@ -132,19 +137,17 @@ class record(Drawable, Mapping[str, Calls]):
         offsets: Sequence[int] = (-1,),
         per: Per = "query_head",
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise DTypeError(explain_problem("model", expected="a torch.nn.Module", got=type(model).__name__))
-        if keep not in ("statistics", "queries_keys"):
-            raise ArgumentError(explain_problem("keep", expected="'statistics' or 'queries_keys'", got=repr(keep)))
+        module("model", model)
+        choice("keep", keep, ("statistics", "queries_keys"))
         self._names = require_names(statistics, has_value=True)
         require_per(per, self._names)
-        _require_layers(layers, model)
+        chosen = _checked_layers(layers, model)
         self._options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
-        self._layers = None if layers is None else tuple(layers)
+        self._layers = chosen
         self._heads = None if heads is None else whole_numbers("heads", heads)
-        self._query_mask = query_mask
+        self._query_mask = None if query_mask is None else query_marks(query_mask)
         self._keep = keep
-        self._rows = rows
+        self._rows = checked_queries("rows", rows)
         self._per: Per = per
         self._running = ModuleNames(model)
         self._calls: dict[str, Calls] = {}
@@ -224,10 +227,9 @@ class record(Drawable, Mapping[str, Calls]):
     # What the user asks for.
 
     def __getitem__(self, name: str) -> Calls:
-        if name not in self._calls:
-            raise KeyError(
-                f"{name!r}: no attention was recorded there; recorded are {', '.join(map(repr, self._calls))}"
-            )
+        if not isinstance(name, str) or name not in self._calls:
+            recorded = ", ".join(map(repr, self._calls))
+            raise UnknownNameError(f"name {shown(name)}: no attention was recorded there; recorded are {recorded}")
         return self._calls[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -239,10 +241,16 @@ class record(Drawable, Mapping[str, Calls]):
     def name_of(self, layer: int | str) -> str:
         """The module name of a layer given by its number in running order, or by name."""
         if isinstance(layer, str):
-            return self[layer].name
-        if not -len(self._order) <= layer < len(self._order):
-            raise ArgumentError(explain_problem("layer", expected=f"0 … {len(self._order) - 1}", got=str(layer)))
-        return self[self._order[layer]].name
+            if layer not in self._calls:
+                recorded = ", ".join(map(repr, self._calls))
+                raise UnknownNameError(explain_problem("layer", expected=f"one of {recorded}", got=shown(layer)))
+            return layer
+        name = self._order[index("layer", layer, len(self._order))]
+        if name not in self._calls:
+            raise UnknownNameError(
+                explain_problem("layer", expected="one of the layers that were recorded", got=f"{layer}, {name!r}")
+            )
+        return name
 
     def weights(self, layer: int | str, head: int | None = None, rows: Queries | None = None, call: int = 0) -> Tensor:
         """Exact weights of one recorded call, computed now; needs ``keep="queries_keys"``.
@@ -262,12 +270,8 @@ class record(Drawable, Mapping[str, Calls]):
         """
         kept = self.kept_call(layer, call)
         with torch.no_grad():
-            weights = exact_weights(kept, row_numbers(rows, kept.grid.query_length))
-        if head is None:
-            return weights
-        if not -weights.shape[1] <= head < weights.shape[1]:
-            raise ArgumentError(explain_problem("head", expected=f"0 … {weights.shape[1] - 1}", got=str(head)))
-        return weights[:, head]
+            weights = exact_weights(kept, row_numbers(rows, kept.grid.query_length, "rows"))
+        return weights if head is None else weights[:, index("head", head, weights.shape[1])]
 
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
         """The recorded query and key of one call with its mask; values are not kept, the key stands in for them.
@@ -285,9 +289,7 @@ class record(Drawable, Mapping[str, Calls]):
                     fix="Statistics alone do not hold what weights are computed from.",
                 )
             )
-        if not -len(calls.kept) <= call < len(calls.kept):
-            raise ArgumentError(explain_problem("call", expected=f"0 … {len(calls.kept) - 1}", got=str(call)))
-        return calls.kept[call]
+        return calls.kept[index("call", call, len(calls.kept))]
 
     def rollout(
         self, targets: Sequence[int] | Tensor, *, layers: Sequence[int | str] | None = None, residual: float = 0.5
@@ -305,7 +307,7 @@ class record(Drawable, Mapping[str, Calls]):
         Raises:
             RecordError: if queries and keys were not kept. And what `rollout` raises.
         """
-        chosen = list(self._calls) if layers is None else layers
+        chosen = list(self._calls) if layers is None else items("layers", layers, "a list of names or numbers")
         return rollout([self.kept_call(layer) for layer in chosen], targets, residual)
 
     def summary(self) -> Summary:
@@ -329,8 +331,6 @@ class record(Drawable, Mapping[str, Calls]):
     def _counted(self, name: str, call: AttentionCall) -> Tensor | None:
         batch, length = call.grid.batch_size, call.grid.query_length
         if self._query_mask is not None:
-            if not isinstance(self._query_mask, Tensor):
-                return counted_queries(self._query_mask, call)
             if tuple(self._query_mask.shape) != (batch, length) and name in self._calls:
                 return None  # a later step of other sizes; the first call has been checked
             return counted_queries(self._query_mask, call)
@@ -363,16 +363,20 @@ def _queries_and_keys(call: AttentionCall) -> AttentionCall:
     return replace(call, query=query, key=key, value=key)
 
 
-def _require_layers(layers: Sequence[int | str] | None, model: nn.Module) -> None:
+def _checked_layers(layers: Sequence[int | str] | None, model: nn.Module) -> tuple[int | str, ...] | None:
+    if layers is None:
+        return None
     if isinstance(layers, (str, int)):
         raise ArgumentError(
             explain_problem(
-                "layers", expected="a list of names or numbers", got=repr(layers), fix=f"Write [{layers!r}]."
+                "layers", expected="a list of names or numbers", got=shown(layers), fix=f"Write [{shown(layers)}]."
             )
         )
     names = {name for name, _ in model.named_modules()}
-    for layer in layers or ():
+    chosen = tuple(items("layers", layers, "a list of names or numbers"))
+    for layer in chosen:
         if isinstance(layer, str) and layer not in names:
-            raise ArgumentError(explain_problem("layers", expected="names of the model's modules", got=repr(layer)))
-        if isinstance(layer, int) and layer < 0:
-            raise ArgumentError(explain_problem("layers", expected="numbers ≥ 0, in running order", got=str(layer)))
+            raise ArgumentError(explain_problem("layers", expected="names of the model's modules", got=shown(layer)))
+        if not isinstance(layer, str):
+            integer("layers", layer, least=0, expected="numbers ≥ 0, in running order", got=shown)
+    return chosen

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..errors import ArgumentError, ShapeError, explain_problem
+from ..checks import is_probability, items, number, shown
+from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem
 from ..kernels.blocks import score_blocks
+from ..weights import row_numbers
 from .rows import Rows
 
 __all__ = ["rollout"]
@@ -37,18 +39,21 @@ def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, res
         ShapeError: if a layer's queries and keys differ in number, or layers differ in these or in their batch size.
         ArgumentError: for a target that is not there, or a residual outside [0, 1].
     """
-    if not 0 <= residual <= 1:
-        raise ArgumentError(explain_problem("residual", expected="a share in [0, 1]", got=str(residual)))
+    residual = number("residual", residual, "a share in [0, 1]", is_probability)
+    calls = items("calls", calls, "a list of calls")
+    for call in calls:
+        if not isinstance(call, AttentionCall):
+            raise DTypeError(explain_problem("calls", expected="calls of a record, kept_call(...)", got=shown(call)))
     if not calls:
         raise ArgumentError(explain_problem("layers", expected="at least one layer", got="none"))
     length = calls[0].grid.query_length
-    for number, call in enumerate(calls):
+    for place, call in enumerate(calls):
         if (call.grid.query_length, call.grid.key_length) != (length, length):
             raise ShapeError(
                 explain_problem(
                     "layers",
                     expected=f"self-attention over the same L = {length} tokens in every layer",
-                    got=f"{call.grid.query_length} queries and {call.grid.key_length} keys in layer {number}",
+                    got=f"{call.grid.query_length} queries and {call.grid.key_length} keys in layer {place}",
                     fix="Record or choose the self-attention layers of one stack only.",
                 )
             )
@@ -57,18 +62,16 @@ def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, res
                 explain_problem(
                     "layers",
                     expected=f"the same batch size B = {calls[0].grid.batch_size} in every layer",
-                    got=f"B = {call.grid.batch_size} in layer {number}",
+                    got=f"B = {call.grid.batch_size} in layer {place}",
                     fix="Layers that see parts of the batch, such as windows of an image, have no rollout together.",
                 )
             )
-    index = torch.as_tensor(targets).reshape(-1).long()
-    if index.numel() and not bool(((index >= -length) & (index < length)).all()):
-        raise ArgumentError(
-            explain_problem("targets", expected=f"token numbers below {length}", got=str(index.tolist()))
-        )
+    index = row_numbers(targets, length, "targets", "token numbers below")
+    if index is None:
+        raise DTypeError(explain_problem("targets", expected="token numbers", got="None"))
     query = calls[0].query
     rows = torch.zeros(calls[0].grid.batch_size, len(index), length, dtype=calls[0].compute_dtype, device=query.device)
-    rows[:, torch.arange(len(index)), index % length] = 1  # (B, t, L)
+    rows[:, torch.arange(len(index)), index] = 1  # (B, t, L)
     with torch.no_grad():
         for call in reversed(calls):
             rows = residual * rows + (1 - residual) * _through(call, rows)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import shown
+from ..errors import UnknownNameError, explain_problem
 from .compute import AttentionStatistics
 from .statistics import TopK
 
@@ -29,6 +31,9 @@ class Summary:
     values: dict[str, dict[str, Tensor]]
 
     def __getitem__(self, statistic: str) -> dict[str, Tensor]:
+        if not isinstance(statistic, str) or statistic not in self.values:
+            known = ", ".join(map(repr, self.values)) or "none"
+            raise UnknownNameError(explain_problem("statistic", expected=f"one of {known}", got=shown(statistic)))
         return self.values[statistic]
 
     def __str__(self) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, DTypeError, explain_problem
+from ..checks import shown, strided
+from ..errors import ArgumentError, DTypeError, UnknownNameError, explain_problem
 from ..masks import Mask
 from ..multihead import MultiHeadAttention
 from .walkthrough_steps import Recorder, Step, take_steps
@@ -47,9 +48,10 @@ class Walkthrough:
 
     def __getitem__(self, name: str) -> Step:
         for step in self.steps:
-            if step.name == name:
+            if isinstance(name, str) and step.name == name:
                 return step
-        raise KeyError(name)
+        known = ", ".join(step.name for step in self.steps)
+        raise UnknownNameError(explain_problem("name", expected=f"one of {known}", got=shown(name)))
 
     def __str__(self) -> str:
         from .walkthrough_page import write_page
@@ -118,8 +120,8 @@ def walkthrough(
 def _with_batch(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Make a batch of one of (L, E) tensors; one tensor given twice stays one tensor."""
     batched: dict[int, Tensor] = {}
-    for tensor in (query, key, value):
-        if isinstance(tensor, Tensor) and tensor.dim() == 2:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if isinstance(tensor, Tensor) and strided(name, tensor).dim() == 2:
             batched[id(tensor)] = tensor.unsqueeze(0)  # (1, L, E)
     return batched.get(id(query), query), batched.get(id(key), key), batched.get(id(value), value)
 
@@ -149,9 +151,9 @@ def _largest_difference(output: Tensor, returned: Tensor) -> tuple[float, float]
 
 
 def _check_arguments(module: object, language: object) -> None:
-    if language not in LANGUAGES:
+    if not isinstance(language, str) or language not in LANGUAGES:
         names = " or ".join(f'"{name}"' for name in LANGUAGES)
-        raise ArgumentError(explain_problem("language", expected=names, got=repr(language)))
+        raise ArgumentError(explain_problem("language", expected=names, got=shown(language)))
     if not isinstance(module, MultiHeadAttention):
         raise DTypeError(
             explain_problem(

@@ -27,12 +27,33 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import output_capturing
 
 from .. import attention, attention_weights, masks
-from ..errors import ArgumentError, DTypeError, MaskTypeError, ShapeError, explain_problem, shape_text
+from ..checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, size, strided, with_values
+from ..errors import (
+    ArgumentError,
+    ClearheadError,
+    DTypeError,
+    MaskTypeError,
+    ShapeError,
+    explain_problem,
+    in_words_of,
+    shape_text,
+)
 from .lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
 
 __all__ = ["attention_forward", "make_mask", "register"]
 
 NAME = "clearhead"
+#: What errors call the arguments, to what transformers calls them.
+_NAMES = {
+    "scale": "scaling",
+    "dropout_p": "dropout",
+    "sinks": "s_aux",
+    "bias": "position_bias",
+    "masks.bias": "position_bias",
+    "mask bias(...)": "position_bias or attention_mask",
+    "masks.keep": "attention_mask",
+    "mask keep(...)": "attention_mask",
+}
 
 # Models pass these to every attention function. They steer caches, outputs, losses or other kernels' settings, and
 # transformers' own eager attention ignores each of them as well.
@@ -106,19 +127,51 @@ def attention_forward(
         DTypeError, MaskTypeError, ShapeError: for a mask that cannot be read.
     """
     _refuse_unknown(others)
-    query, key, value = _same_batch(query, key, value)
-    shared: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    try:
+        return _attend(
+            module,
+            *_same_batch(query=query, key=key, value=value),
+            attention_mask,
+            {"scale": scaling, "softcap": softcap, "sinks": s_aux},
+            dropout,
+            sliding_window=sliding_window,
+            is_causal=is_causal,
+            position_bias=position_bias,
+            boundaries=(cu_seq_lens_q, cu_seq_lens_k),
+            output_attentions=output_attentions,
+        )
+    except ClearheadError as error:
+        raise in_words_of(error, _NAMES) from error.__cause__
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    shared: dict[str, Any],
+    dropout: float,
+    *,
+    sliding_window: int | None,
+    is_causal: bool | None,
+    position_bias: Tensor | None,
+    boundaries: tuple[Tensor | None, Tensor | None],
+    output_attentions: bool | None,
+) -> tuple[Tensor, Tensor | None]:
+    if not hasattr(module, "training"):
+        raise DTypeError(explain_problem("module", expected="a torch.nn.Module", got=shown(module)))
     if attention_mask is not None:
         pattern = _given_mask(attention_mask, query, key)
     else:
-        pattern = _causal(query, key) if is_causal else None
-        if sliding_window is not None and sliding_window < key.shape[2]:
+        pattern = _causal(query, key) if is_causal is not None and flag("is_causal", is_causal) else None
+        if sliding_window is not None and size("sliding_window", sliding_window) < key.shape[2]:
             pattern = _both(pattern, masks.window(sliding_window - 1, sliding_window - 1))
             shared |= _last_positions(query, key)
     if position_bias is not None:
         pattern = _both(pattern, masks.bias(position_bias))
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        pattern = _both(pattern, _packed(query, key, cu_seq_lens_q, cu_seq_lens_k))
+    if any(starts is not None for starts in boundaries):
+        pattern = _both(pattern, _packed(query, key, *boundaries))
     dropout_p = dropout if module.training else 0.0
     output = attention(query, key, value, pattern, dropout_p=dropout_p, **shared)
     output = output.transpose(1, 2).contiguous()  # (B, L, H, Dv)
@@ -157,12 +210,16 @@ def make_mask(
         and the model takes that. Its values are computed when they are first read; `attention_forward` reads the bool
         mask that it carries, or that it is causal.
     """
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
+    for name, value in sizes.items():
+        integer(name, value, least=0)
+    _require_offset(q_offset)
+    require_factory(device, dtype)
+    allow_is_causal_skip = flag("allow_is_causal_skip", allow_is_causal_skip)
+    allow_is_bidirectional_skip = flag("allow_is_bidirectional_skip", allow_is_bidirectional_skip)
     described: dict[str, Any] = rest | {
-        "batch_size": batch_size,
-        "q_length": q_length,
-        "kv_length": kv_length,
+        **sizes,
         "q_offset": q_offset,
-        "kv_offset": kv_offset,
         "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
         "device": device,
     }
@@ -177,6 +234,14 @@ def make_mask(
     else:
         return None
     return carrying(Carried(visible), build, (batch_size, 1, q_length, kv_length), dtype, device)
+
+
+def _require_offset(q_offset: object) -> None:
+    """An int, or from static caches a tensor of one."""
+    if not isinstance(q_offset, Tensor):
+        integer("q_offset", q_offset, least=0)
+    elif strided("q_offset", q_offset).numel() != 1 or q_offset.dtype not in INTEGERS:
+        raise DTypeError(explain_problem("q_offset", expected="an int, or a tensor of one", got=shown(q_offset)))
 
 
 def register() -> None:
@@ -199,10 +264,15 @@ def _refuse_unknown(others: dict[str, Any]) -> None:
         )
 
 
-def _same_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _same_batch(**given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Expand a batch of 1 (learned queries, shared keys) to the others' size."""
+    for name, tensor in given.items():
+        if strided(name, tensor).dim() != 4:
+            raise ShapeError(explain_problem(name, expected="(B, H, L, D)", got=shape_text(tensor.shape)))
+    tensors = given.values()
     batch = max(tensor.shape[0] for tensor in tensors)
-    return tuple(t.expand(batch, -1, -1, -1) if t.shape[0] == 1 < batch else t for t in tensors)
+    query, key, value = (t.expand(batch, -1, -1, -1) if t.shape[0] == 1 < batch else t for t in tensors)
+    return query, key, value
 
 
 def _causal(query: Tensor, key: Tensor) -> masks.Mask | None:
@@ -218,10 +288,10 @@ def _given_mask(given: Tensor, query: Tensor, key: Tensor) -> masks.Mask | None:
     carried = carried_by(given)
     if carried is not None:
         return _causal(query, key) if carried.visible is None else masks.keep(carried.visible)
-    given = values_of(given)
+    given = strided("attention_mask", values_of(given))
     if given.dtype == torch.bool:
         return masks.keep(given)
-    if given.is_floating_point():
+    if given.dtype in FLOATS:
         # transformers writes "hidden" as the lowest number of the dtype.
         lowest = torch.finfo(given.dtype).min
         return masks.bias(given.masked_fill(given <= lowest, float("-inf")))
@@ -237,6 +307,10 @@ def _given_mask(given: Tensor, query: Tensor, key: Tensor) -> masks.Mask | None:
 
 def _packed(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tensor | None) -> masks.Mask:
     """Hide the other sequences of a packed row; boundaries 0, n₁, n₁ + n₂, … as flash attention takes them."""
+    with_values("query", query)
+    for name, starts in (("cu_seq_lens_q", starts_q), ("cu_seq_lens_k", starts_k)):
+        if starts is not None:
+            _require_boundaries(name, starts)
     length = query.shape[2]
     same = starts_q is starts_k or (starts_q is not None and starts_k is not None and torch.equal(starts_q, starts_k))
     if starts_q is None or not same or query.shape[0] != 1 or key.shape[2] != length:
@@ -250,6 +324,13 @@ def _packed(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tenso
         )
     positions = torch.arange(length, device=query.device)
     return masks.documents(torch.searchsorted(starts_q.to(query.device), positions, right=True))
+
+
+def _require_boundaries(name: str, starts: Tensor) -> None:
+    expected = "an int32 or int64 tensor (n + 1,)"
+    if strided(name, starts, expected).dtype not in (torch.int32, torch.int64) or starts.dim() != 1:
+        raise DTypeError(explain_problem(name, expected=expected, got=shown(starts)))
+    with_values(name, starts)
 
 
 def _last_positions(query: Tensor, key: Tensor) -> dict[str, int]:
@@ -268,6 +349,8 @@ def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
     Some models hand ``output_attentions`` down; others only let transformers' hooks collect what the attention function
     returns, and some of these hand down a default of ``False`` all the same. So the hooks' collector counts as well.
     """
+    if output_attentions is not None:
+        output_attentions = flag("output_attentions", output_attentions)
     collected = _hooked_outputs()
     if output_attentions or any(name.endswith("attentions") for name in collected or ()):
         return True

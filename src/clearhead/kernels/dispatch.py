@@ -9,6 +9,7 @@ from types import TracebackType
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..checks import shown
 from ..dropout import draw_seed
 from ..errors import ArgumentError, KernelError, explain_problem
 from ..linear import describe_product
@@ -148,8 +149,8 @@ def _preferred(call: AttentionCall) -> Kernel:
 
 def _named(name: str) -> Kernel:
     for kernel in KERNELS:
-        if kernel.name == name:
+        if isinstance(name, str) and kernel.name == name:
             return kernel
     raise ArgumentError(
-        explain_problem("name", expected=f"one of {', '.join(kernel.name for kernel in KERNELS)}", got=repr(name))
+        explain_problem("name", expected=f"one of {', '.join(kernel.name for kernel in KERNELS)}", got=shown(name))
     )

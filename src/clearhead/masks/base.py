@@ -109,6 +109,11 @@ class Mask(ABC):
         return False
 
     @property
+    def fits_any_call(self) -> bool:
+        """Whether no call can be refused because of this mask."""
+        return False
+
+    @property
     def is_tensor(self) -> bool:
         """Whether the mask already is one tensor that lowering only has to view."""
         return False
@@ -257,6 +262,10 @@ class And(Mask):
     @property
     def has_bias(self) -> bool:
         return any(part.has_bias for part in self._parts)
+
+    @property
+    def fits_any_call(self) -> bool:
+        return all(part.fits_any_call for part in self._parts)
 
     def describe(self) -> str:
         return " & ".join(part.describe() for part in self._parts)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
+from ..checks import INTEGERS, integer, strided
+from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from .base import Mask
 from .grid import Block, Grid
 from .reach import reach
 
 __all__ = ["MaskReport", "check_mask", "grid_for"]
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _CORNER = 64  # rows and columns looked at to tell a causal mask from its opposite
 
 
@@ -58,6 +57,8 @@ def check_mask(
 ) -> MaskReport:
     """See `Mask.check`."""
     grid = grid_for(mask, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+    if grid.device.type == "meta":
+        raise DeviceError(explain_problem("mask", expected="a mask with values to look at", got="one on meta"))
     try:
         mask.validate(grid)
         seen = reach(mask, grid)
@@ -93,6 +94,10 @@ def grid_for(
 ) -> Grid:
     """The sizes that were given, completed by what the mask's own tensors say."""
     known = mask.sizes()
+    given = {"query_length": query_length, "key_length": key_length, "batch_size": batch_size, "num_heads": num_heads}
+    for name, value in given.items():
+        if value is not None:
+            integer(name, value, least=0)
     query_positions = as_positions("query_positions", query_positions)
     key_positions = as_positions("key_positions", key_positions, per_head=True)
     length = _first(query_length, known.query_length, _count(query_positions))
@@ -113,6 +118,11 @@ def grid_for(
     keys = length if keys is None else keys
     batch = _first(batch_size, known.batch_size, _batch(query_positions), _batch(key_positions))
     heads = _first(num_heads, known.num_heads)
+    device = _device_of(mask) or torch.device("cpu")
+    for name, positions in (("query_positions", query_positions), ("key_positions", key_positions)):
+        if isinstance(positions, Tensor) and positions.device != device:
+            got = str(positions.device)
+            raise DeviceError(explain_problem(name, expected=f"positions on {device}, like the mask", got=got))
     _require_count("query_positions", query_positions, length)
     _require_count("key_positions", key_positions, keys)
     return Grid(
@@ -120,7 +130,7 @@ def grid_for(
         num_heads=1 if heads is None else heads,
         query_length=length,
         key_length=keys,
-        device=_device_of(mask) or torch.device("cpu"),
+        device=device,
         query_positions=query_positions,
         key_positions=key_positions,
     )
@@ -138,12 +148,11 @@ def as_positions(name: str, positions: object, *, per_head: bool = False) -> Ten
         return None
     shapes = "(n,), (B, n) or (B, H, n)" if per_head else "(n,) or (B, n)"
     if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
-        if positions < 0:
-            raise ArgumentError(explain_problem(name, expected="a first position ≥ 0", got=str(positions)))
-        return cast(int, positions)
-    if not isinstance(positions, Tensor) or positions.dtype not in _INTEGERS:
-        got = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__
-        raise DTypeError(explain_problem(name, expected=f"an int, or an integer tensor {shapes}", got=got))
+        return integer(name, positions, least=0, expected="a first position ≥ 0")
+    expected = f"an int, or an integer tensor {shapes}"
+    positions = strided(name, positions, expected)
+    if positions.dtype not in INTEGERS:
+        raise DTypeError(explain_problem(name, expected=expected, got=str(positions.dtype)))
     if positions.dim() not in ((1, 2, 3) if per_head else (1, 2)):
         raise ShapeError(explain_problem(name, expected=f"shape {shapes}", got=shape_text(positions.shape)))
     # int64, because small and unsigned integers overflow when a window is added or taken off.
@@ -164,7 +173,9 @@ def _batch(positions: Tensor | int | None) -> int | None:
 
 def _require_count(name: str, positions: Tensor | int | None, length: int) -> None:
     if isinstance(positions, Tensor) and positions.shape[-1] != length:
-        raise ShapeError(explain_problem(name, expected=f"{length} positions", got=shape_text(positions.shape)))
+        fix = f"Give one for each of {name.replace('positions', 'length')}."
+        got = shape_text(positions.shape)
+        raise ShapeError(explain_problem(name, expected=f"{length} positions", got=got, fix=fix))
 
 
 def _device_of(mask: Mask) -> torch.device | None:

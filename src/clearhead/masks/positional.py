@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, final
 
 import torch
 from torch import Tensor
 
+from ..checks import INTEGERS, choice, integer, strided, with_values
 from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
 from ..tracing import is_tracing, is_transformed
 from .base import Mask, Sizes
@@ -16,6 +18,7 @@ from .grid import Block, Grid, take
 __all__ = ["Causal", "Prefix", "Present", "Window", "causal", "documents", "lengths", "prefix", "where", "window"]
 
 Align = Literal["top_left", "bottom_right"]
+_FAR = 2**61  # as good as no limit, and with a position added still within 64 bits
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -35,8 +38,7 @@ def causal(align: Align = "top_left") -> Mask:
         tensor([[1, 1, 1, 0],
                 [1, 1, 1, 1]], dtype=torch.int32)
     """
-    if align not in ("top_left", "bottom_right"):
-        raise ArgumentError(explain_problem("align", expected="'top_left' or 'bottom_right'", got=repr(align)))
+    choice("align", align, ("top_left", "bottom_right"))
     return Causal(align)
 
 
@@ -58,8 +60,9 @@ def window(left: int, right: int) -> Mask:
                 [0, 1, 1]], dtype=torch.int32)
     """
     for name, value in (("left", left), ("right", right)):
-        _require_count(name, value, "For no limit on that side write a number as large as S.")
-    return Window(left, right)
+        fix = "For no limit on that side write a number as large as S."
+        integer(name, value, least=0, most=math.inf, fix=fix)
+    return Window(min(left, _FAR), min(right, _FAR))
 
 
 def prefix(n: int | Tensor) -> Mask:
@@ -86,8 +89,8 @@ def prefix(n: int | Tensor) -> Mask:
         if n.dim() != 1:
             raise ShapeError(explain_problem("n", expected="an int or a (B,) tensor", got=shape_text(n.shape)))
         return _Lengths(n, "prefix")
-    _require_count("n", n, "")
-    return Prefix(n)
+    integer("n", n, least=0, most=math.inf, expected="an int ≥ 0, or an integer tensor (B,)")
+    return Prefix(min(n, _FAR))
 
 
 def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
@@ -201,6 +204,10 @@ class Causal(Mask):
         diagonal = self.diagonal(grid)
         return 0, grid.key_length if diagonal is None else _clamp(rows.stop + diagonal, grid)
 
+    @property
+    def fits_any_call(self) -> bool:
+        return True
+
     def describe(self) -> str:
         return "causal()" if self.align == "top_left" else "causal('bottom_right')"
 
@@ -217,6 +224,10 @@ class Present(Mask):
         if block.grid.shift is not None:
             return None
         return (block.k >= 0) & (block.q >= 0)
+
+    @property
+    def fits_any_call(self) -> bool:
+        return True
 
     def describe(self) -> str:
         return "present()"
@@ -244,6 +255,10 @@ class Window(Mask):
             return 0, grid.key_length
         return _clamp(rows.start + shift - self.left, grid), _clamp(rows.stop + shift + self.right, grid)
 
+    @property
+    def fits_any_call(self) -> bool:
+        return True
+
     def describe(self) -> str:
         return f"window({self.left}, {self.right})"
 
@@ -266,6 +281,10 @@ class Prefix(Mask):
     def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
         stop = self.stop(grid)
         return 0, grid.key_length if stop is None else stop
+
+    @property
+    def fits_any_call(self) -> bool:
+        return True
 
     def describe(self) -> str:
         return f"prefix({self.n})"
@@ -451,13 +470,13 @@ class _Documents(Mask):
 
     def _require_ids(self, grid: Grid) -> None:
         block, length = Block(grid), self._ids.shape[1]
-        for positions in (block.q, block.k):
+        for name, positions in (("query_positions", block.q), ("key_positions", block.k)):
             if positions.numel() and not bool(((positions >= 0) & (positions < length)).all()):
                 raise ArgumentError(
                     explain_problem(
                         "mask documents(...)",
                         expected=f"positions from 0 to {length - 1}, one for each of the {length} ids",
-                        got=f"positions from {int(positions.min())} to {int(positions.max())}",
+                        got=f"positions from {int(positions.min())} to {int(positions.max())} in {name}",
                         fix="Give ids for every absolute position.",
                     )
                 )
@@ -476,7 +495,11 @@ class _Where(Mask):
         self._fn = fn
 
     def visible(self, block: Block) -> Tensor:
-        result = self._fn(block.b, block.h, block.q, block.k)
+        try:
+            result = self._fn(block.b, block.h, block.q, block.k)
+        except TypeError as error:
+            expected = "fn to take index tensors (b, h, q, k)"
+            raise DTypeError(explain_problem("mask where(fn)", expected=expected, got=str(error))) from error
         if not isinstance(result, Tensor) or result.dtype != torch.bool:
             got = f"a {result.dtype} tensor" if isinstance(result, Tensor) else type(result).__name__
             raise DTypeError(
@@ -531,16 +554,11 @@ def _clamp(column: int, grid: Grid) -> int:
     return max(0, min(column, grid.key_length))
 
 
-def _require_count(name: str, value: object, fix: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise DTypeError(explain_problem(name, expected="an int ≥ 0", got=type(value).__name__))
-    if value < 0:
-        raise ArgumentError(explain_problem(name, expected="an int ≥ 0", got=str(value), fix=fix))
-
-
 def _require_integers(name: str, tensor: object) -> None:
-    if not isinstance(tensor, Tensor):
-        raise DTypeError(explain_problem(name, expected="an integer tensor", got=type(tensor).__name__))
-    if tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex():
-        fix = "Marks of 0 and 1 go into masks.keep(...)." if tensor.dtype == torch.bool else "Convert it with .long()."
-        raise DTypeError(explain_problem(name, expected="an integer tensor", got=str(tensor.dtype), fix=fix))
+    integers = strided(name, tensor, "an integer tensor")
+    if integers.dtype not in INTEGERS:
+        fix = (
+            "Marks of 0 and 1 go into masks.keep(...)." if integers.dtype == torch.bool else "Convert it with .long()."
+        )
+        raise DTypeError(explain_problem(name, expected="an integer tensor", got=str(integers.dtype), fix=fix))
+    with_values(name, integers)

@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from ..checks import FLOATS, INTEGERS, strided, with_values
 from ..errors import DeviceError, DTypeError, MaskTypeError, ShapeError, explain_problem, shape_text
 from ..tracing import is_tracing
 from .base import Mask, Sizes
@@ -69,17 +70,10 @@ def bias(tensor: Tensor) -> Mask:
         >>> bias(torch.tensor([[0.0, float("-inf")]])).dense(1, 2)
         tensor([[[[0., -inf]]]])
     """
-    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        got = str(tensor.dtype) if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise DTypeError(
-            explain_problem(
-                "bias",
-                expected="a float tensor",
-                got=got,
-                fix="For 0/1 marks use masks.keep(...) or masks.drop(...).",
-            )
-        )
-    _require_mask_shape("bias", tensor)
+    fix = "For 0/1 marks use masks.keep(...) or masks.drop(...)."
+    if strided("bias", tensor, "a float tensor", fix).dtype not in FLOATS:
+        raise DTypeError(explain_problem("bias", expected="a float tensor", got=str(tensor.dtype), fix=fix))
+    _require_mask_shape("masks.bias", tensor)
     return Bias(tensor)
 
 
@@ -91,7 +85,8 @@ def as_mask(value: object) -> Mask:
     """
     if isinstance(value, Mask):
         return value
-    if isinstance(value, Tensor) and value.dtype == torch.bool:
+    if isinstance(value, Tensor) and strided("mask", value).dtype == torch.bool:
+        _require_mask_shape("mask", value)
         return keep(value)
     if isinstance(value, Tensor):
         raise MaskTypeError(
@@ -279,15 +274,17 @@ def _keep(name: str, tensor: Tensor | None, keys: Tensor | None) -> Mask:
         raise ShapeError(
             explain_problem(f"masks.{name}(keys=...)", expected="shape (B, S)", got=shape_text(keys.shape))
         )
-    _require_mask_shape(name, marks)
+    _require_mask_shape(f"masks.{name}", marks)
     return Keep(marks if name == "keep" else ~marks, name, keys is not None)
 
 
-def _marks(name: str, tensor: object) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        raise DTypeError(explain_problem(name, expected="a bool or 0/1 tensor", got=type(tensor).__name__))
+def _marks(name: str, tensor: Tensor | None) -> Tensor:
+    tensor = strided(name, tensor, "a bool or 0/1 tensor")
     if tensor.dtype == torch.bool:
         return tensor
+    if tensor.dtype not in FLOATS + INTEGERS:
+        raise DTypeError(explain_problem(name, expected="a bool or 0/1 tensor", got=str(tensor.dtype)))
+    with_values(name, tensor)
     marks = tensor == 1
     if not is_tracing() and not bool((marks | (tensor == 0)).all()):
         other = tensor[~marks & (tensor != 0)][0].item()
@@ -320,7 +317,7 @@ def _require_mask_shape(name: str, tensor: Tensor) -> None:
     if tensor.dim() not in (2, 3, 4):
         raise ShapeError(
             explain_problem(
-                f"masks.{name}",
+                name,
                 expected="2 to 4 dimensions, ending in (L, S)",
                 got=shape_text(tensor.shape),
                 fix="One mark per key is t[None].",

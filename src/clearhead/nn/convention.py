@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..checks import FLOATS, strided
 from ..errors import DTypeError, ShapeError, explain_problem, shape_text
 from ..masks import bias, causal, drop
 from ..masks.base import Mask, Not, Or, all_of
@@ -97,7 +98,7 @@ def _require_bool_or_float(name: str, mask: object) -> None:
                 fix="Masks of clearhead.masks go into clearhead.MultiHeadAttention." if isinstance(mask, Mask) else "",
             )
         )
-    if mask.dtype != torch.bool and not mask.is_floating_point():
+    if strided(name, mask).dtype != torch.bool and mask.dtype not in FLOATS:
         raise DTypeError(
             explain_problem(
                 name,

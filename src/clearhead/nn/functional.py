@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..attention import attention
-from ..errors import ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
+from ..checks import FLOATS, flag, strided
+from ..errors import ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from ..masks import bias, causal, keep
 from ..masks.base import Mask
 from .errors import also_pytorchs
@@ -74,12 +75,11 @@ def translate(
         ShapeError, DTypeError: for what does not fit.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise DTypeError(explain_problem(name, expected="a torch.Tensor", got=type(tensor).__name__))
-        if tensor.dim() < 2:
+        if strided(name, tensor).dim() < 2:
             raise ShapeError(
                 explain_problem(name, expected="at least (length, features)", got=shape_text(tensor.shape))
             )
+    is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
     leading = _broadcast(query, key, value)
     heads, key_heads, value_heads = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in (query, key, value))
     if not enable_gqa:
@@ -88,7 +88,7 @@ def translate(
     v = _four_dimensional(value, leading, value_heads)
     if key_heads != value_heads:  # PyTorch lets them group differently
         k, v = (_repeated("key", k, heads), _repeated("value", v, heads))
-    return leading, (q, k, v), _mask(attn_mask, leading, (heads, q.shape[2], k.shape[2]), is_causal)
+    return leading, (q, k, v), _mask(attn_mask, leading, (heads, q.shape[2], k.shape[2]), is_causal, q.device)
 
 
 def _common(query: Tensor, key: Tensor, value: Tensor, heads: tuple[int, int, int]) -> int:
@@ -128,7 +128,11 @@ def _four_dimensional(tensor: Tensor, leading: tuple[int, ...], heads: int) -> T
 
 
 def _mask(
-    attn_mask: Tensor | None, leading: tuple[int, ...], sizes: tuple[int, int, int], is_causal: bool
+    attn_mask: Tensor | None,
+    leading: tuple[int, ...],
+    sizes: tuple[int, int, int],
+    is_causal: bool,
+    device: torch.device,
 ) -> Mask | None:
     rule = causal() if is_causal else None
     if attn_mask is None:
@@ -137,10 +141,13 @@ def _mask(
         raise DTypeError(
             explain_problem("attn_mask", expected="a torch.Tensor, bool or float", got=type(attn_mask).__name__)
         )
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+    if strided("attn_mask", attn_mask).dtype != torch.bool and attn_mask.dtype not in FLOATS:
         raise DTypeError(
             explain_problem("attn_mask", expected="bool (True = may attend) or float", got=str(attn_mask.dtype))
         )
+    if attn_mask.device != device:
+        expected, fix = f"query's device {device}", "Move it with .to(query.device)."
+        raise DeviceError(explain_problem("attn_mask", expected=expected, got=str(attn_mask.device), fix=fix))
     full = (*leading, *sizes)
     given = tuple(attn_mask.shape)
     pairs = zip(reversed(given), reversed(full), strict=False)

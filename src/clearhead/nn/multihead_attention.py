@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
 from ..attention import attention, autocast_is_on
-from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, explain_problem, shape_text
+from ..checks import flag, is_probability, number, require_factory, size, strided
+from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from ..plain import apply_linear
 from ..tracing import is_tracing
 from ..weights import attention_with_weights
@@ -83,7 +84,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         try:
-            _require_sizes(embed_dim, num_heads, dropout)
+            _require_sizes(embed_dim, num_heads, dropout, kdim=kdim, vdim=vdim)
+            require_factory(device, dtype)
+            bias, add_bias_kv = flag("bias", bias), flag("add_bias_kv", add_bias_kv)
+            add_zero_attn, batch_first = flag("add_zero_attn", add_zero_attn), flag("batch_first", batch_first)
         except ClearheadError as error:
             raise also_pytorchs(error) from None
         super().__init__(
@@ -131,7 +135,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             ShapeError, DTypeError: which are also instances of what PyTorch raises in the same place.
         """
-        average = bool(average_attn_weights) if need_weights else None
+        try:
+            need_weights, is_causal = flag("need_weights", need_weights), flag("is_causal", is_causal)
+            average_attn_weights = flag("average_attn_weights", average_attn_weights)
+        except ClearheadError as error:
+            raise also_pytorchs(error) from None
+        average = average_attn_weights if need_weights else None
         found = tiny(self, query, key, value, key_padding_mask, attn_mask, is_causal, average)
         if found is not None:
             return found
@@ -140,7 +149,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             if output is not None:
                 return output, None
         try:
-            if key_padding_mask is not None and not need_weights and query.dim() == 3:
+            if key_padding_mask is not None and not need_weights and isinstance(query, Tensor) and query.dim() == 3:
                 _require_inputs(self, query, key, value)
                 output = without_padding(self, query, key, value, key_padding_mask, attn_mask, is_causal)
                 if output is not None:
@@ -215,23 +224,22 @@ class MultiheadAttention(nn.MultiheadAttention):
         return mixed.permute(2, 0, 1, 3).flatten(-2)  # (L, N, E)
 
 
-def _require_sizes(embed_dim: int, num_heads: int, dropout: float) -> None:
-    for name, value in (("embed_dim", embed_dim), ("num_heads", num_heads)):
-        if value <= 0:
-            raise ArgumentError(explain_problem(name, expected="an int ≥ 1", got=str(value)))
+def _require_sizes(embed_dim: int, num_heads: int, dropout: float, **sizes: int | None) -> None:
+    for name, value in ({"embed_dim": embed_dim, "num_heads": num_heads} | sizes).items():
+        if value is not None or name in ("embed_dim", "num_heads"):
+            size(name, value)
     if embed_dim % num_heads:
         raise ArgumentError(
             explain_problem("embed_dim", expected=f"a multiple of num_heads = {num_heads}", got=str(embed_dim))
         )
-    if not 0 <= dropout <= 1:
-        raise ArgumentError(explain_problem("dropout", expected="a probability in [0, 1]", got=str(dropout)))
+    number("dropout", dropout, "a probability in [0, 1]", is_probability)
 
 
 def _require_inputs(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
-        if not isinstance(x, Tensor):
-            raise DTypeError(explain_problem(name, expected="a torch.Tensor", got=type(x).__name__))
+        if not isinstance(x, Tensor) or not x.is_nested:
+            strided(name, x)
     if query.is_nested or key.is_nested or value.is_nested:
         raise ShapeError(
             explain_problem(
@@ -270,7 +278,11 @@ def _shapes(tensors: dict[str, Tensor]) -> str:
 def _require_dtypes(module: MultiheadAttention, tensors: dict[str, Tensor]) -> None:
     weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
     dtype = cast(Tensor, weight).dtype
+    device = cast(Tensor, weight).device
     for name, x in tensors.items():
+        if x.device != device:
+            fix = "Move the input or the module with .to(...)."
+            raise DeviceError(explain_problem(name, expected=f"the module's {device}", got=str(x.device), fix=fix))
         if autocast_is_on(x) and x.is_floating_point():
             continue
         if x.dtype != dtype:

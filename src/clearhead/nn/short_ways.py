@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..attention import attention
+from ..checks import FLOATS
 from ..linear import eager_linear
 from ..masks import causal
 from ..masks.base import And, Mask
@@ -83,11 +84,11 @@ def _mask(
         return None
     parts = [] if rule is None else [rule]
     if padding is not None:
-        if type(padding) is not Tensor or padding.shape != (batch, keys):
+        if not _is_mask(padding, (batch, keys)):
             return None
         padding = padding[:, None, None]  # (N, 1, 1, S)
     if attn_mask is not None:
-        if type(attn_mask) is not Tensor or attn_mask.shape != (length, keys):
+        if not _is_mask(attn_mask, (length, keys)):
             return None
         if padding is not None and attn_mask.dtype is padding.dtype:
             both_hide = attn_mask.dtype is torch.bool
@@ -96,6 +97,12 @@ def _mask(
     if padding is not None:
         parts.append(_hiding(padding))
     return parts[0] if len(parts) == 1 else And(tuple(parts))
+
+
+def _is_mask(tensor: Tensor, shape: tuple[int, int]) -> bool:
+    """Whether it is one that the long way would take, with these sizes."""
+    ordinary = type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
+    return ordinary and tensor.shape == shape and (tensor.dtype is torch.bool or tensor.dtype in FLOATS)
 
 
 def _hiding(tensor: Tensor) -> Mask:

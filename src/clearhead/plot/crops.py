@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, explain_problem
+from ..checks import items as items_of
+from ..checks import require_slice, shown
+from ..errors import ArgumentError, DTypeError, explain_problem
 from .collect import Crop, ItemPicture, LayerPicture, SectionPicture, item_places
 from .protocol import Recorded
 from .words import has_pieces, merge_words, row_entropy
@@ -34,6 +37,7 @@ def with_crops(rec: Recorded, items: Sequence[ItemPicture], crops: Sequence[Crop
         RecordError: if queries and keys were not kept.
         ArgumentError: for a layer or head that is not there.
     """
+    crops = items_of("crops", crops, "a list of (layer, head) or (layer, head, queries, keys)")
     result: list[ItemPicture] = []
     for picture, place in zip(items, item_places(rec), strict=True):
         sections = [_with_crops(rec, section, place, crops) for section in picture.sections]
@@ -45,18 +49,33 @@ def _with_crops(
     rec: Recorded, picture: SectionPicture, place: tuple[int, int], crops: Sequence[CropRequest]
 ) -> SectionPicture:
     layers = list(picture.layers)
-    for layer, head, *slices in crops:
+    for layer, head, *slices in (_checked_crop(crop) for crop in crops):
         name = rec.name_of(layer)
         for index, found in enumerate(layers):
             if found.name != name:
                 continue
-            if head not in found.heads:
-                heads = ", ".join(map(str, found.heads))
-                raise ArgumentError(explain_problem("head", expected=f"one of {heads} in {name}", got=str(head)))
+            require_head(head, found.heads, f" in {name}")
             if not found.exact:
                 cut = cut_crop(rec, picture, found, head, place, slices or [slice(CROP_SIDE), slice(CROP_SIDE)])
                 layers[index] = replace(found, crops=found.crops | {head: cut})
     return replace(picture, layers=layers)
+
+
+def _checked_crop(crop: object) -> tuple[Any, ...]:
+    expected = "(layer, head) or (layer, head, queries, keys) with slices"
+    parts = tuple(crop) if isinstance(crop, (tuple, list)) else ()
+    if len(parts) not in (2, 4) or not all(isinstance(part, slice) for part in parts[2:]):
+        raise DTypeError(explain_problem("crops", expected=expected, got=shown(crop)))
+    for part in parts[2:]:
+        require_slice("crops", part)
+    return parts
+
+
+def require_head(head: object, heads: Sequence[int], where: str) -> None:
+    """Raise unless it is one of the heads there are."""
+    if isinstance(head, bool) or not isinstance(head, int) or head not in heads:
+        known = ", ".join(map(str, heads))
+        raise ArgumentError(explain_problem("head", expected=f"one of {known}{where}", got=shown(head)))
 
 
 def cut_crop(

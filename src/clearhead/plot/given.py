@@ -8,7 +8,9 @@ from typing import final
 from torch import Tensor
 
 from ..call import AttentionCall, build_call
-from ..errors import ArgumentError, ShapeError, explain_problem, shape_text
+from ..checks import FLOATS, items, shown, strided, text, with_values
+from ..checks import index as index_of
+from ..errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, explain_problem, shape_text
 from ..inspection.compute import AttentionStatistics, compute_statistics, make_options
 from ..inspection.drawing import Drawable
 from ..inspection.rollout import rollout
@@ -41,10 +43,18 @@ def given(weights: Sequence[Tensor], names: Sequence[str] | None = None) -> Give
         >>> rec["0"][0].confidence.mean()
         tensor(1.)
     """
+    weights = items("weights", weights, "one tensor per layer")
     if not weights:
         raise ArgumentError(explain_problem("weights", expected="one tensor per layer", got="none"))
+    names = None if names is None else [text("names", name) for name in items("names", names, "a list of strings")]
+    if names is not None and (len(names) != len(weights) or len(set(names)) < len(names)):
+        expected = f"{len(weights)} different names, one per layer of weights"
+        raise ArgumentError(explain_problem("names", expected=expected, got=shown(names)))
     calls: dict[str, AttentionCall] = {}
     for index, layer in enumerate(weights):
+        with_values(f"weights[{index}]", strided(f"weights[{index}]", layer))
+        if layer.dtype not in FLOATS:
+            raise DTypeError(explain_problem(f"weights[{index}]", expected="a float tensor", got=str(layer.dtype)))
         if layer.dim() not in (3, 4) or layer.numel() == 0:
             raise ShapeError(
                 explain_problem(f"weights[{index}]", expected="(B, H, L, S) or (H, L, S)", got=shape_text(layer.shape))
@@ -64,6 +74,9 @@ class Given(Drawable, Mapping[str, Sequence[AttentionStatistics]]):
         self._statistics = {name: [compute_statistics(call, STATISTICS, options, None)] for name, call in calls.items()}
 
     def __getitem__(self, name: str, /) -> Sequence[AttentionStatistics]:
+        if not isinstance(name, str) or name not in self._statistics:
+            known = ", ".join(map(repr, self._statistics))
+            raise UnknownNameError(explain_problem("name", expected=f"one of {known}", got=shown(name)))
         return self._statistics[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -77,27 +90,26 @@ class Given(Drawable, Mapping[str, Sequence[AttentionStatistics]]):
         names = list(self._calls)
         if isinstance(layer, str) and layer in names:
             return layer
-        if isinstance(layer, str) or not -len(names) <= layer < len(names):
-            raise ArgumentError(explain_problem("layer", expected=f"0 … {len(names) - 1}", got=str(layer)))
-        return names[layer]
+        if isinstance(layer, str):
+            raise ArgumentError(explain_problem("layer", expected=f"0 … {len(names) - 1}", got=shown(layer)))
+        return names[index_of("layer", layer, len(names))]
 
     def weights(self, layer: int | str, head: int | None = None, rows: Queries | None = None, call: int = 0) -> Tensor:
         """The weights (B, H, n, S), or (B, n, S) of one head."""
         kept = self.kept_call(layer, call)
-        weights = compute_weights(kept, row_numbers(rows, kept.grid.query_length), average=False)
-        return weights if head is None else weights[:, head]
+        weights = compute_weights(kept, row_numbers(rows, kept.grid.query_length, "rows"), average=False)
+        return weights if head is None else weights[:, index_of("head", head, weights.shape[1])]
 
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
         """A call whose weights are the given ones."""
-        if call not in (0, -1):
-            raise ArgumentError(explain_problem("call", expected="0", got=str(call)))
+        index_of("call", call, 1)
         return self._calls[self.name_of(layer)]
 
     def rollout(
         self, targets: Sequence[int] | Tensor, *, layers: Sequence[int | str] | None = None, residual: float = 0.5
     ) -> Tensor:
         """Attention rollout, as `record.rollout`."""
-        chosen = list(self._calls) if layers is None else layers
+        chosen = list(self._calls) if layers is None else items("layers", layers, "a list of names or numbers")
         return rollout([self.kept_call(layer) for layer in chosen], targets, residual)
 
     def summary(self) -> Summary:

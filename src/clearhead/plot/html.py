@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import html
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,14 +15,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, ShapeError, explain_problem
+from ..checks import integer, shown, text
+from ..checks import items as items_of
+from ..errors import ArgumentError, DTypeError, FileError, ShapeError, explain_problem
 from ..inspection.record import RecordError
 from .collect import ItemPicture, collect
 from .crops import CropRequest, with_crops
 from .heads import summarize
 from .labels import printable
 from .page_contents import ScaleEnds, describe_item, describe_section
-from .protocol import Recorded
+from .protocol import Recorded, require_record
 from .tokens import Texts, as_texts
 
 __all__ = ["Page", "PageMaker", "page"]
@@ -51,10 +54,16 @@ class Page:
             The path.
 
         Raises:
-            OSError: if the file cannot be written.
+            FileError: if the file cannot be written; it is an `OSError` too.
         """
+        if not isinstance(path, (str, os.PathLike)):
+            raise DTypeError(explain_problem("path", expected="the path of a file", got=shown(path)))
         path = Path(path)
-        path.write_text(self.text, encoding="utf-8", newline="\n")
+        try:
+            path.write_text(self.text, encoding="utf-8", newline="\n")
+        except (OSError, ValueError) as error:  # a null character in the name is a ValueError
+            expected = "a file that can be written, in a folder that is there"
+            raise FileError(explain_problem("path", expected=expected, got=f"{shown(str(path))} ({error})")) from error
         return path
 
     def _repr_html_(self) -> str:
@@ -111,8 +120,13 @@ def page(
         >>> page(rec, ["a", "b", "</script>"]).text.count("</script>")
         3
     """
-    items = collect(rec, as_texts(tokens), as_texts(key_tokens))
+    require_record(rec)
+    text("title", title)
+    items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
     if labels is not None:
+        labels = [
+            text("labels", label, "a list of strings") for label in items_of("labels", labels, "a list of strings")
+        ]
         if len(labels) != len(items):
             raise ShapeError(explain_problem("labels", expected=f"{len(items)}, one per item", got=str(len(labels))))
         items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
@@ -192,6 +206,9 @@ def _place(
     """Section, layer and head to show first: what was chosen, and for the rest the clearest head."""
     places: list[tuple[float, tuple[int, int, int]]] = []
     name = None if layer is None else rec.name_of(layer)
+    if head is not None:
+        where = "" if name is None else f" of {name}"
+        integer("head", head, least=0, expected=f"one of the recorded heads{where}")
     for section, picture in enumerate(items[0].sections):
         summaries = summarize(picture)
         for index, found in enumerate(picture.layers):

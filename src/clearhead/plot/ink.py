@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..checks import shown
+from ..errors import DTypeError, explain_problem
 from .labels import printable, shortened
 
 if TYPE_CHECKING:
@@ -80,6 +82,8 @@ def fonts() -> list[str]:
 def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
     """The axes that were given, or those of a new pyplot figure of so many inches, which notebooks show."""
     if ax is not None:
+        if isinstance(ax, type) or not hasattr(ax, "imshow"):
+            raise DTypeError(explain_problem("ax", expected="axes of matplotlib", got=shown(ax)))
         return ax
     from matplotlib import pyplot
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..errors import ArgumentError, explain_problem
+from ..checks import integer
 from ..inspection.record import RecordError
 from .collect import ItemPicture, LayerPicture, SectionPicture, item_places
-from .crops import cut_crop
+from .crops import cut_crop, require_head
 from .labels import layer_labels
 from .protocol import Recorded
 
@@ -45,9 +45,7 @@ def item_of(items: Sequence[ItemPicture], item: int) -> ItemPicture:
     Raises:
         ArgumentError: if it is not there.
     """
-    if not 0 <= item < len(items):
-        raise ArgumentError(explain_problem("item", expected=f"0 … {len(items) - 1}", got=str(item)))
-    return items[item]
+    return items[integer("item", item, least=0, most=len(items) - 1, expected=f"0 … {len(items) - 1}")]
 
 
 def layers_of(rec: Recorded, item: ItemPicture, layer: int | str | None) -> tuple[SectionPicture, list[LayerPicture]]:
@@ -64,9 +62,7 @@ def place_of(head: int, layer: LayerPicture) -> int:
     Raises:
         ArgumentError: if it is not there.
     """
-    if head not in layer.heads:
-        heads = ", ".join(map(str, layer.heads))
-        raise ArgumentError(explain_problem("head", expected=f"one of {heads} in {layer.name}", got=str(head)))
+    require_head(head, layer.heads, f" in {layer.name}")
     return layer.heads.index(head)
 
 

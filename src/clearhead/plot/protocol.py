@@ -8,11 +8,13 @@ from typing import Protocol
 from torch import Tensor
 
 from ..call import AttentionCall
+from ..checks import shown
+from ..errors import DTypeError, explain_problem
 from ..inspection.compute import AttentionStatistics
 from ..inspection.summary import Summary
 from ..weights import Queries
 
-__all__ = ["Recorded"]
+__all__ = ["Recorded", "require_record"]
 
 
 class Recorded(Protocol):
@@ -49,3 +51,10 @@ class Recorded(Protocol):
     def summary(self) -> Summary:
         """One number per head and statistic."""
         ...
+
+
+def require_record(rec: object) -> None:
+    """Raise unless a picture can be made of it."""
+    if isinstance(rec, type) or not all(hasattr(rec, name) for name in ("name_of", "kept_call", "rollout", "summary")):
+        expected = "a clearhead.record, or clearhead.plot.given(weights)"
+        raise DTypeError(explain_problem("rec", expected=expected, got=shown(rec)))

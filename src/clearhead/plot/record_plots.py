@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ..checks import flag, shown
 from ..errors import ArgumentError, explain_problem
 from .collect import collect
 from .ink import BAR, FRAME, QUIET, colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
 from .labels import layer_labels
 from .one_head import head_weights, item_of, label_of, layers_of, place_of
-from .protocol import Recorded
+from .protocol import Recorded, require_record
 from .rollout_plot import plot_rollout
 from .scale import scale_end
 from .tokens import Texts, as_texts
@@ -43,15 +44,16 @@ def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = N
         >>> plot_heads(given([torch.eye(3).expand(2, 3, 3)]), "distance").get_title("left")
         'distance'
     """
+    require_record(rec)
     summary = rec.summary()
-    if statistic not in summary.values:
+    if not isinstance(statistic, str) or statistic not in summary.values:
         known = ", ".join(summary.values) or "none"
         raise ArgumentError(
             explain_problem(
                 "statistic",
                 expected=f"one of {known}",
-                got=repr(statistic),
-                fix=f"Record it with clearhead.record(model, statistics=({statistic!r}, ...)).",
+                got=shown(statistic),
+                fix=f"Record it with clearhead.record(model, statistics=({shown(statistic)}, ...)).",
             )
         )
     layers = list(summary[statistic].values())
@@ -106,11 +108,12 @@ def plot_map(
         >>> plot_map(given([torch.eye(3).expand(2, 3, 3)]), 0, 1, tokens=["a", "b", "c"]).get_title("left")
         'layer 0, head 1'
     """
-    items = collect(rec, as_texts(tokens), as_texts(key_tokens))
+    require_record(rec)
+    items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
     picture, [found] = layers_of(rec, item_of(items, item), layer)
     weights, exact = head_weights(rec, picture, found, head, item)
     queries, keys = picture.queries.names, picture.keys.names
-    if words:
+    if flag("words", words):
         if not exact:
             raise ArgumentError(
                 explain_problem(
@@ -166,7 +169,8 @@ def plot_received(
         >>> [float(bar.get_height()) for bar in axes.patches]
         [1.0, 1.0, 1.0]
     """
-    items = collect(rec, as_texts(tokens), as_texts(key_tokens))
+    require_record(rec)
+    items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
     picture, layers = layers_of(rec, item_of(items, item), layer)
     rows: list[Tensor] = []
     for found in layers:

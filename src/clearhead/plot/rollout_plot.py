@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..errors import ArgumentError, ShapeError, explain_problem, shape_text
+from ..checks import FLOATS, integer, items, strided, with_values
+from ..checks import shown as describe_value
+from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
 from .ink import colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
-from .protocol import Recorded
+from .protocol import Recorded, require_record
 from .scale import scale_end
 from .tokens import Texts, as_texts, as_tokens
 
@@ -58,16 +61,21 @@ def plot_rollout(
         >>> plot_rollout(rec, 0, grid=(2, 2)).get_title("left")
         'rollout of token 0'
     """
-    chosen = [targets] if isinstance(targets, int) else list(targets)
-    shares = rec.rollout(chosen, layers=layers, residual=residual)
-    if not 0 <= item < shares.shape[0]:
-        raise ArgumentError(explain_problem("item", expected=f"0 … {shares.shape[0] - 1}", got=str(item)))
+    require_record(rec)
+    given = [targets] if isinstance(targets, int) else items("targets", targets, "one token number, or several")
+    shares = rec.rollout(given, layers=layers, residual=residual)
+    chosen = [operator.index(target) for target in given]
+    count = shares.shape[0]
+    integer("item", item, least=0, most=count - 1, expected=f"0 … {count - 1}")
     share = shares[item].float().cpu()  # (t, L)
     if grid is not None:
         return _plot_patches(share, chosen, grid, image, ax)
     if image is not None:
         raise ArgumentError(explain_problem("image", expected="grid=(rows, columns) with it", got="no grid"))
     texts = as_texts(tokens)
+    if texts is not None and len(texts) not in (1, shares.shape[0]):
+        expected = f"{shares.shape[0]} texts, one per batch item"
+        raise ShapeError(explain_problem("tokens", expected=expected, got=str(len(texts))))
     names = as_tokens(None, share.shape[1]) if texts is None else texts[item if len(texts) > 1 else 0]
     if len(names) != share.shape[1]:
         raise ShapeError(explain_problem("tokens", expected=f"{share.shape[1]} tokens", got=str(len(names))))
@@ -90,7 +98,11 @@ def _plot_patches(share: Tensor, targets: list[int], grid: tuple[int, int], imag
                 "targets", expected="one target with a grid", got=str(targets), fix="Draw each into its own ax."
             )
         )
-    rows, columns = grid
+    expected = "(rows, columns)"
+    sides = items("grid", grid, expected)
+    if len(sides) != 2:
+        raise ArgumentError(explain_problem("grid", expected=expected, got=describe_value(grid)))
+    rows, columns = (integer("grid", side, least=1, expected="two ints ≥ 1, (rows, columns)") for side in sides)
     extra = share.shape[1] - rows * columns
     if rows < 1 or columns < 1 or extra < 0:
         raise ShapeError(
@@ -126,13 +138,24 @@ def _pixels(image: Any) -> Any:
     """(h, w) or (h, w, channels), from a tensor, an array or a PIL image; floats outside [0, 1] are stretched."""
     import numpy
 
-    pixels = numpy.asarray(image.detach().cpu() if isinstance(image, Tensor) else image)
+    expected = "a picture of numbers, (height, width, 3)"
+    if isinstance(image, Tensor):
+        image = with_values("image", strided("image", image, expected)).detach().cpu()
+        image = image.float() if image.dtype in FLOATS else image
+    try:
+        pixels = numpy.asarray(image)
+    except (TypeError, ValueError, RuntimeError):
+        raise DTypeError(explain_problem("image", expected=expected, got=describe_value(image))) from None
+    if pixels.dtype.kind not in "fiub" or pixels.size == 0:
+        raise DTypeError(explain_problem("image", expected=expected, got=f"{pixels.dtype} {shape_text(pixels.shape)}"))
     if pixels.ndim == 3 and pixels.shape[0] in (1, 3) and pixels.shape[2] not in (1, 3, 4):
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[..., 0]
-    if pixels.ndim not in (2, 3):
+    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)):
         raise ShapeError(explain_problem("image", expected="(height, width, 3)", got=shape_text(pixels.shape)))
+    if not numpy.isfinite(pixels).all():
+        raise ArgumentError(explain_problem("image", expected="finite numbers", got="inf or NaN among them"))
     if pixels.dtype.kind == "f" and (pixels.min() < 0 or pixels.max() > 1):
         pixels = (pixels - pixels.min()) / max(float(pixels.max() - pixels.min()), 1e-12)
     return pixels

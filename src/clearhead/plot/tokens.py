@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Iterable, Sequence
+from typing import Any, cast, final
 
+from ..checks import flag, integer, items, shown
 from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem
 
 __all__ = ["Texts", "Tokens", "as_texts", "as_tokens", "read_tokens"]
@@ -13,6 +15,7 @@ __all__ = ["Texts", "Tokens", "as_texts", "as_tokens", "read_tokens"]
 SPECIAL = re.compile(r"\[[A-Z]{3,}\]|</?(s|pad|unk|mask|eos|bos|cls|sep)>|<\|[\w-]+\|>")
 WORD_STARTS = ("Ġ", "▁")
 CONTINUES = "##"
+_TEXTS = "a list of strings or Tokens, or one for every batch item"
 # Scripts from here on are written without spaces between words.
 FIRST_UNSPACED = "\u2e80"
 
@@ -42,11 +45,10 @@ class Tokens:
     def __init__(
         self, names: Sequence[str], special: Sequence[bool] | None = None, words: Sequence[int] | None = None
     ) -> None:
-        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-            got = "one string" if isinstance(names, str) else "other things among them"
-            raise DTypeError(explain_problem("tokens", expected="a list of strings", got=got))
-        self.names = tuple(names)
-        self.special = tuple(bool(SPECIAL.fullmatch(name)) for name in names) if special is None else tuple(special)
+        self.names = _strings(names)
+        looks = (bool(SPECIAL.fullmatch(name)) for name in self.names)
+        self.special = tuple(looks) if special is None else _flags(special)
+        words = None if words is None else items("words", words, "an int per token")
         for what, values in (("special", self.special), ("words", words)):
             if values is not None and len(values) != len(self.names):
                 raise ShapeError(
@@ -59,6 +61,8 @@ class Tokens:
 
     def cut(self, start: int, stop: int) -> Tokens:
         """The tokens from `start` up to `stop`."""
+        integer("start", start, least=0)
+        integer("stop", stop, least=0)
         return Tokens(self.names[start:stop], self.special[start:stop], self.words[start:stop])
 
     def word_names(self) -> list[str]:
@@ -82,13 +86,16 @@ def as_tokens(given: Tokens | Sequence[str] | None, length: int) -> Tokens:
 Texts = Tokens | Sequence[str] | Sequence[Tokens] | Sequence[Sequence[str]]
 
 
-def as_texts(given: Texts | None) -> list[Tokens] | None:
-    """One `Tokens` per text, whether one text was given or several."""
+def as_texts(given: Texts | None, name: str = "tokens") -> list[Tokens] | None:
+    """One `Tokens` per text, whether one text was given or several, as the argument `name`."""
     if given is None:
         return None
-    if isinstance(given, (Tokens, str)) or all(isinstance(token, str) for token in given):
-        return [as_tokens(given, 0)]  # type: ignore[arg-type]
-    return [as_tokens(text, 0) for text in given]  # type: ignore[arg-type]
+    if isinstance(given, Tokens):
+        return [given]
+    texts = items(name, _strings(given, name) if isinstance(given, str) else cast("Sequence[Any]", given), _TEXTS)
+    if all(isinstance(token, str) for token in texts):
+        return [Tokens(texts)]
+    return [text if isinstance(text, Tokens) else Tokens(_strings(text, name)) for text in texts]
 
 
 def read_tokens(tokenizer: Any, ids: Sequence[int], *, words: Sequence[int | None] | None = None) -> Tokens:
@@ -106,7 +113,9 @@ def read_tokens(tokenizer: Any, ids: Sequence[int], *, words: Sequence[int | Non
         >>> read_tokens(tokenizer, tokenizer("Embeddings")["input_ids"])
         Tokens(['[CLS]', 'em', '##bed', '##ding', '##s', '[SEP]'])
     """
-    ids = [int(number) for number in ids]
+    if not hasattr(tokenizer, "convert_ids_to_tokens"):
+        raise DTypeError(explain_problem("tokenizer", expected="a tokenizer of transformers", got=shown(tokenizer)))
+    ids = _token_ids(ids)
     stored = tokenizer.convert_ids_to_tokens(ids)
     known = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     special = [number in known for number in ids]
@@ -114,8 +123,37 @@ def read_tokens(tokenizer: Any, ids: Sequence[int], *, words: Sequence[int | Non
     return Tokens(
         [_readable(tokenizer, *each) for each in zip(ids, stored, special, strict=True)],
         special,
-        guessed if words is None else _usable(words, guessed),
+        guessed if words is None else _usable(_word_numbers(words), guessed),
     )
+
+
+def _token_ids(ids: Iterable[Any]) -> list[int]:
+    expected = "a list of token numbers"
+    try:
+        return [operator.index(number) for number in items("ids", ids, expected)]
+    except (TypeError, RuntimeError):  # tensors on meta have no numbers
+        raise DTypeError(explain_problem("ids", expected=expected, got=shown(ids))) from None
+
+
+def _word_numbers(words: Iterable[Any]) -> list[int | None]:
+    expected = "a number, or None, per token"
+    given = items("words", words, expected)
+    if any(word is not None and (isinstance(word, bool) or not isinstance(word, int)) for word in given):
+        raise DTypeError(explain_problem("words", expected=expected, got=shown(words)))
+    return given
+
+
+def _strings(names: Iterable[Any], what: str = "tokens") -> tuple[str, ...]:
+    if isinstance(names, str):
+        raise DTypeError(explain_problem(what, expected="a list of strings", got="one string"))
+    found = items(what, names, "a list of strings")
+    if not all(isinstance(name, str) for name in found):
+        raise DTypeError(explain_problem(what, expected="a list of strings", got="other things among them"))
+    return tuple(found)
+
+
+def _flags(special: Iterable[Any]) -> tuple[bool, ...]:
+    return tuple(flag("special", value) for value in items("special", special, "True or False per token"))
 
 
 def _readable(tokenizer: Any, number: int, stored: str, special: bool) -> str:
@@ -143,7 +181,7 @@ def _numbered(words: Sequence[int]) -> tuple[int, ...]:
     result: list[int] = []
     for place, word in enumerate(words):
         if isinstance(word, bool) or not isinstance(word, int):
-            raise ArgumentError(explain_problem("words", expected="an int per token", got=repr(word)))
+            raise ArgumentError(explain_problem("words", expected="an int per token", got=shown(word)))
         starts = place == 0 or word != words[place - 1]
         result.append(starts + (result[-1] if result else -1))
     return tuple(result)

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ..call import number
-from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem
+from ..checks import integer, number
+from ..errors import ArgumentError, DeviceError, ShapeError, explain_problem
 from ..masks.grid import Grid
 from ..tracing import is_tracing, is_transformed
 
@@ -21,11 +21,7 @@ def whole(name: str, value: object, least: int = 1) -> int:
         DTypeError: if it is no int.
         ArgumentError: if it is too small.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise DTypeError(explain_problem(name, expected=f"an int ≥ {least}", got=type(value).__name__))
-    if value < least:
-        raise ArgumentError(explain_problem(name, expected=f"an int ≥ {least}", got=str(value)))
-    return value
+    return integer(name, value, least=least)
 
 
 def positive(name: str, value: object, above: float = 0) -> float:

@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..checks import flag, integer, is_finite, number, shown
 from ..errors import ArgumentError, DTypeError, explain_problem
+from .checks import factor_at_least_one
 from .rotary import Rotary
 from .scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
@@ -66,6 +68,9 @@ def rotary_from_config(
     settings = {key: value for key, value in (rope_parameters or {}).items() if value is not None}
     rope_type = _rope_type(settings)
     _require_known(settings, rope_type)
+    _require_numbers(settings)
+    if max_position_embeddings is not None:
+        integer("max_position_embeddings", max_position_embeddings, least=1)
     return Rotary(
         head_dim,
         base=settings.get("rope_theta", 10000.0),
@@ -87,23 +92,37 @@ def _rope_type(settings: dict[str, Any]) -> str:
             )
         )
     rope_type = settings.get("rope_type", settings.get("type", "default"))
-    if rope_type not in _KEYS:
-        raise ArgumentError(explain_problem("rope_type", expected=f"one of {', '.join(_KEYS)}", got=repr(rope_type)))
+    if not isinstance(rope_type, str) or rope_type not in _KEYS:
+        raise ArgumentError(explain_problem("rope_type", expected=f"one of {', '.join(_KEYS)}", got=shown(rope_type)))
     return rope_type
 
 
 def _require_known(settings: dict[str, Any], rope_type: str) -> None:
     """A setting that would be left out of account could change what the model computes."""
-    unknown = sorted(settings.keys() - _ANY - _KEYS[rope_type])
+    unknown = sorted(settings.keys() - _ANY - _KEYS[rope_type], key=str)
     if unknown:
         raise ArgumentError(
             explain_problem(
                 "rope_parameters",
                 expected=f"settings of rope_type {rope_type!r}: {', '.join(sorted(_ANY | _KEYS[rope_type]))}",
-                got=", ".join(unknown),
+                got=", ".join(name if isinstance(name, str) else shown(name) for name in unknown),
                 fix="Remove what has no effect in your model; other kinds of rotary embedding are not supported.",
             )
         )
+
+
+def _require_numbers(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        if name == "truncate":
+            flag(name, value)
+        elif name == "original_max_position_embeddings":
+            integer(name, value, least=1)
+        elif name == "rope_theta":
+            number(name, value, "a finite number > 1", lambda given: 1 < given < math.inf)
+        elif name == "factor":
+            factor_at_least_one(value)
+        elif name not in ("rope_type", "type"):
+            number(name, value, "a finite number", is_finite)
 
 
 def _scaling(rope_type: str, settings: dict[str, Any], longest: int | None) -> Scaling | None:

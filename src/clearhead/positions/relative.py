@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ..checks import flag, require_factory
 from ..errors import ArgumentError, explain_problem
 from ..masks.base import Mask, Sizes
 from ..masks.grid import Block, Grid
@@ -73,8 +74,9 @@ class RelativeBias(nn.Module, Mask):
         self.num_heads = whole("num_heads", num_heads)
         self.num_buckets = whole("num_buckets", num_buckets)
         self.max_distance = whole("max_distance", max_distance)
-        self.bidirectional = bidirectional
+        self.bidirectional = flag("bidirectional", bidirectional)
         self._require_buckets()
+        require_factory(device, dtype)
         self.weight = nn.Parameter(torch.empty(num_buckets, num_heads, device=device, dtype=dtype))
         self.register_buffer("buckets", self._bucket_table().to(self.weight.device), persistent=False)
         self.reset_parameters()

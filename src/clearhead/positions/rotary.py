@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 
+from ..checks import FLOATS, INTEGERS, flag, integer, strided
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from .checks import positive, require_in_range, whole
 from .scaling import Scaling, unscaled
 
 __all__ = ["Rotary"]
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @final
@@ -68,7 +66,7 @@ class Rotary(nn.Module):
         self.head_dim = whole("head_dim", head_dim)
         self.base = positive("base", base, above=1)
         self.fraction = positive("fraction", fraction)
-        self.interleaved = interleaved
+        self.interleaved = flag("interleaved", interleaved)
         self.scaling = scaling
         self.size = _turned_features(self.head_dim, self.fraction)
         if scaling is not None:
@@ -105,6 +103,9 @@ class Rotary(nn.Module):
                     fix="Both are turned by the same positions, before a cache joins new keys to old ones.",
                 )
             )
+        if k.device != q.device:
+            fix = f"Move it with .to({str(q.device)!r})."
+            raise DeviceError(explain_problem("k", expected=f"q's device {q.device}", got=str(k.device), fix=fix))
         places = _places(positions, q)  # (1 or B, L)
         cos, sin = self._rotation(places, torch.float64 if q.dtype == torch.float64 else torch.float32)
         return self._turn(q, cos, sin), self._turn(k, cos, sin)
@@ -148,9 +149,9 @@ class Rotary(nn.Module):
         return result if self.size == self.head_dim else torch.cat((result, rest), -1)  # (B, H, L, D)
 
     def _require_fit(self, name: str, x: Tensor) -> None:
-        if not isinstance(x, Tensor) or x.dtype not in _FLOATS:
-            got = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
-            raise DTypeError(explain_problem(name, expected="a float tensor (B, H, L, D)", got=got))
+        expected = "a float tensor (B, H, L, D)"
+        if strided(name, x, expected).dtype not in FLOATS:
+            raise DTypeError(explain_problem(name, expected=expected, got=str(x.dtype)))
         if x.dim() != 4 or x.shape[-1] != self.head_dim:
             raise ShapeError(
                 explain_problem(
@@ -210,19 +211,16 @@ def _places(positions: object, q: Tensor) -> Tensor:
     """Absolute positions (1 or B, L) of q (B, H, L, D)."""
     batch, length = q.shape[0], q.shape[2]
     if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
-        if positions < 0:
-            raise ArgumentError(
-                explain_problem(
-                    "positions",
-                    expected="an int ≥ 0, where the first token stands",
-                    got=str(positions),
-                    fix="Padding is marked per token, by −1 in a tensor (B, L).",
-                )
-            )
-        return (torch.arange(length, device=q.device) + cast(int, positions))[None]  # (1, L)
-    if not isinstance(positions, Tensor) or positions.dtype not in _INTEGERS:
-        got = str(positions.dtype) if isinstance(positions, Tensor) else type(positions).__name__
-        raise DTypeError(explain_problem("positions", expected="an int or an integer tensor (L,) or (B, L)", got=got))
+        expected, fix = (
+            "an int ≥ 0, where the first token stands",
+            "Padding is marked per token, by −1 in a tensor (B, L).",
+        )
+        first = integer("positions", positions, least=0, expected=expected, fix=fix)
+        return (torch.arange(length, device=q.device) + first)[None]  # (1, L)
+    expected = "an int or an integer tensor (L,) or (B, L)"
+    positions = strided("positions", positions, expected)
+    if positions.dtype not in INTEGERS:
+        raise DTypeError(explain_problem("positions", expected=expected, got=str(positions.dtype)))
     places = positions if positions.dim() == 2 else positions[None]  # (1 or B, L)
     if places.dim() != 2 or places.shape[1] != length or (places.shape[0] != 1 and places.shape[0] != batch):
         raise ShapeError(

@@ -192,8 +192,8 @@ class YarnScaling(Scaling):
             raise ArgumentError(
                 explain_problem(
                     "beta_fast",
-                    expected=f"at least beta_slow = {self.beta_slow:g}",
-                    got=f"{self.beta_fast:g}",
+                    expected=f"at least beta_slow = {float(self.beta_slow):g}",
+                    got=f"{float(self.beta_fast):g}",
                     fix="It counts the turns of the fast pairs, which turn more often.",
                 )
             )

@@ -6,11 +6,12 @@ from typing import Literal, NamedTuple, final, overload
 
 from torch import Tensor, nn
 
-from ..caches.base import Cache, Positions
+from ..caches.base import Cache, Positions, unchanged_if_refused
 from ..caches.cross import CrossKVCache
-from ..errors import ArgumentError, DTypeError, explain_problem
+from ..checks import flag, size, strided
+from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
 from ..masks.base import Mask
-from .parts import Layer, Norm, attend, make_part_cache, require_features, require_modules
+from .parts import Layer, Norm, attend, made_dropout, made_norm, make_part_cache, require_features, require_modules
 
 __all__ = ["DecoderCache", "DecoderLayer", "DecoderWeights"]
 
@@ -114,13 +115,13 @@ class DecoderLayer(Layer):
     ) -> None:
         super().__init__()
         require_modules(self_attention=self_attention, cross_attention=cross_attention, feed_forward=feed_forward)
-        self.embed_dim = embed_dim
+        self.embed_dim = size("embed_dim", embed_dim)
         self.self_attention = self_attention
         self.cross_attention = cross_attention
         self.feed_forward = feed_forward
-        self.norm1, self.norm2, self.norm3 = norm(embed_dim), norm(embed_dim), norm(embed_dim)
-        self.dropout = nn.Dropout(dropout)
-        self.norm_first = norm_first
+        self.norm1, self.norm2, self.norm3 = (made_norm(norm, embed_dim) for _ in range(3))
+        self.dropout = made_dropout(dropout)
+        self.norm_first = flag("norm_first", norm_first)
 
     def make_cache(self, batch_size: int, max_length: int) -> DecoderCache:
         """An empty cache for both attentions.
@@ -208,7 +209,24 @@ class DecoderLayer(Layer):
                     fix="The first call needs it; later ones with the same cache do not.",
                 )
             )
-        asked = need_weights, average_attn_weights
+        asked = flag("need_weights", need_weights), flag("average_attn_weights", average_attn_weights)
+        if memory is not None:
+            _require_memory(memory, x)
+        parts = own_cache, cross_cache
+        with unchanged_if_refused(parts, x, mask, memory_mask):
+            return self._compute(x, memory, mask, memory_mask, positions, parts, asked)
+
+    def _compute(
+        self,
+        x: Tensor,
+        memory: Tensor | None,
+        mask: Mask | Tensor | None,
+        memory_mask: Mask | Tensor | None,
+        positions: Positions | None,
+        caches: tuple[Cache | None, Cache | None],
+        asked: tuple[bool, bool],
+    ) -> Tensor | tuple[Tensor, DecoderWeights]:
+        own_cache, cross_cache = caches
         normed = self._before(x, self.norm1)
         attended, own = attend(self.self_attention, normed, None, mask, *asked, positions=positions, cache=own_cache)
         x = self._add(x, attended, self.norm1)
@@ -232,3 +250,16 @@ def _both(cache: DecoderCache | None) -> tuple[Cache | None, Cache | None]:
             )
         )
     return cache
+
+
+def _require_memory(memory: Tensor, x: Tensor) -> None:
+    """Raise before the first attention has written into its cache."""
+    strided("memory", memory)
+    if memory.dim() != x.dim() or memory.shape[:-2] != x.shape[:-2]:
+        raise ShapeError(
+            explain_problem(
+                "memory",
+                expected="the encoder's output (B, S, E), with the batch of x",
+                got=f"{shape_text(memory.shape)} for x {shape_text(x.shape)}",
+            )
+        )

@@ -7,8 +7,9 @@ from typing import Literal, final, overload
 from torch import Tensor, nn
 
 from ..caches.base import Cache, Positions
+from ..checks import flag, size
 from ..masks.base import Mask
-from .parts import Layer, Norm, attend, make_part_cache, require_features, require_modules
+from .parts import Layer, Norm, attend, made_dropout, made_norm, make_part_cache, require_features, require_modules
 
 __all__ = ["EncoderLayer"]
 
@@ -58,12 +59,12 @@ class EncoderLayer(Layer):
     ) -> None:
         super().__init__()
         require_modules(self_attention=self_attention, feed_forward=feed_forward)
-        self.embed_dim = embed_dim
+        self.embed_dim = size("embed_dim", embed_dim)
         self.self_attention = self_attention
         self.feed_forward = feed_forward
-        self.norm1, self.norm2 = norm(embed_dim), norm(embed_dim)
-        self.dropout = nn.Dropout(dropout)
-        self.norm_first = norm_first
+        self.norm1, self.norm2 = made_norm(norm, embed_dim), made_norm(norm, embed_dim)
+        self.dropout = made_dropout(dropout)
+        self.norm_first = flag("norm_first", norm_first)
 
     def make_cache(self, batch_size: int, max_length: int) -> Cache:
         """An empty cache for the self-attention, made by it.
@@ -131,8 +132,8 @@ class EncoderLayer(Layer):
             self._before(x, self.norm1),
             None,
             mask,
-            need_weights,
-            average_attn_weights,
+            flag("need_weights", need_weights),
+            flag("average_attn_weights", average_attn_weights),
             positions=positions,
             cache=cache,
         )

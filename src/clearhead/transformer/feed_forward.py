@@ -8,7 +8,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from ..linear import Linear
+from ..checks import size
+from ..errors import DTypeError, explain_problem
+from ..linear import Linear, require_input
+from .parts import made_dropout
 
 __all__ = ["FeedForward", "SwiGLU"]
 
@@ -48,13 +51,19 @@ class FeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        size("embed_dim", embed_dim)
+        size("hidden_dim", hidden_dim)
+        if activation is not None and not callable(activation):
+            expected = "a function or module, such as torch.nn.GELU()"
+            raise DTypeError(explain_problem("activation", expected=expected, got=type(activation).__name__))
         self.linear1 = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
         self.activation = nn.ReLU() if activation is None else activation
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = made_dropout(dropout)
         self.linear2 = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, E) to (…, E)."""
+        require_input("x", x, self.linear1)
         return self.linear2(self.dropout(self.activation(self.linear1(x))))
 
 
@@ -90,10 +99,13 @@ class SwiGLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        size("embed_dim", embed_dim)
+        size("hidden_dim", hidden_dim)
         self.gate_proj = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
         self.up_proj = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
         self.down_proj = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, E) to (…, E)."""
+        require_input("x", x, self.gate_proj)
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -8,10 +8,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..caches.base import Cache
+from ..checks import FLOATS, is_probability, module, number, shown, strided_or_jagged
 from ..errors import DTypeError, ShapeError, explain_problem, shape_text
 from ..masks.base import Mask
 
-__all__ = ["Layer", "Norm", "attend", "given", "make_part_cache", "require_features", "require_modules"]
+__all__ = [
+    "Layer",
+    "Norm",
+    "attend",
+    "given",
+    "made_dropout",
+    "made_norm",
+    "make_part_cache",
+    "require_features",
+    "require_modules",
+]
 
 #: Makes a norm for E features: `nn.LayerNorm`, `nn.RMSNorm`, or a `functools.partial` of them.
 Norm = Callable[[int], nn.Module]
@@ -75,12 +86,39 @@ def make_part_cache(name: str, attention: nn.Module, batch_size: int, max_length
 def require_modules(**parts: object) -> None:
     """Raise unless every part is a module."""
     for name, part in parts.items():
-        if not isinstance(part, nn.Module):
-            raise DTypeError(explain_problem(name, expected="a torch.nn.Module", got=type(part).__name__))
+        module(name, part)
 
 
-def require_features(name: str, x: Tensor, embed_dim: int) -> None:
+def made_norm(norm: Norm, embed_dim: int) -> nn.Module:
+    """What `norm` makes.
+
+    Raises:
+        DTypeError: if it cannot be called with E, or makes something else than a module.
+    """
+    expected = "what makes a norm for E features, such as nn.LayerNorm"
+    if isinstance(norm, nn.Module) or not callable(norm):
+        raise DTypeError(explain_problem("norm", expected=expected, got=type(norm).__name__))
+    try:
+        made = norm(embed_dim)
+    except TypeError as error:
+        raise DTypeError(explain_problem("norm", expected=expected, got=shown(norm), fix=str(error))) from error
+    if not isinstance(made, nn.Module):
+        got = f"one that makes a {type(made).__name__}"
+        raise DTypeError(explain_problem("norm", expected=expected, got=got))
+    return made
+
+
+def made_dropout(dropout: float) -> nn.Dropout:
+    """A dropout of that probability."""
+    return nn.Dropout(number("dropout", dropout, "a probability in [0, 1]", is_probability))
+
+
+def require_features(name: str, x: object, embed_dim: int) -> None:
     """Raise unless x is (B, L, E) or (L, E)."""
+    x = strided_or_jagged(name, x)
+    if x.dtype not in FLOATS:
+        fix = "Embed token ids first."
+        raise DTypeError(explain_problem(name, expected="a floating point tensor", got=str(x.dtype), fix=fix))
     if x.dim() not in (2, 3) or x.shape[-1] != embed_dim:
         raise ShapeError(
             explain_problem(

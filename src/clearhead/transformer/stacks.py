@@ -7,7 +7,8 @@ from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
-from ..caches.base import Cache, Positions
+from ..caches.base import Cache, Positions, unchanged_if_refused
+from ..checks import flag, items, module
 from ..errors import ArgumentError, DTypeError, explain_problem
 from ..masks.base import Mask
 from .decoder_layer import DecoderCache, DecoderWeights
@@ -48,7 +49,7 @@ class Encoder(nn.Module):
     def __init__(self, layers: Iterable[nn.Module], *, norm: nn.Module | None = None) -> None:
         super().__init__()
         self.layers = _module_list(layers)
-        self.norm = nn.Identity() if norm is None else norm
+        self.norm = nn.Identity() if norm is None else module("norm", norm)
 
     def make_cache(self, batch_size: int, max_length: int) -> list[Cache]:
         """An empty cache for each layer; all of them are passed as ``cache=``, and reordered or cropped one by one.
@@ -106,14 +107,17 @@ class Encoder(nn.Module):
         Raises:
             ArgumentError, DTypeError: unless there is one cache per layer. And what the layers raise.
         """
+        need_weights = flag("need_weights", need_weights)
         collected: list[Tensor] = []
-        for layer, own in zip(self.layers, _caches(cache, self.layers), strict=True):
-            options = given(positions=positions, cache=own)
-            if need_weights:
-                x, weights = layer(x, mask, need_weights=True, average_attn_weights=average_attn_weights, **options)
-                collected.append(weights)
-            else:
-                x = layer(x, mask, **options)
+        caches = _caches(cache, self.layers)
+        with unchanged_if_refused(caches, x, mask):
+            for layer, own in zip(self.layers, caches, strict=True):
+                options = given(positions=positions, cache=own)
+                if need_weights:
+                    x, weights = layer(x, mask, need_weights=True, average_attn_weights=average_attn_weights, **options)
+                    collected.append(weights)
+                else:
+                    x = layer(x, mask, **options)
         x = self.norm(x)
         return (x, collected) if need_weights else x
 
@@ -150,7 +154,7 @@ class Decoder(nn.Module):
     def __init__(self, layers: Iterable[nn.Module], *, norm: nn.Module | None = None) -> None:
         super().__init__()
         self.layers = _module_list(layers)
-        self.norm = nn.Identity() if norm is None else norm
+        self.norm = nn.Identity() if norm is None else module("norm", norm)
 
     def make_cache(self, batch_size: int, max_length: int) -> list[DecoderCache]:
         """An empty cache for each layer; all of them are passed as ``cache=``, and reordered or cropped one by one.
@@ -215,24 +219,28 @@ class Decoder(nn.Module):
         Raises:
             ArgumentError, DTypeError: unless there is one cache per layer. And what the layers raise.
         """
+        need_weights = flag("need_weights", need_weights)
         collected: list[DecoderWeights] = []
-        for layer, own in zip(self.layers, _caches(cache, self.layers), strict=True):
-            options = given(positions=positions, cache=own)
-            if need_weights:
-                options |= {"need_weights": True, "average_attn_weights": average_attn_weights}
-                x, weights = layer(x, memory, mask, memory_mask, **options)
-                collected.append(weights)
-            else:
-                x = layer(x, memory, mask, memory_mask, **options)
+        caches = _caches(cache, self.layers)
+        parts = [part for own in caches if isinstance(own, DecoderCache) for part in own]
+        with unchanged_if_refused(parts, x, mask, memory_mask):
+            for layer, own in zip(self.layers, caches, strict=True):
+                options = given(positions=positions, cache=own)
+                if need_weights:
+                    options |= {"need_weights": True, "average_attn_weights": average_attn_weights}
+                    x, weights = layer(x, memory, mask, memory_mask, **options)
+                    collected.append(weights)
+                else:
+                    x = layer(x, memory, mask, memory_mask, **options)
         x = self.norm(x)
         return (x, collected) if need_weights else x
 
 
 def _module_list(layers: Iterable[nn.Module]) -> nn.ModuleList:
-    modules = nn.ModuleList(layers)
-    if len(modules) == 0:
+    given = items("layers", layers, "a list of layers")
+    if not given:
         raise ArgumentError(explain_problem("layers", expected="at least one layer", got="none"))
-    return modules
+    return nn.ModuleList(module(f"layers[{number}]", layer) for number, layer in enumerate(given))
 
 
 def _made(layers: nn.ModuleList, batch_size: int, max_length: int) -> list[Any]:

@@ -1,0 +1,283 @@
+"""Checks of single arguments, shared by everything that is called from outside.
+
+Each takes the argument's name and what was given, and returns it, or raises an error that says what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ArgumentError, DeviceError, DTypeError, OutOfRangeError, explain_problem, shape_text
+
+__all__ = [
+    "FLOATS",
+    "INTEGERS",
+    "LARGEST",
+    "choice",
+    "flag",
+    "index",
+    "integer",
+    "is_finite",
+    "is_probability",
+    "item_number",
+    "items",
+    "kind",
+    "module",
+    "number",
+    "require_factory",
+    "require_slice",
+    "shown",
+    "size",
+    "strided",
+    "strided_or_jagged",
+    "text",
+    "with_values",
+]
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+#: The largest size, count or position: more fits no memory, and sums of a few such numbers stay within 64 bits.
+LARGEST = 2**31 - 1
+_LONGEST = 80  # characters of a value in a message
+
+Item = TypeVar("Item")
+
+
+def kind(value: object) -> str:
+    """What a message says of a value's type: of a tensor its dtype and shape, else the name of the type."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"a {value.dtype} tensor" if value.is_nested else f"a {value.dtype} tensor {shape_text(value.shape)}"
+
+
+def shown(value: object) -> str:
+    """What a message says of a value: its `repr` where that is short, else its `kind`."""
+    if isinstance(value, Tensor):
+        return kind(value)
+    try:
+        written = repr(value)
+    except Exception:  # a repr of the caller's own, or an int of more digits than Python writes
+        return kind(value)
+    return written if len(written) <= _LONGEST else kind(value)
+
+
+def flag(name: str, value: object) -> bool:
+    """``True`` or ``False``, where ``None``, 0 and 1 count as well.
+
+    Raises:
+        DTypeError: for anything else; the truth of a tensor, a string or a list is no answer.
+    """
+    if value is True or value is False:
+        return value
+    numpys = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
+    if value is None or numpys or (isinstance(value, (int, torch.SymBool)) and value in (0, 1)):
+        return bool(value)
+    fix = "Take it out of the tensor with .item()." if isinstance(value, Tensor) else ""
+    raise DTypeError(explain_problem(name, expected="True or False", got=shown(value), fix=fix))
+
+
+def integer(
+    name: str,
+    value: object,
+    *,
+    least: int,
+    most: float = LARGEST,
+    expected: str = "",
+    got: Callable[[object], str] = kind,
+    fix: str = "",
+) -> int:
+    """An int between `least` and `most`.
+
+    Args:
+        name: of the argument.
+        value: what was given.
+        least, most: the bounds, both included.
+        expected: what the message says was expected. Default: an int ≥ `least`.
+        got: how the message shows what is no int.
+        fix: what the caller can do about a number that is out of bounds.
+
+    Raises:
+        DTypeError: if it is no int.
+        ArgumentError: if it is out of bounds.
+    """
+    expected = expected or f"an int ≥ {least}"
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise DTypeError(explain_problem(name, expected=expected, got=got(value)))
+    if value < least:
+        raise ArgumentError(explain_problem(name, expected=expected, got=shown(value), fix=fix))
+    if value > most:
+        bounded = f"{expected} and ≤ {LARGEST}" if most == LARGEST else expected
+        raise ArgumentError(explain_problem(name, expected=bounded, got=shown(value), fix=fix))
+    return cast(int, value)
+
+
+def size(name: str, value: object, least: int = 1) -> int:
+    """An int that is at least `least`, shown as it was given."""
+    return integer(name, value, least=least, got=shown)
+
+
+def index(name: str, value: object, count: int, expected: str = "") -> int:
+    """A number out of 0 … count − 1, or from the end −count … −1, as it was given.
+
+    Raises:
+        DTypeError: if it is no int.
+        ArgumentError: if there is no such number.
+    """
+    expected = expected or f"0 … {count - 1}"
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise DTypeError(explain_problem(name, expected=expected, got=shown(value)))
+    if not -count <= value < count:
+        raise ArgumentError(explain_problem(name, expected=expected, got=shown(value)))
+    return cast(int, value)
+
+
+def item_number(name: str, value: object, count: int) -> int:
+    """As `index`, for ``sequence[value]``: the error is an `IndexError` too, which ends a loop over a sequence."""
+    try:
+        return index(name, value, count)
+    except ArgumentError as error:
+        raise OutOfRangeError(*error.args) from None
+
+
+def require_slice(name: str, value: slice) -> None:
+    """Raise unless its ends and its step are ints, or left out, and the step is not 0."""
+    for part in (value.start, value.stop, value.step):
+        if part is not None and (isinstance(part, bool) or not isinstance(part, (int, torch.SymInt))):
+            raise DTypeError(explain_problem(name, expected="a slice of ints", got=shown(value)))
+    if value.step == 0:
+        raise ArgumentError(explain_problem(name, expected="a slice with a step that is not 0", got=shown(value)))
+
+
+def is_finite(value: float) -> bool:
+    """Compared, because `math.isfinite` does not take a traced number."""
+    return -math.inf < value < math.inf
+
+
+def is_probability(value: float) -> bool:
+    """Whether it lies in [0, 1]."""
+    return 0 <= value <= 1
+
+
+def number(name: str, value: Any, expected: str, accept: Callable[[float], bool]) -> float:
+    """A number that `accept` accepts.
+
+    Raises:
+        DTypeError: if it is no number.
+        ArgumentError: if it is not accepted, or an int beyond 64 bits.
+    """
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
+        fix = "Take it out of the tensor with .item()." if isinstance(value, Tensor) else ""
+        raise DTypeError(explain_problem(name, expected=expected, got=type(value).__name__, fix=fix))
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ArgumentError(explain_problem(name, expected=f"{expected}; an int of 64 bits", got=shown(value)))
+    if not accept(cast(float, value)):
+        raise ArgumentError(explain_problem(name, expected=expected, got=str(value)))
+    return float(cast(float, value))
+
+
+def strided(name: str, value: object, expected: str = "a torch.Tensor", fix: str = "") -> Tensor:
+    """A tensor with strides: not sparse, and not nested; `fix` is for what is no tensor at all.
+
+    Raises:
+        DTypeError: for anything else.
+    """
+    if not isinstance(value, Tensor):
+        raise DTypeError(explain_problem(name, expected=expected, got=type(value).__name__, fix=fix))
+    if value.is_nested:
+        fix = "Pad it with torch.nested.to_padded_tensor."
+        raise DTypeError(explain_problem(name, expected=expected, got="a nested tensor", fix=fix))
+    if value.layout is not torch.strided:
+        fix = "Convert it with .to_dense()."
+        raise DTypeError(explain_problem(name, expected=expected, got=f"a tensor of layout {value.layout}", fix=fix))
+    return value
+
+
+def strided_or_jagged(name: str, value: object, expected: str = "a torch.Tensor") -> Tensor:
+    """As `strided`, or nested with ``layout=torch.jagged``."""
+    if isinstance(value, Tensor) and value.is_nested and value.layout is torch.jagged:
+        return value
+    return strided(name, value, expected)
+
+
+def with_values(name: str, value: Tensor) -> Tensor:
+    """A tensor whose numbers can be read, which those on ``meta`` have none of.
+
+    Raises:
+        DeviceError: for one on ``meta``.
+    """
+    if value.is_meta:
+        fix = "What it hides depends on its numbers."
+        raise DeviceError(explain_problem(name, expected="a tensor with values", got="one on meta", fix=fix))
+    return value
+
+
+def module(name: str, value: object, fix: str = "") -> nn.Module:
+    """A module."""
+    if not isinstance(value, nn.Module):
+        raise DTypeError(explain_problem(name, expected="a torch.nn.Module", got=type(value).__name__, fix=fix))
+    return value
+
+
+def text(name: str, value: object, expected: str = "a string") -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise DTypeError(explain_problem(name, expected=expected, got=shown(value)))
+    return value
+
+
+def choice(name: str, value: object, choices: Sequence[str]) -> str:
+    """One of a few words.
+
+    Raises:
+        ArgumentError: for anything else.
+    """
+    if not isinstance(value, str) or value not in choices:
+        *others, last = map(repr, choices)
+        expected = f"{', '.join(others)} or {last}" if others else last
+        raise ArgumentError(explain_problem(name, expected=expected, got=shown(value)))
+    return value
+
+
+def items(name: str, value: Iterable[Item], expected: str) -> list[Item]:
+    """What a list, a tuple or anything else that can be walked through holds; a string is one thing, not a list.
+
+    Raises:
+        DTypeError: for anything else.
+    """
+    given: object = value
+    if isinstance(given, (str, bytes)) or (isinstance(given, Tensor) and (given.dim() == 0 or not _is_plain(given))):
+        raise DTypeError(explain_problem(name, expected=expected, got=shown(value)))
+    try:
+        return list(value)
+    except TypeError:
+        raise DTypeError(explain_problem(name, expected=expected, got=shown(value))) from None
+
+
+def require_factory(device: object, dtype: object) -> None:
+    """Raise unless parameters can be made on the device and in the dtype.
+
+    Raises:
+        DTypeError: unless the dtype is a floating point one that can be computed with.
+        DeviceError: for a device that this machine does not have.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATS):
+        expected = "torch.float64, float32, bfloat16 or float16"
+        raise DTypeError(explain_problem("dtype", expected=expected, got=shown(dtype)))
+    if device is None:
+        return
+    try:
+        torch.empty(0, device=cast(Any, device))
+    except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError, OverflowError):
+        raise DeviceError(
+            explain_problem("device", expected="a device that this machine has", got=shown(device))
+        ) from None
+
+
+def _is_plain(value: Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_nested and not value.is_meta

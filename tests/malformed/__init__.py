@@ -1,0 +1,1 @@
+"""Generated malformed calls of every public function, constructor and method."""

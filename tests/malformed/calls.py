@@ -1,0 +1,234 @@
+"""A valid call of a public callable, the same with arguments replaced, and the judgement of what comes of it."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import re
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.caches import Cache
+from clearhead.errors import ClearheadError
+from clearhead.masks import Mask
+from tests.malformed.values import OwnError, any_value, changed_tensor
+
+__all__ = ["CASES", "Call", "Case", "Outcome", "case", "malformed", "outcome_of"]
+
+
+@dataclass
+class Call:
+    """A valid call.
+
+    Args:
+        function: what is called.
+        arguments: by name, all valid.
+        after: a valid use of the object the call belongs to, made after a refused call and compared with the same use
+            of a fresh object: a refused call leaves the object as it was.
+    """
+
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    after: Callable[[], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A public callable.
+
+    Args:
+        name: of the callable.
+        make: makes a fresh valid call.
+        weight: how often it is drawn, relative to others.
+        aliases: for arguments which messages call by other names.
+        arguments: their names, where the signature does not list them.
+    """
+
+    name: str
+    make: Callable[[], Call]
+    weight: int = 4
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+
+
+_SEED = 20170612
+#: Values that can each be right and not fit together: the error may then be said of the other argument.
+_FITTING = (Tensor, Mask, Cache, int, str, list, tuple, dict, nn.Module)
+CASES: dict[str, Case] = {}
+
+
+def case(name: str, /, *, weight: int = 4, arguments: tuple[str, ...] = (), **aliases: str | tuple[str, ...]) -> Any:
+    """Register a maker of valid calls under the name of what it calls."""
+
+    def registered(make: Callable[[], Call]) -> Callable[[], Call]:
+        known = {key: (value,) if isinstance(value, str) else value for key, value in aliases.items()}
+        CASES[name] = Case(name, make, weight, known, arguments)
+        return make
+
+    return registered
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a malformed call; `problem` is empty where it is as it should be."""
+
+    case: str
+    changed: tuple[str, ...]
+    problem: str = ""
+    message: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A case's call with some of its arguments replaced."""
+
+    case: Case
+    call: Call
+    changed: tuple[str, ...]
+    signature_changed: bool
+
+    def __repr__(self) -> str:
+        shown = {name: self.call.arguments[name] for name in self.changed if name in self.call.arguments}
+        return f"{self.case.name} with {', '.join(f'{name}={_shown(value)}' for name, value in shown.items())}"
+
+
+def malformed(rng: random.Random, names: list[str]) -> Malformed:
+    """A call of one of the named cases with one or two arguments replaced, dropped or added."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of PyTorch, about what some values are
+        return _malformed(rng, names)
+
+
+def _malformed(rng: random.Random, names: list[str]) -> Malformed:
+    known = CASES[rng.choice(names)]
+    torch.manual_seed(_SEED)
+    call = known.make()
+    parameters = _parameters(known, call)
+    changed: list[str] = []
+    signature_changed = False
+    for _ in range(rng.choice((1, 1, 2))):
+        name = rng.choice(parameters or ["unexpected"])
+        changed.append(name)
+        given = call.arguments.get(name)
+        if rng.random() < 0.04:
+            signature_changed = True
+            call.arguments.pop(name, None)
+        elif isinstance(given, Tensor) and rng.random() < 0.6:
+            call.arguments[name] = changed_tensor(rng, given)
+        else:
+            call.arguments[name] = any_value(rng)
+    if not parameters or rng.random() < 0.02:
+        signature_changed = True
+        call.arguments["unexpected"] = any_value(rng)
+        changed.append("unexpected")
+    return Malformed(known, call, tuple(dict.fromkeys(changed)), signature_changed)
+
+
+def outcome_of(attempt: Malformed) -> Outcome:
+    """Make the call and judge it."""
+    found = _first_outcome(attempt)
+    if found.problem or not found.message or attempt.call.after is None:
+        return found
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_SEED)
+            fresh = _fresh_result(attempt.case)
+            torch.manual_seed(_SEED + 1)
+            again = attempt.call.after()
+    except Exception as error:
+        return _problem(attempt, f"unusable after a refused call: {type(error).__name__}", str(error), _where(error))
+    if not _same(again, fresh):
+        return _problem(attempt, "changed by a refused call", found.message, "")
+    return found
+
+
+def _fresh_result(known: Case) -> Any:
+    after = known.make().after
+    torch.manual_seed(_SEED + 1)
+    return None if after is None else after()
+
+
+def _first_outcome(attempt: Malformed) -> Outcome:
+    given = attempt.call.arguments
+    conflict = any(isinstance(given.get(name), _FITTING) for name in attempt.changed)
+    about = {*attempt.changed, *given} if conflict else set(attempt.changed)
+    named = {alias for name in about for alias in (name, *attempt.case.aliases.get(name, ()))}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            attempt.call.function(**attempt.call.arguments)
+        except ClearheadError as error:
+            message = str(error)
+            if not any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message) for name in named):
+                return _problem(attempt, f"{type(error).__name__} that does not name it", message, _where(error))
+            return Outcome(attempt.case.name, attempt.changed, message=message)
+        except OwnError:
+            return Outcome(attempt.case.name, attempt.changed)
+        except TypeError as error:
+            if attempt.signature_changed and re.search(_BINDING, str(error)):
+                return Outcome(attempt.case.name, attempt.changed)
+            return _problem(attempt, "TypeError", str(error), _where(error))
+        except Exception as error:
+            return _problem(attempt, type(error).__name__, str(error), _where(error))
+    for warning in warned:
+        if not any(re.search(known, str(warning.message)) for known in _WARNINGS):
+            where = f"{warning.filename}:{warning.lineno}"
+            return _problem(attempt, f"warns {warning.category.__name__}", str(warning.message), where)
+    return Outcome(attempt.case.name, attempt.changed)
+
+
+_BINDING = r"missing \d+ required|unexpected keyword argument|positional arguments? but|multiple values for argument"
+#: Warnings that are meant: the record's own about what it cannot see, and PyTorch's about layers of size 0.
+_WARNINGS = (r"^record: ", r"Initializing zero-element tensors is a no-op")
+
+
+def _problem(attempt: Malformed, problem: str, message: str, detail: str) -> Outcome:
+    return Outcome(attempt.case.name, attempt.changed, problem, message, f"{detail}\n      {attempt!r}")
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/clearhead/" in frame.filename] or list(frames)
+    return " < ".join(f"{frame.filename.rsplit('clearhead/', 1)[-1]}:{frame.lineno}" for frame in reversed(own[-3:]))
+
+
+def _parameters(known: Case, call: Call) -> list[str]:
+    if known.arguments:
+        return list(known.arguments)
+    function = call.function.forward if isinstance(call.function, nn.Module) else call.function
+    try:
+        found = inspect.signature(function).parameters.values()
+    except ValueError:
+        return list(call.arguments)
+    return [p.name for p in found if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(_same(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                shape = tuple(value.shape)
+            except RuntimeError:
+                shape = "nested"
+            learned = ", requires_grad" if value.requires_grad else ""
+            return f"{type(value).__name__}({shape}, {value.dtype}, {value.layout}, {value.device}{learned})"
+    try:
+        return repr(value)[:150]
+    except Exception as error:
+        return f"{type(value).__name__} ({type(error).__name__} in its repr)"

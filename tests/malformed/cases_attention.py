@@ -1,0 +1,225 @@
+"""Attention and what surrounds it: functions, choices of kernels, positions."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+import clearhead
+import clearhead.integrations.transformers as integration
+from clearhead import masks, positions
+from clearhead.nn import functional
+from tests.malformed.calls import Call, case
+
+B, H, KV, L, S, D = 2, 6, 3, 5, 7, 4
+
+
+def qkv() -> dict[str, Any]:
+    return {"query": torch.randn(B, H, L, D), "key": torch.randn(B, KV, S, D), "value": torch.randn(B, KV, S, D)}
+
+
+@case("attention", weight=16)
+def _() -> Call:
+    return Call(clearhead.attention, {**qkv(), "mask": masks.causal()})
+
+
+@case("attention, a tensor as mask", weight=8)
+def _() -> Call:
+    return Call(clearhead.attention, {**qkv(), "mask": torch.rand(L, S) < 0.5})
+
+
+@case("attention, everything given", weight=8)
+def _() -> Call:
+    return Call(clearhead.attention, {**qkv(), **_extras(), "return_lse": True, "dropout_p": 0.1})
+
+
+@case("attention without a mask", weight=8)
+def _() -> Call:
+    return Call(clearhead.attention, qkv())
+
+
+@case("explain")
+def _() -> Call:
+    return Call(clearhead.explain, {**qkv(), **_extras()})
+
+
+@case("attention_weights", weight=8)
+def _() -> Call:
+    given = {**qkv(), **_extras(), "queries": [0, 3], "average_attn_weights": True}
+    del given["value"]
+    return Call(clearhead.attention_weights, given)
+
+
+@case("attention_statistics", weight=8)
+def _() -> Call:
+    options = {"statistics": ("entropy", "rows", "top_k", "offset", "map"), "query_mask": torch.ones(B, L).bool()}
+    more = {"rows": [0], "top_k": 2, "map_size": 3, "map_pooling": "max", "sink_keys": 1, "offsets": (-1, 0)}
+    return Call(clearhead.attention_statistics, {**qkv(), **_extras(), **options, **more, "per": "query_head"})
+
+
+def _extras() -> dict[str, Any]:
+    places = {"query_positions": torch.arange(L), "key_positions": 0}
+    return {"mask": masks.causal(), "scale": 0.5, "softcap": 3.0, "sinks": torch.zeros(H), **places}
+
+
+@case("attention_packed", weight=8)
+def _() -> Call:
+    ends = {"cu_seqlens_q": torch.tensor([0, 3, 5]), "cu_seqlens_k": torch.tensor([0, 3, 7])}
+    tensors = {"query": torch.randn(5, H, D), "key": torch.randn(7, KV, D), "value": torch.randn(7, KV, D)}
+    return Call(clearhead.attention_packed, {**tensors, **ends, "mask": masks.causal()})
+
+
+@case("split_heads")
+def _() -> Call:
+    return Call(clearhead.split_heads, {"x": torch.randn(B, L, 12), "num_heads": 3})
+
+
+@case("merge_heads")
+def _() -> Call:
+    return Call(clearhead.merge_heads, {"x": torch.randn(B, H, L, D)})
+
+
+@case("use_kernel")
+def _() -> Call:
+    def used(name: Any) -> None:
+        with clearhead.use_kernel(name):
+            pass
+
+    return Call(used, {"name": "reference"})
+
+
+@case("use_linear")
+def _() -> Call:
+    def used(name: Any) -> None:
+        with clearhead.use_linear(name):
+            pass
+
+    return Call(used, {"name": "pytorch"})
+
+
+@case("nn.functional.scaled_dot_product_attention", weight=10)
+def _() -> Call:
+    given = {**qkv(), "attn_mask": torch.rand(L, S) < 0.5, "dropout_p": 0.0, "is_causal": True, "enable_gqa": True}
+    return Call(functional.scaled_dot_product_attention, given)
+
+
+@case("nn.functional.translate")
+def _() -> Call:
+    given = {**qkv(), "attn_mask": torch.rand(L, S) < 0.5, "is_causal": True, "enable_gqa": True}
+    return Call(functional.translate, given)
+
+
+@case("integrations.transformers.attention_forward", weight=8, attention_mask="mask")
+def _() -> Call:
+    given = {**qkv(), "attention_mask": torch.rand(B, 1, L, S) < 0.5, "scaling": 0.5, "dropout": 0.0}
+    return Call(integration.attention_forward, {"module": nn.Linear(2, 2), **given, "output_attentions": True})
+
+
+@case("integrations.transformers.attention_forward without a mask", weight=4)
+def _() -> Call:
+    given = {**qkv(), "attention_mask": None, "sliding_window": 3, "is_causal": True, "s_aux": torch.zeros(H)}
+    return Call(integration.attention_forward, {"module": nn.Linear(2, 2), **given})
+
+
+@case("integrations.transformers.attention_forward, packed", weight=4)
+def _() -> Call:
+    ends = torch.tensor([0, 2, 5])
+    given = {name: torch.randn(1, 3, 5, D) for name in ("query", "key", "value")}
+    packed = {"attention_mask": None, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    bias = torch.randn(1, 3, 5, 5)
+    return Call(integration.attention_forward, {"module": nn.Linear(2, 2), **given, **packed, "position_bias": bias})
+
+
+@case("integrations.transformers.make_mask")
+def _() -> Call:
+    given = {"batch_size": B, "q_length": L, "kv_length": S, "q_offset": 2, "kv_offset": 0, "device": "cpu"}
+    return Call(integration.make_mask, {**given, "allow_is_causal_skip": True})
+
+
+@case("positions.ALiBi")
+def _() -> Call:
+    return Call(lambda num_heads: positions.ALiBi(num_heads).dense(2, 3), {"num_heads": 3})
+
+
+@case("positions.RelativeBias")
+def _() -> Call:
+    return Call(positions.RelativeBias, {"num_heads": 3, "num_buckets": 8, "max_distance": 16, "bidirectional": True})
+
+
+@case("positions.Rotary")
+def _() -> Call:
+    scaling = positions.LinearScaling(2.0)
+    given = {"head_dim": 8, "base": 100.0, "fraction": 0.5, "interleaved": True, "scaling": scaling}
+    return Call(positions.Rotary, given)
+
+
+@case("positions.Rotary.forward", weight=6)
+def _() -> Call:
+    rotary = positions.Rotary(D)
+    given = {"q": torch.randn(B, H, L, D), "k": torch.randn(B, KV, L, D), "positions": torch.arange(L)}
+    return Call(rotary, given)
+
+
+@case("positions.LinearScaling")
+def _() -> Call:
+    return Call(positions.LinearScaling, {"factor": 2.0})
+
+
+@case("positions.DynamicNTKScaling")
+def _() -> Call:
+    return Call(positions.DynamicNTKScaling, {"factor": 2.0, "original_length": 16})
+
+
+@case("positions.Llama3Scaling")
+def _() -> Call:
+    given = {"factor": 2.0, "original_length": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return Call(lambda **given: positions.Rotary(8, scaling=positions.Llama3Scaling(**given)), given)
+
+
+@case("positions.YarnScaling")
+def _() -> Call:
+    given = {"factor": 2.0, "original_length": 16, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
+    return Call(positions.YarnScaling, {**given, "truncate": True})
+
+
+@case("positions.YarnScaling in Rotary", arguments=("factor", "original_length", "beta_fast", "beta_slow"))
+def _() -> Call:
+    given = {"factor": 2.0, "original_length": 16, "beta_fast": 32.0, "beta_slow": 1.0}
+    return Call(lambda **given: positions.Rotary(8, scaling=positions.YarnScaling(**given)), given)
+
+
+@case("positions.rotary_from_config", rope_parameters=("rope_type", "rope_theta", "factor"))
+def _() -> Call:
+    settings = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
+    given = {"rope_parameters": settings, "head_dim": 8, "max_position_embeddings": 32, "interleaved": False}
+    return Call(positions.rotary_from_config, given)
+
+
+@case(
+    "positions.rotary_from_config, its settings", arguments=("rope_type", "factor", "rope_theta", "beta_fast", "mscale")
+)
+def _() -> Call:
+    settings = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 100.0, "beta_fast": 32.0, "mscale": 1.0}
+    wide = {"max_position_embeddings": 32}
+    return Call(lambda **settings: positions.rotary_from_config(settings, 8, **wide), settings)
+
+
+@case("upgrade")
+def _() -> Call:
+    return Call(clearhead.upgrade, {"model": nn.TransformerEncoderLayer(12, 3, 8)})
+
+
+@case("downgrade")
+def _() -> Call:
+    return Call(clearhead.downgrade, {"model": nn.TransformerEncoderLayer(12, 3, 8)})
+
+
+@case("load_transformer")
+def _() -> Call:
+    return Call(clearhead.load_transformer, {"module": nn.TransformerEncoderLayer(12, 3, 8, batch_first=True)})
+
+
+CONFIG = SimpleNamespace(model_type="bloom", hidden_size=12, num_attention_heads=3, num_hidden_layers=1)

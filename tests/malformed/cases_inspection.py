@@ -1,0 +1,176 @@
+"""Recording, intervening, walking through."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+import clearhead
+from clearhead import masks
+from clearhead.inspection.rollout import rollout
+from tests.malformed.calls import Call, case
+from tests.malformed.values import OwnError, users_own
+
+E, H = 12, 3
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = clearhead.MultiHeadAttention(E, H)
+
+    def forward(self, x: Any) -> Any:
+        return self.self_attn(x, mask=masks.causal())
+
+
+@functools.cache
+def model() -> Model:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(8)
+        return Model().eval()
+
+
+def x() -> Any:
+    return torch.randn(2, 5, E, generator=torch.Generator().manual_seed(6))
+
+
+@functools.cache
+def recorded() -> Any:
+    with clearhead.record(model(), keep="queries_keys") as rec:
+        model()(x())
+    return rec
+
+
+def _record(**given: Any) -> Any:
+    with clearhead.record(**given) as rec:
+        model()(x())
+    return rec
+
+
+def _after() -> Any:
+    """What is watched in this thread is over: the model gives what it gave, and records again."""
+    rec = _record(model=model())
+    return model()(x()), rec.summary()["entropy"]["self_attn"]
+
+
+@case(
+    "record",
+    weight=10,
+    arguments=(
+        *("model", "statistics", "layers", "heads", "query_mask", "keep", "rows", "top_k", "map_size", "map_pooling"),
+        *("sink_keys", "offsets", "per"),
+    ),
+)
+def _() -> Call:
+    given = {"model": model(), "statistics": ("entropy", "rows", "offset"), "layers": [0], "heads": [0, 2]}
+    more = {"query_mask": torch.ones(2, 5).bool(), "keep": "queries_keys", "rows": [0], "offsets": (-1,)}
+    return Call(_record, {**given, **more}, after=_after)
+
+
+@case("record[...]", name="recorded")
+def _() -> Call:
+    return Call(lambda name: recorded()[name], {"name": "self_attn"})
+
+
+@case("record[...][...]")
+def _() -> Call:
+    return Call(lambda index: recorded()["self_attn"][index], {"index": 0})
+
+
+@case("record.name_of")
+def _() -> Call:
+    return Call(recorded().name_of, {"layer": 0})
+
+
+@case("record.kept_call")
+def _() -> Call:
+    return Call(recorded().kept_call, {"layer": 0, "call": 0})
+
+
+@case("record.weights", weight=6, rows="queries")
+def _() -> Call:
+    return Call(recorded().weights, {"layer": 0, "head": 1, "rows": [0], "call": 0})
+
+
+@case("record.rollout", weight=6, layers="layer")
+def _() -> Call:
+    return Call(recorded().rollout, {"targets": [0, 2], "layers": ["self_attn"], "residual": 0.5})
+
+
+@case("rollout", calls="layers")
+def _() -> Call:
+    return Call(rollout, {"calls": [recorded().kept_call(0)], "targets": [0, 2], "residual": 0.5})
+
+
+@case("summary[...]")
+def _() -> Call:
+    return Call(lambda statistic: recorded().summary()[statistic], {"statistic": "entropy"})
+
+
+@case("AttentionStatistics.with_heads")
+def _() -> Call:
+    return Call(recorded()["self_attn"][0].with_heads, {"heads": [0, 1]})
+
+
+@case("AttentionStatistics.head_sums")
+def _() -> Call:
+    return Call(recorded()["self_attn"][0].head_sums, {"name": "entropy"})
+
+
+@case("intervene", weight=6)
+def _() -> Call:
+    def run(model: Any, changes: Any) -> Any:
+        with clearhead.intervene(model, changes):
+            return _model(x())
+
+    _model = model()
+    return Call(run, {"model": _model, "changes": {("self_attn", 1): 0.5}}, after=_after)
+
+
+@case("intervene, one change", weight=6, change="changes", head="changes", name="changes")
+def _() -> Call:
+    def run(name: Any, head: Any, change: Any) -> Any:
+        try:
+            key = (name, head)
+            hash(key)
+        except TypeError:
+            raise OwnError from None
+        change = users_own(change) if callable(change) else change
+        with clearhead.intervene(model(), {key: change}):
+            return model()(x())
+
+    return Call(run, {"name": "self_attn", "head": 0, "change": torch.zeros(2, 5, 4)}, after=_after)
+
+
+@case("head_importance")
+def _() -> Call:
+    def loss(model: Any, batch: Any) -> Any:
+        try:
+            return model(batch).square().mean()
+        except Exception as error:
+            raise OwnError from error  # what the batch makes of the user's own model
+
+    def run(model: Any, batches: Any, loss: Any, progress: Any) -> Any:
+        loss = users_own(loss) if callable(loss) else loss
+        return clearhead.head_importance(model, batches, loss, progress=progress)
+
+    return Call(run, {"model": model(), "batches": [x()], "loss": loss, "progress": False}, after=_after)
+
+
+@case("walkthrough", weight=6)
+def _() -> Call:
+    given = {"module": model().self_attn, "query": x(), "key": x(), "value": x(), "mask": masks.causal()}
+    return Call(clearhead.walkthrough, {**given, "language": "en"}, after=_after)
+
+
+@functools.cache
+def walked() -> Any:
+    return clearhead.walkthrough(model().self_attn, x())
+
+
+@case("walkthrough[...]")
+def _() -> Call:
+    return Call(lambda name: walked()[name], {"name": "scores"})

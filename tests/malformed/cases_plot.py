@@ -1,0 +1,130 @@
+"""Pictures; slow, so drawn seldom."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+
+from clearhead import plot
+from clearhead.plot import Tokens, read_tokens
+from tests.malformed.calls import Call, case
+from tests.malformed.cases_inspection import recorded
+
+mpl.use("agg")
+
+NAMES = ["it", "was", "too", "tired", "."]
+
+
+def _closing(draw: Any) -> Any:
+    """Draw, and let go of the figure."""
+    from functools import wraps
+
+    import matplotlib.pyplot as plt
+
+    @wraps(draw)
+    def drawn(*args: Any, **given: Any) -> Any:
+        try:
+            return draw(*args, **given)
+        finally:
+            plt.close("all")
+
+    return drawn
+
+
+@case("plot.page", weight=2)
+def _() -> Call:
+    given = {"rec": recorded(), "tokens": [NAMES, NAMES], "layer": 0, "head": 1, "labels": ["a", "b"], "title": "t"}
+    return Call(plot.page, given)
+
+
+@case("record.page", weight=2)
+def _() -> Call:
+    return Call(recorded().page, {"tokens": [NAMES, NAMES], "key_tokens": [NAMES, NAMES]})
+
+
+@case("plot.page, crops", weight=2)
+def _() -> Call:
+    return Call(plot.page, {"rec": recorded(), "crops": [(0, 1, slice(0, 3), slice(0, 2))]})
+
+
+@case("plot.plot_heads", weight=1)
+def _() -> Call:
+    return Call(_closing(plot.plot_heads), {"rec": recorded(), "statistic": "entropy"})
+
+
+@case("plot.plot_map", weight=1)
+def _() -> Call:
+    given = {"layer": 0, "head": 1, "tokens": [NAMES, NAMES], "item": 0, "words": True}
+    return Call(_closing(plot.plot_map), {"rec": recorded(), **given})
+
+
+@case("plot.plot_received", weight=1)
+def _() -> Call:
+    given = {"layer": 0, "head": 1, "tokens": [NAMES, NAMES], "item": 0}
+    return Call(_closing(plot.plot_received), {"rec": recorded(), **given})
+
+
+@case("plot.plot_rollout", weight=1, layers="layer")
+def _() -> Call:
+    given = {"targets": 0, "tokens": [NAMES, NAMES], "item": 0, "layers": [0], "residual": 0.5}
+    return Call(_closing(plot.plot_rollout), {"rec": recorded(), **given})
+
+
+@case("plot.plot_rollout of patches", weight=1, layers="layer")
+def _() -> Call:
+    given = {"targets": 0, "grid": (2, 2), "image": torch.rand(4, 4, 3), "item": 0}
+    return Call(_closing(plot.plot_rollout), {"rec": recorded(), **given})
+
+
+@case("plot.given")
+def _() -> Call:
+    return Call(plot.given, {"weights": [torch.eye(3).expand(2, 3, 3)], "names": ["a"]})
+
+
+@case("plot.given, its methods", weight=4, rows="queries")
+def _() -> Call:
+    rec = plot.given([torch.eye(3).expand(2, 3, 3)])
+    return Call(rec.weights, {"layer": 0, "head": 1, "rows": [0], "call": 0})
+
+
+@case("plot.given, rollout", weight=2, layers="layer")
+def _() -> Call:
+    rec = plot.given([torch.eye(3).expand(2, 3, 3)])
+    return Call(rec.rollout, {"targets": [0], "layers": [0], "residual": 0.5})
+
+
+@case("plot.Tokens", arguments=("names", "special", "words"), names=("tokens", "token"))
+def _() -> Call:
+    given = {"names": NAMES, "special": [False] * 5, "words": [0, 1, 2, 3, 3]}
+    return Call(lambda **given: Tokens(**given).word_names(), given)
+
+
+@case("plot.Tokens.cut", weight=2)
+def _() -> Call:
+    return Call(Tokens(NAMES).cut, {"start": 0, "stop": 2})
+
+
+class _Tokenizer:
+    all_special_ids = (0,)
+    unk_token_id = 1
+
+    def convert_ids_to_tokens(self, ids: Any) -> list[str]:
+        return [f"t{number}" for number in ids]
+
+    def decode(self, ids: Any, **_options: Any) -> str:
+        return f"t{ids[0]}"
+
+
+@case("plot.read_tokens", weight=2)
+def _() -> Call:
+    return Call(read_tokens, {"tokenizer": _Tokenizer(), "ids": [0, 3, 4], "words": [None, 0, 1]})
+
+
+@case("plot.Page.save", weight=1)
+def _() -> Call:
+    folder = Path(tempfile.mkdtemp())
+    return Call(plot.Page("text").save, {"path": folder / "page.html"})

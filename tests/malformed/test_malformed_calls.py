@@ -1,0 +1,93 @@
+"""Every public callable computes what it is given, or says what is wrong with it, naming the argument."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import clearhead
+import clearhead.integrations.transformers
+from clearhead import caches, checkpoints, masks, plot, positions, transformer
+from tests.malformed import cases  # noqa: F401  (registers them)
+from tests.malformed.calls import CASES, malformed, outcome_of
+
+CALLS = 2_000
+MANY_CALLS = 100_000
+NAMES = [name for name, case in CASES.items() for _ in range(case.weight)]
+
+randoms = st.randoms(use_true_random=False)
+
+
+@settings(max_examples=CALLS)
+@given(rng=randoms)
+def test_a_malformed_call_computes_or_names_the_argument(rng: random.Random) -> None:
+    _require_clear(rng)
+
+
+@pytest.mark.slow
+@settings(max_examples=MANY_CALLS)
+@given(rng=randoms)
+def test_many_malformed_calls_compute_or_name_the_argument(rng: random.Random) -> None:
+    _require_clear(rng)
+
+
+def _require_clear(rng: random.Random) -> None:
+    outcome = outcome_of(malformed(rng, NAMES))
+    assert not outcome.problem, f"{outcome.case}: {outcome.problem}: {outcome.message}\n{outcome.detail}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_valid_call_computes(name: str) -> None:
+    call = CASES[name].make()
+    call.function(**call.arguments)
+    if call.after is not None:
+        CASES[name].make().after()
+
+
+#: Public names that take no arguments of a user's, or that users write their own of.
+WITHOUT_CASES = {
+    "AttentionStatistics": "made by attention_statistics; its methods have cases",
+    "Cache": "abstract",
+    "Cached": "a tuple that caches return",
+    "CrossKVCache": "takes no arguments",
+    "DecoderCache": "a tuple of two caches",
+    "DecoderWeights": "a tuple that layers return",
+    "EvictionPolicy": "abstract",
+    "Finding": "made by identify",
+    "Held": "made by caches; its method has a case",
+    "Mask": "abstract; its methods have cases",
+    "MaskReport": "made by Mask.check",
+    "Scaling": "abstract",
+    "Naming": "a list of entries; of_linears, which makes one, has a case",
+    "Page": "made by page; its method has a case",
+    "register": "takes no arguments",
+}
+
+
+PACKAGES = (
+    *(clearhead, caches, checkpoints, masks, plot, positions, transformer),
+    *(clearhead.nn, clearhead.nn.functional, clearhead.integrations.transformers),
+)
+
+
+@pytest.mark.parametrize(
+    "module",
+    PACKAGES,
+    ids=lambda module: module.__name__,
+)
+def test_every_public_callable_has_a_case(module: ModuleType) -> None:
+    known = {part.split("(")[0] for name in CASES for part in name.replace(",", " ").replace("[", " ").split()}
+    known |= {name.rpartition(".")[2] for name in known} | {name.split(".")[0] for name in known}
+    missing = [name for name in _callables(module) if name not in known and name not in WITHOUT_CASES]
+    assert missing == []
+
+
+def _callables(module: Any) -> list[str]:
+    public = [(name, getattr(module, name)) for name in module.__all__]
+    return [name for name, value in public if callable(value) and not inspect.ismodule(value)]
