@@ -56,7 +56,7 @@ def build(architecture: Architecture) -> PreTrainedModel:
     return model
 
 
-def twin(architecture: Architecture, model: PreTrainedModel, implementation: str) -> PreTrainedModel:
+def twin(architecture: Architecture, model: PreTrainedModel, implementation: str | None) -> PreTrainedModel:
     """The same model, constructed with this attention implementation; parameters and buffers are copied."""
     config = build_config(architecture)
     other = _construct(architecture, config, implementation)
@@ -76,7 +76,7 @@ def _check_size(architecture: Architecture, config: PreTrainedConfig) -> None:
         raise ValueError(f"the smallest configuration known has {size / 1e6:.0f} million parameters")
 
 
-def _construct(architecture: Architecture, config: PreTrainedConfig, implementation: str) -> PreTrainedModel:
+def _construct(architecture: Architecture, config: PreTrainedConfig, implementation: str | None) -> PreTrainedModel:
     model = architecture.model_class._from_config(copy.deepcopy(config), attn_implementation=implementation)
     return model.float().eval()
 

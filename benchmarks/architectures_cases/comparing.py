@@ -122,11 +122,14 @@ class _Reference:
 
     @cached_property
     def _sdpa(self) -> PreTrainedModel | None:
-        try:
-            model = twin(self.architecture, self.eager, "sdpa")
-        except Exception:
-            return None
-        return model if "sdpa" in _implementations(model) else None
+        for implementation in ("sdpa", None):  # None: SDPA in those parts that have it
+            try:
+                model = twin(self.architecture, self.eager, implementation)
+            except Exception:  # transformers refuses it
+                continue
+            if "sdpa" in _implementations(model):
+                return model
+        return None
 
     @cached_property
     def _double(self) -> PreTrainedModel:
