@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..call import AttentionCall
-from ..kernels.blocks import LongSum, grouped
+from ..kernels.blocks import LongSum, grouped, long_product
 from ..masks.grid import take
 from .rows import GROUP, Rows
 
@@ -117,7 +117,7 @@ class Received(Statistic):
 
     def add(self, rows: Rows) -> None:
         where = (rows.block.batch, rows.block.heads, slice(None), rows.columns)
-        self._received.run.unsqueeze(2)[where] += rows.share @ rows.terms  # (b, h, 1, s)
+        self._received.run.unsqueeze(2)[where] += long_product(rows.share, rows.terms)  # (b, h, 1, s)
         self._received.end_block()
         mask = None if self.call.mask is None else self.call.mask.visible(rows.block)
         count = rows.place.stop - rows.place.start

@@ -29,6 +29,7 @@ __all__ = [
     "drop_subnormal",
     "exact_dtype",
     "head_spans",
+    "long_product",
     "score_blocks",
     "span_blocks",
 ]
@@ -290,7 +291,7 @@ def grouped(left: Tensor, right: Tensor, scale: float = 1.0, workspace: Workspac
     kv_heads, width = right.shape[1], right.shape[-1]
     folded = left.reshape(batch * kv_heads, heads // kv_heads * rows, inner)  # (b·hkv, G·n, m)
     if inner > _TERMS:
-        return _long_product(folded, right.flatten(0, 1)).mul_(scale).view(batch, heads, rows, width)
+        return long_product(folded, right.flatten(0, 1)).mul_(scale).view(batch, heads, rows, width)
     result = (workspace or Workspace()).take(left, batch * kv_heads, folded.shape[1], width)
     torch.baddbmm(result, folded, right.flatten(0, 1), beta=0, alpha=scale, out=result)
     return result.view(batch, heads, rows, width)
@@ -300,10 +301,10 @@ def grouped_transposed(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:
     """Σ over a group's heads and rows of leftᵀ right: (b, h, n, m), (b, h, n, k) → (b, hkv, m, k)."""
     batch, heads, rows, inner = left.shape
     shape = (batch, kv_heads, heads // kv_heads * rows)
-    return _long_product(left.reshape(*shape, inner).transpose(-2, -1), right.reshape(*shape, right.shape[-1]))
+    return long_product(left.reshape(*shape, inner).transpose(-2, -1), right.reshape(*shape, right.shape[-1]))
 
 
-def _long_product(left: Tensor, right: Tensor) -> Tensor:
+def long_product(left: Tensor, right: Tensor) -> Tensor:
     """Matrix product (…, n, m) by (…, m, k); on the CPU, where PyTorch may sum one by one, in parts of m."""
     if left.shape[-1] <= _TERMS or left.device.type != "cpu":
         return left @ right
