@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -59,7 +60,7 @@ class Case:
 
 _SEED = 20170612
 #: Values that can each be right and not fit together: the error may then be said of the other argument.
-_FITTING = (Tensor, Mask, Cache, int, str, list, tuple, dict, nn.Module)
+_FITTING = (Tensor, np.ndarray, Mask, Cache, int, str, list, tuple, dict, nn.Module)
 CASES: dict[str, Case] = {}
 
 
