@@ -60,8 +60,10 @@ _NAMES = {
 WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
+        "decoder_attention_mask",
         "deterministic",
         "encoder_hidden_states",
+        "grid_thw",
         "logits_to_keep",
         "max_length_k",
         "max_length_q",
