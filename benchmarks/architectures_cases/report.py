@@ -95,9 +95,12 @@ def _described(found: Finding) -> str:
 
 
 def _refusals(outcome: Outcome) -> str:
+    requests: dict[str, list[str]] = {}
+    for found in outcome.errors:
+        requests.setdefault(found.text, []).append(found.observation)
     texts = [f"`{route}`: {text}" for route, text in outcome.refused.items()]
-    texts += [f"{found.observation}: {found.text}" for found in outcome.errors]
-    return "; ".join(dict.fromkeys(texts))
+    texts += [f"{text} ({', '.join(dict.fromkeys(names))})" for text, names in requests.items()]
+    return "; ".join(texts)
 
 
 def _section(title: str, lines: Iterable[str]) -> list[str]:
