@@ -9,7 +9,7 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, flag, is_finite, is_probability, number, strided
+from .checks import FLOATS, flag, is_probability, number, strided
 from .errors import DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from .masks.base import Mask
 from .masks.check import as_positions
@@ -141,7 +141,7 @@ def build_call(
         value=value,
         mask=checked,
         scale=_scale(scale, query),
-        softcap=_softcap(softcap),
+        softcap=_softcap(softcap, query),
         sinks=_sinks(sinks, query),
         dropout_p=_dropout(dropout_p),
         dropout_seed=None,
@@ -283,13 +283,20 @@ def _scale(scale: float | None, query: Tensor) -> float:
     if scale is None:
         head_dim = query.shape[-1]
         return 1.0 if head_dim == 0 else 1.0 / math.sqrt(head_dim)
-    return number("scale", scale, "a finite number, or None for 1/√D", is_finite)
+    most = _largest(query)
+    return number("scale", scale, "a finite number, or None for 1/√D", lambda factor: -most <= factor <= most)
 
 
-def _softcap(softcap: float | None) -> float | None:
+def _softcap(softcap: float | None, query: Tensor) -> float | None:
     if softcap is None:
         return None
-    return number("softcap", softcap, "a number > 0, or None", lambda c: 0 < c < math.inf)
+    most = _largest(query)
+    return number("softcap", softcap, "a number > 0, or None", lambda c: 0 < c <= most)
+
+
+def _largest(query: Tensor) -> float:
+    """The largest number of the dtype that scores are computed in."""
+    return torch.finfo(torch.float64 if query.dtype == torch.float64 else torch.float32).max
 
 
 def _dropout(dropout_p: float) -> float:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .checks import with_values
 from .errors import ArgumentError, DTypeError, ShapeError, explain_problem
 from .masks.base import Mask
 from .packed import Packing, packing
@@ -53,6 +54,7 @@ def pack_jagged(
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
             raise DTypeError(explain_problem(name, expected="a jagged tensor, like query", got=type(tensor).__name__))
+        with_values(name, tensor)
         if not tensor.is_nested or tensor.dim() != 3 or tensor._ragged_idx != 1 or tensor.lengths() is not None:  # type: ignore[attr-defined]
             fix = "Give query, key and value jagged alike, without holes, or pad them all and pass masks.lengths(...)."
             got = "a jagged tensor of another shape" if tensor.is_nested else "a padded tensor"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .attention import attention
-from .checks import strided
+from .checks import strided, with_values
 from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from .masks.base import Mask
 from .masks.grid import Block, Grid
@@ -242,7 +242,7 @@ def _boundaries(name: str, bounds: object, what: str, x: Tensor) -> Tensor:
 
 def _checked(name: str, bounds: Tensor, count: int) -> list[int]:
     """The boundaries as numbers. An accelerator is waited for here: blocks can only be skipped by known numbers."""
-    numbers: list[int] = bounds.tolist()
+    numbers: list[int] = with_values(name, bounds).tolist()
     if numbers[0] != 0:
         raise ArgumentError(explain_problem(name, expected="boundaries from 0 on", got=f"a first one of {numbers[0]}"))
     for place, (before, after) in enumerate(pairwise(numbers), 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -126,5 +127,14 @@ def _() -> Call:
 
 @case("plot.Page.save", weight=1)
 def _() -> Call:
-    folder = Path(tempfile.mkdtemp())
-    return Call(plot.Page("text").save, {"path": folder / "page.html"})
+    def save(path: Any) -> Any:
+        # Whatever the path, what is written lies in a folder that goes again.
+        before = Path.cwd()
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)
+            try:
+                return plot.Page("text").save(path)
+            finally:
+                os.chdir(before)
+
+    return Call(save, {"path": "page.html"})

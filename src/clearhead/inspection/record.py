@@ -374,6 +374,8 @@ def _checked_layers(layers: Sequence[int | str] | None, model: nn.Module) -> tup
         )
     names = {name for name, _ in model.named_modules()}
     chosen = tuple(items("layers", layers, "a list of names or numbers"))
+    if not chosen:
+        raise ArgumentError(explain_problem("layers", expected="at least one name or number", got="none"))
     for layer in chosen:
         if isinstance(layer, str) and layer not in names:
             raise ArgumentError(explain_problem("layers", expected="names of the model's modules", got=shown(layer)))

@@ -123,6 +123,8 @@ def grid_for(
         if isinstance(positions, Tensor) and positions.device != device:
             got = str(positions.device)
             raise DeviceError(explain_problem(name, expected=f"positions on {device}, like the mask", got=got))
+    for name, positions in (("query_positions", query_positions), ("key_positions", key_positions)):
+        _require_rows(name, positions, 1 if batch is None else batch, 1 if heads is None else heads)
     _require_count("query_positions", query_positions, length)
     _require_count("key_positions", key_positions, keys)
     return Grid(
@@ -176,6 +178,14 @@ def _require_count(name: str, positions: Tensor | int | None, length: int) -> No
         fix = f"Give one for each of {name.replace('positions', 'length')}."
         got = shape_text(positions.shape)
         raise ShapeError(explain_problem(name, expected=f"{length} positions", got=got, fix=fix))
+
+
+def _require_rows(name: str, positions: Tensor | int | None, batch: int, heads: int) -> None:
+    if not isinstance(positions, Tensor):
+        return
+    if positions.shape[0] not in (1, batch) or (positions.dim() == 3 and positions.shape[1] != heads):
+        expected = f"positions for B = {batch} batch items and H = {heads} heads"
+        raise ShapeError(explain_problem(name, expected=expected, got=shape_text(positions.shape)))
 
 
 def _device_of(mask: Mask) -> torch.device | None:

@@ -63,6 +63,8 @@ def plot_rollout(
     """
     require_record(rec)
     given = [targets] if isinstance(targets, int) else items("targets", targets, "one token number, or several")
+    if not given:
+        raise ArgumentError(explain_problem("targets", expected="one token number, or several", got="none"))
     shares = rec.rollout(given, layers=layers, residual=residual)
     chosen = [operator.index(target) for target in given]
     count = shares.shape[0]

@@ -116,6 +116,10 @@ def read_tokens(tokenizer: Any, ids: Sequence[int], *, words: Sequence[int | Non
     if not hasattr(tokenizer, "convert_ids_to_tokens"):
         raise DTypeError(explain_problem("tokenizer", expected="a tokenizer of transformers", got=shown(tokenizer)))
     ids = _token_ids(ids)
+    words = None if words is None else _word_numbers(words)
+    if words is not None and len(words) != len(ids):
+        expected = f"{len(ids)} values, one for each of ids"
+        raise ShapeError(explain_problem("words", expected=expected, got=str(len(words))))
     stored = tokenizer.convert_ids_to_tokens(ids)
     known = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     special = [number in known for number in ids]
@@ -123,7 +127,7 @@ def read_tokens(tokenizer: Any, ids: Sequence[int], *, words: Sequence[int | Non
     return Tokens(
         [_readable(tokenizer, *each) for each in zip(ids, stored, special, strict=True)],
         special,
-        guessed if words is None else _usable(_word_numbers(words), guessed),
+        guessed if words is None else _usable(words, guessed),
     )
 
 

@@ -10,6 +10,7 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from ..checks import number
 from ..errors import ArgumentError, explain_problem
 from .checks import factor_at_least_one, positive, whole
 
@@ -187,7 +188,8 @@ class YarnScaling(Scaling):
     def __post_init__(self) -> None:
         factor_at_least_one(self.factor)
         whole("original_length", self.original_length)
-        positive("beta_slow", self.beta_slow)
+        number("beta_slow", self.beta_slow, "a finite number > 2⁻⁶³", lambda turns: 2.0**-63 < turns < math.inf)
+        number("beta_fast", self.beta_fast, "a finite number > 0 and < 2⁶³", lambda turns: 0 < turns < 2.0**63)
         if positive("beta_fast", self.beta_fast) < self.beta_slow:
             raise ArgumentError(
                 explain_problem(
