@@ -6,9 +6,31 @@ import pytest
 import torch
 
 import clearhead
-from clearhead.native import extension
+from clearhead.native import best_first, extension, instruction_sets
 
 pytestmark = pytest.mark.skipif(extension is None, reason="the extension was not built here")
+
+ALL = ["amx", "avx512_bf16", "avx512", "avx2", "generic"]
+
+
+@pytest.mark.parametrize(
+    ("found", "where_pairs_are_slow"),
+    [
+        (ALL, ["amx", "avx512", "avx512_bf16", "avx2", "generic"]),
+        (ALL[1:], ["avx512", "avx512_bf16", "avx2", "generic"]),
+        (ALL[2:], ALL[2:]),
+        (ALL[:2], ALL[:2]),
+        (["generic"], ["generic"]),
+    ],
+)
+def test_pairs_of_bfloat16_come_first_unless_they_are_slow(found: list[str], where_pairs_are_slow: list[str]) -> None:
+    assert best_first(found, pairs_are_slow=False) == found
+    assert best_first(found, pairs_are_slow=True) == where_pairs_are_slow
+
+
+def test_the_order_here_is_one_of_the_two() -> None:
+    here = [name for name in ALL if name in instruction_sets()]
+    assert list(instruction_sets()) in (best_first(here, False), best_first(here, True))
 
 
 def chosen(query: tuple[int, ...], key: tuple[int, ...], *, train: bool = False, **options: object) -> str | None:

@@ -31,8 +31,23 @@ _sets: dict[str, int] = {}
 
 def _numbers() -> dict[str, int]:
     if not _sets and extension is not None:
-        _sets.update({name: number for number, name in extension.instruction_sets()})
+        found = {name: number for number, name in extension.instruction_sets()}
+        _sets.update({name: found[name] for name in best_first(list(found), extension.pairs_are_slow())})
     return _sets
+
+
+def best_first(names: list[str], pairs_are_slow: bool) -> list[str]:
+    """Order instruction sets, given from the most features to the fewest, by their speed.
+
+    Args:
+        names: of the instruction sets.
+        pairs_are_slow: whether the vector instruction that multiplies pairs of bfloat16 is slower than plain float32.
+    """
+    pairs, plain = "avx512_bf16", "avx512"
+    if not pairs_are_slow or pairs not in names or plain not in names:
+        return names
+    others = [name for name in names if name != pairs]
+    return [other for name in others for other in ((name, pairs) if name == plain else (name,))]
 
 
 def instruction_sets() -> tuple[str, ...]:

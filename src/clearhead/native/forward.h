@@ -80,6 +80,10 @@ static void score_any(const Problem& p, const Tile& tile, const float* keys, int
     });
 }
 
+INLINE Floats sum_of_group(const Floats (&x)[GROUP]) {
+    return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+}
+
 // Scores to weights in place, against the new peaks; and their sums.
 template <int V>
 INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int64_t key, int64_t count, float* weights,
@@ -91,7 +95,7 @@ INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int6
             Floats x[GROUP];
 #pragma GCC unroll 8
             for (int t = 0; t < GROUP; t++) x[t] = exp2(load(weights + ((j + t) * V + v) * LANES) - peaks[v]);
-            sums[v] += ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
+            sums[v] += sum_of_group(x);
             if (p.drop_below) {
                 Ints kept[GROUP];
                 draw_kept(p, tile.rows, batch, v, key + j, kept);

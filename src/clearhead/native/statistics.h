@@ -69,15 +69,16 @@ static void weigh_part(Sheet& sheet, const Part<T>& part) {
         if (sheet.largest.count) find_largest<V>(sheet.largest, scores, peaks_of + j / PIECE * V * LANES, part.start + j);
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
+            Floats x[GROUP];
 #pragma GCC unroll 8
             for (int t = 0; t < GROUP; t++) {
                 float* place = scores + (t * V + v) * LANES;
                 const Floats shifted = larger(lowest, load(place) - peaks[v]);  // in this order NaN stays NaN
-                const Floats x = exp2_within(shifted);
-                sums[v] += x;
-                inner[v] += x * shifted;
-                store(place, x);
+                x[t] = exp2_within(shifted);
+                inner[v] += x[t] * shifted;
+                store(place, x[t]);
             }
+            sums[v] += sum_of_group(x);  // as in the forward pass, so that outputs are the same to the bit
         }
     }
     for (int v = 0; v < V; v++) {
