@@ -1,4 +1,4 @@
-"""The mask between a model's mask function and its layers: eager's values for whoever reads it, exact for attention."""
+"""The mask between a model's mask function and its layers: eager's values for any operator, exact for attention."""
 
 from __future__ import annotations
 
