@@ -34,7 +34,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="worker processes (default 2)")
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit of one architecture (default 120)")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help=f"keep the outcomes here; the whole loop's: {RESULTS}"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="keep the outcomes here (default for the whole loop: benchmarks/results/architectures.json)",
     )
     parser.add_argument("--show", type=Path, metavar="FILE", help="compute nothing; show kept outcomes")
     parser.add_argument("--list", action="store_true", help="name the architectures and stop")
@@ -50,10 +53,10 @@ def chosen_architectures(names: list[str]) -> list[Architecture]:
     return [architecture for architecture in found if not names or architecture.name in names]
 
 
-def run(chosen: list[Architecture], jobs: int, seconds: float, keep: Path) -> list[Outcome]:
+def run(chosen: list[Architecture], jobs: int, seconds: float, keep: Path | None) -> list[Outcome]:
     """Compare the chosen architectures; what the file says of others stays as long as the versions are the same."""
     kept: dict[str, Outcome] = {}
-    if keep.exists() and (before := read(keep))[0] == versions():
+    if keep is not None and keep.exists() and (before := read(keep))[0] == versions():
         kept = {outcome.name: outcome for outcome in before[1]}
     outcomes: list[Outcome] = []
     for outcome in run_all(chosen, jobs, seconds):
@@ -61,7 +64,7 @@ def run(chosen: list[Architecture], jobs: int, seconds: float, keep: Path) -> li
         kept[outcome.name] = outcome
         found = f"{len(outcomes)}/{len(chosen)} {outcome.name}: {outcome.status}"
         console.print(f"{found} {outcome.not_built}"[:200], highlight=False)
-        if len(outcomes) % 20 == 0 or len(outcomes) == len(chosen):
+        if keep is not None and (len(outcomes) % 20 == 0 or len(outcomes) == len(chosen)):
             write(keep, versions(), [kept[name] for name in sorted(kept)])
     return [kept[name] for name in sorted(kept)]
 
@@ -79,7 +82,8 @@ def main() -> None:
         if options.list:
             console.print("\n".join(f"{item.name}: {item.class_name}" for item in chosen), highlight=False)
             return
-        described, outcomes = versions(), run(chosen, options.jobs, options.seconds, options.json)
+        keep = options.json if options.only else options.json or RESULTS
+        described, outcomes = versions(), run(chosen, options.jobs, options.seconds, keep)
     show(console, described, outcomes)
     if options.docs:
         fill(PAGE, "architectures", markdown(described, outcomes))

@@ -54,6 +54,21 @@ def test_kept_outcomes_are_shown(
     assert capsys.readouterr().out.splitlines()[-2:] == ["   1 agrees", "   1 not built"]
 
 
+def test_the_whole_loop_is_kept_and_a_part_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole, part = tmp_path / "whole.json", tmp_path / "part.json"
+    monkeypatch.setattr(architectures, "run_all", lambda *_: iter([AGREES]))
+    monkeypatch.setattr(architectures, "chosen_architectures", lambda _: [LLAMA])
+    monkeypatch.setattr(architectures, "RESULTS", whole)
+    run(monkeypatch, "--only", "llama")
+    assert not whole.exists()
+    run(monkeypatch, "--only", "llama", "--json", str(part))
+    assert read(part)[1] == [AGREES]
+    run(monkeypatch)
+    assert read(whole)[1] == [AGREES]
+
+
 @pytest.mark.parametrize("kind", ["differences", "missing", "violations", "errors"])
 def test_what_must_not_be_makes_the_command_fail(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = Finding("from_config", "outputs", value=0.5, text="last_hidden_state", sdpa=1e-6)
