@@ -299,3 +299,9 @@ def test_it_prints_its_sizes() -> None:
     assert first == "  embed_dim=12, num_heads=3, head_dim=4"
     first = repr(MultiHeadAttention(E, H, num_kv_heads=1, head_dim=5, dropout=0.1)).splitlines()[1]
     assert first == "  embed_dim=12, num_heads=3, num_kv_heads=1, head_dim=5, dropout=0.1"
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 12), (2, 0, 12)], ids=["no items", "no tokens"])
+def test_self_attention_of_nothing_is_empty(shape: tuple[int, int, int]) -> None:
+    attend = MultiHeadAttention(12, 3)
+    assert attend(torch.zeros(shape)).shape == shape

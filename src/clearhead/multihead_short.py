@@ -97,8 +97,8 @@ def _alone(module: MultiHeadAttention, x: Tensor) -> Tensor | None:
     parameters = plain_parameters((x, module.q_proj), (x, module.k_proj), (x, module.v_proj))
     if parameters is None:
         return None
-    multiply, shape = eager_linear(), (*x.shape[:2], -1, module.head_dim)
-    q, k, v = [multiply(x, weight, bias).view(shape).transpose(1, 2) for weight, bias in parameters]
+    multiply, sizes = eager_linear(), (-1, module.head_dim)  # unflattened, because −1 is ambiguous in an empty batch
+    q, k, v = [multiply(x, weight, bias).unflatten(2, sizes).transpose(1, 2) for weight, bias in parameters]
     mixed = attention(q, k, v, scale=module.scale, dropout_p=module.dropout if module.training else 0.0)
     return apply_linear(module.out_proj, mixed.transpose(1, 2).flatten(2))  # (B, L, E)
 
