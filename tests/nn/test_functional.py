@@ -157,7 +157,6 @@ ZEROS = {
     "no keys": ((B, H, L, D), (B, H, 0, D), (B, H, 0, DV)),
     "no batch items": ((0, H, L, D), (0, H, S, D), (0, H, S, DV)),
     "no batch items, no queries": ((0, H, 0, D), (0, H, S, D), (0, H, S, DV)),
-    "no features": ((B, H, L, 0), (B, H, S, 0), (B, H, S, DV)),
     "no value features": ((B, H, L, D), (B, H, S, D), (B, H, S, 0)),
     "no keys, no batch": ((H, L, D), (H, 0, D), (H, 0, DV)),
 }
@@ -167,6 +166,14 @@ ZEROS = {
 def test_sizes_of_zero(name: str) -> None:
     tensors = [normal(*shape) for shape in ZEROS[name]]
     assert_equal(ours(*tensors), theirs(*tensors), "output")
+
+
+def test_without_features_every_key_has_the_same_weight() -> None:
+    """By the formula; PyTorch's gives zeros up to 2.12."""
+    value = normal(B, H, S, DV)
+    assert_equal(
+        ours(normal(B, H, L, 0), normal(B, H, S, 0), value), value.mean(2, True).expand(-1, -1, L, -1), "output"
+    )
 
 
 @settings(max_examples=settings.default.max_examples * 5)
