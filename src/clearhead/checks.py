@@ -107,13 +107,19 @@ def integer(
         ArgumentError: if it is out of bounds.
     """
     expected = expected or f"an int ≥ {least}"
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise DTypeError(explain_problem(name, expected=expected, got=got(value)))
-    if value < least:
+    given = _whole(name, value, expected, got)
+    if given < least:
         raise ArgumentError(explain_problem(name, expected=expected, got=shown(value), fix=fix))
-    if value > most:
+    if given > most:
         bounded = f"{expected} and ≤ {LARGEST}" if most == LARGEST else expected
         raise ArgumentError(explain_problem(name, expected=bounded, got=shown(value), fix=fix))
+    return given
+
+
+def _whole(name: str, value: object, expected: str, got: Callable[[object], str]) -> int:
+    """An int of Python's, or a traced one; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise DTypeError(explain_problem(name, expected=expected, got=got(value)))
     return cast(int, value)
 
 
@@ -130,11 +136,10 @@ def index(name: str, value: object, count: int, expected: str = "") -> int:
         ArgumentError: if there is no such number.
     """
     expected = expected or f"0 … {count - 1}"
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise DTypeError(explain_problem(name, expected=expected, got=shown(value)))
-    if not -count <= value < count:
+    given = _whole(name, value, expected, shown)
+    if not -count <= given < count:
         raise ArgumentError(explain_problem(name, expected=expected, got=shown(value)))
-    return cast(int, value)
+    return given
 
 
 def item_number(name: str, value: object, count: int) -> int:

@@ -256,7 +256,9 @@ class MultiHeadAttention(nn.Module):
             output, _ = self._run(q, k, v, pack.within(mask), pack.query_positions, None, pack, None)
             return jagged(output)
         averaged = average_attn_weights if need_weights else None
-        output, weights = self._run(query, key, value, mask, positions, cache, None, averaged)
+        require_cache(cache, self.position)
+        with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
+            output, weights = self._run(query, key, value, mask, positions, cache, None, averaged)
         return output if weights is None else (output, weights)
 
     def _run(
@@ -271,21 +273,6 @@ class MultiHeadAttention(nn.Module):
         averaged: bool | None,
     ) -> tuple[Tensor, Tensor | None]:
         """The output, and the weights, averaged or not, or none of them."""
-        require_cache(cache, self.position)
-        with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
-            return self._compute(query, key, value, mask, positions, cache, pack, averaged)
-
-    def _compute(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        mask: Mask | Tensor | None,
-        positions: Positions | None,
-        cache: Cache | None,
-        pack: Packing | None,
-        averaged: bool | None,
-    ) -> tuple[Tensor, Tensor | None]:
         known = None if cache is None else cache.recall()
         require_features("query", query, self.q_proj)
         places = positions_of_queries(positions, cache, query.shape[-2])

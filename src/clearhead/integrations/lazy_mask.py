@@ -40,18 +40,8 @@ class _LazyMask(Tensor):
     # Shape, dtype and device are read without coming here; operators arrive in `__torch_dispatch__`.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
 
-    @classmethod
-    def made(
-        cls,
-        carried: Carried,
-        build: Callable[[], Tensor],
-        shape: tuple[int, int, int, int],
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> Tensor:
-        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # pyright: ignore
-        mask._carried, mask._build, mask._computed = carried, build, None
-        return mask
+    def describe(self, carried: Carried, build: Callable[[], Tensor]) -> None:
+        self._carried, self._build, self._computed = carried, build, None
 
     @property
     def carried(self) -> Carried | None:
@@ -101,7 +91,9 @@ def carrying(
     """Return the additive mask that ``build`` makes, of this shape and dtype, and what it stands for beside it."""
     if is_tracing() or is_transformed():  # a graph holds no values that are computed later
         return build()
-    return _LazyMask.made(carried, build, shape, dtype, device)
+    mask = Tensor._make_wrapper_subclass(_LazyMask, shape, dtype=dtype, device=device)  # pyright: ignore
+    mask.describe(carried, build)
+    return mask
 
 
 def carried_by(mask: Tensor) -> Carried | None:
