@@ -8,8 +8,8 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = sorted(str(path) for path in Path("src/clearhead/native").glob("*.cpp"))
-HEADERS = sorted(str(path) for path in Path("src/clearhead/native").glob("*.h"))
+SOURCES = sorted(str(path) for path in Path("src/clearhead/_native").glob("*.cpp"))
+HEADERS = sorted(str(path) for path in Path("src/clearhead/_native").glob("*.h"))
 
 
 class BuildIfPossible(build_ext):
@@ -28,7 +28,7 @@ class BuildIfPossible(build_ext):
 setup(
     ext_modules=[
         Extension(
-            "clearhead.native._attention",
+            "clearhead._native._attention",
             sources=SOURCES,
             depends=HEADERS,
             # gcc 12 warns of what its own AVX-512 functions leave open on purpose.

@@ -15,7 +15,7 @@ from benchmarks.comparing import OURS, Case, Contest, Speedup, TimedCase, enter
 from benchmarks.module import twins
 from benchmarks.peers.work import Outputs, Unsupported, Way
 from clearhead.errors import KernelError
-from clearhead.kernels.dispatch import KERNELS
+from clearhead.kernels._dispatch import KERNELS
 
 __all__ = ["all_cases"]
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.linear [--rounds N]
 
-What `clearhead.linear`'s rule stands on. Ratios above 1 mean that oneDNN's product, or the single one, is faster. The
-products of a backward pass are those of `clearhead.linear` itself: dx = g W and dW = gᵀ x. "joined" puts three weights
+What `clearhead.Linear`'s rule stands on. Ratios above 1 mean that oneDNN's product, or the single one, is faster. The
+products of a backward pass are those of `clearhead.Linear` itself: dx = g W and dW = gᵀ x. "joined" puts three weights
 side by side in every call, as a module with three projections would have to; "packed" has them so already, as
 `nn.MultiheadAttention` does. Also shown is what the rule chooses here.
 """
@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.timing import console, interleaved, machine, progress
-from clearhead.linear import describe_product, linear, use_linear
+from clearhead._layer.linear import describe_product, linear, use_linear
 
 #: rows, in_features, out_features
 SHAPES = [

@@ -17,7 +17,8 @@ from rich.table import Table
 
 import clearhead
 from benchmarks.timing import console
-from clearhead import demo, plot
+from clearhead import plot
+from clearhead.cli import _demo as demo
 
 TEXT = Path(__file__).parent.parent / "docs" / "architecture.md"
 

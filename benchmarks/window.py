@@ -22,7 +22,7 @@ from benchmarks.memory import growth_of_peak, in_a_process
 from benchmarks.timing import console, interleaved, machine, progress
 
 HEADS, HEAD_DIM, WINDOW = 8, 64, 256
-MASK = clearhead.masks.causal() & clearhead.masks.window(WINDOW - 1, 0)
+MASK = clearhead.masks.causal() & clearhead.masks.sliding_window(WINDOW - 1, 0)
 LENGTHS = (4096, 8192, 16384, 32768)
 OURS, FULL = f"causal & window, {WINDOW} keys", "causal, the kernel that is chosen"
 
@@ -79,7 +79,7 @@ def growth_table(lengths: tuple[int, ...]) -> Table:
     calls = {length: inputs(length) for length in lengths}
     with torch.no_grad():
         times = interleaved({str(n): lambda n=n: clearhead.attention(*calls[n], MASK) for n in lengths}, rounds=7)
-    table = Table(title=f"How causal & window({WINDOW - 1}, 0) grows with the length", caption=machine())
+    table = Table(title=f"How causal & sliding_window({WINDOW - 1}, 0) grows with the length", caption=machine())
     for column in (
         "L = S",
         "forward, ms",

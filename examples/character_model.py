@@ -122,7 +122,7 @@ class CharacterModel(nn.Module):
     def layer(self, size: int, heads: int, kv_heads: int) -> clearhead.EncoderLayer:
         position = Rotary(size // heads)
         attention = clearhead.MultiHeadAttention(
-            size, heads, num_kv_heads=kv_heads, bias=False, position=position, key_norm=nn.RMSNorm(size // heads)
+            size, heads, num_kv_heads=kv_heads, bias=False, position=position, k_norm=nn.RMSNorm(size // heads)
         )
         feed_forward = clearhead.SwiGLU(size, 8 * size // 3)
         return clearhead.EncoderLayer(size, attention, feed_forward, norm=nn.RMSNorm, norm_first=True)

@@ -58,7 +58,7 @@ class Translator(nn.Module):
 
     def __init__(self, size: int = 64, heads: int = 4, layers: int = 2, window: int = 2) -> None:
         super().__init__()
-        self.window = masks.window(window, window)
+        self.window = masks.sliding_window(window, window)
         self.embed = nn.Embedding(len(CHARACTERS), size)
         self.encoder = clearhead.Encoder(
             (

@@ -16,14 +16,14 @@ import torch
 from hypothesis import HealthCheck, settings
 
 if os.environ.get("CLEARHEAD_TEST_ISA") == "none":
-    sys.modules["clearhead.native._attention"] = None  # type: ignore[assignment]  # its import raises ModuleNotFoundError
+    sys.modules["clearhead._native._attention"] = None  # type: ignore[assignment]  # its import raises ModuleNotFoundError
 
-import clearhead.kernels.blocks
-import clearhead.known_calls
-import clearhead.linear
-import clearhead.masks.reach
-import clearhead.native
-from clearhead.native import instruction_sets, use_instruction_set
+import clearhead._layer.known_calls
+import clearhead._layer.linear
+import clearhead._native
+import clearhead.kernels._blocks
+import clearhead.masks._reach
+from clearhead._native import instruction_sets, use_instruction_set
 
 _SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -44,9 +44,9 @@ def _emulate_machine() -> None:
         if best not in sets:
             raise pytest.UsageError(f"CLEARHEAD_TEST_ISA={best}: this machine has {', '.join(sets)}")
         for better in sets[: sets.index(best)]:
-            del clearhead.native._sets[better]
+            del clearhead._native._sets[better]
     if vendor is not None:
-        clearhead.linear._processor_maker = lambda: vendor
+        clearhead._layer.linear._processor_maker = lambda: vendor
 
 
 _emulate_machine()
@@ -55,17 +55,17 @@ _emulate_machine()
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(20170612)
-    clearhead.known_calls.forget_calls()  # some tests change what kernels say
+    clearhead._layer.known_calls.forget_calls()  # some tests change what kernels say
 
 
 @pytest.fixture(name="small_blocks")
 def _small_blocks() -> Iterator[None]:
     """Cut score matrices and masks into blocks of about fifty elements."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clearhead.kernels.blocks, "BLOCK_ELEMENTS", 50)
-        patch.setattr(clearhead.kernels.blocks, "_ROWS", 3)
-        patch.setattr(clearhead.kernels.blocks, "_FEWEST_ROWS", 2)
-        patch.setattr(clearhead.masks.reach, "_ROWS_AT_A_TIME", 50)
+        patch.setattr(clearhead.kernels._blocks, "BLOCK_ELEMENTS", 50)
+        patch.setattr(clearhead.kernels._blocks, "_ROWS", 3)
+        patch.setattr(clearhead.kernels._blocks, "_FEWEST_ROWS", 2)
+        patch.setattr(clearhead.masks._reach, "_ROWS_AT_A_TIME", 50)
         yield
 
 

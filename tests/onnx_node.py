@@ -132,7 +132,7 @@ def _rules(attributes: dict[str, Any], filled: Tensor | None) -> Mask | None:
     rules: list[Mask] = [masks.causal()] if attributes.get("is_causal") else []
     left, right = (attributes.get(f"{side}_window_size", -1) for side in ("left", "right"))
     if left >= 0 or right >= 0:
-        rules.append(masks.window(*(size if size >= 0 else 1 << 40 for size in (left, right))))
+        rules.append(masks.sliding_window(*(size if size >= 0 else 1 << 40 for size in (left, right))))
     if filled is not None:
         rules.append(masks.lengths(filled))
     return functools.reduce(lambda a, b: a & b, rules) if rules else None

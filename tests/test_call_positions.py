@@ -15,12 +15,12 @@ BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM = 2, 6, 3, 5, 11, 7
 RULES: dict[str, Mask] = {
     "causal": masks.causal(),
     "bottom right": masks.causal("bottom_right"),
-    "window": masks.window(3, 1),
-    "narrow": masks.window(0, 0),
-    "causal window": masks.causal() & masks.window(2, 0),
+    "window": masks.sliding_window(3, 1),
+    "narrow": masks.sliding_window(0, 0),
+    "causal window": masks.causal() & masks.sliding_window(2, 0),
     "prefix": masks.causal() | masks.prefix(4),
     "lengths": masks.lengths(torch.tensor([6, 9])),
-    "where": masks.where(lambda b, h, q, k: (q + k + h) % 2 == 0),
+    "where": masks.mask_mod(lambda b, h, q, k: (q + k + h) % 2 == 0),
     "documents": masks.documents(torch.arange(23) // 4),
 }
 
@@ -61,7 +61,7 @@ def test_keys_that_differ_between_heads() -> None:
     query, key, value = tensors()
     positions = torch.randint(0, 20, (BATCH, HEADS, KEYS))
     queries = torch.tensor([4, 5, 6, 12, 19])
-    for mask in (masks.causal(), masks.window(3, 2), masks.documents(torch.arange(20) // 3)):
+    for mask in (masks.causal(), masks.sliding_window(3, 2), masks.documents(torch.arange(20) // 3)):
         found = clearhead.attention(query, key, value, mask, query_positions=queries, key_positions=positions)
         for head in range(HEADS):
             alone = clearhead.attention(

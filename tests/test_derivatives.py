@@ -1,4 +1,4 @@
-"""Derivatives of `MultiHeadAttention` and `attention_packed` over their options: first, second and many at once."""
+"""Derivatives of `MultiHeadAttention` and `attention_varlen` over their options: first, second and many at once."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ MODULES: dict[str, tuple[Callable[[], MultiHeadAttention], dict[str, Any]]] = {
     "fixed bias": (lambda: MultiHeadAttention(E, H), {"mask": masks.bias(torch.linspace(-1, 1, L * L).view(L, L))}),
     "fully masked rows": (lambda: MultiHeadAttention(E, H), {"mask": LENGTHS}),
     "grouped heads": (lambda: MultiHeadAttention(E, H, num_kv_heads=1, head_dim=2, scale=0.3), {}),
-    "dropout": (lambda: MultiHeadAttention(E, H, dropout=0.3), {"mask": masks.window(2, 1)}),
+    "dropout": (lambda: MultiHeadAttention(E, H, dropout=0.3), {"mask": masks.sliding_window(2, 1)}),
     "rotary": (lambda: MultiHeadAttention(E, H, position=Rotary(D)), {"positions": 3, "mask": masks.causal()}),
     "ALiBi": (lambda: MultiHeadAttention(E, H, mask=ALiBi(H)), {"mask": masks.causal()}),
     "relative bias": (lambda: MultiHeadAttention(E, H, mask=RelativeBias(H, 4, 5)), {}),
     "soft-cap": (lambda: MultiHeadAttention(E, H, softcap=1.5), {}),
     "sinks": (lambda: MultiHeadAttention(E, H, sinks=True), {"mask": LENGTHS}),
-    "norms": (lambda: MultiHeadAttention(E, H, query_norm=nn.RMSNorm(D), key_norm=nn.RMSNorm(D)), {}),
+    "norms": (lambda: MultiHeadAttention(E, H, q_norm=nn.RMSNorm(D), k_norm=nn.RMSNorm(D)), {}),
     "everything": (
         lambda: MultiHeadAttention(
             E, H, num_kv_heads=1, sinks=True, softcap=1.5, dropout=0.3, mask=RelativeBias(H, 4, 5), position=Rotary(D)
@@ -128,7 +128,7 @@ def test_packed(dropout_p: float) -> None:
         torch.manual_seed(3)
         ends = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 3, 7, 7])
         options = {"sinks": sinks, "softcap": 1.5, "dropout_p": dropout_p, "return_lse": True}
-        return finite(clearhead.attention_packed(query, key, value, *ends, masks.causal(), **options))
+        return finite(clearhead.attention_varlen(query, key, value, *ends, masks.causal(), **options))
 
     inputs = random(5, 2, 3), random(7, 1, 3), random(7, 1, 2), random(2)
     check_derivatives(function, *inputs, fast=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from clearhead import merge_heads, split_heads
+from clearhead._call.heads import fold_group, unfold_group
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
-from clearhead.heads import fold_group, unfold_group
 
 B, H, L, D = 2, 3, 5, 7
 

@@ -30,7 +30,7 @@ def made(**parts: Any) -> MultiHeadAttention:
     return MultiHeadAttention(E, 6, num_kv_heads=3, head_dim=4, dtype=torch.float64, **parts)
 
 
-@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(1, 2)], ids=["none", "causal", "window"])
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.sliding_window(1, 2)], ids=["none", "causal", "window"])
 def test_each_row_is_alone(mask: Mask | None) -> None:
     """Outputs and gradients of inputs and parameters."""
     attend = made(position=Rotary(4), mask=ALiBi(6))

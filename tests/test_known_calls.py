@@ -13,10 +13,11 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import clearhead
-from clearhead import known_calls, masks
+from clearhead import masks
+from clearhead._layer import known_calls
+from clearhead._layer.known_calls import kind_of_call, recall
+from clearhead._native import extension
 from clearhead.errors import ClearheadError, KernelError
-from clearhead.known_calls import kind_of_call, recall
-from clearhead.native import extension
 
 B, H, L, D = 2, 3, 5, 7
 
@@ -66,7 +67,7 @@ def test_a_known_call_is_not_validated_again(qkv: tuple[Tensor, ...], monkeypatc
     def never(*_: object, **__: object) -> None:
         raise AssertionError("validated again")
 
-    monkeypatch.setattr(sys.modules["clearhead.attention"], "build_call", never)
+    monkeypatch.setattr(sys.modules["clearhead._attention"], "build_call", never)
     assert torch.equal(clearhead.attention(*qkv), first)
     with pytest.raises(AssertionError, match="validated again"):
         clearhead.attention(*(x[:, :, :3] for x in qkv))
@@ -171,7 +172,7 @@ def test_derivatives_of_known_native_calls(mask: Any, kv_heads: int, layout: str
 
 
 @NATIVE
-@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(1, 1)])
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.sliding_window(1, 1)])
 def test_many_gradients_at_once(mask: Any, qkv: tuple[Tensor, ...]) -> None:
     leaves = [x.requires_grad_() for x in qkv]
     output, gradients = clearhead.attention(*leaves, mask), torch.randn(4, B, H, L, D)

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import clearhead
 from clearhead import masks
-from clearhead.call import AttentionCall
-from clearhead.known_calls import forget_calls, kind_of_call, recall
+from clearhead._call.observers import observing
+from clearhead._call.spec import AttentionCall
+from clearhead._layer.known_calls import forget_calls, kind_of_call, recall
+from clearhead._native import extension
 from clearhead.masks import Mask
-from clearhead.native import extension
-from clearhead.observe import observing
 
 B, H, L, S, D = 2, 3, 5, 7, 11
 
@@ -122,7 +122,7 @@ def test_a_known_mask_is_not_validated_again(monkeypatch: pytest.MonkeyPatch) ->
     def never(*_: object, **__: object) -> None:
         raise AssertionError("validated again")
 
-    monkeypatch.setattr(sys.modules["clearhead.attention"], "build_call", never)
+    monkeypatch.setattr(sys.modules["clearhead._attention"], "build_call", never)
     attend(given, masks.drop(marks(3, L, S)))
     for other in (masks.keep(marks(2, B, L, S)), masks.bias(numbers(2, L, S)), masks.keep(marks(2, S, L).mT)):
         with pytest.raises(AssertionError, match="validated again"):
@@ -149,7 +149,7 @@ NO_KIND: dict[str, Callable[[], Any]] = {
     "the opposite": lambda: ~masks.keep(marks(2, L, S)),
     "negated": lambda: masks.bias(torch.full((L, S), 1j).conj().imag),
     "a subclass": lambda: masks.keep(marks(2, L, S).as_subclass(type("Own", (Tensor,), {}))),
-    "a window": lambda: masks.window(1, 2) & masks.keep(marks(2, L, S)),
+    "a window": lambda: masks.sliding_window(1, 2) & masks.keep(marks(2, L, S)),
     "numbers that say nothing": lambda: torch.zeros(L, S),
 }
 

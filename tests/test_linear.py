@@ -19,31 +19,33 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead
-import clearhead.linear
+import clearhead._layer.linear
+from clearhead._layer.linear import Linear, describe_product, linear, use_linear
+from clearhead._layer.plain import apply_linear, is_plain
 from clearhead.errors import ArgumentError, KernelError
-from clearhead.linear import Linear, describe_product, linear, use_linear
-from clearhead.plain import apply_linear, is_plain
 
 #: rows, in_features, out_features
 SIZES = [(37, 41, 43), (1, 7, 5), (5, 1, 3), (3, 5, 1), (131, 257, 67)]
 
-needs_onednn = pytest.mark.skipif(not clearhead.linear._has_onednn(), reason="this build of PyTorch has no oneDNN")
+needs_onednn = pytest.mark.skipif(
+    not clearhead._layer.linear._has_onednn(), reason="this build of PyTorch has no oneDNN"
+)
 
 
 @pytest.fixture
 def onednn_preferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """The rule of a machine where oneDNN is faster, for every size; holds the shapes that went there."""
     seen: list[tuple[int, ...]] = []
-    multiply = clearhead.linear._multiply
+    multiply = clearhead._layer.linear._multiply
 
     def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         seen.append((*x.shape, weight.shape[0]))
         return multiply(x, weight, bias)
 
-    monkeypatch.setattr(clearhead.linear, "_preferred", lambda: "onednn")
-    monkeypatch.setattr(clearhead.linear, "_FEWEST_MULTIPLICATIONS", 1)
-    monkeypatch.setattr(clearhead.linear, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(clearhead.linear, "_multiply", counted)
+    monkeypatch.setattr(clearhead._layer.linear, "_preferred", lambda: "onednn")
+    monkeypatch.setattr(clearhead._layer.linear, "_FEWEST_MULTIPLICATIONS", 1)
+    monkeypatch.setattr(clearhead._layer.linear, "_FEWEST_ROWS", 1)
+    monkeypatch.setattr(clearhead._layer.linear, "_multiply", counted)
     return seen
 
 
@@ -239,8 +241,8 @@ def test_small_products_stay_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> No
     def never(*_: object) -> Tensor:
         raise AssertionError("this product is too small")
 
-    monkeypatch.setattr(clearhead.linear, "_preferred", lambda: "onednn")
-    monkeypatch.setattr(clearhead.linear, "_multiply", never)
+    monkeypatch.setattr(clearhead._layer.linear, "_preferred", lambda: "onednn")
+    monkeypatch.setattr(clearhead._layer.linear, "_multiply", never)
     Linear(16, 48)(torch.randn(10, 16))
     Linear(1024, 1024)(torch.randn(15, 1024))
     with pytest.raises(AssertionError, match="too small"):
@@ -302,11 +304,11 @@ RULES = [
 def test_the_rule(
     maker: str, mkl: bool, onednn: bool, capability: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(clearhead.linear, "_processor_maker", lambda: maker)
-    monkeypatch.setattr(clearhead.linear, "_has_onednn", lambda: onednn)
+    monkeypatch.setattr(clearhead._layer.linear, "_processor_maker", lambda: maker)
+    monkeypatch.setattr(clearhead._layer.linear, "_has_onednn", lambda: onednn)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    rule = (clearhead.linear._preferred, clearhead.linear._why_pytorchs)
+    rule = (clearhead._layer.linear._preferred, clearhead._layer.linear._why_pytorchs)
     for cached in rule:
         cached.cache_clear()
     try:
@@ -412,7 +414,7 @@ def test_the_modules_use_it(onednn_preferred: list[Any]) -> None:
 
 
 def test_explain_and_doctor_name_the_rule() -> None:
-    from clearhead.inspection import doctor
+    from clearhead.inspection import _doctor as doctor
 
     x = torch.randn(1, 2, 3, 4)
     with use_linear("pytorch"):

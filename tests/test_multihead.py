@@ -37,7 +37,7 @@ def by_hand(module: MultiHeadAttention, query: Tensor, key: Tensor, value: Tenso
 MASKS = [
     None,
     masks.causal(),
-    masks.window(1, 1),
+    masks.sliding_window(1, 1),
     masks.lengths(torch.tensor([3, 0])),
     masks.keep(torch.rand(B, H, 1, 1, generator=torch.Generator().manual_seed(1)) < 0.5) | masks.prefix(2),
 ]

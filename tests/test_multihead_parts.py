@@ -20,10 +20,10 @@ B, L, E, H, KV, D = 2, 7, 11, 6, 3, 4
 def by_hand(module: MultiHeadAttention, x: Tensor, visible: Tensor, bias: Tensor | None = None) -> Tensor:
     """The textbook formula, head by head."""
     q, k, v = (proj(x).unflatten(-1, (-1, D)).transpose(1, 2) for proj in (module.q_proj, module.k_proj, module.v_proj))
-    if module.query_norm is not None:
-        q = q / (q.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * module.query_norm.weight
-    if module.key_norm is not None:
-        k = k / (k.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * module.key_norm.weight
+    if module.q_norm is not None:
+        q = q / (q.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * module.q_norm.weight
+    if module.k_norm is not None:
+        k = k / (k.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * module.k_norm.weight
     heads: list[Tensor] = []
     for h in range(H):
         scores = q[:, h] @ k[:, h // 2].mT / math.sqrt(D)
@@ -45,10 +45,10 @@ def made(**parts: Any) -> MultiHeadAttention:
 PARTS: dict[str, Any] = {
     "nothing": dict,
     "head_dim": dict,
-    "norms": lambda: {"query_norm": nn.RMSNorm(D, dtype=torch.float64), "key_norm": nn.RMSNorm(D, dtype=torch.float64)},
+    "norms": lambda: {"q_norm": nn.RMSNorm(D, dtype=torch.float64), "k_norm": nn.RMSNorm(D, dtype=torch.float64)},
     "softcap": lambda: {"softcap": 0.7},
     "sinks": lambda: {"sinks": True},
-    "everything": lambda: {"key_norm": nn.RMSNorm(D, dtype=torch.float64), "softcap": 1.3, "sinks": True},
+    "everything": lambda: {"k_norm": nn.RMSNorm(D, dtype=torch.float64), "softcap": 1.3, "sinks": True},
 }
 
 
@@ -71,19 +71,19 @@ def test_the_formula_and_its_gradients(parts: str) -> None:
 
 
 def test_the_layers_mask_and_the_calls_both_hide() -> None:
-    module = made(mask=masks.window(2, 1))
+    module = made(mask=masks.sliding_window(2, 1))
     x = torch.randn(B, L, E, dtype=torch.float64)
-    near = (masks.window(2, 1) & masks.causal()).dense(L)[0, 0].double()
+    near = (masks.sliding_window(2, 1) & masks.causal()).dense(L)[0, 0].double()
     torch.testing.assert_close(module(x, mask=masks.causal()), by_hand(module, x, near), rtol=0, atol=1e-10)
     torch.testing.assert_close(
-        module(x), by_hand(module, x, masks.window(2, 1).dense(L)[0, 0].double()), rtol=0, atol=1e-10
+        module(x), by_hand(module, x, masks.sliding_window(2, 1).dense(L)[0, 0].double()), rtol=0, atol=1e-10
     )
 
 
 @pytest.mark.parametrize("combined", [False, True])
 def test_a_bias_that_learns_belongs_to_the_module(combined: bool) -> None:
     bias = RelativeBias(H, 8, 16).double()
-    module = made(mask=bias & masks.window(3, 3) if combined else bias)
+    module = made(mask=bias & masks.sliding_window(3, 3) if combined else bias)
     assert any(parameter is bias.weight for parameter in module.parameters())
     twin = copy.deepcopy(module)
     nn.init.normal_(bias.weight)
@@ -99,7 +99,7 @@ def test_a_bias_that_learns_belongs_to_the_module(combined: bool) -> None:
 
 def test_alibi_and_rotary_compose() -> None:
     """Both say positions; moving all of them changes nothing."""
-    module = made(position=Rotary(D), mask=ALiBi(H) & masks.window(4, 0))
+    module = made(position=Rotary(D), mask=ALiBi(H) & masks.sliding_window(4, 0))
     x = torch.randn(B, L, E, dtype=torch.float64)
     torch.testing.assert_close(
         module(x, mask=masks.causal(), positions=1000), module(x, mask=masks.causal()), rtol=0, atol=1e-6
@@ -126,8 +126,8 @@ def test_keys_stand_where_a_position_part_turns_them() -> None:
 
 
 def test_every_part_is_recorded_and_shown() -> None:
-    module = made(position=Rotary(D), softcap=2.0, sinks=True, mask=masks.window(3, 0))
-    assert "softcap=2.0, sinks=True, mask=window(3, 0)" in repr(module)
+    module = made(position=Rotary(D), softcap=2.0, sinks=True, mask=masks.sliding_window(3, 0))
+    assert "softcap=2.0, sinks=True, mask=sliding_window(3, 0)" in repr(module)
     x = torch.randn(B, L, E, dtype=torch.float64)
     with clearhead.record(module, statistics=("rows",)) as rec:
         _, weights = module(x, mask=masks.causal(), need_weights=True, average_attn_weights=False)
@@ -137,7 +137,7 @@ def test_every_part_is_recorded_and_shown() -> None:
 
 def test_all_of_it_compiles_in_one_graph() -> None:
     torch._dynamo.reset()
-    module = made(position=Rotary(D), query_norm=nn.RMSNorm(D, dtype=torch.float64), mask=masks.window(3, 0)).eval()
+    module = made(position=Rotary(D), q_norm=nn.RMSNorm(D, dtype=torch.float64), mask=masks.sliding_window(3, 0)).eval()
     x, causal = torch.randn(B, L, E, dtype=torch.float64), masks.causal()
     compiled = torch.compile(lambda y: module(y, mask=causal), fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), module(x, mask=causal), rtol=0, atol=1e-12)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import clearhead
-from clearhead import known_calls, one_step
+from clearhead._layer import known_calls, one_step
 
 from .tiny_layers import B, E, L, causal, input_of, kinds, made, needs_native, run, went_in_one_step
 

@@ -17,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import clearhead
-from clearhead import masks, one_step
-from clearhead.call import AttentionCall
+from clearhead import masks
+from clearhead._call.observers import observing
+from clearhead._call.spec import AttentionCall
+from clearhead._layer import one_step
 from clearhead.errors import ClearheadError
-from clearhead.observe import observing
 
 from .tiny_layers import B, D, E, H, L, input_of, made, needs_native, run, went_in_one_step
 
@@ -314,11 +315,11 @@ def test_parts_that_are_given_to_a_known_layer() -> None:
     assert not torch.equal(run(module, x), run(module, x))
     assert torch.equal(run(module.eval(), x), before)
     for name, part in (
-        ("mask", masks.window(1, 1)),
+        ("mask", masks.sliding_window(1, 1)),
         ("softcap", 0.5),
         ("scale", 0.1),
         ("sinks", nn.Parameter(torch.ones(H))),
-        ("query_norm", nn.RMSNorm(D)),
+        ("q_norm", nn.RMSNorm(D)),
         ("position", lambda q, k, positions: (2 * q, k)),
     ):
         kept = getattr(module, name)

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import clearhead
 from clearhead import masks
 from clearhead.errors import ShapeError
-from clearhead.masks.base import Mask
-from clearhead.nn.short_ways import tiny
+from clearhead.masks._base import Mask
+from clearhead.nn._short_ways import tiny
 
 from .tiny_layers import B, E, H, L, made, needs_native, went_in_one_step
 

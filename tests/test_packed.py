@@ -1,4 +1,4 @@
-"""`attention_packed`: each document as if it were alone."""
+"""`attention_varlen`: each document as if it were alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import clearhead
-from clearhead import attention_packed, masks
+from clearhead import attention_varlen, masks
 from clearhead.errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError
 from clearhead.masks import Mask
 
@@ -20,8 +20,8 @@ H, KV, D, DV = 6, 3, 5, 7
 RULES: dict[str, Mask | None] = {
     "none": None,
     "causal": masks.causal(),
-    "window": masks.window(2, 1),
-    "both": masks.causal() & masks.window(3, 0),
+    "window": masks.sliding_window(2, 1),
+    "both": masks.causal() & masks.sliding_window(3, 0),
     "prefix": masks.causal() | masks.prefix(2),
     "bias": masks.bias(torch.randn(1, H, 1, 1, generator=torch.Generator().manual_seed(2)).double()),
 }
@@ -54,7 +54,7 @@ def test_documents_of_any_lengths(rule: str, sizes: list[tuple[int, int]]) -> No
     queries, keys = ([pair[side] for pair in sizes] for side in (0, 1))
     query, key, value = tokens(sum(queries), H, D), tokens(sum(keys), KV, D), tokens(sum(keys), KV, DV)
     mask, more = RULES[rule], {"softcap": 3.0, "sinks": torch.linspace(-1, 1, H).double()}
-    found = attention_packed(query, key, value, ends(queries), ends(keys), mask, return_lse=True, **more)
+    found = attention_varlen(query, key, value, ends(queries), ends(keys), mask, return_lse=True, **more)
     expected = one_by_one(query, key, value, queries, keys, mask, **more)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
@@ -66,14 +66,14 @@ def test_documents_of_any_lengths(rule: str, sizes: list[tuple[int, int]]) -> No
 
 def test_self_attention_on_one_set_of_boundaries() -> None:
     x, bounds = tokens(19, H, D), torch.tensor([0, 4, 4, 15, 19], dtype=torch.int32)
-    found = attention_packed(x, x, x, bounds, bounds, masks.causal())
+    found = attention_varlen(x, x, x, bounds, bounds, masks.causal())
     expected, _ = one_by_one(x, x, x, [4, 0, 11, 4], [4, 0, 11, 4], masks.causal())
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_a_document_without_keys_gives_zeros() -> None:
     query, key = tokens(5, H, D), tokens(3, KV, D)
-    found, lse = attention_packed(query, key, key, ends([2, 3]), ends([3, 0]), return_lse=True)
+    found, lse = attention_varlen(query, key, key, ends([2, 3]), ends([3, 0]), return_lse=True)
     assert torch.equal(found[2:], torch.zeros(3, H, D).double())
     assert (lse[2:] == -torch.inf).all()
 
@@ -92,14 +92,14 @@ def test_work_grows_with_the_documents_and_not_with_their_product() -> None:
 
     with pytest.MonkeyPatch.context() as patch, clearhead.use_kernel("chunked"):
         patch.setattr(torch, "baddbmm", counting)
-        attention_packed(query, query, query, bounds, bounds)
+        attention_varlen(query, query, query, bounds, bounds)
     scores = sum(seen)
     assert 2 * 4096 * 128 <= scores < 2 * 4096 * 128 * 8
 
 
 class Packed(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return attention_packed(x, x, x, ends([3, 4]), ends([3, 4]))
+        return attention_varlen(x, x, x, ends([3, 4]), ends([3, 4]))
 
 
 def test_it_is_recorded() -> None:
@@ -166,4 +166,4 @@ def test_what_does_not_fit(case: str) -> None:
         **given,
     }
     with pytest.raises(kind, match=text):
-        attention_packed(**arguments)
+        attention_varlen(**arguments)

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import clearhead
-import clearhead.padding
+import clearhead._layer.padding
 from clearhead import masks
+from clearhead._layer.padding import Costs, find_padding
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
 from clearhead.masks import Mask
-from clearhead.padding import Costs, find_padding
 
 B, L, S, E, H, KV = 5, 13, 11, 24, 6, 3
 KEYS, QUERIES = torch.tensor([11, 3, 0, 7, 1]), torch.tensor([13, 5, 2, 0, 1])
@@ -32,7 +32,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "queries alone": lambda: masks.lengths(torch.full((B,), S), query_lengths=QUERIES),
     "causal": lambda: masks.lengths(KEYS) & masks.causal(),
     "causal, left padding": lambda: masks.causal() & masks.keep(keys=LEFT),
-    "window, queries too": lambda: masks.lengths(KEYS, QUERIES) & masks.window(3, 1),
+    "window, queries too": lambda: masks.lengths(KEYS, QUERIES) & masks.sliding_window(3, 1),
     "two kinds": lambda: masks.lengths(KEYS) & masks.keep(keys=HOLES),
 }
 
@@ -45,17 +45,17 @@ def inputs(request: pytest.FixtureRequest) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> list[clearhead.padding.Padding]:
+def always(monkeypatch: pytest.MonkeyPatch) -> list[clearhead._layer.padding.Padding]:
     """Leave out whatever can be left out; holds what was."""
-    left_out: list[clearhead.padding.Padding] = []
-    attend = clearhead.padding.Padding.attend
+    left_out: list[clearhead._layer.padding.Padding] = []
+    attend = clearhead._layer.padding.Padding.attend
 
-    def noted(self: clearhead.padding.Padding, *args: Any) -> Tensor:
+    def noted(self: clearhead._layer.padding.Padding, *args: Any) -> Tensor:
         left_out.append(self)
         return attend(self, *args)
 
-    monkeypatch.setattr(clearhead.padding, "_WORTH_A_CALL", -(1 << 40))
-    monkeypatch.setattr(clearhead.padding.Padding, "attend", noted)
+    monkeypatch.setattr(clearhead._layer.padding, "_WORTH_A_CALL", -(1 << 40))
+    monkeypatch.setattr(clearhead._layer.padding.Padding, "attend", noted)
     return left_out
 
 
@@ -74,7 +74,7 @@ def answers(call: Callable[[], Tensor], wanted: list[Tensor]) -> list[Tensor]:
 
 def with_and_without(call: Callable[[], Tensor], wanted: list[Tensor]) -> None:
     """Compare with what comes out under a forced observer, who is shown whole batches."""
-    from clearhead.observe import observing
+    from clearhead._call.observers import observing
 
     class Watching:
         recomputing = False
@@ -127,7 +127,7 @@ def test_queries_that_are_left_out_give_the_output_bias(always: list[Any]) -> No
     assert len(always) == 1
     padded = torch.arange(S) >= lengths[:, None]
     assert torch.equal(output[padded], module.out_proj.bias.expand(int(padded.sum()), E))
-    output = module(x, mask=masks.lengths(KEYS, lengths) & masks.where(lambda b, h, q, k: q >= 0))
+    output = module(x, mask=masks.lengths(KEYS, lengths) & masks.mask_mod(lambda b, h, q, k: q >= 0))
     assert len(always) == 1
     torch.testing.assert_close(output[padded], module.out_proj.bias.expand(int(padded.sum()), E))
 
@@ -164,7 +164,10 @@ def _hook(module: clearhead.MultiHeadAttention) -> None:
 ORDINARY: dict[str, tuple[Callable[[clearhead.MultiHeadAttention], object], Callable[[], Mask]]] = {
     "a hook on a projection": (_hook, MASKS["lengths"]),
     "holes under a rule about positions": (lambda _module: None, lambda: masks.keep(keys=HOLES) & masks.causal()),
-    "a rule of one's own": (lambda _module: None, lambda: masks.lengths(KEYS) & masks.where(lambda b, h, q, k: q != k)),
+    "a rule of one's own": (
+        lambda _module: None,
+        lambda: masks.lengths(KEYS) & masks.mask_mod(lambda b, h, q, k: q != k),
+    ),
     "an aligned rule": (lambda _module: None, lambda: masks.lengths(KEYS) & masks.causal("bottom_right")),
     "numbers that are no padding": (lambda _module: None, lambda: masks.bias(torch.rand(B, 1, 1, S))),
     "lengths per query": (lambda _module: None, lambda: masks.lengths(KEYS[:, None].expand(B, S))),

@@ -28,7 +28,7 @@ PUBLIC = [
     "SwiGLU",
     "__version__",
     "attention",
-    "attention_packed",
+    "attention_varlen",
     "attention_statistics",
     "attention_weights",
     "caches",

@@ -121,8 +121,10 @@ def test_equals_oracle_in_many_blocks(average: bool, small_blocks: None) -> None
 def test_forms_of_queries(form: str, average: bool) -> None:
     queries, rows = QUERIES[form]
     query, key = query_and_key()
-    everything = clearhead.attention_weights(query, key, masks.window(2, 3), average_attn_weights=average)
-    found = clearhead.attention_weights(query, key, masks.window(2, 3), queries=queries, average_attn_weights=average)
+    everything = clearhead.attention_weights(query, key, masks.sliding_window(2, 3), average_attn_weights=average)
+    found = clearhead.attention_weights(
+        query, key, masks.sliding_window(2, 3), queries=queries, average_attn_weights=average
+    )
     assert found.shape == ((BATCH, len(rows), COUNT) if average else (BATCH, HEADS, len(rows), COUNT))
     torch.testing.assert_close(found, everything[..., rows, :])
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
-from clearhead.native import extension
+from clearhead._native import extension
 
 B, L, H, D = 3, 5, 2, 7
 E = H * D

@@ -40,9 +40,9 @@ def _contest() -> Contest:
     real: dict[str, torch.Tensor] = {}
 
     def build(implementation: str) -> Way:
-        from clearhead.demo import default_model_path
+        from clearhead.cli._demo import default_model_path
         from clearhead.errors import ArgumentError
-        from clearhead.integrations.hub import read_model, without_noise
+        from clearhead.integrations._hub import read_model, without_noise
         from clearhead.integrations.transformers import register
 
         register()

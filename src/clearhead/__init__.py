@@ -4,18 +4,20 @@ One exact meaning on every kernel, at fused-kernel memory, and the weights when 
 """
 
 from . import caches, checkpoints, errors, masks, nn, positions
+from ._attention import attention, explain
+from ._call.heads import merge_heads, split_heads
+from ._latent import MultiHeadLatentAttention
+from ._layer.linear import Linear, use_linear
+from ._multihead import MultiHeadAttention
+from ._varlen import attention_varlen
 from ._version import __version__
-from .attention import attention, explain
-from .heads import merge_heads, split_heads
-from .inspection.compute import AttentionStatistics, attention_statistics
-from .inspection.intervene import head_importance, intervene
-from .inspection.record import record
-from .inspection.walkthrough import walkthrough
+from ._weights import attention_weights
+from .inspection._compute import AttentionStatistics, attention_statistics
+from .inspection._intervene import head_importance, intervene
+from .inspection._record import record
+from .inspection._walkthrough import walkthrough
+from .integrations._upgrade import downgrade, upgrade
 from .kernels import use_kernel
-from .latent import MultiHeadLatentAttention
-from .linear import Linear, use_linear
-from .multihead import MultiHeadAttention
-from .packed import attention_packed
 from .transformer import (
     Decoder,
     DecoderCache,
@@ -27,8 +29,6 @@ from .transformer import (
     SwiGLU,
     load_transformer,
 )
-from .upgrade import downgrade, upgrade
-from .weights import attention_weights
 
 __all__ = [
     "AttentionStatistics",
@@ -45,8 +45,8 @@ __all__ = [
     "SwiGLU",
     "__version__",
     "attention",
-    "attention_packed",
     "attention_statistics",
+    "attention_varlen",
     "attention_weights",
     "caches",
     "checkpoints",

@@ -42,7 +42,7 @@ def module(*, rotary: bool = True, dtype: torch.dtype = torch.float64) -> MultiH
         num_kv_heads=KV_HEADS,
         head_dim=DIM,
         position=position,
-        key_norm=nn.RMSNorm(DIM, dtype=dtype),
+        k_norm=nn.RMSNorm(DIM, dtype=dtype),
         dtype=dtype,
     ).eval()
 
@@ -68,7 +68,7 @@ CACHES: dict[str, MakeCache] = {"kv": kv, "sliding": sliding, "heavy hitters": h
 
 def rule(kind: str) -> Mask:
     """What the cache leaves visible, as a mask for the pass without one."""
-    return masks.causal() & masks.window(WINDOW - 1, 0) if kind == "sliding" else masks.causal()
+    return masks.causal() & masks.sliding_window(WINDOW - 1, 0) if kind == "sliding" else masks.causal()
 
 
 @torch.no_grad()

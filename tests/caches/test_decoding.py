@@ -31,7 +31,7 @@ def test_chunks_of_any_size(kind: str, rotary: bool, dtype: torch.dtype, sizes: 
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_mask_of_the_layer_and_of_the_call(kind: str) -> None:
     attend = module()
-    attend.mask = masks.window(2, 0)
+    attend.mask = masks.sliding_window(2, 0)
     x = torch.randn(B, 17, EMBED, dtype=torch.float64)
     close(fed(attend, x, CACHES[kind](B, x.dtype), [4, *[1] * 11, 2]), whole(attend, x, kind))
 
@@ -191,7 +191,7 @@ def test_memory_is_projected_once() -> None:
 
 def test_a_cache_made_under_autocast_takes_its_keys() -> None:
     attend, x = module(dtype=torch.float32), torch.randn(B, 6, EMBED)
-    attend.key_norm = None  # PyTorch's warns under autocast
+    attend.k_norm = None  # PyTorch's warns under autocast
     with torch.autocast("cpu", torch.bfloat16):
         cache = attend.make_cache(B, 6)
         assert cache.key.dtype == torch.bfloat16

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from clearhead import MultiHeadAttention, masks
+from clearhead._latent import MultiHeadLatentAttention
 from clearhead.caches import Cache, EvictingKVCache, HeavyHitters, KVCache, SinksAndRecent, SlidingKVCache
 from clearhead.errors import CacheError
-from clearhead.latent import MultiHeadLatentAttention
 from clearhead.positions import ALiBi, Rotary
 
 from .decoding import DIM, EMBED, HEADS, KV_HEADS, close
@@ -42,7 +42,7 @@ def grouped(mask: masks.Mask | None) -> MultiHeadAttention:
         num_kv_heads=KV_HEADS,
         head_dim=DIM,
         position=Rotary(DIM),
-        key_norm=norm,
+        k_norm=norm,
         dtype=torch.float64,
         **options,  # type: ignore[arg-type]
     )
@@ -59,7 +59,7 @@ def latent() -> MultiHeadLatentAttention:
 
 MODULES: dict[str, Callable[[], Attend]] = {
     "grouped": lambda: grouped(None),
-    "window": lambda: grouped(masks.window(3, 0)),
+    "window": lambda: grouped(masks.sliding_window(3, 0)),
     "alibi": lambda: grouped(ALiBi(HEADS)),
     "latent": latent,
 }
@@ -76,7 +76,7 @@ class Rows:
     def __init__(self, attend: Attend, kind: str) -> None:
         self.attend, self.random = attend, torch.Generator().manual_seed(2)
         window, make = CACHES[kind]
-        self.rule = CAUSAL if window is None else CAUSAL & masks.window(window - 1, 0)
+        self.rule = CAUSAL if window is None else CAUSAL & masks.sliding_window(window - 1, 0)
         if isinstance(attend, MultiHeadLatentAttention):
             self.cache = make(3, 1, attend.cache_head_dim, value_head_dim=0, dtype=torch.float64)
         else:

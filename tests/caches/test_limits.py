@@ -194,7 +194,7 @@ def test_positions(case: str, cached: bool) -> None:
 PARTS = {
     "position": ({"position": 3}, DTypeError, r"position: expected a callable \(q, k, positions\)"),
     "a mask as position": ({"position": masks.causal()}, MaskTypeError, "pass it as mask="),
-    "norm": ({"key_norm": torch.relu}, DTypeError, r"key_norm: expected a torch.nn.Module"),
+    "norm": ({"k_norm": torch.relu}, DTypeError, r"k_norm: expected a torch.nn.Module"),
     "mask": ({"mask": torch.ones(3, 3).bool()}, MaskTypeError, "mask: expected a clearhead Mask, got Tensor"),
     "softcap": ({"softcap": 0.0}, ArgumentError, "softcap: expected a number > 0"),
 }

@@ -103,7 +103,7 @@ def test_what_is_left_is_attended_to_exactly() -> None:
 
 def test_a_window_looks_at_where_keys_stood() -> None:
     attend, cache = module(), cached(SinksAndRecent(2))
-    attend.mask = masks.window(2, 0)
+    attend.mask = masks.sliding_window(2, 0)
     x = torch.randn(B, 14, EMBED, dtype=torch.float64)
     found = fed(attend, x, cache, [9, *[1] * 5])
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_statistics_are_those_of_attention_weights() -> None:
     query, key = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
     cache = EvictingKVCache(1, 2, 4, 4, policy=Seen())
     found = cache.update(key, key)
-    cache.attended(query, found, None, 2, scale=0.3, softcap=2.0, sinks=torch.tensor([0.5, -1.0]))
+    cache.observe(query, found, None, 2, scale=0.3, softcap=2.0, sinks=torch.tensor([0.5, -1.0]))
     expected = attention_weights(query, key, scale=0.3, softcap=2.0, sinks=torch.tensor([0.5, -1.0])).sum(2)
     [held] = cache.policy.shown  # type: ignore[attr-defined]
     torch.testing.assert_close(held.received, expected, rtol=1e-5, atol=1e-6)

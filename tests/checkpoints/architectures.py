@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from clearhead import masks
 from clearhead.caches import SlidingKVCache
-from clearhead.caches.base import Cache
+from clearhead.caches._base import Cache
 
 VOCABULARY, B, L, WINDOW = 31, 3, 17, 4
 #: Tokens of every row that are no padding, in padded batches.

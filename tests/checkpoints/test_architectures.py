@@ -10,8 +10,8 @@ import transformers
 from torch import Tensor, nn
 
 from clearhead import MultiHeadAttention, masks
+from clearhead._latent import MultiHeadLatentAttention
 from clearhead.checkpoints import from_transformers
-from clearhead.latent import MultiHeadLatentAttention
 
 from .architectures import (
     CASES,
@@ -71,7 +71,7 @@ def test_alternating_layers_differ_in_their_window_alone(name: str) -> None:
     described = [
         None if (mask := from_transformers(model, layer).mask) is None else mask.describe() for layer in range(3)
     ]
-    assert described == ["window(3, 0)", None, "window(3, 0)"]
+    assert described == ["sliding_window(3, 0)", None, "sliding_window(3, 0)"]
 
 
 def vit(**settings: Any) -> nn.Module:

@@ -11,10 +11,10 @@ import transformers
 from torch import Tensor, nn
 
 from clearhead import masks
+from clearhead._latent import MultiHeadLatentAttention
 from clearhead.checkpoints import layers_from_transformers
-from clearhead.checkpoints.deepseek import latent_from_transformers
+from clearhead.checkpoints._deepseek import latent_from_transformers
 from clearhead.errors import ArgumentError, CheckpointError
-from clearhead.latent import MultiHeadLatentAttention
 
 from .architectures import LENGTHS, PROMPT, VOCABULARY, B, L, assert_close, marks, positions_of, randomised, token_ids
 from .architectures import watching as watching_any

@@ -127,7 +127,7 @@ def test_what_was_read_is_told_by_the_module_and_the_logger(
         "  position: Rotary(head_dim=10, base=10000)",
         "  scale: 0.22941573387056177",
         "  softcap: 1.5",
-        "  mask: window(3, 0)",
+        "  mask: sliding_window(3, 0)",
         "  the future: hidden in the model: pass mask=masks.causal()",
     ]
     (record,) = caplog.records

@@ -8,7 +8,7 @@ import re
 import textwrap
 from pathlib import Path
 
-from clearhead.checkpoints.architectures import ARCHITECTURES
+from clearhead.checkpoints._architectures import ARCHITECTURES
 from tests.test_docs import blocks
 
 PAGE = Path(__file__).parents[2] / "docs" / "loaders.md"

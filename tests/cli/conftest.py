@@ -10,7 +10,7 @@ import pytest
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from clearhead import demo
+from clearhead.cli import _demo as demo
 from tests.integrations.architectures import GROUPED, SMALL, VOCABULARY
 
 WORDS = ["the", "animal", "did", "not", "cross", "street", "because", "it", "was", "too", "tired", "and", ",", "."]

@@ -11,12 +11,12 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import clearhead
-from clearhead.cli import doctor as command
-from clearhead.cli.app import main
-from clearhead.inspection import doctor as inspection
-from clearhead.inspection.doctor_cases import CASES
-from clearhead.kernels.chunked import ChunkedKernel
-from clearhead.native import extension
+from clearhead._native import extension
+from clearhead.cli import _doctor as command
+from clearhead.cli._app import main
+from clearhead.inspection import _doctor as inspection
+from clearhead.inspection._doctor_cases import CASES
+from clearhead.kernels._chunked import ChunkedKernel
 
 #: How many of the calls below the native kernel computes: both in float32, none in float64, none if it was not built.
 NATIVE = 0 if extension is None else 2

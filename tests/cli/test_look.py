@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from clearhead import demo
+from clearhead.cli import _demo as demo
 from clearhead.cli import main
 
 from .looking import LETTERS, SENTENCE, contents, fails, look, tokens_of

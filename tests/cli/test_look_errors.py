@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from clearhead import demo
-from clearhead.integrations import hub
+from clearhead.cli import _demo as demo
+from clearhead.integrations import _hub as hub
 
 from .looking import LETTERS, fails, look
 

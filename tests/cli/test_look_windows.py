@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from clearhead import demo
-from clearhead.cli.windows import cut_into_windows
+from clearhead.cli import _demo as demo
+from clearhead.cli._windows import cut_into_windows
 
 from .looking import contents, look
 

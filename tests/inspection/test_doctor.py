@@ -15,11 +15,11 @@ from torch import Tensor
 
 import clearhead
 from clearhead._versions import TESTED
-from clearhead.inspection import doctor
-from clearhead.inspection.doctor import Report, examine
-from clearhead.inspection.doctor_cases import CASES, Inputs
-from clearhead.kernels.chunked import ChunkedKernel
-from clearhead.kernels.reference import ReferenceKernel
+from clearhead.inspection import _doctor as doctor
+from clearhead.inspection._doctor import Report, examine
+from clearhead.inspection._doctor_cases import CASES, Inputs
+from clearhead.kernels._chunked import ChunkedKernel
+from clearhead.kernels._reference import ReferenceKernel
 
 Run = Callable[..., tuple[Tensor, Tensor | None]]
 

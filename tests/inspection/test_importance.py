@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import clearhead
+from clearhead._call.observers import watched
 from clearhead.errors import ArgumentError, ShapeError
-from clearhead.observe import watched
 
 from .attending import BATCH, HEAD_DIM, HEADS, LENGTH, VOCABULARY, WIDTH, Ours, kinds, llama, made, upgraded
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import clearhead
+from clearhead._call.observers import watched
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
-from clearhead.observe import watched
 
 from .attending import BATCH, HEAD_DIM, HEADS, LENGTH, MODELS, WIDTH, Ours, kinds, made, upgraded
 

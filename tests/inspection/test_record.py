@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import clearhead
 from clearhead.errors import ArgumentError, DTypeError
-from clearhead.inspection.record import RecordError
+from clearhead.inspection._record import RecordError
 
 from .stacks import BATCH, CAUSAL, HEADS, LENGTH, NAMES, WIDTH, Stack
 
@@ -112,8 +112,8 @@ def test_weights_on_demand(model: Stack, x: Tensor) -> None:
     with clearhead.record(model, keep="queries_keys") as rec:
         model(x)
         model(x[:, :4])
-    assert rec.weights(layer=2, head=1, rows=slice(0, 4)).shape == (BATCH, 4, LENGTH)
-    assert rec.weights(layer=NAMES[2], rows=[5]).shape == (BATCH, HEADS, 1, LENGTH)
+    assert rec.weights(layer=2, head=1, queries=slice(0, 4)).shape == (BATCH, 4, LENGTH)
+    assert rec.weights(layer=NAMES[2], queries=[5]).shape == (BATCH, HEADS, 1, LENGTH)
     assert rec.weights(layer=-1, head=-1, call=1).shape == (BATCH, 4, 4)
     entropy = rec[NAMES[2]][0].entropy
     weights = rec.weights(2)
@@ -131,7 +131,7 @@ def test_layers_are_numbered_as_they_run(model: Stack, x: Tensor) -> None:
 BAD_QUESTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "layer": ({"layer": 3}, "layer: expected 0 … 2, got 3"),
     "head": ({"layer": 0, "head": 4}, "head: expected 0 … 3, got 4"),
-    "row": ({"layer": 0, "rows": [9]}, "row numbers below L = 7"),
+    "row": ({"layer": 0, "queries": [9]}, "row numbers below L = 7"),
     "call": ({"layer": 0, "call": 1}, "call: expected 0 … 0, got 1"),
 }
 

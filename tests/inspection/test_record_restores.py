@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import clearhead
+from clearhead._call.observers import watched
 from clearhead.errors import ArgumentError, ShapeError
-from clearhead.observe import watched
 
 from .stacks import BATCH, HEADS, LENGTH, NAMES, WIDTH, Stack, hooks
 

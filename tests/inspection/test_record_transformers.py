@@ -14,8 +14,8 @@ from transformers import AttentionInterface
 
 import clearhead
 import clearhead.integrations.transformers
-from clearhead.demo import default_model_path
-from clearhead.inspection.record import RecordError
+from clearhead.cli._demo import default_model_path
+from clearhead.inspection._record import RecordError
 
 from .oracle import Oracle, compare
 from .small_models import VOCABULARY, enlivened, padding, small, small_bart, token_ids

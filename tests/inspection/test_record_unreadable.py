@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import clearhead
 from clearhead.errors import ArgumentError
-from clearhead.inspection.record import RecordError, UnseenAttentionWarning
+from clearhead.inspection._record import RecordError, UnseenAttentionWarning
 
 HEADS, LENGTH, HEAD_DIM = 3, 7, 5
 

@@ -265,7 +265,7 @@ def test_per_takes_two_words() -> None:
 def test_chosen_rows_are_exact_weights() -> None:
     query, key = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 5, 8)
     visible = torch.rand(7, 5) > 0.2
-    found = clearhead.attention_statistics(query, key, visible, statistics=("rows",), rows=[4, -1])
+    found = clearhead.attention_statistics(query, key, visible, statistics=("rows",), queries=[4, -1])
     expected = Oracle(query, key, visible.expand(2, 4, 7, 5)).p[:, :, [4, 6]]
     torch.testing.assert_close(found.rows.double(), expected, rtol=0, atol=1e-6)
 

@@ -14,7 +14,7 @@ from .oracle import EVERY
 
 FLOAT, INTEGER = 4, 8  # bytes
 TOP_K = 8
-MASKS = {"full": None, "causal": masks.causal(), "window": masks.window(100, 0)}
+MASKS = {"full": None, "causal": masks.causal(), "window": masks.sliding_window(100, 0)}
 
 
 @pytest.mark.parametrize("mask", MASKS)

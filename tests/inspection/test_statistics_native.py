@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import clearhead
-import clearhead.inspection.native
-import clearhead.kernels.blocks
+import clearhead.inspection._native
+import clearhead.kernels._blocks
 from clearhead import masks
-from clearhead.call import AttentionCall
-from clearhead.inspection.compute import AttentionStatistics
-from clearhead.kernels.native_statistics import WeightStatistics
-from clearhead.native import instruction_sets
+from clearhead._call.spec import AttentionCall
+from clearhead._native import instruction_sets
+from clearhead.inspection._compute import AttentionStatistics
+from clearhead.kernels._native_statistics import WeightStatistics
 from tests.kernels.calls import Call, calls
 from tests.kernels.native_cases import CASES, Case
 from tests.kernels.test_native import fewer_unless_best
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built he
 def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
     """What the native kernel was asked for."""
     asked: list[frozenset[str]] = []
-    gather = clearhead.inspection.native.gather
+    gather = clearhead.inspection._native.gather
 
     def listening(
         call: AttentionCall, wanted: frozenset[str], counted: Tensor | None, **options: Any
@@ -44,14 +44,14 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
         asked.append(wanted)
         return gather(call, wanted, counted, **options)
 
-    monkeypatch.setattr(clearhead.inspection.native, "gather", listening)
+    monkeypatch.setattr(clearhead.inspection._native, "gather", listening)
     return asked
 
 
 @pytest.fixture(name="always")
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Native statistics for short calls too, whose scores would be float64."""
-    monkeypatch.setattr(clearhead.kernels.blocks, "EXACT_KEYS", -1)
+    monkeypatch.setattr(clearhead.kernels._blocks, "EXACT_KEYS", -1)
 
 
 def test_generated_calls_equal_the_oracle(instructions: str, always: None, ran: list[frozenset[str]]) -> None:
@@ -115,7 +115,7 @@ def close(found: AttentionStatistics, exact: AttentionStatistics) -> None:
 
 
 @pytest.mark.parametrize(
-    "mask", [None, masks.causal("bottom_right"), masks.window(97, 3)], ids=["full", "causal", "window"]
+    "mask", [None, masks.causal("bottom_right"), masks.sliding_window(97, 3)], ids=["full", "causal", "window"]
 )
 def test_long_calls_run_natively(mask: masks.Mask | None, instructions: str, ran: list[frozenset[str]]) -> None:
     query, key, value = torch.randn(2, 4, 53, 16), torch.randn(2, 2, 1031, 16), torch.randn(2, 2, 1031, 5)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import clearhead
-from clearhead.inspection import compute
-from clearhead.native import instruction_sets, use_instruction_set
+from clearhead._native import instruction_sets, use_instruction_set
+from clearhead.inspection import _compute as compute
 
 from ..kernels.adversarial import Adversary
 

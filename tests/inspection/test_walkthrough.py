@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import MultiHeadAttention, masks
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
-from clearhead.inspection.walkthrough import Walkthrough, walkthrough
-from clearhead.inspection.walkthrough_text import CHINESE, ENGLISH
+from clearhead.inspection._walkthrough import Walkthrough, walkthrough
+from clearhead.inspection._walkthrough_text import CHINESE, ENGLISH
 
 B, H, L, S, D = 2, 6, 5, 7, 4
 E = H * D
@@ -53,7 +53,7 @@ SETTINGS = {
     "self": Setting(lambda: MultiHeadAttention(E, H), SELF),
     "causal": Setting(lambda: MultiHeadAttention(E, H), SELF, masks.causal),
     "no bias, own scale": Setting(lambda: MultiHeadAttention(E, H, bias=False, scale=0.3), SELF),
-    "wide heads": Setting(lambda: MultiHeadAttention(E, H, head_dim=3), SELF, lambda: masks.window(1, 2)),
+    "wide heads": Setting(lambda: MultiHeadAttention(E, H, head_dim=3), SELF, lambda: masks.sliding_window(1, 2)),
     "cross": Setting(
         lambda: MultiHeadAttention(E, H, kdim=11, vdim=13), CROSS, lambda: masks.lengths(torch.tensor([7, 3]))
     ),
@@ -65,7 +65,7 @@ SETTINGS = {
     "bias": Setting(lambda: MultiHeadAttention(E, H), SELF, lambda: masks.causal() & bias_with_minus_infinity()),
     "bool tensor": Setting(lambda: MultiHeadAttention(E, H), SELF, lambda: torch.eye(L, dtype=torch.bool)),
     "per head": Setting(
-        lambda: MultiHeadAttention(E, H), SELF, lambda: masks.where(lambda b, h, q, k: (q + k) % (h + 1) == 1)
+        lambda: MultiHeadAttention(E, H), SELF, lambda: masks.mask_mod(lambda b, h, q, k: (q + k) % (h + 1) == 1)
     ),
     "no batch": Setting(lambda: MultiHeadAttention(E, H), ((L, E),), masks.causal),
     "one token": Setting(lambda: MultiHeadAttention(E, H), ((1, 1, E),)),

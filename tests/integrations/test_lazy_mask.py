@@ -19,7 +19,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-import clearhead.integrations.lazy_mask
+import clearhead.integrations._lazy_mask
 from clearhead.integrations.transformers import attention_forward, make_mask
 
 B, L, S = 2, 5, 7
@@ -56,7 +56,7 @@ def _never_read(monkeypatch: pytest.MonkeyPatch) -> None:
     def unwanted(self: Any) -> None:
         raise RuntimeError("read")
 
-    monkeypatch.setattr(clearhead.integrations.lazy_mask._LazyMask, "computed", unwanted)
+    monkeypatch.setattr(clearhead.integrations._lazy_mask._LazyMask, "computed", unwanted)
 
 
 def attend(mask: Tensor | None, length: int = S, keys: int = S) -> Tensor:

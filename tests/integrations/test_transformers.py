@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from clearhead.demo import default_model_path
+from clearhead.cli._demo import default_model_path
 from clearhead.integrations import transformers as integration
 from tests.integrations.architectures import (
     DECODERS,

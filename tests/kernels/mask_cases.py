@@ -83,7 +83,7 @@ def _causal(draw: Draw, frame: Frame) -> Part:
 def _window(draw: Draw, frame: Frame) -> Part:
     left, right = draw(st.integers(0, 5)), draw(st.integers(0, 5))
     queries, keys = frame.query_positions, frame.key_positions
-    return Part(masks.window(left, right), lambda b, h, i, j: -left <= keys[b][j] - queries[b][i] <= right)
+    return Part(masks.sliding_window(left, right), lambda b, h, i, j: -left <= keys[b][j] - queries[b][i] <= right)
 
 
 def _prefix(draw: Draw, frame: Frame) -> Part:
@@ -123,7 +123,7 @@ def _documents(draw: Draw, frame: Frame) -> Part:
 def _where(draw: Draw, frame: Frame) -> Part:
     fn = draw(st.sampled_from([_stripes, _late_keys, _early_queries, _odd_heads]))
     queries, keys = frame.query_positions, frame.key_positions
-    return Part(masks.where(fn), lambda b, h, i, j: bool(fn(b, h, queries[b][i], keys[b][j])))
+    return Part(masks.mask_mod(fn), lambda b, h, i, j: bool(fn(b, h, queries[b][i], keys[b][j])))
 
 
 def _stripes(b, h, q, k):

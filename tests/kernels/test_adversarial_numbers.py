@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import clearhead
 from clearhead import masks
-from clearhead.native import instruction_sets, use_instruction_set
+from clearhead._native import instruction_sets, use_instruction_set
 
 from .adversarial import KEYS, SCALES, VALUES, Adversary, exact_numbers, float32_numbers, numbers, require_accurate
 from .comparing import require_half_as_good
@@ -129,7 +129,7 @@ def test_masks_and_runs_of_keys(instructions: str) -> None:
             group=1,
             length=53,
             count=9001,
-            mask=lambda *_: masks.causal("bottom_right") & masks.window(8000, 0),
+            mask=lambda *_: masks.causal("bottom_right") & masks.sliding_window(8000, 0),
         ),
         "native",
     )

@@ -172,7 +172,7 @@ def test_checkpointing_lets_go_of_the_activations(kernel: str | None, reentrant:
     def layer(x: Tensor) -> Tensor:
         query = 2 * x
         queries.append(weakref.ref(query))
-        return forced(kernel, query, query, query, masks.window(2, 2))
+        return forced(kernel, query, query, query, masks.sliding_window(2, 2))
 
     x = torch.randn(2, 3, 7, 5, requires_grad=True)
     output = checkpoint(layer, x, use_reentrant=reentrant)

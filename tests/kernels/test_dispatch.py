@@ -11,8 +11,8 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead.errors import ArgumentError, KernelError
-from clearhead.kernels import flex
-from clearhead.kernels.base import Refusal
+from clearhead.kernels import _flex as flex
+from clearhead.kernels._base import Refusal
 
 X = torch.randn(2, 3, 7, 5, generator=torch.Generator().manual_seed(1))
 NO_FUSED = "PyTorch has no fused kernel for this call and would build (B, H, L, S)"
@@ -21,7 +21,7 @@ NO_FUSED = "PyTorch has no fused kernel for this call and would build (B, H, L, 
 @pytest.fixture(autouse=True)
 def _without_native(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice among the kernels that every installation has."""
-    monkeypatch.setattr("clearhead.kernels.native.extension", None)
+    monkeypatch.setattr("clearhead.kernels._native.extension", None)
 
 
 @pytest.fixture(name="flex_is_built")
@@ -83,7 +83,9 @@ def test_every_reason_is_named(flex_is_built: None) -> None:
     assert lines[-1].startswith("projections: PyTorch's: ") or lines[-1].startswith("projections: oneDNN's")
 
 
-@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(2, 2), masks.lengths(torch.tensor([7, 3]))])
+@pytest.mark.parametrize(
+    "mask", [None, masks.causal(), masks.sliding_window(2, 2), masks.lengths(torch.tensor([7, 3]))]
+)
 def test_plain_calls_run_on_sdpa(mask: masks.Mask | None) -> None:
     assert chosen(mask=mask) == "sdpa"
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.dropout import dropout_factors, philox4x32
-from clearhead.masks.grid import Block, Grid
+from clearhead._call.dropout import dropout_factors, philox4x32
+from clearhead.masks._grid import Block, Grid
 
 OURS = pytest.mark.parametrize("kernel", ["chunked", "reference"])
 WORD = 0xFFFFFFFF
@@ -55,7 +55,7 @@ def test_philox_gives_the_answers_of_random123(
     assert tuple(int(word) for word in words) == answer
 
 
-@pytest.mark.parametrize("mask", [None, masks.causal(), masks.window(2, 0)], ids=["all", "causal", "window"])
+@pytest.mark.parametrize("mask", [None, masks.causal(), masks.sliding_window(2, 0)], ids=["all", "causal", "window"])
 @pytest.mark.parametrize("shape", [(2, 3, 2, 13, 19), (1, 6, 1, 7, 5)], ids=str)
 def test_chunked_and_reference_drop_the_same_entries(shape: tuple[int, ...], mask: object, small_blocks: None) -> None:
     batch, kv_heads, group, length, count = shape

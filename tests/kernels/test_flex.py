@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 import clearhead
 from clearhead import masks
 from clearhead.errors import KernelError
-from clearhead.kernels import flex
+from clearhead.kernels import _flex as flex
 from clearhead.positions import ALiBi
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
@@ -30,8 +30,8 @@ BANDS = {
     "none": None,
     "causal": masks.causal(),
     "bottom right": masks.causal("bottom_right"),
-    "window": masks.window(41, 3),
-    "causal window": masks.causal() & masks.window(41, 0),
+    "window": masks.sliding_window(41, 3),
+    "causal window": masks.causal() & masks.sliding_window(41, 0),
     "prefix": masks.prefix(77),
     "nobody sees anything": masks.prefix(0),
 }
@@ -40,8 +40,8 @@ CELLS = {
     "an empty item": masks.lengths(torch.tensor([0, 211])),
     "other lengths": masks.lengths(torch.tensor([389, 211])) & masks.causal(),
     "padding": masks.keep(keys=torch.rand(2, 389, generator=torch.Generator().manual_seed(2)) > 0.5),
-    "predicate": masks.where(lambda b, h, q, k: (q + k + b + h) % 3 != 0),
-    "all but some": ~masks.window(100, 100),
+    "predicate": masks.mask_mod(lambda b, h, q, k: (q + k + b + h) % 3 != 0),
+    "all but some": ~masks.sliding_window(100, 100),
 }
 
 
@@ -144,7 +144,7 @@ def test_one_kind_is_compiled_once_for_all_sizes_and_numbers() -> None:
     forced(*qkv(), mask=masks.causal())
     before = counters["stats"]["unique_graphs"]
     for batch, length, count in [(3, 211, 401), (5, 499, 499), (2, 149, 157), (6, 257, 1009)]:
-        for mask in (masks.causal(), masks.window(length // 3, 5), masks.prefix(count - 20), None):
+        for mask in (masks.causal(), masks.sliding_window(length // 3, 5), masks.prefix(count - 20), None):
             require_equal(*qkv(batch, length, count), mask=mask)
     assert counters["stats"]["unique_graphs"] == before
 
@@ -154,7 +154,7 @@ def test_one_kind_is_compiled_once_for_all_sizes_and_numbers() -> None:
 @pytest.mark.parametrize("sizes", [(1, 1, 389), (2, 1, 1), (1, 5, 7), (3, 128, 128), (1, 129, 1)], ids=str)
 def test_sizes_of_one_and_of_one_block(sizes: tuple[int, int, int]) -> None:
     require_equal(*qkv(*sizes), mask=masks.causal())
-    require_equal(*qkv(*sizes), mask=masks.where(lambda b, h, q, k: (q + k + b + h) % 3 != 0))
+    require_equal(*qkv(*sizes), mask=masks.mask_mod(lambda b, h, q, k: (q + k + b + h) % 3 != 0))
 
 
 @runs_here
@@ -219,7 +219,7 @@ def test_reasons_of_a_device() -> None:
 
 
 def test_it_is_not_chosen_by_itself() -> None:
-    for options in ({}, {"softcap": 3.0}, {"mask": masks.causal() & masks.window(2, 0)}):
+    for options in ({}, {"softcap": 3.0}, {"mask": masks.causal() & masks.sliding_window(2, 0)}):
         assert clearhead.explain(X, X, X, **options).kernel != "flex"
 
 

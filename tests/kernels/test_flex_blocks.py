@@ -8,11 +8,11 @@ from hypothesis import given
 from torch import Tensor
 
 from clearhead import masks
-from clearhead.kernels import flex_blocks
-from clearhead.kernels.flex_blocks import BandBlocks, CellBlocks, Table, lower_blocks
+from clearhead.kernels import _flex_blocks as flex_blocks
+from clearhead.kernels._flex_blocks import BandBlocks, CellBlocks, Table, lower_blocks
 from clearhead.masks import Mask
-from clearhead.masks.grid import Grid
-from clearhead.masks.lowering import dense_mask
+from clearhead.masks._grid import Grid
+from clearhead.masks._lowering import dense_mask
 from tests.masks.test_lowering import cases
 
 CPU = torch.device("cpu")
@@ -69,8 +69,8 @@ def seen_blocks(visible: Tensor, side: int) -> Tensor:
 @pytest.mark.parametrize(
     ("mask", "per_row"),
     [
-        (masks.window(255, 0), 3),
-        (masks.causal() & masks.window(255, 0), 3),
+        (masks.sliding_window(255, 0), 3),
+        (masks.causal() & masks.sliding_window(255, 0), 3),
         (masks.prefix(300), 3),
         (masks.documents(torch.arange(4096) // 128), 1),
         (masks.documents(torch.arange(4096) // 100) & masks.causal(), 2),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.native import instruction_sets
+from clearhead._native import instruction_sets
 
 from .comparing import KERNELS
 from .oracle import Problem, gradients, solve

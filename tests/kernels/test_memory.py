@@ -21,12 +21,12 @@ SCORES = BATCH * HEADS * LENGTH * LENGTH * FLOAT
 MASKS: dict[str, Callable[[int], masks.Mask | None]] = {
     "none": lambda n: None,
     "causal": lambda n: masks.causal(),
-    "window": lambda n: masks.window(31, 7),
+    "window": lambda n: masks.sliding_window(31, 7),
     "lengths": lambda n: masks.lengths(torch.tensor([n, n // 2])),
     "padding": lambda n: masks.drop(keys=torch.arange(n).expand(BATCH, n) > n - 5),
     "documents": lambda n: masks.documents(torch.arange(n) // 101) & masks.causal(),
-    "where": lambda n: masks.where(lambda b, h, q, k: (q - k) % 3 == 0),
-    "where per head": lambda n: masks.where(lambda b, h, q, k: (q - k) % (3 + h) == b),
+    "where": lambda n: masks.mask_mod(lambda b, h, q, k: (q - k) % 3 == 0),
+    "where per head": lambda n: masks.mask_mod(lambda b, h, q, k: (q - k) % (3 + h) == b),
 }
 
 mask_names = pytest.mark.parametrize("mask_name", MASKS)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 import clearhead
-from clearhead.native import instruction_sets
+from clearhead._native import instruction_sets
 
 from .calls import Call, calls
 from .comparing import eval_output, expected_numbers, kernel_numbers, require_close, require_half_as_good

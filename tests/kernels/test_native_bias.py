@@ -8,8 +8,8 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
+from clearhead._native import instruction_sets
 from clearhead.masks import Mask
-from clearhead.native import instruction_sets
 
 from .comparing import require_half_as_good
 

@@ -9,7 +9,7 @@ import torch
 
 import clearhead
 from clearhead import masks
-from clearhead.native import instruction_sets
+from clearhead._native import instruction_sets
 
 from .comparing import require_half_as_good
 from .native_cases import CASES, Case, close_to_exact, numbers
@@ -117,7 +117,7 @@ def test_bfloat16_is_as_good_as_reference(name: str, instructions: str) -> None:
 
 
 def test_float16_is_as_good_as_reference(instructions: str) -> None:
-    half_as_good(Case(mask=lambda *_: masks.window(77, 3), value_dim=19), torch.float16)
+    half_as_good(Case(mask=lambda *_: masks.sliding_window(77, 3), value_dim=19), torch.float16)
 
 
 def half_as_good(case: Case, dtype: torch.dtype) -> None:

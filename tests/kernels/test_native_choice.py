@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import clearhead
-from clearhead.native import best_first, extension, instruction_sets
+from clearhead._native import best_first, extension, instruction_sets
 
 pytestmark = pytest.mark.skipif(extension is None, reason="the extension was not built here")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clearhead import masks
-from clearhead.native import instruction_sets
+from clearhead._native import instruction_sets
 
 from .native_cases import Case, close_to_exact
 
@@ -26,7 +26,9 @@ MANY_KEYS: dict[str, Case] = {
     "heads that share keys": Case(length=3, group=5, kv_heads=3, batch=1, count=MANY),
     "causal": Case(length=7, count=MANY, mask=lambda *_: masks.causal("bottom_right")),
     "keys that nobody sees": Case(length=11, count=MANY, mask=lambda *_: masks.causal()),
-    "window": Case(length=7, count=MANY, mask=lambda *_: masks.window(1031, 5), options={"query_positions": 3001}),
+    "window": Case(
+        length=7, count=MANY, mask=lambda *_: masks.sliding_window(1031, 5), options={"query_positions": 3001}
+    ),
     "lengths": Case(length=5, count=MANY, mask=lambda *_: masks.lengths(torch.tensor([MANY, 2053]))),
     "bool": Case(length=5, count=MANY, mask=lambda b, h, n, s: masks.keep(scattered(b, h, n, s) < 0.7)),
     "bias": Case(length=3, count=MANY, mask=lambda b, h, n, s: masks.bias(scattered(h, n, s))),

@@ -11,7 +11,7 @@ from torch.export import export
 
 import clearhead
 from clearhead import masks
-from clearhead.native import instruction_sets
+from clearhead._native import instruction_sets
 
 from .allocations import Allocations
 from .graphs import LENGTHS, Counting, random
@@ -22,14 +22,14 @@ VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
     "causal": {"mask": masks.causal()},
     "bottom right": {"mask": masks.causal("bottom_right")},
-    "window": {"mask": masks.window(3, 2)},
+    "window": {"mask": masks.sliding_window(3, 2)},
     "prefix": {"mask": masks.causal() | masks.prefix(2)},
     "lengths": {"mask": masks.lengths(torch.tensor([11, 4, 0]))},
-    "where": {"mask": masks.where(lambda b, h, q, k: (q + k) % 3 != b)},
+    "where": {"mask": masks.mask_mod(lambda b, h, q, k: (q + k) % 3 != b)},
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": torch.tensor([0.5, -0.5], requires_grad=True)},
     "lse": {"return_lse": True},
-    "scale": {"scale": 0.3, "mask": masks.causal() & masks.window(5, 0)},
+    "scale": {"scale": 0.3, "mask": masks.causal() & masks.sliding_window(5, 0)},
 }
 
 
@@ -131,7 +131,7 @@ def test_reasons_against_masks_and_transforms() -> None:
     assert clearhead.explain(x, x, x, learnt).reasons["native"] == (
         "it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph",
     )
-    per_head = masks.where(lambda b, h, q, k: k % 2 == h)
+    per_head = masks.mask_mod(lambda b, h, q, k: k % 2 == h)
     assert clearhead.explain(x, x, x, per_head).reasons["native"] == (
         "the mask differs between heads and would have to be built whole, (B, H, L, S)",
     )

@@ -70,7 +70,7 @@ def test_huge_scores_pick_the_largest(kernel: str, dtype: torch.dtype) -> None:
 def test_scale_of_zero_or_below(kernel: str, scale: float, rule: str) -> None:
     mask, sees = {
         "causal": (masks.causal(), lambda b, h, i, j: j <= i),
-        "window": (masks.window(2, 1), lambda b, h, i, j: i - 2 <= j <= i + 1),
+        "window": (masks.sliding_window(2, 1), lambda b, h, i, j: i - 2 <= j <= i + 1),
         "keys": (masks.keep(keys=torch.tensor([[1, 0, 1, 0, 1, 1, 0]])), lambda b, h, i, j: j in (0, 2, 4, 5)),
     }[rule]
     query, key, value = (torch.randn(2, 3, 7, 5) for _ in range(3))
@@ -108,7 +108,7 @@ def test_positions_in_any_integer_dtype(kernel: str, dtype: torch.dtype, rule: s
     ids = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2])
     mask, sees = {
         "causal": (masks.causal(), lambda q, k: k <= q),
-        "window": (masks.window(3, 1), lambda q, k: q - 3 <= k <= q + 1),
+        "window": (masks.sliding_window(3, 1), lambda q, k: q - 3 <= k <= q + 1),
         "documents": (masks.documents(ids), lambda q, k: bool(ids[q] == ids[k])),
     }[rule]
     query, key, value = torch.randn(2, 3, 5, 7), torch.randn(2, 3, 11, 7), torch.randn(2, 3, 11, 7)
@@ -148,8 +148,8 @@ def test_a_bias_in_any_shape_gets_its_gradient(kernel: str) -> None:
     [
         None,
         masks.causal(),
-        masks.window(2, 1),
-        masks.where(lambda b, h, q, k: (b + h + q + k) % 2 == 0),
+        masks.sliding_window(2, 1),
+        masks.mask_mod(lambda b, h, q, k: (b + h + q + k) % 2 == 0),
         masks.lengths(torch.zeros(0, dtype=torch.int64)),
         masks.keep(keys=torch.zeros(0, 7)),
     ],

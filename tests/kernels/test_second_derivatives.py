@@ -28,7 +28,7 @@ def on(kernel: str, *args: object, **options: object) -> Tensor | tuple[Tensor, 
         None,
         masks.causal(),
         masks.keep(keys=torch.tensor([[1, 0, 1, 1, 0], [0, 0, 0, 0, 0]])),
-        masks.window(1, 0) & masks.lengths(torch.tensor([5, 2])),
+        masks.sliding_window(1, 0) & masks.lengths(torch.tensor([5, 2])),
     ],
     ids=lambda mask: mask.describe() if mask else "none",
 )

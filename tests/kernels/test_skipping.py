@@ -16,15 +16,15 @@ LENGTH = 1511
 FORWARD, BACKWARD = 2, 5  # matrix products of rows × columns × head size
 
 MASKS: dict[str, Callable[[int], masks.Mask]] = {
-    "window": lambda n: masks.window(53, 11),
-    "causal window": lambda n: masks.causal() & masks.window(101, 0),
-    "window of one": lambda n: masks.window(0, 0),
+    "window": lambda n: masks.sliding_window(53, 11),
+    "causal window": lambda n: masks.causal() & masks.sliding_window(101, 0),
+    "window of one": lambda n: masks.sliding_window(0, 0),
     "prefix": lambda n: masks.prefix(67),
     "documents": lambda n: masks.documents(torch.arange(n) // 97),
     "documents of many lengths": lambda n: masks.documents((torch.arange(n) / 3).sqrt().long()),
     "documents of two items": lambda n: masks.documents(torch.arange(n).expand(2, n) // torch.tensor([[97], [89]])),
     "causal documents": lambda n: masks.documents(torch.arange(n) // 97) & masks.causal(),
-    "windows in documents": lambda n: masks.documents(torch.arange(n) // 499) & masks.window(29, 29),
+    "windows in documents": lambda n: masks.documents(torch.arange(n) // 499) & masks.sliding_window(29, 29),
 }
 
 
@@ -65,7 +65,7 @@ def test_causal_costs_little_more_than_half(grad: bool) -> None:
 
 @either
 def test_a_window_grows_with_the_length_and_not_its_square(grad: bool) -> None:
-    mask = masks.causal() & masks.window(60, 0)
+    mask = masks.causal() & masks.sliding_window(60, 0)
     short, long = (touched(mask, length, grad=grad) for length in (701, 1402))
     assert long < 2.1 * short
 
@@ -73,7 +73,7 @@ def test_a_window_grows_with_the_length_and_not_its_square(grad: bool) -> None:
 @either
 def test_positions_that_count_up_are_skipped_by_too(grad: bool) -> None:
     """A part of the queries, as a chunk of a prefill has."""
-    mask = masks.causal() & masks.window(60, 0)
+    mask = masks.causal() & masks.sliding_window(60, 0)
     query = torch.randn(1, HEADS, 31, HEAD_DIM, requires_grad=grad)
     key = torch.randn(1, KV_HEADS, LENGTH, HEAD_DIM)
     with clearhead.use_kernel("chunked"), FlopCounterMode(display=False) as counter:

@@ -20,7 +20,7 @@ KERNELS = ("sdpa", "reference")  # chunked says that it cannot be traced
 @pytest.fixture(autouse=True)
 def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The native kernel's graphs have tests of their own.
-    monkeypatch.setattr("clearhead.kernels.native.extension", None)
+    monkeypatch.setattr("clearhead.kernels._native.extension", None)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -35,14 +35,14 @@ VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
     "causal": {"mask": masks.causal()},
     "bottom right": {"mask": masks.causal("bottom_right")},
-    "window": {"mask": masks.window(3, 2)},
+    "window": {"mask": masks.sliding_window(3, 2)},
     "prefix": {"mask": masks.causal() | masks.prefix(2)},
     "lengths": {"mask": masks.lengths(torch.tensor([11, 4, 0]))},
-    "where": {"mask": masks.where(lambda b, h, q, k: (q + k + h) % 3 != b)},
+    "where": {"mask": masks.mask_mod(lambda b, h, q, k: (q + k + h) % 3 != b)},
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": torch.tensor([0.5, -0.5])},
     "lse": {"return_lse": True},
-    "scale": {"scale": 0.3, "mask": masks.causal() & masks.window(5, 0)},
+    "scale": {"scale": 0.3, "mask": masks.causal() & masks.sliding_window(5, 0)},
 }
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from clearhead import masks
+from clearhead._latent import MultiHeadLatentAttention
 from clearhead.caches import (
     Cache,
 )
-from clearhead.latent import MultiHeadLatentAttention
 from clearhead.masks import Mask
 from clearhead.positions import Rotary
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import clearhead
-import clearhead.latent
+import clearhead._latent
 from clearhead import masks
 from clearhead.caches import (
     Cache,
@@ -41,13 +41,13 @@ def test_steps_and_chunks_are_the_whole(sizes: list[int], low: int | None, dtype
 def _calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], ...]]:
     """The shapes of query, key and value in every call of `attention`."""
     seen: list[tuple[tuple[int, ...], ...]] = []
-    attention: Callable[..., Tensor] = clearhead.latent.attention
+    attention: Callable[..., Tensor] = clearhead._latent.attention
 
     def noting(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         seen.append((tuple(query.shape), tuple(key.shape), tuple(value.shape)))
         return attention(query, key, value, **options)
 
-    monkeypatch.setattr(clearhead.latent, "attention", noting)
+    monkeypatch.setattr(clearhead._latent, "attention", noting)
     return seen
 
 
@@ -104,7 +104,7 @@ def evicting(budget: int, policy: EvictionPolicy) -> EvictingKVCache:
 @pytest.mark.parametrize(
     ("cache", "rule"),
     [
-        (lambda: sliding(4), CAUSAL & masks.window(3, 0)),
+        (lambda: sliding(4), CAUSAL & masks.sliding_window(3, 0)),
         (lambda: evicting(L, HeavyHitters()), CAUSAL),
         (lambda: evicting(L, SinksAndRecent(1)), CAUSAL),
     ],

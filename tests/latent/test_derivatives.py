@@ -18,12 +18,12 @@ LENGTHS = masks.lengths(torch.tensor([3, 0]))
 MODULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "unmasked": ({}, {}),
     "queries without a latent": ({"low": None}, {"mask": CAUSAL}),
-    "biases": ({"bias": True, "out_bias": True}, {"mask": masks.window(2, 1)}),
+    "biases": ({"bias": True, "out_bias": True}, {"mask": masks.sliding_window(2, 1)}),
     "no position": ({"position": None, "scale": 0.3}, {}),
     "fully masked rows": ({}, {"mask": LENGTHS & CAUSAL}),
     "ALiBi": ({"mask": ALiBi(H)}, {"positions": 3}),
     "relative bias": ({"mask": RelativeBias(H, 4, 5)}, {"mask": CAUSAL}),
-    "norms": ({"query_norm": nn.LayerNorm(LOW)}, {}),
+    "norms": ({"q_norm": nn.LayerNorm(LOW)}, {}),
     "dropout": ({"dropout": 0.3}, {"mask": CAUSAL}),
 }
 WEIGHTS: dict[str, dict[str, Any]] = {

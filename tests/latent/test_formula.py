@@ -13,7 +13,13 @@ from clearhead.masks import Mask
 
 from .by_hand import CAUSAL, FEW, LOW, NOPE, ROPE, VALUE, B, E, H, L, by_hand, close, fed, module, tokens
 
-MASKS = [None, CAUSAL, masks.window(2, 1), masks.lengths(torch.tensor([5, 0])), masks.causal() & masks.prefix(3)]
+MASKS = [
+    None,
+    CAUSAL,
+    masks.sliding_window(2, 1),
+    masks.lengths(torch.tensor([5, 0])),
+    masks.causal() & masks.prefix(3),
+]
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=["none", "causal", "window", "lengths", "combined"])
@@ -29,8 +35,8 @@ def test_it_computes_the_formula(low: int | None, mask: Mask | None) -> None:
 
 
 def test_a_layers_own_mask() -> None:
-    attend, x = module(mask=masks.window(2, 0)), tokens()
-    close(attend(x, mask=CAUSAL), by_hand(attend, x, CAUSAL & masks.window(2, 0))[0])
+    attend, x = module(mask=masks.sliding_window(2, 0)), tokens()
+    close(attend(x, mask=CAUSAL), by_hand(attend, x, CAUSAL & masks.sliding_window(2, 0))[0])
     close(fed(attend, x, attend.make_cache(B, L), [FEW + 1, 1, 4]), attend(x, mask=CAUSAL))
 
 

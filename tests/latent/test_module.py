@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import clearhead
-import clearhead.latent
+import clearhead._latent
 from clearhead import masks
+from clearhead._latent import MultiHeadLatentAttention
 from clearhead.errors import ArgumentError
-from clearhead.latent import MultiHeadLatentAttention
 
 from .by_hand import CAUSAL, FEW, NOPE, RANK, ROPE, VALUE, B, E, H, L, by_hand, close, fed, module, tokens
 
@@ -84,7 +84,7 @@ def test_projections_are_called_as_modules() -> None:
 
 
 def test_other_norms() -> None:
-    attend, x = module(query_norm=nn.Identity(), kv_norm=nn.LayerNorm(RANK, dtype=torch.float64)), tokens()
+    attend, x = module(q_norm=nn.Identity(), kv_norm=nn.LayerNorm(RANK, dtype=torch.float64)), tokens()
     assert isinstance(attend.kv_norm, nn.LayerNorm)
     close(fed(attend, x, attend.make_cache(B, L), [1] * L), attend(x, mask=CAUSAL))
     assert not torch.allclose(attend(x), module()(x))
@@ -164,6 +164,6 @@ def test_it_lives_as_a_module() -> None:
         "kv_down.bias",
         "out_proj.bias",
     }
-    text = repr(module(mask=masks.window(2, 0), dropout=0.25))
+    text = repr(module(mask=masks.sliding_window(2, 0), dropout=0.25))
     assert "kv_lora_rank=13, q_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3" in text
-    assert "mask=window(2, 0), dropout=0.25" in text
+    assert "mask=sliding_window(2, 0), dropout=0.25" in text

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from clearhead import masks
+from clearhead._latent import MultiHeadLatentAttention
 from clearhead.errors import ArgumentError, DTypeError, MaskTypeError, ShapeError
-from clearhead.latent import MultiHeadLatentAttention
 
 from .by_hand import NOPE, RANK, ROPE, VALUE, B, E, H, module, tokens
 
@@ -35,7 +35,7 @@ def test_sizes_that_are_none(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "problem"),
     [
-        ({"query_norm": nn.Identity()}, ArgumentError, "query_norm: expected None without q_lora_rank, got Identity."),
+        ({"q_norm": nn.Identity()}, ArgumentError, "q_norm: expected None without q_lora_rank, got Identity."),
         ({"kv_norm": 3}, DTypeError, "kv_norm: expected a torch.nn.Module, got int."),
         ({"dropout": 1.5}, ArgumentError, "dropout: expected a probability in [0, 1], got 1.5"),
         ({"scale": float("nan")}, ArgumentError, "scale: expected a finite number, got nan"),

@@ -65,11 +65,11 @@ def _extras() -> dict[str, Any]:
     return {"mask": masks.causal(), "scale": 0.5, "softcap": 3.0, "sinks": torch.zeros(H), **places}
 
 
-@case("attention_packed", weight=8)
+@case("attention_varlen", weight=8)
 def _() -> Call:
     ends = {"cu_seqlens_q": torch.tensor([0, 3, 5]), "cu_seqlens_k": torch.tensor([0, 3, 7])}
     tensors = {"query": torch.randn(5, H, D), "key": torch.randn(7, KV, D), "value": torch.randn(7, KV, D)}
-    return Call(clearhead.attention_packed, {**tensors, **ends, "mask": masks.causal()})
+    return Call(clearhead.attention_varlen, {**tensors, **ends, "mask": masks.causal()})
 
 
 @case("split_heads")

@@ -29,9 +29,9 @@ def _() -> Call:
     return Call(lambda align: _used(masks.causal(align)), {"align": "bottom_right"})
 
 
-@case("masks.window", weight=6, left="window", right="window")
+@case("masks.sliding_window", weight=6, left="window", right="window")
 def _() -> Call:
-    return Call(lambda left, right: _used(masks.window(left, right)), {"left": 1, "right": 0})
+    return Call(lambda left, right: _used(masks.sliding_window(left, right)), {"left": 1, "right": 0})
 
 
 @case("masks.prefix", weight=6, n="prefix")
@@ -50,10 +50,10 @@ def _() -> Call:
     return Call(lambda ids: _used(masks.documents(ids)), {"ids": torch.tensor([0, 0, 1, 1, 2])})
 
 
-@case("masks.where", fn="where")
+@case("masks.mask_mod", fn="where")
 def _() -> Call:
     def used(fn: Any) -> Any:
-        return _used(masks.where(users_own(fn) if callable(fn) else fn))
+        return _used(masks.mask_mod(users_own(fn) if callable(fn) else fn))
 
     return Call(used, {"fn": lambda b, h, q, k: (q - k) % 2 == 0})
 
@@ -97,7 +97,7 @@ def _() -> Call:
 
 @case("Mask.check", weight=8, **LETTERS)
 def _() -> Call:
-    return Call((masks.window(2, 0) & masks.lengths(LENGTHS)).check, _sizes())
+    return Call((masks.sliding_window(2, 0) & masks.lengths(LENGTHS)).check, _sizes())
 
 
 @case("Mask.check of a rule", weight=4)

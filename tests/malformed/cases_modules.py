@@ -41,7 +41,7 @@ def _forward(module: Any, arguments: dict[str, Any], valid: dict[str, Any] | Non
 @case("MultiHeadAttention", weight=8)
 def _() -> Call:
     sizes = {"embed_dim": E, "num_heads": H, "num_kv_heads": 3, "head_dim": 4, "qdim": 5, "kdim": 6, "vdim": 7}
-    parts = {"position": positions.Rotary(4), "query_norm": nn.LayerNorm(4), "key_norm": None, "mask": masks.causal()}
+    parts = {"position": positions.Rotary(4), "q_norm": nn.LayerNorm(4), "k_norm": None, "mask": masks.causal()}
     return Call(clearhead.MultiHeadAttention, {**sizes, **parts, "scale": 0.5, "dropout": 0.1, "dtype": torch.float32})
 
 
@@ -63,7 +63,7 @@ def _() -> Call:
 
 @case("MultiHeadAttention.forward, with parts", weight=8)
 def _() -> Call:
-    module = _attention(position=positions.Rotary(4), query_norm=nn.LayerNorm(4), mask=masks.window(2, 2))
+    module = _attention(position=positions.Rotary(4), q_norm=nn.LayerNorm(4), mask=masks.sliding_window(2, 2))
     return _forward(module, {"query": _x(), "positions": torch.arange(L), "mask": masks.lengths(torch.tensor([3, 5]))})
 
 
@@ -106,7 +106,7 @@ def _() -> Call:
 
 def _latent() -> dict[str, Any]:
     sizes = {"kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "q_lora_rank": 5}
-    return {**sizes, "position": positions.Rotary(2), "query_norm": nn.LayerNorm(5), "kv_norm": nn.LayerNorm(6)}
+    return {**sizes, "position": positions.Rotary(2), "q_norm": nn.LayerNorm(5), "kv_norm": nn.LayerNorm(6)}
 
 
 @case("Linear")

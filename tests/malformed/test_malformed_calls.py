@@ -54,7 +54,7 @@ def test_the_valid_call_computes(name: str) -> None:
 WITHOUT_CASES = {
     "AttentionStatistics": "made by attention_statistics; its methods have cases",
     "Cache": "abstract",
-    "Cached": "a tuple that caches return",
+    "KeyValues": "a tuple that caches return",
     "CrossKVCache": "takes no arguments",
     "DecoderCache": "a tuple of two caches",
     "DecoderWeights": "a tuple that layers return",

@@ -192,7 +192,7 @@ def _arrays(rng: random.Random) -> Any:
 
 
 def _where_gives(result: Any) -> Any:
-    return masks.where(lambda b, h, q, k: result)
+    return masks.mask_mod(lambda b, h, q, k: result)
 
 
 _MAKERS: tuple[Callable[[], Any], ...] = (
@@ -229,14 +229,18 @@ _MAKERS: tuple[Callable[[], Any], ...] = (
     *(
         lambda: masks.causal(),
         lambda: masks.causal("bottom_right"),
-        lambda: masks.window(1, 0),
+        lambda: masks.sliding_window(1, 0),
         lambda: masks.prefix(2),
     ),
     *(lambda: masks.lengths(torch.tensor([1, 9, 2])), lambda: masks.documents(torch.tensor([0, 0, 1]))),
     *(lambda: masks.keep(torch.ones(3, 3, dtype=torch.bool)), lambda: masks.bias(torch.zeros(2, 5))),
     *(lambda: masks.keep(keys=torch.ones(2, 7, dtype=torch.bool, device="meta")), lambda: ~masks.prefix(2**40)),
-    *(lambda: masks.where(_raising), lambda: _where_gives(None), lambda: _where_gives(torch.ones(3, dtype=torch.bool))),
-    *(lambda: masks.window(2**63, 2**64), lambda: masks.prefix(2**65), lambda: positions.ALiBi(5)),
+    *(
+        lambda: masks.mask_mod(_raising),
+        lambda: _where_gives(None),
+        lambda: _where_gives(torch.ones(3, dtype=torch.bool)),
+    ),
+    *(lambda: masks.sliding_window(2**63, 2**64), lambda: masks.prefix(2**65), lambda: positions.ALiBi(5)),
     *(lambda: positions.RelativeBias(3), lambda: positions.Rotary(4), lambda: positions.Rotary(6)),
     *(lambda: positions.LinearScaling(2.0), lambda: caches.KVCache(2, 3, 8, 4), lambda: caches.KVCache(1, 1, 1, 1)),
     *(

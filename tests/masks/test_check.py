@@ -21,10 +21,10 @@ def findings(mask: Mask, *sizes: int, **more: int) -> str:
 
 
 def test_nothing_suspicious() -> None:
-    report = (masks.causal() & masks.window(2, 0)).check(L)
+    report = (masks.causal() & masks.sliding_window(2, 0)).check(L)
     assert report.ok
     assert report.findings == ()
-    assert str(report) == "causal() & window(2, 0): nothing suspicious"
+    assert str(report) == "causal() & sliding_window(2, 0): nothing suspicious"
 
 
 def test_queries_that_see_nothing_are_counted_and_the_first_is_named() -> None:
@@ -44,7 +44,7 @@ def test_a_query_that_left_padding_hides_from_a_causal_mask_is_found() -> None:
 
 def test_keys_that_nobody_sees_are_counted_and_the_first_is_named() -> None:
     assert (
-        findings(masks.window(0, 1), L, S)
+        findings(masks.sliding_window(0, 1), L, S)
         == "keys that no query sees: 1 (the first: item 0, index 6); fine for padding"
     )
 
@@ -115,7 +115,7 @@ def test_an_ordinarily_padded_batch_is_ok() -> None:
     [
         masks.causal(),
         masks.causal("bottom_right"),
-        masks.window(1, 1),
+        masks.sliding_window(1, 1),
         masks.causal() | masks.prefix(2),
         masks.documents(torch.tensor([0, 0, 1, 1, 2, 2, 2])),
         masks.keep(torch.ones(S, S).tril()),
@@ -167,14 +167,14 @@ def test_shape_mistakes_are_findings_not_exceptions(mask: Mask, says: str) -> No
 
 
 def test_a_predicate_of_the_wrong_shape_or_dtype_is_a_finding() -> None:
-    assert "fn to return a bool tensor" in findings(masks.where(lambda b, h, q, k: q - k), L, S)
+    assert "fn to return a bool tensor" in findings(masks.mask_mod(lambda b, h, q, k: q - k), L, S)
     # DEFECT: a predicate whose result does not broadcast ends in PyTorch's own RuntimeError.
-    assert "where" in findings(masks.where(lambda b, h, q, k: torch.ones(1, 1, L + 1, S).bool()), L, S)
+    assert "where" in findings(masks.mask_mod(lambda b, h, q, k: torch.ones(1, 1, L + 1, S).bool()), L, S)
 
 
 def test_a_predicate_may_return_fewer_dimensions() -> None:
     # DEFECT: (L, S) broadcasts to (B, H, L, S), but only four-dimensional results work.
-    mask = masks.where(lambda b, h, q, k: (q >= k)[0, 0])
+    mask = masks.mask_mod(lambda b, h, q, k: (q >= k)[0, 0])
     assert mask.check(L, L, batch_size=2).ok
 
 
@@ -185,9 +185,9 @@ def test_a_mask_that_fits_any_length_asks_for_one() -> None:
 
 def test_positions_are_taken_into_account() -> None:
     positions = {"query_positions": torch.tensor([3, 4]), "key_positions": torch.tensor([2, 3, 4])}
-    assert masks.window(2, 0).check(**positions).ok
+    assert masks.sliding_window(2, 0).check(**positions).ok
     assert "queries that see no key: 1 (the first: item 0, index 1)" in "\n".join(
-        masks.window(0, 0).check(2, 2, query_positions=torch.tensor([1, 5])).findings
+        masks.sliding_window(0, 0).check(2, 2, query_positions=torch.tensor([1, 5])).findings
     )
 
 

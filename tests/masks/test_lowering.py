@@ -14,9 +14,9 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import ClearheadError, ShapeError
 from clearhead.masks import Mask
-from clearhead.masks.grid import Block, Grid
-from clearhead.masks.lowering import dense_mask, is_plain_causal
-from clearhead.masks.reach import reach
+from clearhead.masks._grid import Block, Grid
+from clearhead.masks._lowering import dense_mask, is_plain_causal
+from clearhead.masks._reach import reach
 
 B, H = 2, 3
 CPU = torch.device("cpu")
@@ -42,12 +42,12 @@ def leaves(draw: st.DrawFn, grid: Grid) -> Mask:
             [
                 masks.causal(),
                 masks.causal("bottom_right"),
-                masks.window(draw(st.integers(0, 5)), draw(st.integers(0, 5))),
+                masks.sliding_window(draw(st.integers(0, 5)), draw(st.integers(0, 5))),
                 masks.prefix(draw(st.integers(0, 9))),
                 masks.prefix(per_item),
                 masks.lengths(per_item),
                 masks.documents(torch.arange(13) // 4) if grid.has_positions else masks.causal(),
-                masks.where(lambda b, h, q, k: (q + k + h) % 3 != b),
+                masks.mask_mod(lambda b, h, q, k: (q + k + h) % 3 != b),
                 masks.keep(marks),
                 masks.drop(keys=marks[:, 0, 0].expand(B, grid.key_length)),
                 masks.bias(torch.zeros(shape).masked_fill(marks, -torch.inf)),
@@ -86,11 +86,11 @@ def test_hidden_queries_and_keys_are_found_exactly(
     mask, grid = case
     with pytest.MonkeyPatch.context() as patch:  # these masks are too small for their borders to be looked at first
         if not native:
-            patch.setattr("clearhead.masks.native_reach.extension", None)
-        patch.setattr("clearhead.masks.reach._EDGE_ROWS", edge)
-        patch.setattr("clearhead.masks.reach._EDGE_COLUMNS", edge)
-        patch.setattr("clearhead.masks.reach._FEW_CELLS", few_cells)
-        patch.setattr("clearhead.masks.reach._ROWS_AT_A_TIME", 20)
+            patch.setattr("clearhead.masks._native_reach.extension", None)
+        patch.setattr("clearhead.masks._reach._EDGE_ROWS", edge)
+        patch.setattr("clearhead.masks._reach._EDGE_COLUMNS", edge)
+        patch.setattr("clearhead.masks._reach._FEW_CELLS", few_cells)
+        patch.setattr("clearhead.masks._reach._ROWS_AT_A_TIME", 20)
         found = reach(mask, grid)
     cells = visible(mask, grid)
     assert torch.equal(expanded(found.queries, grid.query_length), cells.any(-1))
@@ -113,7 +113,7 @@ def test_padding_in_the_middle_of_a_large_mask_keeps_its_nan_to_itself() -> None
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 7), (7, 5), (1, 7)])
 def test_hidden_queries_and_keys_of_every_small_band(queries: int, keys: int, shift: int) -> None:
     grid = Grid(B, H, queries, keys, CPU, *((shift, 0) if shift > 0 else (0, -shift)))
-    windows = [masks.window(left, right) for left in (0, 1, 11) for right in (0, 1, 11)]
+    windows = [masks.sliding_window(left, right) for left in (0, 1, 11) for right in (0, 1, 11)]
     for mask in [masks.causal(), *windows, *(masks.causal() & window for window in windows)]:
         for part in (mask, *(masks.prefix(n) & mask for n in (0, 1, 4, 13)), *(masks.prefix(n) for n in (0, 1, 4, 13))):
             cells, found = visible(part, grid), reach(part, grid)
@@ -163,12 +163,12 @@ def test_a_block_is_the_same_part_of_the_whole(case: tuple[Mask, Grid], data: st
     [
         (masks.causal(), slice(2, 4), (0, 4)),
         (masks.causal("bottom_right"), slice(2, 4), (0, 6)),
-        (masks.window(1, 2), slice(3, 5), (2, 7)),
+        (masks.sliding_window(1, 2), slice(3, 5), (2, 7)),
         (masks.prefix(3), slice(3, 5), (0, 3)),
-        (masks.causal() & masks.window(1, 2), slice(3, 5), (2, 5)),
+        (masks.causal() & masks.sliding_window(1, 2), slice(3, 5), (2, 5)),
         (masks.causal() | masks.prefix(3), slice(0, 1), (0, 3)),
-        (masks.window(0, 0) | masks.prefix(2), slice(4, 5), (0, 5)),
-        (masks.window(0, 0) & masks.prefix(2), slice(4, 5), (2, 2)),
+        (masks.sliding_window(0, 0) | masks.prefix(2), slice(4, 5), (0, 5)),
+        (masks.sliding_window(0, 0) & masks.prefix(2), slice(4, 5), (2, 2)),
     ],
     ids=["causal", "bottom right", "window", "prefix", "and", "or", "or behind", "empty"],
 )
@@ -180,7 +180,7 @@ def test_hidden_rows_are_found_when_one_row_is_all_that_fits_at_a_time() -> None
     # DEFECT: once B·H·S exceeds 2²³, every query is taken to see what the first one sees.
     heads, keys = 1 << 12, (1 << 11) + 1
     query, key = torch.ones(1, heads, 3, 1), torch.ones(1, heads, keys, 1)
-    output = clearhead.attention(query, key, key, masks.where(lambda b, h, q, k: q >= 1))
+    output = clearhead.attention(query, key, key, masks.mask_mod(lambda b, h, q, k: q >= 1))
     assert not output[:, :, 0].any()
     assert (output[:, :, 1:] - 1).abs().max() < 1e-4
 
@@ -188,7 +188,7 @@ def test_hidden_rows_are_found_when_one_row_is_all_that_fits_at_a_time() -> None
 @pytest.mark.parametrize(
     "mask",
     [
-        masks.causal() & masks.window(1, 1),
+        masks.causal() & masks.sliding_window(1, 1),
         masks.keep(keys=torch.ones(0, 5)),
         masks.lengths(torch.zeros(0, dtype=torch.int64)),
         masks.documents(torch.zeros(5, dtype=torch.int64)),
@@ -207,7 +207,7 @@ def test_a_batch_of_none_is_answered_with_nothing(mask: Mask) -> None:
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize(
     "mask",
-    [masks.causal(), masks.window(1, 1), masks.prefix(0), masks.lengths(torch.tensor([0]))],
+    [masks.causal(), masks.sliding_window(1, 1), masks.prefix(0), masks.lengths(torch.tensor([0]))],
     ids=lambda mask: mask.describe(),
 )
 def test_lengths_of_zero(mask: Mask, queries: int, keys: int) -> None:
@@ -224,7 +224,7 @@ def test_plain_causal_is_known_where_fused_kernels_have_a_flag() -> None:
     assert is_plain_causal(masks.causal("bottom_right"), square)
     assert not is_plain_causal(masks.causal("bottom_right"), wide)
     assert not is_plain_causal(masks.causal(), Grid(1, 1, 5, 5, CPU, torch.arange(5)[None]))
-    assert not is_plain_causal(masks.causal() & masks.window(1, 1), square)
+    assert not is_plain_causal(masks.causal() & masks.sliding_window(1, 1), square)
     assert not is_plain_causal(~masks.causal(), square)
     assert not is_plain_causal(None, square)
 

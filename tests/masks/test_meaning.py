@@ -45,17 +45,17 @@ def assert_means(mask: Mask | Tensor, expected: Tensor, **positions: Tensor) -> 
 
 POSITIONAL = [
     pytest.param(masks.causal(), lambda b, h, q, k: k <= q, id="causal"),
-    pytest.param(masks.window(2, 1), lambda b, h, q, k: q - 2 <= k <= q + 1, id="window"),
-    pytest.param(masks.window(0, 0), lambda b, h, q, k: k == q, id="window of one"),
-    pytest.param(masks.window(0, 3), lambda b, h, q, k: q <= k <= q + 3, id="window ahead"),
-    pytest.param(masks.window(99, 99), lambda b, h, q, k: True, id="window over everything"),
+    pytest.param(masks.sliding_window(2, 1), lambda b, h, q, k: q - 2 <= k <= q + 1, id="window"),
+    pytest.param(masks.sliding_window(0, 0), lambda b, h, q, k: k == q, id="window of one"),
+    pytest.param(masks.sliding_window(0, 3), lambda b, h, q, k: q <= k <= q + 3, id="window ahead"),
+    pytest.param(masks.sliding_window(99, 99), lambda b, h, q, k: True, id="window over everything"),
     pytest.param(masks.lengths(LENGTHS), lambda b, h, q, k: k < LENGTHS[b], id="lengths"),
     pytest.param(masks.prefix(3), lambda b, h, q, k: k < 3, id="prefix"),
     pytest.param(masks.prefix(0), lambda b, h, q, k: False, id="prefix of none"),
     pytest.param(masks.prefix(99), lambda b, h, q, k: True, id="prefix of all"),
     pytest.param(masks.prefix(torch.tensor([6, 1])), lambda b, h, q, k: k < (6, 1)[b], id="prefix per item"),
     pytest.param(
-        masks.where(lambda b, h, q, k: (q + k + h * b) % 3 == 1),
+        masks.mask_mod(lambda b, h, q, k: (q + k + h * b) % 3 == 1),
         lambda b, h, q, k: (q + k + h * b) % 3 == 1,
         id="where",
     ),
@@ -94,7 +94,7 @@ def test_positions_may_have_any_integer_dtype(dtype: torch.dtype) -> None:
     # DEFECT: uint8 gives a wrong window silently; int16, int8 and uint8 make `documents` fail in `gather`.
     positions = {"query_positions": QUERY_POSITIONS.to(dtype), "key_positions": KEY_POSITIONS.to(dtype)}
     q, k, ids = QUERY_POSITIONS.tolist(), KEY_POSITIONS.tolist(), DOCUMENTS[0].tolist()
-    assert_means(masks.window(2, 1), table(lambda b, h, i, j: q[i] - 2 <= k[j] <= q[i] + 1), **positions)
+    assert_means(masks.sliding_window(2, 1), table(lambda b, h, i, j: q[i] - 2 <= k[j] <= q[i] + 1), **positions)
     assert_means(masks.documents(DOCUMENTS[0]), table(lambda b, h, i, j: ids[q[i]] == ids[k[j]]), **positions)
 
 
@@ -253,7 +253,7 @@ def test_a_bool_tensor_combines_like_keep() -> None:
 
 def test_biases_add_and_hidden_keys_are_minus_infinity() -> None:
     first, second = torch.randn(L, S), torch.randn(1, H, 1, S)
-    dense = (masks.causal() & masks.bias(first) & masks.window(1, 1) & masks.bias(second)).dense(L, S)
+    dense = (masks.causal() & masks.bias(first) & masks.sliding_window(1, 1) & masks.bias(second)).dense(L, S)
     hidden = ~table(lambda b, h, i, j: i - 1 <= j <= i, batch=1)
     assert torch.equal(dense, (first + second).masked_fill(hidden, -torch.inf))
 

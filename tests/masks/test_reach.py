@@ -12,11 +12,11 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
+from clearhead._native import extension
 from clearhead.masks import Mask
-from clearhead.masks.grid import Grid
-from clearhead.masks.lowering import dense_mask
-from clearhead.masks.reach import reach
-from clearhead.native import extension
+from clearhead.masks._grid import Grid
+from clearhead.masks._lowering import dense_mask
+from clearhead.masks._reach import reach
 
 B, H, L, S = 2, 3, 67, 83  # more than are looked at in one go
 ways = pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
@@ -51,7 +51,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "infinity": lambda: masks.bias(torch.full((L, S), torch.inf)),
     "negated": lambda: masks.bias(torch.where(sparse(L, S), 1j, complex(0, torch.inf)).conj().imag),
     "several": lambda: masks.keep(sparse(L, S)) & masks.keep(keys=sparse(B, S).logical_not()) & masks.causal(),
-    "a band of several": lambda: masks.window(3, 1) & masks.bias(added(band(), torch.float32)),
+    "a band of several": lambda: masks.sliding_window(3, 1) & masks.bias(added(band(), torch.float32)),
     "more than there is room for": lambda: functools.reduce(and_, (masks.keep(~each) for each in sparse(7, L, S))),
     **{
         f"numbers of {dtype}": lambda dtype=dtype: masks.bias(added(sparse(B, 1, L, S), dtype))
@@ -64,7 +64,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_who_takes_part(name: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
-        monkeypatch.setattr("clearhead.masks.native_reach.extension", None)
+        monkeypatch.setattr("clearhead.masks._native_reach.extension", None)
     mask, grid = MASKS[name](), Grid(B, H, L, S, torch.device("cpu"))
     cells, found = dense_mask(mask, grid), reach(mask, grid)
     shown = cells if cells.dtype == torch.bool else cells != -torch.inf
@@ -79,7 +79,7 @@ def test_who_takes_part(name: str, native: bool, monkeypatch: pytest.MonkeyPatch
 def test_a_mask_that_is_changed_between_two_calls(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where PyTorch does not know of the change."""
     if not native:
-        monkeypatch.setattr("clearhead.masks.native_reach.extension", None)
+        monkeypatch.setattr("clearhead.masks._native_reach.extension", None)
     query, key = torch.randn(1, H, L, 5), torch.randn(1, H, S, 5)
     numbers = torch.zeros(L, S)
     mask = masks.bias(numbers)

@@ -71,17 +71,17 @@ REFUSED = [
     ("ids, B", at_call(masks.documents(ints(3, 5))), ShapeError, "mask documents(...)", "(T,) or (2, T)", "(3, 5)."),
     (
         "no bools",
-        at_call(masks.where(lambda b, h, q, k: q)),
+        at_call(masks.mask_mod(lambda b, h, q, k: q)),
         DTypeError,
-        "mask where(fn)",
+        "mask mask_mod(fn)",
         "bool",
         "a torch.int64 tensor. ",
     ),
     ("corner", lambda: masks.causal("left"), ArgumentError, "align", "'top_left' or 'bottom_right'", "'left'."),
-    ("left of zero", lambda: masks.window(-1, 0), ArgumentError, "left", "an int ≥ 0", "-1."),
-    ("right of zero", lambda: masks.window(0, -1), ArgumentError, "right", "an int ≥ 0", "-1."),
-    ("half a window", lambda: masks.window(0, 1.5), DTypeError, "right", "an int ≥ 0", "float."),
-    ("bool window", lambda: masks.window(True, 0), DTypeError, "left", "an int ≥ 0", "bool."),
+    ("left of zero", lambda: masks.sliding_window(-1, 0), ArgumentError, "left", "an int ≥ 0", "-1."),
+    ("right of zero", lambda: masks.sliding_window(0, -1), ArgumentError, "right", "an int ≥ 0", "-1."),
+    ("half a window", lambda: masks.sliding_window(0, 1.5), DTypeError, "right", "an int ≥ 0", "float."),
+    ("bool window", lambda: masks.sliding_window(True, 0), DTypeError, "left", "an int ≥ 0", "bool."),
     ("prefix -1", lambda: masks.prefix(-1), ArgumentError, "n", "an int ≥ 0", "-1."),
     ("prefixes -3", lambda: masks.prefix(ints(2) - 3), ArgumentError, "n", "numbers ≥ 0", "a smallest one of -3."),
     ("scalar prefix", lambda: masks.prefix(ints()), ShapeError, "n", "an int or a (B,) tensor", "()."),
@@ -101,7 +101,7 @@ REFUSED = [
     ("list of ids", lambda: masks.documents([0, 1]), DTypeError, "ids", "an integer tensor", "list."),
     ("float ids", lambda: masks.documents(torch.ones(3)), DTypeError, "ids", "an integer tensor", "torch.float32."),
     ("3-D ids", lambda: masks.documents(ints(1, 1, 3)), ShapeError, "ids", "shape (T,) or (B, T)", "(1, 1, 3)."),
-    ("no predicate", lambda: masks.where(3), DTypeError, "fn", "a function of (b, h, q, k)", "int."),
+    ("no predicate", lambda: masks.mask_mod(3), DTypeError, "fn", "a function of (b, h, q, k)", "int."),
     ("both", lambda: masks.keep(ints(2, 2), keys=ints(2, 2)), MaskTypeError, "masks.keep", ONE, "both."),
     ("neither", lambda: masks.drop(), MaskTypeError, "masks.drop", ONE, "none."),
     ("1-D", lambda: masks.keep(torch.ones(7)), ShapeError, "masks.keep", DIMS, "(7,)."),
@@ -192,7 +192,7 @@ def test_a_mask_of_square_sizes_is_not_told_to_transpose() -> None:
 def test_a_window_of_minus_one_is_not_answered_with_zero() -> None:
     # DEFECT: where −1 is allowed it means "no limit", and the advice is to write 0, the smallest window there is.
     with pytest.raises(ArgumentError) as caught:
-        masks.window(-1, 0)
+        masks.sliding_window(-1, 0)
     assert "Use 0 to see nothing" not in str(caught.value)
     assert "no limit" in str(caught.value)
 
@@ -214,7 +214,7 @@ def test_prefixes_are_told_the_shape_they_take() -> None:
 def test_a_predicate_of_another_shape_is_refused() -> None:
     # DEFECT: PyTorch's own RuntimeError comes out.
     with pytest.raises(ShapeError, match=r"^mask where\(fn\): expected .*got \(1, 1, 4, 7\)"):
-        at_call(masks.where(lambda b, h, q, k: torch.ones(1, 1, 4, 7).bool()))()
+        at_call(masks.mask_mod(lambda b, h, q, k: torch.ones(1, 1, 4, 7).bool()))()
 
 
 @pytest.mark.parametrize("positions", [ints(5) + 9, ints(5) - 1], ids=["beyond", "before"])

@@ -69,9 +69,9 @@ PICTURES = [
 >""",
     ),
     (
-        ~(masks.causal() & masks.window(1, 0)) & masks.keep(torch.ones(4, 4)),
+        ~(masks.causal() & masks.sliding_window(1, 0)) & masks.keep(torch.ones(4, 4)),
         """
-<mask ~(causal() & window(1, 0)) & keep((4, 4))
+<mask ~(causal() & sliding_window(1, 0)) & keep((4, 4))
   ·■■■
   ··■■
   ■··■
@@ -125,7 +125,7 @@ def test_a_predicate_is_called_by_its_name() -> None:
     def same_parity(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q - k) % 2 == 0
 
-    assert repr(masks.where(same_parity)).startswith("<mask where(same_parity)\n  ■·■·■·■·\n")
+    assert repr(masks.mask_mod(same_parity)).startswith("<mask where(same_parity)\n  ■·■·■·■·\n")
 
 
 class LargestResult(TorchDispatchMode):
@@ -144,11 +144,11 @@ MANY_KEYS = masks.keep(keys=torch.ones(2, LONG, dtype=torch.bool))
 LONG_MASKS = [
     MANY_KEYS,
     masks.causal() & MANY_KEYS,
-    masks.window(3, 3) & MANY_KEYS,
+    masks.sliding_window(3, 3) & MANY_KEYS,
     ~masks.causal("bottom_right") & MANY_KEYS,
     # DEFECT: the longest prefix is taken for the number of keys, and the mask cannot be drawn.
     (masks.causal() | masks.prefix(torch.tensor([7, 9]))) & MANY_KEYS,
-    masks.where(lambda b, h, q, k: (q * k) % 7 == 0) & MANY_KEYS,
+    masks.mask_mod(lambda b, h, q, k: (q * k) % 7 == 0) & MANY_KEYS,
     masks.documents(torch.arange(LONG) // 1000),
     masks.lengths(torch.tensor([LONG, 3])),
     masks.lengths(torch.arange(LONG)[None]),
@@ -181,9 +181,9 @@ def failing(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 HOPELESS: list[Callable[[], Mask]] = [
     lambda: masks.keep(torch.ones(2, 3)) & masks.keep(torch.ones(3, 3)),
     lambda: masks.keep(torch.ones(4, 2, 3)) & masks.keep(keys=torch.ones(5, 7)),
-    lambda: masks.where(failing),
-    lambda: masks.where(lambda b, h, q, k: torch.ones(5, 5, 5, 5, 5, dtype=torch.bool)),
-    lambda: masks.where(lambda b, h, q, k: 1),  # pyright: ignore
+    lambda: masks.mask_mod(failing),
+    lambda: masks.mask_mod(lambda b, h, q, k: torch.ones(5, 5, 5, 5, 5, dtype=torch.bool)),
+    lambda: masks.mask_mod(lambda b, h, q, k: 1),  # pyright: ignore
     lambda: masks.keep(torch.ones(2, 2, device="meta", dtype=torch.bool)),
     lambda: masks.lengths(torch.tensor([5, 5])) & masks.keep(keys=torch.ones(2, 3)),
 ]

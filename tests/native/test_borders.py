@@ -13,9 +13,9 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.kernels.native_calls import Request, backward, empty_lse, forward, statistics
-from clearhead.kernels.native_statistics import WeightStatistics
-from clearhead.native import instruction_sets, use_instruction_set
+from clearhead._native import instruction_sets, use_instruction_set
+from clearhead.kernels._native_calls import Request, backward, empty_lse, forward, statistics
+from clearhead.kernels._native_statistics import WeightStatistics
 from tests.kernels.native_cases import CASES, numbers
 
 SETS = instruction_sets()

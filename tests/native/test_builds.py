@@ -8,11 +8,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from clearhead._native import extension
+
 ROOT = Path(__file__).parents[2]
-PRINT_BUILD = "import clearhead.native as n; print(n.__file__, n.instruction_set(), n.why_missing, sep='|')"
+PRINT_BUILD = "import clearhead._native as n; print(n.__file__, n.instruction_set(), n.why_missing, sep='|')"
 #: Everything that runs in several threads where there is OpenMP, and both passes of every kind of call.
 TESTS = ("test_native_blocks.py", "test_native_few_rows.py", "test_native_bias.py")
 
@@ -78,3 +81,12 @@ def test_without_a_compiler_the_package_works(tmp_path: Path) -> None:
         "print(clearhead.explain(x, x, x).kernel, clearhead.attention(x, x, x).isfinite().all().item())"
     )
     assert run(source, "-c", compute) == "sdpa True"
+
+
+@pytest.mark.skipif(extension is None, reason="the native kernel is not built")
+def test_loading_runs_no_code_of_an_instruction_set() -> None:
+    """Initializers of tables run when the module is loaded, on processors that may not have the instruction set."""
+    symbols = Path(str(cast(Any, extension).__file__)).read_bytes()
+    if b"_GLOBAL__sub_I_module" not in symbols:
+        pytest.skip("the symbols were stripped")
+    assert b"_GLOBAL__sub_I_isa" not in symbols

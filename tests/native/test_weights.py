@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import clearhead
-import clearhead.weights_passes
+import clearhead._weights_passes
 from clearhead import masks
-from clearhead.kernels.native_statistics import native_output_and_weights, native_weights
-from clearhead.native import instruction_sets
-from clearhead.weights import attention_with_weights
+from clearhead._native import instruction_sets
+from clearhead._weights import attention_with_weights
+from clearhead.kernels._native_statistics import native_output_and_weights, native_weights
 from tests.kernels.native_cases import CASES, Case
 
 SETS = instruction_sets()
@@ -37,7 +37,7 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 passes.append(name)
             return found
 
-        monkeypatch.setattr(clearhead.weights_passes, function.__name__, listening)
+        monkeypatch.setattr(clearhead._weights_passes, function.__name__, listening)
     return passes
 
 
@@ -189,7 +189,7 @@ def test_few_rows_do_not_write_a_rule_down() -> None:
         return query >= key
 
     query, key = torch.randn(1, 2, 509, 4), torch.randn(1, 2, 509, 4)
-    found = clearhead.attention_weights(query, key, masks.where(rule), queries=[3, 500])
+    found = clearhead.attention_weights(query, key, masks.mask_mod(rule), queries=[3, 500])
     assert max(asked[1:], default=0) <= 509
     expected = clearhead.attention_weights(query, key, masks.causal(), queries=[3, 500])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clearhead.plot.ink import RAMP, weight_bar
+from clearhead.plot._ink import RAMP, weight_bar
 
 # How linear RGB looks with one kind of cone missing: Machado, Oliveira and Fernandes 2009, severity 1.
 SIGHTS = {
@@ -51,7 +51,7 @@ def test_more_weight_is_always_more_contrast(sight: str, ramp: str, direction: i
 def test_a_printed_scale_says_when_weights_exceed_it(largest: float, last: str) -> None:
     from matplotlib.figure import Figure
 
-    from clearhead.plot.ink import shade
+    from clearhead.plot._ink import shade
 
     figure = Figure()
     axes = figure.subplots()

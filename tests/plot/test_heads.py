@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from clearhead.plot import Tokens, given
-from clearhead.plot.collect import SectionPicture, collect
-from clearhead.plot.heads import HeadSummary, average, clearest_head, summarize
+from clearhead.plot._collect import SectionPicture, collect
+from clearhead.plot._heads import HeadSummary, average, clearest_head, summarize
 
 LENGTH = 7
 

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModel, AutoTokenizer
 
 import clearhead
-from clearhead.demo import default_model_path
+from clearhead.cli._demo import default_model_path
 from clearhead.errors import ArgumentError, ShapeError
-from clearhead.inspection.record import RecordError
+from clearhead.inspection._record import RecordError
 from clearhead.plot import Tokens, given, page
 
 from .pages import Contents, Elements

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 
 import clearhead
 from clearhead.errors import ArgumentError, ShapeError
-from clearhead.inspection.record import RecordError
+from clearhead.inspection._record import RecordError
 from clearhead.plot import Tokens, given, plot_heads, plot_map, plot_received, plot_rollout
-from clearhead.plot.ink import save_figure
+from clearhead.plot._ink import save_figure
 
 from .recorded import KEPT, Two, record_pair, record_two
 

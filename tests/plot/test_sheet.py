@@ -13,12 +13,12 @@ from PIL import Image
 from torch import Tensor
 
 from clearhead.plot import given
-from clearhead.plot.collect import collect
-from clearhead.plot.crops import with_crops
-from clearhead.plot.ink import save_figure
-from clearhead.plot.scale import scale_end
-from clearhead.plot.sheet import draw_sheet
-from clearhead.plot.tokens import as_texts
+from clearhead.plot._collect import collect
+from clearhead.plot._crops import with_crops
+from clearhead.plot._ink import save_figure
+from clearhead.plot._scale import scale_end
+from clearhead.plot._sheet import draw_sheet
+from clearhead.plot._tokens import as_texts
 
 from .recorded import record_two
 

@@ -10,10 +10,10 @@ from rich.console import Console, RenderableType
 from torch import Tensor
 
 from clearhead.plot import given
-from clearhead.plot.collect import SectionPicture, collect
-from clearhead.plot.heads import summarize
-from clearhead.plot.terminal import colored_tokens, overview, sparkline, top_keys
-from clearhead.plot.tokens import as_texts
+from clearhead.plot._collect import SectionPicture, collect
+from clearhead.plot._heads import summarize
+from clearhead.plot._terminal import colored_tokens, overview, sparkline, top_keys
+from clearhead.plot._tokens import as_texts
 
 
 def shown(what: RenderableType, width: int = 80, *, terminal: bool = False) -> str:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from clearhead.demo import default_model_path
+from clearhead.cli._demo import default_model_path
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
-from clearhead.plot.labels import layer_labels, printable, shortened
-from clearhead.plot.tokens import Tokens, as_texts, read_tokens
-from clearhead.plot.words import merge_words, row_entropy
+from clearhead.plot._labels import layer_labels, printable, shortened
+from clearhead.plot._tokens import Tokens, as_texts, read_tokens
+from clearhead.plot._words import merge_words, row_entropy
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,10 @@ PARTS = {
     "llama3": lambda: {"position": Rotary(HEAD_DIM, scaling=Llama3Scaling(4.0, 7))},
     "alibi": lambda: {"mask": ALiBi(HEADS)},
     "relative": lambda: {"mask": RelativeBias(HEADS, 8, 9)},
-    "all": lambda: {"position": Rotary(HEAD_DIM), "mask": ALiBi(HEADS) & RelativeBias(HEADS) & masks.window(5, 0)},
+    "all": lambda: {
+        "position": Rotary(HEAD_DIM),
+        "mask": ALiBi(HEADS) & RelativeBias(HEADS) & masks.sliding_window(5, 0),
+    },
 }
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}

@@ -123,7 +123,7 @@ def test_biases_add(bias: str) -> None:
     added = torch.randn(HEADS, LENGTH, COUNT, dtype=torch.float64, requires_grad=True)
     combined = {
         "twice the same": mask & mask,
-        "with ALiBi": ALiBi(HEADS) & mask & masks.window(3, 2),
+        "with ALiBi": ALiBi(HEADS) & mask & masks.sliding_window(3, 2),
         "with a tensor": masks.bias(added[None]) & mask,
     }[bias]
     leaves = [*tensors, mask.weight, *([added] if bias == "with a tensor" else [])]

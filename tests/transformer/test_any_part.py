@@ -35,8 +35,8 @@ ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
     "a share of rotary, interleaved": lambda: grouped(position=Rotary(DIM, fraction=0.5, interleaved=True)),
     "ALiBi": lambda: grouped(mask=ALiBi(H)),
     "relative bias": lambda: grouped(mask=RelativeBias(H, num_buckets=6, max_distance=9, bidirectional=False)),
-    "window": lambda: grouped(position=Rotary(DIM), mask=masks.window(WINDOW - 1, 0)),
-    "norms": lambda: grouped(position=Rotary(DIM), query_norm=nn.RMSNorm(DIM), key_norm=nn.RMSNorm(DIM)),
+    "window": lambda: grouped(position=Rotary(DIM), mask=masks.sliding_window(WINDOW - 1, 0)),
+    "norms": lambda: grouped(position=Rotary(DIM), q_norm=nn.RMSNorm(DIM), k_norm=nn.RMSNorm(DIM)),
     "soft-cap and sinks": lambda: grouped(position=Rotary(DIM), softcap=1.3, sinks=True),
     "latent": latent,
 }

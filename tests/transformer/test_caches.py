@@ -28,7 +28,7 @@ def rms_norm(size: int) -> nn.RMSNorm:
 
 
 def encoder_layer(**options: Any) -> clearhead.EncoderLayer:
-    attend = attention(position=Rotary(DIM), key_norm=rms_norm(DIM))
+    attend = attention(position=Rotary(DIM), k_norm=rms_norm(DIM))
     return clearhead.EncoderLayer(E, attend, clearhead.SwiGLU(E, 17, dtype=F64), norm=rms_norm, **options)
 
 
@@ -156,7 +156,7 @@ def test_left_padding_by_positions(kind: str) -> None:
 @torch.no_grad()
 def test_layers_may_have_caches_of_different_kinds() -> None:
     """A window in every other layer, as in Gemma: a ring there, everything elsewhere."""
-    window, near = 4, masks.window(3, 0)
+    window, near = 4, masks.sliding_window(3, 0)
     attends = [attention(position=Rotary(DIM), mask=near), attention(mask=ALiBi(H)), attention(mask=near)]
     stack = clearhead.Encoder(clearhead.EncoderLayer(E, attend, nn.Linear(E, E).double()) for attend in attends).eval()
     for layer in stack.layers:

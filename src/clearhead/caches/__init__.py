@@ -12,22 +12,22 @@ Example:
     KVCache(5 of 16 tokens, B=2, Hkv=3, D=4)
 """
 
-from .base import Cache, Cached
-from .cross import CrossKVCache
-from .evicting import EvictingKVCache
-from .kv import KVCache
-from .policies import EvictionPolicy, HeavyHitters, Held, RandomEviction, SinksAndRecent
-from .sliding import SlidingKVCache
+from ._base import Cache, KeyValues
+from ._cross import CrossKVCache
+from ._evicting import EvictingKVCache
+from ._kv import KVCache
+from ._policies import EvictionPolicy, HeavyHitters, Held, RandomEviction, SinksAndRecent
+from ._sliding import SlidingKVCache
 
 __all__ = [
     "Cache",
-    "Cached",
     "CrossKVCache",
     "EvictingKVCache",
     "EvictionPolicy",
     "HeavyHitters",
     "Held",
     "KVCache",
+    "KeyValues",
     "RandomEviction",
     "SinksAndRecent",
     "SlidingKVCache",

@@ -13,11 +13,11 @@ Example:
     True
 """
 
-from .load import identify, load
-from .models import from_transformers, layers_from_transformers
-from .namings import NAMINGS, Naming
-from .recognise import Finding
-from .save import save
+from ._load import identify, load
+from ._models import from_transformers, layers_from_transformers
+from ._namings import NAMINGS, Naming
+from ._recognise import Finding
+from ._save import save
 
 __all__ = [
     "NAMINGS",

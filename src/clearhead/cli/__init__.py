@@ -7,7 +7,7 @@ import sys
 __all__ = ["main"]
 
 try:
-    from .app import main
+    from ._app import main
 except ModuleNotFoundError as missing:
     if missing.name not in {"rich", "typer"}:
         raise

@@ -27,7 +27,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import output_capturing
 
 from .. import attention, attention_weights, masks
-from ..checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, size, strided, with_values
+from .._checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, size, strided, with_values
 from ..errors import (
     ArgumentError,
     ClearheadError,
@@ -38,7 +38,7 @@ from ..errors import (
     in_words_of,
     shape_text,
 )
-from .lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
+from ._lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
 
 __all__ = ["attention_forward", "make_mask", "register"]
 
@@ -168,7 +168,7 @@ def _attend(
     else:
         pattern = _causal(query, key) if is_causal is not None and flag("is_causal", is_causal) else None
         if sliding_window is not None and size("sliding_window", sliding_window) < key.shape[2]:
-            pattern = _both(pattern, masks.window(sliding_window - 1, sliding_window - 1))
+            pattern = _both(pattern, masks.sliding_window(sliding_window - 1, sliding_window - 1))
             shared |= _last_positions(query, key)
     if position_bias is not None:
         pattern = _both(pattern, masks.bias(position_bias))

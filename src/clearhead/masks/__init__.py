@@ -12,10 +12,10 @@ Example:
             [1, 1, 0]], dtype=torch.int32)
 """
 
-from .base import Mask
-from .check import MaskReport
-from .positional import causal, documents, lengths, prefix, where, window
-from .tensors import bias, drop, keep
+from ._base import Mask
+from ._check import MaskReport
+from ._positional import causal, documents, lengths, mask_mod, prefix, sliding_window
+from ._tensors import bias, drop, keep
 
 __all__ = [
     "Mask",
@@ -26,7 +26,7 @@ __all__ = [
     "drop",
     "keep",
     "lengths",
+    "mask_mod",
     "prefix",
-    "where",
-    "window",
+    "sliding_window",
 ]

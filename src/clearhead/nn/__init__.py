@@ -8,6 +8,6 @@ Example:
 """
 
 from . import functional
-from .multihead_attention import MultiheadAttention
+from ._multihead_attention import MultiheadAttention
 
 __all__ = ["MultiheadAttention", "functional"]

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from ..attention import attention
-from ..checks import FLOATS, flag, strided
+from .._attention import attention
+from .._checks import FLOATS, flag, strided
 from ..errors import ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from ..masks import bias, causal, keep
-from ..masks.base import Mask
-from .errors import also_pytorchs
+from ..masks._base import Mask
+from ._errors import also_pytorchs
 
 __all__ = ["scaled_dot_product_attention", "translate"]
 

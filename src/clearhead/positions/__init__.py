@@ -13,11 +13,11 @@ Example:
     torch.Size([1, 2, 5, 8])
 """
 
-from .alibi import ALiBi
-from .config import rotary_from_config
-from .relative import RelativeBias
-from .rotary import Rotary
-from .scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from ._alibi import ALiBi
+from ._config import rotary_from_config
+from ._relative import RelativeBias
+from ._rotary import Rotary
+from ._scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
 __all__ = [
     "ALiBi",

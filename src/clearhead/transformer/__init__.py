@@ -1,10 +1,10 @@
 """Transformer layers that attention is put into, and stacks of them."""
 
-from .decoder_layer import DecoderCache, DecoderLayer, DecoderWeights
-from .encoder_layer import EncoderLayer
-from .feed_forward import FeedForward, SwiGLU
-from .from_torch import load_transformer
-from .stacks import Decoder, Encoder
+from ._decoder_layer import DecoderCache, DecoderLayer, DecoderWeights
+from ._encoder_layer import EncoderLayer
+from ._feed_forward import FeedForward, SwiGLU
+from ._from_torch import load_transformer
+from ._stacks import Decoder, Encoder
 
 __all__ = [
     "Decoder",

@@ -1,0 +1,242 @@
+"""`attention`: the one door to the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from ._call.observers import computing, is_computing, notify, watched
+from ._call.spec import NO_SINK, AttentionCall, build_call
+from ._environment import is_tracing
+from ._layer.known_calls import kind_of_call, recall, remember
+from .kernels._dispatch import Explanation, explain_call, run
+from .masks._base import Mask
+
+__all__ = ["attention", "explain"]
+
+Result = TypeVar("Result")
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scaled dot-product attention with one meaning on every kernel.
+
+    ::
+
+        s_ij  = scale · q_i·k_j;  with a soft-cap s ← c·tanh(s/c);  then + bias_ij;  −∞ where hidden
+        lse_i = log(Σ_j exp s_ij + exp sink_h)      the sink term only if there are sinks
+        o_i   = Σ_j dropout(exp(s_ij − lse_i)) · v_j
+
+    (Vaswani et al., "Attention is all you need", 2017; soft-cap: Gemma 2, 2024; sinks: gpt-oss, 2025.)
+    A query that sees no key gets o = 0 and lse = −∞ (its sink, with sinks), never NaN. NaN or inf in a key or value
+    that no query of its batch item sees reaches neither output nor gradients. float16 and bfloat16 are scored and
+    accumulated in float32. Under autocast the inputs are cast as PyTorch casts those of its own attention.
+
+    Args:
+        query: (B, H, L, D), or (H, L, D) without a batch; float64, float32, bfloat16 or float16.
+        key: (B, Hkv, S, D); Hkv divides H (grouped heads).
+        value: (B, Hkv, S, Dv).
+        mask: from `clearhead.masks`, or a bool tensor with ``True`` = may attend. Default: everything is visible.
+        scale: factor of the scores. Default 1/√D.
+        dropout_p: probability in [0, 1] that a weight is dropped. Default 0; there is no training mode here.
+        softcap: c > 0 limits scores to (−c, c). Default: none.
+        sinks: (H,) logits that only enlarge the denominator of the softmax. Default: none.
+        query_positions: the absolute positions masks speak of: an int p for p … p + L − 1, or integers (L,) or (B, L).
+            Default 0 … L−1.
+        key_positions: likewise an int, (S,) or (B, S); or (B, H, S) where heads hold different keys. Default 0 … S−1.
+        return_lse: also return lse.
+
+    Returns:
+        Output (B, H, L, Dv) in the query's dtype; with `return_lse` also lse (B, H, L), natural log, float32
+        (float64 for float64 inputs). Without a batch, without B.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError, MaskTypeError: naming the argument, what was expected,
+            what came and what to do.
+        KernelError: if a kernel was forced that cannot run this.
+
+    Example:
+        >>> import torch, clearhead
+        >>> query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 3)
+        >>> clearhead.attention(query, key, value, clearhead.masks.causal()).shape
+        torch.Size([2, 4, 5, 3])
+    """
+    kind = None
+    if (
+        softcap is None
+        and sinks is None
+        and query_positions is None
+        and key_positions is None
+        and return_lse is False
+        and (kind := kind_of_call(query, key, value, mask, scale, dropout_p)) is not None
+        and (compute := recall(kind)) is not None
+    ):
+        return compute(query, key, value, mask)
+    query, key, value = cast_for_autocast(query, key, value)
+    with autocast_off(query):
+        call = build_call(
+            query,
+            key,
+            value,
+            mask,
+            scale=scale,
+            dropout_p=dropout_p,
+            softcap=softcap,
+            sinks=sinks,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            return_lse=return_lse,
+        )
+        if kind is not None and (compute := remember(kind, call, query, key, value)) is not None:
+            return compute(query, key, value, mask)
+        output, lse = run_call(call)
+    if lse is not None and sinks is not None:
+        lse = lse.masked_fill(lse <= NO_SINK, float("-inf"))
+    if query.dim() == 3:
+        output, lse = output.squeeze(0), None if lse is None else lse.squeeze(0)
+    return output if lse is None else (output, lse)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
+    return_lse: bool = False,
+) -> Explanation:
+    """Say which kernel `attention` would run for these arguments, and why not the others. Nothing is computed.
+
+    Args:
+        query, key, value, mask, scale, dropout_p, softcap, sinks, query_positions, key_positions, return_lse:
+            as for `attention`.
+
+    Returns:
+        An `Explanation`: ``.kernel``, ``.reasons`` by kernel, ``.projections``, and a readable ``str``.
+
+    Raises:
+        The errors `attention` raises for bad arguments.
+
+    Example:
+        >>> import torch, clearhead
+        >>> x = torch.randn(1, 2, 3, 4)
+        >>> print(clearhead.explain(x, x, x, softcap=30.0, sinks=torch.zeros(2)))  # doctest: +ELLIPSIS
+        runs on: ...
+          sdpa       it has no soft-cap; it has no sinks
+          chunked    can run it
+          flex       it has no sinks...
+          reference  can run it
+        projections: ...
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    call = build_call(
+        query,
+        key,
+        value,
+        mask,
+        scale=scale,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        sinks=sinks,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        return_lse=return_lse,
+    )
+    return explain_call(call)
+
+
+def run_call(
+    call: AttentionCall, compute: Callable[[AttentionCall], tuple[Tensor, Result]] = run
+) -> tuple[Tensor, Result]:
+    """Compute a validated call, autocast being off, and show its output, the first result, to whoever watches."""
+    if not watched() or is_computing() or is_tracing():
+        return compute(call)
+    with computing():
+        output, other = compute(call)
+        return notify(call, output), other
+
+
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast casts the inputs of PyTorch's own attention: floats, but not float64."""
+    device = _device_type(tensors[0])
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        tensor.to(dtype)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+        else tensor
+        for tensor in tensors
+    )
+
+
+def autocast_off(tensor: Tensor) -> torch.autocast:
+    """Inside a kernel the dtypes are already decided."""
+    return torch.autocast(_device_type(tensor), enabled=False)
+
+
+def _device_type(tensor: Tensor) -> str:
+    """The device autocast is asked about; one that has none (meta) stands for the CPU."""
+    if isinstance(tensor, Tensor) and torch.amp.is_autocast_available(tensor.device.type):
+        return tensor.device.type
+    return "cpu"
+
+
+def autocast_is_on(tensor: Tensor) -> bool:
+    """Whether autocast is enabled for the tensor's device."""
+    return torch.is_autocast_enabled(_device_type(tensor))

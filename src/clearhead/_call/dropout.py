@@ -1,0 +1,73 @@
+"""The one dropout mask all of Clearhead's kernels draw: a pure function of seed and place.
+
+Bits come from Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+The counter of a group of eight neighbouring keys is (key // 8, query, batch · H + head, 0), the key is the 64-bit
+seed; each of the eight 16-bit halves of the result decides about one key. A kernel can therefore ask for any block,
+in any order, and a backward pass asks for the same bits again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..masks._grid import Block, Index
+
+__all__ = ["draw_seed", "dropout_factors", "philox4x32"]
+
+_WORD = 0xFFFFFFFF
+_LEVELS = 1 << 16
+_LANES = 8
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """Take a seed from PyTorch's generator, so that `torch.manual_seed` and checkpointing govern it."""
+    return torch.randint(0, 1 << 62, (), dtype=torch.int64, device=device)
+
+
+def dropout_factors(seed: Tensor, p: float, block: Block, dtype: torch.dtype) -> Tensor:
+    """What a block's weights are multiplied with: 0 where dropped, 1/(1 − p) where kept, (b, h, l, s).
+
+    The probability is rounded to a multiple of 2⁻¹⁶, and the factor uses the rounded one, so the mean is exact.
+    """
+    threshold = round(p * _LEVELS)
+    if threshold == _LEVELS:
+        return torch.zeros_like(_bits(seed, block), dtype=dtype)
+    return (_bits(seed, block) >= threshold).to(dtype).mul_(_LEVELS / (_LEVELS - threshold))
+
+
+def _bits(seed: Tensor, block: Block) -> Tensor:
+    """16 random bits for every entry of the block, int64 (b, h, l, s)."""
+    start, stop = _ends(block.columns, block.grid.key_length)
+    first_group, last_group = start // _LANES, (stop + _LANES - 1) // _LANES
+    groups = torch.arange(first_group, last_group, device=seed.device)  # (g,)
+    streams = block.b * block.grid.num_heads + block.h  # (b, h, 1, 1)
+    words = philox4x32((groups, block.i, streams, torch.zeros_like(groups)), seed)
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    shape = torch.broadcast_shapes(*(half.shape for half in halves))
+    lanes = torch.stack([half.expand(shape) for half in halves], -1).flatten(-2)  # (b, h, l, 8·g)
+    return lanes[..., start - first_group * _LANES : stop - first_group * _LANES]
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds of Philox4x32 on int64 tensors holding 32-bit words that broadcast together."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    for _ in range(10):
+        low0, high0 = _multiply(c0, 0xD2511F53)
+        low1, high1 = _multiply(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
+
+
+def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """Low and high words of a 32 × 32 bit product; int64 wraps, the bits are the same."""
+    product = x * factor
+    return product & _WORD, (product >> 32) & _WORD
+
+
+def _ends(index: Index, length: int) -> tuple[int, int]:
+    if isinstance(index, Tensor):
+        raise TypeError("dropout is drawn for ranges of keys only")
+    return (0, length) if index.start is None else (index.start, index.stop)

@@ -1,0 +1,78 @@
+"""Between one long feature vector and several heads."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._checks import integer, strided
+from ..errors import ShapeError, explain_problem, shape_text
+
+__all__ = ["fold_group", "merge_heads", "split_heads", "unfold_group"]
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """Cut the features of every position into heads: (B, L, H·D) → (B, H, L, D).
+
+    Args:
+        x: (B, L, H·D), or (L, H·D) without a batch.
+        num_heads: H.
+
+    Returns:
+        A view, (B, H, L, D) or (H, L, D).
+
+    Raises:
+        ShapeError: if `x` has no feature dimension or H does not divide it.
+        ArgumentError: if `num_heads` is not positive.
+        DTypeError: if `x` is no tensor or `num_heads` no int.
+
+    Example:
+        >>> import torch
+        >>> split_heads(torch.zeros(2, 5, 12), num_heads=3).shape
+        torch.Size([2, 3, 5, 4])
+    """
+    strided("x", x)
+    integer("num_heads", num_heads, least=1)
+    if x.dim() not in (2, 3) or x.shape[-1] % num_heads:
+        raise ShapeError(
+            explain_problem(
+                "x",
+                expected=f"(B, L, H·D) with H = {num_heads} heads dividing the last size",
+                got=shape_text(x.shape),
+            )
+        )
+    return x.unflatten(-1, (num_heads, x.shape[-1] // num_heads)).transpose(-3, -2)  # (B, H, L, D)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """Lay the heads of every position side by side again: (B, H, L, D) → (B, L, H·D).
+
+    Args:
+        x: (B, H, L, D), or (H, L, D) without a batch.
+
+    Returns:
+        (B, L, H·D) or (L, H·D).
+
+    Raises:
+        ShapeError: for other shapes.
+
+    Example:
+        >>> import torch
+        >>> merge_heads(torch.zeros(2, 3, 5, 4)).shape
+        torch.Size([2, 5, 12])
+    """
+    strided("x", x)
+    if x.dim() not in (3, 4):
+        raise ShapeError(explain_problem("x", expected="(B, H, L, D) or (H, L, D)", got=shape_text(x.shape)))
+    return x.transpose(-3, -2).flatten(-2)  # (B, L, H·D)
+
+
+def fold_group(x: Tensor, num_kv_heads: int) -> Tensor:
+    """Lay the query heads that share a key/value head under each other: (B, H, L, D) → (B, Hkv, G·L, D)."""
+    batch, heads, length, dim = x.shape
+    return x.reshape(batch, num_kv_heads, (heads // num_kv_heads) * length, dim)
+
+
+def unfold_group(x: Tensor, num_heads: int) -> Tensor:
+    """The way back: (B, Hkv, G·L, D) → (B, H, L, D)."""
+    batch, kv_heads, rows, dim = x.shape
+    return x.reshape(batch, num_heads, rows * kv_heads // num_heads, dim)

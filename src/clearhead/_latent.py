@@ -1,0 +1,385 @@
+"""`MultiHeadLatentAttention`: keys and values from a small latent, which is all that a cache keeps."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict, final, overload
+
+import torch
+from torch import Tensor, nn
+
+from ._attention import attention, cast_for_autocast
+from ._call.heads import merge_heads, split_heads
+from ._call.observers import watched
+from ._checks import flag, is_finite, is_probability, number, require_factory, size
+from ._latent_forms import Form, UpWeights, absorbed, absorbing_is_less, expanded, mixed_up, up_weights
+from ._layer.placing import PositionPart, combined_mask, positions_of_keys, positions_of_queries, turned
+from ._multihead_checks import cache_dtype, require_cache, require_features, require_mask, require_parts
+from ._weights import attention_weights
+from .caches._base import Cache, KeyValues, Positions, unchanged_if_refused
+from .caches._kv import KVCache
+from .errors import ArgumentError, ShapeError, explain_problem, shape_text
+from .masks._base import Mask
+
+__all__ = ["MultiHeadLatentAttention"]
+
+
+@final
+class MultiHeadLatentAttention(nn.Module):
+    """Multi-head attention whose keys and values come from one latent per token, batch first.
+
+    ::
+
+        c_j = norm(x_j Wc),  r_j = turn(x_j Wr)               latent (R) and rotary key (Dr), shared by all heads
+        a_ih = norm(x_i Wa) Wq_h = [a'_ih, a''_ih]            with q_lora_rank; without it  a_ih = x_i Wq_h
+        s_ijh = scale · (a'_ih · c_j Wk_h + turn(a''_ih) · r_j),   o_ih = Σ_j p_ijh c_j Wv_h,   output = concat(o_i) Wo
+
+    (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.) Two forms compute the same. The *expanded* one makes every head's
+    keys c_j Wk_h and values c_j Wv_h and attends as usual: calls without a cache, and long prompts. The *absorbed* one
+    reads s' = (a'_ih Wk_hᵀ) · c_j and o_ih = (Σ_j p_ijh c_j) Wv_h from the same sums: all heads share c_j as one
+    key/value head, nothing of the past is expanded. It runs with a cache, as long as it multiplies less, and not under
+    `clearhead.record` and `intervene`, which are to see the heads' own values.
+
+    A cache holds [c_j, r_j] alone, as keys of one head: `make_cache`, or any of `clearhead.caches` with
+    ``num_kv_heads=1, head_dim=cache_head_dim, value_head_dim=0``.
+
+    The projections are ordinary `Linear` submodules, called as modules, so hooks, LoRA and quantisation on them take
+    effect, and each can be replaced. In the absorbed form ``kv_up`` is not called on tokens: its weight is read, and of
+    what is no plain `Linear`, or has hooks, the matrix is found by calling it on the identity.
+
+    Args:
+        embed_dim: E, the size of inputs and output.
+        num_heads: H.
+        kv_lora_rank: R, the size of the latent.
+        qk_nope_head_dim: Dn, features of a head's query and key without positions.
+        qk_rope_head_dim: Dr, features of a head's query, and of the one shared key, that `position` turns.
+        v_head_dim: Dv, features of a head's value.
+        q_lora_rank: size of the queries' own latent; ``q_proj`` is then a sequence of ``down``, ``norm`` and ``up``.
+            Default: none, ``q_proj`` is a `Linear`.
+        bias: whether the projections from the input to latents have a bias. Default False; the others never
+            have one.
+        out_bias: whether the output projection has one. Default as `bias`.
+        scale: factor of the scores. Default 1/√(Dn + Dr); DeepSeek multiplies it by YaRN's squared ``mscale``.
+        dropout: probability that a weight is dropped in training. Default 0.
+        position: turns the rotary parts by their positions, ``(q (B, H, L, Dr), k (B, 1, L, Dr), positions) -> (q,
+            k)``, such as ``clearhead.positions.Rotary(qk_rope_head_dim)``. Default: none.
+        q_norm, kv_norm: modules applied to the latents. Default ``nn.RMSNorm(rank, eps=1e-6)``.
+        mask: a mask of the layer's own, which every call's mask is combined with. Default: none.
+        device, dtype: of the parameters.
+
+    Raises:
+        ArgumentError: for sizes that are not positive, dropout outside [0, 1], or a `q_norm` without `q_lora_rank`.
+        DTypeError, MaskTypeError: for parts of another kind.
+
+    Example:
+        >>> import torch, clearhead
+        >>> from clearhead._latent import MultiHeadLatentAttention
+        >>> from clearhead.positions import Rotary
+        >>> attend = MultiHeadLatentAttention(
+        ...     12, 3, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, position=Rotary(2)
+        ... ).eval()
+        >>> x, cache, causal = torch.randn(2, 7, 12), attend.make_cache(2, max_length=7), clearhead.masks.causal()
+        >>> with torch.no_grad():
+        ...     whole = attend(x, mask=causal)
+        ...     steps = [attend(x[:, [n]], mask=causal, cache=cache) for n in range(7)]
+        >>> torch.allclose(torch.cat(steps, 1), whole, atol=1e-6), cache.key.shape, cache.value.numel()
+        (True, torch.Size([2, 1, 7, 7]), 0)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        q_lora_rank: int | None = None,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        position: PositionPart | None = None,
+        q_norm: nn.Module | None = None,
+        kv_norm: nn.Module | None = None,
+        mask: Mask | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = size("embed_dim", embed_dim)
+        self.num_heads = size("num_heads", num_heads)
+        self.kv_lora_rank = size("kv_lora_rank", kv_lora_rank)
+        self.qk_nope_head_dim = size("qk_nope_head_dim", qk_nope_head_dim)
+        self.qk_rope_head_dim = size("qk_rope_head_dim", qk_rope_head_dim)
+        self.v_head_dim = size("v_head_dim", v_head_dim)
+        self.q_lora_rank = None if q_lora_rank is None else size("q_lora_rank", q_lora_rank)
+        head_dim = qk_nope_head_dim + qk_rope_head_dim
+        self.scale = head_dim**-0.5 if scale is None else number("scale", scale, "a finite number", is_finite)
+        self.dropout = number("dropout", dropout, "a probability in [0, 1]", is_probability)
+        require_parts(position, q_norm=q_norm, kv_norm=kv_norm)
+        require_mask(mask)
+        _require_q_norm(q_norm, q_lora_rank)
+        require_factory(device, dtype)
+        bias = flag("bias", bias)
+        out_bias = bias if out_bias is None else flag("out_bias", out_bias)
+        self.position = position
+        self.mask = mask
+        if mask is not None and not isinstance(mask, nn.Module):
+            # What learns in a combined mask is this module's too.
+            self.mask_parts = nn.ModuleList(part for part in mask.parts() if isinstance(part, nn.Module))
+
+        def linear(inputs: int, outputs: int, has_bias: bool = False) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=has_bias, device=device, dtype=dtype)
+
+        def norm(rank: int) -> nn.Module:
+            return nn.RMSNorm(rank, eps=1e-6, device=device, dtype=dtype)
+
+        self.q_proj: nn.Linear | nn.Sequential
+        if q_lora_rank is None:
+            self.q_proj = linear(embed_dim, num_heads * head_dim)
+        else:
+            self.q_proj = nn.Sequential()
+            self.q_proj.add_module("down", linear(embed_dim, q_lora_rank, bias))
+            self.q_proj.add_module("norm", norm(q_lora_rank) if q_norm is None else q_norm)
+            self.q_proj.add_module("up", linear(q_lora_rank, num_heads * head_dim))
+        self.kv_down = linear(embed_dim, kv_lora_rank + qk_rope_head_dim, bias)
+        self.kv_norm = norm(kv_lora_rank) if kv_norm is None else kv_norm
+        self.kv_up = linear(kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim))
+        self.out_proj = linear(num_heads * v_head_dim, embed_dim, out_bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw every projection from Xavier's uniform distribution and set biases to zero."""
+        queries = [part for part in self.q_proj.modules() if isinstance(part, nn.Linear)]
+        for projection in (*queries, self.kv_down, self.kv_up, self.out_proj):
+            nn.init.xavier_uniform_(projection.weight)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+
+    @property
+    def cache_head_dim(self) -> int:
+        """R + Dr: how many numbers a cache holds per token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def make_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """An empty `clearhead.caches.KVCache` for this module's latents.
+
+        It has the module's dtype, or autocast's where that is on, and its device.
+
+        Args:
+            batch_size: B.
+            max_length: how many tokens it can hold.
+        """
+        weight = self.kv_down.weight
+        sizes = batch_size, 1, max_length, self.cache_head_dim
+        return KVCache(*sizes, value_head_dim=0, dtype=cache_dtype(weight), device=weight.device)
+
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        need_weights: Literal[False] = False,
+        average_attn_weights: bool = True,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        need_weights: Literal[True],
+        average_attn_weights: bool = True,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        need_weights: bool = False,
+        average_attn_weights: bool = True,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from `query` to `key`.
+
+        Args:
+            query: (B, L, E), or (L, E) without a batch.
+            key: (B, S, E), which the latents are made of. Default: the query, which makes it self-attention.
+            value: the same tensor as `key`, or left out: one latent gives both.
+            mask: from `clearhead.masks`, or a bool tensor with ``True`` = may attend. Default: everything visible.
+                A cache never implies causality: pass ``masks.causal()``, which compares absolute positions.
+            positions: absolute positions of the queries, and of the keys in self-attention and with a position part: an
+                int p for p … p + L − 1, or integers (L,) or (B, L); −1 marks padding, which neither sees nor is seen.
+                Default: after what the cache holds, else 0 … L−1.
+            cache: from `clearhead.caches`: the new latents are added to it and all of it is attended to. Default: none.
+            need_weights: also return the weights, before dropout. Default False.
+            average_attn_weights: average them over the heads. Default True.
+
+        Returns:
+            Output (B, L, E); with `need_weights` also the weights, (B, L, S), or (B, H, L, S) if not averaged, in
+            float32 (float64 for float64 inputs), S counting all keys that were attended to. A query that sees no key
+            has zero weights and ``out_proj(0)``.
+
+        Raises:
+            ShapeError: if an input does not have E features, or shapes disagree.
+            ArgumentError: if `value` is another tensor than `key`.
+            CacheError: if the cache is full, or gradients are asked for.
+            And what `attention` raises.
+        """
+        need_weights = flag("need_weights", need_weights)
+        average_attn_weights = flag("average_attn_weights", average_attn_weights)
+        require_cache(cache, self.position)
+        with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
+            return self._compute(query, key, value, mask, positions, cache, need_weights, average_attn_weights)
+
+    def _compute(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        mask: Mask | Tensor | None,
+        positions: Positions | None,
+        cache: Cache | None,
+        need_weights: bool,
+        average_attn_weights: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        known = None if cache is None else cache.get()
+        self._require_input("query", query)
+        places = positions_of_queries(positions, cache, query.shape[-2])
+        own = places if cache is None and (key is None or key is query or self.position is not None) else None
+        q_nope, q_rope = self._queries(query)  # (B, H, L, Dn), (B, H, L, Dr)
+        if known is None:
+            source = _one_source(query, key, value)
+            self._require_input("key", source)
+            _require_together(query, source)
+            latent, k_rope = self._latents(source)  # (B, 1, S, R), (B, 1, S, Dr)
+            q_rope, k_rope = turned(self.position, q_rope, k_rope, places)
+            kept = torch.cat(cast_for_autocast(latent, k_rope), -1)  # (B, 1, S, R + Dr)
+            known = KeyValues(kept, kept[..., :0]) if cache is None else cache.update(kept, kept[..., :0], places)
+        q_nope, q_rope = cast_for_autocast(q_nope, q_rope)
+        bare = cache is None and positions is None
+        request: _Request = {
+            "mask": combined_mask(self.mask, mask, known, places),
+            "scale": self.scale,
+            "query_positions": None if bare else places,
+            "key_positions": None if bare else positions_of_keys(known, own, self.num_heads),
+        }
+        form, mixed = self._attend(q_nope, q_rope, known.key, request, cache is not None)
+        output = self.out_proj(merge_heads(mixed if query.dim() == 3 else mixed.squeeze(0)))  # (B, L, E)
+        if cache is not None and _listens(cache):
+            seen = absorbed(self._up_weights(q_nope), q_nope, q_rope, known.key)
+            cache.observe(seen.query, known, request["mask"], places, scale=self.scale, softcap=None, sinks=None)
+        if not need_weights:
+            return output
+        weights = attention_weights(form.query, form.key, **request, average_attn_weights=average_attn_weights)
+        return output, weights if query.dim() == 3 else weights.squeeze(0)
+
+    def _attend(
+        self, q_nope: Tensor, q_rope: Tensor, kept: Tensor, request: _Request, cached: bool
+    ) -> tuple[Form, Tensor]:
+        """The form that ran, and every head's mixture of its values (B, H, L, Dv)."""
+        dropout_p = self.dropout if self.training else 0.0
+        rows, sizes = q_nope.shape[2], (self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim)
+        # Who watches is to see the heads' own values, not mixtures of latents.
+        if not cached or watched() or not absorbing_is_less(rows, *sizes):
+            form = expanded(self.kv_up, q_nope, q_rope, kept)
+            return form, attention(*form, **request, dropout_p=dropout_p)
+        weights = self._up_weights(q_nope)
+        form = absorbed(weights, q_nope, q_rope, kept)
+        return form, mixed_up(weights, attention(*form, **request, dropout_p=dropout_p))
+
+    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The parts of every head's query without and with positions, (B, H, L, Dn) and (B, H, L, Dr)."""
+        heads = split_heads(self.q_proj(x), self.num_heads)  # (B, H, L, Dn + Dr), or without B
+        heads = heads if heads.dim() == 4 else heads[None]
+        nope, rope = heads.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
+        return nope, rope
+
+    def _latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents (B, 1, S, R) and, not yet turned, rotary keys (B, 1, S, Dr)."""
+        latent, k_rope = self.kv_down(x).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
+        latent = self.kv_norm(latent)
+        return (latent[:, None], k_rope[:, None]) if x.dim() == 3 else (latent[None, None], k_rope[None, None])
+
+    def _up_weights(self, like: Tensor) -> UpWeights:
+        return up_weights(self.kv_up, self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, like)
+
+    def _require_input(self, name: str, x: object) -> None:
+        """Raise unless the projections can take it."""
+        if isinstance(x, Tensor) and x.is_nested:
+            expected = f"a padded tensor (B, length, {self.embed_dim})"
+            fix = "Use torch.nested.to_padded_tensor(...) and masks.lengths(...)."
+            raise ShapeError(explain_problem(name, expected=expected, got="a nested one", fix=fix))
+        if isinstance(x, Tensor) and (x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim):
+            expected = f"(B, length, {self.embed_dim}), or (length, {self.embed_dim}) without a batch"
+            fix = "Inputs have embed_dim features, and the batch comes first."
+            raise ShapeError(explain_problem(name, expected=expected, got=shape_text(x.shape), fix=fix))
+        require_features(name, x, self.kv_down)
+
+    def extra_repr(self) -> str:
+        sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kv_lora_rank={self.kv_lora_rank}"
+        low = "" if self.q_lora_rank is None else f", q_lora_rank={self.q_lora_rank}"
+        nope, rope = f"qk_nope_head_dim={self.qk_nope_head_dim}", f"qk_rope_head_dim={self.qk_rope_head_dim}"
+        mask = f", mask={self.mask.describe()}" if self.mask is not None else ""
+        dropout = f", dropout={self.dropout}" if self.dropout else ""
+        return f"{sizes}{low}, {nope}, {rope}, v_head_dim={self.v_head_dim}, scale={self.scale:g}{mask}{dropout}"
+
+
+class _Request(TypedDict):
+    mask: Mask | None
+    scale: float
+    query_positions: Positions | None
+    key_positions: Positions | None
+
+
+def _one_source(query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
+    """What the latents are made of."""
+    source = query if key is None else key
+    if value is not None and value is not source:
+        raise ArgumentError(
+            explain_problem(
+                "value",
+                expected="the same tensor as key, or None",
+                got="another tensor" if key is not None else "a tensor, and no key",
+                fix="One latent gives keys and values both; MultiHeadAttention takes them apart.",
+            )
+        )
+    return source
+
+
+def _require_together(query: Tensor, key: Tensor) -> None:
+    if query.dim() != key.dim() or query.shape[:-2] != key.shape[:-2]:
+        got = f"query {shape_text(query.shape)}, key {shape_text(key.shape)}"
+        fix = "Inputs are (B, length, features)."
+        raise ShapeError(explain_problem("query, key", expected="equal batch sizes B, or no batch", got=got, fix=fix))
+
+
+def _require_q_norm(q_norm: nn.Module | None, q_lora_rank: int | None) -> None:
+    if q_norm is not None and q_lora_rank is None:
+        raise ArgumentError(
+            explain_problem(
+                "q_norm",
+                expected="None without q_lora_rank",
+                got=type(q_norm).__name__,
+                fix="It normalises the queries' latent: give q_lora_rank too.",
+            )
+        )
+
+
+def _listens(cache: Cache) -> bool:
+    return type(cache).observe is not Cache.observe

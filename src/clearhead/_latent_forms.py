@@ -1,0 +1,112 @@
+"""The two forms of latent attention: every head's own keys and values, or one latent that all heads share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ._call.heads import split_heads
+from ._environment import is_tracing
+from .errors import ArgumentError, explain_problem
+
+__all__ = ["Form", "UpWeights", "absorbed", "absorbing_is_less", "expanded", "mixed_up", "up_weights"]
+
+
+class Form(NamedTuple):
+    """What `attention` is called with: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class UpWeights(NamedTuple):
+    """The two halves of the projection from the latent, (H, Dn, R) for keys and (H, Dv, R) for values."""
+
+    key: Tensor
+    value: Tensor
+
+
+def expanded(kv_up: nn.Module, q_nope: Tensor, q_rope: Tensor, kept: Tensor) -> Form:
+    """Every head's keys and values, Hkv = H.
+
+    Args:
+        kv_up: (…, R) → (…, H · (Dn + Dv)).
+        q_nope: (B, H, L, Dn).
+        q_rope: (B, H, L, Dr), turned.
+        kept: (B, 1, S, R + Dr), latents and turned rotary keys.
+    """
+    heads, rotary = q_rope.shape[1], q_rope.shape[3]
+    latent, k_rope = kept.split((kept.shape[3] - rotary, rotary), -1)
+    up = split_heads(kv_up(latent.squeeze(1)), heads)  # (B, H, S, Dn + Dv)
+    k_nope, value = up.split((q_nope.shape[3], up.shape[3] - q_nope.shape[3]), -1)
+    key = torch.cat((k_nope, k_rope.expand(-1, heads, -1, -1)), -1)  # (B, H, S, Dn + Dr)
+    return Form(torch.cat((q_nope, q_rope), -1), key, value)
+
+
+def absorbed(weights: UpWeights, q_nope: Tensor, q_rope: Tensor, kept: Tensor) -> Form:
+    """Queries against the latents themselves, Hkv = 1; the values, which `mixed_up` finishes, are a view of them."""
+    q_latent = torch.einsum("bhld,hdr->bhlr", q_nope, weights.key)  # (B, H, L, R)
+    return Form(torch.cat((q_latent, q_rope), -1), kept, kept[..., : q_latent.shape[3]])
+
+
+def mixed_up(weights: UpWeights, mixed: Tensor) -> Tensor:
+    """Every head's values from its mixture of latents, (B, H, L, R) → (B, H, L, Dv)."""
+    return torch.einsum("bhlr,hvr->bhlv", mixed, weights.value)
+
+
+def absorbing_is_less(rows: int, rank: int, nope: int, value: int) -> bool:
+    """Whether the absorbed form multiplies less per key than the expanded one, for so many query rows.
+
+    Per key and head the absorbed form multiplies rank − nope and rank − value numbers more in each row, the expanded
+    one rank · (nope + value) once.
+    """
+    return rows * (2 * rank - nope - value) <= rank * (nope + value)
+
+
+def up_weights(kv_up: nn.Module, num_heads: int, rank: int, nope: int, like: Tensor) -> UpWeights:
+    """The matrix that `kv_up` applies: its weight, or what it makes of the identity.
+
+    Args:
+        kv_up: (…, R) → (…, H · (Dn + Dv)), linear.
+        num_heads, rank, nope: H, R and Dn.
+        like: what it is called on has this dtype and device.
+
+    Raises:
+        ArgumentError: if it has a bias.
+    """
+    weight = _weight(kv_up)
+    if weight is None:
+        rows = torch.eye(rank + 1, rank, dtype=like.dtype, device=like.device)  # the last one zero
+        moved = kv_up(rows)  # (R + 1, H · (Dn + Dv))
+        if not is_tracing() and bool(moved[-1].any()):
+            raise _has_bias(kv_up)
+        weight = moved[:-1].T
+    both = weight.unflatten(0, (num_heads, -1))  # (H, Dn + Dv, R)
+    return UpWeights(both[:, :nope], both[:, nope:])
+
+
+def _weight(module: nn.Module) -> Tensor | None:
+    """The weight of a plain `Linear`; ``None`` if calling the module could give something else."""
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return None
+    hooked = module._forward_hooks or module._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
+    # Tensors of other types, such as quantised ones, only know what `F.linear` asks of them.
+    if hooked or type(module.weight) not in (nn.Parameter, Tensor):
+        return None
+    if module.bias is not None:
+        raise _has_bias(module)
+    return module.weight
+
+
+def _has_bias(module: nn.Module) -> ArgumentError:
+    return ArgumentError(
+        explain_problem(
+            "kv_up",
+            expected="a projection without a bias",
+            got=f"a {type(module).__name__} with one",
+            fix="The absorbed form, which runs with a cache, multiplies by its matrix alone.",
+        )
+    )

@@ -1,0 +1,1 @@
+"""From a module to a kernel: project, unpad, attend, pad, project out."""

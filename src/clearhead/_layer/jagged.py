@@ -1,0 +1,95 @@
+"""Jagged nested tensors: batches whose rows have their own lengths, taken apart and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .._checks import with_values
+from .._environment import is_tracing
+from .._varlen import Packing, packing
+from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem
+from ..masks._base import Mask
+
+__all__ = ["is_jagged", "pack_jagged", "refuse_jagged"]
+
+
+def is_jagged(*tensors: Tensor | None) -> bool:
+    """Whether any of them is nested.
+
+    Raises:
+        ShapeError: if one is nested with strides instead of offsets.
+    """
+    names = ("query", "key", "value")
+    given = zip(names, tensors, strict=False)
+    nested = [(name, tensor) for name, tensor in given if isinstance(tensor, Tensor) and tensor.is_nested]
+    for name, tensor in nested:
+        if tensor.layout != torch.jagged:
+            fix = "Make it with torch.nested.nested_tensor(..., layout=torch.jagged)."
+            raise ShapeError(explain_problem(name, expected="the layout torch.jagged", got=str(tensor.layout), fix=fix))
+    return bool(nested)
+
+
+def pack_jagged(
+    query: Tensor, key: Tensor, value: Tensor, *, side_by_side: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], Packing, Callable[[Tensor], Tensor]]:
+    """Lay the rows of jagged (B, lengths, features) tensors end to end.
+
+    Args:
+        query, key, value: the inputs of self-attention or cross-attention.
+        side_by_side: whether each key has to stand beside a query, for a position part that turns both.
+
+    Returns:
+        Query, key and value, (T, features), (Tk, features); where the rows lie; and a function that makes (T, features)
+        jagged like the query.
+
+    Raises:
+        ShapeError: if one is not jagged, has more dimensions than these, or holes; or batch sizes disagree, or
+            lengths where they must not.
+    """
+    given = {"query": query, "key": key, "value": value}
+    for name, tensor in given.items():
+        if not isinstance(tensor, Tensor):
+            raise DTypeError(explain_problem(name, expected="a jagged tensor, like query", got=type(tensor).__name__))
+        with_values(name, tensor)
+        if not tensor.is_nested or tensor.dim() != 3 or tensor._ragged_idx != 1 or tensor.lengths() is not None:  # type: ignore[attr-defined]
+            fix = "Give query, key and value jagged alike, without holes, or pad them all and pass masks.lengths(...)."
+            got = "a jagged tensor of another shape" if tensor.is_nested else "a padded tensor"
+            raise ShapeError(explain_problem(name, expected="a jagged (B, lengths, features) tensor", got=got, fix=fix))
+        if tensor.shape[0] != query.shape[0]:
+            raise ShapeError(
+                explain_problem(name, expected=f"the query's {query.shape[0]} rows", got=str(tensor.shape[0]))
+            )
+    if value.values().shape[0] != key.values().shape[0]:
+        raise ShapeError(
+            explain_problem("value", expected="the key's lengths", got="others", fix="Each key needs its value.")
+        )
+    offsets: Tensor = cast(Any, query).offsets()
+    pack = packing(offsets, cast(Any, key).offsets(), query.values(), key.values())
+    if side_by_side and key is not query:
+        _require_side_by_side(pack)
+
+    def jagged(x: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(x, offsets)
+
+    return (query.values(), key.values(), value.values()), pack, jagged
+
+
+def _require_side_by_side(pack: Packing) -> None:
+    if not is_tracing() and not torch.equal(pack.query_positions, pack.key_positions):
+        expected = "the query's lengths: a position part turns both by the same positions"
+        fix = "Use position= in self-attention, and a module without it for cross-attention."
+        raise ShapeError(explain_problem("key", expected=expected, got="others", fix=fix))
+
+
+def refuse_jagged(**given: object) -> None:
+    """Raise for what says something about padded batches only."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            fix = "Use torch.nested.to_padded_tensor(...) and masks.lengths(...)."
+            expected = "nothing beside jagged inputs"
+            got = value.describe() if isinstance(value, Mask) else type(value).__name__
+            raise ArgumentError(explain_problem(name, expected=expected, got=got, fix=fix))

@@ -1,0 +1,311 @@
+"""The projections' product x Wᵀ + b, on the faster of the two matrix products that PyTorch ships for this machine."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._checks import flag, kind, require_factory, shown, size, strided_or_jagged
+from .._environment import is_dispatching, is_tracing, is_transformed
+from ..errors import ArgumentError, DeviceError, DTypeError, KernelError, ShapeError, explain_problem
+
+__all__ = [
+    "Linear",
+    "describe_product",
+    "eager_linear",
+    "forced_product",
+    "is_pytorchs_product",
+    "linear",
+    "require_input",
+    "use_linear",
+]
+
+Product = Literal["pytorch", "onednn"]
+PRODUCTS: tuple[Product, ...] = ("pytorch", "onednn")
+
+#: Smaller products end before oneDNN has begun, and few rows only stream the weight through.
+_FEWEST_MULTIPLICATIONS = 1 << 23
+_FEWEST_ROWS = 16
+
+
+class _Forced(threading.local):
+    # threading.local and not a ContextVar: torch.compile(fullgraph=True) can read this one.
+    stack: tuple[Product, ...] = ()
+
+
+_forced = _Forced()
+
+
+class use_linear:
+    """Choose the projections' product inside a ``with`` block, in this thread.
+
+    Args:
+        name: ``"pytorch"`` (`torch.nn.functional.linear`) or ``"onednn"``, which raises for what it cannot multiply
+            instead of falling back. Graphs that are traced inside hold PyTorch's product all the same.
+
+    Raises:
+        ArgumentError: for an unknown name. Inside the block, `KernelError` where oneDNN cannot run a product.
+
+    Example:
+        >>> import torch, clearhead
+        >>> with clearhead.use_linear("pytorch"):
+        ...     clearhead.Linear(3, 2)(torch.randn(5, 3)).shape
+        torch.Size([5, 2])
+    """
+
+    def __init__(self, name: Product) -> None:
+        if not isinstance(name, str) or name not in PRODUCTS:
+            raise ArgumentError(explain_problem("name", expected=f"one of {', '.join(PRODUCTS)}", got=shown(name)))
+        self._name: Product = name
+
+    def __enter__(self) -> None:
+        _forced.stack = (*_forced.stack, self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _forced.stack = _forced.stack[:-1]
+
+
+class Linear(nn.Linear):
+    """`torch.nn.Linear`, computed by `linear`: the same parameters, results to rounding, and gradients.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as for `torch.nn.Linear`.
+
+    Example:
+        >>> import torch, clearhead
+        >>> clearhead.Linear(3, 2)(torch.randn(5, 3)).shape
+        torch.Size([5, 2])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        size("in_features", in_features, 0)
+        size("out_features", out_features, 0)
+        require_factory(device, dtype)
+        super().__init__(in_features, out_features, flag("bias", bias), device, dtype)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if is_tracing():
+            return F.linear(input, self.weight, self.bias)
+        try:
+            return eager_linear()(input, self.weight, self.bias)
+        except (RuntimeError, TypeError, AttributeError, NotImplementedError):
+            require_input("input", input, self)  # looked at only here, so that ordinary calls do not wait for it
+            raise
+
+
+def require_input(name: str, x: object, layer: nn.Module) -> None:
+    """Raise unless a linear layer can take the input; one that is no plain `Linear` judges for itself."""
+    if type(layer) not in (Linear, nn.Linear):
+        return
+    x, own = strided_or_jagged(name, x), cast(nn.Linear, layer)
+    if x.dim() == 0 or x.shape[-1] != own.in_features:
+        expected = f"(…, {own.in_features})"
+        raise ShapeError(explain_problem(name, expected=expected, got=kind(x)))
+    dtype, device = own.weight.dtype, own.weight.device
+    if x.dtype != dtype and not (_autocasts(x) and x.is_floating_point()):
+        fix = f"Convert it with .to({dtype}), or the module."
+        raise DTypeError(explain_problem(name, expected=f"the module's dtype {dtype}", got=str(x.dtype), fix=fix))
+    if x.device != device:
+        fix = "Move the input or the module with .to(...)."
+        raise DeviceError(explain_problem(name, expected=f"the module's device {device}", got=str(x.device), fix=fix))
+
+
+def _autocasts(x: Tensor) -> bool:
+    kind = x.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, y = x Wᵀ + b, on oneDNN's product where the rule of `describe_product` says so.
+
+    Gradients of every order, autocast, tracing and `torch.func` are as for PyTorch's: what oneDNN's bare operator does
+    not know, PyTorch's computes.
+
+    Args:
+        input: (…, in_features).
+        weight: (out_features, in_features).
+        bias: (out_features,). Default: none.
+
+    Returns:
+        (…, out_features).
+
+    Raises:
+        KernelError: under ``use_linear("onednn")``, if oneDNN cannot run it.
+    """
+    return F.linear(input, weight, bias) if is_tracing() else eager_linear()(input, weight, bias)
+
+
+def eager_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """The function behind `linear` in this thread where nothing is traced, to be asked for once before many calls."""
+    forced = _forced.stack
+    return F.linear if (forced[-1] if forced else _preferred()) == "pytorch" else _on_onednn
+
+
+def _on_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    forced = _forced.stack
+    if not forced and not (_is_plain(input) and _is_plain(weight) and _is_worth_it(input, weight)):
+        return F.linear(input, weight, bias)
+    against = _against(input, weight, bias)
+    if forced and against:
+        raise KernelError(
+            f'use_linear("onednn"): oneDNN cannot run this product: {against}. Use use_linear("pytorch") for it.'
+        )
+    if against:
+        return F.linear(input, weight, bias)
+    rows = _product(input.reshape(-1, input.shape[-1]), weight, bias)  # (rows, out_features)
+    return rows.view(*input.shape[:-1], weight.shape[0])
+
+
+def forced_product() -> Product | None:
+    """The one that `use_linear` has chosen in this thread."""
+    return _forced.stack[-1] if _forced.stack else None
+
+
+def describe_product() -> str:
+    """Which product the projections use on this machine, and why, in a line.
+
+    The rule knows the processor's maker, how PyTorch was built, and the sizes, and never measures while it runs, so
+    that two runs give the same bits. ``python -m benchmarks.linear`` measures what it stands on.
+
+    Example:
+        >>> import clearhead
+        >>> from clearhead._layer.linear import describe_product
+        >>> with clearhead.use_linear("pytorch"):
+        ...     describe_product()
+        "PyTorch's, forced by use_linear"
+    """
+    if _forced.stack:
+        return "PyTorch's, forced by use_linear" if _forced.stack[-1] == "pytorch" else "oneDNN's, forced by use_linear"
+    if _preferred() == "onednn":
+        return (
+            f"oneDNN's for float32 from {_FEWEST_ROWS} rows and {_FEWEST_MULTIPLICATIONS} multiplications on: on "
+            "processors of AMD it outruns the MKL that PyTorch uses"
+        )
+    return f"PyTorch's: {_why_pytorchs()}"
+
+
+@functools.cache
+def _preferred() -> Product:
+    return "onednn" if _why_pytorchs() is None else "pytorch"
+
+
+@functools.cache
+def _why_pytorchs() -> str | None:
+    """The rule, as far as machine and build decide; ``None`` where oneDNN's product is preferred."""
+    if not _has_onednn():
+        return "this build of PyTorch has no oneDNN"
+    if not torch.backends.mkl.is_available():
+        return "this build of PyTorch has no MKL to be outrun"
+    maker = _processor_maker()
+    if maker != "AuthenticAMD":
+        return f"oneDNN is not known to be faster than MKL on this processor ({maker})"
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return "oneDNN is not known to be faster without AVX2"
+    return None
+
+
+def _has_onednn() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _processor_maker() -> str:
+    """As the processor names it: ``GenuineIntel``, ``AuthenticAMD``; elsewhere the architecture."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("vendor_id"))
+    except (OSError, StopIteration):
+        described = platform.processor()  # on Windows "AMD64 Family 25 …, AuthenticAMD"
+        return described.rsplit(", ", 1)[-1] or platform.machine()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Not a subclass, whose sizes and products mean what its own `__torch_function__` makes of them."""
+    return type(tensor) is Tensor or type(tensor) is nn.Parameter
+
+
+def _is_worth_it(input: Tensor, weight: Tensor) -> bool:
+    return input.dim() > 0 and not is_pytorchs_product(input.numel() // max(input.shape[-1], 1), weight.numel())
+
+
+def is_pytorchs_product(rows: int, numbers: int) -> bool:
+    """Whether a product of so many rows and a weight of so many numbers is PyTorch's on every machine."""
+    return rows < _FEWEST_ROWS or rows * numbers < _FEWEST_MULTIPLICATIONS
+
+
+def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+    """Why oneDNN's bare operator cannot stand in for `F.linear` here; ``None`` if it can."""
+    if not _has_onednn() or not torch.backends.mkldnn.enabled:
+        return "oneDNN is not available or switched off"
+    given = (input, weight) if bias is None else (input, weight, bias)
+    for tensor in given:
+        if not _is_plain(tensor):
+            return f"it knows nothing of {type(tensor).__name__}"
+        if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
+            return "all tensors have to be dense, of float32 and on the CPU"
+    if input.dim() < 1 or weight.dim() != 2 or input.shape[-1] != weight.shape[1] or 0 in (*input.shape, *weight.shape):
+        return "it needs a weight (out_features, in_features), an input (…, in_features) and no size of 0"
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        return "it needs a bias (out_features,)"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast chooses another dtype"
+    if torch.get_float32_matmul_precision() != "highest":
+        return "torch.set_float32_matmul_precision has allowed less precise products"
+    if is_transformed():
+        return "torch.func and forward-mode derivatives only know PyTorch's"
+    if is_dispatching():
+        return "a TorchDispatchMode is watching"
+    return None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """X Wᵀ + b of (rows, in_features) on oneDNN, recorded for gradients only where they are wanted."""
+    wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    if wanted and torch.is_grad_enabled():
+        return cast(Tensor, _Product.apply(x, weight, bias))
+    return _multiply(x, weight, bias)
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+class _Product(torch.autograd.Function):
+    """Its two gradients are products of the same kind, g W and gᵀ x, and so are theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _multiply(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        (gradient,) = gradients
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        with torch.autocast("cpu", enabled=False):
+            return (
+                _again(gradient, weight.t()) if needs_x else None,
+                _again(gradient.t(), x.t()) if needs_weight else None,
+                gradient.sum(0) if needs_bias else None,
+            )
+
+
+def _again(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight) if _against(x, weight, None) else _product(x, weight, None)

@@ -1,0 +1,66 @@
+"""Where queries and keys of a module's call stand, and everything that hides some from others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ..caches._base import Cache, KeyValues, Positions
+from ..errors import ShapeError, explain_problem
+from ..masks._base import Mask, all_of
+from ..masks._check import as_positions
+from ..masks._positional import Present
+from ..masks._tensors import as_mask
+from ..positions._checks import require_in_range
+
+__all__ = ["PositionPart", "combined_mask", "positions_of_keys", "positions_of_queries", "turned"]
+
+#: Turns queries (B, H, L, D) and keys (B, Hkv, L, D) by their positions, as `clearhead.positions.Rotary` does.
+PositionPart = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
+
+
+def positions_of_queries(positions: Positions | None, cache: Cache | None, length: int) -> Positions:
+    """As the caller says, or after what the cache holds, or 0 … L−1."""
+    checked = as_positions("positions", positions)
+    if checked is None:
+        return 0 if cache is None else cache.next_positions(length)
+    if isinstance(checked, Tensor):
+        require_in_range(checked)
+    return checked
+
+
+def positions_of_keys(known: KeyValues, own: Positions | None, num_heads: int) -> Positions | None:
+    """As the cache says, or with the queries: `own`."""
+    found = known.positions
+    if found is None:
+        return own
+    return found if found.dim() == 2 else found.repeat_interleave(num_heads // found.shape[1], 1)  # (B, H, S)
+
+
+def turned(position: PositionPart | None, q: Tensor, k: Tensor, places: Positions) -> tuple[Tensor, Tensor]:
+    """Queries (B, H, L, D) and keys (B, Hkv, L, D) as a position part turns them.
+
+    Raises:
+        ShapeError: if there are more keys than queries or fewer.
+    """
+    if position is None:
+        return q, k
+    if q.shape[2] != k.shape[2]:
+        raise ShapeError(
+            explain_problem(
+                "key",
+                expected=f"the query's length {q.shape[2]}: a position part turns both by the same positions",
+                got=f"{k.shape[2]}",
+                fix="Use position= in self-attention, and a module without it for cross-attention.",
+            )
+        )
+    return position(q, k, places)
+
+
+def combined_mask(layers: Mask | None, calls: Mask | Tensor | None, known: KeyValues, places: Positions) -> Mask | None:
+    """Everything that hides: the layer's mask, the call's, the cache's, and padding."""
+    parts = [layers, None if calls is None else as_mask(calls), known.mask]
+    if isinstance(places, Tensor) and known.mask is None:
+        parts.append(Present())
+    return all_of(parts)

@@ -1,0 +1,342 @@
+"""`MultiHeadAttention`: project, split into heads, place, remember, attend, merge, project back."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypedDict, overload
+
+import torch
+from torch import Tensor, nn
+
+from ._attention import attention, cast_for_autocast
+from ._call.heads import merge_heads, split_heads
+from ._checks import flag, is_finite, is_probability, number, require_factory, size
+from ._layer.jagged import is_jagged, pack_jagged, refuse_jagged
+from ._layer.linear import Linear
+from ._layer.multihead_short import short_way, short_way_with_weights
+from ._layer.placing import PositionPart, combined_mask, positions_of_keys, positions_of_queries, turned
+from ._layer.plain import apply_linear
+from ._multihead_checks import (
+    cache_dtype,
+    complete,
+    require_cache,
+    require_features,
+    require_keys,
+    require_mask,
+    require_parts,
+    whole_head_dim,
+)
+from ._varlen import Packing
+from ._weights import attention_with_weights
+from .caches._base import Cache, KeyValues, Positions, unchanged_if_refused
+from .caches._kv import KVCache
+from .errors import ArgumentError, explain_problem
+from .masks._base import Mask
+
+__all__ = ["MultiHeadAttention"]
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention, batch first, with weights on request.
+
+    ::
+
+        head_h = attention(query Wq_h, key Wk_h, value Wv_h);  output = concat(head_1 … head_H) Wo
+
+    (Vaswani et al., "Attention is all you need", 2017.) The four projections are ordinary `Linear` submodules,
+    called as modules, so hooks, LoRA and quantisation on them take effect, and each can be replaced. What newer models
+    do differently comes in as parts: a position part, norms, a mask, a cache.
+
+    Args:
+        embed_dim: E, the size of the output, and of the query unless `qdim` says otherwise.
+        num_heads: H.
+        num_kv_heads: Hkv, key/value heads; divides H. Default H.
+        head_dim: D. Default E / H, which must then be whole.
+        qdim: features of the query input. Default E.
+        kdim: features of the key input. Default E.
+        vdim: features of the value input. Default E.
+        bias: whether query, key and value projections have a bias. Default True.
+        out_bias: whether the output projection has one. Default as `bias`.
+        scale: factor of the scores. Default 1/√D.
+        dropout: probability that a weight is dropped in training. Default 0.
+        position: turns queries and keys by their positions, ``(q, k, positions) -> (q, k)``, such as
+            `clearhead.positions.Rotary`. Default: none.
+        q_norm, k_norm: modules applied to every head's query (B, H, L, D) and key (B, Hkv, S, D) before the
+            position part, such as ``nn.RMSNorm(head_dim)`` (Qwen3). Default: none.
+        softcap: c > 0 limits scores to (−c, c) (Gemma 2). Default: none.
+        sinks: learn a logit per head that only enlarges the softmax's denominator (gpt-oss), as the parameter
+            ``sinks`` (H,). Default False.
+        mask: a mask of the layer's own, which every call's mask is combined with: a sliding window, `ALiBi`, a
+            `RelativeBias`. Default: none.
+        device, dtype: of the parameters.
+
+    Raises:
+        ArgumentError: for sizes that are not positive or do not divide, or dropout outside [0, 1].
+        DTypeError, MaskTypeError: for parts of another kind.
+
+    Example:
+        >>> import torch, clearhead
+        >>> attend = clearhead.MultiHeadAttention(embed_dim=12, num_heads=3)
+        >>> x = torch.randn(2, 5, 12)
+        >>> output, weights = attend(x, mask=clearhead.masks.causal(), need_weights=True)
+        >>> output.shape, weights.shape
+        (torch.Size([2, 5, 12]), torch.Size([2, 5, 5]))
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qdim: int | None = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        scale: float | None = None,
+        dropout: float = 0.0,
+        position: PositionPart | None = None,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        mask: Mask | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = size("embed_dim", embed_dim)
+        self.num_heads = size("num_heads", num_heads)
+        self.num_kv_heads = size("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        self.head_dim = whole_head_dim(embed_dim, num_heads) if head_dim is None else size("head_dim", head_dim)
+        if num_heads % self.num_kv_heads:
+            raise ArgumentError(
+                explain_problem(
+                    "num_kv_heads",
+                    expected=f"a divisor of num_heads = {num_heads}",
+                    got=str(num_kv_heads),
+                    fix="Every key/value head serves the same number of query heads.",
+                )
+            )
+        self.scale = None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
+        self.dropout = number("dropout", dropout, "a probability in [0, 1]", is_probability)
+        self.softcap = (
+            None if softcap is None else number("softcap", softcap, "a number > 0, or None", lambda c: 0 < c < math.inf)
+        )
+        require_parts(position, q_norm=q_norm, k_norm=k_norm)
+        require_mask(mask)
+        self.position = position
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self.mask = mask
+        if mask is not None and not isinstance(mask, nn.Module):
+            # What learns in a combined mask is this module's too.
+            self.mask_parts = nn.ModuleList(part for part in mask.parts() if isinstance(part, nn.Module))
+        require_factory(device, dtype)
+        bias = flag("bias", bias)
+        inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        qdim, kdim, vdim = (
+            size(name, embed_dim if given is None else given)
+            for name, given in (("qdim", qdim), ("kdim", kdim), ("vdim", vdim))
+        )
+        self.q_proj = Linear(qdim, inner, bias=bias, device=device, dtype=dtype)
+        self.k_proj = Linear(kdim, kv_inner, bias=bias, device=device, dtype=dtype)
+        self.v_proj = Linear(vdim, kv_inner, bias=bias, device=device, dtype=dtype)
+        out_bias = bias if out_bias is None else flag("out_bias", out_bias)
+        self.out_proj = Linear(inner, embed_dim, bias=out_bias, device=device, dtype=dtype)
+        own = nn.Parameter(torch.empty(self.num_heads, device=device, dtype=dtype)) if flag("sinks", sinks) else None
+        self.sinks: nn.Parameter | None
+        self.register_parameter("sinks", own)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw every projection from Xavier's uniform distribution and set biases and sinks to zero."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            nn.init.xavier_uniform_(projection.weight)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    def make_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """An empty `clearhead.caches.KVCache` of this module's sizes.
+
+        It has the module's dtype, or autocast's where that is on, and its device.
+
+        Args:
+            batch_size: B.
+            max_length: how many tokens it can hold.
+        """
+        weight = self.k_proj.weight
+        sizes = batch_size, self.num_kv_heads, max_length, self.head_dim
+        return KVCache(*sizes, dtype=cache_dtype(weight), device=weight.device)
+
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        need_weights: Literal[False] = False,
+        average_attn_weights: bool = True,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        need_weights: Literal[True],
+        average_attn_weights: bool = True,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        need_weights: bool = False,
+        average_attn_weights: bool = True,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from `query` to `key` and mix `value`.
+
+        Args:
+            query: (B, L, qdim), or (L, qdim) without a batch; or jagged, ``torch.nested`` with ``layout=torch.jagged``,
+                rows of their own lengths without padding. Masks then speak of positions within each row.
+            key: (B, S, kdim). Default: the query, which makes it self-attention.
+            value: (B, S, vdim). Default: the key.
+            mask: from `clearhead.masks`, or a bool tensor with ``True`` = may attend. Default: everything visible.
+                A cache never implies causality: pass ``masks.causal()``, which compares absolute positions.
+            positions: absolute positions of the queries, and of the keys in self-attention and with a position part: an
+                int p for p … p + L − 1, or integers (L,) or (B, L); −1 marks padding, which neither sees nor is seen.
+                Default: after what the cache holds, else 0 … L−1.
+            cache: from `clearhead.caches`: the new keys and values are added to it and all of it is attended to.
+                Default: none.
+            need_weights: also return the weights, before dropout. The output is the same to rounding. Default False.
+            average_attn_weights: average them over the heads. Default True.
+
+        Returns:
+            Output (B, L, E), jagged like the query. With `need_weights` also the weights, (B, L, S), or (B, H, L, S) if
+            not averaged, in float32 (float64 for float64 inputs), S counting all keys that were attended to. A query
+            that sees no key has zero weights and ``out_proj(0)``.
+
+        Raises:
+            ShapeError: if an input does not have the features its projection takes, or shapes disagree.
+            ArgumentError: if `value` is given without `key`; positions, a cache or weights with jagged inputs.
+            CacheError: if the cache is full, or gradients are asked for.
+            And what `attention` raises.
+        """
+        need_weights = flag("need_weights", need_weights)
+        average_attn_weights = flag("average_attn_weights", average_attn_weights)
+        if positions is None and cache is None:
+            if need_weights:
+                found = short_way_with_weights(self, query, key, value, mask, average_attn_weights)
+            else:
+                found = short_way(self, query, key, value, mask)
+            if found is not None:
+                return found
+        if is_jagged(query, key, value):
+            refuse_jagged(positions=positions, cache=cache, need_weights=need_weights)
+            keys = complete(query, key, value)
+            (q, k, v), pack, jagged = pack_jagged(query, *keys, side_by_side=self.position is not None)
+            output, _ = self._run(q, k, v, pack.within(mask), pack.query_positions, None, pack, None)
+            return jagged(output)
+        averaged = average_attn_weights if need_weights else None
+        require_cache(cache, self.position)
+        with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
+            output, weights = self._run(query, key, value, mask, positions, cache, None, averaged)
+        return output if weights is None else (output, weights)
+
+    def _run(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        mask: Mask | Tensor | None,
+        positions: Positions | None,
+        cache: Cache | None,
+        pack: Packing | None,
+        averaged: bool | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output, and the weights, averaged or not, or none of them."""
+        known = None if cache is None else cache.get()
+        require_features("query", query, self.q_proj)
+        places = positions_of_queries(positions, cache, query.shape[-2])
+        # Where the keys stand too, in self-attention, and where a position part turns both by the same positions.
+        own = places if cache is None and (key is None or key is query or self.position is not None) else None
+        q = _normed(_heads(apply_linear(self.q_proj, query), self.num_heads), self.q_norm)  # (B, H, L, D)
+        if known is None:
+            key, value = complete(query, key, value)
+            require_keys(self, query, key, value)
+            k = _normed(_heads(apply_linear(self.k_proj, key), self.num_kv_heads), self.k_norm)  # (B, Hkv, S, D)
+            v = _heads(apply_linear(self.v_proj, value), self.num_kv_heads)  # (B, Hkv, S, D)
+            q, k = turned(self.position, q, k, places)
+            q, k, v = cast_for_autocast(q, k, v)
+            if cache is not None:
+                known = cache.update(k, v, places)
+            else:
+                known = KeyValues(k, v, None if pack is None else pack.key_positions[None])
+        key_positions = positions_of_keys(known, own, self.num_heads)
+        request: _Request = {
+            "mask": combined_mask(self.mask, mask, known, places),
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "query_positions": None if cache is None and positions is None else places,
+            "key_positions": None if cache is None and positions is None else key_positions,
+        }
+        dropout_p = self.dropout if self.training else 0.0
+        weights = None
+        if averaged is None:
+            mixed = attention(q, known.key, known.value, **request, dropout_p=dropout_p)  # (B, H, L, D)
+        else:
+            mixed, weights = attention_with_weights(
+                *(q, known.key, known.value), **request, dropout_p=dropout_p, average_attn_weights=averaged
+            )
+        merged = merge_heads(mixed if query.dim() == 3 else mixed.squeeze(0))  # (B, L, H·D)
+        output = apply_linear(self.out_proj, merged)  # (B, L, E)
+        if cache is not None:
+            cache.observe(q, known, request["mask"], places, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
+        return output, weights if weights is None or query.dim() == 3 else weights.squeeze(0)
+
+    def extra_repr(self) -> str:
+        kv = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
+        softcap = f", softcap={self.softcap}" if self.softcap is not None else ""
+        sinks = ", sinks=True" if self.sinks is not None else ""
+        mask = f", mask={self.mask.describe()}" if self.mask is not None else ""
+        dropout = f", dropout={self.dropout}" if self.dropout else ""
+        sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}{kv}, head_dim={self.head_dim}"
+        return f"{sizes}{softcap}{sinks}{mask}{dropout}"
+
+
+class _Request(TypedDict):
+    mask: Mask | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    query_positions: Positions | None
+    key_positions: Positions | None
+
+
+def _heads(x: Tensor, num_heads: int) -> Tensor:
+    """(B, L, H·D), or (L, H·D) without a batch → (B or 1, H, L, D)."""
+    heads = split_heads(x, num_heads)
+    return heads if heads.dim() == 4 else heads[None]
+
+
+def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
+    return x if norm is None else norm(x)

@@ -1,0 +1,110 @@
+"""The native CPU kernel: C++ without PyTorch's headers, built at install where there is a compiler.
+
+`kernels/native_calls.py` calls the kernel, `masks/native_reach.py` what looks at masks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from types import ModuleType, TracebackType
+
+from ..errors import ArgumentError, explain_problem
+
+__all__ = ["extension", "instruction_set", "instruction_sets", "use_instruction_set", "why_missing"]
+
+
+def _load() -> tuple[ModuleType | None, str]:
+    try:
+        return importlib.import_module("clearhead._native._attention"), ""
+    except ModuleNotFoundError:
+        return None, "it was not built when Clearhead was installed, which takes a C++ compiler (gcc or clang)"
+    except ImportError as error:
+        return None, f"it cannot be loaded: {error}"
+
+
+#: The compiled module, or ``None``, and then why. Plain names, which a tracing compiler can read.
+extension, why_missing = _load()
+
+_sets: dict[str, int] = {}
+
+
+def _numbers() -> dict[str, int]:
+    if not _sets and extension is not None:
+        found = {name: number for number, name in extension.instruction_sets()}
+        _sets.update({name: found[name] for name in best_first(list(found), extension.pairs_are_slow())})
+    return _sets
+
+
+def best_first(names: list[str], pairs_are_slow: bool) -> list[str]:
+    """Order instruction sets, given from the most features to the fewest, by their speed.
+
+    Args:
+        names: of the instruction sets.
+        pairs_are_slow: whether the vector instruction that multiplies pairs of bfloat16 is slower than plain float32.
+    """
+    pairs, plain = "avx512_bf16", "avx512"
+    if not pairs_are_slow or pairs not in names or plain not in names:
+        return names
+    others = [name for name in names if name != pairs]
+    return [other for name in others for other in ((name, pairs) if name == plain else (name,))]
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Names of the instruction sets that this processor has and the kernel was built for, the best first.
+
+    Example:
+        >>> from clearhead._native import extension, instruction_sets
+        >>> ("generic" in instruction_sets()) == (extension is not None)
+        True
+    """
+    return tuple(_numbers())
+
+
+class _Forced(threading.local):
+    name: str | None = None
+
+
+_forced = _Forced()
+
+
+def instruction_set() -> str | None:
+    """The one that calls from this thread run on: the best, or that of `use_instruction_set`; ``None`` without one."""
+    return _forced.name or next(iter(_numbers()), None)
+
+
+def instruction_set_number() -> int:
+    """The same as the compiled module counts them."""
+    sets = _numbers()
+    return sets[_forced.name] if _forced.name is not None else next(iter(sets.values()))
+
+
+class use_instruction_set:
+    """Run the native kernel on a chosen instruction set inside a ``with`` block, in this thread; for tests.
+
+    Args:
+        name: one of `instruction_sets`.
+
+    Raises:
+        ArgumentError: for one that this processor or this build does not have.
+
+    Example:
+        >>> from clearhead._native import instruction_set, instruction_sets, use_instruction_set
+        >>> for name in instruction_sets()[-1:]:
+        ...     with use_instruction_set(name):
+        ...         assert instruction_set() == name
+    """
+
+    def __init__(self, name: str) -> None:
+        if name not in _numbers():
+            has = ", ".join(_numbers()) or "none"
+            raise ArgumentError(explain_problem("name", expected=f"an instruction set of here ({has})", got=repr(name)))
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._before, _forced.name = _forced.name, self._name
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _forced.name = self._before

@@ -1,0 +1,204 @@
+"""`attention_weights`: the exact weights of chosen queries, built in blocks, never (B, H, L, S) unless asked for."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._attention import autocast_off, cast_for_autocast, run_call
+from ._call.spec import build_call
+from ._checks import FLOATS, INTEGERS, flag, items, require_slice, shown, strided, with_values
+from ._environment import is_tracing
+from ._weights_passes import compute_weights, has_one_pass, in_one_pass
+from .errors import ArgumentError, DTypeError, explain_problem
+from .masks._base import Mask
+
+__all__ = ["Queries", "attention_weights", "attention_with_weights", "checked_queries", "row_numbers"]
+
+Queries = int | slice | Sequence[int] | Tensor
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
+    queries: Queries | None = None,
+    average_attn_weights: bool = False,
+) -> Tensor:
+    """The weights p that `attention` mixes the values with, before dropout, for all queries or chosen ones.
+
+    ::
+
+        p_ij = exp(s_ij − lse_i),  zero where masked;  a query that sees no key has p_i = 0
+
+    Rows are computed from query and key in blocks, so an average over heads never holds (B, H, L, S). Gradients
+    flow into query, key, sinks and biases.
+
+    Args:
+        query: (B, H, L, D), or (H, L, D) without a batch.
+        key: (B, Hkv, S, D).
+        mask, scale, softcap, sinks, query_positions, key_positions: as for `attention`.
+        queries: which rows: an index, a slice, a list of indices or an integer or bool tensor (L,). Default all.
+        average_attn_weights: average over the heads. Default False.
+
+    Returns:
+        (B, H, n, S), or (B, n, S) averaged, n the number of queries chosen (1 for an int); float32, float64 for
+        float64 inputs. Without a batch, without B.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, ArgumentError, MaskTypeError: as `attention`; also for indices out of
+            range.
+
+    Example:
+        >>> import torch, clearhead
+        >>> query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8)
+        >>> clearhead.attention_weights(query, key, queries=[0, 3], average_attn_weights=True).shape
+        torch.Size([2, 2, 7])
+    """
+    query, key = cast_for_autocast(query, key)
+    average_attn_weights = flag("average_attn_weights", average_attn_weights)
+    with autocast_off(query):
+        call = build_call(
+            query,
+            key,
+            None,
+            mask,
+            scale=scale,
+            dropout_p=0.0,
+            softcap=softcap,
+            sinks=sinks,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            return_lse=False,
+        )
+        weights = compute_weights(call, row_numbers(queries, call.grid.query_length), average_attn_weights)
+    return weights.squeeze(0) if query.dim() == 3 else weights
+
+
+def attention_with_weights(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
+    average_attn_weights: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`attention` and `attention_weights` of one call, which is validated once.
+
+    In float32 and without dropout, the native kernel computes both in one pass; the output is then that of `attention`
+    to rounding.
+
+    Args:
+        query, key, value, mask, scale, dropout_p, softcap, sinks, query_positions, key_positions: as for `attention`,
+            with a batch.
+        average_attn_weights: as for `attention_weights`.
+
+    Returns:
+        Output (B, H, L, Dv), and weights (B, H, L, S), or (B, L, S) averaged.
+
+    Raises:
+        The errors of `attention`.
+
+    Example:
+        >>> import torch
+        >>> from clearhead._weights import attention_with_weights
+        >>> x = torch.randn(2, 4, 5, 8)
+        >>> output, weights = attention_with_weights(x, x, x)
+        >>> output.shape, weights.shape
+        (torch.Size([2, 4, 5, 8]), torch.Size([2, 4, 5, 5]))
+    """
+    query, key, value = cast_for_autocast(query, key, value)
+    with autocast_off(query):
+        call = build_call(
+            query,
+            key,
+            value,
+            mask,
+            scale=scale,
+            dropout_p=dropout_p,
+            softcap=softcap,
+            sinks=sinks,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            return_lse=False,
+        )
+        if has_one_pass(call):
+            return run_call(call, lambda call: in_one_pass(call, average_attn_weights))
+        return run_call(call)[0], compute_weights(call, None, average_attn_weights)
+
+
+def checked_queries(name: str, queries: Queries | None) -> Queries | None:
+    """Raise unless rows can be chosen by them, whatever their number; an iterator is written down.
+
+    Raises:
+        DTypeError: for anything but an int, a slice, or a list or tensor of row numbers.
+    """
+    if queries is None or isinstance(queries, Tensor):
+        return None if queries is None else _row_tensor(name, queries)
+    if isinstance(queries, slice):
+        require_slice(name, queries)
+        return queries
+    expected = "an int, a slice or a list of row numbers"
+    if isinstance(queries, int) and not isinstance(queries, bool):
+        return queries
+    if isinstance(queries, (bool, dict)):
+        raise DTypeError(explain_problem(name, expected=expected, got=shown(queries)))
+    numbers = items(name, queries, expected)
+    for number in numbers:
+        row = number.item() if isinstance(number, Tensor) and number.dim() == 0 and not number.is_meta else number
+        if isinstance(row, bool) or not hasattr(row, "__index__") or getattr(row, "ndim", 0) != 0:
+            raise DTypeError(explain_problem(name, expected=expected, got=shown(queries)))
+    return [operator.index(number) for number in numbers]
+
+
+def _row_tensor(name: str, rows: Tensor) -> Tensor:
+    expected = "an int, a slice or a list of row numbers"
+    rows = with_values(name, strided(name, rows, expected))
+    empty = rows.numel() == 0 and rows.dtype in FLOATS
+    if rows.dim() > 1 or not (empty or rows.dtype == torch.bool or rows.dtype in INTEGERS):
+        raise DTypeError(explain_problem(name, expected=expected, got=shown(rows)))
+    return rows.long() if empty else rows
+
+
+def row_numbers(
+    queries: Queries | None, length: int, name: str = "queries", below: str = "row numbers below L ="
+) -> Tensor | None:
+    """Row numbers 0 … L−1 from whatever the caller indexes with."""
+    chosen = checked_queries(name, queries)
+    if chosen is None:
+        return None
+    if isinstance(chosen, slice):
+        return torch.tensor(range(length)[chosen], dtype=torch.int64)
+    if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
+        if tuple(chosen.shape) != (length,):
+            raise ArgumentError(
+                explain_problem(name, expected=f"a bool tensor ({length},)", got=f"{tuple(chosen.shape)}")
+            )
+        return chosen.nonzero().squeeze(-1)
+    if isinstance(chosen, Tensor):
+        rows = chosen.reshape(-1).long()
+        known = not is_tracing() and rows.numel() > 0
+        fits = not known or bool(((rows >= -length) & (rows < length)).all())
+        got = "" if fits else str(rows.tolist())
+    else:
+        numbers = [chosen] if isinstance(chosen, int) else list(chosen)
+        fits, got = all(-length <= number < length for number in numbers), shown(numbers)
+        rows = torch.tensor(numbers if fits else [], dtype=torch.int64)
+    if not fits:
+        raise ArgumentError(explain_problem(name, expected=f"{below} {length}", got=got))
+    return torch.where(rows < 0, rows + length, rows)

@@ -1,0 +1,91 @@
+"""`CrossKVCache`: an encoder's keys and values, projected once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from .._checks import strided
+from ..errors import CacheError, ShapeError, explain_problem, shape_text
+from ._base import Cache, KeyValues, Positions, checked_indices
+
+__all__ = ["CrossKVCache"]
+
+
+@final
+class CrossKVCache(Cache):
+    """Keys and values of an encoder's output: projected in the first call, remembered for all others.
+
+    The first call of the module brings the memory; later ones need not, and what they bring is not looked at.
+
+    Example:
+        >>> import torch, clearhead
+        >>> from clearhead.caches import CrossKVCache
+        >>> attend, cache = clearhead.MultiHeadAttention(12, 3).eval(), CrossKVCache()
+        >>> x, memory = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
+        >>> with torch.no_grad():
+        ...     first = attend(x, memory, cache=cache)
+        ...     again = attend(x, cache=cache)
+        >>> torch.equal(first, again), cache.length
+        (True, 7)
+    """
+
+    saves_cheaply: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._key: Tensor | None = None
+        self._value: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """How many keys it holds; 0 before the first call."""
+        return 0 if self._key is None else self._key.shape[2]
+
+    def next_positions(self, count: int) -> Positions:
+        return 0
+
+    def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
+        for name, given in (("key", key), ("value", value)):
+            if strided(name, given).dim() != 4:
+                raise ShapeError(explain_problem(name, expected="(B, Hkv, S, D)", got=shape_text(given.shape)))
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise CacheError(
+                explain_problem(
+                    "cache",
+                    expected="no gradients asked for: kept keys would hold on to their graph",
+                    got="a key or value that requires them",
+                    fix="Decode under torch.no_grad() or torch.inference_mode(), or train without a cache.",
+                )
+            )
+        self._key, self._value = key, value
+        return KeyValues(key, value)
+
+    def saved(self, count: int) -> Callable[[], None]:
+        key, value = self._key, self._value
+
+        def bring_back() -> None:
+            self._key, self._value = key, value
+
+        return bring_back
+
+    def get(self) -> KeyValues | None:
+        if self._key is None or self._value is None:
+            return None
+        return KeyValues(self._key, self._value)
+
+    def reorder(self, indices: Tensor) -> None:
+        if self._key is not None and self._value is not None:
+            indices = checked_indices(indices, self._key)
+            self._key, self._value = self._key.index_select(0, indices), self._value.index_select(0, indices)
+
+    def crop(self, length: int | Tensor) -> None:
+        """Do nothing: what is written does not change what is read."""
+
+    def reset(self) -> None:
+        self._key = self._value = None
+
+    def __repr__(self) -> str:
+        return f"CrossKVCache({self.length} keys)"

@@ -1,0 +1,270 @@
+"""`SlidingKVCache`: the last keys and values only, in a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from .._checks import integer, shown
+from ..errors import CacheError, explain_problem
+from ..masks._positional import Present, sliding_window
+from ._base import Buffers, Cache, KeyValues, Positions, checked_indices, require_sizes
+from ._kv import checked_lengths, spelt_out
+
+__all__ = ["SlidingKVCache"]
+
+_FAR = 1 << 62  # no limit to the right: that is for the causal mask to say
+
+
+@final
+class SlidingKVCache(Cache):
+    """The last `window` tokens in a ring buffer: memory and time per token stay the same however long the text.
+
+    It hides what is further back than the window by itself, so that one call with many tokens gives what single steps
+    give: a query at position i sees keys from i − window + 1 (the one at i included), like
+    ``masks.sliding_window(window - 1, 0)``. Padding (position −1) takes no slot.
+
+    Args:
+        batch_size: B.
+        num_kv_heads: Hkv.
+        window: how many tokens a query can see, itself included.
+        head_dim: D.
+        value_head_dim: Dv. Default D.
+        max_crop: how many of the last tokens `crop` must be able to take back. Default 0.
+        dtype, device: of keys and values. Default PyTorch's.
+
+    Raises:
+        ArgumentError, DTypeError: for sizes that are no ints ≥ 1.
+
+    Example:
+        >>> import torch, clearhead
+        >>> from clearhead import masks
+        >>> from clearhead.caches import SlidingKVCache
+        >>> attend, x = clearhead.MultiHeadAttention(12, 3).eval(), torch.randn(1, 9, 12)
+        >>> cache = SlidingKVCache(1, 3, window=4, head_dim=4)
+        >>> with torch.no_grad():
+        ...     whole = attend(x, mask=masks.causal() & masks.sliding_window(3, 0))
+        ...     steps = [attend(x[:, [n]], mask=masks.causal(), cache=cache) for n in range(9)]
+        >>> torch.allclose(torch.cat(steps, 1), whole, atol=1e-6)
+        True
+    """
+
+    saves_cheaply: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_kv_heads: int,
+        window: int,
+        head_dim: int,
+        *,
+        value_head_dim: int | None = None,
+        max_crop: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        require_sizes(
+            batch_size=batch_size,
+            num_kv_heads=num_kv_heads,
+            window=window,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+        )
+        integer("max_crop", max_crop, least=0, got=shown)
+        self.window = window
+        # What a crop must leave: the rest of the window, or the one token that says where its row is.
+        self._needed = max(window - 1, 1)
+        self._slots = self._needed + 1 + max_crop
+        # One slot more, where padding goes that must be written somewhere.
+        self._buffers = Buffers(batch_size, num_kv_heads, self._slots + 1, head_dim, value_head_dim, dtype, device)
+        self._length = 0
+        self._furthest = 0  # the longest it was since the ring was empty: what lies `slots` behind is overwritten
+        self._rows: _Rows | None = None  # once rows differ
+
+    @property
+    def length(self) -> int:
+        """How many tokens it has taken, padding included; it holds the last ones only."""
+        return self._length
+
+    def next_positions(self, count: int) -> Positions:
+        integer("count", count, least=0)
+        if self._rows is None:
+            return self._length
+        first = self._rows.positions.amax(1, keepdim=True) + 1  # (B, 1)
+        return first + torch.arange(count, device=first.device)  # (B, count)
+
+    def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
+        self._buffers.check(key, value)
+        start, count = self._length, key.shape[2]
+        if self._rows is None and (
+            positions is None or (isinstance(positions, (int, torch.SymInt)) and positions == start)
+        ):
+            found = self._append(key, value, start, start + count)
+        else:
+            places = self.next_positions(count) if positions is None else positions
+            found = self._place(key, value, spelt_out(places, key.shape[0], count, key.device))
+        self._length = start + count
+        self._furthest = max(self._furthest, self._length)
+        return found
+
+    def saved(self, count: int) -> Callable[[], None]:
+        own, rows = self._buffers, deepcopy(self._rows)
+        length, furthest = self._length, self._furthest
+        offsets = torch.arange(min(count, self._slots), device=own.key.device)
+        written = torch.full((own.key.shape[0],), length, device=own.key.device) if rows is None else rows.written
+        places = (written[:, None] + offsets) % self._slots  # (B, n), the slots that are written over
+        batch = torch.arange(own.key.shape[0], device=own.key.device)[:, None]
+        key, value = own.key[batch, :, places], own.value[batch, :, places]  # copies
+
+        def bring_back() -> None:
+            own.key[batch, :, places], own.value[batch, :, places] = key, value
+            self._rows, self._length, self._furthest = rows, length, furthest
+
+        return bring_back
+
+    def reorder(self, indices: Tensor) -> None:
+        indices = checked_indices(indices, self._buffers.key)
+        self._buffers.reorder(indices, self._slots)
+        if self._rows is not None:
+            self._rows.reorder(indices)
+
+    def crop(self, length: int | Tensor) -> None:
+        kept = checked_lengths(length, self._length, self._buffers.key)
+        longest = int(kept.max()) if isinstance(kept, Tensor) else kept
+        if longest == 0:
+            return self.reset()
+        if isinstance(kept, Tensor) or self._rows is not None:
+            rows = self._spelt_out()
+            lengths = kept if isinstance(kept, Tensor) else torch.full_like(rows.taken, kept)
+            unable = rows.unable_to_crop(lengths, self._slots, self._needed)
+            if bool(unable.any()):
+                raise _forgotten("lengths that leave each row the window before its end", lengths[unable].tolist())
+            rows.crop(lengths)
+        elif kept < self._furthest - self._slots + self._needed and self._furthest > self._slots:
+            nearest = self._furthest - self._slots + self._needed
+            raise _forgotten(f"{nearest} … {self._length}: the window before what stays must still be there", kept)
+        self._length = longest
+
+    def reset(self) -> None:
+        self._length = self._furthest = 0
+        self._rows = None
+
+    def __repr__(self) -> str:
+        batch, heads, _, dim = self._buffers.key.shape
+        return f"SlidingKVCache(window={self.window}, {self._length} tokens taken, B={batch}, Hkv={heads}, D={dim})"
+
+    def _append(self, key: Tensor, value: Tensor, start: int, stop: int) -> KeyValues:
+        """All rows alike: token n goes into slot n mod slots."""
+        own, slots = self._buffers, self._slots
+        hidden = sliding_window(self.window - 1, _FAR)
+        if max(stop, self._furthest) <= slots:
+            own.key[:, :, start:stop], own.value[:, :, start:stop] = key, value
+            return KeyValues(own.key[:, :, :stop], own.value[:, :, :stop], None, hidden)
+        if stop - start == 1:
+            slot = start % slots
+            own.key[:, :, slot : slot + 1], own.value[:, :, slot : slot + 1] = key, value
+            positions = self._ring_positions(stop, max(stop, self._furthest))
+            found = own.key[:, :, :slots], own.value[:, :, :slots]
+            return KeyValues(*found, positions, hidden & Present())
+        before = self._ring_positions(start, self._furthest)
+        new = torch.arange(start, stop, device=key.device)[None]
+        found = (
+            torch.cat((own.key[:, :, :slots], key), 2),
+            torch.cat((own.value[:, :, :slots], value), 2),
+        )
+        taken = min(stop - start, slots)
+        places = torch.arange(stop - taken, stop, device=key.device) % slots
+        own.key.index_copy_(2, places, key[:, :, -taken:])
+        own.value.index_copy_(2, places, value[:, :, -taken:])
+        return KeyValues(*found, torch.cat((before, new), 1), hidden & Present())
+
+    def _place(self, key: Tensor, value: Tensor, positions: Tensor) -> KeyValues:
+        """Rows that differ: each has its own ring, in which padding takes no slot."""
+        rows, own, slots = self._spelt_out(), self._buffers, self._slots
+        before = (own.key[:, :, :slots], own.value[:, :, :slots], rows.positions)
+        if key.shape[2] > 1:
+            found = [torch.cat(pair, 2) for pair in ((before[0], key), (before[1], value))]
+            placed = torch.cat((before[2], positions), 1)
+        else:
+            found, placed = list(before[:2]), rows.positions
+        places = rows.take(positions, slots)  # (B, L)
+        batch = torch.arange(key.shape[0], device=key.device)[:, None]
+        own.key[batch, :, places] = key.transpose(1, 2)  # (B, L, Hkv, D)
+        own.value[batch, :, places] = value.transpose(1, 2)
+        return KeyValues(found[0], found[1], placed, sliding_window(self.window - 1, _FAR) & Present())
+
+    def _ring_positions(self, stop: int, furthest: int) -> Tensor:
+        """What stands in every slot after `stop` tokens, (1, slots); −1 for what is empty or overwritten since."""
+        slots = torch.arange(self._slots, device=self._buffers.key.device)
+        positions = stop - 1 - (stop - 1 - slots) % self._slots
+        return positions.masked_fill(positions < max(furthest - self._slots, 0), -1)[None]
+
+    def _spelt_out(self) -> _Rows:
+        if self._rows is None:
+            batch = self._buffers.key.shape[0]
+            positions = self._ring_positions(self._length, self._furthest).repeat(batch, 1)
+            taken = torch.full((batch,), self._length, device=positions.device)
+            furthest = torch.full_like(taken, self._furthest)
+            self._rows = _Rows(positions, positions.clone(), taken, taken.clone(), furthest)
+        return self._rows
+
+
+class _Rows:
+    """Where the tokens of rows that differ stand.
+
+    Args:
+        positions: (B, slots), −1 where nothing stands.
+        columns: (B, slots) which token of its row it was, padding counted.
+        taken: (B,) tokens taken so far, padding counted.
+        written: (B,) how many of them were written, so that the next slot is this mod slots.
+        furthest: (B,) the most that ever were: beyond the slots, older ones are overwritten.
+    """
+
+    def __init__(self, positions: Tensor, columns: Tensor, taken: Tensor, written: Tensor, furthest: Tensor) -> None:
+        self.positions, self.columns, self.taken, self.written = positions, columns, taken, written
+        self.furthest = furthest
+
+    def take(self, positions: Tensor, slots: int) -> Tensor:
+        """Note new tokens (B, L) and return their slots; those that are padding or soon overwritten get the spare."""
+        real = positions >= 0
+        rank = real.cumsum(1) - 1
+        count = real.sum(1)
+        places = (self.written[:, None] + rank) % slots
+        places = places.masked_fill(~real | (rank < count[:, None] - slots), slots)
+        columns = self.taken[:, None] + torch.arange(positions.shape[1], device=positions.device)
+        for own, new in ((self.positions, positions), (self.columns, columns)):
+            wider = torch.cat((own, own[:, :1]), 1)
+            own.copy_(wider.scatter_(1, places, new)[:, :slots])
+        self.taken = self.taken + positions.shape[1]
+        self.written = self.written + count
+        self.furthest = torch.maximum(self.furthest, self.written)
+        return places
+
+    def unable_to_crop(self, length: Tensor, slots: int, needed: int) -> Tensor:
+        """(B,) whether a row of that length would miss one of as many needed keys, because it is overwritten."""
+        left = ((self.columns < length[:, None]) & (self.positions >= 0)).sum(1)
+        return (self.furthest > slots) & (left < needed)
+
+    def crop(self, length: Tensor) -> None:
+        length = torch.minimum(length, self.taken)
+        gone = (self.columns >= length[:, None]) & (self.positions >= 0)
+        self.positions.masked_fill_(gone, -1)
+        self.columns.masked_fill_(gone, -1)
+        self.written = self.written - gone.sum(1)
+        self.taken = length
+
+    def reorder(self, indices: Tensor) -> None:
+        own = (self.positions, self.columns, self.taken, self.written, self.furthest)
+        self.positions, self.columns, self.taken, self.written, self.furthest = (
+            tensor.index_select(0, indices) for tensor in own
+        )
+
+
+def _forgotten(expected: str, got: object) -> CacheError:
+    fix = "Make the cache with max_crop= as many tokens as you take back, or reset() it."
+    return CacheError(explain_problem("length", expected=expected, got=str(got), fix=fix))

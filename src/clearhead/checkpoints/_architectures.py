@@ -1,0 +1,147 @@
+"""The models of transformers whose attention is known, as data."""
+
+from __future__ import annotations
+
+from . import _readings as read
+from ._blocks import Block
+from ._build import latent, multi_head
+from ._namings import Entry, Naming, namings_called
+
+__all__ = ["ARCHITECTURES"]
+
+_O_PROJ = namings_called("o_proj")[0]
+_GPT2 = namings_called("gpt2")[0]
+_BERT = namings_called("bert")[0]
+_VIT_FILES = namings_called("vit")[0]
+_FUSED = Naming(
+    "query_key_value",
+    "GPT-NeoX and BLOOM in transformers",
+    weights=(Entry("query_key_value.weight", ("query", "key", "value")), Entry("dense.weight", ("output",))),
+    biases=(Entry("query_key_value.bias", ("query", "key", "value")), Entry("dense.bias", ("output",))),
+    ignored=(r"bias", r"masked_bias", r"rotary_emb\.inv_freq"),
+)
+# Files made with early versions have a bias of distances in the first cross-attention too, which no version applies.
+_T5 = Naming.of_linears("t5", "q", "k", "v", "o", description="T5 in transformers")
+_T5_CROSS = Naming.of_linears(
+    "t5", "q", "k", "v", "o", description="T5 in transformers", ignored=(r"relative_attention_bias\.weight",)
+)
+# `build` reads the others: these show where the block is.
+_DEEPSEEK = Naming(
+    "deepseek",
+    "DeepSeek in transformers, whose keys and values come from one latent",
+    weights=(Entry("kv_b_proj.weight", ("key", "value")), Entry("o_proj.weight", ("output",))),
+    biases=(),
+)
+
+_SELF_ATTN = "layers.{layer}.self_attn."
+
+#: The attention blocks of each ``model_type``. Several of one part are ways to store the same.
+ARCHITECTURES: dict[str, tuple[Block, ...]] = {
+    "llama": (Block("self", _SELF_ATTN, _O_PROJ, multi_head, (read.rotary,), bias="attention_bias"),),
+    "mistral": (Block("self", _SELF_ATTN, _O_PROJ, multi_head, (read.rotary, read.window), bias=False),),
+    "qwen3": (
+        Block(
+            "self",
+            _SELF_ATTN,
+            _O_PROJ,
+            multi_head,
+            (read.rotary, read.head_norms, read.alternating_window),
+            bias="attention_bias",
+        ),
+    ),
+    "gemma2": (
+        Block(
+            "self",
+            _SELF_ATTN,
+            _O_PROJ,
+            multi_head,
+            (read.rotary, read.query_scale, read.softcap, read.alternating_window),
+            bias="attention_bias",
+        ),
+    ),
+    "gpt_oss": (
+        Block(
+            "self",
+            _SELF_ATTN,
+            _O_PROJ,
+            multi_head,
+            (read.rotary, read.sinks, read.alternating_window),
+            bias="attention_bias",
+        ),
+    ),
+    "gpt_neox": (
+        Block(
+            "self",
+            "layers.{layer}.attention.",
+            _FUSED,
+            multi_head,
+            (read.rotary,),
+            bias="attention_bias",
+            fused_by_head=True,
+        ),
+    ),
+    "bloom": (Block("self", "h.{layer}.self_attention.", _FUSED, multi_head, (read.alibi,), fused_by_head=True),),
+    "t5": (
+        Block(
+            "encoder",
+            "encoder.block.{layer}.layer.0.SelfAttention.",
+            _T5,
+            multi_head,
+            (read.unscaled, read.relative_bias(bidirectional=True)),
+            causal=False,
+            dropout="dropout_rate",
+            bias=False,
+        ),
+        Block(
+            "decoder",
+            "decoder.block.{layer}.layer.0.SelfAttention.",
+            _T5,
+            multi_head,
+            (read.unscaled, read.relative_bias(bidirectional=False)),
+            dropout="dropout_rate",
+            bias=False,
+            layers="num_decoder_layers",
+        ),
+        Block(
+            "cross",
+            "decoder.block.{layer}.layer.1.EncDecAttention.",
+            _T5_CROSS,
+            multi_head,
+            (read.unscaled,),
+            causal=False,
+            dropout="dropout_rate",
+            bias=False,
+            layers="num_decoder_layers",
+        ),
+    ),
+    "deepseek_v2": (Block("self", _SELF_ATTN, _DEEPSEEK, latent),),
+    "deepseek_v3": (Block("self", _SELF_ATTN, _DEEPSEEK, latent),),
+    "gpt2": (Block("self", "h.{layer}.attn.", _GPT2, multi_head, (read.gpt2_scale,), dropout="attn_pdrop"),),
+    "bert": (
+        Block(
+            "self",
+            "encoder.layer.{layer}.attention.",
+            _BERT,
+            multi_head,
+            causal=False,
+            dropout="attention_probs_dropout_prob",
+        ),
+    ),
+    "vit": tuple(
+        Block(
+            "self",
+            path,
+            naming,
+            multi_head,
+            causal=False,
+            dropout="attention_probs_dropout_prob",
+            bias="qkv_bias",
+            out_bias=True,
+        )
+        # In a model, and in its files.
+        for path, naming in (
+            ("layers.{layer}.attention.", _O_PROJ),
+            ("encoder.layer.{layer}.attention.", _VIT_FILES),
+        )
+    ),
+}

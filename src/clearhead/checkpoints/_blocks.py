@@ -1,0 +1,206 @@
+"""How one kind of model stores and configures its attention, `Block`; one such block in a checkpoint, `Layer`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._checks import size
+from .._latent import MultiHeadLatentAttention
+from .._multihead import MultiHeadAttention
+from ..errors import ArgumentError, CheckpointError, explain_problem, shape_text
+from ._namings import Naming
+from ._sources import Tensors
+from ._unpack import Projections, unpack
+
+__all__ = ["Attention", "Block", "Layer", "Reading"]
+
+Attention = MultiHeadAttention | MultiHeadLatentAttention
+
+
+@dataclass(frozen=True)
+class Block:
+    """One attention block of a transformers model, as data.
+
+    Args:
+        part: which of the model's attentions it is: ``"self"``, or T5's ``"encoder"``, ``"decoder"``, ``"cross"``.
+        path: where its tensors are, with ``{layer}`` for the number of the layer.
+        naming: their names below that path.
+        build: makes the module from the tensors and the configuration. Latent attention reads all settings itself.
+        reads: what the configuration, or further tensors, say besides the weights of the projections: arguments of
+            the module.
+        causal: whether the model hides the future from it.
+        dropout: the setting with the dropout of the weights.
+        bias: whether query, key and value have a bias: yes, no, or as a setting says.
+        out_bias: whether the output has one. Default as `bias`.
+        layers: the setting with the number of layers.
+        fused_by_head: whether the fused weight holds query, key and value of the first head, then of the second, and
+            so on. Default False: all queries first.
+    """
+
+    part: str
+    path: str
+    naming: Naming
+    build: Callable[[Layer], Attention]
+    reads: tuple[Reading, ...] = ()
+    causal: bool = True
+    dropout: str = "attention_dropout"
+    bias: bool | str = True
+    out_bias: bool | str | None = None
+    layers: str = "num_hidden_layers"
+    fused_by_head: bool = False
+
+
+@dataclass
+class Layer:
+    """A block of a checkpoint and the configuration it belongs to, with errors where the two do not fit.
+
+    Args:
+        block: what kind it is.
+        config: the model's configuration.
+        number: of the layer, from 0.
+        root: what stands before the block's path in the names.
+        tensors: all of the checkpoint.
+        shared: parts that all layers of one model have together, by name.
+    """
+
+    block: Block
+    config: Any
+    number: int
+    root: str
+    tensors: Tensors
+    shared: dict[str, nn.Module]
+    _read: set[str] = field(default_factory=set[str])
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of the block's tensors."""
+        return self.prefix_of(self.number)
+
+    def prefix_of(self, number: int) -> str:
+        """What stands before the names of another layer's tensors."""
+        return self.root + self.block.path.format(layer=number)
+
+    def setting(self, name: str) -> Any:
+        """A setting of the configuration, which must be there."""
+        if not hasattr(self.config, name):
+            raise ArgumentError(
+                explain_problem(
+                    "config",
+                    expected=f"the setting {name}, as configurations of {self.config.model_type} have it",
+                    got=f"a {type(self.config).__name__} without it",
+                )
+            )
+        return getattr(self.config, name)
+
+    @property
+    def embed_dim(self) -> int:
+        """E."""
+        return size("config.hidden_size", self.setting("hidden_size"))
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return size("config.num_attention_heads", self.setting("num_attention_heads"))
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Hkv; as many as H where the model does not group them."""
+        given = getattr(self.config, "num_key_value_heads", None)
+        return self.num_heads if given is None else size("config.num_key_value_heads", given)
+
+    @property
+    def head_dim(self) -> int:
+        """D; E / H where the configuration does not say it."""
+        given = getattr(self.config, "head_dim", None)
+        return self.embed_dim // self.num_heads if given is None else size("config.head_dim", given)
+
+    def tensor(self, name: str, shape: tuple[int, ...], *, layer: int | None = None) -> Tensor:
+        """A tensor besides the projections, which must be there and have this shape.
+
+        Args:
+            name: below the block's path.
+            shape: as the configuration has it.
+            layer: the layer to read it from. Default: this one.
+        """
+        key = self.prefix_of(self.number if layer is None else layer) + name
+        if key not in self.tensors:
+            raise self._missing([key])
+        self._read.add(key)
+        found = self.tensors[key]
+        if tuple(found.shape) != shape:
+            raise _does_not_fit(key, shape_text(shape), shape_text(tuple(found.shape)))
+        return found
+
+    def projections(self) -> Projections:
+        """The four projections, which must be there with the sizes and biases that the configuration has."""
+        naming, prefix = self.block.naming, self.prefix
+        entries = naming.weights + tuple(entry for entry in naming.biases if self._has_bias(entry.holds[0]))
+        absent = [prefix + entry.key for entry in entries if prefix + entry.key not in self.tensors]
+        if absent:
+            raise self._missing(absent)
+        unexpected = [
+            entry.key for entry in naming.biases if entry not in entries and prefix + entry.key in self.tensors
+        ]
+        if unexpected:
+            raise _does_not_fit("config", "a configuration with these biases", f"none for {', '.join(unexpected)}")
+        self._read.update(prefix + entry.key for entry in entries)
+        tensors = {prefix + entry.key: self.tensors[prefix + entry.key] for entry in entries}
+        if self.block.fused_by_head:
+            fused = {prefix + entry.key for entry in entries if len(entry.holds) > 1}
+            tensors = {
+                key: self._by_projection(key, tensor) if key in fused else tensor for key, tensor in tensors.items()
+            }
+        projections = unpack(tensors, naming, prefix)
+        self._require_sizes(projections)
+        return projections
+
+    def require_nothing_left(self) -> None:
+        """Raise if the block has tensors that nobody has read: leaving them out could change what it computes."""
+        here = (key for key in self.tensors if key.startswith(self.prefix) and key not in self._read)
+        left = [
+            key
+            for key in here
+            if not any(re.fullmatch(pattern, key.removeprefix(self.prefix)) for pattern in self.block.naming.ignored)
+        ]
+        if left:
+            fix = "Merge adapters first, and leave out what has nothing to do with attention."
+            expected = f"nothing but what {self.config.model_type} has under {self.prefix!r}"
+            raise CheckpointError(explain_problem("source", expected=expected, got=", ".join(left), fix=fix))
+
+    def _has_bias(self, role: str) -> bool:
+        own = self.block.bias if role != "output" or self.block.out_bias is None else self.block.out_bias
+        return bool(self.setting(own)) if isinstance(own, str) else own
+
+    def _by_projection(self, key: str, tensor: Tensor) -> Tensor:
+        rows = 3 * self.num_heads * self.head_dim
+        if tensor.dim() == 0 or tensor.shape[0] != rows:
+            raise _does_not_fit(key, f"{rows} rows", shape_text(tuple(tensor.shape)))
+        heads = tensor.unflatten(0, (self.num_heads, 3, self.head_dim))  # (H, 3, D, …)
+        return heads.transpose(0, 1).flatten(0, 2)  # (3·H·D, …)
+
+    def _require_sizes(self, projections: Projections) -> None:
+        inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        sizes = {"query": inner, "key": kv_inner, "value": kv_inner}
+        shapes = {role: (rows, self.embed_dim) for role, rows in sizes.items()} | {"output": (self.embed_dim, inner)}
+        for role, (weight, _) in projections.items():
+            if tuple(weight.shape) != shapes[role]:
+                where = f"the weight of the {role} under {self.prefix!r}"
+                raise _does_not_fit(where, shape_text(shapes[role]), shape_text(tuple(weight.shape)))
+
+    def _missing(self, keys: list[str]) -> CheckpointError:
+        expected = f"what {self.config.model_type} with this configuration has under {self.prefix!r}"
+        return CheckpointError(explain_problem("source", expected=expected, got=f"no {', '.join(keys)}"))
+
+
+#: Reads arguments of `MultiHeadAttention` from a layer.
+Reading = Callable[[Layer], dict[str, Any]]
+
+
+def _does_not_fit(what: str, expected: str, got: str) -> CheckpointError:
+    fix = "Does the configuration (hidden_size, num_attention_heads, …) belong to these weights (source)?"
+    return CheckpointError(explain_problem(what, expected=expected, got=got, fix=fix))

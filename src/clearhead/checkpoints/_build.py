@@ -1,0 +1,73 @@
+"""From a `Layer` to a module with all its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._checks import is_probability, number
+from .._latent import MultiHeadLatentAttention
+from .._multihead import MultiHeadAttention
+from ..masks._base import Mask
+from ._blocks import Layer
+from ._deepseek import latent_from_transformers
+from ._fill import fill
+
+__all__ = ["latent", "multi_head"]
+
+
+def multi_head(layer: Layer) -> MultiHeadAttention:
+    """Attention with copies of the layer's tensors and the parts that its configuration describes."""
+    projections = layer.projections()
+    parts: dict[str, Any] = {}
+    for read in layer.block.reads:
+        parts |= read(layer)
+    layer.require_nothing_left()
+    sinks = parts.pop("sinks", None)
+    module = MultiHeadAttention(
+        layer.embed_dim,
+        layer.num_heads,
+        num_kv_heads=layer.num_kv_heads,
+        head_dim=layer.head_dim,
+        bias=projections["query"].bias is not None,
+        out_bias=projections["output"].bias is not None,
+        dropout=_dropout(layer),
+        sinks=sinks is not None,
+        device="meta",
+        **parts,
+    )
+    fill(module, projections)
+    if sinks is not None:
+        module.sinks = sinks
+    if module.position is not None:
+        parts["position"].to(module.q_proj.weight.device)
+    module.loaded_from = _report(layer, module, parts)  # pyright: ignore[reportArgumentType]
+    return module
+
+
+def _dropout(layer: Layer) -> float:
+    name = layer.block.dropout
+    given = layer.setting(name)
+    return 0.0 if given is None else number(f"config.{name}", given, "a probability in [0, 1]", is_probability)
+
+
+def latent(layer: Layer) -> MultiHeadLatentAttention:
+    """Latent attention with copies of the layer's tensors."""
+    return latent_from_transformers(layer.config, layer.tensors, layer.prefix)
+
+
+def _report(layer: Layer, module: MultiHeadAttention, parts: dict[str, Any]) -> str:
+    block = layer.block
+    lines = [
+        f"{layer.config.model_type}, layer {layer.number}, {block.part} attention",
+        f"  weights: {', '.join(block.naming.keys)} (under {layer.prefix!r})",
+        f"  heads: {module.num_heads}, key/value heads {module.num_kv_heads}, head_dim {module.head_dim}",
+    ]
+    lines += [f"  {name}: {_in_words(part)}" for name, part in parts.items() if part is not None]
+    lines += ["  sinks: one per head"] if module.sinks is not None else []
+    lines += [f"  dropout: {module.dropout}"] if module.dropout else []
+    future = "hidden in the model: pass mask=masks.causal()" if block.causal else "not hidden in the model"
+    return "\n".join([*lines, f"  the future: {future}"])
+
+
+def _in_words(part: object) -> str:
+    return part.describe() if isinstance(part, Mask) else str(part)

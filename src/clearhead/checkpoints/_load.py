@@ -1,0 +1,190 @@
+"""`load` and `identify`: attention weights under anybody's names → `clearhead.MultiHeadAttention`."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from .._checks import is_finite, number, shown
+from .._multihead import MultiHeadAttention
+from ..errors import ArgumentError, CheckpointError, DTypeError, explain_problem
+from ._fill import fill
+from ._finding import Finding
+from ._namings import Naming, Role, namings_called
+from ._recognise import recognise
+from ._settings import Settings, read_settings
+from ._sources import Source, read_source
+
+__all__ = ["identify", "load"]
+
+_LOGGER = logging.getLogger("clearhead")
+_INPUTS: tuple[Role, ...] = ("query", "key", "value")
+
+
+def identify(source: Source, *, naming: str | Naming | None = None, prefix: str = "") -> Finding:
+    """Say which naming the attention weights of a source follow, without loading them.
+
+    Args:
+        source: as for `load`.
+        naming: look for this naming alone. Default: all that are known, `checkpoints.NAMINGS`.
+        prefix: look only at names that start with this path. Default: all.
+
+    Returns:
+        A `Finding`: the naming, the prefix it was found under, the sizes, which biases there are, and which keys
+        `load` would ignore or refuse. Print it.
+
+    Raises:
+        CheckpointError, ArgumentError, DTypeError: as `load`.
+
+    Example:
+        >>> import torch, clearhead
+        >>> print(clearhead.checkpoints.identify(torch.nn.MultiheadAttention(12, 3, kdim=5)))
+        torch: torch.nn.MultiheadAttention with a kdim or vdim of its own
+          weights: q_proj_weight, k_proj_weight, v_proj_weight, out_proj.weight
+          sizes: query 12, key 5, value 12, all heads 12, output 12
+          biases: query, key, value, output
+    """
+    return recognise(read_source(source).tensors, namings_called(naming), prefix)[0]
+
+
+def load(
+    source: Source,
+    num_heads: int | None = None,
+    *,
+    num_kv_heads: int | None = None,
+    naming: str | Naming | None = None,
+    prefix: str = "",
+    dropout: float | None = None,
+    scale: float | None = None,
+) -> MultiHeadAttention:
+    """Build a `clearhead.MultiHeadAttention` with a copy of somebody else's attention weights.
+
+    The naming is recognised from the keys; the attribute ``loaded_from`` of the result says in words what was found,
+    and so does the logger ``clearhead`` at level INFO. Weights are all that is loaded: rotary positions, as in
+    Llama, Mistral and Qwen2, are not applied, nor are masks, which go into the call; `from_transformers` reads them
+    from a model's configuration. The result is batch first.
+
+    dtype and device are those of each tensor; files are read onto the CPU. If only some of query, key and value have
+    a bias, the others get one of zeros, which changes nothing and is mentioned in ``loaded_from``.
+
+    Args:
+        source: a module; a state dict; a mapping of the four projections, such as ``{"query": linear, "key": linear,
+            "value": linear, "output": linear}`` (or ``q``, ``k``, ``v``, ``o``), each an `nn.Linear` or the (out, in)
+            weight of one; or the path of a ``.safetensors`` file or of a state dict written by `torch.save`, which
+            is read with ``weights_only=True``.
+        num_heads: H. Default: what the module says; weights do not say it, so otherwise it must be given.
+        num_kv_heads: Hkv. Default: read from the shapes.
+        naming: name of the naming, or a `Naming` of your own. Default: recognised.
+        prefix: path of the attention block, or of something that holds just one, inside the source. Default: none.
+        dropout: of the weights, in training. Default: that of the module, 0 for anything else.
+        scale: factor of the scores. Default: that of the module if it has one (``scaling`` in transformers), 1/√D
+            otherwise. Weights do not show it; GPT-Neo and T5, for example, use 1.
+
+    Returns:
+        The module, in the training mode of the source module.
+
+    Raises:
+        CheckpointError: for names that are unknown, incomplete or ambiguous, tensors that do not fit together, keys
+            that this module has no place for (`bias_k` and `bias_v`: use `clearhead.nn.MultiheadAttention`), or a
+            file that cannot be read.
+        ArgumentError: for heads that are missing or do not fit the sizes, or an unknown naming.
+        DTypeError: for a source or naming of another type.
+
+    Example:
+        >>> import torch, clearhead
+        >>> theirs = {f"w_{part}.weight": torch.randn(12, 12) for part in "qkvo"}
+        >>> ours = clearhead.checkpoints.load(theirs, num_heads=3)
+        >>> print(ours.loaded_from)
+        w_q: lessons that rebuild the original Transformer
+          weights: w_q.weight, w_k.weight, w_v.weight, w_o.weight
+          sizes: query 12, key 12, value 12, all heads 12, output 12
+          biases: none
+    """
+    tensors, module = read_source(source)
+    for name, number_of in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if number_of is not None and not isinstance(number_of, (int, float)):
+            raise DTypeError(explain_problem(name, expected="an int ≥ 1", got=shown(number_of)))
+    scale = None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
+    finding, projections = recognise(tensors, namings_called(naming), prefix)
+    _require_place(finding)
+    block = None if module is None else module.get_submodule(finding.prefix.removesuffix("."))
+    settings = Settings() if block is None else read_settings(block)
+    heads = _heads(num_heads, settings)
+    head_dim = _head_dim(heads, finding)
+    loaded = MultiHeadAttention(
+        finding.embed_dim,
+        heads,
+        num_kv_heads=_kv_heads(num_kv_heads, finding, heads, head_dim),
+        head_dim=head_dim,
+        qdim=finding.qdim,
+        kdim=finding.kdim,
+        vdim=finding.vdim,
+        bias=any(role in finding.biases for role in _INPUTS),
+        out_bias="output" in finding.biases,
+        scale=_scale(scale, settings, head_dim),
+        dropout=(settings.dropout or 0.0) if dropout is None else dropout,
+        device="meta",
+    )
+    fill(loaded, projections)
+    loaded.loaded_from = _report(finding, loaded)  # pyright: ignore[reportArgumentType]
+    _LOGGER.info("loaded attention weights from %s", loaded.loaded_from)
+    return loaded.train(block is None or block.training)
+
+
+def _require_place(finding: Finding) -> None:
+    if finding.obstacles:
+        raise CheckpointError(
+            explain_problem(
+                "source",
+                expected=f"nothing but attention under {finding.prefix!r}, named as {finding.naming.name}",
+                got="; ".join(f"{finding.prefix}{key} ({reason})" for key, reason in finding.obstacles.items()),
+                fix="Leave keys that have nothing to do with attention out of the state dict.",
+            )
+        )
+
+
+def _heads(given: int | None, settings: Settings) -> int:
+    heads = settings.num_heads if given is None else given
+    if heads is None:
+        raise ArgumentError(
+            explain_problem("num_heads", expected="an int ≥ 1", got="None", fix="Shapes of weights do not say it.")
+        )
+    if settings.num_heads not in (None, heads):
+        expected = f"{settings.num_heads}, which is what the module says"
+        raise ArgumentError(explain_problem("num_heads", expected=expected, got=shown(heads)))
+    return heads
+
+
+def _head_dim(heads: int, finding: Finding) -> int:
+    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or finding.inner_dim % heads:
+        expected = f"a divisor of {finding.inner_dim}, the features of the queries"
+        raise ArgumentError(explain_problem("num_heads", expected=expected, got=shown(heads)))
+    return finding.inner_dim // heads
+
+
+def _kv_heads(given: int | None, finding: Finding, heads: int, head_dim: int) -> int:
+    kv_heads, rest = divmod(finding.kv_inner_dim, head_dim)
+    if rest or not kv_heads or heads % kv_heads:
+        expected = (
+            f"a number of heads under which {finding.inner_dim} features of queries and {finding.kv_inner_dim} of keys "
+            "are whole heads of one size, the one number a multiple of the other"
+        )
+        raise ArgumentError(explain_problem("num_heads", expected=expected, got=str(heads)))
+    if given not in (None, kv_heads):
+        expected = f"{kv_heads}, as the shapes say for num_heads = {heads}"
+        raise ArgumentError(explain_problem("num_kv_heads", expected=expected, got=shown(given)))
+    return kv_heads
+
+
+def _scale(given: float | None, settings: Settings, head_dim: int) -> float | None:
+    scale = settings.scale if given is None else given
+    return None if scale is None or math.isclose(scale, head_dim**-0.5) else scale
+
+
+def _report(finding: Finding, module: MultiHeadAttention) -> str:
+    lines = [str(finding)]
+    zeros = [role for role in _INPUTS if role not in finding.biases and module.q_proj.bias is not None]
+    lines += [f"  biases of zeros added: {', '.join(zeros)}"] if zeros else []
+    lines += [f"  dropout: {module.dropout}"] if module.dropout else []
+    lines += [f"  scale: {module.scale}"] if module.scale is not None else []
+    return "\n".join(lines)

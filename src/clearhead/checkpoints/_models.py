@@ -1,0 +1,201 @@
+"""`from_transformers` and `layers_from_transformers`: the attention of a transformers model, with all its parts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .._checks import shown, size, text
+from ..errors import ArgumentError, CheckpointError, DTypeError, explain_problem
+from ._architectures import ARCHITECTURES
+from ._blocks import Attention, Block, Layer
+from ._sources import Source, Tensors, read_source
+
+__all__ = ["from_transformers", "layers_from_transformers"]
+
+_LOGGER = logging.getLogger("clearhead")
+
+
+def from_transformers(source: Source, layer: int, *, config: Any = None, part: str | None = None) -> Attention:
+    """Build one attention layer of a transformers model: its weights and everything its configuration says.
+
+    That is: grouped heads and head size, rotary positions with their scaling, ALiBi or relative bias, norms of queries
+    and keys, scale, soft-cap, sinks, sliding window, dropout. Known are Llama, Mistral, Qwen3, Gemma 2, gpt-oss,
+    GPT-NeoX, BLOOM, T5, DeepSeek-V2 and -V3, GPT-2, BERT and ViT. Hiding the future stays with the call,
+    ``mask=masks.causal()``; ``loaded_from`` of the result says whether the model does, and what else was read.
+
+    Args:
+        source: the model, or one that contains it; its state dict; or the path of a file, as for `load`.
+        layer: number of the layer, from 0.
+        config: the model's configuration, an object with ``model_type``. Default: ``source.config``; a state dict or
+            a file has none.
+        part: which of the layer's attentions: ``"encoder"``, ``"decoder"`` or ``"cross"`` in T5, ``"self"`` in all
+            others. Default ``"self"``.
+
+    Returns:
+        A `clearhead.MultiHeadAttention`, of DeepSeek a `clearhead._latent.MultiHeadLatentAttention`, with copies of
+        the tensors in their own dtypes, in the training mode of the model.
+
+    Raises:
+        ArgumentError: for a model that is not known, a layer or part it does not have, or settings that have no
+            counterpart here.
+        CheckpointError: for tensors that are missing, unexpected, or do not have the sizes of the configuration.
+        DTypeError: for a source, configuration or layer of another type.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from clearhead import checkpoints, masks
+        >>> config = SimpleNamespace(model_type="mistral", hidden_size=12, num_attention_heads=3, num_hidden_layers=1,
+        ...     num_key_value_heads=1, sliding_window=5, attention_dropout=0.0, max_position_embeddings=32,
+        ...     rope_parameters={"rope_type": "default", "rope_theta": 10000.0})
+        >>> sizes = {"q": (12, 12), "k": (4, 12), "v": (4, 12), "o": (12, 12)}
+        >>> state = {f"layers.0.self_attn.{role}_proj.weight": torch.randn(size) for role, size in sizes.items()}
+        >>> attend = checkpoints.from_transformers(state, 0, config=config)
+        >>> attend.position, attend.mask.describe()
+        (Rotary(head_dim=4, base=10000), 'sliding_window(4, 0)')
+        >>> attend(torch.randn(2, 7, 12), mask=masks.causal()).shape
+        torch.Size([2, 7, 12])
+    """
+    model = _open(source, config, part)
+    return model.load(_checked_layer(layer, model), {})
+
+
+def layers_from_transformers(source: Source, *, config: Any = None, part: str | None = None) -> list[Attention]:
+    """Build the attention of every layer of a transformers model; what layers share there, they share here.
+
+    T5's layers have one relative bias together. Everything else is as in `from_transformers`.
+
+    Args:
+        source, config, part: as for `from_transformers`.
+
+    Returns:
+        One module per layer.
+
+    Raises:
+        ArgumentError, CheckpointError, DTypeError: as `from_transformers`.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> import torch
+        >>> from clearhead import checkpoints
+        >>> config = SimpleNamespace(model_type="bloom", hidden_size=12, num_attention_heads=3, num_hidden_layers=2,
+        ...     attention_dropout=0.0)
+        >>> sizes = {"query_key_value": 36, "dense": 12}
+        >>> state = {f"h.{layer}.self_attention.{name}.{kind}": torch.randn(rows, 12) if kind == "weight" else
+        ...     torch.randn(rows) for layer in (0, 1) for name, rows in sizes.items() for kind in ("weight", "bias")}
+        >>> [attend.mask.describe() for attend in checkpoints.layers_from_transformers(state, config=config)]
+        ['ALiBi(3)', 'ALiBi(3)']
+    """
+    model = _open(source, config, part)
+    shared: dict[str, nn.Module] = {}
+    return [model.load(number, shared) for number in range(model.count)]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A checkpoint and its configuration."""
+
+    tensors: Tensors
+    config: Any
+    blocks: tuple[Block, ...]
+    training: bool
+
+    @property
+    def count(self) -> int:
+        """How many layers there are."""
+        return getattr(self.config, self.blocks[0].layers)
+
+    def load(self, number: int, shared: dict[str, nn.Module]) -> Attention:
+        block, root = _find(self, number)
+        layer = Layer(block, self.config, number, root, self.tensors, shared)
+        loaded = block.build(layer)
+        _LOGGER.info("loaded attention from %s", loaded.loaded_from)
+        return loaded.train(self.training)
+
+
+def _open(source: Source, config: Any, part: str | None) -> _Model:
+    tensors, module = read_source(source)
+    config = getattr(module, "config", None) if config is None else config
+    blocks = _blocks_of(config, part)
+    if not isinstance(getattr(config, blocks[0].layers, None), int):
+        expected = f"the setting {blocks[0].layers}, as configurations of {config.model_type} have it"
+        got = f"a {type(config).__name__} without it"
+        raise ArgumentError(explain_problem("config", expected=expected, got=got))
+    size(f"config.{blocks[0].layers}", getattr(config, blocks[0].layers))
+    return _Model(tensors, config, blocks, module is None or module.training)
+
+
+def _blocks_of(config: Any, part: str | None) -> tuple[Block, ...]:
+    """The ways in which the model may store the part."""
+    if config is None:
+        fix = "Weights do not say which model they belong to: pass config=model.config."
+        raise ArgumentError(explain_problem("config", expected="the model's configuration", got="None", fix=fix))
+    model_type = getattr(config, "model_type", None)
+    if not isinstance(model_type, str):
+        raise DTypeError(
+            explain_problem(
+                "config",
+                expected="a configuration of transformers, an object with model_type",
+                got=type(config).__name__,
+                fix="transformers.AutoConfig.from_pretrained reads a config.json." if isinstance(config, dict) else "",
+            )
+        )
+    if model_type not in ARCHITECTURES:
+        raise ArgumentError(
+            explain_problem(
+                "config.model_type",
+                expected=f"one of {', '.join(ARCHITECTURES)}",
+                got=repr(model_type),
+                fix="Of other models checkpoints.load reads the weights; what else they do is then yours to say.",
+            )
+        )
+    known = ARCHITECTURES[model_type]
+    wanted = "self" if part is None else text("part", part)
+    found = tuple(block for block in known if block.part == wanted)
+    if not found:
+        parts = " or ".join(repr(name) for name in dict.fromkeys(block.part for block in known))
+        raise ArgumentError(explain_problem("part", expected=f"{parts} in {model_type}", got=repr(part)))
+    return found
+
+
+def _checked_layer(layer: object, model: _Model) -> int:
+    if isinstance(layer, bool) or not isinstance(layer, int):
+        fix = "layers_from_transformers reads all layers."
+        raise DTypeError(explain_problem("layer", expected="an int", got=type(layer).__name__, fix=fix))
+    if not 0 <= layer < model.count:
+        expected = f"0 … {model.count - 1}, the layers of the model"
+        raise ArgumentError(explain_problem("layer", expected=expected, got=shown(layer)))
+    return layer
+
+
+def _find(model: _Model, number: int) -> tuple[Block, str]:
+    """Which way of storing the part is used, and what stands before its path."""
+    found = {(block, root): None for block in model.blocks for root in _roots(model.tensors, block, number)}
+    if len(found) == 1:
+        return next(iter(found))
+    paths = [block.path.format(layer=number) for block in model.blocks]
+    if found:
+        fix = "Pass the one model that you mean, not what contains several."
+        got = "several, under " + ", ".join(repr(root + block.path.format(layer=number)) for block, root in found)
+        raise CheckpointError(explain_problem("source", expected=f"one {paths[0]!r}", got=got, fix=fix))
+    names = list(model.tensors)
+    raise CheckpointError(
+        explain_problem(
+            "source",
+            expected=f"attention of {model.config.model_type} under " + " or ".join(map(repr, paths)),
+            got=", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "no names",
+            fix="Pass the whole model, or all of its state dict; a sharded checkpoint by the file that has the layer.",
+        )
+    )
+
+
+def _roots(tensors: Tensors, block: Block, number: int) -> list[str]:
+    """What stands before the block's path wherever one of its weights is found."""
+    path = block.path.format(layer=number)
+    ends = tuple(path + entry.key for entry in block.naming.weights)
+    roots = (key.removesuffix(end) for end in ends for key in tensors if key.endswith(end))
+    return [root for root in dict.fromkeys(roots) if not root or root.endswith(".")]

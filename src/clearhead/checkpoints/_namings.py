@@ -1,0 +1,225 @@
+"""The names under which attention weights are stored, as data: `Naming`, and the table of those known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from .._checks import flag, items, shown, text
+from ..errors import ArgumentError, DTypeError, explain_problem
+
+__all__ = ["NAMINGS", "ROLES", "Entry", "Naming", "Projection", "Role", "namings_called"]
+
+Role = Literal["query", "key", "value", "output"]
+ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
+
+
+class Projection(NamedTuple):
+    """Weight (out, in) and bias (out,) of one of the four projections."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint.
+
+    Args:
+        key: its name, without the prefix of the block.
+        holds: the projections in it, one after the other; more than one means fused.
+    """
+
+    key: str
+    holds: tuple[Role, ...]
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How one family of classes names and lays out the weights of an attention block.
+
+    Args:
+        name: what to pass as ``naming=``.
+        description: whose naming it is, and what its classes do besides that the weights do not show.
+        weights: the weights, all of them required.
+        biases: the biases, each of them optional.
+        transposed: weights are stored (in, out) instead of (out, in). Default False.
+        square: its classes have one size for inputs, outputs and all heads together, so others cannot be written
+            in it. Default False.
+        ignored: regular expressions of keys that belong to the block but not to attention's weights. Default none.
+
+    Example:
+        >>> mine = Naming.of_linears("mine", "ask", "offer", "content", "mix")
+        >>> mine.keys
+        ('ask.weight', 'offer.weight', 'content.weight', 'mix.weight')
+    """
+
+    name: str
+    description: str
+    weights: tuple[Entry, ...]
+    biases: tuple[Entry, ...]
+    transposed: bool = False
+    square: bool = False
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def of_linears(
+        cls,
+        name: str,
+        query: str,
+        key: str,
+        value: str,
+        output: str,
+        *,
+        description: str = "four separate Linears",
+        square: bool = False,
+        ignored: tuple[str, ...] = (),
+    ) -> Naming:
+        """Name four separate `Linear`s by what comes before ``.weight`` and ``.bias``."""
+        given = {"name": name, "query": query, "key": key, "value": value, "output": output, "description": description}
+        for argument, value_of in given.items():
+            text(argument, value_of)
+        square = flag("square", square)
+        ignored = tuple(text("ignored", pattern) for pattern in items("ignored", ignored, "a list of strings"))
+        stems = dict(zip(ROLES, (query, key, value, output), strict=True))
+        weights = tuple(Entry(f"{stem}.weight", (role,)) for role, stem in stems.items())
+        biases = tuple(Entry(f"{stem}.bias", (role,)) for role, stem in stems.items())
+        return cls(name, description, weights, biases, square=square, ignored=ignored)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the weights, without prefix."""
+        return tuple(entry.key for entry in self.weights)
+
+    @property
+    def fused(self) -> bool:
+        """Whether one weight holds several projections."""
+        return any(len(entry.holds) > 1 for entry in self.weights)
+
+
+_INPUTS: tuple[Role, ...] = ("query", "key", "value")
+_IN_PROJ_BIASES = (Entry("in_proj_bias", _INPUTS), Entry("out_proj.bias", ("output",)))
+# Masks that lessons register as buffers; what they hide is said by `mask=` at the call.
+_MASK_BUFFERS = (r"mask", r"causal_mask", r"tril")
+_ROTARY_TABLES = (r"rotary_emb\.inv_freq",)
+
+
+def _linears(name: str, stems: str, description: str, ignored: tuple[str, ...] = ()) -> Naming:
+    query, key, value, output = stems.split()
+    return Naming.of_linears(name, query, key, value, output, description=description, ignored=ignored)
+
+
+def _lesson(name: str, stems: str, whose: str = "step-by-step lessons") -> Naming:
+    return _linears(name, stems, f"four separate Linears, {whose}", _MASK_BUFFERS)
+
+
+def _fused(name: str, stems: str, description: str, ignored: tuple[str, ...] = (), transposed: bool = False) -> Naming:
+    inputs, output = stems.split()
+    return Naming(
+        name,
+        description,
+        weights=(Entry(f"{inputs}.weight", _INPUTS), Entry(f"{output}.weight", ("output",))),
+        biases=(Entry(f"{inputs}.bias", _INPUTS), Entry(f"{output}.bias", ("output",))),
+        transposed=transposed,
+        square=True,
+        ignored=ignored,
+    )
+
+
+NAMINGS: tuple[Naming, ...] = (
+    _linears(
+        "clearhead",
+        "q_proj k_proj v_proj out_proj",
+        "clearhead.MultiHeadAttention; also BART, OPT, CLIP and Whisper",
+    ),
+    _linears(
+        "o_proj",
+        "q_proj k_proj v_proj o_proj",
+        "self-attention lessons; also Llama, Mistral and Qwen2, whose rotary position embeddings are not applied: "
+        "these are the weights only",
+        _MASK_BUFFERS + _ROTARY_TABLES,
+    ),
+    _linears("w_q", "w_q w_k w_v w_o", "lessons that rebuild the original Transformer", _MASK_BUFFERS),
+    _linears("d2l", "W_q W_k W_v W_o", "Dive into Deep Learning, without biases by default"),
+    Naming(
+        "torch",
+        "torch.nn.MultiheadAttention, packed",
+        weights=(Entry("in_proj_weight", _INPUTS), Entry("out_proj.weight", ("output",))),
+        biases=_IN_PROJ_BIASES,
+        square=True,
+    ),
+    Naming(
+        "torch",
+        "torch.nn.MultiheadAttention with a kdim or vdim of its own",
+        weights=(
+            Entry("q_proj_weight", ("query",)),
+            Entry("k_proj_weight", ("key",)),
+            Entry("v_proj_weight", ("value",)),
+            Entry("out_proj.weight", ("output",)),
+        ),
+        biases=_IN_PROJ_BIASES,
+        square=True,
+    ),
+    _linears(
+        "bert",
+        "self.query self.key self.value output.dense",
+        "BERT, RoBERTa and ELECTRA in transformers, whose LayerNorm after the block is not part of attention",
+        (r"output\.LayerNorm\.(weight|bias|gamma|beta)",),
+    ),
+    _linears(
+        "vit",
+        "attention.query attention.key attention.value output.dense",
+        "ViT, DeiT and DINOv2 in the files of transformers",
+    ),
+    _fused("timm", "qkv proj", "Vision Transformers in timm"),
+    _fused(
+        "gpt2",
+        "c_attn c_proj",
+        "GPT-2 in transformers, which stores weights as (in, out)",
+        (r"bias", r"masked_bias"),
+        transposed=True,
+    ),
+    _fused("nanogpt", "c_attn c_proj", "nanoGPT: GPT-2's names on ordinary Linears", (r"bias",)),
+    _lesson("linears", "linears.0 linears.1 linears.2 linears.3", "as in The Annotated Transformer"),
+    _lesson("q", "q k v o"),
+    _lesson("query", "query key value output"),
+    _lesson("query_proj", "query_proj key_proj value_proj output_proj"),
+    _lesson("query_linear", "query_linear key_linear value_linear output_linear"),
+    _lesson("q_linear", "q_linear k_linear v_linear out"),
+    _lesson("linear_q", "linear_q linear_k linear_v linear_out"),
+    _lesson("fc_q", "fc_q fc_k fc_v fc_o"),
+    _lesson("wq", "wq wk wv wo", "lessons and the original files of Llama, whose rotary positions are not applied"),
+    _lesson("Wq", "Wq Wk Wv Wo"),
+    _lesson("W_Q", "W_Q W_K W_V W_O"),
+    _lesson("W_query", "W_query W_key W_value out_proj"),
+)
+
+
+def namings_called(naming: str | Naming | None) -> tuple[Naming, ...]:
+    """The layouts that `naming` stands for: those of one name, the one given, or all for None.
+
+    Raises:
+        ArgumentError: for an unknown name, with the list of those known.
+        DTypeError: for anything that is no naming.
+    """
+    if naming is None:
+        return NAMINGS
+    if isinstance(naming, Naming):
+        return (naming,)
+    if not isinstance(naming, str):
+        expected = "the name of a naming, or a clearhead.checkpoints.Naming"
+        raise DTypeError(explain_problem("naming", expected=expected, got=type(naming).__name__))
+    found = tuple(known for known in NAMINGS if known.name == naming)
+    if not found:
+        names = ", ".join(dict.fromkeys(known.name for known in NAMINGS))
+        raise ArgumentError(
+            explain_problem(
+                "naming",
+                expected=f"one of {names}",
+                got=shown(naming),
+                fix="For other names build one with clearhead.checkpoints.Naming.of_linears.",
+            )
+        )
+    return found

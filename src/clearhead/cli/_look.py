@@ -1,0 +1,214 @@
+"""``clearhead look``: run a pretrained model on a text and show where every head looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import ArgumentError, ClearheadError, explain_problem
+from ._errors import UsageProblem, warn
+
+if TYPE_CHECKING:
+    from ._demo import TextModel
+    from ._seeing import Seen
+
+__all__ = ["look"]
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def look(
+    text: Annotated[str | None, typer.Argument(help="The text to look at.", show_default=False)] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Read the text from this file (UTF-8) instead.", show_default=False)
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME_OR_PATH",
+            help="A folder, or a name on the Hugging Face hub; safetensors only.",
+            show_default="all-MiniLM-L6-v2",
+        ),
+    ] = None,
+    layer: Annotated[
+        int | None, typer.Option("--layer", help="The layer shown large, from 0.", show_default="a telling one")
+    ] = None,
+    head: Annotated[
+        int | None, typer.Option("--head", help="The head shown large, from 0.", show_default="a telling one")
+    ] = None,
+    stat: Annotated[
+        str | None,
+        typer.Option(
+            "--stat",
+            metavar="NAME",
+            help="What the overviews show per head: entropy, normalized_entropy, confidence, sink, distance, "
+            "previous, max_logit or output_norm.",
+            show_default="entropy, and maps",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for attention.png and attention.html.")] = Path(),
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Where to write the page.", show_default="attention.html in --out")
+    ] = None,
+    no_html: Annotated[bool, typer.Option("--no-html", help="Write no page.")] = False,
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            "--png", help="Where to write the picture: .png, .svg or .pdf.", show_default="attention.png in --out"
+        ),
+    ] = None,
+    no_png: Annotated[bool, typer.Option("--no-png", help="Write no picture.")] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            help="Also write every number as JSON; with - to the standard output, and nothing else there.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show where every head of a pretrained Transformer looks on a text.
+
+    Prints an overview of all heads and one head token by token, and writes attention.png and attention.html. Without
+    --layer and --head, the head shown large is the one where different words most clearly look at different words
+    further away, rather than at special tokens or neighbours.
+
+    A text that is longer than the model takes is read in windows, each sharing an eighth of its tokens with the next;
+    numbers per head are means over all of them.
+    """
+    content = _read_text(text, file)
+    paths = {
+        "png": _target("--png", png, no_png, out / "attention.png"),
+        "html": _target("--html", html, no_html, out / "attention.html"),
+    }
+    if paths["png"] is not None and paths["png"].suffix.lower() not in PICTURES:
+        raise UsageProblem(explain_problem("--png", expected=f"a name ending in {', '.join(PICTURES)}", got=str(png)))
+    to_stdout = json is not None and str(json) == "-"
+    if out.exists() and not out.is_dir():
+        raise ArgumentError(explain_problem("--out", expected="a folder", got=f"a file, {out}"))
+    with _progress() as step:
+        step("loading the model", 1)
+        from . import _demo as demo
+        from ._look_page import print_seen, seen_as_json
+        from ._seeing import STATISTICS, see
+        from ._windows import cut_into_windows
+
+        if stat is not None and stat not in STATISTICS:
+            raise UsageProblem(explain_problem("--stat", expected=f"one of {', '.join(STATISTICS)}", got=stat))
+        loaded = demo.load_text_model(model, notify=warn)
+        windows = cut_into_windows(loaded, content)
+        running = "running it" if len(windows) == 1 else f"running it on {len(windows)} windows"
+        advance = step(running, len(windows))
+        seen = see(loaded, windows, layer=layer, head=head, statistic=stat, next_window=advance)
+        title = " ".join(content.split())
+        written = _write_png(paths["png"], seen, title, stat, step)
+        written += _write_html(paths["html"], loaded, seen, stat, step)
+        if json is not None and not to_stdout:
+            written += _written("--json", json, seen_as_json(loaded, seen))
+    if to_stdout:
+        print(seen_as_json(loaded, seen))
+    else:
+        print_seen(loaded, seen, statistic=stat, chosen=layer is not None and head is not None)
+        print(*(f"wrote {path}" for path in written), sep="\n", end="\n" if written else "")
+    if not loaded.clearhead:
+        warn(f"{loaded.name} does not let its attention be replaced; these weights are from its own attention.")
+
+
+def _read_text(text: str | None, file: Path | None) -> str:
+    if (text is None) == (file is None):
+        got = "neither" if text is None else "both"
+        raise UsageProblem(explain_problem("TEXT", expected="either a text or --file PATH", got=got))
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ArgumentError(
+                explain_problem("--file", expected="UTF-8 text", got=f"other bytes at {error.start} in {file}")
+            ) from error
+        except OSError as error:
+            got = f"{file}: {error.strerror or type(error).__name__}"
+            raise ArgumentError(explain_problem("--file", expected="a file that can be read", got=got)) from error
+    if text is None or not text.strip():
+        name = "TEXT" if file is None else f"--file {file}"
+        raise UsageProblem(explain_problem(name, expected="some text", got="nothing but white space"))
+    return text
+
+
+def _target(option: str, path: Path | None, unwanted: bool, default: Path) -> Path | None:
+    if path is not None and unwanted:
+        raise UsageProblem(explain_problem(option, expected=f"{option} or --no-{option[2:]}", got="both"))
+    return None if unwanted else path or default
+
+
+Step = Callable[[str, int], Callable[[], None]]
+
+
+def _write_png(path: Path | None, seen: Seen, title: str, stat: str | None, step: Step) -> list[Path]:
+    if path is None:
+        return []
+    step("drawing the picture", 1)
+    from ..plot._ink import save_figure
+    from ..plot._sheet import draw_sheet
+
+    numbers = None if stat is None else (stat, seen.numbers[stat])
+    figure = draw_sheet(seen.first, *seen.place, title=title, numbers=numbers)
+    with _writing("--png", path):
+        return [save_figure(figure, path)]
+
+
+def _write_html(path: Path | None, loaded: TextModel, seen: Seen, stat: str | None, step: Step) -> list[Path]:
+    if path is None:
+        return []
+    step("writing the page", 1)
+    shown = {None: "maps", "previous": "offset -1"}.get(stat, stat) or "maps"
+    page = seen.page.page((0, *seen.place), title=loaded.name, statistic=shown)
+    with _writing("--html", path):
+        return [page.save(path)]
+
+
+def _written(option: str, path: Path, text: str) -> list[Path]:
+    with _writing(option, path):
+        path.write_text(text + "\n", encoding="utf-8")
+    return [path]
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Generator[None]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        got = f"{path}: {error.strerror or type(error).__name__}"
+        raise ClearheadError(explain_problem(option, expected="a file that can be written", got=got)) from error
+
+
+@contextmanager
+def _progress() -> Generator[Step]:
+    """Show a bar on stderr while the steps go on, if that is a terminal.
+
+    Yields a function that begins a step of so many parts and returns one that counts them.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=1)
+
+        def begin(description: str, parts: int) -> Callable[[], None]:
+            progress.reset(task, description=description, total=parts)
+            return lambda: progress.advance(task)
+
+        yield begin

@@ -1,0 +1,113 @@
+"""A text in windows that a model takes one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError, explain_problem
+from ..integrations._hub import without_noise
+from ..plot._tokens import Tokens, read_tokens
+from ._demo import TextModel
+
+__all__ = ["Window", "cut_into_windows", "overlap_of"]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A part of a text as a model takes it.
+
+    Args:
+        inputs: what the model is called with, a batch of one.
+        tokens: with the special ones that the tokenizer added.
+        first, last: places of its first and last token in the text, without special tokens.
+    """
+
+    inputs: dict[str, Any]
+    tokens: Tokens
+    first: int
+    last: int
+
+
+def overlap_of(size: int) -> int:
+    """How many tokens of a window are also in the next: an eighth."""
+    return size // 8
+
+
+def cut_into_windows(loaded: TextModel, text: str) -> list[Window]:
+    """Tokenize a text and cut it where it is longer than the model takes; nothing is left out.
+
+    Neighbouring windows share an eighth of their tokens, so that what stands at an edge is seen with its context in
+    one of them. Each window gets special tokens of its own.
+
+    Args:
+        loaded: from `load_text_model`.
+        text: some text.
+
+    Raises:
+        ArgumentError: if there is no token in it.
+    """
+    _require_text(text)
+    with without_noise():
+        parts = _encode(loaded, text)
+    windows: list[Window] = []
+    first = 0
+    for ids, special, words, inputs in parts:
+        count = len(ids) - sum(special)
+        tokens = read_tokens(loaded.tokenizer, ids, words=words)
+        windows.append(Window(inputs, Tokens(tokens.names, special, tokens.words), first, first + count - 1))
+        first += count - overlap_of(loaded.max_tokens)
+    if not windows or not windows[0].tokens.names:
+        raise ArgumentError(explain_problem("text", expected="at least one token", got="none"))
+    return windows
+
+
+Part = tuple[list[int], list[bool], Sequence[int | None] | None, dict[str, Any]]
+
+
+def _encode(loaded: TextModel, text: str) -> list[Part]:
+    tokenizer, size = loaded.tokenizer, loaded.max_tokens
+    if tokenizer.is_fast:
+        encoded = tokenizer(
+            text,
+            truncation=True,
+            max_length=size,
+            stride=overlap_of(size),
+            return_overflowing_tokens=True,
+            return_special_tokens_mask=True,
+        )
+        masks = encoded.pop("special_tokens_mask")
+        encoded.pop("overflow_to_sample_mapping", None)
+        return [
+            (ids, [bool(value) for value in masks[part]], encoded.word_ids(part), _batch_of_one(encoded, part))
+            for part, ids in enumerate(encoded["input_ids"])
+        ]
+    everything = tokenizer(text, add_special_tokens=False)["input_ids"]
+    room = size - tokenizer.num_special_tokens_to_add()
+    step = room - overlap_of(size)
+    parts: list[Part] = []
+    for first in range(0, max(len(everything) - overlap_of(size), 1), step):
+        ids = tokenizer.build_inputs_with_special_tokens(everything[first : first + room])
+        special = tokenizer.get_special_tokens_mask(ids, already_has_special_tokens=True)
+        inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        parts.append((ids, [bool(value) for value in special], None, inputs))
+    return parts
+
+
+def _batch_of_one(encoded: Any, part: int) -> dict[str, Any]:
+    return {name: torch.tensor([values[part]]) for name, values in encoded.items()}
+
+
+def _require_text(text: str) -> None:
+    if not text.strip():
+        raise ArgumentError(explain_problem("text", expected="some text", got="none"))
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"{text[error.start]!a} at {error.start}"
+        raise ArgumentError(
+            explain_problem("text", expected="Unicode text", got=got, fix="It was probably read from other bytes.")
+        ) from error

@@ -1,0 +1,189 @@
+"""Seeing attention that other people's code computes with PyTorch's functions."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+
+from .._attention import autocast_off, cast_for_autocast
+from .._call.observers import is_computing
+from .._call.spec import AttentionCall, build_call
+from ..masks._base import Mask
+from ..nn._convention import Sizes, hidden_mask
+from ..nn._projection import append_keys, project
+from ..nn.functional import translate
+from ._grouping import regroup
+from ._unseen import SOFTMAX
+
+__all__ = ["CaptureMode", "Sink", "obstacle"]
+
+_SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax}
+#: Names of others' kernels, such as ``flash_attn._flash_attn_forward`` or ``aten._scaled_dot_product_cudnn_attention``.
+_KERNELS = re.compile("attention|attn|flash|fmha")
+_MHA = inspect.signature(F.multi_head_attention_forward)
+_SDPA = inspect.Signature(
+    [
+        inspect.Parameter("query", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        inspect.Parameter("key", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        inspect.Parameter("value", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        inspect.Parameter("attn_mask", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
+        inspect.Parameter("dropout_p", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=0.0),
+        inspect.Parameter("is_causal", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False),
+        inspect.Parameter("scale", inspect.Parameter.KEYWORD_ONLY, default=None),
+        inspect.Parameter("enable_gqa", inspect.Parameter.KEYWORD_ONLY, default=False),
+    ]
+)
+
+
+class Sink(Protocol):
+    """Where captured calls go."""
+
+    def wants_call(self) -> bool:
+        """Whether the running module is recorded at all."""
+        ...
+
+    def captured(self, call: AttentionCall) -> None:
+        """Take a call that PyTorch computed."""
+        ...
+
+    @property
+    def running_module(self) -> nn.Module:
+        """The module that computes the call."""
+        ...
+
+    def missed(self, what: str) -> None:
+        """Take note of something that may be attention and cannot be recorded."""
+        ...
+
+
+class CaptureMode(TorchFunctionMode):
+    """Hands every attention that goes through PyTorch's functions to a sink; the model's results stay its own.
+
+    `nn.MultiheadAttention` and the Transformer layers leave their inference fast path under any such mode and arrive
+    as one call of `F.multi_head_attention_forward`. Inside a handled call the mode is off, so nothing is seen twice.
+    """
+
+    def __init__(self, sink: Sink) -> None:
+        super().__init__()
+        self._sink = sink
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_computing():
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            read = partial(_read_sdpa, self._sink)
+        elif func is F.multi_head_attention_forward:
+            read = _read_mha
+        else:
+            what = _unreadable(func, args, kwargs)
+            if what is not None:
+                _step_out_of_graph()
+                self._sink.missed(what)
+            return func(*args, **kwargs)
+        _step_out_of_graph()
+        if self._sink.wants_call():
+            what = obstacle(*args, *kwargs.values())
+            if what is not None:
+                self._sink.missed(what)
+                return func(*args, **kwargs)
+            with torch.no_grad():
+                self._sink.captured(read(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def _step_out_of_graph() -> None:
+    """Nobody can watch inside a graph: let the compiler break it here and run what follows as it was written."""
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break()  # pyright: ignore
+
+
+def obstacle(*inputs: Any) -> str | None:
+    """What attention over such inputs is called, if it cannot be folded into statistics."""
+    tensors = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
+    if any(tensor.is_nested for tensor in tensors):
+        return "attention over nested tensors"
+    return "attention under torch.vmap" if any(_is_batched(tensor) for tensor in tensors) else None
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    functorch = torch._C._functorch  # pyright: ignore
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+def _unreadable(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What a function computes, if that may be attention in a form that cannot be read."""
+    if func in _SOFTMAX:
+        scores = args[0] if args else kwargs.get("input")
+        return SOFTMAX if isinstance(scores, Tensor) and scores.dim() == 4 else None
+    if isinstance(func, (OpOverload, OpOverloadPacket)) and _KERNELS.search(str(func)):
+        return f"the kernel {func}"
+    return None
+
+
+def _read_sdpa(sink: Sink, *args: Any, **kwargs: Any) -> AttentionCall:
+    bound = _SDPA.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    query, key, value = cast_for_autocast(given["query"], given["key"], given["value"])
+    query, key, value, attn_mask, grouped = regroup(sink.running_module, query, key, value, given["attn_mask"])
+    grouped = grouped or given["enable_gqa"]
+    _, (q, k, v), mask = translate(query, key, value, attn_mask, given["is_causal"], grouped)
+    return _call(q, k, v, mask, given["scale"])
+
+
+def _read_mha(*args: Any, **kwargs: Any) -> AttentionCall:
+    bound = _MHA.bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    query, key, value = given["query"], given["key"], given["value"]
+    separate = (given["q_proj_weight"], given["k_proj_weight"], given["v_proj_weight"])
+    packed = None if given["use_separate_proj_weight"] else given["in_proj_weight"]
+    projected = project(query, key, value, packed, given["in_proj_bias"], separate)
+    unbatched = query.dim() == 2
+    q, k, v = (x.unsqueeze(0) if unbatched else x.transpose(0, 1) for x in projected)  # (N, L or S, E)
+    keys = k.shape[1]
+    k, v = append_keys(k, v, given["bias_k"], given["bias_v"], given["add_zero_attn"])
+    heads = given["num_heads"]
+    sizes = Sizes(q.shape[0], heads, q.shape[1], keys, k.shape[1] - keys)
+    padding = given["key_padding_mask"]
+    if padding is not None and padding.dim() == 1:
+        padding = padding.unsqueeze(0)
+    attn_mask, causal = given["attn_mask"], False
+    if given["is_causal"] and padding is None and not given["need_weights"]:
+        attn_mask, causal = None, True  # PyTorch takes the hint and drops the mask here
+    mask = hidden_mask(attn_mask, padding, causal, sizes)
+    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # (N, H, L or S, D)
+    return _call(*cast_for_autocast(q, k, v), mask=mask, scale=None)
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None) -> AttentionCall:
+    with autocast_off(q):
+        return build_call(
+            q,
+            k,
+            v,
+            mask,
+            scale=scale,
+            dropout_p=0.0,
+            softcap=None,
+            sinks=None,
+            query_positions=None,
+            key_positions=None,
+            return_lse=False,
+        )

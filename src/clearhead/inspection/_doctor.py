@@ -1,0 +1,247 @@
+"""Is this machine well? Versions, threads, kernels, and every kernel held against the reference in float64."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from math import inf, isfinite, isnan
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .._layer.linear import describe_product
+from .._native import instruction_set, why_missing
+from .._version import __version__
+from .._versions import untested_versions
+from ..kernels import KERNELS, use_kernel
+from ._doctor_cases import CASES, Case, Inputs, Result
+
+__all__ = ["Check", "Report", "examine"]
+
+#: The tolerances of docs/architecture.md: relative to the largest entry of the exact result …
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+#: … and for half precision, how often the error of `reference` in the same dtype.
+HALF_FACTOR = 2.0
+OPTIONAL_PACKAGES = ("transformers", "safetensors", "typer", "rich", "matplotlib", "numpy")
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One error and its limit, both relative to the largest entry of the exact result."""
+
+    error: float
+    limit: float
+
+    @property
+    def within(self) -> bool:
+        return self.error <= self.limit
+
+    @property
+    def share(self) -> float:
+        """How much of the limit the error uses up; infinite for NaN."""
+        if isnan(self.error):
+            return inf
+        return self.error / self.limit if self.limit else (0.0 if self.error == 0 else inf)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One kernel on one call in one dtype.
+
+    Args:
+        kernel: its name.
+        case: name of the call.
+        dtype: ``"float32"``.
+        status: ``"ok"``, ``"failed"``, or ``"refused"`` by the kernel itself.
+        output: error of the output; ``None`` if nothing was computed.
+        gradient: the worst error among the gradients of all inputs; ``None`` if the kernel refused them, and the
+            output was computed as for inference.
+        worst_gradient: the input it belongs to.
+        reasons: why the kernel refused the call or its gradients, or the error it died of.
+    """
+
+    kernel: str
+    case: str
+    dtype: str
+    status: Literal["ok", "failed", "refused"]
+    output: Measure | None = None
+    gradient: Measure | None = None
+    worst_gradient: str = ""
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `examine` found; ``str()`` is plain text.
+
+    Args:
+        versions: of Clearhead, Python, PyTorch and the optional packages.
+        machine: platform, processor, accelerators and threads.
+        kernels: each kernel's reasons against a plain call; empty if it is available.
+        checks: every kernel × call × dtype.
+        warning: versions of PyTorch or Python that Clearhead is not tested with, in a line; empty if there are none.
+    """
+
+    versions: dict[str, str]
+    machine: dict[str, str]
+    kernels: dict[str, tuple[str, ...]]
+    checks: tuple[Check, ...]
+    warning: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether no check failed; a refusal is no failure."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.status == "failed")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain JSON values; an error that is not a finite number becomes a string."""
+        return {"passed": self.passed, **_plain(asdict(self))}
+
+    def __str__(self) -> str:
+        from ._doctor_page import write_report
+
+        return write_report(self)
+
+
+def examine() -> Report:
+    """Look at this machine and check every kernel on it against the reference in float64, on the CPU.
+
+    The calls are those of `doctor_cases`, most of them on one thread: outputs and the gradients of all inputs, in
+    float64, float32, bfloat16 and float16, within the tolerances that the design fixes (1e-10 and 1e-5 of the
+    largest entry; for half precision twice the error of `reference` in the same dtype). A kernel that would first be
+    compiled for every call (`flex`) is listed, but not checked.
+
+    Returns:
+        A `Report`: ``.passed``, ``.checks``, and a readable ``str()``.
+
+    Example:
+        >>> from clearhead.inspection._doctor import examine
+        >>> report = examine()
+        >>> report.kernels["reference"], report.checks[-1].status
+        ((), 'ok')
+    """
+    kernels = Inputs.generate(CASES[0], torch.float32).explain().reasons
+    threads = torch.get_num_threads()
+    with _threads(1):
+        checks = [check for case in CASES for dtype in case.dtypes for check in _check_case(case, dtype, threads)]
+    order = {name: index for index, name in enumerate(kernels)}
+    versions = _versions()
+    return Report(
+        versions=versions,
+        machine=_machine(),
+        kernels=kernels,
+        checks=tuple(sorted(checks, key=lambda check: order[check.kernel])),
+        warning=untested_versions(versions),
+    )
+
+
+def _check_case(case: Case, dtype: torch.dtype, threads: int) -> list[Check]:
+    inputs = Inputs.generate(case, dtype)
+    exact = _attempt("reference", inputs.widened().compute)
+    yardstick = None if dtype in TOLERANCES else _attempt("reference", inputs.compute)
+    with_gradients, without = inputs.explain().reasons, inputs.explain_output().reasons
+    checks: list[Check] = []
+    for name in (kernel.name for kernel in KERNELS if not kernel.compiles):
+        about = (name, case.name, str(dtype).removeprefix("torch."))
+        if without[name]:
+            checks.append(Check(*about, "refused", reasons=without[name]))
+            continue
+        with _threads(threads if case.all_threads else 1):
+            got = _attempt(name, inputs.compute_output if with_gradients[name] else inputs.compute)
+        raised = tuple(dict.fromkeys(result for result in (got, exact, yardstick) if isinstance(result, str)))
+        if isinstance(got, str) or isinstance(exact, str) or isinstance(yardstick, str):
+            checks.append(Check(*about, "failed", reasons=raised))
+            continue
+        checks.append(_judge(about, _measure(got, exact, yardstick, dtype), with_gradients[name]))
+    return checks
+
+
+@contextmanager
+def _threads(count: int) -> Generator[None, None, None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _attempt(kernel: str, compute: Callable[[], Result]) -> Result | str:
+    """Run one kernel; whatever it dies of becomes a finding."""
+    try:
+        with use_kernel(kernel):
+            return compute()
+    except Exception as error:
+        return f"{kernel} raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _measure(got: Result, exact: Result, yardstick: Result | None, dtype: torch.dtype) -> dict[str, Measure]:
+    """Error and limit of the output and of every gradient that was computed."""
+    measures: dict[str, Measure] = {}
+    for name, tensor in got.items():
+        limit = TOLERANCES[dtype] if yardstick is None else HALF_FACTOR * _error(yardstick[name], exact[name])
+        measures[name] = Measure(_error(tensor, exact[name]), limit)
+    return measures
+
+
+def _judge(about: tuple[str, str, str], measures: dict[str, Measure], reasons: tuple[str, ...]) -> Check:
+    status = "ok" if all(measure.within for measure in measures.values()) else "failed"
+    output = measures.pop("output")
+    if not measures:
+        return Check(*about, status, output, reasons=reasons)
+    worst = max(measures, key=lambda name: measures[name].share)
+    return Check(*about, status, output, measures[worst], worst)
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    """Largest difference relative to the largest exact entry; NaN if there is one."""
+    largest = float(exact.abs().max())
+    difference = float((got.double() - exact).abs().max())
+    return difference / largest if largest else difference
+
+
+def _versions() -> dict[str, str]:
+    versions = {
+        "clearhead": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+    for package in OPTIONAL_PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _machine() -> dict[str, str]:
+    cuda = torch.cuda.is_available()
+    return {
+        "platform": f"{platform.system()} {platform.machine()}, {sys.implementation.name}",
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "CUDA": f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if cuda else "not available",
+        "MPS": "available" if torch.backends.mps.is_available() else "not available",
+        "projections": describe_product(),
+        "native kernel": instruction_set() or f"not available: {why_missing}",
+        "threads": str(torch.get_num_threads()),
+        "threads between operations": str(torch.get_num_interop_threads()),
+    }
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    return value

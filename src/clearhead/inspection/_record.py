@@ -1,0 +1,386 @@
+"""`record`: what every attention of a model attends to, while it runs, without building (B, H, L, S)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from .._call.observers import observing
+from .._call.spec import AttentionCall
+from .._checks import choice, index, integer, item_number, items, module, require_slice, shown
+from .._weights import Queries, checked_queries, row_numbers
+from ..errors import ArgumentError, UnknownNameError, explain_problem
+from ._capture import CaptureMode, obstacle
+from ._compute import (
+    DEFAULT,
+    AttentionStatistics,
+    Per,
+    compute_statistics,
+    counted_queries,
+    exact_weights,
+    make_options,
+    query_marks,
+    require_names,
+    require_per,
+    whole_numbers,
+)
+from ._drawing import Drawable
+from ._naming import ModuleNames, uncompiled
+from ._padding import PaddingFinder
+from ._rollout import rollout
+from ._summary import Summary, fold, summarize
+from ._unseen import RecordError, Unseen, UnseenAttentionWarning
+
+__all__ = ["Calls", "RecordError", "UnseenAttentionWarning", "record"]
+
+Keep = Literal["statistics", "queries_keys"]
+
+
+class Calls(Sequence[AttentionStatistics]):
+    """The calls of one module, in order; with a single call its statistics are attributes here too."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.statistics: list[AttentionStatistics] = []
+        self.kept: list[AttentionCall] = []
+
+    @overload
+    def __getitem__(self, index: int) -> AttentionStatistics: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[AttentionStatistics]: ...
+
+    def __getitem__(self, index: int | slice) -> AttentionStatistics | list[AttentionStatistics]:
+        if not isinstance(index, slice):
+            return self.statistics[item_number("index", index, len(self.statistics))]
+        require_slice("index", index)
+        return self.statistics[index]
+
+    def __len__(self) -> int:
+        return len(self.statistics)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "statistics":
+            raise AttributeError(name)
+        if len(self.statistics) == 1:
+            return getattr(self.statistics[0], name)
+        raise AttributeError(
+            f"{self.name}: called {len(self.statistics)} times. Take one call with rec[{self.name!r}][0].{name}, "
+            "or fold the batches together with rec.reduce()."
+        )
+
+    def __repr__(self) -> str:
+        return f"Calls({self.name!r}, {len(self.statistics)} calls)"
+
+
+class record(Drawable, Mapping[str, Calls]):
+    """Record the attention of a model inside a ``with`` block, without gradients and without changing its results.
+
+    Seen are Clearhead's modules and functions, everything that calls `F.scaled_dot_product_attention` (transformers
+    with ``sdpa`` or ``clearhead``, timm, …), and `nn.MultiheadAttention` with the layers of `nn.Transformer` in
+    training and eval. PyTorch's inference fast path is off inside the block; with a padding mask that path returns
+    zeros for padded positions and the ordinary one does not, so outputs may differ there.
+
+    Afterwards the record is a mapping from the qualified name of the module in which attention ran to its `Calls`, and
+    draws itself: `page`, `plot_heads`, `plot_map`, `plot_received`, `plot_rollout`.
+
+    Args:
+        model: the module whose submodules name the calls.
+        statistics: as for `attention_statistics`. Default entropy, received, max_logit, top_k.
+        layers: which attention modules to record: numbers in the order in which they first run, or names. Default all.
+        heads: which heads the results hold. Default all.
+        query_mask: bool or 0/1 (B, L), queries to count. Default: found in the root call's ``attention_mask`` or
+            ``src_key_padding_mask``, else all.
+        keep: ``"queries_keys"`` also keeps query and key of every call, for `weights` and `rollout` later.
+            Default ``"statistics"``.
+        rows, top_k, map_size, map_pooling, sink_keys, offsets, per: as for `attention_statistics`.
+
+    Raises:
+        RecordError: at the end of the block if no attention was seen at all, or compiled functions attended.
+        ArgumentError, DTypeError: for arguments that mean nothing.
+
+    Warns:
+        UnseenAttentionWarning: if modules computed a softmax over four dimensions by themselves, called attention
+            kernels of others, or attended over nested tensors or under `torch.vmap`; it names them.
+
+    Example:
+        >>> import torch, clearhead
+        >>> model = torch.nn.TransformerEncoderLayer(12, 3, batch_first=True).eval()
+        >>> with clearhead.record(model, statistics=("entropy",)) as rec:
+        ...     _ = model(torch.randn(2, 5, 12))
+        >>> list(rec), rec["self_attn"].entropy.shape
+        (['self_attn'], torch.Size([2, 3, 5]))
+    """
+
+    recomputing = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        statistics: Sequence[str] = DEFAULT,
+        *,
+        layers: Sequence[int | str] | None = None,
+        heads: Sequence[int] | None = None,
+        query_mask: Tensor | None = None,
+        keep: Keep = "statistics",
+        queries: Queries | None = None,
+        top_k: int = 8,
+        map_size: int = 128,
+        map_pooling: Literal["mass", "max"] = "mass",
+        sink_keys: int = 1,
+        offsets: Sequence[int] = (-1,),
+        per: Per = "query_head",
+    ) -> None:
+        module("model", model)
+        choice("keep", keep, ("statistics", "queries_keys"))
+        self._names = require_names(statistics, has_value=True)
+        require_per(per, self._names)
+        chosen = _checked_layers(layers, model)
+        self._options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
+        self._layers = chosen
+        self._heads = None if heads is None else whole_numbers("heads", heads)
+        self._query_mask = None if query_mask is None else query_marks(query_mask)
+        self._keep = keep
+        self._rows = checked_queries("queries", queries)
+        self._per: Per = per
+        self._running = ModuleNames(model)
+        self._calls: dict[str, Calls] = {}
+        self._order: list[str] = []
+        self._unseen = Unseen(model)
+        self._padding: tuple[Any, PaddingFinder] | None = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> record:
+        self._stack.enter_context(uncompiled(self._running.model))
+        self._stack.enter_context(self._running.following())
+        self._stack.enter_context(observing(self))
+        self._stack.enter_context(CaptureMode(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self._running.root_arguments = ((), {})
+        self._padding = None
+        if kind is None:
+            self._report_unseen()
+        elif kind.__module__ == "torch._dynamo.exc":
+            raise RecordError(
+                "record: a compiled function attended inside the block, and nobody can watch inside its graph. Let it "
+                "run as it was written: with torch.compiler.set_stance('force_eager'), clearhead.record(model) as rec: "
+                "…"
+            ) from error
+
+    # What observers and the capture mode tell.
+
+    def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
+        """Take a call of Clearhead's own attention."""
+        if self.wants_call():
+            what = obstacle(call.query, call.key, call.value)
+            if what is None:
+                self.captured(call)
+            else:
+                self.missed(what)
+        return output
+
+    @property
+    def running_module(self) -> nn.Module:
+        """The innermost module that is running."""
+        return self._running.model.get_submodule(self._running.current or "")
+
+    def wants_call(self) -> bool:
+        """Whether the running module is among `layers`; gives it the next number if it is new."""
+        name = self._running.current
+        if name is None:
+            return False
+        if name not in self._order:
+            self._order.append(name)
+        return self._layers is None or name in self._layers or self._order.index(name) in self._layers
+
+    def captured(self, call: AttentionCall) -> None:
+        """Fold one call into statistics."""
+        name = self._running.current or ""
+        with torch.no_grad():
+            found = compute_statistics(
+                call, self._names, self._options, self._counted(name, call), self._rows, self._per
+            )
+        if self._heads is not None:
+            found = found.with_heads(self._heads)
+        calls = self._calls.setdefault(name, Calls(name))
+        calls.statistics.append(found)
+        if self._keep == "queries_keys":
+            calls.kept.append(_queries_and_keys(call))
+
+    def missed(self, what: str) -> None:
+        """Take note of something that the running module computed and that cannot be recorded."""
+        name = self._running.current
+        if name is not None:
+            self._unseen.note(what, name)
+
+    # What the user asks for.
+
+    def __getitem__(self, name: str) -> Calls:
+        if not isinstance(name, str) or name not in self._calls:
+            recorded = ", ".join(map(repr, self._calls))
+            raise UnknownNameError(f"name {shown(name)}: no attention was recorded there; recorded are {recorded}")
+        return self._calls[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._calls)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def name_of(self, layer: int | str) -> str:
+        """The module name of a layer given by its number in running order, or by name."""
+        if isinstance(layer, str):
+            if layer not in self._calls:
+                recorded = ", ".join(map(repr, self._calls))
+                raise UnknownNameError(explain_problem("layer", expected=f"one of {recorded}", got=shown(layer)))
+            return layer
+        name = self._order[index("layer", layer, len(self._order))]
+        if name not in self._calls:
+            raise UnknownNameError(
+                explain_problem("layer", expected="one of the layers that were recorded", got=f"{layer}, {name!r}")
+            )
+        return name
+
+    def weights(
+        self, layer: int | str, head: int | None = None, queries: Queries | None = None, call: int = 0
+    ) -> Tensor:
+        """Exact weights of one recorded call, computed now; needs ``keep="queries_keys"``.
+
+        Args:
+            layer: number in the order in which modules first ran, or name.
+            head: one head, or ``None`` for all.
+            queries: which queries; default all.
+            call: which call of the module. Default the first.
+
+        Returns:
+            (B, n, S) for one head, else (B, H, n, S).
+
+        Raises:
+            RecordError: if queries and keys were not kept.
+            ArgumentError: for a layer, head or row that is not there.
+        """
+        kept = self.kept_call(layer, call)
+        with torch.no_grad():
+            weights = exact_weights(kept, row_numbers(queries, kept.grid.query_length, "queries"))
+        return weights if head is None else weights[:, index("head", head, weights.shape[1])]
+
+    def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
+        """The recorded query and key of one call with its mask; values are not kept, the key stands in for them.
+
+        Raises:
+            RecordError: if they were not kept.
+        """
+        calls = self[self.name_of(layer)]
+        if not calls.kept:
+            raise RecordError(
+                explain_problem(
+                    "keep",
+                    expected="a record made with keep='queries_keys'",
+                    got=f"keep={self._keep!r}",
+                    fix="Statistics alone do not hold what weights are computed from.",
+                )
+            )
+        return calls.kept[index("call", call, len(calls.kept))]
+
+    def rollout(
+        self, targets: Sequence[int] | Tensor, *, layers: Sequence[int | str] | None = None, residual: float = 0.5
+    ) -> Tensor:
+        """Attention rollout from target tokens of the last layer to the input; needs ``keep="queries_keys"``.
+
+        Args:
+            targets: token numbers, (t,).
+            layers: which recorded layers, first to last. Default all.
+            residual: share of the residual connection. Default 0.5.
+
+        Returns:
+            (B, t, L), see `clearhead.inspection._rollout`.
+
+        Raises:
+            RecordError: if queries and keys were not kept. And what `rollout` raises.
+        """
+        chosen = list(self._calls) if layers is None else items("layers", layers, "a list of names or numbers")
+        return rollout([self.kept_call(layer) for layer in chosen], targets, residual)
+
+    def summary(self) -> Summary:
+        """One number per head for every statistic that has one; print it for a layers × heads table."""
+        return summarize({name: calls.statistics for name, calls in self._calls.items()})
+
+    def reduce(self) -> dict[str, AttentionStatistics]:
+        """Fold the calls of every module into one, along the batch.
+
+        Shorter calls are padded with zeros (−1 in top-k indices); their padding is not ``counted``.
+
+        Returns:
+            One `AttentionStatistics` per module name.
+        """
+        return {name: fold(calls.statistics) for name, calls in self._calls.items()}
+
+    def __repr__(self) -> str:
+        names = ", ".join(name or "the model itself" for name in self._calls)
+        return f"<record of {len(self._calls)} attention modules: {names or 'nothing yet'}>"
+
+    def _counted(self, name: str, call: AttentionCall) -> Tensor | None:
+        batch, length = call.grid.batch_size, call.grid.query_length
+        if self._query_mask is not None:
+            if tuple(self._query_mask.shape) != (batch, length) and name in self._calls:
+                return None  # a later step of other sizes; the first call has been checked
+            return counted_queries(self._query_mask, call)
+        if self._padding is None or self._padding[0] is not self._running.root_arguments:
+            finder = PaddingFinder(self._running.model, self._running.root_arguments)
+            self._padding = (self._running.root_arguments, finder)
+        return self._padding[1].query_mask(name, batch, length, call.grid.key_length)
+
+    def _report_unseen(self) -> None:
+        missing = [layer for layer in self._layers or () if isinstance(layer, str) and layer not in self._order]
+        missing += [layer for layer in self._layers or () if isinstance(layer, int) and layer >= len(self._order)]
+        if self._order and missing:
+            raise ArgumentError(
+                explain_problem(
+                    "layers",
+                    expected=f"numbers below {len(self._order)}, or names among the attention modules that ran: "
+                    + ", ".join(map(repr, self._order)),
+                    got=", ".join(map(repr, missing)),
+                )
+            )
+        self._unseen.report(self._calls)
+
+
+def _queries_and_keys(call: AttentionCall) -> AttentionCall:
+    """The call without its values, and with copies: of views a whole projection or cache would stay in memory.
+
+    A cache may also be written over in place. The key stands in for the value, as where there never was one.
+    """
+    query, key = call.query.detach().clone(), call.key.detach().clone()
+    return replace(call, query=query, key=key, value=key)
+
+
+def _checked_layers(layers: Sequence[int | str] | None, model: nn.Module) -> tuple[int | str, ...] | None:
+    if layers is None:
+        return None
+    if isinstance(layers, (str, int)):
+        raise ArgumentError(
+            explain_problem(
+                "layers", expected="a list of names or numbers", got=shown(layers), fix=f"Write [{shown(layers)}]."
+            )
+        )
+    names = {name for name, _ in model.named_modules()}
+    chosen = tuple(items("layers", layers, "a list of names or numbers"))
+    if not chosen:
+        raise ArgumentError(explain_problem("layers", expected="at least one name or number", got="none"))
+    for layer in chosen:
+        if isinstance(layer, str) and layer not in names:
+            raise ArgumentError(explain_problem("layers", expected="names of the model's modules", got=shown(layer)))
+        if not isinstance(layer, str):
+            integer("layers", layer, least=0, expected="numbers ≥ 0, in running order", got=shown)
+    return chosen

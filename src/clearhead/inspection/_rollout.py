@@ -1,0 +1,88 @@
+"""Attention rollout: how much of the input tokens a final token mixes, through all layers, without an L × L tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._call.spec import AttentionCall
+from .._checks import is_probability, items, number, shown
+from .._weights import row_numbers
+from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem
+from ..kernels._blocks import score_blocks
+from ._rows import Rows
+
+__all__ = ["rollout"]
+
+
+def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, residual: float = 0.5) -> Tensor:
+    """Follow attention from target tokens of the last layer down to the input.
+
+    ::
+
+        r ← residual · r + (1 − residual) · r A_l    for l = last … first,  A_l the mean of layer l's weights over heads
+
+    starting from one-hot rows at the targets (Abnar and Zuidema, "Quantifying attention flow in Transformers", 2020).
+    Only products r A_l are formed, block by block.
+
+    Args:
+        calls: the layers' self-attention calls, first to last.
+        targets: token numbers, (t,).
+        residual: share of the residual connection. Default 0.5.
+
+    Returns:
+        (B, t, L); rows sum to 1 where every token sees something.
+
+    Raises:
+        ShapeError: if a layer's queries and keys differ in number, or layers differ in these or in their batch size.
+        ArgumentError: for a target that is not there, or a residual outside [0, 1].
+    """
+    residual = number("residual", residual, "a share in [0, 1]", is_probability)
+    calls = items("calls", calls, "a list of calls")
+    for call in calls:
+        if not isinstance(call, AttentionCall):
+            raise DTypeError(explain_problem("calls", expected="calls of a record, kept_call(...)", got=shown(call)))
+    if not calls:
+        raise ArgumentError(explain_problem("layers", expected="at least one layer", got="none"))
+    length = calls[0].grid.query_length
+    for place, call in enumerate(calls):
+        if (call.grid.query_length, call.grid.key_length) != (length, length):
+            raise ShapeError(
+                explain_problem(
+                    "layers",
+                    expected=f"self-attention over the same L = {length} tokens in every layer",
+                    got=f"{call.grid.query_length} queries and {call.grid.key_length} keys in layer {place}",
+                    fix="Record or choose the self-attention layers of one stack only.",
+                )
+            )
+        if call.grid.batch_size != calls[0].grid.batch_size:
+            raise ShapeError(
+                explain_problem(
+                    "layers",
+                    expected=f"the same batch size B = {calls[0].grid.batch_size} in every layer",
+                    got=f"B = {call.grid.batch_size} in layer {place}",
+                    fix="Layers that see parts of the batch, such as windows of an image, have no rollout together.",
+                )
+            )
+    index = row_numbers(targets, length, "targets", "token numbers below")
+    if index is None:
+        raise DTypeError(explain_problem("targets", expected="token numbers", got="None"))
+    query = calls[0].query
+    rows = torch.zeros(calls[0].grid.batch_size, len(index), length, dtype=calls[0].compute_dtype, device=query.device)
+    rows[:, torch.arange(len(index)), index] = 1  # (B, t, L)
+    with torch.no_grad():
+        for call in reversed(calls):
+            rows = residual * rows + (1 - residual) * _through(call, rows)
+    return rows
+
+
+def _through(call: AttentionCall, rows: Tensor) -> Tensor:
+    """The product r A with the head average, (B, t, L)."""
+    result = torch.zeros_like(rows)
+    for block, place, query, key in score_blocks(call):
+        part = Rows(call, block, place, query, key, None)
+        spread = rows[block.batch, None, :, place] @ part.weights  # (b, h, t, s)
+        result[block.batch, :, part.columns] += spread.sum(1) / call.grid.num_heads
+    return result

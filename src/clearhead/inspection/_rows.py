@@ -1,0 +1,129 @@
+"""A block of whole rows as statistics see it: scores once, everything else on demand and only once."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from .._call.spec import AttentionCall
+from ..kernels._blocks import block_scores
+from ..masks._grid import Block
+
+__all__ = ["GROUP", "Rows"]
+
+GROUP = 64  # neighbouring keys whose largest score is kept, to find the top-k quickly
+
+
+class Rows:
+    """Some heads' whole rows of the score matrix, restricted to the columns the mask leaves.
+
+    Scores come in the dtype of query and key (see `exact_dtype`); what is left after the largest score is taken off
+    fits the compute dtype.
+
+    Args:
+        call: the request.
+        block: which rows, columns, heads and batch items.
+        place: the rows' place, a slice of 0 … L.
+        query: (b, h, l, D).
+        key: (b, hkv, s, D), in the same dtype.
+        counted: bool (b, 1, l, 1), the queries that column statistics count; ``None`` for all.
+    """
+
+    def __init__(
+        self, call: AttentionCall, block: Block, place: slice, query: Tensor, key: Tensor, counted: Tensor | None
+    ) -> None:
+        self.call = call
+        self.block = block
+        self.place = place
+        self.counted = counted
+        self._scores = block_scores(call, block, query, key)[0]  # (b, h, l, s), −∞ where hidden
+        self.group_maxima = _group_maxima(self._scores)  # (b, h, l, ⌈s / 64⌉)
+
+    @property
+    def columns(self) -> slice:
+        columns = self.block.columns
+        return columns if isinstance(columns, slice) else slice(0, self.call.grid.key_length)
+
+    @property
+    def width(self) -> int:
+        """s, how many columns there are."""
+        return self._scores.shape[-1]
+
+    @cached_property
+    def largest(self) -> Tensor:
+        """Largest score of each row, −∞ where nothing is visible, (b, h, l, 1)."""
+        if self.width == 0:
+            return self._scores.new_full((*self._scores.shape[:-1], 1), float("-inf"))
+        return self.group_maxima.amax(-1, keepdim=True)
+
+    @cached_property
+    def shift(self) -> Tensor:
+        """What is subtracted before exp: the largest score or the sink, finite, (b, h, l, 1)."""
+        shift = self.largest if self._sinks is None else torch.maximum(self.largest, self._sinks)
+        return shift.masked_fill(shift == float("-inf"), 0)
+
+    @cached_property
+    def shifted(self) -> Tensor:
+        """Scores less their shift, in the compute dtype, (b, h, l, s)."""
+        return self._scores.sub_(self.shift).to(self.call.compute_dtype)
+
+    @cached_property
+    def terms(self) -> Tensor:
+        """exp(s − shift), (b, h, l, s)."""
+        return self.shifted.exp()
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Σ_j exp(s − shift), with the sink's term, 1 where nothing is visible, (b, h, l, 1)."""
+        total = self._term_sum
+        if self._sinks is not None:
+            total = total + (self._sinks - self.shift).exp().to(total.dtype)
+        return total.masked_fill(total == 0, 1)
+
+    @cached_property
+    def _term_sum(self) -> Tensor:
+        return self.terms.sum(-1, keepdim=True)
+
+    @property
+    def mass(self) -> Tensor:
+        """Σ_j p: 1, or less by a sink's share, 0 where nothing is visible, (b, h, l, 1)."""
+        return self._term_sum / self.total
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """p, (b, h, l, s)."""
+        return self.terms / self.total
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """How many keys each query sees, (b or 1, h or 1, l, 1), int64."""
+        mask = None if self.call.mask is None else self.call.mask.visible(self.block)
+        if mask is None:
+            return torch.full((1, 1, 1, 1), self.width, device=self._scores.device)
+        return mask.expand(*mask.shape[:-1], self.width).sum(-1, keepdim=True)
+
+    @cached_property
+    def share(self) -> Tensor:
+        """Each row's weight in column sums, 1/total or 0 where not counted, (b, h, 1, l)."""
+        share = self.total.reciprocal()
+        if self.counted is not None:
+            share = share * self.counted
+        return share.transpose(-2, -1)
+
+    @property
+    def _sinks(self) -> Tensor | None:
+        if self.call.sinks is None:
+            return None
+        return self.call.sinks[self.block.heads].to(self._scores.dtype)[None, :, None, None]
+
+
+def _group_maxima(scores: Tensor) -> Tensor:
+    whole = scores.shape[-1] // GROUP * GROUP
+    parts: list[Tensor] = []
+    if whole:
+        parts.append(scores[..., :whole].unflatten(-1, (-1, GROUP)).amax(-1))
+    if whole < scores.shape[-1]:
+        parts.append(scores[..., whole:].amax(-1, keepdim=True))
+    return torch.cat(parts, -1) if parts else scores

@@ -1,0 +1,440 @@
+"""Statistics of attention weights, each folding blocks of whole rows into a small result.
+
+Notation: p_ij the weights, s_ij the scores as `attention` defines them, Q the queries that are counted (all, or those
+of `query_mask`). A masked weight is exactly 0. A query that sees no key has p = 0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from .._call.spec import AttentionCall
+from ..kernels._blocks import LongSum, grouped, long_product
+from ..masks._grid import take
+from ._rows import GROUP, Rows
+
+__all__ = ["STATISTICS", "Options", "Statistic", "TopK", "mean_of_tiles"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What statistics can be told; see `attention_statistics`."""
+
+    top_k: int = 8
+    map_size: int = 128
+    map_pooling: Literal["mass", "max"] = "mass"
+    sink_keys: int = 1
+    offsets: tuple[int, ...] = (-1,)
+
+
+class TopK(NamedTuple):
+    """The keys each query attends to most, in falling order; index −1 and weight 0 where it sees fewer."""
+
+    indices: Tensor
+    weights: Tensor
+
+
+class Statistic(ABC):
+    """One quantity, gathered block by block."""
+
+    name: ClassVar[str]
+    #: Result names whose second dimension is H, which `per="kv_head"` may average.
+    per_head: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        self.call = call
+        self.options = options
+        self.counted = counted  # (B, 1, L, 1) bool, or None
+        grid = call.grid
+        self.row_shape = (grid.batch_size, grid.num_heads, grid.query_length)
+        self.column_shape = (grid.batch_size, grid.num_heads, grid.key_length)
+
+    @abstractmethod
+    def add(self, rows: Rows) -> None:
+        """Take a block in."""
+
+    @abstractmethod
+    def result(self) -> dict[str, Any]:
+        """The finished tensors by attribute name."""
+
+    def zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=self.call.compute_dtype, device=self.call.query.device)
+
+    def put(self, target: Tensor, rows: Rows, value: Tensor) -> None:
+        """Write (b, h, l, 1) into a (B, H, L) tensor."""
+        target[rows.block.batch, rows.block.heads, rows.place] = value.squeeze(-1)
+
+
+@final
+class Entropy(Statistic):
+    """−Σ_j p_ij ln p_ij in nats (B, H, L), over keys: a sink's share is not a key.
+
+    ``normalized_entropy`` is divided by ln of the number of visible keys; 0 where at most one is visible.
+    """
+
+    name: ClassVar[str] = "entropy"
+    per_head: ClassVar[tuple[str, ...]] = ("entropy", "normalized_entropy")
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        self._entropy, self._normalized = self.zeros(*self.row_shape), self.zeros(*self.row_shape)
+
+    def add(self, rows: Rows) -> None:
+        # −Σ p ln p = Σ p · ln total − Σ p (s − shift), with s − shift = −∞ only where p = 0.
+        floor = torch.finfo(rows.shifted.dtype).min
+        shifted = rows.shifted if self.call.mask is None else rows.shifted.clamp(min=floor)
+        inner = torch.linalg.vecdot(rows.terms, shifted)[..., None] / rows.total
+        entropy = rows.mass * rows.total.log() - inner
+        entropy.clamp_(min=0)
+        self.put(self._entropy, rows, entropy)
+        visible = rows.visible
+        normalized = entropy / visible.clamp(min=2).to(entropy.dtype).log()
+        self.put(self._normalized, rows, normalized.masked_fill(visible < 2, 0))
+
+    def result(self) -> dict[str, Any]:
+        return {"entropy": self._entropy, "normalized_entropy": self._normalized}
+
+
+@final
+class Received(Statistic):
+    """Σ_{i ∈ Q} p_ij (B, H, S): what each key receives.
+
+    ``received_mean`` is divided by the number of counted queries that see the key; 0 where none does. Σ_i p_ij is
+    also the gradient of Σ_i o_i in v_j.
+    """
+
+    name: ClassVar[str] = "received"
+    per_head: ClassVar[tuple[str, ...]] = ("received", "received_mean")
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        self._received, self._viewers = LongSum(self.zeros(*self.column_shape)), self.zeros(*self.column_shape)
+
+    def add(self, rows: Rows) -> None:
+        where = (rows.block.batch, rows.block.heads, slice(None), rows.columns)
+        self._received.run.unsqueeze(2)[where] += long_product(rows.share, rows.terms)  # (b, h, 1, s)
+        self._received.end_block()
+        mask = None if self.call.mask is None else self.call.mask.visible(rows.block)
+        count = rows.place.stop - rows.place.start
+        if mask is None:
+            viewers = count if rows.counted is None else rows.counted.sum(-2, keepdim=True)
+        else:
+            mask = mask.expand(*mask.shape[:2], count, mask.shape[3])
+            viewers = (mask if rows.counted is None else mask & rows.counted).sum(-2, keepdim=True)
+        self._viewers.unsqueeze(2)[where] += viewers
+
+    def result(self) -> dict[str, Any]:
+        received = self._received.result()
+        return {"received": received, "received_mean": received / self._viewers.clamp(min=1)}
+
+
+@final
+class MaxLogit(Statistic):
+    """max_{i ∈ Q, j} s_ij (B, H), signed; −∞ if nothing is visible."""
+
+    name: ClassVar[str] = "max_logit"
+    per_head: ClassVar[tuple[str, ...]] = ("max_logit",)
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        self._largest = self.zeros(*self.row_shape[:2]).fill_(float("-inf"))
+
+    def add(self, rows: Rows) -> None:
+        largest = rows.largest if rows.counted is None else rows.largest.masked_fill(~rows.counted, float("-inf"))
+        where = (rows.block.batch, rows.block.heads)
+        self._largest[where] = torch.maximum(self._largest[where], largest.amax((-2, -1)).to(self._largest.dtype))
+
+    def result(self) -> dict[str, Any]:
+        return {"max_logit": self._largest}
+
+
+@final
+class Confidence(Statistic):
+    """max_j p_ij (B, H, L)."""
+
+    name: ClassVar[str] = "confidence"
+    per_head: ClassVar[tuple[str, ...]] = ("confidence",)
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        self._confidence = self.zeros(*self.row_shape)
+
+    def add(self, rows: Rows) -> None:
+        self.put(self._confidence, rows, (rows.largest - rows.shift).exp().to(rows.total.dtype) / rows.total)
+
+    def result(self) -> dict[str, Any]:
+        return {"confidence": self._confidence}
+
+
+@final
+class TopKeys(Statistic):
+    """The k keys with the largest p_ij of every query: indices and weights (B, H, L, k)."""
+
+    name: ClassVar[str] = "top_k"
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        self._count = min(options.top_k, call.grid.key_length)
+        self._weights = self.zeros(*self.row_shape, self._count)
+        self._indices = torch.full(self._weights.shape, -1, device=self._weights.device)
+
+    def add(self, rows: Rows) -> None:
+        count = min(self._count, rows.width)
+        if count == 0:
+            return
+        values, columns = _largest_columns(rows, count)
+        where = (rows.block.batch, rows.block.heads, rows.place, slice(0, count))
+        self._weights[where] = values.exp() / rows.total
+        self._indices[where] = (columns + rows.columns.start).masked_fill(values == float("-inf"), -1)
+
+    def result(self) -> dict[str, Any]:
+        return {"top_k": TopK(self._indices, self._weights)}
+
+
+@final
+class Sink(Statistic):
+    """Σ_{j < t} p_ij (B, H, L): the mass on the first t keys that any query of the item sees (`sink_keys`)."""
+
+    name: ClassVar[str] = "sink"
+    per_head: ClassVar[tuple[str, ...]] = ("sink",)
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        self._sink = self.zeros(*self.row_shape)
+        self._first = self._first_keys()  # (1 or B, 1 or H, S, 1)
+
+    def _first_keys(self) -> Tensor:
+        seen = self.call.reach.keys
+        if seen is None:
+            seen = torch.ones(1, 1, self.call.grid.key_length, 1, dtype=torch.bool, device=self.call.query.device)
+        return (seen & (seen.cumsum(2) <= self.options.sink_keys)).to(self.call.compute_dtype)
+
+    def add(self, rows: Rows) -> None:
+        first = take(take(self._first, 0, rows.block.batch), 1, rows.block.heads)[:, :, rows.columns]  # (…, s, 1)
+        self.put(self._sink, rows, rows.terms @ first / rows.total)
+
+    def result(self) -> dict[str, Any]:
+        return {"sink": self._sink}
+
+
+@final
+class Distance(Statistic):
+    """Σ_j p_ij |i − j| (B, H, L), in positions."""
+
+    name: ClassVar[str] = "distance"
+    per_head: ClassVar[tuple[str, ...]] = ("distance",)
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        self._distance = self.zeros(*self.row_shape)
+
+    def add(self, rows: Rows) -> None:
+        away = (rows.block.q - rows.block.k).abs().to(rows.terms.dtype)  # (1 or b, 1, l, s)
+        self.put(self._distance, rows, torch.linalg.vecdot(rows.terms, away)[..., None] / rows.total)
+
+    def result(self) -> dict[str, Any]:
+        return {"distance": self._distance}
+
+
+@final
+class Offset(Statistic):
+    """Mean of p_ij over the counted queries i for which the key at position i + o is visible (B, H, offsets).
+
+    o = −1 is the previous token; a repeated text of period n shows an induction head at o = 1 − n. 0 where no query
+    sees such a key.
+    """
+
+    name: ClassVar[str] = "offset"
+    per_head: ClassVar[tuple[str, ...]] = ("offset",)
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        shape = (*self.row_shape[:2], len(options.offsets))
+        self._sums, self._counts = LongSum(self.zeros(*shape)), self.zeros(*shape)
+
+    def add(self, rows: Rows) -> None:
+        for place, offset in enumerate(self.options.offsets):
+            values, there = self._stripe(rows, offset)  # (b, h, l, 1 or s)
+            if rows.counted is not None:
+                there = there & rows.counted
+            where = (rows.block.batch, rows.block.heads, place)
+            weights = (values.exp() / rows.total).masked_fill(~there, 0)
+            self._sums.run[where] += weights.sum((-2, -1))
+            self._counts[where] += there.sum((-2, -1))
+        self._sums.end_block()
+
+    def _stripe(self, rows: Rows, offset: int) -> tuple[Tensor, Tensor]:
+        """Shifted scores on one diagonal and whether the key is there and visible."""
+        shift = self.call.grid.shift
+        if shift is None:
+            there = (rows.block.k == rows.block.q + offset) & (rows.shifted > float("-inf"))
+            return rows.shifted, there
+        column = rows.block.i + shift + offset - rows.columns.start  # (1, 1, l, 1)
+        inside = (column >= 0) & (column < rows.width)
+        if rows.width == 0:
+            return rows.total, torch.zeros_like(rows.total, dtype=torch.bool)
+        index = column.clamp(0, rows.width - 1).expand(*rows.shifted.shape[:3], 1)
+        values = rows.shifted.gather(-1, index)
+        return values, inside & (values > float("-inf"))
+
+    def result(self) -> dict[str, Any]:
+        return {"offset": self._sums.result() / self._counts.clamp(min=1)}
+
+
+@final
+class Map(Statistic):
+    """The weights pooled to R × R tiles (B, H, R, R), R = `map_size` or less where there are fewer queries or keys.
+
+    Mass-pooled: the mean over a tile's counted queries of their mass on the tile's keys, so rows sum to at most 1.
+    Max-pooled: the largest p_ij of the tile. Queries i and keys j belong to tiles ⌊i·R/L⌋ and ⌊j·R/S⌋.
+    """
+
+    name: ClassVar[str] = "map"
+    per_head: ClassVar[tuple[str, ...]] = ("map",)
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        self._rows = min(options.map_size, call.grid.query_length)
+        self._columns = min(options.map_size, call.grid.key_length)
+        self._map = LongSum(self.zeros(*self.row_shape[:2], self._rows, self._columns))
+
+    def add(self, rows: Rows) -> None:
+        row_tiles = rows.block.i.flatten() * self._rows // max(1, self.call.grid.query_length)  # (l,)
+        pooled = self._pool_columns(rows)  # (b, h, l, R)
+        weight = rows.counted if rows.counted is not None else torch.ones_like(rows.total[:, :1], dtype=torch.bool)
+        pooled = pooled * weight
+        target = self._map.run[rows.block.batch, rows.block.heads]
+        if self.options.map_pooling == "max":
+            target.scatter_reduce_(2, row_tiles[:, None].expand_as(pooled), pooled, "amax")
+            return
+        target += torch.zeros_like(target).index_add_(2, row_tiles, pooled)
+        self._map.end_block()
+
+    def _pool_columns(self, rows: Rows) -> Tensor:
+        tiles = rows.block.j.flatten() * self._columns // max(1, self.call.grid.key_length)  # (s,)
+        if self.options.map_pooling == "mass":
+            member = tiles[:, None] == torch.arange(self._columns, device=tiles.device)  # (s, R)
+            return rows.terms @ member.to(rows.terms.dtype) / rows.total
+        pooled = rows.terms.new_zeros(*rows.terms.shape[:3], self._columns)
+        return pooled.scatter_reduce_(3, tiles.expand_as(rows.terms), rows.terms, "amax") / rows.total
+
+    def result(self) -> dict[str, Any]:
+        if self.options.map_pooling == "max":
+            return {"map": self._map.result()}
+        counted = None if self.counted is None else self.counted[:, 0, :, 0]
+        return {"map": mean_of_tiles(self._map.result(), counted, self.row_shape[2])}
+
+
+def mean_of_tiles(sums: Tensor, counted: Tensor | None, length: int) -> Tensor:
+    """Sums (B, H, R, C) over the counted queries of each row of a map, divided by how many there are; 0 where none.
+
+    Args:
+        sums: of queries i in rows ⌊i·R/L⌋.
+        counted: bool (B, L), or ``None`` for all.
+        length: L.
+    """
+    rows = sums.shape[2]
+    weight = sums.new_ones(1, length) if counted is None else counted.to(sums.dtype)
+    tiles = torch.arange(length, device=sums.device) * rows // max(1, length)
+    counts = sums.new_zeros(weight.shape[0], rows).index_add_(1, tiles, weight)
+    return sums / counts.clamp_(min=1)[:, None, :, None]
+
+
+@final
+class HeadAverage(Statistic):
+    """mean_h p_ij (B, L, S): the one statistic as large as L × S."""
+
+    name: ClassVar[str] = "head_average"
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        self._average = self.zeros(self.row_shape[0], self.row_shape[2], self.column_shape[2])
+
+    def add(self, rows: Rows) -> None:
+        self._average[rows.block.batch, rows.place, rows.columns] += rows.weights.sum(1) / self.row_shape[1]
+
+    def result(self) -> dict[str, Any]:
+        return {"head_average": self._average}
+
+
+@final
+class Output(Statistic):
+    """Σ_j p_ij v_j (B, H, L, Dv), in the inputs' dtype: what `attention` gives without dropout. Needs values."""
+
+    name: ClassVar[str] = "output"
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        self._output = call.query.new_zeros(*self.row_shape, call.value.shape[-1])
+
+    def add(self, rows: Rows) -> None:
+        self._output[rows.block.batch, rows.block.heads, rows.place] = _mixed_values(rows).to(self._output.dtype)
+
+    def result(self) -> dict[str, Any]:
+        return {"output": self._output}
+
+
+@final
+class OutputNorm(Statistic):
+    """‖Σ_j p_ij v_j‖₂ (B, H, L): the length of what a head writes (Kobayashi et al., 2020). Needs values."""
+
+    name: ClassVar[str] = "output_norm"
+    per_head: ClassVar[tuple[str, ...]] = ("output_norm",)
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        self._norm = self.zeros(*self.row_shape)
+
+    def add(self, rows: Rows) -> None:
+        self.put(self._norm, rows, torch.linalg.vector_norm(_mixed_values(rows), dim=-1, keepdim=True))
+
+    def result(self) -> dict[str, Any]:
+        return {"output_norm": self._norm}
+
+
+def _mixed_values(rows: Rows) -> Tensor:
+    """Σ_j p_ij v_j of a block, (b, h, l, Dv)."""
+    call, heads = rows.call, rows.block.heads
+    kv_heads = slice(heads.start // call.group, heads.stop // call.group)
+    value = call.value[rows.block.batch, kv_heads, rows.columns].to(rows.terms.dtype)
+    return grouped(rows.terms, value) / rows.total
+
+
+def _largest_columns(rows: Rows, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest shifted scores of every row and their columns, (b, h, l, count).
+
+    Groups of 64 keys are ranked by their largest score first; the largest keys lie in the `count` best groups.
+    """
+    groups = rows.group_maxima.shape[-1]
+    if groups <= count:
+        return rows.shifted.topk(count, -1)
+    best = rows.group_maxima.topk(count, -1, sorted=False).indices  # (b, h, l, count)
+    columns = (best[..., None] * GROUP + torch.arange(GROUP, device=best.device)).flatten(-2)
+    candidates = rows.shifted.gather(-1, columns.clamp(max=rows.width - 1))
+    candidates.masked_fill_(columns >= rows.width, float("-inf"))
+    values, places = candidates.topk(count, -1)
+    return values, columns.gather(-1, places)
+
+
+STATISTICS: dict[str, type[Statistic]] = {
+    kind.name: kind
+    for kind in (
+        Entropy,
+        Received,
+        MaxLogit,
+        Confidence,
+        TopKeys,
+        Sink,
+        Distance,
+        Offset,
+        Map,
+        HeadAverage,
+        Output,
+        OutputNorm,
+    )
+}

@@ -1,0 +1,99 @@
+"""Tables over layers and heads, and calls folded into one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import shown
+from ..errors import UnknownNameError, explain_problem
+from ._compute import AttentionStatistics
+from ._statistics import TopK
+
+__all__ = ["Summary", "fold", "summarize"]
+
+#: Statistics per query, averaged over counted queries for the table.
+_PER_QUERY = ("entropy", "normalized_entropy", "confidence", "sink", "distance", "output_norm")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One number per head.
+
+    Args:
+        values: statistic → module name → (H,) tensor.
+    """
+
+    values: dict[str, dict[str, Tensor]]
+
+    def __getitem__(self, statistic: str) -> dict[str, Tensor]:
+        if not isinstance(statistic, str) or statistic not in self.values:
+            known = ", ".join(map(repr, self.values)) or "none"
+            raise UnknownNameError(explain_problem("statistic", expected=f"one of {known}", got=shown(statistic)))
+        return self.values[statistic]
+
+    def __str__(self) -> str:
+        return "\n\n".join(_table(statistic, layers) for statistic, layers in self.values.items())
+
+
+def summarize(recorded: Mapping[str, Sequence[AttentionStatistics]]) -> Summary:
+    """Average statistics per query over counted queries, and take the largest logit, per module and head."""
+    values: dict[str, dict[str, Tensor]] = {}
+    for module, calls in recorded.items():
+        for statistic in _PER_QUERY:
+            if statistic in calls[0].names:
+                values.setdefault(statistic, {})[module] = _weighted_mean(calls, statistic)
+        if "max_logit" in calls[0].names:
+            largest = torch.stack([call.max_logit.amax(0) for call in calls]).amax(0)
+            values.setdefault("max_logit", {})[module] = largest
+        if "offset" in calls[0].names:
+            for place, offset in enumerate(calls[0].options.offsets):
+                mean = torch.cat([call.offset[..., place] for call in calls]).mean(0)
+                values.setdefault(f"offset {offset:+d}", {})[module] = mean
+    return Summary(values)
+
+
+def fold(calls: Sequence[AttentionStatistics]) -> AttentionStatistics:
+    """Concatenate calls along the batch, padding shorter ones."""
+    results: dict[str, Any] = {}
+    for name in calls[0].names:
+        parts = [call.results[name] for call in calls]
+        if isinstance(parts[0], TopK):
+            results[name] = TopK(
+                _concatenate([part.indices for part in parts], -1), _concatenate([part.weights for part in parts], 0)
+            )
+        else:
+            results[name] = _concatenate(parts, 0)
+    counted = _concatenate([call.counted for call in calls], 0)
+    longest = max(calls, key=lambda call: call.query_length)
+    return longest.like(results, counted, max(call.key_length for call in calls))
+
+
+def _concatenate(tensors: Sequence[Tensor], fill: int) -> Tensor:
+    shape = [max(tensor.shape[dim] for tensor in tensors) for dim in range(1, tensors[0].dim())]
+    padded: list[Tensor] = []
+    for tensor in tensors:
+        whole = tensor.new_full((tensor.shape[0], *shape), fill)
+        whole[tuple(slice(size) for size in tensor.shape)] = tensor
+        padded.append(whole)
+    return torch.cat(padded)
+
+
+def _weighted_mean(calls: Sequence[AttentionStatistics], statistic: str) -> Tensor:
+    """Mean over every counted query of every call and batch item, (H,)."""
+    sums = torch.stack([call.head_sums(statistic)[0] for call in calls]).sum(0)
+    counts = torch.stack([call.head_sums(statistic)[1] for call in calls]).sum(0)
+    return sums / counts.clamp(min=1)
+
+
+def _table(statistic: str, layers: Mapping[str, Tensor]) -> str:
+    heads = max(len(values) for values in layers.values())
+    width = max(len(statistic), *(len(name) for name in layers))
+    lines = [f"{statistic:<{width}}  " + " ".join(f"{f'h{head}':>7}" for head in range(heads))]
+    for name, values in layers.items():
+        lines.append(f"{name:<{width}}  " + " ".join(f"{value:7.3f}" for value in values.tolist()))
+    return "\n".join(lines)

@@ -1,0 +1,165 @@
+"""One call of a multi-head attention module, taken apart into the steps a textbook draws."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import shown, strided
+from .._multihead import MultiHeadAttention
+from ..errors import ArgumentError, DTypeError, UnknownNameError, explain_problem
+from ..masks import Mask
+from ._walkthrough_steps import Recorder, Step, take_steps
+from ._walkthrough_text import LANGUAGES
+
+__all__ = ["Step", "Walkthrough", "walkthrough"]
+
+# Relative to the largest output; for half precision, a few roundings of the last bit.
+_AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@dataclass(frozen=True, eq=False)
+class Walkthrough:
+    """Every step of one call; ``str()`` is the text to read.
+
+    Args:
+        language: ``"en"`` or ``"zh"``.
+        sizes: the number behind each letter of the shapes.
+        steps: in the order they are computed; ``walkthrough["scores"]`` finds one by name.
+        output: what the steps end with, (B, L, E).
+        difference: largest absolute difference to what the module itself returns.
+        agrees: whether rounding explains that difference.
+        hidden_rows: bool (B, H, L), ``True`` where a query sees no key.
+        training: whether the module was in training mode (the steps are always those of evaluation mode).
+    """
+
+    language: str
+    sizes: Mapping[str, int]
+    steps: tuple[Step, ...]
+    output: Tensor = field(repr=False)
+    difference: float
+    agrees: bool
+    hidden_rows: Tensor = field(repr=False)
+    training: bool
+
+    def __getitem__(self, name: str) -> Step:
+        for step in self.steps:
+            if isinstance(name, str) and step.name == name:
+                return step
+        known = ", ".join(step.name for step in self.steps)
+        raise UnknownNameError(explain_problem("name", expected=f"one of {known}", got=shown(name)))
+
+    def __str__(self) -> str:
+        from ._walkthrough_page import write_page
+
+        return write_page(self)
+
+
+def walkthrough(
+    module: MultiHeadAttention,
+    query: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    mask: Mask | Tensor | None = None,
+    *,
+    language: str = "en",
+) -> Walkthrough:
+    """Run one call of a module step by step and say what every step and every shape means.
+
+    The steps use the module's own projections and are computed as ``softmax(scale · q kᵀ + mask) v``; the
+    module itself is then called as well, and the largest difference is reported. Everything runs in
+    evaluation mode (no dropout) and without gradients; the module's mode is put back. All of (B, H, L, S) is
+    held several times over, so this is for inputs of a size that one wants to read.
+
+    Args:
+        module: a `clearhead.MultiHeadAttention`.
+        query: (B, L, qdim), or (L, qdim), which is walked through as a batch of one.
+        key: (B, S, kdim). Default: the query, which makes it self-attention.
+        value: (B, S, vdim). Default: the key.
+        mask: as `module` takes it: a mask from `clearhead.masks`, or a bool tensor where ``True`` may attend.
+        language: ``"en"`` or ``"zh"``.
+
+    Returns:
+        A `Walkthrough`: ``.steps``, ``.output``, and a readable ``str()``.
+
+    Raises:
+        DTypeError: if `module` is not a `clearhead.MultiHeadAttention`.
+        ArgumentError: if the language is not one of the two.
+        And what the module itself raises for its inputs.
+
+    Example:
+        >>> import clearhead, torch
+        >>> module = clearhead.MultiHeadAttention(12, 3)
+        >>> walk = clearhead.walkthrough(module, torch.randn(2, 5, 12), mask=clearhead.masks.causal())
+        >>> walk["scores"].symbols, walk["scores"].shape
+        ('(B, H, L, S)', (2, 3, 5, 5))
+    """
+    _check_arguments(module, language)
+    query, key, value = _with_batch(query, key, value)
+    with torch.no_grad(), _evaluation_mode(module) as training:
+        returned = module(query, key, value, mask)
+        recorder = Recorder(language)
+        output, hidden_rows = take_steps(recorder, module, query, key, value, mask)
+    difference, largest = _largest_difference(output, returned)
+    return Walkthrough(
+        language=language,
+        sizes=recorder.sizes,
+        steps=tuple(recorder.steps),
+        output=output,
+        difference=difference,
+        agrees=difference <= _AGREEMENT.get(returned.dtype, 1e-5) * max(largest, 1e-30),
+        hidden_rows=hidden_rows,
+        training=training,
+    )
+
+
+def _with_batch(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Make a batch of one of (L, E) tensors; one tensor given twice stays one tensor."""
+    batched: dict[int, Tensor] = {}
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if isinstance(tensor, Tensor) and strided(name, tensor).dim() == 2:
+            batched[id(tensor)] = tensor.unsqueeze(0)  # (1, L, E)
+    return batched.get(id(query), query), batched.get(id(key), key), batched.get(id(value), value)
+
+
+@contextmanager
+def _evaluation_mode(module: nn.Module) -> Generator[bool, None, None]:
+    """Switch every submodule to evaluation, and each back to the mode it was in."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield modes[0][1]
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _largest_difference(output: Tensor, returned: Tensor) -> tuple[float, float]:
+    """The largest |a − b| and the largest |b|; NaN on both sides is no difference."""
+    ours, theirs = output.double(), returned.double()
+    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+    difference = torch.where(same, 0.0, (ours - theirs).abs())
+    largest = theirs[theirs.isfinite()].abs()
+    return (
+        float(difference.max()) if difference.numel() else 0.0,
+        float(largest.max()) if largest.numel() else 0.0,
+    )
+
+
+def _check_arguments(module: object, language: object) -> None:
+    if not isinstance(language, str) or language not in LANGUAGES:
+        names = " or ".join(f'"{name}"' for name in LANGUAGES)
+        raise ArgumentError(explain_problem("language", expected=names, got=shown(language)))
+    if not isinstance(module, MultiHeadAttention):
+        raise DTypeError(
+            explain_problem(
+                "module",
+                expected="a clearhead.MultiHeadAttention",
+                got=f"{type(module).__module__}.{type(module).__qualname__}",
+                fix="Pass the attention module itself, not the model around it.",
+            )
+        )

@@ -1,0 +1,312 @@
+"""Walking over the score matrix in blocks: whole rows of a few heads at a time.
+
+A block holds all the keys its queries can see, so a plain softmax is enough, and the columns that the mask rules out
+altogether are skipped. Shared by the `chunked` kernel and by everything that looks at weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from .._call.spec import AttentionCall
+from ..masks._band import band_of
+from ..masks._base import Mask
+from ..masks._grid import Block
+from ..masks._lowering import row_blocks
+
+__all__ = [
+    "HeadSpan",
+    "LongSum",
+    "Workspace",
+    "block_scores",
+    "block_weights",
+    "drop_subnormal",
+    "exact_dtype",
+    "head_spans",
+    "long_product",
+    "score_blocks",
+    "span_blocks",
+]
+
+#: Elements of the score matrix held at once; four to six temporaries of this size live at a time.
+BLOCK_ELEMENTS = 1 << 20
+#: Up to so many keys weights are looked at in float64, which costs milliseconds there.
+EXACT_KEYS = 1024
+_ROWS = 128  # enough rows for an efficient matrix product, few enough for heads to share a block of the mask
+_FEWEST_ROWS = 16
+_RUN = 64  # blocks that are added up one by one
+_TERMS = 512  # of a product that are summed by PyTorch's GEMM
+_PLAIN_KEYS = 4096  # whose weights PyTorch's softmax sums well enough
+
+
+@dataclass(frozen=True)
+class HeadSpan:
+    """Some batch items and whole groups of heads; the query heads are those of the key/value heads."""
+
+    batch: slice
+    kv_heads: slice
+    group: int
+
+    @property
+    def heads(self) -> slice:
+        return slice(self.kv_heads.start * self.group, self.kv_heads.stop * self.group)
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices of scores, one for each batch item and query head."""
+        return (self.batch.stop - self.batch.start) * (self.heads.stop - self.heads.start)
+
+    def query(self, tensor: Tensor) -> Tensor:
+        """Cut a (B, H, …) tensor to (b, h, …)."""
+        return tensor[self.batch, self.heads]
+
+    def key(self, tensor: Tensor) -> Tensor:
+        """Cut a (B, Hkv, …) tensor to (b, hkv, …)."""
+        return tensor[self.batch, self.kv_heads]
+
+
+@final
+class Workspace:
+    """What one block leaves for the next.
+
+    Its memory, because fresh memory can cost a CPU more than the arithmetic, and what its mask hid, because the blocks
+    of a window look all the same.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+        self._outline: tuple[int, ...] | None = None
+        self._limit: Tensor | None = None
+
+    def take(self, like: Tensor, *shape: int) -> Tensor:
+        """A tensor of this shape, its contents undefined, that is good until the next one is taken."""
+        count = math.prod(shape)
+        if self._memory is None or self._memory.numel() < count:
+            self._memory = like.new_empty(count)
+        return self._memory[:count].view(shape)
+
+    def limit(self, mask: Mask, block: Block, dtype: torch.dtype) -> Tensor | None:
+        """What scores are at most, −∞ where hidden and ∞ elsewhere, for (b, h, l, s); ``None`` if nothing is hidden."""
+        band = band_of(mask, block.grid)
+        outline = None if band is None else band.outline(block)
+        if outline is None or outline != self._outline:
+            visible = mask.visible(block)
+            self._outline, self._limit = outline, None if visible is None else _limit(visible, dtype)
+        return self._limit
+
+
+def _limit(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.full(visible.shape, float("inf"), dtype=dtype, device=visible.device).masked_fill_(
+        ~visible, float("-inf")
+    )
+
+
+@final
+class LongSum:
+    """A sum over many blocks whose error does not grow with their number.
+
+    Blocks are added to `run`. Every so many of them, `run` goes to a total with Knuth's compensation.
+    """
+
+    def __init__(self, zeros: Tensor) -> None:
+        self.run = zeros
+        self._blocks = 0
+        self._total: Tensor | None = None
+        self._lost = zeros
+
+    def end_block(self) -> None:
+        """Note that a block was added to `run`."""
+        self._blocks += 1
+        if self._blocks % _RUN:
+            return
+        if self._total is None:
+            self._total, self._lost = torch.zeros_like(self.run), torch.zeros_like(self.run)
+        total = self._total + self.run
+        added = total - self._total
+        self._lost += (self._total - (total - added)) + (self.run - added)
+        self._total = total
+        self.run.zero_()
+
+    def result(self) -> Tensor:
+        """The sum of all blocks."""
+        return self.run if self._total is None else self._total + (self._lost + self.run)
+
+
+def head_spans(call: AttentionCall) -> Iterator[HeadSpan]:
+    """Split batch and heads so that a span's blocks fit the budget with rows enough."""
+    rows = row_blocks(call.mask, call.grid, BLOCK_ELEMENTS // call.group, _FEWEST_ROWS)
+    cells = max((min(_ROWS, part.stop - part.start) * (stop - start) for part, (start, stop) in rows), default=0)
+    return _spans(call, cells)
+
+
+def _spans(call: AttentionCall, cells: int) -> Iterator[HeadSpan]:
+    """Split batch and heads so that blocks of so many cells in each head fit the budget."""
+    batch, kv_heads, group = call.query.shape[0], call.key.shape[1], call.group
+    groups = max(1, BLOCK_ELEMENTS // max(1, group * cells))
+    items = max(1, groups // kv_heads)
+    groups = min(groups, kv_heads)
+    for item in range(0, batch, items):
+        for head in range(0, kv_heads, groups):
+            yield HeadSpan(slice(item, min(item + items, batch)), slice(head, min(head + groups, kv_heads)), group)
+
+
+def span_blocks(call: AttentionCall, span: HeadSpan) -> Iterator[tuple[slice, Block]]:
+    """Split the rows of a span into blocks that fit the budget: rows, and the block of the columns they can see."""
+    for rows, (start, stop) in row_blocks(call.mask, call.grid, BLOCK_ELEMENTS // max(1, span.matrices), _FEWEST_ROWS):
+        yield rows, Block(call.grid, span.batch, span.heads, rows, slice(start, stop))
+
+
+def _chosen_spans(call: AttentionCall, count: int) -> Iterator[HeadSpan]:
+    return _spans(call, min(_ROWS, count) * call.grid.key_length)
+
+
+def _chosen_blocks(call: AttentionCall, span: HeadSpan, chosen: Tensor) -> Iterator[tuple[slice, Block]]:
+    """Split chosen rows, which may see any column, into blocks that fit the budget: places, and the block."""
+    columns = slice(0, call.grid.key_length)
+    step = max(_FEWEST_ROWS, BLOCK_ELEMENTS // max(1, span.matrices * call.grid.key_length))
+    for start in range(0, len(chosen), step):
+        place = slice(start, min(start + step, len(chosen)))
+        yield place, Block(call.grid, span.batch, span.heads, chosen[place], columns)
+
+
+def block_scores(
+    call: AttentionCall, block: Block, query: Tensor, key: Tensor, workspace: Workspace | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Masked scores of a block and, with a soft-cap, tanh's value for the backward pass.
+
+    Args:
+        call: scale, soft-cap and mask.
+        block: rows, columns, heads and batch items.
+        query: (b, h, l, D) in the compute dtype.
+        key: (b, hkv, s, D) in the compute dtype.
+        workspace: that of the block before; the scores are put where its scores were. Default: a new one.
+
+    Returns:
+        s (b, h, l, s) with −∞ where hidden, and tanh(s/c) before bias and mask, or ``None``.
+    """
+    workspace = workspace or Workspace()
+    scores = grouped(query, key.transpose(-2, -1), call.scale, workspace)
+    squashed = None
+    if call.softcap is not None:
+        squashed = scores.div_(call.softcap).tanh_()
+        scores = squashed * call.softcap
+    if call.mask is not None:
+        bias = call.mask.bias(block, scores.dtype)
+        if bias is not None:
+            scores += bias
+        limit = workspace.limit(call.mask, block, scores.dtype)
+        if limit is not None:
+            torch.minimum(scores, limit, out=scores)
+    return scores, squashed
+
+
+def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of whole rows, in place: p (b, h, l, s) and lse (b, h, l, 1)."""
+    sinks = None if call.sinks is None else call.sinks[block.heads].to(scores.dtype)[None, :, None, None]
+    if scores.shape[-1] == 0:
+        lse = scores.new_full((*scores.shape[:-1], 1), float("-inf"))
+        return scores, lse if sinks is None else torch.logaddexp(lse, sinks)
+    peak = scores.amax(-1, keepdim=True)
+    empty = None if call.reach.queries is None else peak == float("-inf")
+    if empty is not None:
+        scores.masked_fill_(empty, 0)  # any finite number: softmax of −∞ alone would be NaN
+    weights = drop_subnormal(call, _softmax(scores))
+    # The largest weight is e^0 / Σ, so its logarithm is the one of the sum.
+    lse = peak - weights.amax(-1, keepdim=True).log()
+    if empty is not None:
+        weights.masked_fill_(empty, 0)
+        lse.masked_fill_(empty, float("-inf"))
+    if sinks is not None:
+        without, lse = lse, torch.logaddexp(lse, sinks)
+        weights.mul_((without - lse).exp())
+    return weights, lse
+
+
+def block_softmax(call: AttentionCall, block: Block, scores: Tensor) -> Tensor:
+    """The weights alone, in place, which is quicker where there is neither a sink nor a hidden query."""
+    if call.sinks is not None or call.reach.queries is not None or scores.shape[-1] == 0:
+        return block_weights(call, block, scores)[0]
+    return drop_subnormal(call, _softmax(scores))
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """In place. PyTorch's own adds vector after vector, which loses digits in long rows; its `sum` is pairwise."""
+    weights = torch.softmax(scores, -1, out=scores)
+    return weights if weights.shape[-1] <= _PLAIN_KEYS else weights.div_(weights.sum(-1, keepdim=True))
+
+
+def drop_subnormal(call: AttentionCall, weights: Tensor) -> Tensor:
+    """Set weights to zero, in place, that are no more than ten times the smallest normal number of their dtype.
+
+    Processors multiply subnormal numbers many times slower than others. A bias that grows with the distance (`ALiBi`)
+    makes whole regions of them; without a bias they are too rare to be worth a look at every weight.
+    """
+    if call.mask is None or not call.mask.has_bias:
+        return weights
+    return torch.threshold_(weights, 10 * torch.finfo(weights.dtype).tiny, 0.0)
+
+
+def exact_dtype(call: AttentionCall) -> torch.dtype:
+    """float64 up to `EXACT_KEYS`, the compute dtype beyond.
+
+    The error of a score is a relative error of its weight, and float32 products of long vectors are not exact enough
+    for weights to 1e-6.
+    """
+    return torch.float64 if call.grid.key_length <= EXACT_KEYS else call.compute_dtype
+
+
+def score_blocks(
+    call: AttentionCall, chosen: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[Block, slice, Tensor, Tensor]]:
+    """Walk over all rows of the score matrix, or over chosen ones.
+
+    Args:
+        call: the request.
+        chosen: row numbers (n,), or ``None`` for all.
+        dtype: of the query and key that come out. Default the compute dtype.
+
+    Yields:
+        The block, its place among the (chosen) rows, and its query (b, h, l, D) and key (b, hkv, s, D).
+    """
+    dtype = dtype or call.compute_dtype
+    for span in head_spans(call) if chosen is None else _chosen_spans(call, len(chosen)):
+        key = span.key(call.key).to(dtype).contiguous()
+        blocks = span_blocks(call, span) if chosen is None else _chosen_blocks(call, span, chosen)
+        for place, block in blocks:
+            yield block, place, span.query(call.query)[:, :, block.rows].to(dtype), key[:, :, block.columns]
+
+
+def grouped(left: Tensor, right: Tensor, scale: float = 1.0, workspace: Workspace | None = None) -> Tensor:
+    """Matrix product of (b, h, n, m) with (b, hkv, m, k), times a number, each key/value head serving its group.
+
+    The number multiplies the product and not a factor, which would be rounded once more.
+    """
+    batch, heads, rows, inner = left.shape
+    kv_heads, width = right.shape[1], right.shape[-1]
+    folded = left.reshape(batch * kv_heads, heads // kv_heads * rows, inner)  # (b·hkv, G·n, m)
+    if inner > _TERMS:
+        return long_product(folded, right.flatten(0, 1)).mul_(scale).view(batch, heads, rows, width)
+    result = (workspace or Workspace()).take(left, batch * kv_heads, folded.shape[1], width)
+    torch.baddbmm(result, folded, right.flatten(0, 1), beta=0, alpha=scale, out=result)
+    return result.view(batch, heads, rows, width)
+
+
+def grouped_transposed(left: Tensor, right: Tensor, kv_heads: int) -> Tensor:
+    """Σ over a group's heads and rows of leftᵀ right: (b, h, n, m), (b, h, n, k) → (b, hkv, m, k)."""
+    batch, heads, rows, inner = left.shape
+    shape = (batch, kv_heads, heads // kv_heads * rows)
+    return long_product(left.reshape(*shape, inner).transpose(-2, -1), right.reshape(*shape, right.shape[-1]))
+
+
+def long_product(left: Tensor, right: Tensor) -> Tensor:
+    """Matrix product (…, n, m) by (…, m, k); on the CPU, where PyTorch may sum one by one, in parts of m."""
+    if left.shape[-1] <= _TERMS or left.device.type != "cpu":
+        return left @ right
+    pairs = zip(left.split(_TERMS, -1), right.split(_TERMS, -2), strict=True)
+    return torch.stack([one @ other for one, other in pairs]).sum(0)

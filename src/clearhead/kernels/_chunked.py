@@ -1,0 +1,170 @@
+"""Pure PyTorch in O(L) memory: blocks of rows forward, the same blocks recomputed backward.
+
+The guarantee that nothing ever builds (B, H, L, S): any mask, any device, dropout included.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast, final
+
+import torch
+from torch import Tensor
+
+from .._call.dropout import dropout_factors
+from .._call.spec import AttentionCall
+from .._environment import is_tracing, is_transformed
+from ._base import Kernel, Refusal
+from ._blocks import (
+    HeadSpan,
+    LongSum,
+    Workspace,
+    block_scores,
+    block_softmax,
+    block_weights,
+    grouped,
+    grouped_transposed,
+    head_spans,
+    span_blocks,
+)
+from ._second_order import backward_pass, reference_results
+
+__all__ = ["ChunkedKernel"]
+
+
+@final
+class ChunkedKernel(Kernel):
+    """Blocks of rows, each with a plain softmax over the keys it can see."""
+
+    name: ClassVar[str] = "chunked"
+    twice_differentiable: ClassVar[bool] = True
+
+    def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
+        if is_tracing():
+            return (Refusal("its loop over blocks would tie a traced graph to one length"),)
+        if is_transformed():
+            return (Refusal("its own backward cannot be transformed by torch.func or derived forwards"),)
+        return ()
+
+    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        if call.needs_gradients:
+            output, lse = cast("tuple[Tensor, Tensor]", _Chunked.apply(call, *call.inputs))
+            return output, lse if call.return_lse else None
+        lse = _empty_lse(call) if call.return_lse else None
+        return _forward(call, lse), lse
+
+
+class _Chunked(torch.autograd.Function):
+    """Saves inputs, output and lse; the backward pass recomputes each block's weights from them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        lse = _empty_lse(call)
+        output = _forward(call, lse)
+        ctx.call = call.without_tensors()
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(lse, *inputs)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        lse, *inputs = ctx.saved_tensors
+
+        def own() -> tuple[Tensor, ...]:
+            return _backward(ctx.call.with_tensors(*inputs), lse, *gradients)
+
+        return backward_pass(ctx, gradients, inputs, own, reference_results(ctx.call))
+
+
+def _empty_lse(call: AttentionCall) -> Tensor:
+    return call.query.new_empty(call.query.shape[:3], dtype=call.compute_dtype)
+
+
+def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
+    """The output; lse (B, H, L) is written where it is wanted."""
+    output = call.value.new_empty(*call.query.shape[:3], call.value.shape[-1])
+    workspace = Workspace()
+    for span in head_spans(call):
+        query, key, value = _span_tensors(call, span)
+        for rows, block in span_blocks(call, span):
+            part = block.columns
+            scores, _ = block_scores(call, block, query[:, :, rows], key[:, :, part], workspace)
+            if lse is None:
+                weights = block_softmax(call, block, scores)
+            else:
+                weights, block_lse = block_weights(call, block, scores)
+                span.query(lse)[:, :, rows] = block_lse.squeeze(-1)
+            if call.dropout_seed is not None:
+                weights *= dropout_factors(call.dropout_seed, call.dropout_p, block, weights.dtype)
+            span.query(output)[:, :, rows] = grouped(weights, value[:, :, part]).to(output.dtype)
+    return output
+
+
+def _backward(
+    call: AttentionCall, lse: Tensor, output_gradient: Tensor | None, lse_gradient: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, sinks (if any) and every bias tensor, in the order of `call.inputs`.
+
+    With dO the output's gradient, dp = dO vᵀ (dropped as p was), δ = Σ_j p dp and dl that of lse:
+    ds = p (dp − δ + dl). δ is summed from the block's own row and not taken as dO·o, whose o may be rounded.
+    """
+    dtype = call.compute_dtype
+    if output_gradient is None:
+        output_gradient = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
+    if lse_gradient is None:
+        lse_gradient = torch.zeros_like(lse)
+    query_gradient = torch.empty_like(call.query)
+    key_gradient = torch.empty_like(call.key)
+    value_gradient = torch.empty_like(call.value)
+    bias_gradients = [LongSum(torch.zeros_like(tensor, dtype=dtype)) for tensor in call.bias_tensors]
+    correction = torch.empty_like(lse)  # δ − dl, (B, H, L)
+    workspace, gradient_workspace = Workspace(), Workspace()
+    for span in head_spans(call):
+        query, key, value = _span_tensors(call, span)
+        span_key_gradient, span_value_gradient = LongSum(torch.zeros_like(key)), LongSum(torch.zeros_like(value))
+        for rows, block in span_blocks(call, span):
+            part = block.columns
+            rows_query, rows_key = query[:, :, rows], key[:, :, part]
+            scores, squashed = block_scores(call, block, rows_query, rows_key, workspace)
+            weights = block_softmax(call, block, scores)  # from lse they would have its rounding as a relative error
+            gradient = span.query(output_gradient)[:, :, rows].to(dtype)
+            rows_value = value[:, :, part].transpose(-2, -1)
+            scores_gradient = grouped(gradient, rows_value, workspace=gradient_workspace)  # dp (b, h, l, s)
+            dropped = weights
+            if call.dropout_seed is not None:
+                factors = dropout_factors(call.dropout_seed, call.dropout_p, block, dtype)
+                dropped = weights * factors
+                scores_gradient *= factors
+            span_value_gradient.run[:, :, part] += grouped_transposed(dropped, gradient, key.shape[1])
+            delta = torch.linalg.vecdot(weights, scores_gradient) - span.query(lse_gradient)[:, :, rows]
+            span.query(correction)[:, :, rows] = delta
+            scores_gradient.sub_(delta[..., None]).mul_(weights)  # ds
+            if call.mask is not None:
+                call.mask.add_bias_gradients([sums.run for sums in bias_gradients], block, scores_gradient)
+            if squashed is not None:
+                scores_gradient.mul_(1 - squashed.square())
+            scores_gradient.mul_(call.scale)
+            span.query(query_gradient)[:, :, rows] = grouped(scores_gradient, rows_key).to(query_gradient.dtype)
+            span_key_gradient.run[:, :, part] += grouped_transposed(scores_gradient, rows_query, key.shape[1])
+            for sums in (span_key_gradient, span_value_gradient, *bias_gradients):
+                sums.end_block()
+        span.key(key_gradient).copy_(span_key_gradient.result())
+        span.key(value_gradient).copy_(span_value_gradient.result())
+    sinks = () if call.sinks is None else (_sinks_gradient(call.sinks, correction, lse),)
+    biases = (sums.result().to(tensor.dtype) for sums, tensor in zip(bias_gradients, call.bias_tensors, strict=True))
+    return (query_gradient, key_gradient, value_gradient, *sinks, *biases)
+
+
+def _sinks_gradient(sinks: Tensor, correction: Tensor, lse: Tensor) -> Tensor:
+    """A sink is one more key whose value is zero: ds = −p_sink · (δ − dl), summed over batch and rows."""
+    share = (sinks.to(lse.dtype)[None, :, None] - lse).exp()  # (B, H, L)
+    return -(share * correction).sum((0, 2)).to(sinks.dtype)
+
+
+def _span_tensors(call: AttentionCall, span: HeadSpan) -> tuple[Tensor, Tensor, Tensor]:
+    """The span's query, key and value in the compute dtype, laid out for matrix products."""
+    dtype = call.compute_dtype
+    return (
+        span.query(call.query).to(dtype),
+        span.key(call.key).to(dtype).contiguous(),
+        span.key(call.value).to(dtype).contiguous(),
+    )

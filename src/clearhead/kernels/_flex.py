@@ -1,0 +1,205 @@
+"""PyTorch's FlexAttention: a kernel compiled for this machine, which skips the blocks of keys a mask rules out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from shutil import which
+from types import FunctionType
+from typing import ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._call.spec import AttentionCall
+from .._environment import is_tracing, is_transformed
+from ..masks._grid import Block
+from ._base import Kernel, Refusal
+from ._flex_blocks import SIDE, BandBlocks, Table, lower_blocks
+
+__all__ = ["FlexKernel"]
+
+_HALF = (torch.bfloat16, torch.float16)
+_LISTS = {"places", "cells", "bias"}  # as long as the mask makes them
+_SHORTEST = 1 << 20  # filling up to this takes a millisecond, compiling for another length ten seconds
+_NARROWEST = 16  # the head size from which on PyTorch's CUDA kernels run
+
+
+@final
+class FlexKernel(Kernel):
+    """`torch.nn.attention.flex_attention`, compiled once for each kind of call."""
+
+    name: ClassVar[str] = "flex"
+    twice_differentiable: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
+
+    def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
+        if is_tracing():
+            return (Refusal("it compiles a graph of its own and fits into no other"),)
+        reasons: list[Refusal] = []
+        if is_transformed():
+            reasons.append(Refusal("torch.func cannot transform it, or derive it forwards"))
+        if call.return_lse:
+            reasons.append(Refusal("it gives out no log-sum-exp"))
+        if call.sinks is not None:
+            reasons.append(Refusal("it has no sinks"))
+        if call.dropout_p > 0:
+            reasons.append(Refusal("it has no dropout"))
+        if 0 in call.query.shape or 0 in call.value.shape or 0 in call.key.shape:
+            reasons.append(Refusal("a size is 0"))
+        if call.query.dtype == torch.float64:
+            reasons.append(Refusal("it computes in float32, not in float64"))
+        if call.mask is not None and any(part.has_bias and not part.is_tensor for part in call.mask.parts()):
+            reasons.append(Refusal("a computed bias would have to be built whole, (B, H, L, S)"))
+        return (*reasons, *_reasons_of_device(call))
+
+    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        inputs = [tensor.contiguous() for tensor in (call.query, call.key, call.value)]
+        if not call.needs_gradients:
+            inputs = [tensor.detach() for tensor in inputs]  # on the CPU it refuses what could be asked for some
+        numbers = _numbers(call)
+        for name in _LISTS & numbers.keys():
+            numbers[name] = _fixed_size(numbers[name])
+        attend = _compiled(_kind(call, inputs, numbers))
+        with _sizes_apart():
+            output = attend(*inputs, numbers, call.scale, call.needs_gradients)
+        if call.reach.queries is not None:
+            output = output.masked_fill(~call.reach.queries, 0)
+        return output, None
+
+
+def _numbers(call: AttentionCall) -> dict[str, Tensor]:
+    """Every number a compiled kernel reads besides queries, keys and values, by name."""
+    blocks = lower_blocks(call.mask, call.grid)
+    counts, columns, full_counts, full_columns = blocks.ordered()
+    numbers = {"counts": counts, "columns": columns, "full_counts": full_counts, "full_columns": full_columns}
+    if isinstance(blocks, BandBlocks):
+        numbers["ends"] = blocks.ends
+    else:
+        numbers |= {"places": blocks.places.flat, "place_steps": blocks.places.steps, "cells": blocks.cells}
+    if call.softcap is not None:
+        numbers["softcap"] = torch.tensor(call.softcap, device=call.query.device)
+    bias = None if call.mask is None else call.mask.bias(Block(call.grid), call.compute_dtype)
+    if bias is not None:
+        table = Table.of(bias)
+        numbers |= {"bias": table.flat, "bias_steps": table.steps}
+    return numbers
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, numbers: dict[str, Tensor], scale: float, gradients: bool
+) -> Tensor:
+    """What is compiled. Sizes are symbols, numbers are tensors, so that a kind of call is compiled once."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    def pick(flat: Tensor, steps: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return flat[b * steps[0] + h * steps[1] + i * steps[2] + j * steps[3]]
+
+    def in_band(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        ends = numbers["ends"]
+        return (j >= i + ends[0]) & (j <= i + ends[1]) & (j < ends[2])
+
+    def in_cells(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        place = pick(numbers["places"], numbers["place_steps"], b, h, i // SIDE, j // SIDE)
+        return numbers["cells"][(place * SIDE + i % SIDE) * SIDE + j % SIDE]
+
+    def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if "softcap" in numbers:
+            score = numbers["softcap"] * torch.tanh(score / numbers["softcap"])
+        if "bias" in numbers:
+            score = score + pick(numbers["bias"], numbers["bias_steps"], b, h, i, j)
+        return score
+
+    blocks = BlockMask.from_kv_blocks(
+        numbers["counts"],
+        numbers["columns"],
+        numbers["full_counts"],
+        numbers["full_columns"],
+        BLOCK_SIZE=SIDE,
+        mask_mod=in_band if "ends" in numbers else in_cells,
+        seq_lengths=(query.shape[2], key.shape[2]),
+        compute_q_blocks=gradients,
+    )
+    changes = "softcap" in numbers or "bias" in numbers
+    return flex_attention(
+        query,
+        key,
+        value,
+        score_mod=change if changes else None,
+        block_mask=blocks,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _sizes_apart() -> AbstractContextManager[None]:
+    """Sizes that happen to be equal when a kind of call is compiled may differ later."""
+    from torch.fx.experimental import _config
+
+    return _config.patch(use_duck_shape=False)  # pyright: ignore
+
+
+def _fixed_size(numbers: Tensor) -> Tensor:
+    """A list filled up to a power of two, whose length the compiler takes for a constant.
+
+    PyTorch's generated C++ confuses the names of sizes when functions of cells read tensors of any length.
+    """
+    length = max(_SHORTEST, 1 << (numbers.numel() - 1).bit_length())
+    filled = F.pad(numbers, (0, length - numbers.numel()))
+    torch._dynamo.mark_static(filled, 0)  # pyright: ignore
+    return filled
+
+
+def _kind(call: AttentionCall, inputs: list[Tensor], numbers: dict[str, Tensor]) -> tuple[object, ...]:
+    """What the compiler looks at: everything but sizes, and of these the constant ones and whether others are 1."""
+    heads = (call.query.shape[1], call.key.shape[1], call.query.shape[-1], call.value.shape[-1])
+    fixed = tuple((name, tensor.numel() if name in _LISTS else None) for name, tensor in numbers.items())
+    ones = tuple(size == 1 for tensor in (*inputs, *numbers.values()) for size in tensor.shape)
+    return (call.query.dtype, call.query.device, call.scale, call.needs_gradients, heads, fixed, ones)
+
+
+@lru_cache(maxsize=128)
+def _compiled(kind: tuple[object, ...]) -> Callable[..., Tensor]:
+    """A compiled copy of `_attend` for one kind of call.
+
+    A copy, because the compiler counts what it has compiled of one function and gives up at eight.
+    """
+    function = FunctionType(_attend.__code__.replace(), _attend.__globals__, closure=_attend.__closure__)
+    return torch.compile(function, dynamic=True, fullgraph=True)
+
+
+def _reasons_of_device(call: AttentionCall) -> list[Refusal]:
+    """What PyTorch does not support where this call runs."""
+    if call.query.device.type == "cuda":
+        reasons: list[Refusal] = []
+        if min(call.query.shape[-1], call.value.shape[-1]) < _NARROWEST:
+            reasons.append(Refusal("PyTorch asks for heads of {least} numbers at least", least=_NARROWEST))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.bias_tensors):
+            reasons.append(Refusal("it is given no gradient for a bias"))
+        return reasons
+    if call.query.device.type != "cpu":
+        return [Refusal("PyTorch has it for CPUs and CUDA devices only")]
+    reasons = []
+    if call.needs_gradients:
+        reasons.append(Refusal("it has no backward on the CPU"))
+    if call.query.dtype in _HALF:
+        reasons.append(Refusal("on the CPU it rounds weights to half precision, which can more than double the error"))
+    if not _builds_for_this_cpu():
+        reasons.append(Refusal("PyTorch builds it for x86 processors with AVX2 alone, on Linux and Windows"))
+    elif not _finds_compiler():
+        reasons.append(Refusal("there is no C++ compiler to build it with"))
+    return reasons
+
+
+def _builds_for_this_cpu() -> bool:
+    return sys.platform != "darwin" and bool(torch.cpu._is_avx2_supported())  # pyright: ignore
+
+
+def _finds_compiler() -> bool:
+    """Whether the compiler is there that PyTorch would call; asking PyTorch would import all of its own."""
+    command = os.environ.get("CXX") or ("cl" if sys.platform == "win32" else "g++")
+    return which(command.split()[0]) is not None

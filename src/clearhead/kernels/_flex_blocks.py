@@ -1,0 +1,146 @@
+"""From a mask to what FlexAttention takes: which blocks of keys a block of queries sees, and what each hides.
+
+Numbers travel as tensors, so that one compiled kernel serves every mask of a kind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..masks._band import Band, band_of
+from ..masks._base import Mask
+from ..masks._grid import Block, Grid
+from ..masks._lowering import chosen_cell
+
+__all__ = ["SIDE", "BandBlocks", "Blocks", "CellBlocks", "Table", "lower_blocks"]
+
+#: Queries and keys in a block; PyTorch's own default.
+SIDE = 128
+
+
+@dataclass(frozen=True)
+class Table:
+    """A tensor that broadcasts to four dimensions, flat, with the distances between neighbours in each.
+
+    Args:
+        flat: (n,), its numbers.
+        steps: (4,) int64, 0 along dimensions that broadcast.
+    """
+
+    flat: Tensor
+    steps: Tensor
+
+    @staticmethod
+    def of(tensor: Tensor) -> Table:
+        tensor = tensor.contiguous()
+        steps = [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+        return Table(tensor.flatten(), torch.tensor(steps, device=tensor.device))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which blocks are computed, (1 or B, 1 or H, query blocks, key blocks), bool.
+
+    Args:
+        partial: see some of their cells; a rule is asked for each.
+        full: see all of them.
+    """
+
+    partial: Tensor
+    full: Tensor
+
+    def ordered(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """How many partial blocks each row has and which, then the same of full ones, int32."""
+        return (*_ordered(self.partial), *_ordered(self.full))
+
+
+@dataclass(frozen=True)
+class BandBlocks(Blocks):
+    """The rule is i + low ≤ j ≤ i + high and j < stop; `ends` (3,) int64 holds the three."""
+
+    ends: Tensor
+
+
+@dataclass(frozen=True)
+class CellBlocks(Blocks):
+    """The rule is written down for the partial blocks alone.
+
+    Args:
+        places: the number of each partial block, counted from 1, a table of `partial`'s shape.
+        cells: ((1 + number of partial blocks) · SIDE²,) bool; block 0 hides everything.
+    """
+
+    places: Table
+    cells: Tensor
+
+
+def lower_blocks(mask: Mask | None, grid: Grid) -> BandBlocks | CellBlocks:
+    """The blocks of a mask, in memory that grows with L · S / SIDE² and the number of partial blocks."""
+    if mask is None:
+        return _band_blocks(Band(-grid.query_length, grid.key_length, grid.key_length), grid)
+    band = band_of(mask, grid)
+    return _cell_blocks(mask, grid) if band is None else _band_blocks(band, grid)
+
+
+def _band_blocks(band: Band, grid: Grid) -> BandBlocks:
+    rows = torch.arange(0, grid.query_length, SIDE, device=grid.device)[:, None]  # first of each block, (n, 1)
+    columns = torch.arange(0, grid.key_length, SIDE, device=grid.device)  # (m,)
+    last_row = rows + SIDE - 1
+    stop_column = columns + SIDE
+    some = (columns <= last_row + band.high) & (columns < band.stop) & (stop_column > rows + band.low)
+    some &= band.low <= band.high
+    every = (columns >= last_row + band.low) & (stop_column <= rows + band.high + 1) & (stop_column <= band.stop)
+    inside = (last_row < grid.query_length) & (stop_column <= grid.key_length)
+    full = some & every & inside  # those at the edge hide what lies beyond it
+    ends = torch.tensor([band.low, band.high, band.stop], device=grid.device)
+    return BandBlocks((some & ~full)[None, None], full[None, None], ends)
+
+
+def _cell_blocks(mask: Mask, grid: Grid) -> CellBlocks:
+    """Look at every block that `key_span` leaves, one row of blocks at a time."""
+    query_blocks, key_blocks = -(-grid.query_length // SIDE), -(-grid.key_length // SIDE)
+    cell = mask.visible(chosen_cell(grid))
+    outer = (1, 1) if cell is None else (cell.shape[0], cell.shape[1])
+    partial = torch.zeros(*outer, query_blocks, key_blocks, dtype=torch.bool, device=grid.device)
+    full, places = partial.clone(), torch.zeros(partial.shape, dtype=torch.long, device=grid.device)
+    kept = [torch.zeros(SIDE * SIDE, dtype=torch.bool, device=grid.device)]
+    count = 1
+    for row in range(query_blocks):
+        first, cells = _strip(mask, grid, row)
+        columns = slice(first, first + cells.shape[2])
+        flat = cells.expand(*outer, -1, -1, -1).flatten(-2)  # (1 or B, 1 or H, blocks, SIDE²)
+        every = flat.all(-1)
+        some = flat.any(-1) & ~every
+        partial[:, :, row, columns], full[:, :, row, columns] = some, every
+        kept.append(flat[some].flatten())
+        found = int(some.sum())
+        places[:, :, row, columns][some] = torch.arange(count, count + found, device=grid.device)
+        count += found
+    whole = (grid.batch_size, grid.num_heads, -1, -1)  # one shape for all masks, so that one kernel serves them
+    return CellBlocks(partial.expand(whole), full.expand(whole), Table.of(places), torch.cat(kept))
+
+
+def _strip(mask: Mask, grid: Grid, row: int) -> tuple[int, Tensor]:
+    """The first block a row of blocks can see, and its cells, (1 or B, 1 or H, blocks, SIDE, SIDE), hidden at edges."""
+    rows = slice(row * SIDE, min((row + 1) * SIDE, grid.query_length))
+    start, stop = mask.key_span(grid, rows)
+    first, last = start // SIDE, -(-stop // SIDE)
+    columns = slice(first * SIDE, min(last * SIDE, grid.key_length))
+    block = Block(grid, rows=rows, columns=columns)
+    visible = mask.visible(block) if first < last else None
+    shape = (rows.stop - rows.start, max(0, columns.stop - columns.start))
+    if visible is None:
+        visible = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=grid.device)
+    visible = visible.expand(*visible.shape[:2], *shape)
+    padded = F.pad(visible, (0, max(0, last - first) * SIDE - shape[1], 0, SIDE - shape[0]))
+    return first, padded.unflatten(-1, (-1, SIDE)).transpose(-3, -2)
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks are marked in each row, and their numbers in front of all others'."""
+    numbers = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32).contiguous(), numbers.to(torch.int32).contiguous()

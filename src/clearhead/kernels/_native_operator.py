@@ -1,0 +1,75 @@
+"""The native kernel as operators of PyTorch, ``clearhead::attention`` and its backward, for graphs and dispatch modes.
+
+An ordinary call never comes here: going through the dispatcher costs more than a small attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._native_calls import Request, backward, empty_lse, empty_output, forward
+
+__all__ = ["sinks_gradient"]
+
+_REQUEST = (
+    "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? visible, Tensor? bias, Tensor? first, "
+    "Tensor? last, Tensor? seed, float scale, float softcap, float dropout_p, SymInt low, SymInt high, SymInt stop"
+)
+_library = torch.library.Library("clearhead", "FRAGMENT")
+_library.define(f"attention({_REQUEST}) -> (Tensor, Tensor)")
+_library.define(
+    f"attention_backward({_REQUEST}, Tensor output, Tensor lse, Tensor output_gradient, Tensor? lse_gradient) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def sinks_gradient(sinks: Tensor, correction: Tensor, lse: Tensor) -> Tensor:
+    """A sink is one more key whose value is zero: ds = −p_sink · (δ − dl), summed over batch and rows."""
+    share = (sinks.to(lse.dtype)[None, :, None] - lse).exp()  # (B, H, L)
+    return -(share * correction).sum((0, 2)).to(sinks.dtype)
+
+
+def _forward(*request: Any) -> tuple[Tensor, Tensor]:
+    lse = empty_lse(request[0])
+    return forward(Request(*request), lse), lse
+
+
+def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *request, output, lse, output_gradient, lse_gradient = arguments
+    return backward(Request(*request), output, lse, output_gradient, lse_gradient)
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return empty_output(query, value), empty_lse(query)
+
+
+def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    gradients = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
+    return *gradients, empty_lse(query).float()
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:9], *output)
+    ctx.numbers = inputs[9:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, output_gradient: Tensor | None, lse_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+    *tensors, output, lse = ctx.saved_tensors
+    if output_gradient is None:
+        output_gradient = torch.zeros_like(output)
+    *gradients, correction = torch.ops.clearhead.attention_backward(
+        *tensors, *ctx.numbers, output, lse, output_gradient, lse_gradient
+    )
+    sinks = tensors[3]
+    return *gradients, None if sinks is None else sinks_gradient(sinks, correction, lse), *(None,) * 11
+
+
+_library.impl("attention", _forward, "CPU")
+_library.impl("attention_backward", _backward, "CPU")
+torch.library.register_fake("clearhead::attention", _fake_forward, lib=_library)
+torch.library.register_fake("clearhead::attention_backward", _fake_backward, lib=_library)
+torch.library.register_autograd("clearhead::attention", _differentiate, setup_context=_save, lib=_library)

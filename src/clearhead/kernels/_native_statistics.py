@@ -1,0 +1,195 @@
+"""Statistics of weights from the native kernel, which computes the scores of a tile once and stores none of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from .._call.spec import AttentionCall
+from .._environment import is_dispatching
+from ..masks._band import band_of
+from ._native import NativeKernel, request_of
+from ._native_calls import Request, empty_lse, empty_output, statistics
+
+__all__ = [
+    "MOST_KEYS_OF_A_QUERY",
+    "WeightStatistics",
+    "gather",
+    "native_output_and_weights",
+    "native_weights",
+    "refuses",
+    "refuses_statistics",
+]
+
+MOST_KEYS_OF_A_QUERY = 64  # in top-k: longer lists are no longer short beside the scores
+_MOST_CELLS = 1 << 26  # of a mask that has to be written down first
+
+
+@dataclass
+class WeightStatistics:
+    """What is wanted of one call, as tensors that are written; ``None`` is not.
+
+    Args:
+        counted: bool (B, L), contiguous: the queries that sums over queries take in. ``None``: all.
+        largest: (B, H, L), the largest score, −∞ where nothing is seen.
+        visible: (B, H, L), how many keys are seen.
+        entropy: (B, H, L), in nats.
+        confidence: (B, H, L), the largest weight.
+        norm: (B, H, L), lengths of the outputs; needs `output`.
+        received: (B, H, S), sums over counted queries.
+        viewers: (B, H, S), how many counted queries see each key; with `received`.
+        top_weights: (B, H, L, k), falling.
+        top_keys: int64 (B, H, L, k), −1 where fewer are seen.
+        output: (B, H, L, Dv), what `attention` gives.
+        weights: (B, H, L, S), or (B, 1, L, S) for their mean over the heads.
+        map: (B, H, R, C), what tile ⌊i·R/L⌋, ⌊j·C/S⌋ gets of counted queries: the sum, or the largest weight.
+        map_peaks: which of the two.
+        lse: float64 (B, H, L), what `attention` gives before it is rounded.
+    """
+
+    counted: Tensor | None
+    largest: Tensor
+    visible: Tensor
+    entropy: Tensor | None = None
+    confidence: Tensor | None = None
+    norm: Tensor | None = None
+    received: Tensor | None = None
+    viewers: Tensor | None = None
+    top_weights: Tensor | None = None
+    top_keys: Tensor | None = None
+    output: Tensor | None = None
+    weights: Tensor | None = None
+    map: Tensor | None = None
+    map_peaks: bool = False
+    lse: Tensor | None = None
+
+
+def refuses(call: AttentionCall) -> bool:
+    """Whether the kernel cannot run the call, or gives no statistics of it."""
+    return bool(NativeKernel().refusals(call)) or refuses_statistics(call)
+
+
+def refuses_statistics(call: AttentionCall) -> bool:
+    """Whether it gives none of a call that it can run.
+
+    That is where a mask would first have to be written down and is large, and where a mode watches: unlike an output,
+    statistics are no operator that it could see.
+    """
+    if is_dispatching():
+        return True
+    grid = call.grid
+    small = grid.batch_size * grid.query_length * grid.key_length <= _MOST_CELLS
+    return not small and not _reads_in_place(call)
+
+
+def _reads_in_place(call: AttentionCall) -> bool:
+    """Whether nothing of the mask has to be written down."""
+    parts = [] if call.mask is None else call.mask.parts()
+    return all(part.is_tensor or band_of(part, call.grid) or part.row_spans(call.grid) for part in parts)
+
+
+def gather(
+    call: AttentionCall,
+    wanted: frozenset[str],
+    counted: Tensor | None,
+    *,
+    top_k: int = 0,
+    map_size: int = 0,
+    map_pooling: Literal["mass", "max"] = "mass",
+) -> WeightStatistics:
+    """Compute the fields that are named; `largest` and `visible` always are.
+
+    Args:
+        call: which attention.
+        wanted: names of fields, ``top`` for the two of them, ``head_average`` for the mean of ``weights``.
+        counted: bool (B, L), or ``None`` for all.
+        top_k: how many keys of each query.
+        map_size: R and C at most.
+        map_pooling: sums, or the largest weight.
+    """
+    return _gather(request_of(call), wanted, counted, top_k, (map_size, map_size), map_pooling == "max")
+
+
+def native_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor | None:
+    """Weights of all rows, or of those numbered (n,): (B, H, n, S), or their mean over the heads (B, n, S), in float32.
+
+    Returns:
+        ``None`` where the kernel gives none.
+    """
+    if refuses(call) or (rows is not None and not _reads_in_place(call)):
+        return None
+    request = request_of(call) if rows is None else _of_rows(request_of(call), rows)
+    weights = cast(Tensor, _gather(request, frozenset({"head_average" if average else "weights"}), None).weights)
+    return weights[:, 0] if average else weights
+
+
+def native_output_and_weights(call: AttentionCall, average: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What `attention` gives without dropout, all weights as `native_weights` gives them, and lse (B, H, L) in float64.
+
+    All from one pass; for calls that the kernel does not refuse.
+    """
+    found = _gather(request_of(call), frozenset({"output", "lse", "head_average" if average else "weights"}), None)
+    output, weights, lse = cast(Tensor, found.output), cast(Tensor, found.weights), cast(Tensor, found.lse)
+    return output, weights[:, 0] if average else weights, lse
+
+
+def _gather(
+    request: Request,
+    wanted: frozenset[str],
+    counted: Tensor | None,
+    top_k: int = 0,
+    map_size: tuple[int, int] = (0, 0),
+    map_peaks: bool = False,
+) -> WeightStatistics:
+    (batch, heads, length, _), keys = request.query.shape, request.key.shape[2]
+
+    def empty(*shape: int) -> Tensor:
+        return request.query.new_empty(batch, heads, *shape, dtype=torch.float32)
+
+    found = WeightStatistics(None if counted is None else counted.contiguous(), empty(length), empty(length))
+    for name in wanted & {"entropy", "confidence", "norm"}:
+        setattr(found, name, empty(length))
+    if "lse" in wanted:
+        found.lse = empty_lse(request.query)
+    if "received" in wanted:
+        found.received, found.viewers = empty(keys).zero_(), empty(keys).zero_()
+    if "top" in wanted:
+        found.top_weights = empty(length, top_k)
+        found.top_keys = found.top_weights.new_empty(found.top_weights.shape, dtype=torch.int64)
+    if wanted & {"output", "norm"}:
+        found.output = empty_output(request.query, request.value)
+    if wanted & {"weights", "head_average"}:
+        matrices = heads if "weights" in wanted else 1
+        found.weights = request.query.new_zeros(batch, matrices, length, keys, dtype=torch.float32)
+    if "map" in wanted:
+        found.map = empty(min(map_size[0], length), min(map_size[1], keys)).zero_()
+        found.map_peaks = map_peaks
+    statistics(request, found)
+    return found
+
+
+def _of_rows(request: Request, rows: Tensor) -> Request:
+    """The request of some rows, whatever their order."""
+    length, keys = request.query.shape[2], request.key.shape[2]
+
+    def cut(tensor: Tensor | None, dim: int) -> Tensor | None:
+        return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.index_select(dim, rows)
+
+    first, last = cut(request.first, 1), cut(request.last, 1)
+    if request.low > -length or request.high < keys - 1:
+        from_band, to_band = ((rows + step)[None].int() for step in (request.low, request.high + 1))
+        first = from_band if first is None else torch.maximum(first, from_band)
+        last = to_band if last is None else torch.minimum(last, to_band)
+    return replace(
+        request,
+        query=request.query.index_select(2, rows),
+        visible=cut(request.visible, 2),
+        bias=cut(request.bias, 2),
+        first=None if first is None else first.clamp(min=0),
+        last=last,
+        low=-len(rows),
+        high=keys,
+    )

@@ -1,0 +1,73 @@
+"""The textbook formula: any call, any dtype, differentiable twice. Every other kernel is judged by it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from .._call.dropout import dropout_factors
+from .._call.heads import fold_group, unfold_group
+from .._call.spec import AttentionCall
+from ..masks._grid import Block
+from ._base import Kernel, Refusal
+
+__all__ = ["ReferenceKernel", "reference_weights"]
+
+
+@final
+class ReferenceKernel(Kernel):
+    """softmax(scale · q kᵀ + bias) v, with the whole (B, H, L, S) tensor in memory."""
+
+    name: ClassVar[str] = "reference"
+    twice_differentiable: ClassVar[bool] = True
+
+    def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
+        return ()
+
+    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        weights, lse = reference_weights(call)  # (B, H, L, S), (B, H, L)
+        if call.dropout_seed is not None:
+            block = Block(call.grid)
+            weights = weights * dropout_factors(call.dropout_seed, call.dropout_p, block, weights.dtype)
+        num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
+        mixed = fold_group(weights, num_kv_heads) @ call.value.to(call.compute_dtype)  # (B, Hkv, G·L, Dv)
+        output = unfold_group(mixed, num_heads).to(call.query.dtype)  # (B, H, L, Dv)
+        return output, lse if call.return_lse else None
+
+
+def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The weights p (B, H, L, S) and lse (B, H, L), in the compute dtype.
+
+    A query that sees no key gets p = 0 and lse = −∞ (its sink, if there are sinks), with zero gradients.
+    """
+    scores = _scores(call)
+    keys = scores.shape[-1]
+    if call.sinks is not None:  # a sink is one more key, whose value is zero
+        sinks = call.sinks.to(scores.dtype)[None, :, None, None]
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)  # (B, H, L, S + 1)
+        return scores.softmax(-1)[..., :keys], scores.logsumexp(-1)
+    if call.reach.queries is None:
+        return scores.softmax(-1), scores.logsumexp(-1)
+    blind = ~call.reach.queries  # (1 or B, 1 or H, L, 1)
+    scores = scores.masked_fill(blind, 0)  # any finite number: softmax of −∞ alone would be NaN
+    weights = scores.softmax(-1).masked_fill(blind, 0)
+    return weights, scores.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
+
+
+def _scores(call: AttentionCall) -> Tensor:
+    num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
+    query, key = call.query.to(call.compute_dtype), call.key.to(call.compute_dtype)
+    folded = fold_group(query, num_kv_heads) @ key.transpose(-2, -1)  # (B, Hkv, G·L, S)
+    scores = unfold_group(folded, num_heads) * call.scale  # (B, H, L, S)
+    if call.softcap is not None:
+        scores = call.softcap * (scores / call.softcap).tanh()
+    if call.mask is None:
+        return scores
+    block = Block(call.grid)
+    bias = call.mask.bias(block, scores.dtype)
+    if bias is not None:
+        scores = scores + bias
+    visible = call.mask.visible(block)
+    return scores if visible is None else scores.masked_fill(~visible, float("-inf"))

@@ -1,0 +1,135 @@
+"""Backward passes that PyTorch cannot follow: those of fused kernels and of our own autograd functions.
+
+Under ``create_graph=True``, and where many gradients are mapped over at once (``is_grads_batched=True``,
+``jacobian(vectorize=True)``), gradients are computed by `reference` instead, from PyTorch's operations alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .._call.spec import AttentionCall
+from ..errors import KernelError
+from ._reference import ReferenceKernel
+
+__all__ = ["allow_second_derivatives", "backward_pass", "gradients_through", "reference_results"]
+
+OptionalTensors = Sequence[Tensor | None]
+#: Results from inputs, by PyTorch's operations.
+Recompute = Callable[..., OptionalTensors]
+
+
+def allow_second_derivatives(
+    kernel_name: str,
+    call: AttentionCall,
+    output: Tensor,
+    lse: Tensor | None,
+    inputs: tuple[Tensor, ...] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the same output and lse, differentiable twice in the call's inputs, or in those that are given."""
+    if inputs is None:
+        call, inputs = call.without_tensors(), call.inputs
+    if lse is None:
+        return cast(Tensor, _Identity.apply(kernel_name, call, 1, output, *inputs)), None
+    return cast("tuple[Tensor, Tensor]", _Identity.apply(kernel_name, call, 2, output, lse, *inputs))
+
+
+class _Identity(torch.autograd.Function):
+    """Results of a kernel of PyTorch's, whose backward maps over gradients but is not differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> Any:
+        ctx.kernel_name = kernel_name
+        ctx.call = call
+        ctx.count = count
+        ctx.save_for_backward(*tensors[count:])
+        results = tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+        return results[0] if count == 1 else results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return (None, None, None, *gradients, *(None for _ in ctx.saved_tensors))
+        if ctx.call.dropout_p > 0 and ctx.call.dropout_seed is None:
+            raise KernelError(
+                f"create_graph=True: {ctx.kernel_name} drew its own dropout, which cannot be drawn again. "
+                "Run the forward pass under clearhead.use_kernel('chunked') or with dropout off."
+            )
+        found = gradients_through(reference_results(ctx.call), ctx.saved_tensors, gradients)
+        return (None, None, None, *(None for _ in gradients), *found)
+
+
+def backward_pass(
+    ctx: Any,
+    gradients: OptionalTensors,
+    inputs: OptionalTensors,
+    own: Callable[[], OptionalTensors],
+    recompute: Recompute,
+) -> tuple[Tensor | None, ...]:
+    """The backward pass of an autograd function of ours, whose tensor arguments come last.
+
+    Args:
+        ctx: of the function.
+        gradients: of its results.
+        inputs: its tensor arguments.
+        own: their gradients by the function's own means, which are neither differentiable nor mapped over.
+        recompute: the function's results from its tensor arguments.
+    """
+    given = [gradient for gradient in gradients if gradient is not None]
+    arguments = len(ctx.needs_input_grad)
+    if not given:  # `_Identity` has computed them all
+        return (None,) * arguments
+    if any(map(_needs_operations, given)):
+        found = gradients_through(recompute, inputs, gradients)
+    elif torch._C._is_any_autocast_enabled():  # pyright: ignore[reportPrivateUsage]
+        with torch.autocast(given[0].device.type, enabled=False):
+            found = own()
+    else:
+        found = own()
+    return *(None,) * (arguments - len(found)), *found
+
+
+def _needs_operations(gradient: Tensor) -> bool:
+    """Whether a backward pass has to be made of PyTorch's operations: to be differentiated again, or mapped over."""
+    inner: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+    return (
+        torch.is_grad_enabled()
+        or inner._are_functorch_transforms_active()
+        or inner._functorch.is_legacy_batchedtensor(gradient)  # of ``is_grads_batched=True``
+    )
+
+
+def gradients_through(
+    recompute: Recompute, inputs: OptionalTensors, gradients: OptionalTensors
+) -> tuple[Tensor | None, ...]:
+    """Gradients of `inputs` from those of what `recompute` makes of them, by PyTorch's operations.
+
+    Results beyond the gradients that are given take no part. Inputs that need no gradient get ``None``.
+    """
+    again = torch.is_grad_enabled()
+    device = next(tensor.device.type for tensor in inputs if tensor is not None)
+    with torch.enable_grad(), torch.autocast(device, enabled=False):
+        # A tensor that is two of the inputs has two gradients here.
+        views = [None if tensor is None else tensor.view_as(tensor) for tensor in inputs]
+        wanted = [view for view in views if view is not None and view.requires_grad]
+        outputs: list[Tensor] = []
+        given: list[Tensor] = []
+        for result, gradient in zip(recompute(*views), gradients, strict=False):
+            # The log-sum-exp has no gradient where the value alone needs one.
+            if result is not None and gradient is not None and result.requires_grad:
+                outputs.append(result)
+                given.append(gradient)
+        if not outputs:
+            return (None,) * len(views)
+        found = iter(torch.autograd.grad(outputs, wanted, given, create_graph=again, allow_unused=True))
+    return tuple(next(found) if view is not None and view.requires_grad else None for view in views)
+
+
+def reference_results(template: AttentionCall) -> Recompute:
+    """Output and lse of a call with other tensors."""
+    return lambda *inputs: ReferenceKernel().run(replace(template.with_tensors(*inputs), return_lse=True))

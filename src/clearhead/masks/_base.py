@@ -1,0 +1,353 @@
+"""What a mask is, and how masks combine.
+
+A mask stays a description until a kernel asks for a block of it: `visible` answers which keys a query may attend
+to, `bias` what is added to its scores.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from ..errors import MaskTypeError
+from ._grid import Block, Grid
+
+if TYPE_CHECKING:
+    from ._check import MaskReport
+
+__all__ = ["And", "Mask", "Not", "Or", "Sizes", "all_of"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a mask knows of the call it was made for; ``None`` where it fits any size."""
+
+    batch_size: int | None = None
+    num_heads: int | None = None
+    query_length: int | None = None
+    key_length: int | None = None
+    fewest_keys: int = 0
+
+    def merged(self, other: Sizes) -> Sizes:
+        return Sizes(
+            self.batch_size if self.batch_size is not None else other.batch_size,
+            self.num_heads if self.num_heads is not None else other.num_heads,
+            self.query_length if self.query_length is not None else other.query_length,
+            self.key_length if self.key_length is not None else other.key_length,
+            max(self.fewest_keys, other.fewest_keys),
+        )
+
+
+class Mask(ABC):
+    """Which keys each query may attend to; ``True`` always means *may attend*.
+
+    Combine masks with ``&`` (both must allow; biases add), ``|`` (either allows) and ``~`` (the opposite).
+
+    Example:
+        >>> from clearhead import masks
+        >>> (masks.causal() & masks.sliding_window(1, 0)).dense(3)[0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
+    """
+
+    @abstractmethod
+    def visible(self, block: Block) -> Tensor | None:
+        """Bool tensor that broadcasts to the block's (b, h, l, s), or ``None`` where nothing is hidden."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """The mask as its user would write it."""
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
+        """What is added to the block's scores, in their dtype, or ``None``."""
+        return None
+
+    def bias_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that biases are read from, for gradients, in a fixed order."""
+        return ()
+
+    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        """The same mask reading its biases from other tensors, in the order of `bias_tensors`."""
+        return self
+
+    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
+        """Add a block's score gradient (b, h, l, s) to the gradient of each of `bias_tensors`."""
+
+    def validate(self, grid: Grid) -> None:
+        """Raise if the mask does not fit a call of these sizes."""
+
+    def sizes(self) -> Sizes:
+        return Sizes()
+
+    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
+        """A range of columns outside which `rows` see nothing; kernels skip the rest."""
+        return 0, grid.key_length
+
+    def row_spans(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
+        """First and one past the last column each row sees, int32 (1 or B, 1 or L) each, if that is all it says."""
+        return None
+
+    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+        """Bool (1 or B, L) and (1 or B, S): query i sees key j where both are true, if that is all it says.
+
+        ``None`` on a side stands for all of it; instead of both, for a mask that says more.
+        """
+        return None
+
+    def parts(self) -> tuple[Mask, ...]:
+        """The masks that all have to allow a key."""
+        return (self,)
+
+    @property
+    def has_bias(self) -> bool:
+        return False
+
+    @property
+    def fits_any_call(self) -> bool:
+        """Whether no call can be refused because of this mask."""
+        return False
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether the mask already is one tensor that lowering only has to view."""
+        return False
+
+    def __and__(self, other: object) -> Mask:
+        return And(self.parts() + _operand(other, "&").parts())
+
+    def __or__(self, other: object) -> Mask:
+        return Or(_predicate(self, "|"), _predicate(_operand(other, "|"), "|"))
+
+    def __invert__(self) -> Mask:
+        return Not(_predicate(self, "~"))
+
+    def dense(
+        self,
+        query_length: int | None = None,
+        key_length: int | None = None,
+        *,
+        batch_size: int | None = None,
+        num_heads: int | None = None,
+        query_positions: Tensor | int | None = None,
+        key_positions: Tensor | int | None = None,
+    ) -> Tensor:
+        """Build the mask as a tensor, for looking at it.
+
+        Args:
+            query_length: L; left out where the mask's own tensors say it.
+            key_length: S; defaults to what the mask's tensors say, else to L.
+            batch_size: B; defaults to what the mask's tensors say, else to 1.
+            num_heads: H; likewise.
+            query_positions: absolute positions of the queries, as for `clearhead.attention`.
+            key_positions: absolute positions of the keys, likewise.
+
+        Returns:
+            (B, H, L, S): bool, ``True`` = may attend; with a bias in the mask, float, −inf = hidden.
+
+        Raises:
+            ArgumentError: if no length is given and the mask does not know one.
+            And what a call of these sizes raises if the mask does not fit.
+
+        Example:
+            >>> import torch
+            >>> from clearhead import masks
+            >>> masks.lengths(torch.tensor([1, 2])).dense(1, 3).int()[:, 0, 0]
+            tensor([[1, 0, 0],
+                    [1, 1, 0]], dtype=torch.int32)
+        """
+        from ._check import grid_for
+        from ._lowering import dense_mask
+
+        grid = grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+        self.validate(grid)
+        return dense_mask(self, grid)
+
+    def check(
+        self,
+        query_length: int | None = None,
+        key_length: int | None = None,
+        *,
+        batch_size: int | None = None,
+        num_heads: int | None = None,
+        query_positions: Tensor | int | None = None,
+        key_positions: Tensor | int | None = None,
+    ) -> MaskReport:
+        """Look for the usual mistakes and say in words what was found.
+
+        Reported are shapes that do not fit, queries that see no key, keys that no query sees, padding whose
+        polarity looks inverted and causal masks that look the wrong way round. Arguments as for `dense`.
+
+        Returns:
+            A `MaskReport`: ``report.ok``, ``report.findings``, and a readable ``str(report)``.
+
+        Example:
+            >>> import torch
+            >>> from clearhead import masks
+            >>> padding = torch.tensor([[0, 0, 0], [0, 0, 1]])  # 1 = padding, given as if 1 meant keep
+            >>> print(masks.keep(keys=padding).check(3).findings[0])  # doctest: +ELLIPSIS
+            inverted padding: item 0 shows no key at all ...
+        """
+        from ._check import check_mask
+
+        return check_mask(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+
+    def __repr__(self) -> str:
+        from ._picture import draw
+
+        return draw(self)
+
+
+@final
+class And(Mask):
+    """All parts have to allow a key; their biases add up."""
+
+    def __init__(self, parts: tuple[Mask, ...]) -> None:
+        self._parts = parts
+
+    def parts(self) -> tuple[Mask, ...]:
+        return self._parts
+
+    def visible(self, block: Block) -> Tensor | None:
+        result: Tensor | None = None
+        for part in self._parts:
+            seen = part.visible(block)
+            if seen is not None:
+                result = seen if result is None else result & seen
+        return result
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
+        result: Tensor | None = None
+        for part in self._parts:
+            added = part.bias(block, dtype)
+            if added is not None:
+                result = added if result is None else result + added
+        return result
+
+    def bias_tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for part in self._parts for tensor in part.bias_tensors())
+
+    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        return And(tuple(part.with_bias_tensors(tensors) for part in self._parts))
+
+    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
+        start = 0
+        for part in self._parts:
+            count = len(part.bias_tensors())
+            part.add_bias_gradients(gradients[start : start + count], block, scores_gradient)
+            start += count
+
+    def validate(self, grid: Grid) -> None:
+        for part in self._parts:
+            part.validate(grid)
+
+    def sizes(self) -> Sizes:
+        sizes = Sizes()
+        for part in self._parts:
+            sizes = sizes.merged(part.sizes())
+        return sizes
+
+    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
+        first, last = 0, grid.key_length
+        for part in self._parts:
+            start, stop = part.key_span(grid, rows)
+            first, last = max(first, start), min(last, stop)
+        return min(first, last), last
+
+    @property
+    def has_bias(self) -> bool:
+        return any(part.has_bias for part in self._parts)
+
+    @property
+    def fits_any_call(self) -> bool:
+        return all(part.fits_any_call for part in self._parts)
+
+    def describe(self) -> str:
+        return " & ".join(part.describe() for part in self._parts)
+
+
+@final
+class Or(Mask):
+    """Either mask allows the key."""
+
+    def __init__(self, left: Mask, right: Mask) -> None:
+        self._left = left
+        self._right = right
+
+    def visible(self, block: Block) -> Tensor | None:
+        left, right = self._left.visible(block), self._right.visible(block)
+        return None if left is None or right is None else left | right
+
+    def validate(self, grid: Grid) -> None:
+        self._left.validate(grid)
+        self._right.validate(grid)
+
+    def sizes(self) -> Sizes:
+        return self._left.sizes().merged(self._right.sizes())
+
+    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
+        left, right = self._left.key_span(grid, rows), self._right.key_span(grid, rows)
+        return min(left[0], right[0]), max(left[1], right[1])
+
+    def describe(self) -> str:
+        return f"({self._left.describe()} | {self._right.describe()})"
+
+
+@final
+class Not(Mask):
+    """Allows what the other mask hides."""
+
+    def __init__(self, inner: Mask) -> None:
+        self._inner = inner
+
+    def visible(self, block: Block) -> Tensor | None:
+        seen = self._inner.visible(block)
+        if seen is None:
+            return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=block.grid.device)
+        return ~seen
+
+    def validate(self, grid: Grid) -> None:
+        self._inner.validate(grid)
+
+    def sizes(self) -> Sizes:
+        return self._inner.sizes()
+
+    def describe(self) -> str:
+        inner = self._inner.describe()
+        return f"~({inner})" if len(self._inner.parts()) > 1 else f"~{inner}"
+
+
+def all_of(masks: list[Mask | None]) -> Mask | None:
+    """One mask that shows what all of them show; ``None`` hides nothing, and is what nothing but ``None`` gives."""
+    combined: Mask | None = None
+    for mask in masks:
+        if mask is not None:
+            combined = mask if combined is None else combined & mask
+    return combined
+
+
+def _operand(other: object, symbol: str) -> Mask:
+    if isinstance(other, Mask):
+        return other
+    if isinstance(other, Tensor):
+        from ._tensors import as_mask
+
+        return as_mask(other)
+    raise MaskTypeError(
+        f"mask {symbol} {type(other).__name__}: a mask combines with another mask or a bool tensor, "
+        f"got {type(other).__name__}. Wrap tensors with masks.keep(...), masks.drop(...) or masks.bias(...)."
+    )
+
+
+def _predicate(mask: Mask, symbol: str) -> Mask:
+    if mask.has_bias:
+        raise MaskTypeError(
+            f"{symbol} {mask.describe()}: a bias adds numbers to scores, it has no 'or' and no opposite. "
+            f"Combine biases with & only; to hide keys use masks.keep(...) or masks.drop(...)."
+        )
+    return mask

@@ -1,0 +1,243 @@
+"""Finding the usual mistakes in a mask, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._checks import INTEGERS, integer, strided
+from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from ._base import Mask
+from ._grid import Block, Grid
+from ._reach import reach
+
+__all__ = ["MaskReport", "check_mask", "grid_for"]
+
+_CORNER = 64  # rows and columns looked at to tell a causal mask from its opposite
+
+
+@dataclass(frozen=True)
+class MaskReport:
+    """What `Mask.check` found; ``ok`` if nothing.
+
+    Args:
+        description: the mask as its user would write it.
+        findings: one sentence each.
+
+    Example:
+        >>> from clearhead import masks
+        >>> report = masks.causal().check(4)
+        >>> report.ok, str(report)
+        (True, 'causal(): nothing suspicious')
+    """
+
+    description: str
+    findings: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.description}: nothing suspicious"
+        return "\n".join([f"{self.description}:", *(f"  - {finding}" for finding in self.findings)])
+
+
+def check_mask(
+    mask: Mask,
+    query_length: int | None,
+    key_length: int | None,
+    batch_size: int | None,
+    num_heads: int | None,
+    query_positions: Tensor | int | None,
+    key_positions: Tensor | int | None,
+) -> MaskReport:
+    """See `Mask.check`."""
+    grid = grid_for(mask, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+    if grid.device.type == "meta":
+        raise DeviceError(explain_problem("mask", expected="a mask with values to look at", got="one on meta"))
+    try:
+        mask.validate(grid)
+        seen = reach(mask, grid)
+    except ClearheadError as error:
+        return MaskReport(mask.describe(), (f"shape or value: {error}",))
+    findings: list[str] = []
+    queries = None if seen.queries is None else _per_item(seen.queries, grid)
+    keys = None if seen.keys is None else _per_item(seen.keys, grid)
+    inverted = None if keys is None else _inverted_padding(keys, mask.describe())
+    if inverted:
+        findings.append(inverted)
+    if _looks_anticausal(mask, grid):
+        findings.append(
+            "inverted causal mask: the visible keys are exactly those after the query; "
+            "if 1 marks hidden keys in this tensor, use masks.drop(t)"
+        )
+    if queries is not None and not bool(queries.all()):
+        findings.append(_hidden_text("queries that see no key", "their output will be zero", ~queries))
+    # Keys that only some items hide are padding, and nothing to report.
+    if keys is not None and not bool(keys.any(0).all()):
+        findings.append(_hidden_text("keys that no query sees", "fine for padding", ~keys))
+    return MaskReport(mask.describe(), tuple(findings))
+
+
+def grid_for(
+    mask: Mask,
+    query_length: int | None,
+    key_length: int | None,
+    batch_size: int | None,
+    num_heads: int | None,
+    query_positions: Tensor | int | None,
+    key_positions: Tensor | int | None,
+) -> Grid:
+    """The sizes that were given, completed by what the mask's own tensors say."""
+    known = mask.sizes()
+    given = {"query_length": query_length, "key_length": key_length, "batch_size": batch_size, "num_heads": num_heads}
+    for name, value in given.items():
+        if value is not None:
+            integer(name, value, least=0)
+    query_positions = as_positions("query_positions", query_positions)
+    key_positions = as_positions("key_positions", key_positions, per_head=True)
+    length = _first(query_length, known.query_length, _count(query_positions))
+    keys = _first(key_length, known.key_length, _count(key_positions))
+    if keys is None:
+        keys = max(length or 0, known.fewest_keys) or length
+    if length is None:
+        length = keys
+    if length is None:
+        raise ArgumentError(
+            explain_problem(
+                "query_length",
+                expected=f"a length, because {mask.describe()} fits any",
+                got="none",
+                fix="Write for example mask.dense(8).",
+            )
+        )
+    keys = length if keys is None else keys
+    batch = _first(batch_size, known.batch_size, _batch(query_positions), _batch(key_positions))
+    heads = _first(num_heads, known.num_heads)
+    device = _device_of(mask) or torch.device("cpu")
+    for name, positions in (("query_positions", query_positions), ("key_positions", key_positions)):
+        if isinstance(positions, Tensor) and positions.device != device:
+            got = str(positions.device)
+            raise DeviceError(explain_problem(name, expected=f"positions on {device}, like the mask", got=got))
+    for name, positions in (("query_positions", query_positions), ("key_positions", key_positions)):
+        _require_rows(name, positions, 1 if batch is None else batch, 1 if heads is None else heads)
+    _require_count("query_positions", query_positions, length)
+    _require_count("key_positions", key_positions, keys)
+    return Grid(
+        batch_size=1 if batch is None else batch,
+        num_heads=1 if heads is None else heads,
+        query_length=length,
+        key_length=keys,
+        device=device,
+        query_positions=query_positions,
+        key_positions=key_positions,
+    )
+
+
+def as_positions(name: str, positions: object, *, per_head: bool = False) -> Tensor | int | None:
+    """Read positions: an int stays one, a tensor (n,) or (B, n) becomes int64 (1 or B, n).
+
+    Args:
+        name: of the argument.
+        positions: what was given.
+        per_head: whether (B, H, n) may be given too; it stays as it is.
+    """
+    if positions is None:
+        return None
+    shapes = "(n,), (B, n) or (B, H, n)" if per_head else "(n,) or (B, n)"
+    if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
+        return integer(name, positions, least=0, expected="a first position ≥ 0")
+    expected = f"an int, or an integer tensor {shapes}"
+    positions = strided(name, positions, expected)
+    if positions.dtype not in INTEGERS:
+        raise DTypeError(explain_problem(name, expected=expected, got=str(positions.dtype)))
+    if positions.dim() not in ((1, 2, 3) if per_head else (1, 2)):
+        raise ShapeError(explain_problem(name, expected=f"shape {shapes}", got=shape_text(positions.shape)))
+    # int64, because small and unsigned integers overflow when a window is added or taken off.
+    return (positions[None] if positions.dim() == 1 else positions).long()
+
+
+def _first(*sizes: int | None) -> int | None:
+    return next((size for size in sizes if size is not None), None)
+
+
+def _count(positions: Tensor | int | None) -> int | None:
+    return positions.shape[-1] if isinstance(positions, Tensor) else None
+
+
+def _batch(positions: Tensor | int | None) -> int | None:
+    return positions.shape[0] if isinstance(positions, Tensor) and positions.shape[0] != 1 else None
+
+
+def _require_count(name: str, positions: Tensor | int | None, length: int) -> None:
+    if isinstance(positions, Tensor) and positions.shape[-1] != length:
+        fix = f"Give one for each of {name.replace('positions', 'length')}."
+        got = shape_text(positions.shape)
+        raise ShapeError(explain_problem(name, expected=f"{length} positions", got=got, fix=fix))
+
+
+def _require_rows(name: str, positions: Tensor | int | None, batch: int, heads: int) -> None:
+    if not isinstance(positions, Tensor):
+        return
+    if positions.shape[0] not in (1, batch) or (positions.dim() == 3 and positions.shape[1] != heads):
+        expected = f"positions for B = {batch} batch items and H = {heads} heads"
+        raise ShapeError(explain_problem(name, expected=expected, got=shape_text(positions.shape)))
+
+
+def _device_of(mask: Mask) -> torch.device | None:
+    for part in mask.parts():
+        for value in (*part.bias_tensors(), *vars(part).values()):
+            found = (
+                value.device if isinstance(value, Tensor) else _device_of(value) if isinstance(value, Mask) else None
+            )
+            if found is not None:
+                return found
+    return None
+
+
+def _per_item(seen: Tensor, grid: Grid) -> Tensor:
+    """(1 or B, 1 or H, n, 1) → (B, n): seen in any head."""
+    return seen[..., 0].any(1).expand(grid.batch_size, -1)
+
+
+def _hidden_text(what: str, so: str, hidden: Tensor) -> str:
+    item, first = (int(index) for index in hidden.nonzero()[0])
+    return f"{what}: {int(hidden.sum())} (the first: item {item}, index {first}); {so}"
+
+
+def _inverted_padding(keys: Tensor, description: str) -> str:
+    """Properly padded batches have one item without padding; an inverted one has an item with nothing else."""
+    by_marks = "keep(" in description or "drop(" in description  # lengths have no polarity
+    if keys.shape[0] < 2 or keys.shape[1] < 2 or not by_marks:
+        return ""
+    other = "if 1 marks padding in this tensor, use masks.drop(keys=t)"
+    if "drop(" in description and "keep(" not in description:
+        other = "if 1 marks real keys in this tensor, use masks.keep(keys=t)"
+    counts = keys.sum(-1)
+    empty = counts == 0
+    partial = keys[~empty]
+    if not bool(empty.any()) or partial.shape[0] == 0 or bool((counts == keys.shape[1]).any()):
+        return ""
+    at_the_end = (partial[:, 1:] >= partial[:, :-1]).all()
+    at_the_start = (partial[:, 1:] <= partial[:, :-1]).all()
+    if not bool(at_the_end | at_the_start):
+        return ""
+    return (
+        f"inverted padding: item {int(empty.nonzero()[0])} shows no key at all while others show only a few at one "
+        f"end; {other}"
+    )
+
+
+def _looks_anticausal(mask: Mask, grid: Grid) -> bool:
+    size = min(grid.query_length, grid.key_length, _CORNER)
+    if size < 2:
+        return False
+    visible = mask.visible(Block(grid, rows=slice(0, size), columns=slice(0, size)))
+    if visible is None or visible.shape[-2:] != (size, size):
+        return False
+    after = torch.ones(size, size, dtype=torch.bool, device=visible.device).triu(1)
+    return bool((visible == after).all())

@@ -1,0 +1,575 @@
+"""Masks that are rules about positions: causal, sliding window, prefix, lengths, documents, and any predicate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from .._checks import INTEGERS, choice, integer, strided, with_values
+from .._environment import is_tracing, is_transformed
+from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
+from ._base import Mask, Sizes
+from ._grid import Block, Grid, take
+
+__all__ = [
+    "Causal",
+    "Prefix",
+    "Present",
+    "SlidingWindow",
+    "causal",
+    "documents",
+    "lengths",
+    "mask_mod",
+    "prefix",
+    "sliding_window",
+]
+
+Align = Literal["top_left", "bottom_right"]
+_FAR = 2**61  # as good as no limit, and with a position added still within 64 bits
+Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def causal(align: Align = "top_left") -> Mask:
+    """Let each query see itself and what comes before it: key j is visible from query i where j ≤ i.
+
+    Args:
+        align: with L ≠ S, which corners of the L × S matrix the diagonal joins. ``"top_left"`` (default, as in
+            PyTorch's `is_causal`): j ≤ i. ``"bottom_right"``: j ≤ i + S − L, the last query sees every key.
+            With explicit positions both mean key position ≤ query position.
+
+    Raises:
+        ArgumentError: for any other `align`.
+
+    Example:
+        >>> causal("bottom_right").dense(2, 4)[0, 0].int()
+        tensor([[1, 1, 1, 0],
+                [1, 1, 1, 1]], dtype=torch.int32)
+    """
+    choice("align", align, ("top_left", "bottom_right"))
+    return Causal(align)
+
+
+def sliding_window(left: int, right: int) -> Mask:
+    """Let each query see its neighbourhood, both ends included: i − left ≤ j ≤ i + right.
+
+    Args:
+        left: how many positions before the query are visible, ≥ 0.
+        right: how many positions after it, ≥ 0.
+
+    Raises:
+        ArgumentError: for a negative number.
+        DTypeError: for anything but an int.
+
+    Example:
+        >>> sliding_window(1, 0).dense(3)[0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
+    """
+    for name, value in (("left", left), ("right", right)):
+        fix = "For no limit on that side write a number as large as S."
+        integer(name, value, least=0, most=math.inf, fix=fix)
+    return SlidingWindow(min(left, _FAR), min(right, _FAR))
+
+
+def prefix(n: int | Tensor) -> Mask:
+    """Let every query see the first n positions.
+
+    ``causal() | prefix(n)`` is a prefix language model.
+
+    Args:
+        n: how many positions, ≥ 0; an int, or an integer tensor (B,) with one number per batch item.
+
+    Raises:
+        ArgumentError: for a negative number.
+        DTypeError: for floats.
+        ShapeError: for a tensor that is not (B,).
+
+    Example:
+        >>> (causal() | prefix(2)).dense(3)[0, 0].int()
+        tensor([[1, 1, 0],
+                [1, 1, 0],
+                [1, 1, 1]], dtype=torch.int32)
+    """
+    if isinstance(n, Tensor):
+        _require_integers("n", n)
+        if n.dim() != 1:
+            raise ShapeError(explain_problem("n", expected="an int or a (B,) tensor", got=shape_text(n.shape)))
+        return _Lengths(n, "prefix")
+    integer("n", n, least=0, most=math.inf, expected="an int ≥ 0, or an integer tensor (B,)")
+    return Prefix(min(n, _FAR))
+
+
+def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
+    """Let queries see only the first `key_lengths` keys of their batch item: right padding.
+
+    With `query_lengths`, queries that are padding themselves see nothing: attention gives zero there, a module
+    ``out_proj(0)``, and modules leave them out where that is faster.
+
+    Args:
+        key_lengths: integer tensor (B,), one length per batch item, or (B, L), one per query
+            (`valid_lens` in Dive into Deep Learning). Zero hides everything.
+        query_lengths: integer tensor (B,), how many queries of each item are real. Default: all.
+
+    Raises:
+        ArgumentError: for negative lengths, and at the call for lengths beyond S or L.
+        DTypeError: for floats or bools.
+        ShapeError: for other shapes.
+
+    Example:
+        >>> lengths(torch.tensor([1, 3])).dense(1, 3)[:, 0, 0].int()
+        tensor([[1, 0, 0],
+                [1, 1, 1]], dtype=torch.int32)
+    """
+    if not isinstance(key_lengths, Tensor):
+        raise DTypeError(
+            explain_problem(
+                "key_lengths",
+                expected="an integer tensor of shape (B,) or (B, L)",
+                got=type(key_lengths).__name__,
+                fix="Write masks.lengths(torch.tensor([...])).",
+            )
+        )
+    _require_integers("key_lengths", key_lengths)
+    if key_lengths.dim() not in (1, 2):
+        raise ShapeError(
+            explain_problem("key_lengths", expected="shape (B,) or (B, L)", got=shape_text(key_lengths.shape))
+        )
+    of_keys = _Lengths(key_lengths, "lengths")
+    if query_lengths is None:
+        return of_keys
+    _require_integers("query_lengths", query_lengths)
+    if query_lengths.dim() != 1:
+        raise ShapeError(explain_problem("query_lengths", expected="shape (B,)", got=shape_text(query_lengths.shape)))
+    return of_keys & QueryLengths(query_lengths)
+
+
+def documents(ids: Tensor) -> Mask:
+    """Let queries see only keys of their own document: id of query = id of key.
+
+    Args:
+        ids: integer tensor (T,) or (B, T): the document each position belongs to. Without explicit
+            positions T must equal both L and S; with them, ids are looked up at the absolute positions.
+
+    Raises:
+        DTypeError: for floats or bools.
+        ShapeError: for other shapes, or at the call if T does not fit.
+
+    Example:
+        >>> documents(torch.tensor([0, 0, 1])).dense()[0, 0].int()
+        tensor([[1, 1, 0],
+                [1, 1, 0],
+                [0, 0, 1]], dtype=torch.int32)
+    """
+    _require_integers("ids", ids)
+    if ids.dim() not in (1, 2):
+        raise ShapeError(explain_problem("ids", expected="shape (T,) or (B, T)", got=shape_text(ids.shape)))
+    return _Documents(ids)
+
+
+def mask_mod(fn: Predicate) -> Mask:
+    """Let a predicate of your own decide, from index tensors that broadcast to (B, H, L, S).
+
+    Args:
+        fn: ``fn(b, h, q, k) -> bool tensor``: batch index, query head index, absolute query and key position.
+            ``True`` means may attend. It is called on blocks, so it must not assume it sees whole rows.
+
+    Raises:
+        DTypeError: if `fn` cannot be called, or at the call if it does not return a bool tensor.
+
+    Example:
+        >>> mask_mod(lambda b, h, q, k: (q - k) % 2 == 0).dense(3)[0, 0].int()
+        tensor([[1, 0, 1],
+                [0, 1, 0],
+                [1, 0, 1]], dtype=torch.int32)
+    """
+    if not callable(fn):
+        raise DTypeError(explain_problem("fn", expected="a function of (b, h, q, k)", got=type(fn).__name__))
+    return _MaskMod(fn)
+
+
+@final
+class Causal(Mask):
+    """See `causal`."""
+
+    def __init__(self, align: Align) -> None:
+        self.align = align
+
+    def diagonal(self, grid: Grid) -> int | None:
+        """Row i sees columns up to i plus this; ``None`` where positions do not simply count up."""
+        return None if grid.shift is None else grid.shift + self._offset(grid)
+
+    def visible(self, block: Block) -> Tensor | None:
+        diagonal = self.diagonal(block.grid)
+        if diagonal is not None and block.ends is not None:
+            first_row, _, _, stop = block.ends
+            if stop - 1 <= first_row + diagonal:
+                return None
+        return block.k <= block.q + self._offset(block.grid)
+
+    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
+        diagonal = self.diagonal(grid)
+        return 0, grid.key_length if diagonal is None else _clamp(rows.stop + diagonal, grid)
+
+    @property
+    def fits_any_call(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return "causal()" if self.align == "top_left" else "causal('bottom_right')"
+
+    def _offset(self, grid: Grid) -> int:
+        """What `align` adds to a query's position; explicit positions leave nothing to align."""
+        return 0 if grid.has_positions or self.align == "top_left" else grid.key_length - grid.query_length
+
+
+@final
+class Present(Mask):
+    """Hides what stands at position −1, which is padding, and lets it see nothing."""
+
+    def visible(self, block: Block) -> Tensor | None:
+        if block.grid.shift is not None:
+            return None
+        return (block.k >= 0) & (block.q >= 0)
+
+    @property
+    def fits_any_call(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return "present()"
+
+
+@final
+class SlidingWindow(Mask):
+    """See `sliding_window`."""
+
+    def __init__(self, left: int, right: int) -> None:
+        self.left = left
+        self.right = right
+
+    def visible(self, block: Block) -> Tensor | None:
+        shift = block.grid.shift
+        if shift is not None and block.ends is not None:
+            first_row, stop_row, first, stop = block.ends
+            if first >= stop_row - 1 + shift - self.left and stop - 1 <= first_row + shift + self.right:
+                return None
+        return (block.k >= block.q - self.left) & (block.k <= block.q + self.right)
+
+    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
+        shift = grid.shift
+        if shift is None:
+            return 0, grid.key_length
+        return _clamp(rows.start + shift - self.left, grid), _clamp(rows.stop + shift + self.right, grid)
+
+    @property
+    def fits_any_call(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return f"sliding_window({self.left}, {self.right})"
+
+
+@final
+class Prefix(Mask):
+    """See `prefix`, with one number for all items."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def visible(self, block: Block) -> Tensor:
+        return block.k < self.n
+
+    def stop(self, grid: Grid) -> int | None:
+        """One past the last column that is seen; ``None`` where positions of keys do not simply count up."""
+        first = grid.key_positions
+        return None if isinstance(first, Tensor) else _clamp(self.n - (first or 0), grid)
+
+    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
+        stop = self.stop(grid)
+        return 0, grid.key_length if stop is None else stop
+
+    @property
+    def fits_any_call(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return f"prefix({self.n})"
+
+
+@final
+class _Lengths(Mask):
+    def __init__(self, lengths: Tensor, name: Literal["lengths", "prefix"]) -> None:
+        self._lengths = lengths
+        self._name = name
+        # Looked at once, so that a call on an accelerator never waits for the value.
+        self._longest = 0 if is_tracing() or lengths.numel() == 0 else int(lengths.max())
+        argument = "key_lengths" if name == "lengths" else "n"
+        if not is_tracing() and lengths.numel() > 0 and int(lengths.min()) < 0:
+            raise ArgumentError(
+                explain_problem(argument, expected="numbers ≥ 0", got=f"a smallest one of {int(lengths.min())}")
+            )
+
+    def visible(self, block: Block) -> Tensor:
+        lengths = self._lengths.to(block.grid.device)
+        column = lengths[:, None, None, None] if lengths.dim() == 1 else lengths[:, None, :, None]
+        return block.k < block.cut(column)
+
+    def row_spans(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
+        if isinstance(grid.key_positions, Tensor) or is_tracing() or is_transformed():
+            return None
+        column = self._lengths.to(grid.device, torch.long)
+        last = (column if column.dim() == 2 else column[:, None]) - (grid.key_positions or 0)
+        last = last.clamp(0, grid.key_length).int()  # (1 or B, 1 or L)
+        return torch.zeros_like(last), last
+
+    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+        if self._lengths.dim() != 1 or isinstance(grid.key_positions, Tensor):
+            return None
+        places = torch.arange(grid.key_length, device=grid.device) + (grid.key_positions or 0)
+        return None, places < self._lengths.to(grid.device)[:, None]
+
+    def validate(self, grid: Grid) -> None:
+        shape = self._lengths.shape
+        per_query_fits = len(shape) == 1 or shape[1] == 1 or shape[1] == grid.query_length
+        if (shape[0] != 1 and shape[0] != grid.batch_size) or not per_query_fits:
+            per_query = f" or ({grid.batch_size}, {grid.query_length})" if self._name == "lengths" else ""
+            expected = f"shape ({grid.batch_size},){per_query}"
+            fix = "Give one number per batch item."
+            raise ShapeError(
+                explain_problem(f"mask {self._name}(...)", expected=expected, got=shape_text(shape), fix=fix)
+            )
+        if self._name == "prefix" or grid.has_positions or is_tracing():
+            return
+        if self._longest > grid.key_length:
+            raise ArgumentError(
+                explain_problem(
+                    "mask lengths(...)",
+                    expected=f"lengths of at most S = {grid.key_length} keys",
+                    got=f"a length of {self._longest}",
+                    fix="Lengths count keys of this call; cut them, or check that they belong to this batch.",
+                )
+            )
+
+    def sizes(self) -> Sizes:
+        batch, rows = self._lengths.shape[0], self._lengths.shape[1] if self._lengths.dim() == 2 else 1
+        fewest = self._longest if self._name == "lengths" else 0
+        return Sizes(batch if batch != 1 else None, None, rows if rows != 1 else None, None, fewest)
+
+    def describe(self) -> str:
+        return f"{self._name}({shape_text(self._lengths.shape)})"
+
+
+@final
+class QueryLengths(Mask):
+    """Shows nothing to queries beyond the first so many of each item. See `lengths`."""
+
+    def __init__(self, lengths: Tensor) -> None:
+        self._lengths = lengths
+        looked_at = not is_tracing() and lengths.numel() > 0
+        self._longest = int(lengths.max()) if looked_at else 0
+        if looked_at and int(lengths.min()) < 0:
+            got = f"a smallest one of {int(lengths.min())}"
+            raise ArgumentError(explain_problem("query_lengths", expected="numbers ≥ 0", got=got))
+
+    def visible(self, block: Block) -> Tensor:
+        return block.q < take(self._lengths.to(block.grid.device), 0, block.batch)[:, None, None, None]
+
+    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+        if isinstance(grid.query_positions, Tensor):
+            return None
+        places = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
+        return places < self._lengths.to(grid.device)[:, None], None
+
+    def row_spans(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
+        sides = None if is_tracing() or is_transformed() else self.sides(grid)
+        if sides is None or sides[0] is None:
+            return None
+        last = sides[0].int() * grid.key_length  # (1 or B, L)
+        return torch.zeros_like(last), last
+
+    def validate(self, grid: Grid) -> None:
+        count = self._lengths.shape[0]
+        if count != 1 and count != grid.batch_size:
+            expected, fix = f"query_lengths of shape ({grid.batch_size},)", "Give one number per batch item."
+            got = shape_text(self._lengths.shape)
+            raise ShapeError(explain_problem("mask lengths(...)", expected=expected, got=got, fix=fix))
+        if not grid.has_positions and not is_tracing() and self._longest > grid.query_length:
+            raise ArgumentError(
+                explain_problem(
+                    "mask lengths(...)",
+                    expected=f"query_lengths of at most L = {grid.query_length} queries",
+                    got=f"a length of {self._longest}",
+                    fix="Lengths count queries of this call; cut them, or check that they belong to this batch.",
+                )
+            )
+
+    def sizes(self) -> Sizes:
+        count = self._lengths.shape[0]
+        return Sizes(count if count != 1 else None)
+
+    def describe(self) -> str:
+        return f"query_lengths({shape_text(self._lengths.shape)})"
+
+
+@final
+class _Documents(Mask):
+    def __init__(self, ids: Tensor) -> None:
+        self._ids = ids if ids.dim() == 2 else ids[None]  # (1 or B, T)
+        self._spans: tuple[Tensor, Tensor] | None = None  # of each place's document, item by item
+        self._reach: tuple[list[int], list[int]] | None = None  # of each place's documents in all items together
+
+    def _row_runs(self) -> tuple[Tensor, Tensor]:
+        if self._spans is None:
+            self._spans = _row_runs(self._ids)
+        return self._spans
+
+    def row_spans(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
+        if grid.shift is None or is_tracing() or is_transformed():
+            return None
+        first, stop = self._row_runs()
+        if first.numel() == 0:
+            return None
+        query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
+        rows = slice(query, query + grid.query_length)
+        cut = ((spans[:, rows] - key).clamp(0, grid.key_length).int().contiguous() for spans in (first, stop))
+        return next(cut), next(cut)
+
+    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
+        if grid.shift is None or rows.start == rows.stop or is_transformed():
+            return 0, grid.key_length
+        if self._reach is None:
+            first, stop = self._row_runs()
+            length = self._ids.shape[1]
+            # Documents that do not lie in one piece are taken to reach everywhere.
+            everywhere = [0] * length, [length] * length
+            self._reach = (first.amin(0).tolist(), stop.amax(0).tolist()) if first.numel() else everywhere
+        first, stop = self._reach
+        query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
+        return _clamp(first[query + rows.start] - key, grid), _clamp(stop[query + rows.stop - 1] - key, grid)
+
+    def visible(self, block: Block) -> Tensor:
+        ids = take(self._ids.to(block.grid.device), 0, block.batch)
+        queries = _look_up(ids, block.q[:, 0, :, 0])[:, None, :, None]  # (1 or b, 1, l, 1)
+        k = block.k[:, :, 0]  # (1 or b, 1 or h, s)
+        keys = _look_up(ids, k.flatten(1)).unflatten(1, k.shape[1:])[:, :, None]  # (1 or b, 1 or h, 1, s)
+        return queries == keys
+
+    def validate(self, grid: Grid) -> None:
+        batch, length = self._ids.shape
+        if batch != 1 and batch != grid.batch_size:
+            expected = f"ids of shape (T,) or ({grid.batch_size}, T)"
+            raise ShapeError(explain_problem("mask documents(...)", expected=expected, got=shape_text(self._ids.shape)))
+        if grid.has_positions:
+            if not is_tracing():
+                self._require_ids(grid)
+            return
+        if length != grid.query_length or length != grid.key_length:
+            raise ShapeError(
+                explain_problem(
+                    "mask documents(...)",
+                    expected=f"one id per position, with L = {grid.query_length} and S = {grid.key_length} both "
+                    "equal to that count",
+                    got=f"{length} ids",
+                    fix="For queries that are only a part of the keys, pass query_positions and key_positions.",
+                )
+            )
+
+    def _require_ids(self, grid: Grid) -> None:
+        block, length = Block(grid), self._ids.shape[1]
+        for name, positions in (("query_positions", block.q), ("key_positions", block.k)):
+            if positions.numel() and not bool(((positions >= 0) & (positions < length)).all()):
+                raise ArgumentError(
+                    explain_problem(
+                        "mask documents(...)",
+                        expected=f"positions from 0 to {length - 1}, one for each of the {length} ids",
+                        got=f"positions from {int(positions.min())} to {int(positions.max())} in {name}",
+                        fix="Give ids for every absolute position.",
+                    )
+                )
+
+    def sizes(self) -> Sizes:
+        batch, length = self._ids.shape
+        return Sizes(batch if batch != 1 else None, None, length, length)
+
+    def describe(self) -> str:
+        return f"documents({shape_text(self._ids.shape)})"
+
+
+@final
+class _MaskMod(Mask):
+    def __init__(self, fn: Predicate) -> None:
+        self._fn = fn
+
+    def visible(self, block: Block) -> Tensor:
+        try:
+            result = self._fn(block.b, block.h, block.q, block.k)
+        except TypeError as error:
+            expected = "fn to take index tensors (b, h, q, k)"
+            raise DTypeError(explain_problem("mask mask_mod(fn)", expected=expected, got=str(error))) from error
+        if not isinstance(result, Tensor) or result.dtype != torch.bool:
+            got = f"a {result.dtype} tensor" if isinstance(result, Tensor) else type(result).__name__
+            raise DTypeError(
+                explain_problem(
+                    "mask mask_mod(fn)",
+                    expected="fn to return a bool tensor",
+                    got=got,
+                    fix="Compare, as in q >= k.",
+                )
+            )
+        sizes = (block.b.shape[0], block.h.shape[1], block.q.shape[2], block.k.shape[3])
+        missing = 4 - result.dim()
+        if missing < 0 or any(
+            size != 1 and size != full for size, full in zip(result.shape, sizes[missing:], strict=True)
+        ):
+            raise ShapeError(
+                explain_problem(
+                    "mask mask_mod(fn)",
+                    expected=f"fn to return what broadcasts to {shape_text(sizes)}",
+                    got=shape_text(result.shape),
+                    fix="Compute it from the index tensors alone.",
+                )
+            )
+        return result.reshape((1,) * missing + tuple(result.shape))
+
+    def describe(self) -> str:
+        return f"mask_mod({getattr(self._fn, '__name__', 'fn')})"
+
+
+def _row_runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """For each place the first and one past the last place of its document, (1 or B, T) each.
+
+    Empty tensors if a document of any item does not lie in one piece.
+    """
+    first, stop = torch.empty_like(ids, dtype=torch.long), torch.empty_like(ids, dtype=torch.long)
+    for item, row in enumerate(ids):
+        _, number, counts = row.unique_consecutive(return_inverse=True, return_counts=True)
+        if len(counts) != len(row.unique()):
+            return ids.new_empty(0, 0), ids.new_empty(0, 0)
+        ends = counts.cumsum(0)
+        first[item], stop[item] = (ends - counts)[number], ends[number]
+    return first, stop
+
+
+def _look_up(ids: Tensor, positions: Tensor) -> Tensor:
+    """Look ids (1 or b, T) up at positions (1 or b, n) → (1 or b, n)."""
+    batch = positions.shape[0] if ids.shape[0] == 1 else ids.shape[0]
+    return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))
+
+
+def _clamp(column: int, grid: Grid) -> int:
+    return max(0, min(column, grid.key_length))
+
+
+def _require_integers(name: str, tensor: object) -> None:
+    integers = strided(name, tensor, "an integer tensor")
+    if integers.dtype not in INTEGERS:
+        fix = (
+            "Marks of 0 and 1 go into masks.keep(...)." if integers.dtype == torch.bool else "Convert it with .long()."
+        )
+        raise DTypeError(explain_problem(name, expected="an integer tensor", got=str(integers.dtype), fix=fix))
+    with_values(name, integers)

@@ -1,0 +1,325 @@
+"""Masks that are read from a tensor: keep, drop and bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from .._checks import FLOATS, INTEGERS, strided, with_values
+from .._environment import is_tracing
+from ..errors import DeviceError, DTypeError, MaskTypeError, ShapeError, explain_problem, shape_text
+from ._base import Mask, Sizes
+from ._grid import ALL, Block, Grid
+
+__all__ = ["Bias", "Keep", "as_mask", "bias", "drop", "keep"]
+
+
+def keep(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
+    """Let queries see the keys marked 1 or ``True``.
+
+    Args:
+        tensor: bool, or numbers that are all 0 or 1. (L, S); 3-D is (B, L, S) if its first size is B, else
+            (B·H, L, S); per head (1 or B, 1 or H, 1 or L, 1 or S).
+        keys: the same for a whole batch item at a time, (B, S), such as a tokenizer's ``attention_mask``.
+
+    Raises:
+        DTypeError: for floats other than 0 and 1; an additive mask belongs into `bias`.
+        MaskTypeError: if both or neither of the two are given.
+        ShapeError: if the shape cannot be a mask's, or at the call if it does not fit.
+
+    Example:
+        >>> keep(keys=torch.tensor([[1, 1, 0]])).dense(2)[0, 0].int()
+        tensor([[1, 1, 0],
+                [1, 1, 0]], dtype=torch.int32)
+    """
+    return _keep("keep", tensor, keys)
+
+
+def drop(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
+    """Hide the keys marked 1 or ``True``, as `torch.nn.MultiheadAttention` reads its bool masks.
+
+    Args:
+        tensor: as for `keep`, with the opposite meaning.
+        keys: the same for a whole batch item at a time, (B, S), such as a ``key_padding_mask``.
+
+    Raises:
+        DTypeError, MaskTypeError, ShapeError: as for `keep`.
+
+    Example:
+        >>> drop(keys=torch.tensor([[False, False, True]])).dense(1)[0, 0].int()
+        tensor([[1, 1, 0]], dtype=torch.int32)
+    """
+    return _keep("drop", tensor, keys)
+
+
+def bias(tensor: Tensor) -> Mask:
+    """Add numbers to the scores, after scaling and soft-capping; −inf hides. Gradients flow into it.
+
+    Args:
+        tensor: float tensor, of the shapes that `keep` takes.
+
+    Raises:
+        DTypeError: if it is not floating point.
+        ShapeError: if the shape cannot be a mask's, or at the call if it does not fit.
+
+    Example:
+        >>> bias(torch.tensor([[0.0, float("-inf")]])).dense(1, 2)
+        tensor([[[[0., -inf]]]])
+    """
+    fix = "For 0/1 marks use masks.keep(...) or masks.drop(...)."
+    if strided("bias", tensor, "a float tensor", fix).dtype not in FLOATS:
+        raise DTypeError(explain_problem("bias", expected="a float tensor", got=str(tensor.dtype), fix=fix))
+    _require_mask_shape("masks.bias", tensor)
+    return Bias(tensor)
+
+
+def as_mask(value: object) -> Mask:
+    """Read what was given as `mask`: a mask, or a bool tensor, which means `keep`.
+
+    Raises:
+        MaskTypeError: for anything that could be read in two ways, with the choice spelt out.
+    """
+    if isinstance(value, Mask):
+        return value
+    if isinstance(value, Tensor) and strided("mask", value).dtype == torch.bool:
+        _require_mask_shape("mask", value)
+        return keep(value)
+    if isinstance(value, Tensor):
+        raise MaskTypeError(
+            explain_problem(
+                "mask",
+                expected="a mask or a bool tensor (True = may attend)",
+                got=f"a {value.dtype} tensor of shape {shape_text(value.shape)}",
+                fix="Say what its numbers mean: masks.bias(t) adds them to the scores, masks.keep(t) reads 1 as "
+                "visible, masks.drop(t) reads 1 as hidden.",
+            )
+        )
+    raise MaskTypeError(
+        explain_problem(
+            "mask",
+            expected="a mask from clearhead.masks or a bool tensor",
+            got=type(value).__name__,
+            fix="For example masks.causal(), or masks.keep(keys=attention_mask).",
+        )
+    )
+
+
+@final
+class Keep(Mask):
+    """`marks` are true where a key may be attended to, whatever the user's polarity was."""
+
+    def __init__(self, marks: Tensor, name: str, per_key: bool) -> None:
+        self.marks = marks
+        self._name = name
+        self.per_key = per_key
+
+    def visible(self, block: Block) -> Tensor:
+        return block.cut(self._four_dimensional(block.grid))
+
+    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+        marks = self._four_dimensional(grid)
+        return (None, marks[:, 0, 0]) if marks.shape[1] == marks.shape[2] == 1 and marks.shape[3] != 1 else None
+
+    def _four_dimensional(self, grid: Grid) -> Tensor:
+        return self.marks[:, None, None, :] if self.per_key else four_dimensional(self.marks, grid)
+
+    def validate(self, grid: Grid) -> None:
+        if self.per_key:
+            _require_device(self._name, self.marks, grid)
+            batch, length = self.marks.shape
+            if not _broadcasts(batch, grid.batch_size) or length != grid.key_length:
+                expected = f"(B, S) = ({grid.batch_size}, {grid.key_length})"
+                got = shape_text(self.marks.shape)
+                fix = "Marks of other keys than this call's? One row per batch item, one mark per key."
+                raise ShapeError(explain_problem(f"mask {self._name}(keys=...)", expected=expected, got=got, fix=fix))
+        else:
+            require_fit(self._name, self.marks, grid)
+
+    def sizes(self) -> Sizes:
+        if self.per_key:
+            batch, keys = self.marks.shape
+            return Sizes(batch if batch != 1 else None, None, None, keys)
+        return tensor_sizes(self.marks)
+
+    @property
+    def is_tensor(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return f"{self._name}({'keys=' if self.per_key else ''}{shape_text(self.marks.shape)})"
+
+
+@final
+class Bias(Mask):
+    """`tensor` is added to the scores."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def visible(self, block: Block) -> Tensor:
+        return self.bias(block, self.tensor.dtype) != float("-inf")
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
+        return block.cut(four_dimensional(self.tensor, block.grid)).to(dtype)
+
+    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+        tensor = four_dimensional(self.tensor, grid)
+        if tensor.requires_grad or not (tensor.shape[1] == tensor.shape[2] == 1 and tensor.shape[3] != 1):
+            return None
+        seen = tensor[:, 0, 0] == 0
+        return (None, seen) if bool((seen | (tensor[:, 0, 0] == float("-inf"))).all()) else None
+
+    def bias_tensors(self) -> tuple[Tensor, ...]:
+        return (self.tensor,)
+
+    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        return Bias(next(tensors))
+
+    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
+        # Slices are views, so adding to the block adds to the whole gradient; chosen rows are copies.
+        whole_rows = replace(block, rows=ALL) if isinstance(block.rows, Tensor) else block
+        part = whole_rows.cut(four_dimensional(gradients[0], block.grid))
+        if isinstance(block.rows, Tensor) and part.shape[2] > 1:
+            added = scores_gradient.sum_to_size(*part.shape[:2], scores_gradient.shape[2], part.shape[3])
+            part.index_add_(2, block.rows, added)
+        else:
+            part += scores_gradient.sum_to_size(part.shape)
+
+    def validate(self, grid: Grid) -> None:
+        require_fit("bias", self.tensor, grid)
+
+    def sizes(self) -> Sizes:
+        return tensor_sizes(self.tensor)
+
+    @property
+    def has_bias(self) -> bool:
+        return True
+
+    @property
+    def is_tensor(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return f"bias({shape_text(self.tensor.shape)})"
+
+
+def four_dimensional(tensor: Tensor, grid: Grid) -> Tensor:
+    """View a mask tensor as (1 or B, 1 or H, 1 or L, 1 or S)."""
+    if tensor.dim() == 2:
+        return tensor[None, None]
+    if tensor.dim() == 4:
+        return tensor
+    if _broadcasts(tensor.shape[0], grid.batch_size):
+        return tensor[:, None]
+    return tensor.unflatten(0, (grid.batch_size, grid.num_heads))
+
+
+def require_fit(name: str, tensor: Tensor, grid: Grid) -> None:
+    """Raise unless a mask tensor broadcasts to the call, guessing what the user meant."""
+    b, h, length, keys = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
+    _require_device(name, tensor, grid)
+    sizes = tuple(tensor.shape)
+    fits = _broadcasts(sizes[-2], length) and _broadcasts(sizes[-1], keys)
+    if tensor.dim() == 3:
+        fits = fits and (_broadcasts(sizes[0], b) or sizes[0] == b * h)
+    if tensor.dim() == 4:
+        fits = fits and _broadcasts(sizes[0], b) and _broadcasts(sizes[1], h)
+    if fits:
+        return
+    fix = ""
+    if sizes == (b, keys):
+        fix = f"If these are marks per key (batch, key), write masks.{'keep' if name == 'bias' else name}(keys=t)."
+        if name == "bias":
+            fix = "If these are numbers per key (batch, key), give them as t[:, None, None, :]."
+    elif keys != length and sizes[-2:] == (keys, length):
+        fix = "The last two sizes are exchanged: queries come before keys; transpose it."
+    raise ShapeError(
+        explain_problem(
+            f"mask {name}(...)",
+            expected=f"a shape that broadcasts to (B, H, L, S) = ({b}, {h}, {length}, {keys}): (L, S), (B, L, S), "
+            "(B·H, L, S) or four sizes, each 1 or full",
+            got=shape_text(sizes),
+            fix=fix,
+        )
+    )
+
+
+def _broadcasts(size: int, full: int) -> bool:
+    # Written out, because a traced size is in no tuple.
+    return size == 1 or size == full
+
+
+def tensor_sizes(tensor: Tensor) -> Sizes:
+    *first, rows, columns = (size if size != 1 else None for size in tensor.shape)
+    batch, heads = first if len(first) == 2 else (first[0] if first else None, None)
+    return Sizes(batch, heads, rows, columns)
+
+
+def _keep(name: str, tensor: Tensor | None, keys: Tensor | None) -> Mask:
+    if (tensor is None) == (keys is None):
+        raise MaskTypeError(
+            explain_problem(
+                f"masks.{name}",
+                expected="one tensor, either positional (L, S …) or keys= (B, S)",
+                got="both" if keys is not None else "none",
+            )
+        )
+    given = tensor if keys is None else keys
+    marks = _marks(name, given)
+    if keys is not None and keys.dim() != 2:
+        raise ShapeError(
+            explain_problem(f"masks.{name}(keys=...)", expected="shape (B, S)", got=shape_text(keys.shape))
+        )
+    _require_mask_shape(f"masks.{name}", marks)
+    return Keep(marks if name == "keep" else ~marks, name, keys is not None)
+
+
+def _marks(name: str, tensor: Tensor | None) -> Tensor:
+    tensor = strided(name, tensor, "a bool or 0/1 tensor")
+    if tensor.dtype == torch.bool:
+        return tensor
+    if tensor.dtype not in FLOATS + INTEGERS:
+        raise DTypeError(explain_problem(name, expected="a bool or 0/1 tensor", got=str(tensor.dtype)))
+    with_values(name, tensor)
+    marks = tensor == 1
+    if not is_tracing() and not bool((marks | (tensor == 0)).all()):
+        other = tensor[~marks & (tensor != 0)][0].item()
+        raise DTypeError(
+            explain_problem(
+                name,
+                expected="bool, or numbers that are all 0 or 1",
+                got=f"{tensor.dtype} with {other}",
+                fix="An additive mask (0 and −inf) goes into masks.bias(t)."
+                if tensor.is_floating_point()
+                else "Lengths go into masks.lengths(t), ids of documents into masks.documents(t).",
+            )
+        )
+    return marks
+
+
+def _require_device(name: str, tensor: Tensor, grid: Grid) -> None:
+    if tensor.device != grid.device:
+        raise DeviceError(
+            explain_problem(
+                f"mask {name}(...)",
+                expected=f"a tensor on {grid.device}, like query",
+                got=f"one on {tensor.device}",
+                fix="Move it with .to(query.device).",
+            )
+        )
+
+
+def _require_mask_shape(name: str, tensor: Tensor) -> None:
+    if tensor.dim() not in (2, 3, 4):
+        raise ShapeError(
+            explain_problem(
+                name,
+                expected="2 to 4 dimensions, ending in (L, S)",
+                got=shape_text(tensor.shape),
+                fix="One mark per key is t[None].",
+            )
+        )

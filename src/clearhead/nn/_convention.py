@@ -1,0 +1,109 @@
+"""PyTorch's mask convention (bool ``True`` = hidden, float = added) translated into Clearhead's masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._checks import FLOATS, strided
+from ..errors import DTypeError, ShapeError, explain_problem, shape_text
+from ..masks import bias, causal, drop
+from ..masks._base import Mask, Not, Or, all_of
+from ..masks._positional import prefix
+
+__all__ = ["Sizes", "hidden_mask"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """N, H, L, S of a call, and how many always visible keys the module appends to the S."""
+
+    batch_size: int
+    num_heads: int
+    query_length: int
+    key_length: int
+    appended: int
+
+
+def hidden_mask(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, sizes: Sizes
+) -> Mask | None:
+    """Combine `nn.MultiheadAttention`'s three ways to hide keys; a key must be allowed by all of them."""
+    parts: list[Mask | None] = []
+    if is_causal:
+        parts.append(causal() if sizes.appended == 0 else Or(causal(), Not(prefix(sizes.key_length))))
+    if attn_mask is not None:
+        _require_bool_or_float("attn_mask", attn_mask)
+        parts.append(_tensor_mask(_four_dimensional(attn_mask, sizes), sizes))
+    if key_padding_mask is not None:
+        _require_bool_or_float("key_padding_mask", key_padding_mask)
+        parts.append(_tensor_mask(_per_key(key_padding_mask, sizes), sizes))
+    return all_of(parts)
+
+
+def _tensor_mask(tensor: Tensor, sizes: Sizes) -> Mask:
+    if sizes.appended:
+        tensor = F.pad(tensor, (0, sizes.appended))  # False and 0.0 both leave the appended keys visible
+    return bias(tensor) if tensor.is_floating_point() else drop(tensor)
+
+
+def _four_dimensional(attn_mask: Tensor, sizes: Sizes) -> Tensor:
+    """(L, S), (N·H, L, S), (N, L, S) or (N, H, L, S) → (1 or N, 1 or H, L, S)."""
+    batch, heads, length, keys = sizes.batch_size, sizes.num_heads, sizes.query_length, sizes.key_length
+    shape = tuple(attn_mask.shape)
+    if shape == (length, keys):
+        return attn_mask[None, None]
+    if shape == (batch * heads, length, keys):
+        return attn_mask.unflatten(0, (batch, heads))
+    if shape == (batch, length, keys):
+        return attn_mask[:, None]
+    if shape == (batch, heads, length, keys):
+        return attn_mask
+    raise ShapeError(
+        explain_problem(
+            "attn_mask",
+            expected=f"(L, S) = ({length}, {keys}), (N·H, L, S) = ({batch * heads}, {length}, {keys}), "
+            f"(N, L, S) = ({batch}, {length}, {keys}) or (N, H, L, S) = ({batch}, {heads}, {length}, {keys})",
+            got=shape_text(shape),
+            fix="Marks per key, (N, S), go into key_padding_mask." if shape == (batch, keys) else "",
+        )
+    )
+
+
+def _per_key(key_padding_mask: Tensor, sizes: Sizes) -> Tensor:
+    """(N, S), or (S,) without a batch → (N, 1, 1, S)."""
+    expected = (sizes.batch_size, sizes.key_length)
+    if tuple(key_padding_mask.shape) != expected:
+        raise ShapeError(
+            explain_problem(
+                "key_padding_mask",
+                expected=f"(N, S) = {shape_text(expected)}, or (S,) without a batch",
+                got=shape_text(key_padding_mask.shape),
+                fix="It is batch first, whatever batch_first says." if key_padding_mask.shape == expected[::-1] else "",
+            )
+        )
+    return key_padding_mask[:, None, None, :]
+
+
+def _require_bool_or_float(name: str, mask: object) -> None:
+    if not isinstance(mask, Tensor):
+        raise DTypeError(
+            explain_problem(
+                name,
+                expected="a torch.Tensor, bool or float",
+                got=type(mask).__name__,
+                fix="Masks of clearhead.masks go into clearhead.MultiHeadAttention." if isinstance(mask, Mask) else "",
+            )
+        )
+    if strided(name, mask).dtype != torch.bool and mask.dtype not in FLOATS:
+        raise DTypeError(
+            explain_problem(
+                name,
+                expected="bool (True = hidden) or float (added to the scores)",
+                got=str(mask.dtype),
+                fix="Write mask.bool() if non-zero means hidden.",
+            )
+        )

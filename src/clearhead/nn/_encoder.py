@@ -1,0 +1,55 @@
+"""What PyTorch's fast path does to the padding of a whole encoder, for encoders whose layers no longer take it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._environment import is_tracing
+
+__all__ = ["drop_padding", "keep_padding"]
+
+_ARGUMENTS = ("src", "mask", "src_key_padding_mask", "is_causal")
+
+
+def drop_padding(encoder: nn.TransformerEncoder) -> None:
+    """Zero padded outputs, before the last norm, wherever the encoder would have made its batch a nested tensor."""
+    if not any(hook is _zero_padding for hook in encoder._forward_hooks.values()):  # pyright: ignore
+        encoder.register_forward_hook(_zero_padding, with_kwargs=True)
+
+
+def keep_padding(encoder: nn.TransformerEncoder) -> None:
+    """Undo `drop_padding`."""
+    hooks: dict[int, Any] = encoder._forward_hooks  # pyright: ignore
+    for number in [number for number, hook in hooks.items() if hook is _zero_padding]:
+        del hooks[number]
+        encoder._forward_hooks_with_kwargs.pop(number, None)  # pyright: ignore
+
+
+def _zero_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+    """Forward hook of an `nn.TransformerEncoder`."""
+    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    src, padding = given["src"], given.get("src_key_padding_mask")
+    if padding is None or given.get("mask") is not None or not _took_fast_path(module, src, padding):
+        return None
+    norm: nn.Module | None = getattr(module, "norm", None)
+    nothing = output.new_zeros(output.shape[-1])
+    filling = nothing if norm is None else norm(nothing)
+    return torch.where(padding.logical_not()[..., None], output, filling)
+
+
+def _took_fast_path(encoder: Any, src: Tensor, padding: Tensor) -> bool:
+    """Whether `nn.TransformerEncoder.forward` would have left its padding out, layers permitting."""
+    first = encoder.layers[0]
+    if not torch.backends.mha.get_fastpath_enabled() or first.training or src.dim() != 3 or src.is_nested:
+        return False
+    if torch.is_autocast_enabled() or torch.overrides.has_torch_function((src,)):
+        return False
+    if torch.is_grad_enabled() and (src.requires_grad or any(x.requires_grad for x in first.parameters())):
+        return False
+    if not getattr(encoder, "mask_check", True):
+        return True
+    left_aligned = torch._nested_tensor_from_mask_left_aligned  # pyright: ignore[reportPrivateUsage]
+    return not is_tracing() and left_aligned(src, padding.logical_not())

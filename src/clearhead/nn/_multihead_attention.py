@@ -1,0 +1,293 @@
+"""`clearhead.nn.MultiheadAttention`: `torch.nn.MultiheadAttention` to the letter, on Clearhead's core."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
+
+from .._attention import attention, autocast_is_on
+from .._checks import flag, is_probability, number, require_factory, size, strided
+from .._environment import is_tracing
+from .._layer.plain import apply_linear
+from .._weights import attention_with_weights
+from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from ._convention import Sizes, hidden_mask
+from ._errors import also_pytorchs
+from ._projection import append_keys, project
+from ._short_ways import alone, tiny, without_padding
+
+__all__ = ["MultiheadAttention", "keep_off_fast_path"]
+
+
+def keep_off_fast_path(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Do nothing, as a forward pre-hook.
+
+    `nn.TransformerEncoderLayer` goes round its attention module in eval mode and computes from the module's
+    weights itself, unless a hook is attached. This is that hook; it says nothing else.
+    """
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """`torch.nn.MultiheadAttention` with one numerical path for training and eval.
+
+    Signature, parameters, ``state_dict`` keys, initialisation under a seed and return values are PyTorch's. It
+    differs where PyTorch is wrong or contradicts itself:
+
+    * ``is_causal=True`` alone is causal, in training and eval. (PyTorch: ignored in eval, an error in training.)
+    * With an `attn_mask` as well, both hide. (PyTorch: a hint under which the mask may be dropped.)
+    * A query with every key hidden gives ``out_proj(0)`` and zero weights. (PyTorch: NaN; pytorch#41508.)
+    * Keys appended by `add_bias_kv` and `add_zero_attn` stay visible under every mask.
+    * Returned weights are those before dropout.
+    * `out_proj` is called as a module, so hooks, LoRA, pruning and parametrizations on it take effect.
+    * Masks may also be (N, L, S) or (N, H, L, S), and bool and float masks mix without a warning.
+
+    Args:
+        embed_dim: E, features of query and output.
+        num_heads: H; divides E.
+        dropout: probability that a weight is dropped in training. Default 0.
+        bias: whether the projections have a bias. Default True.
+        add_bias_kv: append one learned key and value. Default False.
+        add_zero_attn: append one key and value of zeros. Default False.
+        kdim: features of the key input. Default E.
+        vdim: features of the value input. Default E.
+        batch_first: (N, L, E) rather than (L, N, E). Default False.
+        device, dtype: of the parameters.
+
+    Raises:
+        ArgumentError: for sizes that are not positive or do not divide; also an `AssertionError` where PyTorch
+            raises one.
+
+    Example:
+        >>> import torch, clearhead
+        >>> attend = clearhead.nn.MultiheadAttention(12, 3, batch_first=True).eval()
+        >>> x = torch.randn(2, 5, 12)
+        >>> output, weights = attend(x, x, x, is_causal=True)
+        >>> output.shape, weights.shape, bool((weights.triu(1) == 0).all())
+        (torch.Size([2, 5, 12]), torch.Size([2, 5, 5]), True)
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        try:
+            _require_sizes(embed_dim, num_heads, dropout, kdim=kdim, vdim=vdim)
+            require_factory(device, dtype)
+            bias, add_bias_kv = flag("bias", bias), flag("add_bias_kv", add_bias_kv)
+            add_zero_attn, batch_first = flag("add_zero_attn", add_zero_attn), flag("batch_first", batch_first)
+        except ClearheadError as error:
+            raise also_pytorchs(error) from None
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+        )
+        self.register_forward_pre_hook(keep_off_fast_path)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from `query` to `key` and mix `value`.
+
+        Args:
+            query: (L, N, E), (N, L, E) if ``batch_first``, or (L, E) without a batch.
+            key: (S, N, kdim), (N, S, kdim) or (S, kdim).
+            value: (S, N, vdim), (N, S, vdim) or (S, vdim).
+            key_padding_mask: (N, S), or (S,) without a batch; bool ``True`` = hidden, or float, added to scores.
+            need_weights: also return the weights. The output is the same to rounding. Default True.
+            attn_mask: (L, S), (N·H, L, S), (N, L, S) or (N, H, L, S); bool ``True`` = hidden, or float, added.
+            average_attn_weights: average the weights over heads. Default True.
+            is_causal: query i sees keys j ≤ i only, besides what the masks hide. Default False.
+
+        Returns:
+            Output in the layout of `query`, and the weights (N, L, S′), (N, H, L, S′) if not averaged, without N for
+            unbatched inputs, or ``None``; S′ counts appended keys too.
+
+        Raises:
+            ShapeError, DTypeError: which are also instances of what PyTorch raises in the same place.
+        """
+        try:
+            need_weights, is_causal = flag("need_weights", need_weights), flag("is_causal", is_causal)
+            average_attn_weights = flag("average_attn_weights", average_attn_weights)
+        except ClearheadError as error:
+            raise also_pytorchs(error) from None
+        average = average_attn_weights if need_weights else None
+        found = tiny(self, query, key, value, key_padding_mask, attn_mask, is_causal, average)
+        if found is not None:
+            return found
+        if not need_weights and query is key and key is value and attn_mask is None and key_padding_mask is None:
+            output = alone(self, query, is_causal)
+            if output is not None:
+                return output, None
+        try:
+            if key_padding_mask is not None and not need_weights and isinstance(query, Tensor) and query.dim() == 3:
+                _require_inputs(self, query, key, value)
+                output = without_padding(self, query, key, value, key_padding_mask, attn_mask, is_causal)
+                if output is not None:
+                    return output, None
+            mixed, weights = self._attend(
+                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            )
+        except ClearheadError as error:
+            raise also_pytorchs(error) from error.__cause__
+        output = apply_linear(self.out_proj, mixed)
+        return output, None if weights is None else weights.to(output.dtype)
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """Save tiny calls the cost of a hook that does nothing."""
+        hooks = self._forward_pre_hooks
+        if (
+            len(hooks) == 1
+            and keep_off_fast_path in hooks.values()
+            and not (self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
+            and not _has_any_global_hook()
+            and not is_tracing()
+        ):
+            return self.forward(*args, **kwargs)
+        return super()._call_impl(*args, **kwargs)  # pyright: ignore
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Everything before `out_proj`: merged heads in the layout of `query`, and the weights."""
+        _require_inputs(self, query, key, value)
+        unbatched = query.dim() == 2
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        projected = project(query, key, value, self.in_proj_weight, self.in_proj_bias, separate)
+        q, k, v = (self._batch_first(x, unbatched) for x in projected)  # (N, L or S, E)
+        if isinstance(key_padding_mask, Tensor) and unbatched and key_padding_mask.dim() == 1:
+            key_padding_mask = key_padding_mask.unsqueeze(0)
+        length, keys = q.shape[1], k.shape[1]
+        k, v = append_keys(k, v, self.bias_k, self.bias_v, self.add_zero_attn)  # (N, S′, E)
+        sizes = Sizes(q.shape[0], self.num_heads, length, keys, k.shape[1] - keys)
+        mask = hidden_mask(attn_mask, key_padding_mask, is_causal, sizes)
+        q, k, v = (self._split(x) for x in (q, k, v))  # (N, H, L or S, D)
+        dropout_p = self.dropout if self.training else 0.0
+        if not need_weights:
+            return self._merge(attention(q, k, v, mask, dropout_p=dropout_p), unbatched), None
+        mixed, weights = attention_with_weights(
+            q, k, v, mask, dropout_p=dropout_p, average_attn_weights=average_attn_weights
+        )  # (N, H, L, D), (N, …, L, S′)
+        return self._merge(mixed, unbatched), weights.squeeze(0) if unbatched else weights
+
+    def _batch_first(self, x: Tensor, unbatched: bool) -> Tensor:
+        if unbatched:
+            return x.unsqueeze(0)
+        return x if self.batch_first else x.transpose(0, 1)
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # (N, H, L, D)
+
+    def _merge(self, mixed: Tensor, unbatched: bool) -> Tensor:
+        """(N, H, L, D) → the layout of the query, heads side by side."""
+        if unbatched:
+            return mixed.squeeze(0).transpose(0, 1).flatten(-2)  # (L, E)
+        if self.batch_first:
+            return mixed.transpose(1, 2).flatten(-2)  # (N, L, E)
+        return mixed.permute(2, 0, 1, 3).flatten(-2)  # (L, N, E)
+
+
+def _require_sizes(embed_dim: int, num_heads: int, dropout: float, **sizes: int | None) -> None:
+    for name, value in ({"embed_dim": embed_dim, "num_heads": num_heads} | sizes).items():
+        if value is not None or name in ("embed_dim", "num_heads"):
+            size(name, value)
+    if embed_dim % num_heads:
+        raise ArgumentError(
+            explain_problem("embed_dim", expected=f"a multiple of num_heads = {num_heads}", got=str(embed_dim))
+        )
+    number("dropout", dropout, "a probability in [0, 1]", is_probability)
+
+
+def _require_inputs(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:
+    tensors = {"query": query, "key": key, "value": value}
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) or not x.is_nested:
+            strided(name, x)
+    if query.is_nested or key.is_nested or value.is_nested:
+        raise ShapeError(
+            explain_problem(
+                "query, key, value",
+                expected="plain tensors",
+                got="nested tensors",
+                fix="In a model with nn.TransformerEncoder, clearhead.upgrade(model) turns its nested tensors off.",
+            )
+        )
+    if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
+        problem, fix = "all three-dimensional, or all two-dimensional without a batch", "Add the batch with unsqueeze."
+        raise ShapeError(explain_problem("query, key, value", expected=problem, got=_shapes(tensors), fix=fix))
+    for name, x, features in (
+        ("query", query, module.embed_dim),
+        ("key", key, module.kdim),
+        ("value", value, module.vdim),
+    ):
+        if x.shape[-1] != features:
+            fix = "Sizes of key and value inputs are set by kdim= and vdim=."
+            raise ShapeError(explain_problem(name, expected=f"{features} features", got=shape_text(x.shape), fix=fix))
+    layout = f"This module has batch_first={module.batch_first}."
+    if key.shape[:-1] != value.shape[:-1]:
+        problem = "equal lengths and batch sizes"
+        raise ShapeError(explain_problem("key, value", expected=problem, got=_shapes(tensors), fix=layout))
+    batch_dim = 0 if module.batch_first else 1
+    if query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
+        problem = f"equal batch sizes N in dimension {batch_dim}"
+        raise ShapeError(explain_problem("query, key", expected=problem, got=_shapes(tensors), fix=layout))
+    _require_dtypes(module, tensors)
+
+
+def _shapes(tensors: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {shape_text(x.shape)}" for name, x in tensors.items())
+
+
+def _require_dtypes(module: MultiheadAttention, tensors: dict[str, Tensor]) -> None:
+    weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
+    dtype = cast(Tensor, weight).dtype
+    device = cast(Tensor, weight).device
+    for name, x in tensors.items():
+        if x.device != device:
+            fix = "Move the input or the module with .to(...)."
+            raise DeviceError(explain_problem(name, expected=f"the module's {device}", got=str(x.device), fix=fix))
+        if autocast_is_on(x) and x.is_floating_point():
+            continue
+        if x.dtype != dtype:
+            raise DTypeError(
+                explain_problem(
+                    name, expected=f"the module's dtype {dtype}", got=str(x.dtype), fix=f"Convert it with .to({dtype})."
+                )
+            )

@@ -1,0 +1,76 @@
+"""The input projections of `nn.MultiheadAttention`, whose three weights are packed into one parameter or separate."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._attention import autocast_is_on
+from .._layer.linear import linear
+
+__all__ = ["append_keys", "project"]
+
+
+def project(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    separate: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Multiply query, key and value with their weights, in one product where inputs are one tensor.
+
+    Args:
+        query, key, value: (…, features).
+        in_proj_weight: (3E, E), or ``None`` where the weights are separate.
+        in_proj_bias: (3E,), or ``None``.
+        separate: weights of query, key and value, used without `in_proj_weight`.
+
+    Returns:
+        Query, key and value, (…, E) each.
+    """
+    bias = in_proj_bias
+    if in_proj_weight is None:
+        biases = (None, None, None) if bias is None else bias.chunk(3)
+        pairs = zip((query, key, value), separate, biases, strict=True)
+        q, k, v = (_linear(x, cast(Tensor, weight), b) for x, weight, b in pairs)
+        return q, k, v
+    weight, size = in_proj_weight, in_proj_weight.shape[1]
+    if query is key and key is value:
+        q, k, v = _linear(query, weight, bias).chunk(3, -1)
+        return q, k, v
+    q = _linear(query, weight[:size], None if bias is None else bias[:size])
+    if key is value:
+        k, v = _linear(key, weight[size:], None if bias is None else bias[size:]).chunk(2, -1)
+        return q, k, v
+    k = _linear(key, weight[size : 2 * size], None if bias is None else bias[size : 2 * size])
+    v = _linear(value, weight[2 * size :], None if bias is None else bias[2 * size :])
+    return q, k, v
+
+
+def append_keys(
+    k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None, add_zero_attn: bool
+) -> tuple[Tensor, Tensor]:
+    """Append the learned key and value, then the zero ones, where there are any: (N, S, E) → (N, S′, E)."""
+    batch = k.shape[0]
+    if bias_k is not None and bias_v is not None:
+        k = torch.cat([k, bias_k.to(k.dtype).expand(batch, 1, -1)], 1)
+        v = torch.cat([v, bias_v.to(v.dtype).expand(batch, 1, -1)], 1)
+    if add_zero_attn:
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+    return k, v
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear`, with a bias of any float dtype.
+
+    PyTorch's class computes with one of another dtype or raises, depending on the strides of its inputs.
+    """
+    if bias is None or bias.dtype == weight.dtype or autocast_is_on(x):
+        return linear(x, weight, bias)
+    result = linear(x, weight)
+    return (result + bias).to(result.dtype)

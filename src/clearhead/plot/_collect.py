@@ -1,0 +1,248 @@
+"""From a record to what pictures hold: per batch item and layer, small tensors on the CPU without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError, explain_problem
+from ..inspection._compute import AttentionStatistics, compute_statistics
+from ..inspection._record import RecordError
+from ._protocol import Recorded
+from ._sections import Section, extent_of, find_sections, fitted, number_of_calls
+from ._tokens import Tokens, as_tokens
+from ._words import has_pieces, merge_words, row_entropy
+
+__all__ = ["Crop", "ItemPicture", "LayerPicture", "SectionPicture", "collect", "item_places"]
+
+NEEDED = ("entropy", "received", "top_k", "map")
+PER_QUERY = ("entropy", "normalized_entropy", "confidence", "sink", "distance", "output_norm")
+
+
+@dataclass(frozen=True)
+class Crop:
+    """Exact weights of a part of one head.
+
+    Args:
+        queries, keys: first and one past the last, counted without padding.
+        weights: (queries, keys).
+        word_entropy: of the rows merged into words, if all tokens are here and some word has several pieces.
+    """
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    weights: Tensor
+    word_entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerPicture:
+    """One layer's heads on one batch item; l queries and s keys are no padding.
+
+    Args:
+        name: the module's.
+        heads: the heads' numbers.
+        size: (L, S) with padding, what `map` was pooled from.
+        queries, keys: the extents (first, one past the last) of what is no padding.
+        map: (H, R, C), exact where R = L and C = S.
+        pooling: how `map` was pooled.
+        entropy: (H, l) in nats. spread: the same divided by ln of the visible keys.
+        received: (H, s), Σ over queries.
+        indices, weights: (H, l, k), the largest weights of each query; index −1 where there are fewer.
+        numbers: statistic → (H,), means over the queries that see a key.
+        crops: head → exact weights.
+        word_entropy: (H, words), as `Crop`'s, where the map is exact.
+    """
+
+    name: str
+    heads: tuple[int, ...]
+    size: tuple[int, int]
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    map: Tensor
+    pooling: str
+    entropy: Tensor
+    spread: Tensor
+    received: Tensor
+    indices: Tensor
+    weights: Tensor
+    numbers: dict[str, Tensor]
+    crops: dict[int, Crop] = field(default_factory=dict[int, Crop])
+    word_entropy: Tensor | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the map holds single weights."""
+        return tuple(self.map.shape[1:]) == self.size
+
+    @property
+    def exact_map(self) -> Tensor:
+        """(H, l, s), where `exact`."""
+        return self.map[:, slice(*self.queries), slice(*self.keys)]
+
+
+@dataclass(frozen=True)
+class SectionPicture:
+    """One kind of attention on one batch item."""
+
+    section: Section
+    queries: Tokens
+    keys: Tokens
+    layers: list[LayerPicture]
+
+
+@dataclass(frozen=True)
+class ItemPicture:
+    """Everything about one batch item."""
+
+    label: str
+    sections: list[SectionPicture]
+
+
+Texts = Sequence[Tokens]
+
+
+def collect(
+    rec: Recorded, tokens: Sequence[Tokens] | None = None, key_tokens: Sequence[Tokens] | None = None
+) -> list[ItemPicture]:
+    """Take out of a record what pictures show, item by item.
+
+    Args:
+        rec: with the statistics entropy, received, top_k and map, or made with ``keep="queries_keys"``.
+        tokens: of every batch item, or one for all. Default: numbers.
+        key_tokens: of the source text, where there is one. Default: as `tokens` where queries and keys are the same,
+            else numbers.
+
+    Raises:
+        RecordError: if a statistic is missing and queries and keys were not kept.
+        ShapeError: if tokens do not fit.
+    """
+    sections = find_sections(rec, two_texts=key_tokens is not None)
+    items: list[ItemPicture] = []
+    places = item_places(rec)
+    for what, given in (("tokens", tokens), ("key_tokens", key_tokens)):
+        if given is not None and len(given) not in (1, len(places)):
+            raise ShapeError(
+                explain_problem(what, expected=f"{len(places)} texts, one per batch item", got=str(len(given)))
+            )
+    complete: dict[tuple[str, int], AttentionStatistics] = {}
+    for number, (call, item) in enumerate(places):
+        if item == 0:
+            complete = {(name, call): _completed(rec, name, call) for name in rec}
+        parts: list[SectionPicture] = []
+        for section in sections:
+            statistics = [complete[name, call] for name in section.layers]
+            parts.append(_section(section, statistics, (tokens, key_tokens), number, item))
+        items.append(ItemPicture(f"item {number}", parts))
+    return items
+
+
+def item_places(rec: Recorded) -> list[tuple[int, int]]:
+    """Call and batch item of every picture item."""
+    first = rec[next(iter(rec))] if len(rec) else []
+    return [(call, item) for call in range(number_of_calls(rec)) for item in range(first[call].batch_size)]
+
+
+def _completed(rec: Recorded, name: str, call: int) -> AttentionStatistics:
+    """The statistics a picture needs; those that were not recorded are computed now."""
+    statistics = rec[name][call]
+    if all(needed in statistics.names for needed in NEEDED):
+        return statistics
+    try:
+        kept = rec.kept_call(name, call)
+    except RecordError as error:
+        missing = ", ".join(needed for needed in NEEDED if needed not in statistics.names)
+        raise RecordError(
+            explain_problem(
+                "rec",
+                expected=f"the statistics {', '.join(NEEDED)}",
+                got=f"a record without {missing}",
+                fix=f"Record with statistics={NEEDED}, or with keep='queries_keys'.",
+            )
+        ) from error
+    found = compute_statistics(kept, NEEDED, statistics.options, statistics.counted)
+    averaged = statistics.head_count == statistics.num_kv_heads < statistics.num_heads
+    return found if averaged else found.with_heads(statistics.heads)
+
+
+def _section(
+    section: Section,
+    statistics: Sequence[AttentionStatistics],
+    texts: tuple[Texts | None, Texts | None],
+    number: int,
+    item: int,
+) -> SectionPicture:
+    length, keys = statistics[0].query_length, statistics[0].key_length
+    if any((other.query_length, other.key_length) != (length, keys) for other in statistics):
+        raise ShapeError(
+            explain_problem("rec", expected=f"L = {length} and S = {keys} in all of {section.layers}", got="others")
+        )
+    queries = extent_of(statistics[0], item)
+    extent = queries if section.same else _received_extent(statistics, item)
+    names = ("key_tokens", "key_tokens") if section.kind == "encoder" else ("tokens", "key_tokens")
+    given = (texts[1], texts[1]) if section.kind == "encoder" else texts
+    query_tokens = _text(names[0], given[0], number, length, queries)
+    key_tokens = query_tokens if section.same else _text(names[1], given[1], number, keys, extent)
+    layers = [
+        _layer(name, found, item, (queries, extent), (query_tokens, key_tokens))
+        for name, found in zip(section.layers, statistics, strict=True)
+    ]
+    return SectionPicture(section, query_tokens, key_tokens, layers)
+
+
+def _text(what: str, given: Texts | None, number: int, length: int, extent: tuple[int, int]) -> Tokens:
+    if given is None:
+        return as_tokens(None, length).cut(*extent)
+    return fitted(what, given, number, length, extent)
+
+
+def _received_extent(statistics: Sequence[AttentionStatistics], item: int) -> tuple[int, int]:
+    """First and one past the last key that gets any weight from anywhere: hidden keys get exactly none."""
+    received = torch.stack([found.received[item].sum(0) for found in statistics]).sum(0)  # (S,)
+    places = received.nonzero().flatten()
+    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, len(received))
+
+
+def _layer(
+    name: str,
+    found: AttentionStatistics,
+    item: int,
+    extents: tuple[tuple[int, int], tuple[int, int]],
+    texts: tuple[Tokens, Tokens],
+) -> LayerPicture:
+    rows, columns = slice(*extents[0]), slice(*extents[1])
+    sees = (found.sees[item] & found.counted[item])[:, rows]  # (H, l)
+    indices = found.top_k.indices[item][:, rows] - extents[1][0]
+    outside = (indices < 0) | (indices >= extents[1][1] - extents[1][0])
+    numbers: dict[str, Tensor] = {}
+    for statistic in PER_QUERY:
+        if statistic in found.names:
+            values = found.results[statistic][item][:, rows]
+            numbers[statistic] = ((values * sees).sum(-1) / sees.sum(-1).clamp(min=1)).float().cpu()
+    if "max_logit" in found.names:
+        numbers["max_logit"] = found.max_logit[item].float().cpu()
+    if "offset" in found.names:
+        for place, offset in enumerate(found.options.offsets):
+            numbers[f"offset {offset:+d}"] = found.offset[item, :, place].float().cpu()
+    picture = LayerPicture(
+        name=name,
+        heads=found.heads,
+        size=(found.query_length, found.key_length),
+        queries=extents[0],
+        keys=extents[1],
+        map=found.map[item].float().cpu(),
+        pooling=found.options.map_pooling,
+        entropy=found.entropy[item][:, rows].float().cpu(),
+        spread=found.normalized_entropy[item][:, rows].float().cpu(),
+        received=found.received[item][:, columns].float().cpu(),
+        indices=indices.masked_fill(outside, -1).cpu(),
+        weights=found.top_k.weights[item][:, rows].masked_fill(outside, 0).float().cpu(),
+        numbers=numbers,
+    )
+    if not picture.exact or not any(has_pieces(text) for text in texts):
+        return picture
+    entropy = row_entropy(merge_words(picture.exact_map, *texts))
+    return replace(picture, word_entropy=entropy)

@@ -1,0 +1,114 @@
+"""Exact weights of chosen heads, for pictures of texts that are too long to hold every weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from .._checks import items as items_of
+from .._checks import require_slice, shown
+from ..errors import ArgumentError, DTypeError, explain_problem
+from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture, item_places
+from ._protocol import Recorded
+from ._words import has_pieces, merge_words, row_entropy
+
+__all__ = ["CROP_SIDE", "CropRequest", "cut_crop", "with_crops"]
+
+CropRequest = tuple[int | str, int] | tuple[int | str, int, slice, slice]
+
+#: A head asked for without slices is cut to so many queries and keys; 1024 × 1024 weights are about 1 MB of page.
+CROP_SIDE = 1024
+ROWS_AT_A_TIME = 128
+
+
+def with_crops(rec: Recorded, items: Sequence[ItemPicture], crops: Sequence[CropRequest]) -> list[ItemPicture]:
+    """Add the exact weights of some heads to every item.
+
+    Args:
+        rec: made with ``keep="queries_keys"``.
+        items: from `collect` of the same record.
+        crops: (layer, head), or (layer, head, queries, keys) with slices of positions that are no padding. Default
+            slices: the first 1024.
+
+    Raises:
+        RecordError: if queries and keys were not kept.
+        ArgumentError: for a layer or head that is not there.
+    """
+    crops = items_of("crops", crops, "a list of (layer, head) or (layer, head, queries, keys)")
+    result: list[ItemPicture] = []
+    for picture, place in zip(items, item_places(rec), strict=True):
+        sections = [_with_crops(rec, section, place, crops) for section in picture.sections]
+        result.append(replace(picture, sections=sections))
+    return result
+
+
+def _with_crops(
+    rec: Recorded, picture: SectionPicture, place: tuple[int, int], crops: Sequence[CropRequest]
+) -> SectionPicture:
+    layers = list(picture.layers)
+    for layer, head, *slices in (_checked_crop(crop) for crop in crops):
+        name = rec.name_of(layer)
+        for index, found in enumerate(layers):
+            if found.name != name:
+                continue
+            require_head(head, found.heads, f" in {name}")
+            if not found.exact:
+                cut = cut_crop(rec, picture, found, head, place, slices or [slice(CROP_SIDE), slice(CROP_SIDE)])
+                layers[index] = replace(found, crops=found.crops | {head: cut})
+    return replace(picture, layers=layers)
+
+
+def _checked_crop(crop: object) -> tuple[Any, ...]:
+    expected = "(layer, head) or (layer, head, queries, keys) with slices"
+    parts = tuple(crop) if isinstance(crop, (tuple, list)) else ()
+    if len(parts) not in (2, 4) or not all(isinstance(part, slice) for part in parts[2:]):
+        raise DTypeError(explain_problem("crops", expected=expected, got=shown(crop)))
+    for part in parts[2:]:
+        require_slice("crops", part)
+    return parts
+
+
+def require_head(head: object, heads: Sequence[int], where: str) -> None:
+    """Raise unless it is one of the heads there are."""
+    if isinstance(head, bool) or not isinstance(head, int) or head not in heads:
+        known = ", ".join(map(str, heads))
+        raise ArgumentError(explain_problem("head", expected=f"one of {known}{where}", got=shown(head)))
+
+
+def cut_crop(
+    rec: Recorded, picture: SectionPicture, layer: LayerPicture, head: int, place: tuple[int, int], slices: list[slice]
+) -> Crop:
+    """Exact weights of one head on one batch item.
+
+    Args:
+        rec: made with ``keep="queries_keys"``.
+        picture, layer: from `collect` of the same record.
+        head: its number.
+        place: call and batch item, from `item_places`.
+        slices: of queries and keys that are no padding.
+
+    Raises:
+        RecordError: if queries and keys were not kept.
+        ArgumentError: for slices with a step.
+    """
+    call, item = place
+    queries, keys = (
+        range(len(tokens))[part] for tokens, part in zip((picture.queries, picture.keys), slices, strict=True)
+    )
+    if queries.step != 1 or keys.step != 1:
+        raise ArgumentError(explain_problem("crops", expected="slices without a step", got=str(slices)))
+    rows = range(layer.queries[0] + queries.start, layer.queries[0] + queries.stop)
+    columns = slice(layer.keys[0] + keys.start, layer.keys[0] + keys.stop)
+    parts = [
+        rec.weights(layer.name, head, list(rows[first : first + ROWS_AT_A_TIME]), call)[item, :, columns].float().cpu()
+        for first in range(0, len(rows), ROWS_AT_A_TIME)
+    ]
+    weights = torch.cat(parts) if parts else torch.zeros(0, len(keys))
+    entropy = None
+    whole = (len(queries), len(keys)) == (len(picture.queries), len(picture.keys))
+    if whole and (has_pieces(picture.queries) or has_pieces(picture.keys)):
+        entropy = row_entropy(merge_words(weights, picture.queries, picture.keys))
+    return Crop((queries.start, queries.stop), (keys.start, keys.stop), weights, entropy)

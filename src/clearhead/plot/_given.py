@@ -1,0 +1,149 @@
+"""Weights that somebody already has, as a record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import final
+
+from torch import Tensor
+
+from .._call.spec import AttentionCall, build_call
+from .._checks import FLOATS, items, shown, strided, text, with_values
+from .._checks import index as index_of
+from .._weights import Queries, row_numbers
+from .._weights_passes import compute_weights
+from ..errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, explain_problem, shape_text
+from ..inspection._compute import AttentionStatistics, compute_statistics, make_options
+from ..inspection._drawing import Drawable
+from ..inspection._rollout import rollout
+from ..inspection._summary import Summary, summarize
+from ..masks._tensors import bias
+
+__all__ = ["given"]
+
+STATISTICS = ("entropy", "received", "confidence", "top_k", "sink", "distance", "offset", "map")
+
+
+def given(weights: Sequence[Tensor], names: Sequence[str] | None = None) -> Given:
+    """Make a record of weights that a model returned, for all pictures.
+
+    ``outputs.attentions`` of a transformers model is such a list. A weight of exactly 0 counts as a hidden key.
+
+    Args:
+        weights: one (B, H, L, S) or (H, L, S) tensor per layer; every row sums to 1, or is 0 throughout.
+        names: one per layer. Default ``"0"``, ``"1"``, …
+
+    Raises:
+        ArgumentError: if there is no layer, or a row sums to something else.
+        ShapeError: for other shapes.
+
+    Example:
+        >>> import torch
+        >>> rec = given([torch.eye(3).expand(2, 3, 3)])
+        >>> rec["0"][0].confidence.mean()
+        tensor(1.)
+    """
+    weights = items("weights", weights, "one tensor per layer")
+    if not weights:
+        raise ArgumentError(explain_problem("weights", expected="one tensor per layer", got="none"))
+    names = None if names is None else [text("names", name) for name in items("names", names, "a list of strings")]
+    if names is not None and (len(names) != len(weights) or len(set(names)) < len(names)):
+        expected = f"{len(weights)} different names, one per layer of weights"
+        raise ArgumentError(explain_problem("names", expected=expected, got=shown(names)))
+    calls: dict[str, AttentionCall] = {}
+    for index, layer in enumerate(weights):
+        with_values(f"weights[{index}]", strided(f"weights[{index}]", layer))
+        if layer.dtype not in FLOATS:
+            raise DTypeError(explain_problem(f"weights[{index}]", expected="a float tensor", got=str(layer.dtype)))
+        if layer.dim() not in (3, 4) or layer.numel() == 0:
+            raise ShapeError(
+                explain_problem(f"weights[{index}]", expected="(B, H, L, S) or (H, L, S)", got=shape_text(layer.shape))
+            )
+        name = str(index) if names is None else names[index]
+        calls[name] = _as_call(layer.detach(), f"weights[{index}]")
+    return Given(calls)
+
+
+@final
+class Given(Drawable, Mapping[str, Sequence[AttentionStatistics]]):
+    """Statistics of weights that were given; see `given`."""
+
+    def __init__(self, calls: dict[str, AttentionCall]) -> None:
+        self._calls = calls
+        options = make_options(8, 128, "mass", 1, (-1,))
+        self._statistics = {name: [compute_statistics(call, STATISTICS, options, None)] for name, call in calls.items()}
+
+    def __getitem__(self, name: str, /) -> Sequence[AttentionStatistics]:
+        if not isinstance(name, str) or name not in self._statistics:
+            known = ", ".join(map(repr, self._statistics))
+            raise UnknownNameError(explain_problem("name", expected=f"one of {known}", got=shown(name)))
+        return self._statistics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._calls)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def name_of(self, layer: int | str) -> str:
+        """The name of a layer given by number or name."""
+        names = list(self._calls)
+        if isinstance(layer, str) and layer in names:
+            return layer
+        if isinstance(layer, str):
+            raise ArgumentError(explain_problem("layer", expected=f"0 … {len(names) - 1}", got=shown(layer)))
+        return names[index_of("layer", layer, len(names))]
+
+    def weights(
+        self, layer: int | str, head: int | None = None, queries: Queries | None = None, call: int = 0
+    ) -> Tensor:
+        """The weights (B, H, n, S), or (B, n, S) of one head."""
+        kept = self.kept_call(layer, call)
+        weights = compute_weights(kept, row_numbers(queries, kept.grid.query_length, "queries"), average=False)
+        return weights if head is None else weights[:, index_of("head", head, weights.shape[1])]
+
+    def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
+        """A call whose weights are the given ones."""
+        index_of("call", call, 1)
+        return self._calls[self.name_of(layer)]
+
+    def rollout(
+        self, targets: Sequence[int] | Tensor, *, layers: Sequence[int | str] | None = None, residual: float = 0.5
+    ) -> Tensor:
+        """Attention rollout, as `record.rollout`."""
+        chosen = list(self._calls) if layers is None else items("layers", layers, "a list of names or numbers")
+        return rollout([self.kept_call(layer) for layer in chosen], targets, residual)
+
+    def summary(self) -> Summary:
+        """One number per head for every statistic that has one."""
+        return summarize(self._statistics)
+
+
+def _as_call(weights: Tensor, what: str) -> AttentionCall:
+    """Attention whose scores are ln p: zero queries and keys, and p in the bias."""
+    weights = (weights if weights.dim() == 4 else weights[None]).float()
+    sums = weights.sum(-1)
+    close = ((sums - 1).abs() < 1e-2) | (sums == 0)
+    if not bool(close.all()) or bool((weights < 0).any()):
+        raise ArgumentError(
+            explain_problem(
+                what,
+                expected="weights ≥ 0 whose rows sum to 1",
+                got=f"a row that sums to {sums[~close][0].item():.3f}" if not bool(close.all()) else "negative ones",
+                fix="With attention sinks or dropout use clearhead.record on the model instead.",
+            )
+        )
+    batch, heads, length, keys = weights.shape
+    return build_call(
+        weights.new_zeros(batch, heads, length, 1),
+        weights.new_zeros(batch, heads, keys, 1),
+        None,
+        bias(weights.log()),
+        scale=1.0,
+        dropout_p=0.0,
+        softcap=None,
+        sinks=None,
+        query_positions=None,
+        key_positions=None,
+        return_lse=False,
+    )

@@ -1,0 +1,136 @@
+"""What pictures say about a head in a number, a letter and a choice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._collect import LayerPicture, SectionPicture
+
+__all__ = ["KINDS", "HeadSummary", "average", "clearest_head", "summarize"]
+
+KINDS = {
+    "special": "special tokens",
+    "itself": "the token itself",
+    "previous": "the token before",
+    "next": "the token after",
+    "far": "tokens further away",
+    "one": "one token at a time",
+    "broad": "everything about alike",
+    "mixed": "several places",
+}
+
+BROAD = 0.85
+
+
+@dataclass(frozen=True)
+class HeadSummary:
+    """One head on one text, in short.
+
+    Args:
+        entropy: mean over queries of −Σ_j p_j ln p_j, in nats; 0 is one token, ln S is all alike.
+        spread: mean of the entropy divided by ln of the number of visible keys, in [0, 1].
+        shares: place → mean weight there, as far as each query's top-k holds it.
+        contrast: mean over queries of the most that one key gets beyond its average over all queries, among keys
+            that are no special tokens and, within one text, at least two positions away.
+        queries: how many queries the means are over.
+    """
+
+    entropy: float
+    spread: float
+    shares: dict[str, float]
+    contrast: float
+    queries: int
+
+    @property
+    def kind(self) -> str:
+        """A key of `KINDS`: ``"broad"`` if spread > 0.85, else the place that gets more than half of the weight."""
+        if self.spread > BROAD:
+            return "broad"
+        largest = max(self.shares, key=lambda name: self.shares[name])
+        return largest if self.shares[largest] > 0.5 else "mixed"
+
+
+def summarize(picture: SectionPicture) -> list[list[HeadSummary]]:
+    """Describe every head of every layer of one section.
+
+    Returns:
+        One list per layer with one `HeadSummary` per head.
+    """
+    return [_summarize_layer(layer, picture) for layer in picture.layers]
+
+
+def average(summaries: Sequence[Sequence[Sequence[HeadSummary]]]) -> list[list[HeadSummary]]:
+    """Average what several texts say about the same layers and heads, by their numbers of queries."""
+    return [
+        [_average(heads) for heads in zip(*layers, strict=True)]  # heads: one head's summaries
+        for layers in zip(*summaries, strict=True)
+    ]
+
+
+def clearest_head(summaries: Sequence[Sequence[HeadSummary]]) -> tuple[int, int]:
+    """Choose the head to show first: the one with the largest `contrast`.
+
+    Heads that look at special tokens, at neighbours, or at the same token from everywhere are common and need no
+    large picture; this is the one where different words most clearly look at different words further away.
+
+    Returns:
+        Places of the layer and the head in `summaries`.
+    """
+    places = [(layer, head) for layer, heads in enumerate(summaries) for head in range(len(heads))]
+    return max(places, key=lambda place: summaries[place[0]][place[1]].contrast)
+
+
+def _average(heads: Sequence[HeadSummary]) -> HeadSummary:
+    total = max(sum(head.queries for head in heads), 1)
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(value * head.queries for value, head in zip(values, heads, strict=True)) / total
+
+    return HeadSummary(
+        mean([head.entropy for head in heads]),
+        mean([head.spread for head in heads]),
+        {name: mean([head.shares[name] for head in heads]) for name in heads[0].shares},
+        mean([head.contrast for head in heads]),
+        total,
+    )
+
+
+def _summarize_layer(layer: LayerPicture, picture: SectionPicture) -> list[HeadSummary]:
+    same = picture.section.same
+    length = len(picture.queries)
+    is_special = torch.tensor(picture.keys.special, dtype=torch.bool)
+    there = layer.indices >= 0  # (H, l, k)
+    keys = layer.indices.clamp(min=0)
+    special = is_special[keys] & there
+    offset = keys - torch.arange(length)[:, None]  # (H, l, k)
+    ordinary = there & ~special
+    places = {"special": special}
+    if same:
+        places |= {name: ordinary & (offset == away) for name, away in (("itself", 0), ("previous", -1), ("next", 1))}
+    far = ordinary & (offset.abs() > 1) if same else ordinary
+    # Between two texts nothing is near or far; there a head is telling where it has one key for each query.
+    places |= {"far": far} if same else {"one": ordinary & (torch.arange(keys.shape[2]) == 0)}
+    shares = {name: (layer.weights * place).sum(-1).mean(-1) for name, place in places.items()}  # (H,) each
+    contrast = _contrast(layer, keys, far, ~is_special if same else torch.ones(length, dtype=torch.bool))
+    return [
+        HeadSummary(
+            entropy=layer.entropy[head].mean().item(),
+            spread=min(layer.spread[head].mean().item(), 1.0),
+            shares={name: share[head].item() for name, share in shares.items()},
+            contrast=contrast[head].item() if math.isfinite(contrast[head].item()) else 0.0,
+            queries=length,
+        )
+        for head in range(len(layer.heads))
+    ]
+
+
+def _contrast(layer: LayerPicture, keys: Tensor, far: Tensor, queries: Tensor) -> Tensor:
+    usual = layer.received / max(keys.shape[1], 1)  # (H, s)
+    beyond = layer.weights - usual.gather(1, keys.flatten(1)).view_as(layer.weights)  # (H, l, k)
+    peaks = (beyond * far).amax(-1).clamp(min=0)  # (H, l)
+    return peaks[:, queries].mean(-1)

@@ -1,0 +1,237 @@
+"""All heads of a model in one HTML file that needs nothing else: no network, no framework."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import html
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from .._checks import integer, shown, text
+from .._checks import items as items_of
+from ..errors import ArgumentError, DTypeError, FileError, ShapeError, explain_problem
+from ..inspection._record import RecordError
+from ._collect import ItemPicture, collect
+from ._crops import CropRequest, with_crops
+from ._heads import summarize
+from ._labels import printable
+from ._page_contents import ScaleEnds, describe_item, describe_section
+from ._protocol import Recorded, require_record
+from ._tokens import Texts, as_texts
+
+__all__ = ["Page", "PageMaker", "page"]
+
+SCRIPTS = ("data", "color", "grids", "overview", "text", "map", "margins", "view", "pointer", "main")
+
+
+@dataclass(frozen=True)
+class Page:
+    """A finished page.
+
+    Args:
+        text: the HTML.
+        height: of the frame it is shown in inside a notebook, in CSS pixels.
+    """
+
+    text: str
+    height: int = 860
+
+    def save(self, path: str | Path) -> Path:
+        """Write the page, in UTF-8.
+
+        Args:
+            path: where to; the folder must exist.
+
+        Returns:
+            The path.
+
+        Raises:
+            FileError: if the file cannot be written; it is an `OSError` too.
+        """
+        if not isinstance(path, (str, os.PathLike)):
+            raise DTypeError(explain_problem("path", expected="the path of a file", got=shown(path)))
+        path = Path(path)
+        try:
+            path.write_text(self.text, encoding="utf-8", newline="\n")
+        except (OSError, ValueError) as error:  # a null character in the name is a ValueError
+            expected = "a file that can be written, in a folder that is there"
+            raise FileError(explain_problem("path", expected=expected, got=f"{shown(str(path))} ({error})")) from error
+        return path
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, which is what notebooks show; it reaches neither them nor the network."""
+        return (
+            f'<iframe srcdoc="{html.escape(self.text)}" sandbox="allow-scripts" title="Attention" '
+            f'style="width: 100%; height: {self.height}px; border: 0"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"Page({len(self.text) / 1e6:.2f} MB; .save(path) writes it)"
+
+
+def page(
+    rec: Recorded,
+    tokens: Texts | None = None,
+    *,
+    key_tokens: Texts | None = None,
+    layer: int | str | None = None,
+    head: int | None = None,
+    crops: Sequence[CropRequest] | None = None,
+    labels: Sequence[str] | None = None,
+    title: str = "Attention",
+) -> Page:
+    """Make one self-contained HTML page of a record: every head as a thumbnail, one large, weights under the pointer.
+
+    The page holds, per head: the map pooled to 128 × 128 tiles (exact up to 128 tokens), the exact largest weights of
+    every query (`top_k` of the record), the entropy of every query, what every key receives; and every weight of the
+    heads in `crops`. It asks the network for nothing; its content security policy forbids that, and any script but
+    its own. Tokens are data, never markup.
+
+    Args:
+        rec: a record with the statistics entropy, received, top_k and map, or with ``keep="queries_keys"``.
+        tokens: a list of strings or `Tokens`, or one for every batch item. With an encoder and a decoder: those of the
+            decoder. With or without padding. Default: numbers.
+        key_tokens: the same for the text that is attended to, where that is another one.
+        layer: which layer is large at first, by number in running order or module name.
+        head: and which of its heads. Default of both: the clearest one, see `clearest_head`.
+        crops: (layer, head) or (layer, head, queries, keys) with slices, heads that keep every weight however long the
+            text. Default: the head that is large at first, if queries and keys were kept.
+        labels: what to call the batch items. Default: item 0, item 1, …
+        title: of the page, also shown in it; the model's name for instance.
+
+    Raises:
+        RecordError: if the record lacks what the page needs.
+        ArgumentError: for a layer or head that is not there.
+        ShapeError: if tokens and record do not fit.
+
+    Example:
+        >>> import torch, clearhead
+        >>> model = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
+        >>> with clearhead.record(model, keep="queries_keys") as rec:
+        ...     _ = model(torch.randn(1, 3, 8))
+        >>> page(rec, ["a", "b", "</script>"]).text.count("</script>")
+        3
+    """
+    require_record(rec)
+    text("title", title)
+    items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
+    if labels is not None:
+        labels = [
+            text("labels", label, "a list of strings") for label in items_of("labels", labels, "a list of strings")
+        ]
+        if len(labels) != len(items):
+            raise ShapeError(explain_problem("labels", expected=f"{len(items)}, one per item", got=str(len(labels))))
+        items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
+    place = _place(rec, items, layer, head)
+    if crops is not None:
+        items = with_crops(rec, items, crops)
+    else:
+        large = items[0].sections[place[0]].layers[place[1]]
+        with contextlib.suppress(RecordError):  # nothing was kept, and nothing was asked for
+            items = with_crops(rec, items, [(large.name, large.heads[place[2]])])
+    maker = PageMaker()
+    for item in items:
+        maker.add(item)
+    return maker.page(place, title=title)
+
+
+class PageMaker:
+    """Makes a page of one batch item after the other, keeping each only as it will be in the file."""
+
+    def __init__(self) -> None:
+        self._sections: list[dict[str, Any]] = []
+        self._ends: list[ScaleEnds] = []
+        self._items: list[dict[str, Any]] = []
+        self._streams: list[str] = []
+
+    def add(self, item: ItemPicture) -> None:
+        """Append an item; all have the same sections, layers and heads."""
+        if not self._sections:
+            self._sections = [describe_section(picture) for picture in item.sections]
+            self._ends = [ScaleEnds() for _ in item.sections]
+        for ends, picture in zip(self._ends, item.sections, strict=True):
+            ends.add(picture)
+        description, stream = describe_item(item)
+        self._items.append(description)
+        self._streams.append(stream)
+
+    def page(self, place: tuple[int, int, int], *, title: str, statistic: str = "maps") -> Page:
+        """The finished page.
+
+        Args:
+            place: section, layer and head that are shown first, as places in the items.
+            title: as in `page`.
+            statistic: what the overview shows at first: ``"maps"``, or a statistic's name.
+        """
+        shown_title = printable([title])[0]
+        data = {
+            "title": shown_title,
+            "sections": [part | ends.describe() for part, ends in zip(self._sections, self._ends, strict=True)],
+            "items": self._items,
+            "section": place[0],
+            "layer": place[1],
+            "head": place[2],
+            "statistic": statistic,
+        }
+        style, script = _part("page.css"), "".join(_part(f"page_{name}.js") for name in SCRIPTS)
+        script = f'"use strict";\n(async () => {{\n{script}}})();\n'
+        parts = {
+            "policy": f"default-src 'none'; script-src {_source(script)}; style-src {_source(style)}; "
+            "base-uri 'none'; form-action 'none'",
+            "title": html.escape(shown_title),
+            "style": style,
+            "script": script,
+            "data": _json(data),
+            "streams": "\n".join(
+                f'<script type="application/octet-stream" id="stream-{number}">{stream}</script>'
+                for number, stream in enumerate(self._streams)
+            ),
+        }
+        # One pass: what is put in is never searched for places again.
+        places = r"@(policy|title|style|script|data|streams)@"
+        return Page(re.sub(places, lambda found: parts[found[1]], _part("page.html")))
+
+
+def _place(
+    rec: Recorded, items: Sequence[ItemPicture], layer: int | str | None, head: int | None
+) -> tuple[int, int, int]:
+    """Section, layer and head to show first: what was chosen, and for the rest the clearest head."""
+    places: list[tuple[float, tuple[int, int, int]]] = []
+    name = None if layer is None else rec.name_of(layer)
+    if head is not None:
+        where = "" if name is None else f" of {name}"
+        integer("head", head, least=0, expected=f"one of the recorded heads{where}")
+    for section, picture in enumerate(items[0].sections):
+        summaries = summarize(picture)
+        for index, found in enumerate(picture.layers):
+            for number, summary in enumerate(summaries[index]):
+                if name in (None, found.name) and head in (None, found.heads[number]):
+                    places.append((summary.contrast, (section, index, number)))
+    if not places:
+        where = "" if name is None else f" of {name}"
+        raise ArgumentError(explain_problem("head", expected=f"one of the recorded heads{where}", got=str(head)))
+    first_section = min(place[0] for _, place in places)
+    return max((each for each in places if each[1][0] == first_section), key=lambda each: each[0])[1]
+
+
+def _json(data: dict[str, Any]) -> str:
+    """JSON that HTML cannot misread: ASCII only, and no character that could end the element around it."""
+    text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _source(text: str) -> str:
+    """The content security policy's name for one inline text."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode('ascii')}'"
+
+
+def _part(name: str) -> str:
+    return resources.files("clearhead.plot").joinpath(name).read_text(encoding="utf-8")

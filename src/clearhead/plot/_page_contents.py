@@ -1,0 +1,136 @@
+"""What a page carries: a description in JSON and one packed stream of numbers per batch item."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
+from ._heads import KINDS, HeadSummary, summarize
+from ._labels import layer_labels, printable
+from ._packing import Packer
+from ._scale import scale_end
+from ._tokens import Tokens
+from ._words import has_pieces
+
+__all__ = ["ScaleEnds", "describe_item", "describe_section"]
+
+SAMPLES = 20_000
+
+
+def describe_section(picture: SectionPicture) -> dict[str, Any]:
+    """What a section is on every item: its layers and heads."""
+    labels = layer_labels(picture.section.layers)
+    return {
+        "title": picture.section.title,
+        "same": picture.section.same,
+        "layers": [
+            {"label": label, "name": layer.name, "heads": list(layer.heads)}
+            for label, layer in zip(labels, picture.layers, strict=True)
+        ],
+        "statistics": list(picture.layers[0].numbers),
+        "pooling": picture.layers[0].pooling,
+    }
+
+
+class ScaleEnds:
+    """Where the colour scales of a section's tiles and of its single weights end, over all items."""
+
+    def __init__(self) -> None:
+        self._tiles: list[Tensor] = []
+        self._cells: list[Tensor] = []
+
+    def add(self, picture: SectionPicture) -> None:
+        """Take a sample of one item's weights."""
+        for layer in picture.layers:
+            self._tiles.append(_sample(layer.map))
+            self._cells += [_sample(crop.weights) for crop in layer.crops.values()]
+
+    def describe(self) -> dict[str, float]:
+        """The ends, for the section's description."""
+        tiles = scale_end(self._tiles)
+        return {"tileEnd": tiles, "cellEnd": scale_end(self._cells) if self._cells else tiles}
+
+
+def describe_item(item: ItemPicture) -> tuple[dict[str, Any], str]:
+    """One item's description and its stream."""
+    packer, texts = Packer(), _Texts()
+    sections: list[dict[str, Any]] = []
+    for picture in item.sections:
+        summaries = summarize(picture)
+        layers = [_layer(layer, heads, packer) for layer, heads in zip(picture.layers, summaries, strict=True)]
+        queries, keys = texts.number(picture.queries), texts.number(picture.keys)
+        sections.append(
+            {"queries": queries, "keys": keys, "start": _first_query(picture), "layers": layers},
+        )
+    return {"label": printable([item.label])[0], "texts": texts.descriptions, "sections": sections}, packer.finish()
+
+
+class _Texts:
+    """Texts by number, each described once."""
+
+    def __init__(self) -> None:
+        self.descriptions: list[dict[str, Any]] = []
+        self._known: dict[int, int] = {}
+        self._kept: list[Tokens] = []
+
+    def number(self, tokens: Tokens) -> int:
+        for number, known in enumerate(self._kept):
+            if (known.names, known.words) == (tokens.names, tokens.words):
+                return number
+        self._kept.append(tokens)
+        text: dict[str, Any] = {"names": printable(tokens.names)}
+        if has_pieces(tokens):
+            text |= {"words": list(tokens.words), "wordNames": printable(tokens.word_names())}
+        self.descriptions.append(text)
+        return len(self._kept) - 1
+
+
+def _layer(layer: LayerPicture, summaries: Sequence[HeadSummary], packer: Packer) -> dict[str, Any]:
+    queries = max(layer.queries[1] - layer.queries[0], 1)
+    return {
+        "size": list(layer.size),
+        "origin": [layer.queries[0], layer.keys[0]],
+        "grid": list(layer.map.shape[1:]),
+        "map": packer.add(layer.map, "units" if layer.exact else "roots8"),
+        "entropy": packer.add(layer.entropy, "thousandths"),
+        "received": packer.add(layer.received / queries, "roots16"),
+        "count": layer.indices.shape[2],
+        "indices": packer.add(layer.indices, "index"),
+        "weights": packer.add(layer.weights, "units"),
+        "wordEntropy": _optional(layer.word_entropy, packer),
+        "crops": {str(layer.heads.index(head)): _crop(crop, packer) for head, crop in layer.crops.items()},
+        "kinds": [KINDS[summary.kind] for summary in summaries],
+        "numbers": {name: [_rounded(value) for value in values.tolist()] for name, values in layer.numbers.items()},
+    }
+
+
+def _crop(crop: Crop, packer: Packer) -> dict[str, Any]:
+    return {
+        "queries": list(crop.queries),
+        "keys": list(crop.keys),
+        "weights": packer.add(crop.weights, "units"),
+        "wordEntropy": _optional(crop.word_entropy, packer),
+    }
+
+
+def _optional(values: Tensor | None, packer: Packer) -> list[Any] | None:
+    return None if values is None else packer.add(values, "thousandths")
+
+
+def _sample(weights: Tensor) -> Tensor:
+    flat = weights.flatten()
+    return flat[:: max(1, flat.numel() // SAMPLES)].clone()
+
+
+def _rounded(value: float) -> float | None:
+    return round(value, 4) if abs(value) < float("inf") else None
+
+
+def _first_query(picture: SectionPicture) -> int:
+    """The query the page starts with: in the middle of the text, and no special token if there is another."""
+    length = len(picture.queries)
+    order = sorted(range(length), key=lambda place: abs(place - 2 * length // 3))
+    return next((place for place in order if not picture.queries.special[place]), order[0] if order else 0)

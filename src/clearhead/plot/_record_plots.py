@@ -1,0 +1,193 @@
+"""matplotlib pictures of a record. Each draws into `ax`, or a new figure, and returns the axes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .._checks import flag, shown
+from ..errors import ArgumentError, explain_problem
+from ._collect import collect
+from ._ink import BAR, FRAME, QUIET, colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
+from ._labels import layer_labels
+from ._one_head import head_weights, item_of, label_of, layers_of, place_of
+from ._protocol import Recorded, require_record
+from ._rollout_plot import plot_rollout
+from ._scale import scale_end
+from ._tokens import Texts, as_texts
+from ._words import merge_words
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_heads", "plot_map", "plot_received", "plot_rollout"]
+
+WEIGHT = "weight of a key in its query's row"
+
+
+def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = None) -> Axes:
+    """Draw one number per head: layers × heads.
+
+    Args:
+        rec: a record with the statistic.
+        statistic: a name of ``rec.summary()``: entropy, normalized_entropy, confidence, sink, distance, max_logit,
+            output_norm, or ``"offset -1"``. Default entropy.
+        ax: where to draw. Default: a new figure.
+
+    Raises:
+        ArgumentError: if the record has no such number per head.
+
+    Example:
+        >>> from clearhead.plot import given
+        >>> plot_heads(given([torch.eye(3).expand(2, 3, 3)]), "distance").get_title("left")
+        'distance'
+    """
+    require_record(rec)
+    summary = rec.summary()
+    if not isinstance(statistic, str) or statistic not in summary.values:
+        known = ", ".join(summary.values) or "none"
+        raise ArgumentError(
+            explain_problem(
+                "statistic",
+                expected=f"one of {known}",
+                got=shown(statistic),
+                fix=f"Record it with clearhead.record(model, statistics=({shown(statistic)}, ...)).",
+            )
+        )
+    layers = list(summary[statistic].values())
+    most = max(len(values) for values in layers)
+    table = torch.full((len(layers), most), float("nan"))
+    for row, values in enumerate(layers):
+        table[row, : len(values)] = values.float().cpu()
+    axes = new_axes(ax, (min(1.6 + 0.42 * most, 14), min(1.3 + 0.34 * len(layers), 14)))
+    image = axes.imshow(table.masked_fill(table.isinf(), float("nan")).numpy(), cmap=colors(), aspect="auto")
+    label_tokens(axes.xaxis, [str(head) for head in range(most)], turn=0, size=9)
+    label_tokens(axes.yaxis, layer_labels(list(summary[statistic])), turn=0, size=9)
+    axes.set_xlabel("head", color=QUIET)
+    axes.set_ylabel("layer", color=QUIET)
+    axes.set_title(statistic, loc="left")
+    plain_frame(axes)
+    bar = axes.figure.colorbar(image, ax=axes)
+    bar.outline.set_edgecolor(FRAME)  # type: ignore[operator]
+    return axes
+
+
+def plot_map(
+    rec: Recorded,
+    layer: int | str,
+    head: int,
+    *,
+    tokens: Texts | None = None,
+    key_tokens: Texts | None = None,
+    item: int = 0,
+    words: bool = False,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw the weights of one head, queries down, keys across.
+
+    Where the record holds every weight (queries and keys were kept, or the text is no longer than the map) the picture
+    is exact; else it shows tiles. Colour follows the square root of the weight, up to what few weights exceed.
+
+    Args:
+        rec: as for `clearhead.plot.page`.
+        layer: number in running order, or module name.
+        head: its number.
+        tokens, key_tokens: as for `clearhead.plot.page`.
+        item: which batch item, counted over calls. Default the first.
+        words: merge the pieces of words: keys are summed, queries averaged.
+        ax: where to draw. Default: a new figure.
+
+    Raises:
+        RecordError: if the record lacks what it takes.
+        ArgumentError: for a layer, head or item that is not there, or `words` where only tiles are known.
+
+    Example:
+        >>> from clearhead.plot import given
+        >>> plot_map(given([torch.eye(3).expand(2, 3, 3)]), 0, 1, tokens=["a", "b", "c"]).get_title("left")
+        'layer 0, head 1'
+    """
+    require_record(rec)
+    items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
+    picture, [found] = layers_of(rec, item_of(items, item), layer)
+    weights, exact = head_weights(rec, picture, found, head, item)
+    queries, keys = picture.queries.names, picture.keys.names
+    if flag("words", words):
+        if not exact:
+            raise ArgumentError(
+                explain_problem(
+                    "words",
+                    expected="False where only tiles are known",
+                    got="True",
+                    fix="Record with keep='queries_keys' to know every weight.",
+                )
+            )
+        weights = merge_words(weights, picture.queries, picture.keys)
+        queries, keys = (tuple(text.word_names()) for text in (picture.queries, picture.keys))
+    side = max(len(queries), len(keys))
+    cell = min(max(0.3, 5.2 / side), 0.5)
+    size = [min(max(cell * len(names), 1.6), 8.0) + 2.2 for names in (keys, queries)]
+    axes = new_axes(ax, (size[0], size[1] - 0.6))
+    end = scale_end([weights])
+    # Tiles stand where their tokens are; the extent is in tokens either way.
+    extent = (-0.5, len(keys) - 0.5, len(queries) - 0.5, -0.5)
+    image = axes.imshow(
+        shade(weights, end), cmap=colors(), vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="nearest"
+    )
+    axes.xaxis.tick_top()
+    label_tokens(axes.xaxis, token_labels(keys), turn=90)
+    label_tokens(axes.yaxis, token_labels(queries), turn=0)
+    axes.set_title(f"layer {label_of(picture, found)}, head {head}", loc="left")
+    plain_frame(axes)
+    weight_bar(axes.figure, image, end=end, caption=WEIGHT if exact else "weight of a tile in its row", ax=axes)
+    return axes
+
+
+def plot_received(
+    rec: Recorded,
+    layer: int | str | None = None,
+    head: int | None = None,
+    *,
+    tokens: Texts | None = None,
+    key_tokens: Texts | None = None,
+    item: int = 0,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw what each key receives from all queries, Σ_i p_ij, as bars.
+
+    Args:
+        rec: as for `clearhead.plot.page`.
+        layer: number in running order, or module name. Default: the mean over all layers of the first kind.
+        head: its number. Default: the mean over the heads.
+        tokens, key_tokens, item: as for `plot_map`.
+        ax: where to draw. Default: a new figure.
+
+    Example:
+        >>> from clearhead.plot import given
+        >>> axes = plot_received(given([torch.eye(3).expand(2, 3, 3)]), 0, 1, tokens=["a", "b", "c"])
+        >>> [float(bar.get_height()) for bar in axes.patches]
+        [1.0, 1.0, 1.0]
+    """
+    require_record(rec)
+    items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
+    picture, layers = layers_of(rec, item_of(items, item), layer)
+    rows: list[Tensor] = []
+    for found in layers:
+        heads = range(len(found.heads)) if head is None else [place_of(head, found)]
+        rows += [found.received[index] for index in heads]
+    received = torch.stack(rows).mean(0)  # (s,)
+    axes = new_axes(ax, (min(max(3.5, 0.3 * len(received)), 14), 3.2))
+    axes.bar(range(len(received)), received.tolist(), color=BAR, width=0.85)
+    even = len(picture.queries) / max(len(received), 1)
+    axes.axhline(even, color=QUIET, linewidth=0.8, linestyle=":")
+    axes.annotate("all alike", (1, even), xycoords=("axes fraction", "data"), va="bottom", ha="right", color=QUIET)
+    label_tokens(axes.xaxis, token_labels(picture.keys.names), turn=90)
+    axes.set_xlim(-0.6, len(received) - 0.4)
+    axes.set_ylabel(f"received from {len(picture.queries)} queries", color=QUIET)
+    where = "all layers" if layer is None else f"layer {label_of(picture, layers[0])}"
+    axes.set_title(f"{where}, {'mean over heads' if head is None else f'head {head}'}", loc="left")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(axis="x", length=0)
+    return axes

@@ -1,0 +1,163 @@
+"""Attention rollout as a matplotlib picture: over tokens, or over the patches of an image."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .._checks import FLOATS, integer, items, strided, with_values
+from .._checks import shown as describe_value
+from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
+from ._ink import colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
+from ._protocol import Recorded, require_record
+from ._scale import scale_end
+from ._tokens import Texts, as_texts, as_tokens
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_rollout"]
+
+
+def plot_rollout(
+    rec: Recorded,
+    targets: int | Sequence[int],
+    *,
+    tokens: Texts | None = None,
+    grid: tuple[int, int] | None = None,
+    image: Any = None,
+    item: int = 0,
+    layers: Sequence[int | str] | None = None,
+    residual: float = 0.5,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw attention rollout: how much of each input token reaches the targets through all layers.
+
+    Args:
+        rec: made with ``keep="queries_keys"``; see `clearhead.record.rollout`.
+        targets: one token number, or several (one row each).
+        tokens: as for `plot_map`.
+        grid: (rows, columns) of image patches: one target is drawn over them, as a picture. Tokens before the
+            patches, such as a class token and registers, are left out.
+        image: what the patches were cut from, (height, width), (height, width, 3) or (3, height, width), drawn below.
+        item: which batch item of the first call. Default the first.
+        layers: which recorded layers, first to last. Default all.
+        residual: share of the residual connection. Default 0.5.
+        ax: where to draw. Default: a new figure.
+
+    Raises:
+        RecordError: if queries and keys were not kept.
+        ArgumentError: for a target that is not there; several targets with a grid; an image without one.
+        ShapeError: for a grid of more patches than tokens.
+
+    Example:
+        >>> import torch
+        >>> from clearhead.plot import given
+        >>> rec = given([torch.eye(5).expand(2, 5, 5)])
+        >>> plot_rollout(rec, 0, grid=(2, 2)).get_title("left")
+        'rollout of token 0'
+    """
+    require_record(rec)
+    given = [targets] if isinstance(targets, int) else items("targets", targets, "one token number, or several")
+    if not given:
+        raise ArgumentError(explain_problem("targets", expected="one token number, or several", got="none"))
+    shares = rec.rollout(given, layers=layers, residual=residual)
+    chosen = [operator.index(target) for target in given]
+    count = shares.shape[0]
+    integer("item", item, least=0, most=count - 1, expected=f"0 … {count - 1}")
+    share = shares[item].float().cpu()  # (t, L)
+    if grid is not None:
+        return _plot_patches(share, chosen, grid, image, ax)
+    if image is not None:
+        raise ArgumentError(explain_problem("image", expected="grid=(rows, columns) with it", got="no grid"))
+    texts = as_texts(tokens)
+    if texts is not None and len(texts) not in (1, shares.shape[0]):
+        expected = f"{shares.shape[0]} texts, one per batch item"
+        raise ShapeError(explain_problem("tokens", expected=expected, got=str(len(texts))))
+    names = as_tokens(None, share.shape[1]) if texts is None else texts[item if len(texts) > 1 else 0]
+    if len(names) != share.shape[1]:
+        raise ShapeError(explain_problem("tokens", expected=f"{share.shape[1]} tokens", got=str(len(names))))
+    axes = new_axes(ax, (min(max(4.0, 0.3 * len(names)), 14), 1.6 + 0.35 * len(chosen)))
+    end = scale_end([share])
+    shown = axes.imshow(shade(share, end), cmap=colors(), vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    labels = token_labels(names.names)
+    label_tokens(axes.xaxis, labels, turn=90)
+    label_tokens(axes.yaxis, [labels[target] for target in chosen], turn=0)
+    axes.set_title("rollout: share of each input token", loc="left")
+    plain_frame(axes)
+    weight_bar(axes.figure, shown, end=end, caption="share", ax=axes)
+    return axes
+
+
+def _plot_patches(share: Tensor, targets: list[int], grid: tuple[int, int], image: Any, ax: Axes | None) -> Axes:
+    if len(targets) != 1:
+        raise ArgumentError(
+            explain_problem(
+                "targets", expected="one target with a grid", got=str(targets), fix="Draw each into its own ax."
+            )
+        )
+    expected = "(rows, columns)"
+    sides = items("grid", grid, expected)
+    if len(sides) != 2:
+        raise ArgumentError(explain_problem("grid", expected=expected, got=describe_value(grid)))
+    rows, columns = (integer("grid", side, least=1, expected="two ints ≥ 1, (rows, columns)") for side in sides)
+    extra = share.shape[1] - rows * columns
+    if rows < 1 or columns < 1 or extra < 0:
+        raise ShapeError(
+            explain_problem("grid", expected=f"at most {share.shape[1]} patches", got=f"{rows} × {columns}")
+        )
+    patches = share[0, extra:].view(rows, columns)
+    axes = new_axes(ax, (1.4 + 4 * columns / max(rows, columns), 0.6 + 4 * rows / max(rows, columns)))
+    end = _round_up(patches.max().item())
+    extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
+    if image is not None:
+        axes.imshow(_pixels(image), extent=extent, cmap="gray")
+    alpha = 1.0 if image is None else (0.9 * patches / end).clamp(0, 1).numpy()
+    shown = axes.imshow(
+        shade(patches, end), cmap=colors(), vmin=0, vmax=1, extent=extent, alpha=alpha, interpolation="nearest"
+    )
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title(f"rollout of token {targets[0]}", loc="left")
+    plain_frame(axes)
+    weight_bar(axes.figure, shown, end=end, caption="share of a patch", ax=axes)
+    return axes
+
+
+def _round_up(largest: float) -> float:
+    """The next of 1, 2, 5, 10, … times a power of ten."""
+    if largest <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(largest))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= largest)
+
+
+def _pixels(image: Any) -> Any:
+    """(h, w) or (h, w, channels), from a tensor, an array or a PIL image; floats outside [0, 1] are stretched."""
+    import numpy
+
+    expected = "a picture of numbers, (height, width, 3)"
+    if isinstance(image, Tensor):
+        image = with_values("image", strided("image", image, expected)).detach().cpu()
+        image = image.float() if image.dtype in FLOATS else image
+    try:
+        pixels = numpy.asarray(image)
+    except (TypeError, ValueError, RuntimeError):
+        raise DTypeError(explain_problem("image", expected=expected, got=describe_value(image))) from None
+    if pixels.dtype.kind not in "fiub" or pixels.size == 0:
+        raise DTypeError(explain_problem("image", expected=expected, got=f"{pixels.dtype} {shape_text(pixels.shape)}"))
+    if pixels.ndim == 3 and pixels.shape[0] in (1, 3) and pixels.shape[2] not in (1, 3, 4):
+        pixels = pixels.transpose(1, 2, 0)
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
+        pixels = pixels[..., 0]
+    if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)):
+        raise ShapeError(explain_problem("image", expected="(height, width, 3)", got=shape_text(pixels.shape)))
+    if not numpy.isfinite(pixels).all():
+        raise ArgumentError(explain_problem("image", expected="finite numbers", got="inf or NaN among them"))
+    if pixels.dtype.kind == "f" and (pixels.min() < 0 or pixels.max() > 1):
+        pixels = (pixels - pixels.min()) / max(float(pixels.max() - pixels.min()), 1e-12)
+    return pixels

@@ -1,0 +1,144 @@
+"""Which recorded modules attend to what: the sections of a picture, and whose tokens are on which side."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import ArgumentError, ShapeError, explain_problem
+from ..inspection._compute import AttentionStatistics
+from ._protocol import Recorded
+from ._tokens import Tokens
+
+__all__ = ["Section", "extent_of", "find_sections", "fitted", "number_of_calls"]
+
+Kind = Literal["self", "encoder", "cross", "other"]
+CROSS = re.compile(r"cross|encoder_attn|enc_?dec|multihead_attn|src_attn", re.IGNORECASE)
+ENCODER = re.compile(r"(^|[._])encoder([._]|$)", re.IGNORECASE)
+TITLES: dict[Kind, str] = {
+    "self": "self-attention",
+    "encoder": "encoder self-attention",
+    "cross": "cross-attention",
+    "other": "attention",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """Modules of one kind and size.
+
+    Args:
+        kind: ``"encoder"`` looks from the source text at itself, ``"self"`` from the target at itself, ``"cross"`` and
+            ``"other"`` from the target at the source.
+        title: the kind in words.
+        layers: names of the modules, in the order in which they ran.
+    """
+
+    kind: Kind
+    title: str
+    layers: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether queries and keys are the same tokens."""
+        return self.kind in ("self", "encoder")
+
+
+def find_sections(rec: Recorded, *, two_texts: bool) -> list[Section]:
+    """Group the recorded modules by what attends to what, from their names and sizes.
+
+    Args:
+        rec: the record.
+        two_texts: whether the user has given key tokens of their own.
+
+    Example:
+        >>> import torch, clearhead
+        >>> model = torch.nn.Transformer(8, 2, 1, 1, 8, batch_first=True).eval()
+        >>> with clearhead.record(model) as rec:
+        ...     _ = model(torch.randn(1, 3, 8), torch.randn(1, 5, 8))
+        >>> [(section.title, section.layers) for section in find_sections(rec, two_texts=True)]  # doctest: +ELLIPSIS
+        [('encoder self-attention', ('encoder.layers.0.self_attn',)), ('decoder self-attention', ...), ...]
+    """
+    sizes = {name: (rec[name][0].query_length, rec[name][0].key_length) for name in rec}
+    kinds: dict[str, Kind] = {name: _kind(name, *sizes[name]) for name in rec}
+    has_cross = "cross" in kinds.values()
+    if two_texts and not {"cross", "other"} & set(kinds.values()):
+        kinds = dict.fromkeys(kinds, "other")
+    groups: dict[tuple[Kind, tuple[int, int]], list[str]] = {}
+    for name, kind in kinds.items():
+        shown: Kind = "self" if kind == "encoder" and not has_cross else kind
+        groups.setdefault((shown, sizes[name]), []).append(name)
+    result: list[Section] = []
+    for (kind, size), layers in groups.items():
+        title = "decoder self-attention" if kind == "self" and has_cross else TITLES[kind]
+        if sum(other == kind for other, _ in groups) > 1:
+            title += f", {size[0]} × {size[1]}"
+        result.append(Section(kind, title, tuple(layers)))
+    return result
+
+
+def number_of_calls(rec: Recorded) -> int:
+    """How often every module was called.
+
+    Raises:
+        ArgumentError: if that differs between modules, or nothing was recorded.
+    """
+    counts = {name: len(rec[name]) for name in rec}
+    if not counts:
+        raise ArgumentError(explain_problem("rec", expected="a record with calls", got="an empty one"))
+    if len(set(counts.values())) > 1:
+        most, least = max(counts, key=lambda name: counts[name]), min(counts, key=lambda name: counts[name])
+        raise ArgumentError(
+            explain_problem(
+                "rec",
+                expected="equally many calls of every module",
+                got=f"{counts[most]} of {most} and {counts[least]} of {least}",
+                fix="Record one forward pass, or choose modules with record(..., layers=...).",
+            )
+        )
+    return next(iter(counts.values()))
+
+
+def fitted(what: str, given: Sequence[Tokens], item: int, length: int, extent: tuple[int, int]) -> Tokens:
+    """The tokens of one batch item, without its padding.
+
+    Args:
+        what: the argument's name, for errors.
+        given: one per item, or a single one for all.
+        item: which.
+        length: how many positions the model saw.
+        extent: first and one past the last position that is no padding.
+
+    Raises:
+        ShapeError: if there are neither `length` tokens nor as many as are no padding.
+    """
+    tokens = given[item] if len(given) > 1 else given[0]
+    if len(tokens) == length:
+        return tokens.cut(*extent)
+    if len(tokens) == extent[1] - extent[0]:
+        return tokens
+    padded = "" if extent == (0, length) else f", or {extent[1] - extent[0]} without padding"
+    raise ShapeError(
+        explain_problem(
+            what,
+            expected=f"{length} tokens for item {item}{padded}",
+            got=str(len(tokens)),
+            fix="Where queries and keys are different texts, give tokens= and key_tokens=.",
+        )
+    )
+
+
+def extent_of(statistics: AttentionStatistics, item: int) -> tuple[int, int]:
+    """First and one past the last query that is counted; everything if none is."""
+    places = statistics.counted[item].nonzero().flatten()
+    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, statistics.query_length)
+
+
+def _kind(name: str, queries: int, keys: int) -> Kind:
+    if CROSS.search(name):
+        return "cross"
+    if queries != keys:
+        return "other"
+    return "encoder" if ENCODER.search(name) else "self"

@@ -1,0 +1,79 @@
+"""ALiBi: each head subtracts its own multiple of the distance from the scores."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ..masks._base import Mask, Sizes
+from ..masks._grid import Block, Grid
+from ._checks import require_heads, whole
+
+__all__ = ["ALiBi"]
+
+
+@final
+class ALiBi(Mask):
+    """Attention with linear biases: scores fall with the distance, at another rate in every head.
+
+    ::
+
+        s_ij ← s_ij − m_h · |i − j|
+        m_h = 2^(−8 (h + 1) / n)            h = 0 … n − 1,  n the largest power of two ≤ H
+        m_h = 2^(−4 (2 (h − n) + 1) / n)    h = n … H − 1
+
+    with i, j absolute positions (Press et al., "Train short, test long", 2022). It hides nothing; combine it with
+    ``masks.causal()`` for a decoder. BLOOM adds + m_h · j instead, which is the same after a causal softmax.
+
+    Args:
+        num_heads: H, query heads.
+
+    Raises:
+        ArgumentError: if `num_heads` is not positive.
+        DTypeError: if it is no int.
+        ShapeError: at the call, if the query has another number of heads.
+
+    Example:
+        >>> from clearhead.positions import ALiBi
+        >>> ALiBi(num_heads=8).dense(3)[0, 0]
+        tensor([[-0.0000, -0.5000, -1.0000],
+                [-0.5000, -0.0000, -0.5000],
+                [-1.0000, -0.5000, -0.0000]])
+    """
+
+    def __init__(self, num_heads: int) -> None:
+        self.num_heads = whole("num_heads", num_heads)
+
+    @property
+    def slopes(self) -> Tensor:
+        """m, (H,), float32."""
+        return self._slopes(torch.arange(self.num_heads), torch.float32)
+
+    def visible(self, block: Block) -> None:
+        return None
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
+        distances = (block.q - block.k).to(dtype).abs()  # (1 or b, 1 or h, l, s)
+        return distances * -self._slopes(block.h, dtype)
+
+    def validate(self, grid: Grid) -> None:
+        require_heads("ALiBi", self.num_heads, grid)
+
+    def sizes(self) -> Sizes:
+        return Sizes(num_heads=self.num_heads)
+
+    @property
+    def has_bias(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        return f"ALiBi({self.num_heads})"
+
+    def _slopes(self, heads: Tensor, dtype: torch.dtype) -> Tensor:
+        # From head numbers on the call's device: a stored list would be copied there for every block.
+        power = 1 << (self.num_heads.bit_length() - 1)
+        first = (heads + 1).to(dtype) * (8 / power)
+        others = (2 * (heads - power) + 1).to(dtype) * (4 / power)
+        return torch.exp2(-torch.where(heads < power, first, others))

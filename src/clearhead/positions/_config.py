@@ -1,0 +1,173 @@
+"""From the rotary settings of a model's configuration to a `Rotary`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from .._checks import flag, integer, is_finite, number, shown
+from ..errors import ArgumentError, DTypeError, explain_problem
+from ._checks import factor_at_least_one
+from ._rotary import Rotary
+from ._scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
+
+__all__ = ["rotary_from_config"]
+
+_ANY = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
+_KEYS = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "yarn": {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+}
+
+
+def rotary_from_config(
+    rope_parameters: Mapping[str, Any] | None,
+    head_dim: int,
+    *,
+    max_position_embeddings: int | None = None,
+    interleaved: bool = False,
+) -> Rotary:
+    """Make the `Rotary` that a transformers configuration describes.
+
+    Args:
+        rope_parameters: ``config.rope_parameters`` of transformers 5 (``rope_scaling`` before it): ``rope_type``, one
+            of default, linear, dynamic, yarn and llama3, with the numbers that belong to it, ``rope_theta`` (default
+            10000) and ``partial_rotary_factor`` (default 1). Where it holds one dictionary per kind of layer, give
+            the one of your layer. ``None`` means unscaled.
+        head_dim: D.
+        max_position_embeddings: ``config.max_position_embeddings``: what dynamic measures lengths against, and what
+            stands in for a missing ``original_max_position_embeddings`` of yarn and llama3.
+        interleaved: as for `Rotary`; configurations do not say it. Default False.
+
+    Returns:
+        A `Rotary`. YaRN's ``mscale`` and ``mscale_all_dim`` become its attention factor; models of the DeepSeek
+        family also change the scale of their scores by ``mscale_all_dim``, which is not part of a rotary embedding.
+
+    Raises:
+        ArgumentError: for an unknown ``rope_type``, a missing, unknown or impossible setting.
+        DTypeError: for settings of another type.
+
+    Example:
+        >>> from clearhead.positions import rotary_from_config
+        >>> rotary_from_config({"rope_type": "linear", "factor": 4.0, "rope_theta": 500000.0}, head_dim=64)
+        Rotary(head_dim=64, base=500000, scaling=LinearScaling(factor=4.0))
+    """
+    if rope_parameters is not None and not isinstance(rope_parameters, Mapping):
+        raise DTypeError(
+            explain_problem(
+                "rope_parameters",
+                expected="a dictionary, or None",
+                got=type(rope_parameters).__name__,
+                fix="Give config.rope_parameters.",
+            )
+        )
+    settings = {key: value for key, value in (rope_parameters or {}).items() if value is not None}
+    rope_type = _rope_type(settings)
+    _require_known(settings, rope_type)
+    _require_numbers(settings)
+    if max_position_embeddings is not None:
+        integer("max_position_embeddings", max_position_embeddings, least=1)
+    return Rotary(
+        head_dim,
+        base=settings.get("rope_theta", 10000.0),
+        fraction=settings.get("partial_rotary_factor", 1.0),
+        interleaved=interleaved,
+        scaling=_scaling(rope_type, settings, max_position_embeddings),
+    )
+
+
+def _rope_type(settings: dict[str, Any]) -> str:
+    nested = [key for key, value in settings.items() if isinstance(value, Mapping)]
+    if nested:
+        raise ArgumentError(
+            explain_problem(
+                "rope_parameters",
+                expected="the settings of one kind of layer",
+                got=f"a dictionary for each of {', '.join(nested)}",
+                fix=f"Give rope_parameters[{nested[0]!r}] for such a layer.",
+            )
+        )
+    rope_type = settings.get("rope_type", settings.get("type", "default"))
+    if not isinstance(rope_type, str) or rope_type not in _KEYS:
+        raise ArgumentError(explain_problem("rope_type", expected=f"one of {', '.join(_KEYS)}", got=shown(rope_type)))
+    return rope_type
+
+
+def _require_known(settings: dict[str, Any], rope_type: str) -> None:
+    """A setting that would be left out of account could change what the model computes."""
+    unknown = sorted(settings.keys() - _ANY - _KEYS[rope_type], key=str)
+    if unknown:
+        raise ArgumentError(
+            explain_problem(
+                "rope_parameters",
+                expected=f"settings of rope_type {rope_type!r}: {', '.join(sorted(_ANY | _KEYS[rope_type]))}",
+                got=", ".join(name if isinstance(name, str) else shown(name) for name in unknown),
+                fix="Remove what has no effect in your model; other kinds of rotary embedding are not supported.",
+            )
+        )
+
+
+def _require_numbers(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        if name == "truncate":
+            flag(name, value)
+        elif name == "original_max_position_embeddings":
+            integer(name, value, least=1)
+        elif name == "rope_theta":
+            number(name, value, "a finite number > 1", lambda given: 1 < given < math.inf)
+        elif name == "factor":
+            factor_at_least_one(value)
+        elif name not in ("rope_type", "type"):
+            number(name, value, "a finite number", is_finite)
+
+
+def _scaling(rope_type: str, settings: dict[str, Any], longest: int | None) -> Scaling | None:
+    if rope_type == "default":
+        return None
+    original = settings.get("original_max_position_embeddings")
+    if rope_type == "yarn" and "factor" not in settings and original is not None and longest is not None:
+        settings = {**settings, "factor": longest / original}
+    factor = _needed(settings, "factor", rope_type)
+    if rope_type == "linear":
+        return LinearScaling(factor)
+    # Dynamic scaling is measured against the present maximum, the others against that of the training.
+    length = longest or original if rope_type == "dynamic" else original or longest
+    if length is None:
+        wanted = "max_position_embeddings" if rope_type == "dynamic" else "original_max_position_embeddings"
+        raise _missing(wanted, rope_type)
+    if rope_type == "dynamic":
+        return DynamicNTKScaling(factor, length)
+    if rope_type == "llama3":
+        bounds = (_needed(settings, name, rope_type) for name in ("low_freq_factor", "high_freq_factor"))
+        return Llama3Scaling(factor, length, *bounds)
+    return YarnScaling(
+        factor,
+        length,
+        beta_fast=settings.get("beta_fast") or 32.0,
+        beta_slow=settings.get("beta_slow") or 1.0,
+        attention_factor=_attention_factor(factor, settings),
+        truncate=settings.get("truncate", True),
+    )
+
+
+def _attention_factor(factor: float, settings: dict[str, Any]) -> float | None:
+    given, mscale, all_dim = (settings.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if given is not None or not mscale or not all_dim or factor < 1:
+        return given
+    return (0.1 * mscale * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
+
+
+def _needed(settings: dict[str, Any], name: str, rope_type: str) -> Any:
+    if name not in settings:
+        raise _missing(name, rope_type)
+    return settings[name]
+
+
+def _missing(name: str, rope_type: str) -> ArgumentError:
+    return ArgumentError(
+        explain_problem(name, expected=f"a number, which rope_type {rope_type!r} needs", got="none", fix="Give it.")
+    )

@@ -1,0 +1,142 @@
+"""`EncoderLayer`: self-attention and a feed-forward part, residuals and norms around them."""
+
+from __future__ import annotations
+
+from typing import Literal, final, overload
+
+from torch import Tensor, nn
+
+from .._checks import flag, size
+from ..caches._base import Cache, Positions
+from ..masks._base import Mask
+from ._parts import Layer, Norm, attend, made_dropout, made_norm, make_part_cache, require_features, require_modules
+
+__all__ = ["EncoderLayer"]
+
+
+@final
+class EncoderLayer(Layer):
+    """Self-attention and a feed-forward part, each with a residual and a norm.
+
+    ::
+
+        post-norm (default):  x ← norm1(x + attention(x));   x ← norm2(x + feed_forward(x))
+        pre-norm:             x ← x + attention(norm1(x));   x ← x + feed_forward(norm2(x))
+
+    (Post-norm: Vaswani et al., 2017. Pre-norm: Xiong et al., "On layer normalization in the Transformer
+    architecture", 2020.) With a causal mask it is the layer of a decoder-only model: with `Rotary` positions,
+    `nn.RMSNorm` and `SwiGLU`, that of Llama.
+
+    Args:
+        embed_dim: E.
+        self_attention: a `MultiHeadAttention`, or any module with the same call.
+        feed_forward: a `FeedForward`, a `SwiGLU`, or any module from (B, L, E) to (B, L, E).
+        norm: makes a norm for E features. Default `nn.LayerNorm`.
+        norm_first: pre-norm. Default False.
+        dropout: on what each part adds to the residual, in training. Default 0.
+
+    Raises:
+        DTypeError: if a part is not a module.
+
+    Example:
+        >>> import torch, clearhead
+        >>> attention = clearhead.MultiHeadAttention(512, 8, dropout=0.1)
+        >>> feed_forward = clearhead.FeedForward(512, 4 * 512, dropout=0.1)
+        >>> layer = clearhead.EncoderLayer(512, attention, feed_forward, dropout=0.1)
+        >>> layer(torch.zeros(2, 5, 512)).shape
+        torch.Size([2, 5, 512])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        self_attention: nn.Module,
+        feed_forward: nn.Module,
+        *,
+        norm: Norm = nn.LayerNorm,
+        norm_first: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        require_modules(self_attention=self_attention, feed_forward=feed_forward)
+        self.embed_dim = size("embed_dim", embed_dim)
+        self.self_attention = self_attention
+        self.feed_forward = feed_forward
+        self.norm1, self.norm2 = made_norm(norm, embed_dim), made_norm(norm, embed_dim)
+        self.dropout = made_dropout(dropout)
+        self.norm_first = flag("norm_first", norm_first)
+
+    def make_cache(self, batch_size: int, max_length: int) -> Cache:
+        """An empty cache for the self-attention, made by it.
+
+        Args:
+            batch_size: B.
+            max_length: how many tokens it can hold.
+
+        Raises:
+            DTypeError: if the attention makes no caches.
+        """
+        return make_part_cache("self_attention", self.self_attention, batch_size, max_length)
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        need_weights: Literal[False] = False,
+        average_attn_weights: bool = True,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        need_weights: Literal[True],
+        average_attn_weights: bool = True,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Cache | None = None,
+        need_weights: bool = False,
+        average_attn_weights: bool = True,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Apply the layer.
+
+        Args:
+            x: (B, L, E); with a cache, only the new tokens.
+            mask: who may attend to whom, as for `MultiHeadAttention`. Default: everything visible.
+            positions, cache, need_weights, average_attn_weights: as for `MultiHeadAttention`. Positions and cache
+                reach the attention only when given.
+
+        Returns:
+            (B, L, E); with `need_weights` also the attention's weights.
+
+        Raises:
+            ShapeError: if `x` does not end in E. And what the parts raise.
+        """
+        require_features("x", x, self.embed_dim)
+        attended, weights = attend(
+            self.self_attention,
+            self._before(x, self.norm1),
+            None,
+            mask,
+            flag("need_weights", need_weights),
+            flag("average_attn_weights", average_attn_weights),
+            positions=positions,
+            cache=cache,
+        )
+        x = self._add(x, attended, self.norm1)
+        x = self._add(x, self.feed_forward(self._before(x, self.norm2)), self.norm2)
+        return x if weights is None else (x, weights)

@@ -1,0 +1,111 @@
+"""The position-wise feed-forward parts of a Transformer layer: `FeedForward` and `SwiGLU`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from .._checks import size
+from .._layer.linear import Linear, require_input
+from ..errors import DTypeError, explain_problem
+from ._parts import made_dropout
+
+__all__ = ["FeedForward", "SwiGLU"]
+
+
+class FeedForward(nn.Module):
+    """Two linear maps with an activation between them, applied to every position alone.
+
+    ::
+
+        linear2(dropout(activation(linear1(x))))
+
+    (Vaswani et al., "Attention is all you need", 2017, section 3.3.)
+
+    Args:
+        embed_dim: E, features of input and output.
+        hidden_dim: features in between; four times E in the original.
+        activation: function or module. Default ReLU.
+        dropout: probability that a hidden feature is dropped in training. Default 0.
+        bias: whether the linear maps have a bias. Default True.
+        device, dtype: of the parameters.
+
+    Example:
+        >>> import torch, clearhead
+        >>> clearhead.FeedForward(12, 48, activation=torch.nn.GELU())(torch.zeros(2, 5, 12)).shape
+        torch.Size([2, 5, 12])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int,
+        *,
+        activation: Callable[[Tensor], Tensor] | None = None,
+        dropout: float = 0.0,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        size("embed_dim", embed_dim)
+        size("hidden_dim", hidden_dim)
+        if activation is not None and not callable(activation):
+            expected = "a function or module, such as torch.nn.GELU()"
+            raise DTypeError(explain_problem("activation", expected=expected, got=type(activation).__name__))
+        self.linear1 = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.activation = nn.ReLU() if activation is None else activation
+        self.dropout = made_dropout(dropout)
+        self.linear2 = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (…, E) to (…, E)."""
+        require_input("x", x, self.linear1)
+        return self.linear2(self.dropout(self.activation(self.linear1(x))))
+
+
+@final
+class SwiGLU(nn.Module):
+    """Three linear maps, one of which gates another, applied to every position alone.
+
+    ::
+
+        down_proj(silu(gate_proj(x)) · up_proj(x)),   silu(a) = a / (1 + exp(−a))
+
+    (Shazeer, "GLU variants improve Transformer", 2020.) The names of the maps are those of Llama's checkpoints.
+
+    Args:
+        embed_dim: E, features of input and output.
+        hidden_dim: features in between; 8/3 times E has as many weights as a `FeedForward` with four times E.
+        bias: whether the linear maps have a bias. Default False.
+        device, dtype: of the parameters.
+
+    Example:
+        >>> import torch, clearhead
+        >>> clearhead.SwiGLU(12, 32)(torch.zeros(2, 5, 12)).shape
+        torch.Size([2, 5, 12])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        hidden_dim: int,
+        bias: bool = False,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        size("embed_dim", embed_dim)
+        size("hidden_dim", hidden_dim)
+        self.gate_proj = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.up_proj = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.down_proj = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (…, E) to (…, E)."""
+        require_input("x", x, self.gate_proj)
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))

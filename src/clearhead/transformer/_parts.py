@@ -1,0 +1,127 @@
+"""What both kinds of layer share: residuals and norms around parts, and how an attention is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._checks import FLOATS, is_probability, module, number, shown, strided_or_jagged
+from ..caches._base import Cache
+from ..errors import DTypeError, ShapeError, explain_problem, shape_text
+from ..masks._base import Mask
+
+__all__ = [
+    "Layer",
+    "Norm",
+    "attend",
+    "given",
+    "made_dropout",
+    "made_norm",
+    "make_part_cache",
+    "require_features",
+    "require_modules",
+]
+
+#: Makes a norm for E features: `nn.LayerNorm`, `nn.RMSNorm`, or a `functools.partial` of them.
+Norm = Callable[[int], nn.Module]
+
+
+class Layer(nn.Module):
+    """What both kinds of layer do around their parts."""
+
+    dropout: nn.Module
+    norm_first: bool
+
+    def _before(self, x: Tensor, norm: nn.Module) -> Tensor:
+        return norm(x) if self.norm_first else x
+
+    def _add(self, x: Tensor, part: Tensor, norm: nn.Module) -> Tensor:
+        x = x + self.dropout(part)
+        return x if self.norm_first else norm(x)
+
+
+def given(**options: object) -> dict[str, Any]:
+    """Those options that are not ``None``: a part that knows nothing of the others need not take them."""
+    return {name: option for name, option in options.items() if option is not None}
+
+
+def attend(
+    attention: nn.Module,
+    x: Tensor,
+    memory: Tensor | None,
+    mask: Mask | Tensor | None,
+    need_weights: bool,
+    average_attn_weights: bool,
+    **options: object,
+) -> tuple[Tensor, Tensor | None]:
+    """Call an attention with those `options` that are given; its output, and its weights if asked for."""
+    if not need_weights:
+        return attention(x, memory, mask=mask, **given(**options)), None
+    return attention(
+        x, memory, mask=mask, need_weights=True, average_attn_weights=average_attn_weights, **given(**options)
+    )
+
+
+def make_part_cache(name: str, attention: nn.Module, batch_size: int, max_length: int) -> Cache:
+    """What the attention makes itself.
+
+    Raises:
+        DTypeError: if it makes none.
+    """
+    make = getattr(attention, "make_cache", None)
+    if make is None:
+        raise DTypeError(
+            explain_problem(
+                name,
+                expected="an attention with make_cache(batch_size, max_length)",
+                got=type(attention).__name__,
+                fix="Make a cache that fits it and pass it as cache=.",
+            )
+        )
+    return make(batch_size, max_length)
+
+
+def require_modules(**parts: object) -> None:
+    """Raise unless every part is a module."""
+    for name, part in parts.items():
+        module(name, part)
+
+
+def made_norm(norm: Norm, embed_dim: int) -> nn.Module:
+    """What `norm` makes.
+
+    Raises:
+        DTypeError: if it cannot be called with E, or makes something else than a module.
+    """
+    expected = "what makes a norm for E features, such as nn.LayerNorm"
+    if isinstance(norm, nn.Module) or not callable(norm):
+        raise DTypeError(explain_problem("norm", expected=expected, got=type(norm).__name__))
+    try:
+        made = norm(embed_dim)
+    except TypeError as error:
+        raise DTypeError(explain_problem("norm", expected=expected, got=shown(norm), fix=str(error))) from error
+    if not isinstance(made, nn.Module):
+        got = f"one that makes a {type(made).__name__}"
+        raise DTypeError(explain_problem("norm", expected=expected, got=got))
+    return made
+
+
+def made_dropout(dropout: float) -> nn.Dropout:
+    """A dropout of that probability."""
+    return nn.Dropout(number("dropout", dropout, "a probability in [0, 1]", is_probability))
+
+
+def require_features(name: str, x: object, embed_dim: int) -> None:
+    """Raise unless x is (B, L, E) or (L, E)."""
+    x = strided_or_jagged(name, x)
+    if x.dtype not in FLOATS:
+        fix = "Embed token ids first."
+        raise DTypeError(explain_problem(name, expected="a floating point tensor", got=str(x.dtype), fix=fix))
+    if x.dim() not in (2, 3) or x.shape[-1] != embed_dim:
+        raise ShapeError(
+            explain_problem(
+                name, expected=f"(B, L, E) with E = {embed_dim}, or (L, E) without a batch", got=shape_text(x.shape)
+            )
+        )

@@ -1,0 +1,283 @@
+"""`Encoder` and `Decoder`: layers one after another, with a norm at the end if the model has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, overload
+
+from torch import Tensor, nn
+
+from .._checks import flag, items, module
+from ..caches._base import Cache, Positions, unchanged_if_refused
+from ..errors import ArgumentError, DTypeError, explain_problem
+from ..masks._base import Mask
+from ._decoder_layer import DecoderCache, DecoderWeights
+from ._parts import given
+
+__all__ = ["Decoder", "Encoder"]
+
+
+class Encoder(nn.Module):
+    """A stack of `EncoderLayer`s, or of any modules with the same call; with a causal mask, a decoder-only model.
+
+    Args:
+        layers: applied in this order, at least one.
+        norm: applied to the last layer's output; pre-norm models have one. Default: none.
+
+    Raises:
+        ArgumentError: if there is no layer.
+
+    Example:
+        >>> import torch, clearhead
+        >>> def layer():
+        ...     attention = clearhead.MultiHeadAttention(12, 3)
+        ...     return clearhead.EncoderLayer(12, attention, clearhead.FeedForward(12, 48))
+        >>> encoder = clearhead.Encoder(layer() for _ in range(2))
+        >>> output, weights = encoder(torch.zeros(2, 5, 12), need_weights=True)
+        >>> output.shape, len(weights), weights[0].shape
+        (torch.Size([2, 5, 12]), 2, torch.Size([2, 5, 5]))
+
+        Written step by step, with a cache for each layer:
+
+        >>> x, causal, caches = torch.randn(2, 5, 12), clearhead.masks.causal(), encoder.make_cache(2, max_length=5)
+        >>> with torch.no_grad():
+        ...     steps = [encoder(x[:, [i]], causal, cache=caches) for i in range(5)]
+        >>> torch.allclose(torch.cat(steps, 1), encoder(x, causal), atol=1e-5)
+        True
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], *, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers = _module_list(layers)
+        self.norm = nn.Identity() if norm is None else module("norm", norm)
+
+    def make_cache(self, batch_size: int, max_length: int) -> list[Cache]:
+        """An empty cache for each layer; all of them are passed as ``cache=``, and reordered or cropped one by one.
+
+        Args:
+            batch_size: B.
+            max_length: how many tokens they can hold.
+        """
+        return _made(self.layers, batch_size, max_length)
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Sequence[Cache] | None = None,
+        need_weights: Literal[False] = False,
+        average_attn_weights: bool = True,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Sequence[Cache] | None = None,
+        need_weights: Literal[True],
+        average_attn_weights: bool = True,
+    ) -> tuple[Tensor, list[Tensor]]: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Sequence[Cache] | None = None,
+        need_weights: bool = False,
+        average_attn_weights: bool = True,
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Apply every layer with the same mask and positions.
+
+        Args:
+            x: (B, L, E); with caches, only the new tokens.
+            mask, positions, need_weights, average_attn_weights: as for `EncoderLayer`.
+            cache: one per layer, from `make_cache` or of any kind, mixed kinds too. Default: none.
+
+        Returns:
+            (B, L, E); with `need_weights` also a list of the layers' weights.
+
+        Raises:
+            ArgumentError, DTypeError: unless there is one cache per layer. And what the layers raise.
+        """
+        need_weights = flag("need_weights", need_weights)
+        collected: list[Tensor] = []
+        caches = _caches(cache, self.layers)
+        with unchanged_if_refused(caches, x, mask):
+            for layer, own in zip(self.layers, caches, strict=True):
+                options = given(positions=positions, cache=own)
+                if need_weights:
+                    x, weights = layer(
+                        x, mask=mask, need_weights=True, average_attn_weights=average_attn_weights, **options
+                    )
+                    collected.append(weights)
+                else:
+                    x = layer(x, mask=mask, **options)
+        x = self.norm(x)
+        return (x, collected) if need_weights else x
+
+
+class Decoder(nn.Module):
+    """A stack of `DecoderLayer`s, or of any modules with the same call.
+
+    Args:
+        layers: applied in this order, at least one.
+        norm: applied to the last layer's output; pre-norm models have one. Default: none.
+
+    Raises:
+        ArgumentError: if there is no layer.
+
+    Example:
+        >>> import torch, clearhead
+        >>> def layer():
+        ...     attention = [clearhead.MultiHeadAttention(12, 3) for _ in range(2)]
+        ...     return clearhead.DecoderLayer(12, *attention, clearhead.FeedForward(12, 48))
+        >>> decoder = clearhead.Decoder(layer() for _ in range(2))
+        >>> x, memory, causal = torch.randn(2, 5, 12), torch.randn(2, 7, 12), clearhead.masks.causal()
+        >>> whole = decoder(x, memory, mask=causal)
+
+        Written step by step, with caches; the encoder's output is needed once:
+
+        >>> caches = decoder.make_cache(2, max_length=5)
+        >>> with torch.no_grad():
+        ...     steps = [decoder(x[:, :1], memory, mask=causal, cache=caches)]
+        ...     steps += [decoder(x[:, [i]], None, mask=causal, cache=caches) for i in range(1, 5)]
+        >>> torch.allclose(torch.cat(steps, 1), whole, atol=1e-5)
+        True
+    """
+
+    def __init__(self, layers: Iterable[nn.Module], *, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers = _module_list(layers)
+        self.norm = nn.Identity() if norm is None else module("norm", norm)
+
+    def make_cache(self, batch_size: int, max_length: int) -> list[DecoderCache]:
+        """An empty cache for each layer; all of them are passed as ``cache=``, and reordered or cropped one by one.
+
+        Args:
+            batch_size: B.
+            max_length: how many tokens can be written.
+        """
+        return _made(self.layers, batch_size, max_length)
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        memory_mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Sequence[DecoderCache] | None = None,
+        need_weights: Literal[False] = False,
+        average_attn_weights: bool = True,
+    ) -> Tensor: ...
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        memory_mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Sequence[DecoderCache] | None = None,
+        need_weights: Literal[True],
+        average_attn_weights: bool = True,
+    ) -> tuple[Tensor, list[DecoderWeights]]: ...
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        memory_mask: Mask | Tensor | None = None,
+        positions: Positions | None = None,
+        cache: Sequence[DecoderCache] | None = None,
+        need_weights: bool = False,
+        average_attn_weights: bool = True,
+    ) -> Tensor | tuple[Tensor, list[DecoderWeights]]:
+        """Apply every layer with the same masks and positions.
+
+        Args:
+            x: (B, L, E); with caches, only the new tokens.
+            memory: the encoder's output, (B, S, E). May be left out once the caches hold it.
+            mask, memory_mask, positions, need_weights, average_attn_weights: as for `DecoderLayer`.
+            cache: one per layer, from `make_cache`. Default: none.
+
+        Returns:
+            (B, L, E); with `need_weights` also a list of the layers' `DecoderWeights`.
+
+        Raises:
+            ArgumentError, DTypeError: unless there is one cache per layer. And what the layers raise.
+        """
+        need_weights = flag("need_weights", need_weights)
+        collected: list[DecoderWeights] = []
+        caches = _caches(cache, self.layers)
+        parts = [part for own in caches if isinstance(own, DecoderCache) for part in own]
+        with unchanged_if_refused(parts, x, mask, memory_mask):
+            for layer, own in zip(self.layers, caches, strict=True):
+                options = given(positions=positions, cache=own)
+                if need_weights:
+                    options |= {"need_weights": True, "average_attn_weights": average_attn_weights}
+                    x, weights = layer(x, memory, mask=mask, memory_mask=memory_mask, **options)
+                    collected.append(weights)
+                else:
+                    x = layer(x, memory, mask=mask, memory_mask=memory_mask, **options)
+        x = self.norm(x)
+        return (x, collected) if need_weights else x
+
+
+def _module_list(layers: Iterable[nn.Module]) -> nn.ModuleList:
+    given = items("layers", layers, "a list of layers")
+    if not given:
+        raise ArgumentError(explain_problem("layers", expected="at least one layer", got="none"))
+    return nn.ModuleList(module(f"layers[{number}]", layer) for number, layer in enumerate(given))
+
+
+def _made(layers: nn.ModuleList, batch_size: int, max_length: int) -> list[Any]:
+    caches: list[Any] = []
+    for index, layer in enumerate(layers):
+        make: Any = getattr(layer, "make_cache", None)
+        if make is None:
+            raise DTypeError(
+                explain_problem(
+                    f"layers[{index}]",
+                    expected="a layer with make_cache(batch_size, max_length)",
+                    got=type(layer).__name__,
+                    fix="Make a list of caches, one per layer, and pass it as cache=.",
+                )
+            )
+        caches.append(make(batch_size, max_length))
+    return caches
+
+
+def _caches(cache: Sequence[Any] | None, layers: nn.ModuleList) -> Sequence[Any]:
+    """One cache per layer, or as many times ``None``."""
+    if cache is None:
+        return [None] * len(layers)
+    fix = "Take make_cache(batch_size, max_length)."
+    # A DecoderCache is a tuple of two, which two layers would share out between them.
+    if not isinstance(cache, Sequence) or isinstance(cache, DecoderCache):
+        raise DTypeError(
+            explain_problem("cache", expected="a list of caches, one per layer", got=type(cache).__name__, fix=fix)
+        )
+    if len(cache) != len(layers):
+        raise ArgumentError(
+            explain_problem("cache", expected=f"one per layer, {len(layers)}", got=str(len(cache)), fix=fix)
+        )
+    if len({id(own) for own in cache}) < len(cache):
+        raise ArgumentError(
+            explain_problem("cache", expected="a cache of its own for every layer", got="one cache twice", fix=fix)
+        )
+    return cache
