@@ -15,21 +15,19 @@ import clearhead.inspection._native
 import clearhead.kernels._blocks
 from clearhead import masks
 from clearhead._call.spec import AttentionCall
-from clearhead._native import instruction_sets
 from clearhead.inspection._compute import AttentionStatistics
 from clearhead.kernels._native_statistics import WeightStatistics
-from tests.kernels.calls import Call, calls
-from tests.kernels.native_cases import CASES, Case
-from tests.kernels.test_native import fewer_unless_best
+from tests.support.calls import Call, calls
+from tests.support.native import fewer_unless_best, needs_native
+from tests.support.native_cases import CASES, Case
+from tests.support.statistics_oracle import TOLERANCES, Oracle, compare
 
-from .oracle import TOLERANCES, Oracle, compare
 from .test_statistics import compare_generated
 
-SETS = instruction_sets()
 _NUMBERS = ("entropy", "received", "max_logit", "confidence", "top_k", "output_norm", "map", "head_average")
 NATIVE = (*_NUMBERS, "output")
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+pytestmark = needs_native
 
 
 @pytest.fixture(name="ran")
