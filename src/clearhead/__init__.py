@@ -9,10 +9,10 @@ from ._call.heads import merge_heads, split_heads
 from ._latent import MultiHeadLatentAttention
 from ._layer.linear import Linear, use_linear
 from ._multihead import MultiHeadAttention
+from ._statistics.compute import AttentionStatistics, attention_statistics
 from ._varlen import attention_varlen
 from ._version import __version__
 from ._weights import attention_weights
-from .inspection._compute import AttentionStatistics, attention_statistics
 from .inspection._intervene import head_importance, intervene
 from .inspection._record import record
 from .inspection._walkthrough import walkthrough

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import clearhead
-import clearhead.inspection._native
+import clearhead._statistics.native
 import clearhead.kernels._blocks
 from clearhead import masks
 from clearhead._call.spec import AttentionCall
-from clearhead.inspection._compute import AttentionStatistics
+from clearhead._statistics.compute import AttentionStatistics
 from clearhead.kernels._native_statistics import WeightStatistics
 from tests.support.calls import Call, calls
 from tests.support.native import fewer_unless_best, needs_native
@@ -34,7 +34,7 @@ pytestmark = needs_native
 def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
     """What the native kernel was asked for."""
     asked: list[frozenset[str]] = []
-    gather = clearhead.inspection._native.gather
+    gather = clearhead._statistics.native.gather
 
     def listening(
         call: AttentionCall, wanted: frozenset[str], counted: Tensor | None, **options: Any
@@ -42,7 +42,7 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
         asked.append(wanted)
         return gather(call, wanted, counted, **options)
 
-    monkeypatch.setattr(clearhead.inspection._native, "gather", listening)
+    monkeypatch.setattr(clearhead._statistics.native, "gather", listening)
     return asked
 
 

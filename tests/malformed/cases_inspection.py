@@ -10,7 +10,7 @@ from torch import nn
 
 import clearhead
 from clearhead import masks
-from clearhead.inspection._rollout import rollout
+from clearhead._statistics.rollout import rollout
 from tests.malformed.calls import Call, case
 from tests.malformed.values import OwnError, users_own
 

@@ -19,9 +19,9 @@ from ..errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, ex
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..kernels._native_statistics import native_weights
 from ..masks._base import Mask
-from ._native import native_results
-from ._rows import Rows
-from ._statistics import STATISTICS, Options, Statistic, TopK
+from .definitions import STATISTICS, Options, Statistic, TopK
+from .native import native_results
+from .rows import Rows
 
 __all__ = [
     "AttentionStatistics",
