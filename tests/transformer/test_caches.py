@@ -77,7 +77,7 @@ def test_a_decoder_layer_needs_the_memory_once(norm_first: bool, sizes: list[int
     parts = x.split(sizes, 1)
     found = [layer(parts[0], memory, causal, memory_mask, cache=cache)]
     found += [layer(part, None, causal, memory_mask, cache=cache) for part in parts[1:]]
-    close(torch.cat(found, 1), layer(x, memory, causal, memory_mask))
+    close(torch.cat(found, 1), layer(x, memory, mask=causal, memory_mask=memory_mask))
     assert (cache.length, cache.cross_attention.length) == (L, S)
 
 

@@ -86,7 +86,7 @@ def test_stacks_equal_pytorchs() -> None:
     source, target = torch.randn(B, S, E, dtype=torch.float64), torch.randn(B, L, E, dtype=torch.float64)
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
     expected = model(source, target, tgt_mask=hidden)
-    torch.testing.assert_close(decoder(target, encoder(source), masks.causal()), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(decoder(target, encoder(source), mask=masks.causal()), expected, rtol=0, atol=1e-10)
 
 
 def test_gradients_equal_pytorchs() -> None:
