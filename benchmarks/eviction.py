@@ -67,7 +67,7 @@ def outputs(model: CharacterModel, text: Tensor, caches: list[Cache] | None) -> 
     x = model.embed(text)
     if caches is None:
         return model.decoder(x, mask=masks.causal())
-    steps = [model.decoder(x[:, [n]], masks.causal(), cache=caches) for n in range(x.shape[1])]
+    steps = [model.decoder(x[:, [n]], mask=masks.causal(), cache=caches) for n in range(x.shape[1])]
     return torch.cat(steps, 1)
 
 

@@ -27,8 +27,8 @@ def walkthrough(
     query: Tensor,
     key: Tensor | None = None,
     value: Tensor | None = None,
-    mask: Mask | Tensor | None = None,
     *,
+    mask: Mask | Tensor | None = None,
     language: str = "en",
 ) -> Walkthrough:
     """Run one call of a module step by step and say what every step and every shape means.
