@@ -219,7 +219,9 @@ def _() -> Call:
 
 @case("load_transformer")
 def _() -> Call:
-    return Call(clearhead.load_transformer, {"module": nn.TransformerEncoderLayer(12, 3, 8, batch_first=True)})
+    return Call(
+        clearhead.transformer.load_transformer, {"module": nn.TransformerEncoderLayer(12, 3, 8, batch_first=True)}
+    )
 
 
 CONFIG = SimpleNamespace(model_type="bloom", hidden_size=12, num_attention_heads=3, num_hidden_layers=1)

@@ -14,6 +14,7 @@ import clearhead
 from clearhead import masks
 from clearhead.caches import Cache, EvictingKVCache, SinksAndRecent, SlidingKVCache
 from clearhead.positions import ALiBi, RelativeBias, Rotary
+from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
 
 B, L, S, E, H, KV_HEADS, DIM, WINDOW = 2, 11, 7, 13, 6, 3, 4, 5
 F64 = torch.float64
@@ -43,12 +44,12 @@ ATTENTIONS: dict[str, Callable[[], nn.Module]] = {
 attentions = pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
 
 
-def stack(attention: Callable[[], nn.Module]) -> clearhead.Encoder:
+def stack(attention: Callable[[], nn.Module]) -> Encoder:
     layers = [
-        clearhead.EncoderLayer(E, attention(), clearhead.SwiGLU(E, 17), norm=nn.RMSNorm, norm_first=True),
-        clearhead.EncoderLayer(E, attention(), clearhead.FeedForward(E, 17, activation=nn.GELU())),
+        EncoderLayer(E, attention(), SwiGLU(E, 17), norm=nn.RMSNorm, norm_first=True),
+        EncoderLayer(E, attention(), FeedForward(E, 17, activation=nn.GELU())),
     ]
-    return randomised(clearhead.Encoder(layers, norm=nn.LayerNorm(E)))
+    return randomised(Encoder(layers, norm=nn.LayerNorm(E)))
 
 
 def randomised(module: Any) -> Any:
@@ -81,8 +82,8 @@ def test_a_stack_of_any_attention_writes_step_by_step(attention: Callable[[], nn
 @attentions
 @torch.no_grad()
 def test_a_decoder_layer_takes_any_attention(attention: Callable[[], nn.Module]) -> None:
-    layer = clearhead.DecoderLayer(E, attention(), grouped(), clearhead.SwiGLU(E, 17), norm=nn.RMSNorm)
-    model = randomised(clearhead.Decoder([layer]))
+    layer = DecoderLayer(E, attention(), grouped(), SwiGLU(E, 17), norm=nn.RMSNorm)
+    model = randomised(Decoder([layer]))
     x, memory, caches = normal(B, L, E), normal(B, S, E), model.make_cache(B, L)
     steps = [model(x[:, [n]], None if n else memory, mask=causal, cache=caches) for n in range(L)]
     close(torch.cat(steps, 1), model(x, memory, mask=causal))
@@ -125,8 +126,8 @@ def test_a_step_of_a_stack_compiles_without_breaks_and_once_more_at_most(kind: s
     if kind == "encoder":
         model, first, later = stack(ATTENTIONS["rotary"]), (), ()
     else:
-        parts = [(grouped(position=Rotary(DIM)), grouped(), clearhead.SwiGLU(E, 17)) for _ in range(2)]
-        model = randomised(clearhead.Decoder(clearhead.DecoderLayer(E, *own) for own in parts))
+        parts = [(grouped(position=Rotary(DIM)), grouped(), SwiGLU(E, 17)) for _ in range(2)]
+        model = randomised(Decoder(DecoderLayer(E, *own) for own in parts))
         first, later = (memory,), (None,)
     caches = model.make_cache(B, L)
     torch._dynamo.reset()

@@ -13,6 +13,7 @@ from clearhead import masks
 from clearhead.caches import Cache, CrossKVCache, KVCache, SlidingKVCache
 from clearhead.errors import ArgumentError, CacheError, DTypeError, ShapeError
 from clearhead.positions import ALiBi, Rotary
+from clearhead.transformer import Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer, SwiGLU
 
 B, L, S, E, H, KV_HEADS, DIM, LAYERS = 2, 11, 7, 13, 6, 3, 4, 3
 F64 = torch.float64
@@ -27,22 +28,22 @@ def rms_norm(size: int) -> nn.RMSNorm:
     return nn.RMSNorm(size, dtype=F64)
 
 
-def encoder_layer(**options: Any) -> clearhead.EncoderLayer:
+def encoder_layer(**options: Any) -> EncoderLayer:
     attend = attention(position=Rotary(DIM), k_norm=rms_norm(DIM))
-    return clearhead.EncoderLayer(E, attend, clearhead.SwiGLU(E, 17, dtype=F64), norm=rms_norm, **options)
+    return EncoderLayer(E, attend, SwiGLU(E, 17, dtype=F64), norm=rms_norm, **options)
 
 
-def decoder_layer(**options: Any) -> clearhead.DecoderLayer:
-    parts = attention(position=Rotary(DIM)), attention(), clearhead.SwiGLU(E, 17, dtype=F64)
-    return clearhead.DecoderLayer(E, *parts, norm=rms_norm, **options)
+def decoder_layer(**options: Any) -> DecoderLayer:
+    parts = attention(position=Rotary(DIM)), attention(), SwiGLU(E, 17, dtype=F64)
+    return DecoderLayer(E, *parts, norm=rms_norm, **options)
 
 
-def encoder() -> clearhead.Encoder:
-    return clearhead.Encoder((encoder_layer(norm_first=True) for _ in range(LAYERS)), norm=rms_norm(E)).eval()
+def encoder() -> Encoder:
+    return Encoder((encoder_layer(norm_first=True) for _ in range(LAYERS)), norm=rms_norm(E)).eval()
 
 
-def decoder() -> clearhead.Decoder:
-    return clearhead.Decoder((decoder_layer(norm_first=True) for _ in range(LAYERS)), norm=rms_norm(E)).eval()
+def decoder() -> Decoder:
+    return Decoder((decoder_layer(norm_first=True) for _ in range(LAYERS)), norm=rms_norm(E)).eval()
 
 
 def normal(*sizes: int) -> Tensor:
@@ -160,7 +161,7 @@ def test_layers_may_have_caches_of_different_kinds() -> None:
     """A window in every other layer, as in Gemma: a ring there, everything elsewhere."""
     window, near = 4, masks.sliding_window(3, 0)
     attends = [attention(position=Rotary(DIM), mask=near), attention(mask=ALiBi(H)), attention(mask=near)]
-    stack = clearhead.Encoder(clearhead.EncoderLayer(E, attend, nn.Linear(E, E).double()) for attend in attends).eval()
+    stack = Encoder(EncoderLayer(E, attend, nn.Linear(E, E).double()) for attend in attends).eval()
     for layer in stack.layers:
         layer.norm1.double(), layer.norm2.double()
     x = normal(B, L, E)
@@ -189,15 +190,15 @@ def test_parts_hear_of_positions_and_caches_only_when_given() -> None:
             heard.append(options)
             return query
 
-    layer = clearhead.Encoder([clearhead.EncoderLayer(E, Listens(), nn.Identity())])
+    layer = Encoder([EncoderLayer(E, Listens(), nn.Identity())])
     x, cache = torch.randn(B, L, E), CrossKVCache()
     layer(x)
     layer(x, positions=3, cache=[cache])
     assert heard == [{"mask": None}, {"mask": None, "positions": 3, "cache": cache}]
     heard.clear()
-    decoder = clearhead.Decoder([clearhead.DecoderLayer(E, Listens(), Listens(), nn.Identity())])
+    decoder = Decoder([DecoderLayer(E, Listens(), Listens(), nn.Identity())])
     decoder(x, x)
-    decoder(x, x, positions=3, cache=[clearhead.DecoderCache(cache, cache)])
+    decoder(x, x, positions=3, cache=[DecoderCache(cache, cache)])
     assert heard == [{"mask": None}] * 2 + [
         {"mask": None, "positions": 3, "cache": cache},
         {"mask": None, "cache": cache},
@@ -205,11 +206,11 @@ def test_parts_hear_of_positions_and_caches_only_when_given() -> None:
 
 
 def test_swiglu_is_its_formula() -> None:
-    part, x = clearhead.SwiGLU(5, 7, bias=True, dtype=F64), normal(2, 3, 5)
+    part, x = SwiGLU(5, 7, bias=True, dtype=F64), normal(2, 3, 5)
     gate, up = (x @ linear.weight.T + linear.bias for linear in (part.gate_proj, part.up_proj))
     expected = (gate / (1 + torch.exp(-gate)) * up) @ part.down_proj.weight.T + part.down_proj.bias
     close(part(x), expected)
-    assert [name for name, _ in clearhead.SwiGLU(5, 7).named_parameters()] == [
+    assert [name for name, _ in SwiGLU(5, 7).named_parameters()] == [
         "gate_proj.weight",
         "up_proj.weight",
         "down_proj.weight",
@@ -241,10 +242,10 @@ def test_what_is_wrong_with_a_cache_is_said() -> None:
 
 
 def test_caches_that_cannot_be_made() -> None:
-    layer = clearhead.EncoderLayer(E, nn.Identity(), nn.Identity())
+    layer = EncoderLayer(E, nn.Identity(), nn.Identity())
     with pytest.raises(DTypeError, match=r"^self_attention: expected an attention with make_cache.*got Identity"):
         layer.make_cache(B, L)
     with pytest.raises(
         DTypeError, match=r"^layers\[1\]: expected a layer with make_cache.*got Identity.*one per layer"
     ):
-        clearhead.Encoder([encoder_layer(), nn.Identity()]).make_cache(B, L)
+        Encoder([encoder_layer(), nn.Identity()]).make_cache(B, L)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import clearhead
 from clearhead import checkpoints, masks
+from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
 
 pytest.importorskip("transformers", reason="the models to compare with are transformers'")
 from tests.checkpoints import architectures
@@ -32,27 +32,27 @@ def norms(*likes: nn.Module) -> Any:
     return lambda _: next(made)
 
 
-def decoder_only(theirs: Any) -> clearhead.Encoder:
+def decoder_only(theirs: Any) -> Encoder:
     """Llama, Mistral or Qwen3: they differ in their attention alone."""
 
-    def layer(own: Any, attention: nn.Module) -> clearhead.EncoderLayer:
-        feed_forward = clearhead.SwiGLU(size, own.mlp.gate_proj.out_features)
+    def layer(own: Any, attention: nn.Module) -> EncoderLayer:
+        feed_forward = SwiGLU(size, own.mlp.gate_proj.out_features)
         feed_forward.load_state_dict(own.mlp.state_dict())
         parts = norms(own.input_layernorm, own.post_attention_layernorm)
-        return clearhead.EncoderLayer(size, attention, feed_forward, norm=parts, norm_first=True)
+        return EncoderLayer(size, attention, feed_forward, norm=parts, norm_first=True)
 
     size, attentions = theirs.config.hidden_size, checkpoints.layers_from_transformers(theirs)
-    return clearhead.Encoder(map(layer, theirs.layers, attentions), norm=rms_norm(theirs.norm)).eval()
+    return Encoder(map(layer, theirs.layers, attentions), norm=rms_norm(theirs.norm)).eval()
 
 
 @pytest.fixture(name="pair", params=["llama", "mistral", "qwen3"])
-def _pair(request: pytest.FixtureRequest) -> tuple[Any, clearhead.Encoder]:
+def _pair(request: pytest.FixtureRequest) -> tuple[Any, Encoder]:
     theirs = architectures.CASES[request.param].model()
     return theirs, decoder_only(theirs)
 
 
 @torch.no_grad()
-def test_a_decoder_only_model_in_one_pass(pair: tuple[Any, clearhead.Encoder]) -> None:
+def test_a_decoder_only_model_in_one_pass(pair: tuple[Any, Encoder]) -> None:
     theirs, ours = pair
     tokens = torch.randint(VOCABULARY, (B, L))
     expected = theirs(input_ids=tokens, use_cache=False).last_hidden_state
@@ -60,7 +60,7 @@ def test_a_decoder_only_model_in_one_pass(pair: tuple[Any, clearhead.Encoder]) -
 
 
 @torch.no_grad()
-def test_a_decoder_only_model_step_by_step(pair: tuple[Any, clearhead.Encoder]) -> None:
+def test_a_decoder_only_model_step_by_step(pair: tuple[Any, Encoder]) -> None:
     theirs, ours = pair
     tokens = torch.randint(VOCABULARY, (B, L))
     x, caches = theirs.embed_tokens(tokens), ours.make_cache(B, L)
@@ -70,7 +70,7 @@ def test_a_decoder_only_model_step_by_step(pair: tuple[Any, clearhead.Encoder]) 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_a_padded_batch(pair: tuple[Any, clearhead.Encoder], side: str) -> None:
+def test_a_padded_batch(pair: tuple[Any, Encoder], side: str) -> None:
     theirs, ours = pair
     tokens, attention_mask = torch.randint(VOCABULARY, (B, L)), marks(side)
     positions = positions_of(attention_mask)
@@ -82,20 +82,20 @@ def test_a_padded_batch(pair: tuple[Any, clearhead.Encoder], side: str) -> None:
     assert_close(found[real], expected[real])
 
 
-def feed_forward(own: Any) -> clearhead.FeedForward:
-    found = clearhead.FeedForward(own.wi.in_features, own.wi.out_features, bias=False)
+def feed_forward(own: Any) -> FeedForward:
+    found = FeedForward(own.wi.in_features, own.wi.out_features, bias=False)
     found.linear1.load_state_dict(own.wi.state_dict())
     found.linear2.load_state_dict(own.wo.state_dict())
     return found
 
 
-def t5(theirs: Any) -> tuple[clearhead.Encoder, clearhead.Decoder]:
+def t5(theirs: Any) -> tuple[Encoder, Decoder]:
     size = theirs.config.d_model
     own, written, cross = (
         checkpoints.layers_from_transformers(theirs, part=part) for part in ("encoder", "decoder", "cross")
     )
     encoder = [
-        clearhead.EncoderLayer(
+        EncoderLayer(
             size,
             attention,
             feed_forward(last.DenseReluDense),
@@ -105,7 +105,7 @@ def t5(theirs: Any) -> tuple[clearhead.Encoder, clearhead.Decoder]:
         for (first, last), attention in zip((block.layer for block in theirs.encoder.block), own, strict=True)
     ]
     decoder = [
-        clearhead.DecoderLayer(
+        DecoderLayer(
             size,
             *attentions,
             feed_forward(layers[2].DenseReluDense),
@@ -115,8 +115,8 @@ def t5(theirs: Any) -> tuple[clearhead.Encoder, clearhead.Decoder]:
         for layers, *attentions in zip((block.layer for block in theirs.decoder.block), written, cross, strict=True)
     ]
     return (
-        clearhead.Encoder(encoder, norm=rms_norm(theirs.encoder.final_layer_norm)).eval(),
-        clearhead.Decoder(decoder, norm=rms_norm(theirs.decoder.final_layer_norm)).eval(),
+        Encoder(encoder, norm=rms_norm(theirs.encoder.final_layer_norm)).eval(),
+        Decoder(decoder, norm=rms_norm(theirs.decoder.final_layer_norm)).eval(),
     )
 
 

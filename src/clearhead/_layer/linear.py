@@ -57,7 +57,7 @@ class use_linear:
     Example:
         >>> import torch, clearhead
         >>> with clearhead.use_linear("pytorch"):
-        ...     clearhead.Linear(3, 2)(torch.randn(5, 3)).shape
+        ...     clearhead.nn.Linear(3, 2)(torch.randn(5, 3)).shape
         torch.Size([5, 2])
     """
 
@@ -83,7 +83,7 @@ class Linear(nn.Linear):
 
     Example:
         >>> import torch, clearhead
-        >>> clearhead.Linear(3, 2)(torch.randn(5, 3)).shape
+        >>> clearhead.nn.Linear(3, 2)(torch.randn(5, 3)).shape
         torch.Size([5, 2])
     """
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
-from operator import index
 from typing import Any, Literal
 
 import torch
@@ -12,123 +10,18 @@ from torch import Tensor
 
 from .._attention import autocast_off, cast_for_autocast
 from .._call.spec import AttentionCall, build_call
-from .._checks import INTEGERS, LARGEST, choice, items, shown, strided, with_values
 from .._environment import is_tracing
 from .._weights import Queries, row_numbers
-from ..errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, explain_problem, shape_text
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..kernels._native_statistics import native_weights
 from ..masks._base import Mask
-from .definitions import STATISTICS, Options, Statistic, TopK
+from .arguments import DEFAULT, Per, counted_queries, make_options, require_names, require_per
+from .definitions import STATISTICS, Options, Statistic
 from .native import native_results
+from .result import AttentionStatistics
 from .rows import Rows
 
-__all__ = [
-    "AttentionStatistics",
-    "attention_statistics",
-    "compute_statistics",
-    "make_options",
-    "query_marks",
-    "require_names",
-    "whole_numbers",
-]
-
-Per = Literal["query_head", "kv_head"]
-DEFAULT = ("entropy", "received", "max_logit", "top_k")
-_UNAVERAGED = ("top_k", "output", "rows")
-
-
-class AttentionStatistics:
-    """The statistics of one attention call, as attributes of their names.
-
-    Besides those asked for there are always ``hidden_queries`` (B, H), how many queries see no key; ``counted``
-    (B, L), the queries that column statistics count; and the sizes ``batch_size, num_heads, num_kv_heads,
-    query_length, key_length``.
-
-    Example:
-        >>> import torch, clearhead
-        >>> query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8)
-        >>> found = clearhead.attention_statistics(query, key, statistics=("entropy", "top_k"), top_k=3)
-        >>> found.entropy.shape, found.top_k.indices.shape
-        (torch.Size([2, 4, 5]), torch.Size([2, 4, 5, 3]))
-    """
-
-    def __init__(
-        self, call: AttentionCall, counted: Tensor, results: dict[str, Any], options: Options, per: Per
-    ) -> None:
-        self.batch_size, self.num_heads, self.query_length, self.key_length = (
-            call.grid.batch_size,
-            call.grid.num_heads,
-            call.grid.query_length,
-            call.grid.key_length,
-        )
-        self.num_kv_heads = call.key.shape[1]
-        #: Which heads the results hold.
-        self.heads = tuple(range(self.num_kv_heads if per == "kv_head" else self.num_heads))
-        self.counted = counted
-        self.options = options
-        self.results = results
-
-    @property
-    def head_count(self) -> int:
-        """How many heads the results hold."""
-        return len(self.heads)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the tensors there are."""
-        return tuple(self.results)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "results" not in vars(self):
-            raise AttributeError(name)
-        if name in self.results:
-            return self.results[name]
-        raise AttributeError(
-            f"{name}: not among the statistics that were asked for ({', '.join(self.results)}). "
-            f"Ask for it with statistics=({name!r}, ...); known are {', '.join(STATISTICS)} and rows."
-        )
-
-    def head_sums(self, name: str) -> tuple[Tensor, Tensor]:
-        """Sum of a statistic per query over the counted queries that see a key, and their number: (H,) each."""
-        if not isinstance(name, str) or name not in self.results:
-            known = ", ".join(self.results)
-            raise UnknownNameError(explain_problem("name", expected=f"one of {known}", got=shown(name)))
-        values = self.results[name]
-        seeing = self.results["sees"] & self.counted[:, None]  # (B, H, L)
-        return (values * seeing).sum((0, 2)), seeing.sum((0, 2))
-
-    def with_heads(self, heads: Sequence[int]) -> AttentionStatistics:
-        """The same statistics for some of the heads."""
-        present = self.head_count
-        heads = whole_numbers("heads", heads)
-        if not heads:
-            raise ArgumentError(explain_problem("heads", expected="at least one head", got="none"))
-        if not all(-present <= head < present for head in heads):
-            raise ArgumentError(
-                explain_problem("heads", expected=f"numbers in 0 … {present - 1}", got=str(list(heads)))
-            )
-        places = torch.tensor([head % present for head in heads], device=self.counted.device)
-        results = {
-            name: tensor if name == "head_average" else _select_heads(tensor, places)
-            for name, tensor in self.results.items()
-        }
-        chosen = self.like(results, self.counted, self.key_length)
-        chosen.heads = tuple(places.tolist())
-        return chosen
-
-    def like(self, results: dict[str, Any], counted: Tensor, key_length: int) -> AttentionStatistics:
-        """Other results of the same kind of call."""
-        other = copy(self)
-        other.results = results
-        other.counted = counted
-        other.batch_size, other.query_length = counted.shape
-        other.key_length = key_length
-        return other
-
-    def __repr__(self) -> str:
-        sizes = f"B={self.batch_size}, H={self.num_heads}, L={self.query_length}, S={self.key_length}"
-        return f"AttentionStatistics({', '.join(self.results)}; {sizes})"
+__all__ = ["attention_statistics", "compute_statistics", "exact_weights"]
 
 
 def attention_statistics(
@@ -281,114 +174,7 @@ def exact_weights(call: AttentionCall, rows: Tensor | None) -> Tensor:
     return result
 
 
-def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]:
-    """Check the names of statistics.
-
-    Raises:
-        ArgumentError: for an unknown one, or one that needs values where there are none.
-    """
-    known = (*STATISTICS, "rows")
-    expected = f"names among {', '.join(known)}"
-    names = (statistics,) if isinstance(statistics, str) else tuple(items("statistics", statistics, expected))
-    for name in names:
-        if not isinstance(name, str) or name not in known:
-            raise ArgumentError(explain_problem("statistics", expected=expected, got=shown(name)))
-    for name in ("output", "output_norm"):
-        if name in names and not has_value:
-            raise ArgumentError(
-                explain_problem("statistics", expected=f"value= for {name!r}", got="no value", fix="Pass value=.")
-            )
-    return tuple(dict.fromkeys(names))
-
-
-def make_options(
-    top_k: int, map_size: int, map_pooling: Literal["mass", "max"], sink_keys: int, offsets: Sequence[int]
-) -> Options:
-    """Check the options.
-
-    Raises:
-        ArgumentError: for a number that is not positive or an unknown pooling.
-    """
-    for name, number in (("top_k", top_k), ("map_size", map_size), ("sink_keys", sink_keys)):
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= LARGEST:
-            raise ArgumentError(explain_problem(name, expected="an int ≥ 1", got=shown(number)))
-    choice("map_pooling", map_pooling, ("mass", "max"))
-    return Options(top_k, map_size, map_pooling, sink_keys, whole_numbers("offsets", offsets))
-
-
-def whole_numbers(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
-    """Check a list of numbers.
-
-    Raises:
-        ArgumentError: if it is something else.
-    """
-    expected = "a list of whole numbers"
-    try:
-        whole = tuple(index(number) for number in items(name, numbers, expected))
-    except (TypeError, RuntimeError):  # tensors on meta have no numbers
-        raise ArgumentError(explain_problem(name, expected=expected, got=shown(numbers))) from None
-    if not all(-LARGEST <= number <= LARGEST for number in whole):
-        raise ArgumentError(explain_problem(name, expected=f"{expected} of at most {LARGEST}", got=shown(numbers)))
-    return whole
-
-
-def require_per(per: Per, names: Sequence[str]) -> None:
-    """Raise unless every statistic has the average over heads that `per` asks for.
-
-    Raises:
-        ArgumentError: for another word, or ``top_k``, ``output`` and ``rows``, which have no average.
-    """
-    choice("per", per, ("query_head", "kv_head"))
-    unaveraged = [name for name in names if name in _UNAVERAGED]
-    verb = "have" if len(unaveraged) > 1 else "has"
-    if per == "kv_head" and unaveraged:
-        raise ArgumentError(
-            explain_problem(
-                "per",
-                expected=f"'query_head' for {' and '.join(unaveraged)}, which {verb} no average over heads",
-                got="'kv_head'",
-                fix=f"Write statistics={tuple(name for name in names if name not in unaveraged)}.",
-            )
-        )
-
-
-def counted_queries(query_mask: Tensor | None, call: AttentionCall) -> Tensor | None:
-    """Check a `query_mask` against a call: bool (B, L), or ``None``.
-
-    Raises:
-        DTypeError, ShapeError: if it does not fit.
-    """
-    if query_mask is None:
-        return None
-    expected = (call.grid.batch_size, call.grid.query_length)
-    query_mask = query_marks(query_mask)
-    if tuple(query_mask.shape) != expected:
-        raise ShapeError(
-            explain_problem("query_mask", expected=f"(B, L) = {expected}", got=shape_text(query_mask.shape))
-        )
-    return query_mask.to(device=call.query.device, dtype=torch.bool)
-
-
-def query_marks(query_mask: object) -> Tensor:
-    """A bool or 0/1 tensor, of any shape.
-
-    Raises:
-        DTypeError: for anything else.
-    """
-    expected = "a bool or 0/1 tensor (B, L)"
-    marks = with_values("query_mask", strided("query_mask", query_mask, expected))
-    if marks.dtype != torch.bool and marks.dtype not in INTEGERS:
-        raise DTypeError(explain_problem("query_mask", expected=expected, got=str(marks.dtype)))
-    return marks
-
-
 def _reduce_heads(results: dict[str, Any], names: Sequence[str], call: AttentionCall) -> None:
     for statistic in names:
         for name in STATISTICS[statistic].per_head:
             results[name] = results[name].unflatten(1, (call.key.shape[1], call.group)).mean(2)
-
-
-def _select_heads(tensor: Any, index: Tensor) -> Any:
-    if isinstance(tensor, TopK):
-        return TopK(tensor.indices.index_select(1, index), tensor.weights.index_select(1, index))
-    return tensor.index_select(1, index)

@@ -15,7 +15,7 @@ from .._layer.linear import describe_product
 from .._native import instruction_set, why_missing
 from .._version import __version__
 from .._versions import untested_versions
-from ..kernels import KERNELS, use_kernel
+from ..kernels._dispatch import KERNELS, use_kernel
 from ._doctor_cases import CASES, Case, Inputs, Result
 from ._doctor_report import Check, Measure, Report
 

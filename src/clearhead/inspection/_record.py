@@ -14,19 +14,18 @@ from torch import Tensor, nn
 from .._call.observers import observing
 from .._call.spec import AttentionCall
 from .._checks import choice, index, integer, item_number, items, module, require_slice, shown
-from .._statistics.compute import (
+from .._statistics.arguments import (
     DEFAULT,
-    AttentionStatistics,
     Per,
-    compute_statistics,
     counted_queries,
-    exact_weights,
     make_options,
     query_marks,
     require_names,
     require_per,
     whole_numbers,
 )
+from .._statistics.compute import compute_statistics, exact_weights
+from .._statistics.result import AttentionStatistics
 from .._statistics.rollout import rollout
 from .._statistics.summary import Summary, fold, summarize
 from .._weights import Queries, checked_queries, row_numbers

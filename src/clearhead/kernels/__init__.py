@@ -1,6 +1,8 @@
-"""The ways to compute one attention call, each in a file of its own, and the choice between them."""
+"""How a call is computed: one file per kernel, and the choice between them.
+
+`Kernel` is what a new one derives from, `Refusal` a reason why one cannot run a call.
+"""
 
 from ._base import Kernel, Refusal
-from ._dispatch import KERNELS, Explanation, choose, explain_call, use_kernel
 
-__all__ = ["KERNELS", "Explanation", "Kernel", "Refusal", "choose", "explain_call", "use_kernel"]
+__all__ = ["Kernel", "Refusal"]

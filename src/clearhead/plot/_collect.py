@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .._statistics.compute import AttentionStatistics, compute_statistics
+from .._statistics.compute import compute_statistics
+from .._statistics.result import AttentionStatistics
 from ..errors import RecordError, ShapeError, explain_problem
 from ._protocol import Recorded
 from ._sections import Section, extent_of, find_sections, fitted, number_of_calls

@@ -10,7 +10,9 @@ from torch import Tensor
 from .._call.spec import AttentionCall, build_call
 from .._checks import FLOATS, items, shown, strided, text, with_values
 from .._checks import index as index_of
-from .._statistics.compute import AttentionStatistics, compute_statistics, make_options
+from .._statistics.arguments import make_options
+from .._statistics.compute import compute_statistics
+from .._statistics.result import AttentionStatistics
 from .._statistics.rollout import rollout
 from .._statistics.summary import Summary, summarize
 from .._weights import Queries, row_numbers

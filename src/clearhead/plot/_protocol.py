@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._call.spec import AttentionCall
 from .._checks import shown
-from .._statistics.compute import AttentionStatistics
+from .._statistics.result import AttentionStatistics
 from .._statistics.summary import Summary
 from .._weights import Queries
 from ..errors import DTypeError, explain_problem
