@@ -33,7 +33,19 @@ class Options:
 
 
 class TopK(NamedTuple):
-    """The keys each query attends to most, in falling order; index −1 and weight 0 where it sees fewer."""
+    """The keys each query attends to most, in falling order; index −1 and weight 0 where it sees fewer.
+
+    Args:
+        indices: int64 (B, H, L, k).
+        weights: (B, H, L, k).
+
+    Example:
+        >>> import torch, clearhead
+        >>> x = torch.eye(2)[None, None]
+        >>> found = clearhead.attention_statistics(x, x, clearhead.masks.causal(), statistics=("top_k",), top_k=2)
+        >>> found.top_k.indices.tolist()  # the first query sees one key
+        [[[[0, -1], [1, 0]]]]
+    """
 
     indices: Tensor
     weights: Tensor

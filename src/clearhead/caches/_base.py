@@ -58,7 +58,18 @@ class Cache(ABC):
     """Keys and values of the tokens so far, kept for the queries to come.
 
     A plain object, not a module: it belongs to a text being written and not to the model. For inference: `update`
-    refuses keys that gradients are asked for.
+    refuses keys that require gradients.
+
+    Example:
+        >>> import torch, clearhead
+        >>> from clearhead.caches import Cache, KVCache
+        >>> attend = clearhead.MultiHeadAttention(12, 3).eval()
+        >>> cache: Cache = KVCache(batch_size=2, num_kv_heads=3, max_length=9, head_dim=4)
+        >>> with torch.no_grad():
+        ...     for token in torch.randn(2, 5, 12).split(1, dim=1):
+        ...         output = attend(token, mask=clearhead.masks.causal(), cache=cache)
+        >>> cache.length, cache.next_positions(1)
+        (5, 5)
     """
 
     @property

@@ -23,6 +23,13 @@ class UpgradeReport:
         changed: qualified names of the modules whose class was swapped.
         left: names of attention modules that were left alone, with the reason.
         encoders: names of the `nn.TransformerEncoder`s whose nested-tensor path was switched off or on.
+
+    Example:
+        >>> import torch, clearhead
+        >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(12, 2, batch_first=True), 1)
+        >>> report = clearhead.upgrade(model)
+        >>> report.changed, report.left, report.encoders
+        (('layers.0.self_attn',), {}, ('',))
     """
 
     action: str

@@ -1,7 +1,4 @@
-"""How a call is computed: one file per kernel, and the choice between them.
-
-`Kernel` is what a new one derives from, `Refusal` a reason why one cannot run a call.
-"""
+"""How attention is computed: what a kernel is, and why one refuses a call; `clearhead.use_kernel` forces one."""
 
 from ._base import Kernel, Refusal
 

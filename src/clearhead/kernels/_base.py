@@ -20,6 +20,15 @@ class Refusal:
 
     The text is put together only when it is read: formatting a symbolic length while tracing would tie the graph
     to that length.
+
+    Args:
+        template: the reason, with places for values as in `str.format`.
+        values: what stands in these places.
+
+    Example:
+        >>> from clearhead.kernels import Refusal
+        >>> str(Refusal("it computes in float32, and the tensors are {dtype}", dtype="float64"))
+        'it computes in float32, and the tensors are float64'
     """
 
     def __init__(self, template: str, **values: object) -> None:
@@ -82,7 +91,15 @@ class FlatAttention(Protocol):
 
 
 class Kernel(ABC):
-    """One way to compute an `AttentionCall`."""
+    """One way to compute attention.
+
+    Example:
+        >>> import torch, clearhead
+        >>> x = torch.randn(1, 2, 3, 4)
+        >>> {name: [str(refusal) for refusal in found] for name, found in clearhead.explain(x, x, x).reasons.items()
+        ...  if name == "reference"}
+        {'reference': []}
+    """
 
     name: ClassVar[str]
     #: False for fused kernels whose backward cannot be differentiated again; `dispatch` then sees to that.

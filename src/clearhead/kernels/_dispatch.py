@@ -83,7 +83,15 @@ class Explanation:
         kernel: name of the kernel that runs; ``None`` if the forced one refuses.
         reasons: for each kernel in order of preference its reasons against the call; empty if it can run it.
         forced: whether `use_kernel` decided.
-        projections: which product a module's projections use on the CPU, and why; see `clearhead._layer.linear`.
+        projections: which GEMM backend a module's projections use on the CPU, and why.
+
+    Example:
+        >>> import torch, clearhead
+        >>> x = torch.randn(1, 2, 3, 4)
+        >>> with clearhead.use_kernel("chunked"):
+        ...     found = clearhead.explain(x, x, x)
+        >>> found.kernel, found.forced
+        ('chunked', True)
     """
 
     kernel: str | None

@@ -38,6 +38,16 @@ class Page:
     Args:
         text: the HTML.
         height: of the frame it is shown in inside a notebook, in CSS pixels.
+
+    Example:
+        >>> import torch
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from clearhead import plot
+        >>> made = plot.page(plot.given([torch.eye(3).expand(2, 3, 3)]), ["a", "b", "c"])
+        >>> with TemporaryDirectory() as folder:
+        ...     made.save(Path(folder) / "attention.html").name
+        'attention.html'
     """
 
     text: str
