@@ -86,7 +86,7 @@ class Cache(ABC):
         """Take the keys and values of new tokens and return everything their queries attend to.
 
         Args:
-            key: (B, Hkv, L, D), already turned by its position part.
+            key: (B, Hkv, L, D), already rotated by its position part.
             value: (B, Hkv, L, Dv).
             positions: where the tokens stand. Default: after those before, `next_positions`.
 
