@@ -213,7 +213,7 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
         lse = scores.new_full((*scores.shape[:-1], 1), float("-inf"))
         return scores, lse if sinks is None else torch.logaddexp(lse, sinks)
     peak = scores.amax(-1, keepdim=True)
-    empty = None if call.reach.queries is None else peak == float("-inf")
+    empty = None if call.coverage.queries is None else peak == float("-inf")
     if empty is not None:
         scores.masked_fill_(empty, 0)  # any finite number: softmax of −∞ alone would be NaN
     weights = drop_subnormal(call, _softmax(scores))
@@ -230,7 +230,7 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
 
 def block_softmax(call: AttentionCall, block: Block, scores: Tensor) -> Tensor:
     """The weights alone, in place, which is quicker where there is neither a sink nor a hidden query."""
-    if call.sinks is not None or call.reach.queries is not None or scores.shape[-1] == 0:
+    if call.sinks is not None or call.coverage.queries is not None or scores.shape[-1] == 0:
         return block_weights(call, block, scores)[0]
     return drop_subnormal(call, _softmax(scores))
 

@@ -7,7 +7,7 @@ to, `bias` what is added to its scores.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
@@ -84,6 +84,12 @@ class Mask(ABC):
 
     def sizes(self) -> Sizes:
         return Sizes()
+
+    def signature(self) -> Hashable | None:
+        """What a plan may be cached under; ``None`` plans every call anew."""
+        from ._kinds import kind_of_mask
+
+        return kind_of_mask(self)
 
     def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
         """A range of columns outside which `rows` see nothing; kernels skip the rest."""
