@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from shutil import which
 from types import FunctionType
@@ -16,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._call.spec import AttentionCall, AttentionSpec, Results
-from .._environment import is_tracing, is_transformed
+from .._environment import has_avx2, mark_static, sizes_apart
+from ..masks._base import Mask
 from ..masks._grid import Block
-from ._base import Kernel, Refusal
+from ._base import Kernel, Plan, Refusal
 from ._flex_blocks import SIDE, BandBlocks, Table, lower_blocks
 
 __all__ = ["FlexKernel"]
