@@ -1,23 +1,26 @@
-"""`attention`: the one door to the kernels."""
+"""`attention`, and `explain`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, TypeVar, overload
+from contextlib import nullcontext
+from typing import Any, Literal, cast, overload
 
-import torch
 from torch import Tensor
 
-from ._call.observers import computing, is_computing, notify, watched
-from ._call.spec import NO_SINK, AttentionCall, build_call
-from ._environment import is_tracing
-from ._layer.known_calls import kind_of_call, recall, remember
-from .kernels._dispatch import Explanation, explain_call, run
+from ._call.spec import (
+    NO_SINK,
+    AttentionCall,
+    Results,
+    WeightsWanted,
+    quick_spec,
+    validate_call,
+)
+from ._environment import Environment, autocast_off, cast_for_autocast, read_environment
+from ._layer.linear import describe_backend
+from ._layer.plan import Explanation, attend, explain_call, plans
 from .masks._base import Mask
 
-__all__ = ["attention", "explain"]
-
-Result = TypeVar("Result")
+__all__ = ["attend_arguments", "attention", "explain"]
 
 
 @overload
@@ -110,20 +113,63 @@ def attention(
         >>> clearhead.attention(query, key, value, clearhead.masks.causal()).shape
         torch.Size([2, 4, 5, 3])
     """
-    kind = None
+    environment = read_environment()
+    results = attend_arguments(
+        query,
+        key,
+        value,
+        mask,
+        environment,
+        scale=scale,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        sinks=sinks,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        return_lse=return_lse,
+    )
+    return results.output if results.lse is None else (results.output, results.lse)
+
+
+def attend_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None,
+    environment: Environment,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
+    return_lse: bool = False,
+    weights: WeightsWanted = None,
+) -> Results:
+    """Compute `attention`, and weights if they are wanted, in an environment that was read before.
+
+    Arguments whose spec has a plan were validated when it was made.
+    """
     if (
-        softcap is None
+        environment.is_plain
+        and softcap is None
         and sinks is None
-        and query_positions is None
-        and key_positions is None
         and return_lse is False
-        and (kind := kind_of_call(query, key, value, mask, scale, dropout_p)) is not None
-        and (compute := recall(kind)) is not None
+        and (mask is None or isinstance(mask, Mask))
     ):
-        return compute(query, key, value, mask)
-    query, key, value = cast_for_autocast(query, key, value)
-    with autocast_off(query):
-        call = build_call(
+        positions = (query_positions, key_positions)
+        spec = quick_spec(query, key, value, mask, scale, dropout_p, False, weights, environment, positions)
+        plan = None if spec is None else plans.get((spec, environment.kernel))
+        if plan is not None:
+            call = AttentionCall(cast(Any, spec), query, key, value, mask, None, *cast(Any, positions))
+            if mask is not None:
+                mask.validate(call.grid)
+            return plan(call)
+    with autocast_off(query) if environment.autocast else nullcontext():
+        if environment.autocast:
+            query, key, value = cast_for_autocast(query, key, value)
+        call = validate_call(
             query,
             key,
             value,
@@ -135,15 +181,21 @@ def attention(
             query_positions=query_positions,
             key_positions=key_positions,
             return_lse=return_lse,
+            weights=weights,
+            environment=environment,
         )
-        if kind is not None and (compute := remember(kind, call, query, key, value)) is not None:
-            return compute(query, key, value, mask)
-        output, lse = run_call(call)
-    if lse is not None and sinks is not None:
+        return finished(attend(call, environment), sinks is not None, query.dim() == 3)
+
+
+def finished(results: Results, has_sinks: bool, unbatched: bool) -> Results:
+    """Results as they are returned: lse of −∞ where the sink is none, and no batch where there was none."""
+    output, lse, weights = results
+    if lse is not None and has_sinks:
         lse = lse.masked_fill(lse <= NO_SINK, float("-inf"))
-    if query.dim() == 3:
-        output, lse = output.squeeze(0), None if lse is None else lse.squeeze(0)
-    return output if lse is None else (output, lse)
+    if unbatched:
+        squeezed = [None if tensor is None else tensor.squeeze(0) for tensor in (output, lse, weights)]
+        return Results(*cast(Any, squeezed))
+    return Results(output, lse, weights)
 
 
 def explain(
@@ -184,7 +236,7 @@ def explain(
         projections: ...
     """
     query, key, value = cast_for_autocast(query, key, value)
-    call = build_call(
+    call = validate_call(
         query,
         key,
         value,
@@ -197,46 +249,4 @@ def explain(
         key_positions=key_positions,
         return_lse=return_lse,
     )
-    return explain_call(call)
-
-
-def run_call(
-    call: AttentionCall, compute: Callable[[AttentionCall], tuple[Tensor, Result]] = run
-) -> tuple[Tensor, Result]:
-    """Compute a validated call, autocast being off, and show its output, the first result, to whoever watches."""
-    if not watched() or is_computing() or is_tracing():
-        return compute(call)
-    with computing():
-        output, other = compute(call)
-        return notify(call, output), other
-
-
-def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast casts the inputs of PyTorch's own attention: floats, but not float64."""
-    device = _device_type(tensors[0])
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        tensor.to(dtype)
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
-        else tensor
-        for tensor in tensors
-    )
-
-
-def autocast_off(tensor: Tensor) -> torch.autocast:
-    """Inside a kernel the dtypes are already decided."""
-    return torch.autocast(_device_type(tensor), enabled=False)
-
-
-def _device_type(tensor: Tensor) -> str:
-    """The device autocast is asked about; one that has none (meta) stands for the CPU."""
-    if isinstance(tensor, Tensor) and torch.amp.is_autocast_available(tensor.device.type):
-        return tensor.device.type
-    return "cpu"
-
-
-def autocast_is_on(tensor: Tensor) -> bool:
-    """Whether autocast is enabled for the tensor's device."""
-    return torch.is_autocast_enabled(_device_type(tensor))
+    return explain_call(call, describe_backend() if call.query.is_cpu else "")

@@ -20,9 +20,12 @@ __all__ = [
     "TRACED",
     "Environment",
     "Forced",
+    "any_autocast",
     "autocast_is_on",
+    "autocast_off",
     "cast_for_autocast",
     "disabled_torch_function",
+    "forcing",
     "fused_sdpa_choice",
     "graph_break",
     "has_avx2",
@@ -35,7 +38,10 @@ __all__ = [
     "is_rows_of",
     "is_tracing",
     "is_transformed",
+    "kernels",
     "left_aligned_padding",
+    "linears",
+    "listening",
     "mark_static",
     "onednn_linear",
     "read_environment",
@@ -178,7 +184,7 @@ def is_transformed() -> bool:
     """True inside `torch.func` transforms and forward-mode derivatives, which only plain operations can follow."""
     if is_tracing():
         return False
-    return _transforms() or getattr(_forward_level, "_current_level", 0) >= 0
+    return bool(_transforms()) or getattr(_forward_level, "_current_level", 0) >= 0
 
 
 def is_dispatching() -> bool:
@@ -214,6 +220,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def any_autocast() -> bool:
+    """Whether autocast is enabled for any device."""
     return _any_autocast()
 
 

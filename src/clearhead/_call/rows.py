@@ -19,7 +19,7 @@ from ..masks._grid import ALL, Block, Grid, Index
 from ..masks._positional import Causal
 from ..masks._tensors import as_mask
 
-__all__ = ["Rows", "mask_of_document", "read_rows", "within_rows"]
+__all__ = ["Rows", "mask_of_document", "read_rows", "require_within", "within_rows"]
 
 
 @dataclass(frozen=True)
