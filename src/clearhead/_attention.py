@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Any, Literal, cast, overload
+from typing import Literal, overload
 
 from torch import Tensor
 
-from ._call.spec import (
-    NO_SINK,
-    AttentionCall,
-    Results,
-    WeightsWanted,
-    quick_spec,
-    validate_call,
-)
-from ._environment import Environment, autocast_off, cast_for_autocast, read_environment
+from ._call.spec import validate_call
+from ._environment import cast_for_autocast, read_environment
 from ._layer.linear import describe_backend
-from ._layer.plan import Explanation, attend, explain_call, plans
+from ._layer.plan import Explanation, attend_arguments, explain_call
 from .masks._base import Mask
 
-__all__ = ["attend_arguments", "attention", "explain"]
+__all__ = ["attention", "explain"]
 
 
 @overload
@@ -129,73 +121,6 @@ def attention(
         return_lse=return_lse,
     )
     return results.output if results.lse is None else (results.output, results.lse)
-
-
-def attend_arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask | Tensor | None,
-    environment: Environment,
-    *,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    query_positions: Tensor | int | None = None,
-    key_positions: Tensor | int | None = None,
-    return_lse: bool = False,
-    weights: WeightsWanted = None,
-) -> Results:
-    """Compute `attention`, and weights if they are wanted, in an environment that was read before.
-
-    Arguments whose spec has a plan were validated when it was made.
-    """
-    if (
-        environment.is_plain
-        and softcap is None
-        and sinks is None
-        and return_lse is False
-        and (mask is None or isinstance(mask, Mask))
-    ):
-        positions = (query_positions, key_positions)
-        spec = quick_spec(query, key, value, mask, scale, dropout_p, False, weights, environment, positions)
-        plan = None if spec is None else plans.get((spec, environment.kernel))
-        if plan is not None:
-            call = AttentionCall(cast(Any, spec), query, key, value, mask, None, *cast(Any, positions))
-            if mask is not None:
-                mask.validate(call.grid)
-            return plan(call)
-    with autocast_off(query) if environment.autocast else nullcontext():
-        if environment.autocast:
-            query, key, value = cast_for_autocast(query, key, value)
-        call = validate_call(
-            query,
-            key,
-            value,
-            mask,
-            scale=scale,
-            dropout_p=dropout_p,
-            softcap=softcap,
-            sinks=sinks,
-            query_positions=query_positions,
-            key_positions=key_positions,
-            return_lse=return_lse,
-            weights=weights,
-            environment=environment,
-        )
-        return finished(attend(call, environment), sinks is not None, query.dim() == 3)
-
-
-def finished(results: Results, has_sinks: bool, unbatched: bool) -> Results:
-    """Results as they are returned: lse of −∞ where the sink is none, and no batch where there was none."""
-    output, lse, weights = results
-    if lse is not None and has_sinks:
-        lse = lse.masked_fill(lse <= NO_SINK, float("-inf"))
-    if unbatched:
-        squeezed = [None if tensor is None else tensor.squeeze(0) for tensor in (output, lse, weights)]
-        return Results(*cast(Any, squeezed))
-    return Results(output, lse, weights)
 
 
 def explain(

@@ -7,11 +7,11 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from ._attention import finished
 from ._call.rows import read_rows
 from ._checks import strided
 from ._environment import autocast_off, cast_for_autocast, read_environment
 from ._layer.packing import attend_rows
+from ._layer.plan import finished
 from .errors import ShapeError, explain_problem, shape_text
 from .masks._base import Mask
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from .._attention import attend_arguments
 from .._call.heads import merge_heads, split_heads
 from .._call.rows import Rows
-from .._call.spec import Results, WeightsWanted
+from .._call.spec import WeightsWanted
 from .._environment import Environment, autocast_off, cast_for_autocast
 from ..caches._base import Cache, KeyValues, Positions
 from ..masks._base import Mask, all_of
 from ..masks._tensors import as_mask
+from .plan import attend_arguments
 from .packing import Costs, attend_rows, unpad
 from .positions import PositionPart, apply_position, combined_mask, positions_of_keys, positions_of_queries
 from .unmodified import apply_linear
@@ -147,7 +146,7 @@ class Layer:
             weights=weights,
         )
         mixed = results.output if form.finish is None else form.finish(results.output)  # (B, H, L, Dv)
-        output = apply_linear(self.out_proj, self._merge(mixed, query.dim() == 3), environment)
+        output = self._project_out(mixed, query.dim() == 3, environment)
         if cache is not None:
             self._observe(cache, q, known, combined, places)
         found = results.weights
@@ -225,13 +224,14 @@ class Layer:
             return Form(q, known.key, known.value)
         return self.forms.of(q, known.key, cached=cached, observed=environment.observed)
 
-    def _merge(self, mixed: Tensor, batched: bool) -> Tensor:
-        """(B, H, L, Dv) → (B, L, H·Dv), or (L, H·Dv) of the only item; in memory as the inputs."""
+    def _project_out(self, mixed: Tensor, batched: bool, environment: Environment) -> Tensor:
+        """(B, H, L, Dv) → (B, L, E), or (L, E) of the only item; in memory as the inputs."""
         if not batched:
-            return merge_heads(mixed.squeeze(0))
+            return apply_linear(self.out_proj, merge_heads(mixed.squeeze(0)), environment)
         if self.batch_first:
-            return mixed.transpose(1, 2).flatten(2)
-        return mixed.permute(2, 0, 1, 3).flatten(2).transpose(0, 1)
+            return apply_linear(self.out_proj, mixed.transpose(1, 2).flatten(2), environment)
+        merged = mixed.permute(2, 0, 1, 3).flatten(2)  # (L, B, H·Dv)
+        return apply_linear(self.out_proj, merged, environment).transpose(0, 1)
 
     def _observe(self, cache: Cache, q: Tensor, known: KeyValues, mask: Mask | None, places: Positions) -> None:
         query = q if self.forms is None else self.forms.for_cache(cache, q, known.key)

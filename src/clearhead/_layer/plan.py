@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,9 +14,18 @@ from torch import Tensor
 from .._call.dropout import draw_seed
 from .._call.observers import computing, notify
 from .._call.rows import Rows, mask_of_document
-from .._call.spec import AttentionCall, AttentionSpec, Results, validate_call, zero_hidden
+from .._call.spec import (
+    NO_SINK,
+    AttentionCall,
+    AttentionSpec,
+    Results,
+    WeightsWanted,
+    quick_spec,
+    validate_call,
+    zero_hidden,
+)
 from .._checks import shown
-from .._environment import Environment, forcing, kernels, read_environment
+from .._environment import Environment, autocast_off, cast_for_autocast, forcing, kernels, read_environment
 from ..errors import ArgumentError, KernelError, explain_problem
 from ..kernels._base import Kernel, Plan
 from ..kernels._chunked import ChunkedKernel
@@ -27,7 +37,7 @@ from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
 from ..masks._base import Mask
 
-__all__ = ["KERNELS", "Explanation", "PlanCache", "attend", "explain_call", "plan_of", "plans", "run_call", "use_kernel"]
+__all__ = ["KERNELS", "Explanation", "PlanCache", "attend", "attend_arguments", "explain_call", "finished", "plan_of", "plans", "run_call", "use_kernel"]
 
 #: In order of preference; the first that does not refuse a call runs it. `reference` refuses nothing.
 KERNELS: tuple[Kernel, ...] = (NativeKernel(), SdpaKernel(), ChunkedKernel(), FlexKernel(), ReferenceKernel())
@@ -135,6 +145,73 @@ class Explanation:
         if self.projections:
             lines.append(f"projections: {self.projections}")
         return "\n".join(lines)
+
+
+def attend_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None,
+    environment: Environment,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
+    return_lse: bool = False,
+    weights: WeightsWanted = None,
+) -> Results:
+    """Compute `attention`, and weights if they are wanted, in an environment that was read before.
+
+    Arguments whose spec has a plan were validated when it was made.
+    """
+    if (
+        environment.is_plain
+        and softcap is None
+        and sinks is None
+        and return_lse is False
+        and (mask is None or isinstance(mask, Mask))
+    ):
+        positions = (query_positions, key_positions)
+        spec = quick_spec(query, key, value, mask, scale, dropout_p, False, weights, environment, positions)
+        plan = None if spec is None else plans.get((spec, environment.kernel))
+        if plan is not None:
+            call = AttentionCall(cast(Any, spec), query, key, value, mask, None, *cast(Any, positions))
+            if mask is not None:
+                mask.validate(call.grid)
+            return plan(call)
+    with autocast_off(query) if environment.autocast else nullcontext():
+        if environment.autocast:
+            query, key, value = cast_for_autocast(query, key, value)
+        call = validate_call(
+            query,
+            key,
+            value,
+            mask,
+            scale=scale,
+            dropout_p=dropout_p,
+            softcap=softcap,
+            sinks=sinks,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            return_lse=return_lse,
+            weights=weights,
+            environment=environment,
+        )
+        return finished(attend(call, environment), sinks is not None, query.dim() == 3)
+
+
+def finished(results: Results, has_sinks: bool, unbatched: bool) -> Results:
+    """Results as they are returned: lse of −∞ where the sink is none, and no batch where there was none."""
+    output, lse, weights = results
+    if lse is not None and has_sinks:
+        lse = lse.masked_fill(lse <= NO_SINK, float("-inf"))
+    if unbatched:
+        squeezed = [None if tensor is None else tensor.squeeze(0) for tensor in (output, lse, weights)]
+        return Results(*cast(Any, squeezed))
+    return Results(output, lse, weights)
 
 
 def attend(call: AttentionCall, environment: Environment | None = None) -> Results:
