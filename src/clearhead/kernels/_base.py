@@ -94,6 +94,10 @@ class Kernel(ABC):
     def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
         """Every reason against this call; empty if the kernel can run it."""
 
+    def reservations(self, call: AttentionCall) -> tuple[Refusal, ...]:
+        """Reasons to leave a call that the kernel can run to the next one, unless `use_kernel` forces this one."""
+        return ()
+
     @abstractmethod
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         """Compute the output (B, H, L, Dv) and, if the call wants it, the log-sum-exp (B, H, L)."""

@@ -26,7 +26,7 @@ from ._blocks import (
     head_spans,
     span_blocks,
 )
-from ._second_order import backward_pass, reference_results
+from ._second_order import backward_pass, reference_results, sinks_gradient
 
 __all__ = ["ChunkedKernel"]
 
@@ -149,15 +149,9 @@ def _backward(
                 sums.end_block()
         span.key(key_gradient).copy_(span_key_gradient.result())
         span.key(value_gradient).copy_(span_value_gradient.result())
-    sinks = () if call.sinks is None else (_sinks_gradient(call.sinks, correction, lse),)
+    sinks = () if call.sinks is None else (sinks_gradient(call.sinks, correction, lse),)
     biases = (sums.result().to(tensor.dtype) for sums, tensor in zip(bias_gradients, call.bias_tensors, strict=True))
     return (query_gradient, key_gradient, value_gradient, *sinks, *biases)
-
-
-def _sinks_gradient(sinks: Tensor, correction: Tensor, lse: Tensor) -> Tensor:
-    """A sink is one more key whose value is zero: ds = −p_sink · (δ − dl), summed over batch and rows."""
-    share = (sinks.to(lse.dtype)[None, :, None] - lse).exp()  # (B, H, L)
-    return -(share * correction).sum((0, 2)).to(sinks.dtype)
 
 
 def _span_tensors(call: AttentionCall, span: HeadSpan) -> tuple[Tensor, Tensor, Tensor]:

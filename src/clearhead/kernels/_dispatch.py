@@ -14,7 +14,7 @@ from .._checks import shown
 from .._environment import is_tracing
 from .._layer.linear import describe_product
 from ..errors import ArgumentError, KernelError, explain_problem
-from ._base import Kernel
+from ._base import Kernel, Refusal
 from ._chunked import ChunkedKernel
 from ._flex import FlexKernel
 from ._native import NativeKernel
@@ -134,7 +134,7 @@ def choose(call: AttentionCall) -> Kernel:
 
 def explain_call(call: AttentionCall) -> Explanation:
     """Ask every kernel for its reasons."""
-    reasons = {kernel.name: tuple(str(reason) for reason in kernel.refusals(call)) for kernel in KERNELS}
+    reasons = {kernel.name: tuple(map(str, _reasons(kernel, call))) for kernel in KERNELS}
     projections = describe_product() if call.query.is_cpu else ""
     if _forced.kernel is not None:
         name = _forced.kernel.name
@@ -142,9 +142,14 @@ def explain_call(call: AttentionCall) -> Explanation:
     return Explanation(_preferred(call).name, reasons, False, projections)
 
 
+def _reasons(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
+    forced = kernel is _forced.kernel
+    return kernel.refusals(call) + (() if forced else kernel.reservations(call))
+
+
 def _preferred(call: AttentionCall) -> Kernel:
     # Nothing here may depend on gradients: what checkpointing computes again must be the same to the last bit.
-    return next(kernel for kernel in KERNELS if not kernel.refusals(call))
+    return next(kernel for kernel in KERNELS if not (kernel.refusals(call) or kernel.reservations(call)))
 
 
 def _named(name: str) -> Kernel:

@@ -17,7 +17,7 @@ from .._call.spec import AttentionCall
 from ..errors import KernelError
 from ._reference import ReferenceKernel
 
-__all__ = ["allow_second_derivatives", "backward_pass", "gradients_through", "reference_results"]
+__all__ = ["allow_second_derivatives", "backward_pass", "gradients_through", "reference_results", "sinks_gradient"]
 
 OptionalTensors = Sequence[Tensor | None]
 #: Results from inputs, by PyTorch's operations.
@@ -133,3 +133,9 @@ def gradients_through(
 def reference_results(template: AttentionCall) -> Recompute:
     """Output and lse of a call with other tensors."""
     return lambda *inputs: ReferenceKernel().run(replace(template.with_tensors(*inputs), return_lse=True))
+
+
+def sinks_gradient(sinks: Tensor, correction: Tensor, lse: Tensor) -> Tensor:
+    """A sink is one more key whose value is zero: ds = −p_sink · (δ − dl), summed over batch and rows."""
+    weights = (sinks.to(lse.dtype)[None, :, None] - lse).exp()  # (B, H, L)
+    return -(weights * correction).sum((0, 2)).to(sinks.dtype)
