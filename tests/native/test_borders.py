@@ -167,7 +167,7 @@ def test_a_forked_child_computes_too() -> None:
 
 
 def test_an_unknown_instruction_set() -> None:
-    with pytest.raises(clearhead.errors.ArgumentError, match="name: expected an instruction set of here"):
+    with pytest.raises(clearhead.errors.ArgumentError, match="name: expected an instruction set of this processor"):
         use_instruction_set("mmx")
 
 

@@ -333,8 +333,11 @@ def _counts_within(mask: Mask) -> bool:
 def _of_documents(spec: AttentionSpec, mask: Mask | None, forced: Kernel | None) -> Kernel | None:
     """The kernel that computes a call of documents whole, or ``None``."""
     candidates = KERNELS if forced is None else (forced,)
-    able = (kernel for kernel in candidates if kernel.takes_documents)
-    return next((kernel for kernel in able if not kernel.refusals(spec, mask)), None)
+    for kernel in candidates:
+        if kernel.takes_documents and not kernel.refusals(spec, mask):
+            if kernel is forced or not kernel.reservations(spec, mask):
+                return kernel
+    return None
 
 
 def _choose(spec: AttentionSpec, mask: Mask | None, forced: Kernel | None) -> Kernel:
@@ -358,13 +361,18 @@ def _choose(spec: AttentionSpec, mask: Mask | None, forced: Kernel | None) -> Ke
 
 def _preferred(spec: AttentionSpec, mask: Mask | None) -> Kernel:
     # Nothing here may depend on gradients: what checkpointing computes again must be the same to the last bit.
-    return next(kernel for kernel in KERNELS if not kernel.refusals(spec, mask))
+    return next(kernel for kernel in KERNELS if not (kernel.refusals(spec, mask) or kernel.reservations(spec, mask)))
 
 
 def explain_call(call: AttentionCall, projections: str) -> Explanation:
     """Every kernel's reasons against a call."""
     spec, mask, forced = call.spec, call.mask, kernels.value
-    reasons = {kernel.name: tuple(str(reason) for reason in kernel.refusals(spec, mask)) for kernel in KERNELS}
+    reasons = {
+        kernel.name: tuple(
+            map(str, kernel.refusals(spec, mask) + (() if kernel is forced else kernel.reservations(spec, mask)))
+        )
+        for kernel in KERNELS
+    }
     if forced is not None:
         return Explanation(None if reasons[forced.name] else forced.name, reasons, True, projections)
     return Explanation(_preferred(spec, mask).name, reasons, False, projections)

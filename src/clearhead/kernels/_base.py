@@ -72,6 +72,10 @@ class Kernel(ABC):
     def refusals(self, spec: AttentionSpec, mask: Mask | None) -> tuple[Refusal, ...]:
         """Every reason against calls of this spec; empty if the kernel can run them."""
 
+    def reservations(self, spec: AttentionSpec, mask: Mask | None) -> tuple[Refusal, ...]:
+        """Reasons to leave calls that the kernel can run to the next one, unless `use_kernel` forces this one."""
+        return ()
+
     @abstractmethod
     def plan(self, spec: AttentionSpec, mask: Mask | None) -> Plan:
         """The computation of calls of this spec, with masks of this one's signature.

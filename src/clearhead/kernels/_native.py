@@ -11,106 +11,60 @@ from torch import Tensor
 from .._call.spec import AttentionCall
 from .._environment import is_dispatching, is_tracing, is_transformed
 from .._native import extension, why_missing
-from ._base import Kernel, Plan, Refusal
-from ._native_calls import TYPES, Request, backward, empty_lse, forward
-from ._native_masked import masked
+from . import _native_operator  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines the operators
+from ._base import Kernel, Refusal
 from ._native_masks import differs_between_heads, learnt_shape, lower
-from ._native_operator import sinks_gradient
-from ._native_prepared import Prepared, differentiable, prepare_apart, prepare_flat
-from ._second_order import allow_second_derivatives, backward_pass, reference_results
+from ._native_plan import DTYPES, NativeArguments
+from ._second_order import allow_second_derivatives, backward_pass, reference_results, sinks_gradient
+from ._weights_gradient import weights_by_operations, weights_gradients
 
-__all__ = ["NativeKernel", "native_gradients", "request_of"]
+__all__ = ["NativeKernel", "arguments_of", "native_results"]
+
+_WORTH_THREADS = 1 << 20  # multiplications of scores that take longer on one thread than PyTorch's kernel on several
 
 
 @final
 class NativeKernel(Kernel):
-    """Tiles of queries against blocks of keys; skips the blocks that nobody in the tile sees."""
+    """Tiles of queries against blocks of keys; skips the blocks of which no query of a tile sees a key."""
 
     name: ClassVar[str] = "native"
     twice_differentiable: ClassVar[bool] = True
+    #: NaN in fully masked rows, and in keys that are masked for every query, reaches neither outputs nor gradients.
+    isolates_hidden: ClassVar[bool] = True
+    #: `NativePlan` computes documents end to end without a mask of their boundaries.
+    takes_documents: ClassVar[bool] = True
 
-    def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
-        if extension is None:
-            return (Refusal("{reason}", reason=why_missing),)
-        reasons: list[Refusal] = []
-        query = call.query
-        if query.device.type != "cpu":
-            reasons.append(Refusal("it runs on the CPU, and the tensors are on {device}", device=query.device))
-        if query.dtype not in TYPES:
-            reasons.append(Refusal("it computes in float32, and the tensors are {dtype}", dtype=query.dtype))
-        if call.bias_tensors and torch.is_grad_enabled() and not _can_differentiate_biases(call):
-            reasons.append(Refusal("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph"))
-        reasons += _reasons_of_a_graph() if is_tracing() else _reasons_of_values(call)
-        return tuple(reasons)
+    def refusals(self, spec: AttentionSpec, mask: Mask | None) -> tuple[Refusal, ...]:
+        return native_refusals(spec, mask)
 
-    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        if is_tracing() or is_dispatching():
-            output, lse = torch.ops.clearhead.attention(*vars(request_of(call)).values())
-            lse = lse.float()
-            if not is_tracing() and output.requires_grad:
-                output, lse = allow_second_derivatives(self.name, call, output, lse)
-        elif call.needs_gradients:
-            output, lse = cast("tuple[Tensor, Tensor]", _Native.apply(call, *call.inputs))
-        else:
-            exact = empty_lse(call.query) if call.return_lse else None
-            output = forward(request_of(call), exact)
-            lse = None if exact is None else exact.float()
-        return output, lse if call.return_lse else None
+    def reservations(self, spec: AttentionSpec, mask: Mask | None) -> tuple[Refusal, ...]:
+        if extension is None or extension.openmp or spec.tracing or torch.get_num_threads() == 1:
+            return ()
+        batch, heads, length, dim = spec.query.shape
+        if batch * heads * length * spec.key.shape[2] * dim < _WORTH_THREADS:
+            return ()
+        return (Refusal("it was built without OpenMP and would run on one thread"),)
 
-    def prepare(self, call: AttentionCall) -> Plan:
-        request = _plain_request(call)
-        prepared = None if request is None else prepare_apart(request)
-        if prepared is None or (call.needs_gradients and call.query.dtype != torch.float32):
-            return super().prepare(call)
-        if call.needs_gradients:
-            compute = differentiable(call.without_tensors(), prepared)
-            return lambda query, key, value, _mask: compute(query, key, value, None)
-        return lambda query, key, value, _mask: prepared.forward((query, key, value))[0]
+    def gives_weights(self, spec: AttentionSpec, mask: Mask | None) -> bool:
+        # Whatever the gradients: what checkpointing computes again must be the same to the last bit.
+        plain = not spec.dropout_p and spec.dtype == torch.float32 and not spec.tracing and not spec.transformed
+        return plain and spec.documents is None and not refuses_statistics(spec, mask)
 
-    def prepare_masked(self, call: AttentionCall) -> Plan | None:
-        request = _plain_request(call, masked=True)
-        prepared = None if request is None else prepare_apart(request)
-        if prepared is None or (call.needs_gradients and call.query.dtype != torch.float32):
-            return None
-        return masked(self, call, prepared)
-
-    def prepare_flat(self, call: AttentionCall, projected: tuple[Tensor, ...]) -> Prepared | None:
-        request = _plain_request(call, masked=True)
-        if request is None or any(mask is not None and mask.shape[1] > 1 for mask in (request.visible, request.bias)):
-            return None
-        return prepare_flat(request, projected)
+    def plan(self, spec: AttentionSpec, mask: Mask | None) -> Plan:
+        if spec.tracing or spec.dispatching:
+            return _as_operator
+        if spec.documents is not None:
+            return partial(_with_lowering, _lower_documents)
+        if mask is None:
+            return partial(_with_lowering, _Fixed(spec, Lowered.everything(spec.grid)))
+        return partial(_with_lowering, lower)
 
 
-def _reasons_of_a_graph() -> list[Refusal]:
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return [Refusal("an exported graph holds PyTorch's own operators only")]
-    return []
-
-
-def _reasons_of_values(call: AttentionCall) -> list[Refusal]:
-    if is_transformed():
-        return [Refusal("its own backward cannot be transformed by torch.func or derived forwards")]
-    for tensor in (call.query, call.key, call.value):
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            return [Refusal("it reads plain tensors only, and one is a {kind}", kind=type(tensor).__name__)]
-    if call.mask is not None and differs_between_heads(call):
-        return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
-    return []
-
-
-def _can_differentiate_biases(call: AttentionCall) -> bool:
-    if not any(bias.requires_grad for bias in call.bias_tensors):
-        return True
-    if is_tracing() or is_dispatching():
-        return False
-    return learnt_shape(call) is not None
-
-
-def request_of(call: AttentionCall) -> Request:
+def arguments_of(call: AttentionCall) -> NativeArguments:
     """The call with its mask lowered."""
     lowered = lower(call)
     first, last = lowered.spans or (None, None)
-    return Request(
+    return NativeArguments(
         call.query,
         call.key,
         call.value,
@@ -129,12 +83,35 @@ def request_of(call: AttentionCall) -> Request:
     )
 
 
-def _plain_request(call: AttentionCall, masked: bool = False) -> Request | None:
-    """The request of a call that has nothing but query, key, value, a band and, where they may be, tensors of masks."""
-    if call.return_lse or call.dropout_p or call.sinks is not None:
-        return None
-    request = request_of(call)
-    return request if request.first is None and (masked or request.visible is request.bias is None) else None
+def native_results(call: AttentionCall, weights: str | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output, the log-sum-exp if the call wants it, and weights if they are wanted, with gradients.
+
+    Args:
+        call: one that the kernel does not refuse; with weights, in float32 and without dropout.
+        weights: ``"heads"`` for all of them (B, H, L, S), ``"mean"`` for their mean over heads (B, L, S).
+    """
+    if call.needs_gradients:
+        output, lse, found = cast("tuple[Tensor, Tensor, Tensor | None]", _Native.apply(call, weights, *call.inputs))
+        return output, lse if call.return_lse else None, found
+    output, lse, found = _compute(call, weights, call.return_lse, wide=False)
+    return output, None if lse is None else lse.float(), found
+
+
+def _compute(
+    call: AttentionCall, weights: str | None, with_lse: bool, wide: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    arguments = arguments_of(call)
+    plan = arguments.plan(wide=wide)
+    lse = plan.empty_lse(call.query) if with_lse else None
+    if weights is None:
+        return plan.forward(*arguments.inputs, arguments.extras, lse), lse, None
+    (batch, heads, length, _), keys = call.query.shape, call.key.shape[2]
+    shape = (batch, length, keys) if weights == "mean" else (batch, heads, length, keys)
+    output, found = plan.empty_output(call.query), call.query.new_zeros(shape, dtype=torch.float32)
+    matrix = length * keys
+    strides = (matrix, 0, keys) if weights == "mean" else (heads * matrix, matrix, keys)
+    plan.statistics(*arguments.inputs, arguments.extras, output, lse, weights=found, weights_strides=strides)
+    return output, lse, found
 
 
 class _Native(torch.autograd.Function):
@@ -145,26 +122,44 @@ class _Native(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.call = call.without_tensors()
+    def forward(
+        ctx: Any, call: AttentionCall, weights: str | None, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        ctx.call, ctx.weights = call.without_tensors(), weights
         ctx.set_materialize_grads(False)
-        lse = empty_lse(call.query)
-        exact = forward(request_of(call), lse, torch.float32)
+        exact, lse, found = _compute(call, weights, True, wide=True)
+        lse = cast(Tensor, lse)
         ctx.save_for_backward(exact, lse, *inputs)
-        return exact.to(call.query.dtype), lse.float()
+        return exact.to(call.query.dtype), lse.float(), found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         output, lse, *inputs = ctx.saved_tensors
 
         def own() -> list[Tensor | None]:
-            call, (of_output, of_lse) = ctx.call.with_tensors(*inputs), gradients
-            return native_gradients(call, output, lse, of_output, of_lse, ctx.needs_input_grad)
+            call, (of_output, of_lse, of_weights) = ctx.call.with_tensors(*inputs), gradients
+            found: list[Tensor | None] = [None] * len(inputs)
+            if of_output is not None or of_lse is not None:
+                found = _gradients(call, output, lse, of_output, of_lse, ctx.needs_input_grad)
+            if of_weights is not None:
+                query, key, *rest = weights_gradients(call, None, ctx.weights == "mean", of_weights)
+                found = [_sum(*both) for both in zip(found, (query, key, None, *rest), strict=True)]
+            return found
 
-        return backward_pass(ctx, gradients, inputs, own, reference_results(ctx.call))
+        def recompute(*tensors: Tensor) -> tuple[Tensor | None, ...]:
+            results = reference_results(ctx.call)(*tensors)
+            if ctx.weights is None:
+                return tuple(results)
+            return *results, weights_by_operations(ctx.call.with_tensors(*tensors), None, ctx.weights == "mean")
+
+        return backward_pass(ctx, gradients, inputs, own, recompute)
 
 
-def native_gradients(
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
+
+
+def _gradients(
     call: AttentionCall,
     output: Tensor,
     lse: Tensor,
@@ -172,15 +167,17 @@ def native_gradients(
     lse_gradient: Tensor | None,
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of a call's inputs from its results and theirs; `needed` ends with whether each bias wants one."""
-    request = request_of(call)
+    """Gradients of a call's inputs from its results and theirs; `needed` ends with whether each bias needs one."""
+    arguments = arguments_of(call)
     if output_gradient is None:
         output_gradient = torch.zeros_like(output, dtype=call.query.dtype)
     biases = len(call.bias_tensors)
     wanted = [index for index in range(biases) if needed[index - biases]]
-    shape = learnt_shape(call) if wanted else None
-    bias_gradient = None if shape is None else output.new_zeros(shape, dtype=torch.float32)
-    *found, correction = backward(request, output, lse, output_gradient, lse_gradient, bias_gradient)
+    plan, extras = arguments.plan(wide=True, bias_gradient=learnt_shape(call) if wanted else None), arguments.extras
+    bias_gradient = plan.empty_bias_gradient(output) if wanted else None
+    *found, correction = plan.backward(
+        *arguments.inputs, output, lse, output_gradient, lse_gradient, extras, bias_gradient
+    )
     if call.sinks is not None:
         found.append(sinks_gradient(call.sinks, correction, lse))
     of_biases: list[Tensor | None] = [None] * biases

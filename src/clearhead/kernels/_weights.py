@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ._call.spec import AttentionCall
 from ._environment import is_tracing, is_transformed
-from .kernels._blocks import LongSum, block_scores, block_weights, grouped, grouped_transposed, score_blocks
+from .kernels._blocks import block_scores, block_weights, score_blocks
 from .kernels._dispatch import choose
-from .kernels._native import NativeKernel, native_gradients
-from .kernels._native_statistics import native_output_and_weights, native_weights, refuses_statistics
-from .kernels._reference import reference_weights
-from .kernels._second_order import backward_pass, reference_results
+from .kernels._native import NativeKernel, native_results
+from .kernels._native_statistics import native_weights, refuses_statistics
+from .kernels._second_order import backward_pass
+from .kernels._weights_gradient import weights_by_operations, weights_gradients, weights_inputs
 
 __all__ = ["compute_weights", "has_one_pass", "in_one_pass"]
 
@@ -32,17 +32,16 @@ def has_one_pass(call: AttentionCall) -> bool:
 
 def in_one_pass(call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:
     """Output (B, H, L, Dv) and weights (B, H, L, S), or (B, L, S) averaged, of such a call."""
-    if call.needs_gradients:
-        return cast("tuple[Tensor, Tensor]", _OutputAndWeights.apply(call, average, *call.inputs))
-    return native_output_and_weights(call, average)[:2]
+    output, _, weights = native_results(call, "mean" if average else "heads")
+    return output, cast(Tensor, weights)
 
 
 def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:
     """Weights of a validated call; `rows` holds row numbers, ``None`` means all."""
     if is_tracing() or is_transformed():
-        return _reference(call, rows, average)
+        return weights_by_operations(call, rows, average)
     request = _Request(rows if rows is None else rows.to(call.query.device), average)
-    inputs = _inputs(call)
+    inputs = weights_inputs(call)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         return cast(Tensor, _Weights.apply(call, request, *inputs))
     return _forward(call, request)
@@ -75,48 +74,12 @@ class _Weights(torch.autograd.Function):
             return ctx.call.with_tensors(query, key, key, *rest)
 
         def own() -> tuple[Tensor, ...]:
-            return _backward(call_of(*inputs), ctx.request, gradients[0])
+            return weights_gradients(call_of(*inputs), ctx.request.rows, ctx.request.average, gradients[0])
 
         def recompute(*tensors: Tensor) -> tuple[Tensor]:
-            return (_reference(call_of(*tensors), ctx.request.rows, ctx.request.average),)
+            return (weights_by_operations(call_of(*tensors), ctx.request.rows, ctx.request.average),)
 
         return backward_pass(ctx, gradients, inputs, own, recompute)
-
-
-class _OutputAndWeights(torch.autograd.Function):
-    """One pass forward; backward the kernel's own and, if the weights have a gradient, `_Weights`'."""
-
-    @staticmethod
-    def forward(ctx: Any, call: AttentionCall, average: bool, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.call, ctx.request = call.without_tensors(), _Request(None, average)
-        ctx.set_materialize_grads(False)
-        output, weights, lse = native_output_and_weights(call, average)
-        ctx.save_for_backward(output, lse, *inputs)
-        return output, weights
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        output, lse, *inputs = ctx.saved_tensors
-
-        def own() -> list[Tensor | None]:
-            found: list[Tensor | None] = [None] * len(inputs)
-            call = ctx.call.with_tensors(*inputs)
-            if gradients[0] is not None:
-                found = native_gradients(call, output, lse, gradients[0], None, ctx.needs_input_grad)
-            if gradients[1] is not None:
-                query, key, *rest = _backward(call, ctx.request, gradients[1])
-                found = [_sum(*both) for both in zip(found, (query, key, None, *rest), strict=True)]
-            return found
-
-        def recompute(*tensors: Tensor) -> tuple[Tensor | None, Tensor]:
-            weights = _reference(ctx.call.with_tensors(*tensors), None, ctx.request.average)
-            return reference_results(ctx.call)(*tensors)[0], weights
-
-        return backward_pass(ctx, gradients, inputs, own, recompute)
-
-
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None else one if other is None else one + other
 
 
 def _forward(call: AttentionCall, request: _Request) -> Tensor:
@@ -133,49 +96,3 @@ def _forward(call: AttentionCall, request: _Request) -> Tensor:
         else:
             result[block.batch, block.heads, place, block.columns] = weights
     return result
-
-
-def _backward(call: AttentionCall, request: _Request, gradient: Tensor) -> tuple[Tensor, ...]:
-    dtype, heads = call.compute_dtype, call.grid.num_heads
-    query_gradient = torch.zeros_like(call.query, dtype=dtype)
-    key_gradient, *sums = (LongSum(torch.zeros_like(tensor, dtype=dtype)) for tensor in _inputs(call)[1:])
-    sinks_gradient, bias_gradients = (None, sums) if call.sinks is None else (sums[0], sums[1:])
-    for block, place, query, key in score_blocks(call, request.rows):
-        scores, squashed = block_scores(call, block, query, key)
-        weights, lse = block_weights(call, block, scores)
-        if request.average:
-            weights_gradient = gradient[block.batch, None, place, block.columns].to(dtype) / heads
-        else:
-            weights_gradient = gradient[block.batch, block.heads, place, block.columns].to(dtype)
-        mean = (weights * weights_gradient).sum(-1, keepdim=True)
-        if call.sinks is not None and sinks_gradient is not None:
-            share = (call.sinks[block.heads].to(dtype)[None, :, None, None] - lse).exp()
-            sinks_gradient.run[block.heads] -= (share * mean).sum((0, 2, 3))
-        scores_gradient = weights * (weights_gradient - mean)
-        if call.mask is not None:
-            call.mask.add_bias_gradients([each.run for each in bias_gradients], block, scores_gradient)
-        if squashed is not None:
-            scores_gradient.mul_(1 - squashed.square())
-        scores_gradient.mul_(call.scale)
-        target = query_gradient[block.batch, block.heads]
-        rows = torch.arange(place.start, place.stop, device=query.device) if request.rows is None else block.rows
-        target.index_add_(2, cast(Tensor, rows), grouped(scores_gradient, key))
-        kv_heads = slice(block.heads.start // call.group, block.heads.stop // call.group)
-        part = grouped_transposed(scores_gradient, query, key.shape[1])
-        key_gradient.run[block.batch, kv_heads, block.columns] += part
-        for each in (key_gradient, *sums):
-            each.end_block()
-    gradients = [query_gradient, key_gradient.result(), *(each.result() for each in sums)]
-    return tuple(found.to(tensor.dtype) for found, tensor in zip(gradients, _inputs(call), strict=True))
-
-
-def _reference(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:
-    weights = reference_weights(call)[0]
-    if rows is not None:
-        weights = weights.index_select(2, rows.to(weights.device))
-    return weights.mean(1) if average else weights
-
-
-def _inputs(call: AttentionCall) -> tuple[Tensor, ...]:
-    sinks = () if call.sinks is None else (call.sinks,)
-    return (call.query, call.key, *sinks, *call.bias_tensors)

@@ -1,4 +1,4 @@
-"""Finding who takes part in one pass over the tensors of a mask, by the native extension where it was built."""
+"""The coverage of a mask in one pass over its tensors, by the native extension where it was built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ __all__ = ["Found", "find_natively"]
 #: Bool (1 or B, 1 or H, L) of queries that see a key and (1 or B, 1 or H, S) of keys that are seen; ``None`` for all.
 Found = tuple[Tensor | None, Tensor | None]
 
-_MOST_MASKS = 4  # as many as native/reach.h has room for
 #: Bytes of a cell and the bits of one that hides, as a whole number with a sign.
 _HIDING = {
     torch.bool: (1, 0),
@@ -30,16 +29,16 @@ _HIDING = {
 
 
 def find_natively(mask: Mask, grid: Grid) -> Found | None:
-    """Who takes part.
+    """Which queries see a key, and which keys are seen.
 
     Returns:
-        ``None`` where something else has to look: for masks that are not only tensors and rules about positions, and
+        ``None`` where it has to be found otherwise: for masks that are not only tensors and rules about positions, and
         where values are not those of plain tensors.
     """
     if extension is None or grid.device.type != "cpu" or is_tracing() or is_transformed() or is_dispatching():
         return None
     parts = _parts(mask, grid)
-    if parts is None or len(parts[1]) > _MOST_MASKS or not all(map(_is_plain, parts[1])):
+    if parts is None or len(parts[1]) > extension.MOST_MASKS or not all(map(_is_plain, parts[1])):
         return None
     band, tensors = parts
     batch, heads = max(tensor.shape[0] for tensor in tensors), max(tensor.shape[1] for tensor in tensors)
@@ -47,7 +46,7 @@ def find_natively(mask: Mask, grid: Grid) -> Found | None:
     keys = torch.empty(batch, heads, grid.key_length, dtype=torch.bool)
     sizes = (batch, heads, grid.query_length, grid.key_length, band.low, band.high, band.stop)
     numbers = [number for tensor in tensors for number in _cells(tensor)]
-    blind, unseen = extension.reach(*sizes, queries.data_ptr(), keys.data_ptr(), *numbers)
+    blind, unseen = extension.coverage(*sizes, queries.data_ptr(), keys.data_ptr(), *numbers)
     return queries if blind else None, keys if unseen else None
 
 
