@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, cast, final, overload
 
@@ -16,6 +15,7 @@ from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_
 from .masks._base import Mask
 from .masks._grid import Block, Grid
 from .masks._positional import Causal
+from .masks._structure import UNKNOWN, RowRanges, Structure
 from .masks._tensors import as_mask
 
 __all__ = ["Packing", "SameDocument", "attention_varlen", "packing"]
@@ -174,12 +174,12 @@ class SameDocument(Mask):
     def visible(self, block: Block) -> Tensor:
         return block.cut(self._rows) == block.cut(self._columns)
 
-    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        if not self._row_starts or rows.stop <= rows.start:
-            return 0, grid.key_length
-        first = bisect_right(self._row_starts, rows.start) - 1
-        last = bisect_right(self._row_starts, rows.stop - 1) - 1
-        return self._column_starts[first], self._column_starts[last + 1]
+    def structure(self, grid: Grid) -> Structure:
+        if not self._row_starts:
+            return UNKNOWN
+        bounds = torch.tensor(self._column_starts, device=grid.device)
+        documents = self._rows[0, 0, :, 0]
+        return Structure(rows=RowRanges(bounds[documents][None], bounds[documents + 1][None]))
 
     def describe(self) -> str:
         return f"same_document({max(len(self._row_starts) - 1, 0)})"

@@ -13,8 +13,8 @@ from .._checks import FLOATS, flag, is_probability, number, strided
 from ..errors import DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from ..masks._base import Mask
 from ..masks._check import as_positions
+from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Grid
-from ..masks._reach import Reach, reach
 from ..masks._tensors import as_mask
 
 __all__ = ["NO_SINK", "AttentionCall", "build_call", "without_hidden"]
@@ -39,7 +39,7 @@ class AttentionCall:
         dropout_seed: int64 scalar; drawn once when a kernel of ours drops weights.
         return_lse: whether the log-sum-exp is wanted too.
         grid: sizes and positions for the mask.
-        reach: queries and keys that take part at all.
+        reach: the fully masked rows, and the keys masked for every query.
     """
 
     query: Tensor
@@ -53,7 +53,7 @@ class AttentionCall:
     dropout_seed: Tensor | None
     return_lse: bool
     grid: Grid
-    reach: Reach
+    reach: Coverage
 
     @property
     def group(self) -> int:
@@ -130,10 +130,10 @@ def build_call(
         _positions("key_positions", key_positions, key, heads=query.shape[1]),
     )
     checked = None if mask is None else as_mask(mask)
-    seen = Reach(None, None)
+    seen = COVERS_ALL
     if checked is not None:
         checked.validate(grid)
-        seen = reach(checked, grid)
+        seen = coverage(checked, grid)
     query, key, value = without_hidden(query, key, value, seen)
     return AttentionCall(
         query=query,
@@ -151,21 +151,14 @@ def build_call(
     )
 
 
-def without_hidden(query: Tensor, key: Tensor, value: Tensor, seen: Reach) -> tuple[Tensor, Tensor, Tensor]:
+def without_hidden(query: Tensor, key: Tensor, value: Tensor, seen: Coverage) -> tuple[Tensor, Tensor, Tensor]:
     """Zero for queries that see no key, and for keys and values that no query sees."""
-    if seen.queries is not None:
-        query = query.masked_fill(~seen.queries, 0)
-    if seen.keys is not None:
-        seen_keys = _per_key_head(seen.keys, key.shape[1])
-        key, value = key.masked_fill(~seen_keys, 0), value.masked_fill(~seen_keys, 0)
+    if seen.masked_queries is not None:
+        query = query.masked_fill(seen.masked_queries, 0)
+    masked = seen.masked_keys(key.shape[1])
+    if masked is not None:
+        key, value = key.masked_fill(masked, 0), value.masked_fill(masked, 0)
     return query, key, value
-
-
-def _per_key_head(seen: Tensor, num_kv_heads: int) -> Tensor:
-    """(1 or B, 1 or H, S, 1) → (1 or B, 1 or Hkv, S, 1): a key is read by every query head of its group."""
-    if seen.shape[1] in (1, num_kv_heads):
-        return seen
-    return seen.unflatten(1, (num_kv_heads, -1)).any(2)
 
 
 def _require_tensors(given: dict[str, Tensor]) -> None:

@@ -15,8 +15,8 @@ from .._environment import is_tracing, is_transformed
 from ..kernels._base import Plan
 from ..kernels._dispatch import choose, forced_kernel
 from ..kernels._second_order import allow_second_derivatives
+from ..masks._coverage import COVERS_ALL
 from ..masks._kinds import has_tensors, kind_of_mask
-from ..masks._reach import Reach
 
 __all__ = ["forget_calls", "keep", "kind_of_call", "recall", "remember"]
 
@@ -84,7 +84,7 @@ def remember(kind: Any, call: AttentionCall, query: Tensor, key: Tensor, value: 
     if kind in _plans or call.query.dim() != 4 or len(kind[0][0]) != 4:
         return None
     if has_tensors(kind[4]):
-        plan = _plan_masked(replace(call, query=query, key=key, value=value, reach=Reach(None, None)))
+        plan = _plan_masked(replace(call, query=query, key=key, value=value, reach=COVERS_ALL))
     else:
         plan = _plan(call)
     keep(kind, plan)

@@ -21,8 +21,8 @@ from .._native import extension
 from ..errors import ClearheadError
 from ..kernels._dispatch import choose, forced_kernel
 from ..masks._base import Mask
+from ..masks._coverage import COVERS_ALL
 from ..masks._kinds import has_tensors, kind_of_mask
-from ..masks._reach import Reach
 from .known_calls import keep, recall
 from .linear import forced_product, is_pytorchs_product
 from .one_step_layer import Heads, OptionalTensors, Step, cut, differentiable_step
@@ -152,7 +152,7 @@ def _prepare(
     masked = has_tensors(kind_of_mask(mask))
     if masked:  # what is hidden may be other keys the next time
         query, key, value = attended
-        call = replace(call, query=query, key=key, value=value, reach=Reach(None, None))
+        call = replace(call, query=query, key=key, value=value, reach=COVERS_ALL)
     elif call.reach.queries is not None or call.reach.keys is not None:
         return None
     attention = choose(call).prepare_flat(call, projected)

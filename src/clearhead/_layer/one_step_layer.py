@@ -15,8 +15,8 @@ from ..kernels._base import UNMASKED, FlatAttention
 from ..kernels._reference import ReferenceKernel, reference_weights
 from ..kernels._second_order import backward_pass, gradients_through
 from ..masks._base import Mask
+from ..masks._coverage import COVERS_ALL, coverage
 from ..masks._kinds import marks_and_numbers
-from ..masks._reach import Reach, reach
 
 __all__ = ["Heads", "OptionalTensors", "Step", "cut", "differentiable_step"]
 
@@ -159,7 +159,7 @@ class Step:
         """
         inputs, weights, biases = _in_order(tensors, self.products)
         projected = tuple(map(_linear, [x.flatten(0, 1) for x in inputs], *self._cut(weights, biases)))
-        seen = reach(cast(Mask, mask), self.template.grid) if hides else Reach(None, None)
+        seen = coverage(cast(Mask, mask), self.template.grid) if hides else COVERS_ALL
         q, k, v = without_hidden(*cut(projected, self.lengths, self.heads), seen)
         mask = self.template.mask if mask is None else mask
         call = replace(self.template, query=q, key=k, value=v, mask=mask, reach=seen)

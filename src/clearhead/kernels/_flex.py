@@ -53,7 +53,9 @@ class FlexKernel(Kernel):
             reasons.append(Refusal("a size is 0"))
         if call.query.dtype == torch.float64:
             reasons.append(Refusal("it computes in float32, not in float64"))
-        if call.mask is not None and any(part.has_bias and not part.is_tensor for part in call.mask.parts()):
+        if call.mask is not None and any(
+            part.has_bias and not part.structure(call.grid).biases for part in call.mask.parts()
+        ):
             reasons.append(Refusal("a computed bias would have to be built whole, (B, H, L, S)"))
         return (*reasons, *_reasons_of_device(call))
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .._call.spec import AttentionCall, without_hidden
 from ..masks._base import Mask
+from ..masks._coverage import coverage
 from ..masks._kinds import marks_and_numbers
-from ..masks._reach import reach
 from ..masks._tensors import as_mask
 from ._base import Kernel
 from ._native_prepared import HidesSomebody, Prepared, differentiable
@@ -35,7 +35,7 @@ def masked(
             return without(query, key, value, as_mask(mask))
 
     def without(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        seen = reach(mask, template.grid)
+        seen = coverage(mask, template.grid)
         query, key, value = without_hidden(query, key, value, seen)  # which may lie otherwise now
         return kernel.run(replace(template, query=query, key=key, value=value, mask=mask, reach=seen))[0]
 

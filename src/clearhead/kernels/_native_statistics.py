@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .._call.spec import AttentionCall
 from .._environment import is_dispatching
-from ..masks._band import band_of
 from ._native import NativeKernel, request_of
 from ._native_calls import Request, empty_lse, empty_output, statistics
 
@@ -87,8 +86,7 @@ def refuses_statistics(call: AttentionCall) -> bool:
 
 def _reads_in_place(call: AttentionCall) -> bool:
     """Whether nothing of the mask has to be written down."""
-    parts = [] if call.mask is None else call.mask.parts()
-    return all(part.is_tensor or band_of(part, call.grid) or part.row_spans(call.grid) for part in parts)
+    return call.mask is None or call.mask.structure(call.grid).exact
 
 
 def gather(
