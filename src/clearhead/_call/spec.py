@@ -155,7 +155,7 @@ def without_hidden(query: Tensor, key: Tensor, value: Tensor, seen: Coverage) ->
     """Zero for queries that see no key, and for keys and values that no query sees."""
     if seen.masked_queries is not None:
         query = query.masked_fill(seen.masked_queries, 0)
-    masked = seen.masked_keys(key.shape[1])
+    masked = seen.masked_keys_of(key.shape[1])
     if masked is not None:
         key, value = key.masked_fill(masked, 0), value.masked_fill(masked, 0)
     return query, key, value

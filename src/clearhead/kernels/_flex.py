@@ -69,8 +69,8 @@ class FlexKernel(Kernel):
         attend = _compiled(_kind(call, inputs, numbers))
         with _sizes_apart():
             output = attend(*inputs, numbers, call.scale, call.needs_gradients)
-        if call.reach.queries is not None:
-            output = output.masked_fill(~call.reach.queries, 0)
+        if call.reach.masked_queries is not None:
+            output = output.masked_fill(call.reach.masked_queries, 0)
         return output, None
 
 

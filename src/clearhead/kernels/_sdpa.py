@@ -11,8 +11,8 @@ from torch import Tensor
 from .._call.spec import AttentionCall
 from .._environment import is_tracing, is_transformed
 from ..masks._base import Mask
-from ..masks._grid import Block
-from ..masks._lowering import chosen_cell, hides_nothing, is_plain_causal, touched_share
+from ..masks._grid import Grid
+from ..masks._lowering import additive, differs_between_heads, hides_nothing, is_plain_causal, touched_share
 from ._base import Kernel, Plan, Refusal, rows_interleave
 
 __all__ = ["SdpaKernel"]
@@ -49,15 +49,13 @@ class SdpaKernel(Kernel):
             reasons.append(Refusal("torch.func cannot transform it twice, or derive it forwards"))
         if not is_tracing():
             reasons += _reasons_of_values(call)
-            if not reasons and not _is_fused(call):
+            if not reasons and not _has_fused_kernel(call):
                 reasons.append(Refusal("PyTorch has no fused kernel for this call and would build (B, H, L, S)"))
         return tuple(reasons)
 
     def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         mask, is_causal = _lower(call)
         folded = _folds(call)
-        if folded and mask is not None:
-            mask = _fold_mask(mask, call)
         query = _fold_query(call) if folded else call.query
         query, key, value = map(_dense_rows, (query, call.key, call.value))
         # A branch, because a traced comparison is no bool.
@@ -74,8 +72,8 @@ class SdpaKernel(Kernel):
         )
         if folded:
             output = output.reshape(*call.query.shape[:3], call.value.shape[-1])  # (B, H, L, Dv)
-        if call.reach.queries is not None:
-            output = output.masked_fill(~call.reach.queries, 0)
+        if call.reach.masked_queries is not None:
+            output = output.masked_fill(call.reach.masked_queries, 0)
         return output, None
 
     def prepare(self, call: AttentionCall) -> Plan:
@@ -97,28 +95,37 @@ def _reasons_of_values(call: AttentionCall) -> list[Refusal]:
     reasons: list[Refusal] = []
     if call.query.device.type == "cpu" and call.query.dtype in _HALF:
         reasons.append(Refusal("on the CPU it rounds weights to half precision, which can more than double the error"))
-    mask = call.mask
-    if mask is None or mask.is_tensor or hides_nothing(mask, call.grid) or _is_flagged_causal(call):
+    mask, grid = call.mask, call.grid
+    if mask is None or hides_nothing(mask, grid) or _is_flagged_causal(call):
         return reasons
-    if _differs_between_heads(call, mask):
+    if mask.lowered(grid, "differs between heads", lambda: differs_between_heads(mask, grid)):
         reasons.append(Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)"))
-    share = _share_worth_skipping(call, mask)
+    share = mask.lowered(grid, "share worth skipping", lambda: _share_worth_skipping(mask, grid))
     if share is not None:
         reasons.append(Refusal("the mask leaves {share:.0%} of the scores, and it would compute all", share=share))
     return reasons
 
 
+def _has_fused_kernel(call: AttentionCall) -> bool:
+    """Whether PyTorch would take one of its fused paths; a prepared mask holds the answers."""
+    if call.mask is None:
+        return _is_fused(call)
+    tensors = call.query, call.key, call.value
+    gradients = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    shapes = tuple((tensor.shape, tensor.stride()) for tensor in tensors)
+    key = "fused", call.query.dtype, call.dropout_p > 0, gradients, shapes
+    return call.mask.lowered(call.grid, key, lambda: _is_fused(call))
+
+
 def _is_fused(call: AttentionCall) -> bool:
-    """Ask PyTorch which of its paths this call would take, with the real mask's dtype but none of its work."""
+    """Which of its paths PyTorch would take for this call, from the real mask's dtype but none of its work."""
     causal, folded = _is_flagged_causal(call), _folds(call)
     query = _fold_query(call) if folded else call.query
     mask = None
     if call.mask is not None and not causal and not hides_nothing(call.mask, call.grid):
-        dtype = torch.float32 if call.mask.has_bias and call.query.dtype != torch.float64 else None
-        if call.mask.has_bias and dtype is None:
-            dtype = torch.float64
         shape = (*query.shape[:3], call.grid.key_length)
-        mask = torch.empty(1, dtype=dtype or torch.bool, device=call.query.device).expand(shape)
+        dtype = call.compute_dtype if call.mask.has_bias else call.query.dtype
+        mask = torch.empty(1, dtype=dtype, device=call.query.device).expand(shape)
     choice = torch._fused_sdp_choice(  # pyright: ignore
         query,
         call.key,
@@ -159,25 +166,15 @@ def _fold_mask(mask: Tensor, call: AttentionCall) -> Tensor:
     return rows.flatten(2, 3)
 
 
-def _share_worth_skipping(call: AttentionCall, mask: Mask) -> float | None:
+def _share_worth_skipping(mask: Mask, grid: Grid) -> float | None:
     """Which part of the scores a mask leaves, if another kernel had better skip the rest; else ``None``.
 
     `benchmarks.window` measures where `chunked` overtakes on a CPU; on accelerators its many small steps cost more.
     """
-    grid = call.grid
     if grid.batch_size * grid.num_heads * grid.query_length * grid.key_length < _WORTH_SKIPPING:
         return None
     share = touched_share(mask, grid)
     return share if share <= (_CPU_SHARE if grid.device.type == "cpu" else _OTHER_SHARE) else None
-
-
-def _differs_between_heads(call: AttentionCall, mask: Mask) -> bool:
-    """Whether lowering would compute a mask of the size of the scores; one cell shows how it broadcasts."""
-    if 0 in call.query.shape or call.grid.key_length == 0:
-        return False
-    cell = chosen_cell(call.grid)
-    parts = (mask.visible(cell), mask.bias(cell, call.compute_dtype))
-    return any(part is not None and part.shape[1] > 1 for part in parts)
 
 
 def _is_flagged_causal(call: AttentionCall) -> bool:
@@ -188,25 +185,31 @@ def _is_flagged_causal(call: AttentionCall) -> bool:
 
 
 def _lower(call: AttentionCall) -> tuple[Tensor | None, bool]:
-    """The mask as PyTorch takes it: nothing, the causal flag, or one tensor that broadcasts.
+    """The mask as PyTorch takes it: nothing, the causal flag, or one tensor that broadcasts."""
+    mask, grid = call.mask, call.grid
+    if mask is None or hides_nothing(mask, grid):
+        return None, False
+    if _is_flagged_causal(call):
+        return None, True
+    group = call.group if _folds(call) else 1
+    return mask.lowered(grid, ("sdpa", call.query.dtype, group), lambda: _lower_tensor(mask, call, group)), False
+
+
+def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
+    """A bias in which hidden keys are −∞, for heads whose groups are folded into the rows.
 
     Queries that see no key are opened to all of them here and their output zeroed afterwards: no kernel then meets
     an empty softmax, forward or backward.
     """
-    if call.mask is None or hides_nothing(call.mask, call.grid):
-        return None, False
-    if _is_flagged_causal(call):
-        return None, True
-    block = Block(call.grid)
-    visible, bias = call.mask.visible(block), call.mask.bias(block, call.compute_dtype)
-    if bias is not None:
-        if visible is not None:
-            bias = bias.masked_fill(~visible, float("-inf"))
-        if call.reach.queries is not None:
-            bias = bias.masked_fill(~call.reach.queries, 0)
-        return bias, False
-    if visible is None:
-        return None, False
-    if call.reach.queries is not None:
-        visible = visible | ~call.reach.queries
-    return visible, False
+    masked = call.reach.masked_queries
+    visible, found = additive(mask, call.grid, call.compute_dtype)
+    if visible is not None and found is None and is_tracing():  # a graph is smaller with a bool tensor
+        found = visible if masked is None else visible | masked
+    elif visible is not None:
+        if masked is not None:
+            visible = visible | masked
+        nothing = visible.new_zeros((), dtype=call.query.dtype) if found is None else found
+        found = torch.where(visible, nothing, float("-inf"))
+    if found is not None and masked is not None and found.dtype != torch.bool:
+        found = found.masked_fill(masked, 0)
+    return found if found is None or group == 1 else _fold_mask(found, call)

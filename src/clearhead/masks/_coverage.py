@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import final
 
 import torch
@@ -31,26 +30,26 @@ class Coverage:
     Args:
         queries: bool (1 or B, 1 or H, L, 1).
         keys: bool (1 or B, 1 or H, S, 1).
+        masked_queries: the fully masked rows, the opposite of `queries`.
+        masked_keys: the keys masked for every query, the opposite of `keys`.
     """
 
     queries: Tensor | None
     keys: Tensor | None
+    masked_queries: Tensor | None = None
+    masked_keys: Tensor | None = None
 
-    @cached_property
-    def masked_queries(self) -> Tensor | None:
-        """The fully masked rows, of the shape of `queries`."""
-        return None if self.queries is None else ~self.queries
+    @staticmethod
+    def of(queries: Tensor | None, keys: Tensor | None) -> Coverage:
+        """With the opposites."""
+        return Coverage(queries, keys, *(None if each is None else ~each for each in (queries, keys)))
 
-    def masked_keys(self, num_kv_heads: int) -> Tensor | None:
+    def masked_keys_of(self, num_kv_heads: int) -> Tensor | None:
         """The keys that are masked for every query of every head they serve, (1 or B, 1 or Hkv, S, 1)."""
-        found = self._masked_keys
-        if found is None or found.shape[1] in (1, num_kv_heads):
-            return found
-        return found.unflatten(1, (num_kv_heads, -1)).all(2)
-
-    @cached_property
-    def _masked_keys(self) -> Tensor | None:
-        return None if self.keys is None else ~self.keys
+        masked = self.masked_keys
+        if masked is None or masked.shape[1] == 1 or masked.shape[1] == num_kv_heads:
+            return masked
+        return masked.unflatten(1, (num_kv_heads, -1)).all(2)
 
 
 COVERS_ALL = Coverage(None, None)
@@ -71,16 +70,16 @@ def find_coverage(mask: Mask, grid: Grid) -> Coverage:
         return _coverage_at_once(mask, grid)
     if band is not None:
         rows, columns = band.rows(grid), band.columns(grid)
-        return Coverage(_range(*rows, grid.query_length, grid), _range(*columns, grid.key_length, grid))
+        return Coverage.of(_range(*rows, grid.query_length, grid), _range(*columns, grid.key_length, grid))
     if structure.exact and not structure.tensors and not structure.biases:
         queries, keys = _coverage_of_ranges(structure, grid)
-        return Coverage(_unless_all(queries), _unless_all(keys))
+        return Coverage.of(_unless_all(queries), _unless_all(keys))
     found = find_natively(structure, grid)
     if found is not None:
-        return Coverage(*(None if seen is None else seen[..., None] for seen in found))
+        return Coverage.of(*(None if seen is None else seen[..., None] for seen in found))
     search = _Search(mask, grid)
     search.run()
-    return Coverage(_unless_all(search.queries), _unless_all(search.keys))
+    return Coverage.of(_unless_all(search.queries), _unless_all(search.keys))
 
 
 def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -212,10 +211,10 @@ def _may_look_at(tensor: Tensor) -> bool:
 def _coverage_at_once(mask: Mask, grid: Grid) -> Coverage:
     visible = mask.visible(Block(grid))
     if visible is None:
-        return Coverage(None, None)
+        return COVERS_ALL
     queries, keys = visible.any(-1), visible.any(-2)
     if queries.shape[-1] != grid.query_length:
         queries = queries.expand(*queries.shape[:-1], grid.query_length)
     if keys.shape[-1] != grid.key_length:
         keys = keys.expand(*keys.shape[:-1], grid.key_length)
-    return Coverage(queries[..., None], keys[..., None])
+    return Coverage.of(queries[..., None], keys[..., None])
