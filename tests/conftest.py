@@ -22,7 +22,7 @@ import clearhead._layer.known_calls
 import clearhead._layer.linear
 import clearhead._native
 import clearhead.kernels._blocks
-import clearhead.masks._reach
+import clearhead.masks._coverage
 from clearhead._native import instruction_sets, use_instruction_set
 
 _SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -65,7 +65,7 @@ def _small_blocks() -> Iterator[None]:
         patch.setattr(clearhead.kernels._blocks, "BLOCK_ELEMENTS", 50)
         patch.setattr(clearhead.kernels._blocks, "_ROWS", 3)
         patch.setattr(clearhead.kernels._blocks, "_FEWEST_ROWS", 2)
-        patch.setattr(clearhead.masks._reach, "_ROWS_AT_A_TIME", 50)
+        patch.setattr(clearhead.masks._coverage, "_ROWS_AT_A_TIME", 50)
         yield
 
 

@@ -14,9 +14,9 @@ import clearhead
 from clearhead import masks
 from clearhead._native import extension
 from clearhead.masks import Mask
+from clearhead.masks._coverage import coverage as reach
 from clearhead.masks._grid import Grid
 from clearhead.masks._lowering import dense_mask
-from clearhead.masks._reach import reach
 
 B, H, L, S = 2, 3, 67, 83  # more than are looked at in one go
 ways = pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -17,6 +16,7 @@ from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
 from ..masks._base import Mask, Sizes
 from ..masks._grid import ALL, Block, Grid, Index
 from ..masks._positional import Causal
+from ..masks._structure import UNKNOWN, RowRanges, Structure
 from ..masks._tensors import as_mask
 
 __all__ = ["Rows", "mask_of_document", "read_rows", "require_within", "within_rows"]
@@ -142,12 +142,11 @@ class _SameDocument(Mask):
         rows = self._documents.query_documents[None, None, :, None]
         return block.cut(rows) == block.cut(self._documents.key_documents[None, None, None, :])
 
-    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        starts = self._documents.queries
-        if not starts or rows.stop <= rows.start:
-            return 0, grid.key_length
-        first, last = bisect_right(starts, rows.start) - 1, bisect_right(starts, rows.stop - 1) - 1
-        return self._documents.keys[first], self._documents.keys[last + 1]
+    def structure(self, grid: Grid) -> Structure:
+        if not self._documents.queries:
+            return UNKNOWN
+        bounds, documents = self._documents.cu_seqlens_k, self._documents.query_documents
+        return Structure(rows=RowRanges(bounds[documents][None], bounds[documents + 1][None]))
 
     def describe(self) -> str:
         return f"same_document({self._documents.count})"

@@ -15,8 +15,8 @@ from .._environment import Environment, read_environment
 from ..errors import DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from ..masks._base import Mask
 from ..masks._check import as_positions
+from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Grid
-from ..masks._reach import Reach, reach
 from ..masks._tensors import as_mask
 from .rows import Rows, within_rows
 
@@ -114,27 +114,9 @@ class AttentionSpec(NamedTuple):
         return 0 in self.query.shape or 0 in self.key.shape or 0 in self.value.shape
 
     @property
-    def grid(self) -> Grid:
-        """The sizes; positions that are tensors have no values here."""
-        return _grid(self, self.query_positions, self.key_positions)
-
-    @property
     def can_be_cached(self) -> bool:
         """Whether equal specs are planned alike."""
         return self.subclass is None and not self.tracing and (self.mask is not None or not self.masked)
-
-
-def _grid(spec: AttentionSpec, query_positions: object, key_positions: object) -> Grid:
-    (batch, heads, length, _), keys = spec.query.shape, spec.key.shape[2]
-    return Grid(
-        batch, heads, length, keys, spec.device, _stand_in(spec, query_positions), _stand_in(spec, key_positions)
-    )
-
-
-def _stand_in(spec: AttentionSpec, positions: object) -> Tensor | int | None:
-    if isinstance(positions, tuple):
-        return torch.zeros((), dtype=torch.int64, device=spec.device).expand(cast("tuple[int, ...]", positions))
-    return cast("Tensor | int | None", positions)
 
 
 class Results(NamedTuple):
@@ -178,7 +160,7 @@ class AttentionCall:
     rows: Rows | None = None
     dropout_seed: Tensor | None = None
     _grid: Grid | None = field(default=None, init=False, repr=False)
-    _coverage: Reach | None = field(default=None, init=False, repr=False)
+    _coverage: Coverage | None = field(default=None, init=False, repr=False)
 
     @property
     def scale(self) -> float:
@@ -214,14 +196,16 @@ class AttentionCall:
     def grid(self) -> Grid:
         """Sizes and positions for the mask."""
         if self._grid is None:
-            self._grid = _grid(self.spec, self.query_positions, self.key_positions)
+            (batch, heads, length, _), keys = self.query.shape, self.key.shape[2]
+            places = (self.query_positions, self.key_positions)
+            self._grid = Grid(batch, heads, length, keys, self.query.device, *places)
         return self._grid
 
     @property
-    def coverage(self) -> Reach:
+    def coverage(self) -> Coverage:
         """Which queries see a key, and which keys are seen by a query."""
         if self._coverage is None:
-            self._coverage = Reach(None, None) if self.mask is None else reach(self.mask, self.grid)
+            self._coverage = COVERS_ALL if self.mask is None else coverage(self.mask, self.grid)
         return self._coverage
 
     @property
@@ -434,16 +418,16 @@ def zero_hidden(call: AttentionCall) -> AttentionCall:
     NaN or inf stored there then reaches neither outputs nor gradients, whatever the kernel.
     """
     seen = call.coverage
-    if seen.queries is None and seen.keys is None:
+    if seen is COVERS_ALL or (seen.queries is None and seen.keys is None):
         return call
     query, key, value = call.query, call.key, call.value
-    if seen.queries is not None:
-        query = query.masked_fill(~seen.queries, 0)
-    if seen.keys is not None:
-        seen_keys = ~_per_key_head(seen.keys, key.shape[1])
+    if seen.masked_queries is not None:
+        query = query.masked_fill(seen.masked_queries, 0)
+    masked = seen.masked_keys_of(key.shape[1])
+    if masked is not None:
         same = key is value
-        key = key.masked_fill(seen_keys, 0)
-        value = key if same else value.masked_fill(seen_keys, 0)
+        key = key.masked_fill(masked, 0)
+        value = key if same else value.masked_fill(masked, 0)
     zeroed = replace(call, query=query, key=key, value=value)
     zeroed._grid, zeroed._coverage = call._grid, seen
     return zeroed
@@ -455,13 +439,6 @@ def _subclass(*tensors: Tensor) -> str | None:
 
 def _strides(tensor: Tensor, environment: Environment) -> tuple[int, ...]:
     return () if environment.tracing else tensor.stride()
-
-
-def _per_key_head(seen: Tensor, num_kv_heads: int) -> Tensor:
-    """(1 or B, 1 or H, S, 1) → (1 or B, 1 or Hkv, S, 1): a key is read by every query head of its group."""
-    if seen.shape[1] in (1, num_kv_heads):
-        return seen
-    return seen.unflatten(1, (num_kv_heads, -1)).any(2)
 
 
 def _require_tensors(given: dict[str, Tensor]) -> None:

@@ -204,11 +204,11 @@ def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[M
     seen: Tensor | None = None
     rest: list[Mask] = []
     for part in mask.parts():
-        sides = part.sides(grid)
-        if sides is None:
+        marks = part.structure(grid).marks(grid)
+        if marks is None:
             rest.append(part)
             continue
-        queries, keys = sides
+        queries, keys = marks
         if queries is not None:
             seeing = queries if seeing is None else seeing & queries
         if keys is not None:

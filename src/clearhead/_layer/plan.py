@@ -244,20 +244,20 @@ def plan_of(call: AttentionCall, environment: Environment) -> Plan:
 
 
 def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) -> Plan:
-    mask = call.mask
+    mask, grid = call.mask, call.grid
     if spec.documents is not None:
         if spec.tracing:
             return lambda call: _plan(call.as_one_document().spec, call.as_one_document(), environment)(
                 call.as_one_document()
             )
-        kernel = _of_documents(spec, mask, environment.kernel)
+        kernel = _of_documents(call, environment.kernel)
         if kernel is None:
             return _each_document
     else:
-        kernel = _choose(spec, mask, environment.kernel)
+        kernel = _choose(call, environment.kernel)
     wants_weights = spec.weights is not None
-    together = wants_weights and kernel.gives_weights(spec, mask)
-    compute = kernel.plan(spec if together or not wants_weights else spec._replace(weights=None), mask)
+    together = wants_weights and kernel.gives_weights(spec, mask, grid)
+    compute = kernel.plan(spec if together or not wants_weights else spec._replace(weights=None), mask, grid)
     if spec.dropout_p > 0 and kernel.seeds_dropout:
         compute = _with_seed(compute)
     if mask is not None and not kernel.isolates_hidden:
@@ -330,28 +330,30 @@ def _counts_within(mask: Mask) -> bool:
     return all(part.fits_any_call for part in mask.parts())
 
 
-def _of_documents(spec: AttentionSpec, mask: Mask | None, forced: Kernel | None) -> Kernel | None:
+def _of_documents(call: AttentionCall, forced: Kernel | None) -> Kernel | None:
     """The kernel that computes a call of documents whole, or ``None``."""
+    spec, mask, grid = call.spec, call.mask, call.grid
     candidates = KERNELS if forced is None else (forced,)
     for kernel in candidates:
-        if kernel.takes_documents and not kernel.refusals(spec, mask):
-            if kernel is forced or not kernel.reservations(spec, mask):
+        if kernel.takes_documents and not kernel.refusals(spec, mask, grid):
+            if kernel is forced or not kernel.reservations(spec, mask, grid):
                 return kernel
     return None
 
 
-def _choose(spec: AttentionSpec, mask: Mask | None, forced: Kernel | None) -> Kernel:
+def _choose(call: AttentionCall, forced: Kernel | None) -> Kernel:
     """The forced kernel, or the first that does not refuse calls of this spec.
 
     Raises:
         KernelError: if the forced kernel refuses, with its reasons and which kernels can run it.
     """
     if forced is None:
-        return _preferred(spec, mask)
-    refusals = forced.refusals(spec, mask)
+        return _preferred(call)
+    spec, mask, grid = call.spec, call.mask, call.grid
+    refusals = forced.refusals(spec, mask, grid)
     if refusals:
         reasons = "; ".join(str(reason) for reason in refusals)
-        able = [kernel.name for kernel in KERNELS if not kernel.refusals(spec, mask)]
+        able = [kernel.name for kernel in KERNELS if not kernel.refusals(spec, mask, grid)]
         raise KernelError(
             f"use_kernel({forced.name!r}): this kernel cannot run the call: {reasons}. "
             f"Leave the choice to Clearhead, or force one that can: {', '.join(able)}."
@@ -359,23 +361,27 @@ def _choose(spec: AttentionSpec, mask: Mask | None, forced: Kernel | None) -> Ke
     return forced
 
 
-def _preferred(spec: AttentionSpec, mask: Mask | None) -> Kernel:
+def _preferred(call: AttentionCall) -> Kernel:
+    spec, mask, grid = call.spec, call.mask, call.grid
     # Nothing here may depend on gradients: what checkpointing computes again must be the same to the last bit.
-    return next(kernel for kernel in KERNELS if not (kernel.refusals(spec, mask) or kernel.reservations(spec, mask)))
+    for kernel in KERNELS:
+        if not (kernel.refusals(spec, mask, grid) or kernel.reservations(spec, mask, grid)):
+            return kernel
+    return KERNELS[-1]
 
 
 def explain_call(call: AttentionCall, projections: str) -> Explanation:
     """Every kernel's reasons against a call."""
-    spec, mask, forced = call.spec, call.mask, kernels.value
+    spec, mask, grid, forced = call.spec, call.mask, call.grid, kernels.value
     reasons = {
         kernel.name: tuple(
-            map(str, kernel.refusals(spec, mask) + (() if kernel is forced else kernel.reservations(spec, mask)))
+            map(str, kernel.refusals(spec, mask, grid) + (() if kernel is forced else kernel.reservations(spec, mask, grid)))
         )
         for kernel in KERNELS
     }
     if forced is not None:
         return Explanation(None if reasons[forced.name] else forced.name, reasons, True, projections)
-    return Explanation(_preferred(spec, mask).name, reasons, False, projections)
+    return Explanation(_preferred(call).name, reasons, False, projections)
 
 
 def _named(name: str) -> Kernel:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._call.spec import AttentionCall, AttentionSpec, Results
 from ..masks._base import Mask
+from ..masks._grid import Grid
 
 __all__ = ["Kernel", "Plan", "Refusal", "rows_interleave"]
 
@@ -45,7 +46,7 @@ class Refusal:
 class Kernel(ABC):
     """One way to compute attention.
 
-    A kernel looks at the spec of a call and at the structure of its mask, never at tensors, to refuse it or to plan it;
+    A kernel looks at the spec of a call, and at the structure of its mask on the call's grid, to refuse it or to plan it;
     the plan is called with the operands.
 
     Example:
@@ -69,22 +70,22 @@ class Kernel(ABC):
     seeds_dropout: ClassVar[bool] = True
 
     @abstractmethod
-    def refusals(self, spec: AttentionSpec, mask: Mask | None) -> tuple[Refusal, ...]:
+    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         """Every reason against calls of this spec; empty if the kernel can run them."""
 
-    def reservations(self, spec: AttentionSpec, mask: Mask | None) -> tuple[Refusal, ...]:
+    def reservations(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         """Reasons to leave calls that the kernel can run to the next one, unless `use_kernel` forces this one."""
         return ()
 
     @abstractmethod
-    def plan(self, spec: AttentionSpec, mask: Mask | None) -> Plan:
+    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         """The computation of calls of this spec, with masks of this one's signature.
 
         It returns the output (B, H, L, Dv), the log-sum-exp (B, H, L) if the spec wants it, and weights if the spec
         wants them and `gives_weights` says so.
         """
 
-    def gives_weights(self, spec: AttentionSpec, mask: Mask | None) -> bool:
+    def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
         """Whether output and weights come from one pass."""
         return False
 

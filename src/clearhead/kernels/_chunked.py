@@ -13,6 +13,7 @@ from torch import Tensor
 from .._call.dropout import dropout_factors
 from .._call.spec import AttentionCall, AttentionSpec, Results
 from ..masks._base import Mask
+from ..masks._grid import Grid
 from ._base import Kernel, Plan, Refusal
 from ._blocks import (
     HeadSpan,
@@ -38,14 +39,14 @@ class ChunkedKernel(Kernel):
     name: ClassVar[str] = "chunked"
     twice_differentiable: ClassVar[bool] = True
 
-    def refusals(self, spec: AttentionSpec, mask: Mask | None) -> tuple[Refusal, ...]:
+    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         if spec.tracing:
             return (Refusal("its loop over blocks would tie a traced graph to one length"),)
         if spec.transformed:
             return (Refusal("its own backward cannot be transformed by torch.func or derived forwards"),)
         return ()
 
-    def plan(self, spec: AttentionSpec, mask: Mask | None) -> Plan:
+    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         return _compute_with_gradients if spec.needs_gradients else _compute
 
 

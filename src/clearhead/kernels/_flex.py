@@ -17,7 +17,7 @@ from torch import Tensor
 from .._call.spec import AttentionCall, AttentionSpec, Results
 from .._environment import has_avx2, mark_static, sizes_apart
 from ..masks._base import Mask
-from ..masks._grid import Block
+from ..masks._grid import Block, Grid
 from ._base import Kernel, Plan, Refusal
 from ._flex_blocks import SIDE, BandBlocks, Table, lower_blocks
 
@@ -37,7 +37,7 @@ class FlexKernel(Kernel):
     twice_differentiable: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
 
-    def refusals(self, spec: AttentionSpec, mask: Mask | None) -> tuple[Refusal, ...]:
+    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         if spec.tracing:
             return (Refusal("it compiles a graph of its own and fits into no other"),)
         reasons: list[Refusal] = []
@@ -53,11 +53,11 @@ class FlexKernel(Kernel):
             reasons.append(Refusal("a size is 0"))
         if spec.dtype == torch.float64:
             reasons.append(Refusal("it computes in float32, not in float64"))
-        if mask is not None and any(part.has_bias and not part.is_tensor for part in mask.parts()):
+        if mask is not None and any(part.has_bias and not part.structure(grid).biases for part in mask.parts()):
             reasons.append(Refusal("a computed bias would have to be built whole, (B, H, L, S)"))
         return (*reasons, *_reasons_of_device(spec, mask))
 
-    def plan(self, spec: AttentionSpec, mask: Mask | None) -> Plan:
+    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         return self._compute
 
     def _compute(self, call: AttentionCall) -> Results:
@@ -70,8 +70,8 @@ class FlexKernel(Kernel):
         attend = _compiled(_kind(call, inputs, numbers))
         with sizes_apart():
             output = attend(*inputs, numbers, call.scale, call.needs_gradients)
-        if call.coverage.queries is not None:
-            output = output.masked_fill(~call.coverage.queries, 0)
+        if call.coverage.masked_queries is not None:
+            output = output.masked_fill(call.coverage.masked_queries, 0)
         return Results(output)
 
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, cast, final
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall
-from .._environment import is_dispatching, is_tracing, is_transformed
-from .._native import extension, why_missing
+from .._call.spec import AttentionCall, AttentionSpec, Results, WeightsWanted, zero_hidden
+from .._native import extension
+from ..masks._base import Mask
+from ..masks._grid import Grid
 from . import _native_operator  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines the operators
-from ._base import Kernel, Refusal
-from ._native_masks import differs_between_heads, learnt_shape, lower
-from ._native_plan import DTYPES, NativeArguments
-from ._second_order import allow_second_derivatives, backward_pass, reference_results, sinks_gradient
+from ._base import Kernel, Plan, Refusal
+from ._native_masks import lower
+from ._native_plan import NO_EXTRAS, Extras, NativeArguments, NativePlan
+from ._native_support import learnt_shape, native_refusals, refuses_statistics
+from ._second_order import allow_second_derivatives, backward_pass, recompute_by_reference, sinks_gradient
 from ._weights_gradient import weights_by_operations, weights_gradients
 
-__all__ = ["NativeKernel", "arguments_of", "native_results"]
+__all__ = ["NativeKernel", "arguments_of"]
 
 _WORTH_THREADS = 1 << 20  # multiplications of scores that take longer on one thread than PyTorch's kernel on several
 
@@ -34,10 +36,10 @@ class NativeKernel(Kernel):
     #: `NativePlan` computes documents end to end without a mask of their boundaries.
     takes_documents: ClassVar[bool] = True
 
-    def refusals(self, spec: AttentionSpec, mask: Mask | None) -> tuple[Refusal, ...]:
-        return native_refusals(spec, mask)
+    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        return native_refusals(spec, mask, grid)
 
-    def reservations(self, spec: AttentionSpec, mask: Mask | None) -> tuple[Refusal, ...]:
+    def reservations(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         if extension is None or extension.openmp or spec.tracing or torch.get_num_threads() == 1:
             return ()
         batch, heads, length, dim = spec.query.shape
@@ -45,19 +47,106 @@ class NativeKernel(Kernel):
             return ()
         return (Refusal("it was built without OpenMP and would run on one thread"),)
 
-    def gives_weights(self, spec: AttentionSpec, mask: Mask | None) -> bool:
+    def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
         # Whatever the gradients: what checkpointing computes again must be the same to the last bit.
-        plain = not spec.dropout_p and spec.dtype == torch.float32 and not spec.tracing and not spec.transformed
-        return plain and spec.documents is None and not refuses_statistics(spec, mask)
+        if spec.dropout_p or spec.dtype != torch.float32 or spec.tracing or spec.transformed:
+            return False
+        return not refuses_statistics(spec, mask, grid)
 
-    def plan(self, spec: AttentionSpec, mask: Mask | None) -> Plan:
+    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         if spec.tracing or spec.dispatching:
-            return _as_operator
+            return _run_operator
         if spec.documents is not None:
-            return partial(_with_lowering, _lower_documents)
-        if mask is None:
-            return partial(_with_lowering, _Fixed(spec, Lowered.everything(spec.grid)))
-        return partial(_with_lowering, lower)
+            lowering = _documents(spec, mask, grid)
+        elif mask is None or (band := mask.structure(grid).only_band(grid)) is None:
+            lowering = _unmasked(spec) if mask is None else _lower_again
+        else:
+            lowering = _one_plan(spec, low=band.low, high=band.high, stop=band.stop)
+        if not spec.needs_gradients:
+            return lambda call: _results(call, *_compute(call, lowering(call), call.spec.lse, False))
+        return lambda call: _results(call, *cast(Any, _Native.apply(call, lowering, *call.inputs)))
+
+
+class Lowering(NamedTuple):
+    """How one call is computed.
+
+    Args:
+        plan: the native plan, whose output is of the inputs' dtype.
+        extras: tensors besides query, key and value.
+        wide: makes the plan whose output is float32.
+        learning: makes the plan that gives the gradient of a bias, of this shape.
+    """
+
+    plan: NativePlan
+    extras: Extras
+    wide: Callable[[], NativePlan]
+    learning: Callable[[tuple[int, ...]], NativePlan]
+
+
+Lower = Callable[[AttentionCall], Lowering]
+
+
+def _results(call: AttentionCall, output: Tensor, lse: Tensor | None, weights: Tensor | None) -> Results:
+    return Results(output, lse.float() if lse is not None and call.spec.lse else None, weights)
+
+
+def _run_operator(call: AttentionCall) -> Results:
+    """As an operator of PyTorch's, which graphs hold and dispatch modes see."""
+    spec = call.spec
+    output, lse = torch.ops.clearhead.attention(*arguments_of(call))
+    results = Results(output, lse.float() if spec.lse else None)
+    if spec.tracing or not spec.needs_gradients:
+        return results
+    return allow_second_derivatives("native", call, results)
+
+
+def _one_plan(spec: AttentionSpec, **options: Any) -> Lower:
+    """For calls that differ in the addresses of query, key, value, sinks, seed and documents alone."""
+    layouts = (tuple(map(tuple, layout)) for layout in (spec.query, spec.key, spec.value))
+    dropout_p = spec.dropout_p
+    numbers = {"scale": spec.scale, "softcap": spec.softcap or 0.0, "dropout_p": dropout_p, **options}
+    q, k, v = cast(Any, layouts)
+    plan = NativePlan(spec.dtype, q, k, v, **numbers)
+    wide = plan if spec.dtype == torch.float32 else NativePlan(spec.dtype, q, k, v, wide=True, **numbers)
+
+    def lowering(call: AttentionCall) -> Lowering:
+        return Lowering(plan, _extras(call), lambda: wide, _no_bias)
+
+    return lowering
+
+
+def _unmasked(spec: AttentionSpec) -> Lower:
+    return _one_plan(spec)
+
+
+def _documents(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Lower:
+    band = None if mask is None else mask.structure(grid).only_band(grid)
+    options = {} if band is None else {"low": band.low, "high": band.high, "stop": band.stop}
+    return _one_plan(spec, documents=cast(int, spec.documents), **options)
+
+
+def _no_bias(shape: tuple[int, ...]) -> NativePlan:
+    raise AssertionError(shape)  # a call whose plan is known has no bias
+
+
+def _extras(call: AttentionCall) -> Extras:
+    if call.sinks is None and call.dropout_seed is None and call.rows is None:
+        return NO_EXTRAS
+    sinks = None if call.sinks is None else call.sinks.float().contiguous()
+    rows = call.rows
+    bounds = (None, None) if rows is None else (rows.cu_seqlens_q, rows.cu_seqlens_k)
+    return Extras(sinks, seed=call.dropout_seed, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
+
+
+def _lower_again(call: AttentionCall) -> Lowering:
+    """For calls whose mask has tensors, or other numbers every time."""
+    arguments = arguments_of(call)
+    return Lowering(
+        arguments.plan(),
+        arguments.extras,
+        lambda: arguments.plan(wide=True),
+        lambda shape: arguments.plan(wide=True, bias_gradient=shape),
+    )
 
 
 def arguments_of(call: AttentionCall) -> NativeArguments:
@@ -83,34 +172,21 @@ def arguments_of(call: AttentionCall) -> NativeArguments:
     )
 
 
-def native_results(call: AttentionCall, weights: str | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Output, the log-sum-exp if the call wants it, and weights if they are wanted, with gradients.
-
-    Args:
-        call: one that the kernel does not refuse; with weights, in float32 and without dropout.
-        weights: ``"heads"`` for all of them (B, H, L, S), ``"mean"`` for their mean over heads (B, L, S).
-    """
-    if call.needs_gradients:
-        output, lse, found = cast("tuple[Tensor, Tensor, Tensor | None]", _Native.apply(call, weights, *call.inputs))
-        return output, lse if call.return_lse else None, found
-    output, lse, found = _compute(call, weights, call.return_lse, wide=False)
-    return output, None if lse is None else lse.float(), found
-
-
 def _compute(
-    call: AttentionCall, weights: str | None, with_lse: bool, wide: bool
+    call: AttentionCall, lowering: Lowering, with_lse: bool, wide: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    arguments = arguments_of(call)
-    plan = arguments.plan(wide=wide)
+    """Output, lse in float64 and weights; with `wide` the output is float32 whatever the inputs' dtype."""
+    plan, weights = lowering.wide() if wide else lowering.plan, call.spec.weights
     lse = plan.empty_lse(call.query) if with_lse else None
+    inputs = (call.query, call.key, call.value)
     if weights is None:
-        return plan.forward(*arguments.inputs, arguments.extras, lse), lse, None
+        return plan.forward(*inputs, lowering.extras, lse), lse, None
     (batch, heads, length, _), keys = call.query.shape, call.key.shape[2]
-    shape = (batch, length, keys) if weights == "mean" else (batch, heads, length, keys)
+    shape = (batch, length, keys) if weights == "average" else (batch, heads, length, keys)
     output, found = plan.empty_output(call.query), call.query.new_zeros(shape, dtype=torch.float32)
     matrix = length * keys
-    strides = (matrix, 0, keys) if weights == "mean" else (heads * matrix, matrix, keys)
-    plan.statistics(*arguments.inputs, arguments.extras, output, lse, weights=found, weights_strides=strides)
+    strides = (matrix, 0, keys) if weights == "average" else (heads * matrix, matrix, keys)
+    plan.statistics(*inputs, lowering.extras, output, lse, weights=found, weights_strides=strides)
     return output, lse, found
 
 
@@ -122,35 +198,34 @@ class _Native(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, call: AttentionCall, weights: str | None, *inputs: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        ctx.call, ctx.weights = call.without_tensors(), weights
+    def forward(ctx: Any, call: AttentionCall, lower: Lower, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        ctx.rebuild, ctx.lower, ctx.weights = call.rebuild, lower, call.spec.weights
         ctx.set_materialize_grads(False)
-        exact, lse, found = _compute(call, weights, True, wide=True)
-        lse = cast(Tensor, lse)
+        exact, lse, found = _compute(call, lower(call), True, True)
         ctx.save_for_backward(exact, lse, *inputs)
-        return exact.to(call.query.dtype), lse.float(), found
+        return exact.to(call.query.dtype), cast(Tensor, lse).float(), found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         output, lse, *inputs = ctx.saved_tensors
+        weights: WeightsWanted = ctx.weights
 
         def own() -> list[Tensor | None]:
-            call, (of_output, of_lse, of_weights) = ctx.call.with_tensors(*inputs), gradients
+            call, (of_output, of_lse, of_weights) = ctx.rebuild(*inputs), gradients
             found: list[Tensor | None] = [None] * len(inputs)
             if of_output is not None or of_lse is not None:
-                found = _gradients(call, output, lse, of_output, of_lse, ctx.needs_input_grad)
+                found = _gradients(call, ctx.lower(call), output, lse, of_output, of_lse, ctx.needs_input_grad)
             if of_weights is not None:
-                query, key, *rest = weights_gradients(call, None, ctx.weights == "mean", of_weights)
+                query, key, *rest = weights_gradients(zero_hidden(call), None, weights == "average", of_weights)
                 found = [_sum(*both) for both in zip(found, (query, key, None, *rest), strict=True)]
             return found
 
         def recompute(*tensors: Tensor) -> tuple[Tensor | None, ...]:
-            results = reference_results(ctx.call)(*tensors)
-            if ctx.weights is None:
+            results = recompute_by_reference(ctx.rebuild)(*tensors)
+            if weights is None:
                 return tuple(results)
-            return *results, weights_by_operations(ctx.call.with_tensors(*tensors), None, ctx.weights == "mean")
+            call = zero_hidden(ctx.rebuild(*tensors))
+            return *results, weights_by_operations(call, None, weights == "average")
 
         return backward_pass(ctx, gradients, inputs, own, recompute)
 
@@ -161,6 +236,7 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 def _gradients(
     call: AttentionCall,
+    lowering: Lowering,
     output: Tensor,
     lse: Tensor,
     output_gradient: Tensor | None,
@@ -168,15 +244,15 @@ def _gradients(
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
     """Gradients of a call's inputs from its results and theirs; `needed` ends with whether each bias needs one."""
-    arguments = arguments_of(call)
     if output_gradient is None:
         output_gradient = torch.zeros_like(output, dtype=call.query.dtype)
     biases = len(call.bias_tensors)
     wanted = [index for index in range(biases) if needed[index - biases]]
-    plan, extras = arguments.plan(wide=True, bias_gradient=learnt_shape(call) if wanted else None), arguments.extras
+    plan = lowering.learning(cast(Any, learnt_shape(call.mask, call.grid))) if wanted else lowering.wide()
     bias_gradient = plan.empty_bias_gradient(output) if wanted else None
+    inputs = (call.query, call.key, call.value)
     *found, correction = plan.backward(
-        *arguments.inputs, output, lse, output_gradient, lse_gradient, extras, bias_gradient
+        *inputs, output, lse, output_gradient, lse_gradient, lowering.extras, bias_gradient
     )
     if call.sinks is not None:
         found.append(sinks_gradient(call.sinks, correction, lse))

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from .._call.spec import AttentionCall
-from .._environment import is_dispatching
-from ..masks._band import band_of
-from ._native import NativeKernel, arguments_of
+from ._native import arguments_of
 from ._native_plan import NativeArguments
+from ._native_support import native_refusals, reads_in_place, refuses_statistics
 
 __all__ = [
     "MOST_KEYS_OF_A_QUERY",
@@ -24,7 +23,6 @@ __all__ = [
 ]
 
 MOST_KEYS_OF_A_QUERY = 64  # in top-k: longer lists are no longer short beside the scores
-_MOST_CELLS = 1 << 26  # of a mask that has to be written down first
 
 
 @dataclass
@@ -66,26 +64,8 @@ class WeightStatistics:
 
 def refuses(call: AttentionCall) -> bool:
     """Whether the kernel cannot run the call, or gives no statistics of it."""
-    return bool(NativeKernel().refusals(call)) or refuses_statistics(call)
-
-
-def refuses_statistics(call: AttentionCall) -> bool:
-    """Whether it gives none of a call that it can run.
-
-    That is where a mask would first have to be written down and is large, and where a mode watches: unlike an output,
-    statistics are no operator that it could see.
-    """
-    if is_dispatching():
-        return True
-    grid = call.grid
-    small = grid.batch_size * grid.query_length * grid.key_length <= _MOST_CELLS
-    return not small and not _reads_in_place(call)
-
-
-def _reads_in_place(call: AttentionCall) -> bool:
-    """Whether nothing of the mask has to be written down."""
-    parts = [] if call.mask is None else call.mask.parts()
-    return all(part.is_tensor or band_of(part, call.grid) or part.row_spans(call.grid) for part in parts)
+    spec, mask, grid = call.spec, call.mask, call.grid
+    return bool(native_refusals(spec, mask, grid)) or refuses_statistics(spec, mask, grid)
 
 
 def gather(
@@ -116,7 +96,7 @@ def native_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> T
     Returns:
         ``None`` where the kernel gives none.
     """
-    if refuses(call) or (rows is not None and not _reads_in_place(call)):
+    if refuses(call) or (rows is not None and not reads_in_place(call.mask, call.grid)):
         return None
     request = arguments_of(call) if rows is None else _of_rows(arguments_of(call), rows)
     weights = cast(Tensor, _gather(request, frozenset({"head_average" if average else "weights"}), None).weights)

@@ -11,7 +11,7 @@ from .._call.dropout import dropout_factors
 from .._call.heads import fold_group, unfold_group
 from .._call.spec import AttentionCall, AttentionSpec, Results
 from ..masks._base import Mask
-from ..masks._grid import Block
+from ..masks._grid import Block, Grid
 from ._base import Kernel, Plan, Refusal
 
 __all__ = ["ReferenceKernel", "reference_results", "reference_weights"]
@@ -24,10 +24,10 @@ class ReferenceKernel(Kernel):
     name: ClassVar[str] = "reference"
     twice_differentiable: ClassVar[bool] = True
 
-    def refusals(self, spec: AttentionSpec, mask: Mask | None) -> tuple[Refusal, ...]:
+    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         return ()
 
-    def plan(self, spec: AttentionSpec, mask: Mask | None) -> Plan:
+    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         return reference_results
 
 
@@ -54,9 +54,9 @@ def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
         sinks = call.sinks.to(scores.dtype)[None, :, None, None]
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)  # (B, H, L, S + 1)
         return scores.softmax(-1)[..., :keys], scores.logsumexp(-1)
-    if call.coverage.queries is None:
+    blind = call.coverage.masked_queries  # (1 or B, 1 or H, L, 1)
+    if blind is None:
         return scores.softmax(-1), scores.logsumexp(-1)
-    blind = ~call.coverage.queries  # (1 or B, 1 or H, L, 1)
     scores = scores.masked_fill(blind, 0)  # any finite number: softmax of −∞ alone would be NaN
     weights = scores.softmax(-1).masked_fill(blind, 0)
     return weights, scores.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._call.spec import AttentionCall, AttentionSpec, Layout, Results
-from .._environment import fused_sdpa_choice
+from .._environment import fused_sdpa_choice, is_tracing
 from ..masks._base import Mask
-from ..masks._grid import Block
-from ..masks._lowering import chosen_cell, hides_nothing, is_plain_causal, touched_share
+from ..masks._grid import Grid
+from ..masks._lowering import additive, differs_between_heads, hides_nothing, is_plain_causal, touched_share
 from ._base import Kernel, Plan, Refusal, rows_interleave
 
 __all__ = ["SdpaKernel"]
@@ -21,7 +21,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 16  # from 32 rows on, folding a group of heads into the rows gains nothing
 _WORTH_SKIPPING = 1 << 22  # scores that take milliseconds, which pays for finding out what can be skipped
 _CPU_SHARE, _OTHER_SHARE = 1 / 3, 1 / 16
-_MATH = 0  # SDPBackend.MATH as `torch._fused_sdp_choice` numbers it
+_MATH = 0  # SDPBackend.MATH as PyTorch numbers it
 
 
 @final
@@ -32,13 +32,13 @@ class SdpaKernel(Kernel):
     twice_differentiable: ClassVar[bool] = False
     seeds_dropout: ClassVar[bool] = False
 
-    def refusals(self, spec: AttentionSpec, mask: Mask | None) -> tuple[Refusal, ...]:
+    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         reasons: list[Refusal] = []
         if spec.lse:
             reasons.append(Refusal("PyTorch does not give out the log-sum-exp"))
         if spec.softcap is not None:
             reasons.append(Refusal("it has no soft-cap"))
-        if spec.scale <= 0 and _is_flagged_causal(spec, mask):
+        if spec.scale <= 0 and _is_flagged_causal(spec, mask, grid):
             reasons.append(Refusal("its causal path gives NaN for a scale of 0 or below"))
         if spec.sinks:
             reasons.append(Refusal("it has no sinks"))
@@ -49,31 +49,28 @@ class SdpaKernel(Kernel):
         if spec.transformed:
             reasons.append(Refusal("torch.func cannot transform it twice, or derive it forwards"))
         if not spec.tracing:
-            reasons += _reasons_of_values(spec, mask)
-            if not reasons and not _is_fused(spec, mask):
+            reasons += _reasons_of_values(spec, mask, grid)
+            if not reasons and not _is_fused(spec, mask, grid):
                 reasons.append(Refusal("PyTorch has no fused kernel for this call and would build (B, H, L, S)"))
         return tuple(reasons)
 
-    def plan(self, spec: AttentionSpec, mask: Mask | None) -> Plan:
-        folded, group = _folds(spec, mask), spec.group
+    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+        folded, group = _folds(spec, mask, grid), spec.group
         grouped: dict[str, bool] = {"enable_gqa": True} if group > 1 and not folded else {}
-        shape = (*spec.query.shape[:3], spec.value.shape[-1])
+        is_causal = mask is not None and not hides_nothing(mask, grid) and _is_flagged_causal(spec, mask, grid)
 
         def compute(call: AttentionCall) -> Results:
-            lowered, is_causal = _lower(call)
-            query, key, value = call.query, call.key, call.value
+            query, key, value = map(_dense_rows, (call.query, call.key, call.value))
             if folded:
-                query = _fold_query(call)
-                lowered = None if lowered is None else _fold_mask(lowered, call)
-            query, key, value = map(_dense_rows, (query, key, value))
+                query = _fold_query(query, key)
+            lowered = None if is_causal else _lower(call, group if folded else 1)
             output = F.scaled_dot_product_attention(
                 query, key, value, lowered, spec.dropout_p, is_causal, scale=spec.scale, **grouped
             )
             if folded:
-                output = output.reshape(shape)  # (B, H, L, Dv)
-            if call.coverage.queries is not None:
-                output = output.masked_fill(~call.coverage.queries, 0)
-            return Results(output)
+                output = output.reshape(*call.query.shape[:3], call.value.shape[-1])  # (B, H, L, Dv)
+            masked = call.coverage.masked_queries
+            return Results(output if masked is None else output.masked_fill(masked, 0))
 
         return compute
 
@@ -83,32 +80,32 @@ def _dense_rows(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if rows_interleave(tensor) else tensor
 
 
-def _reasons_of_values(spec: AttentionSpec, mask: Mask | None) -> list[Refusal]:
+def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
     """Reasons that depend on sizes, on the device or on what the mask shows, none of which a traced graph may read."""
     reasons: list[Refusal] = []
     if spec.device.type == "cpu" and spec.dtype in _HALF:
         reasons.append(Refusal("on the CPU it rounds weights to half precision, which can more than double the error"))
-    if mask is None or mask.is_tensor or _is_flagged_causal(spec, mask) or hides_nothing(mask, spec.grid):
+    if mask is None or hides_nothing(mask, grid) or _is_flagged_causal(spec, mask, grid):
         return reasons
-    if _differs_between_heads(spec, mask):
+    if mask.lowered(grid, "differs between heads", lambda: differs_between_heads(mask, grid)):
         reasons.append(Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)"))
-    share = _share_worth_skipping(spec, mask)
+    share = mask.lowered(grid, "share worth skipping", lambda: _share_worth_skipping(mask, grid))
     if share is not None:
         reasons.append(Refusal("the mask leaves {share:.0%} of the scores, and it would compute all", share=share))
     return reasons
 
 
-def _is_fused(spec: AttentionSpec, mask: Mask | None) -> bool:
-    """Ask PyTorch which of its paths this call would take, with the mask's dtype and none of its work."""
+def _is_fused(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
+    """Whether PyTorch would take one of its fused paths, from the mask's dtype and none of its work."""
     if fused_sdpa_choice is None:
         return False
-    causal, folded = _is_flagged_causal(spec, mask), _folds(spec, mask)
+    causal, folded = _is_flagged_causal(spec, mask, grid), _folds(spec, mask, grid)
     query, key, value = (_like(spec, layout) for layout in (spec.query, spec.key, spec.value))
     if folded:
-        query = query.reshape(key.shape[0], key.shape[1], -1, query.shape[-1])
+        query = _fold_query(query, key)
     lowered = None
-    if mask is not None and not causal and not hides_nothing(mask, spec.grid):
-        dtype = torch.bool if not mask.has_bias else spec.compute_dtype
+    if mask is not None and not causal and not hides_nothing(mask, grid):
+        dtype = spec.compute_dtype if mask.has_bias else spec.dtype
         shape = (*query.shape[:3], spec.key.shape[2])
         lowered = torch.empty(1, dtype=dtype, device=spec.device).expand(shape)
     grouped = spec.group > 1 and not folded
@@ -127,7 +124,7 @@ def _like(spec: AttentionSpec, layout: Layout) -> Tensor:
     return row.expand(layout.shape)
 
 
-def _folds(spec: AttentionSpec, mask: Mask | None) -> bool:
+def _folds(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     """Whether the heads of a group become rows of one head.
 
     With few rows PyTorch's own grouping reads every key once per query head. While tracing only one row is asked for:
@@ -138,11 +135,11 @@ def _folds(spec: AttentionSpec, mask: Mask | None) -> bool:
     length = spec.query.shape[2]
     if spec.tracing:
         return length == 1
-    return length <= _FEW_ROWS and not _is_flagged_causal(spec, mask)
+    return length <= _FEW_ROWS and not _is_flagged_causal(spec, mask, grid)
 
 
-def _fold_query(call: AttentionCall) -> Tensor:
-    return call.query.reshape(call.key.shape[0], call.key.shape[1], -1, call.query.shape[-1])  # (B, Hkv, G·L, D)
+def _fold_query(query: Tensor, key: Tensor) -> Tensor:
+    return query.reshape(key.shape[0], key.shape[1], -1, query.shape[-1])  # (B, Hkv, G·L, D)
 
 
 def _fold_mask(mask: Tensor, call: AttentionCall) -> Tensor:
@@ -154,54 +151,47 @@ def _fold_mask(mask: Tensor, call: AttentionCall) -> Tensor:
     return rows.flatten(2, 3)
 
 
-def _share_worth_skipping(spec: AttentionSpec, mask: Mask) -> float | None:
+def _share_worth_skipping(mask: Mask, grid: Grid) -> float | None:
     """Which part of the scores a mask leaves, if another kernel had better skip the rest; else ``None``.
 
     `benchmarks.window` measures where `chunked` overtakes on a CPU; on accelerators its many small steps cost more.
     """
-    grid = spec.grid
     if grid.batch_size * grid.num_heads * grid.query_length * grid.key_length < _WORTH_SKIPPING:
         return None
     share = touched_share(mask, grid)
     return share if share <= (_CPU_SHARE if grid.device.type == "cpu" else _OTHER_SHARE) else None
 
 
-def _differs_between_heads(spec: AttentionSpec, mask: Mask) -> bool:
-    """Whether lowering would compute a mask of the size of the scores; one cell shows how it broadcasts."""
-    if spec.empty:
-        return False
-    cell = chosen_cell(spec.grid)
-    parts = (mask.visible(cell), mask.bias(cell, spec.compute_dtype))
-    return any(part is not None and part.shape[1] > 1 for part in parts)
-
-
-def _is_flagged_causal(spec: AttentionSpec, mask: Mask | None) -> bool:
+def _is_flagged_causal(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     """Whether PyTorch's causal flag says what the mask says. One row is folded, and told to each row of its group."""
     if mask is None or (spec.group > 1 and spec.query.shape[2] == 1):
         return False
-    return is_plain_causal(mask, spec.grid)
+    return is_plain_causal(mask, grid)
 
 
-def _lower(call: AttentionCall) -> tuple[Tensor | None, bool]:
-    """The mask as PyTorch takes it: nothing, the causal flag, or one tensor that broadcasts.
+def _lower(call: AttentionCall, group: int) -> Tensor | None:
+    """The mask as one tensor that broadcasts, for heads whose groups are folded into the rows."""
+    mask, grid = call.mask, call.grid
+    if mask is None or hides_nothing(mask, grid):
+        return None
+    return mask.lowered(grid, ("sdpa", call.query.dtype, group), lambda: _lower_tensor(mask, call, group))
+
+
+def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
+    """A bias in which hidden keys are −∞.
 
     Queries that see no key are opened to all of them here and their output zeroed afterwards: no kernel then meets
     an empty softmax, forward or backward.
     """
-    if call.mask is None or hides_nothing(call.mask, call.grid):
-        return None, False
-    if _is_flagged_causal(call.spec, call.mask):
-        return None, True
-    block = Block(call.grid)
-    visible, bias = call.mask.visible(block), call.mask.bias(block, call.compute_dtype)
-    if bias is not None:
-        if visible is not None:
-            bias = bias.masked_fill(~visible, float("-inf"))
-        if call.coverage.queries is not None:
-            bias = bias.masked_fill(~call.coverage.queries, 0)
-        return bias, False
-    if visible is None:
-        return None, False
-    if call.coverage.queries is not None:
-        visible = visible | ~call.coverage.queries
-    return visible, False
+    masked = call.coverage.masked_queries
+    visible, found = additive(mask, call.grid, call.compute_dtype)
+    if visible is not None and found is None and is_tracing():  # a graph is smaller with a bool tensor
+        found = visible if masked is None else visible | masked
+    elif visible is not None:
+        if masked is not None:
+            visible = visible | masked
+        nothing = visible.new_zeros((), dtype=call.query.dtype) if found is None else found
+        found = torch.where(visible, nothing, float("-inf"))
+    if found is not None and masked is not None and found.dtype != torch.bool:
+        found = found.masked_fill(masked, 0)
+    return found if found is None or group == 1 else _fold_mask(found, call)

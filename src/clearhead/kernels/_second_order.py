@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall, Results
+from .._call.spec import AttentionCall, Results, zero_hidden
 from .._environment import any_autocast, is_batched
 from ..errors import KernelError
 from ._reference import reference_results
@@ -127,4 +127,4 @@ def gradients_through(
 
 def recompute_by_reference(rebuild: Callable[..., AttentionCall]) -> Recompute:
     """Output and lse of a call of other inputs; see `AttentionCall.rebuild`."""
-    return lambda *inputs: reference_results(rebuild(*inputs).wanting(lse=True))[:2]
+    return lambda *inputs: reference_results(zero_hidden(rebuild(*inputs).as_one_document().wanting(lse=True)))[:2]

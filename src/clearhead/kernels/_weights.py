@@ -1,4 +1,4 @@
-"""Weights of a validated call, with gradients: in blocks, from the native kernel, and together with the output."""
+"""Weights of a validated call, with gradients: from the native kernel, or in blocks."""
 
 from __future__ import annotations
 
@@ -8,47 +8,31 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ._call.spec import AttentionCall
-from ._environment import is_tracing, is_transformed
-from .kernels._blocks import block_scores, block_weights, score_blocks
-from .kernels._dispatch import choose
-from .kernels._native import NativeKernel, native_results
-from .kernels._native_statistics import native_weights, refuses_statistics
-from .kernels._second_order import backward_pass
-from .kernels._weights_gradient import weights_by_operations, weights_gradients, weights_inputs
+from .._call.spec import AttentionCall
+from .._environment import is_tracing, is_transformed
+from ._blocks import block_scores, block_weights, score_blocks
+from ._native_statistics import native_weights
+from ._second_order import backward_pass
+from ._weights_gradient import weights_by_operations, weights_gradients, weights_inputs
 
-__all__ = ["compute_weights", "has_one_pass", "in_one_pass"]
-
-
-def has_one_pass(call: AttentionCall) -> bool:
-    """Whether the native kernel gives output and weights together.
-
-    Whatever the gradients: what checkpointing computes again must be the same to the last bit.
-    """
-    if call.dropout_p or call.query.dtype != torch.float32 or is_tracing() or is_transformed():
-        return False
-    return isinstance(choose(call), NativeKernel) and not refuses_statistics(call)
-
-
-def in_one_pass(call: AttentionCall, average: bool) -> tuple[Tensor, Tensor]:
-    """Output (B, H, L, Dv) and weights (B, H, L, S), or (B, L, S) averaged, of such a call."""
-    output, _, weights = native_results(call, "mean" if average else "heads")
-    return output, cast(Tensor, weights)
+__all__ = ["compute_weights"]
 
 
 def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:
     """Weights of a validated call; `rows` holds row numbers, ``None`` means all."""
     if is_tracing() or is_transformed():
         return weights_by_operations(call, rows, average)
-    request = _Request(rows if rows is None else rows.to(call.query.device), average)
+    chosen = _Chosen(rows if rows is None else rows.to(call.query.device), average)
     inputs = weights_inputs(call)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        return cast(Tensor, _Weights.apply(call, request, *inputs))
-    return _forward(call, request)
+        return cast(Tensor, _Weights.apply(call, chosen, *inputs))
+    return _forward(call, chosen)
 
 
 @dataclass(frozen=True)
-class _Request:
+class _Chosen:
+    """Which rows, ``None`` for all, and whether their weights are averaged over the heads."""
+
     rows: Tensor | None
     average: bool
 
@@ -60,38 +44,37 @@ class _Weights(torch.autograd.Function):
     """Recomputes blocks backward: with dp the gradient of p, ds = p (dp − Σ_j p dp)."""
 
     @staticmethod
-    def forward(ctx: Any, call: AttentionCall, request: _Request, *inputs: Tensor) -> Tensor:
-        ctx.call = call.without_tensors()
-        ctx.request = request
+    def forward(ctx: Any, call: AttentionCall, chosen: _Chosen, *inputs: Tensor) -> Tensor:
+        ctx.rebuild, ctx.chosen = call.rebuild, chosen
         ctx.save_for_backward(*inputs)
-        return _forward(call, request)
+        return _forward(call, chosen)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         inputs: tuple[Tensor, ...] = ctx.saved_tensors
 
         def call_of(query: Tensor, key: Tensor, *rest: Tensor) -> AttentionCall:
-            return ctx.call.with_tensors(query, key, key, *rest)
+            return ctx.rebuild(query, key, key, *rest)
 
         def own() -> tuple[Tensor, ...]:
-            return weights_gradients(call_of(*inputs), ctx.request.rows, ctx.request.average, gradients[0])
+            return weights_gradients(call_of(*inputs), ctx.chosen.rows, ctx.chosen.average, gradients[0])
 
         def recompute(*tensors: Tensor) -> tuple[Tensor]:
-            return (weights_by_operations(call_of(*tensors), ctx.request.rows, ctx.request.average),)
+            return (weights_by_operations(call_of(*tensors), ctx.chosen.rows, ctx.chosen.average),)
 
         return backward_pass(ctx, gradients, inputs, own, recompute)
 
 
-def _forward(call: AttentionCall, request: _Request) -> Tensor:
-    native = native_weights(call, request.rows, request.average) if call.compute_dtype == torch.float32 else None
+def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
+    native = native_weights(call, chosen.rows, chosen.average) if call.compute_dtype == torch.float32 else None
     if native is not None:
         return native
     batch, heads, keys = call.grid.batch_size, call.grid.num_heads, call.grid.key_length
-    shape = (batch, request.count(call), keys) if request.average else (batch, heads, request.count(call), keys)
+    shape = (batch, chosen.count(call), keys) if chosen.average else (batch, heads, chosen.count(call), keys)
     result = call.query.new_zeros(shape, dtype=call.compute_dtype)
-    for block, place, query, key in score_blocks(call, request.rows):
+    for block, place, query, key in score_blocks(call, chosen.rows):
         weights, _ = block_weights(call, block, block_scores(call, block, query, key)[0])
-        if request.average:
+        if chosen.average:
             result[block.batch, place, block.columns] += weights.sum(1) / heads
         else:
             result[block.batch, block.heads, place, block.columns] = weights
