@@ -2,9 +2,9 @@
 
     python -m benchmarks.linear [--rounds N]
 
-What `clearhead.Linear`'s rule stands on. Ratios above 1 mean that oneDNN's product, or the single one, is faster. The
-products of a backward pass are those of `clearhead.Linear` itself: dx = g W and dW = gᵀ x. "joined" puts three weights
-side by side in every call, as a module with three projections would have to; "packed" has them so already, as
+What `clearhead.nn.Linear`'s rule stands on. Ratios above 1 mean that oneDNN's product, or the single one, is faster.
+The products of a backward pass are those of `clearhead.nn.Linear` itself: dx = g W and dW = gᵀ x. "joined" puts three
+weights side by side in every call, as a module with three projections would have to; "packed" has them so already, as
 `nn.MultiheadAttention` does. Also shown is what the rule chooses here.
 """
 

@@ -30,6 +30,7 @@ import clearhead
 from clearhead import masks
 from clearhead.caches import Cache, SlidingKVCache
 from clearhead.positions import Rotary
+from clearhead.transformer import Encoder, EncoderLayer, SwiGLU
 
 console = Console()
 
@@ -114,22 +115,20 @@ class CharacterModel(nn.Module):
         super().__init__()
         self.sizes = {"characters": characters, "size": size, "heads": heads, "kv_heads": kv_heads, "layers": layers}
         self.embed = nn.Embedding(characters, size)
-        self.decoder = clearhead.Encoder(
-            (self.layer(size, heads, kv_heads) for _ in range(layers)), norm=nn.RMSNorm(size)
-        )
+        self.decoder = Encoder((self.layer(size, heads, kv_heads) for _ in range(layers)), norm=nn.RMSNorm(size))
         self.head = nn.Linear(size, characters, bias=False)
 
-    def layer(self, size: int, heads: int, kv_heads: int) -> clearhead.EncoderLayer:
+    def layer(self, size: int, heads: int, kv_heads: int) -> EncoderLayer:
         position = Rotary(size // heads)
         attention = clearhead.MultiHeadAttention(
             size, heads, num_kv_heads=kv_heads, bias=False, position=position, k_norm=nn.RMSNorm(size // heads)
         )
-        feed_forward = clearhead.SwiGLU(size, 8 * size // 3)
-        return clearhead.EncoderLayer(size, attention, feed_forward, norm=nn.RMSNorm, norm_first=True)
+        feed_forward = SwiGLU(size, 8 * size // 3)
+        return EncoderLayer(size, attention, feed_forward, norm=nn.RMSNorm, norm_first=True)
 
     def forward(self, text: Tensor, cache: Sequence[Cache] | None = None) -> Tensor:
         """(B, L) → (B, L, characters); with caches, `text` is what is new."""
-        return self.head(self.decoder(self.embed(text), masks.causal(), cache=cache))
+        return self.head(self.decoder(self.embed(text), mask=masks.causal(), cache=cache))
 
     def sliding_caches(self, batch_size: int, window: int = LENGTH) -> list[Cache]:
         """A cache for each layer that holds the last `window` characters, however long the text."""

@@ -9,7 +9,7 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
-import clearhead
+from clearhead.transformer import Decoder, DecoderCache
 
 __all__ = ["CachedWriter", "Model", "UncachedWriter", "Writer", "beam", "greedy"]
 
@@ -17,7 +17,7 @@ __all__ = ["CachedWriter", "Model", "UncachedWriter", "Writer", "beam", "greedy"
 class Model(Protocol):
     """What is written with."""
 
-    decoder: clearhead.Decoder
+    decoder: Decoder
 
     def encode(self, source: Tensor) -> Tensor:
         """(B, S) → (B, S, E)."""
@@ -28,7 +28,7 @@ class Model(Protocol):
         target: Tensor,
         memory: Tensor | None,
         source: Tensor,
-        cache: Sequence[clearhead.DecoderCache] | None = None,
+        cache: Sequence[DecoderCache] | None = None,
     ) -> Tensor:
         """Scores of the next token after each of the target's, (B, L, tokens)."""
         ...

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import masks
 from clearhead.positions import Rotary
+from clearhead.transformer import Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer, SwiGLU
 
 console = Console()
 
@@ -60,12 +61,12 @@ class Translator(nn.Module):
         super().__init__()
         self.window = masks.sliding_window(window, window)
         self.embed = nn.Embedding(len(CHARACTERS), size)
-        self.encoder = clearhead.Encoder(
+        self.encoder = Encoder(
             (
-                clearhead.EncoderLayer(
+                EncoderLayer(
                     size,
                     attention(size, heads, rotary=True),
-                    clearhead.SwiGLU(size, 2 * size),
+                    SwiGLU(size, 2 * size),
                     norm=nn.RMSNorm,
                     norm_first=True,
                 )
@@ -73,13 +74,13 @@ class Translator(nn.Module):
             ),
             norm=nn.RMSNorm(size),
         )
-        self.decoder = clearhead.Decoder(
+        self.decoder = Decoder(
             [
-                clearhead.DecoderLayer(
+                DecoderLayer(
                     size,
                     attention(size, heads, rotary=True),
                     attention(size, heads, rotary=False),
-                    clearhead.SwiGLU(size, 2 * size),
+                    SwiGLU(size, 2 * size),
                     norm=nn.RMSNorm,
                     norm_first=True,
                 )
@@ -97,10 +98,12 @@ class Translator(nn.Module):
         target: Tensor,
         memory: Tensor | None,
         source: Tensor,
-        cache: Sequence[clearhead.DecoderCache] | None = None,
+        cache: Sequence[DecoderCache] | None = None,
     ) -> Tensor:
         """Scores of the next character after each of the target's, (B, L, characters)."""
-        written = self.decoder(self.embed(target), memory, masks.causal(), self.visible(source), cache=cache)
+        written = self.decoder(
+            self.embed(target), memory, mask=masks.causal(), memory_mask=self.visible(source), cache=cache
+        )
         return self.head(written)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
@@ -232,7 +235,11 @@ def cross_attention(model: Translator, texts: Sequence[str], days: Sequence[date
     """What each written character looked at, mean over heads, (B, LENGTH, S)."""
     source, target = as_sources(texts), as_targets(days)
     _, weights = model.decoder(
-        model.embed(target[:, :-1]), model.encode(source), masks.causal(), model.visible(source), need_weights=True
+        model.embed(target[:, :-1]),
+        model.encode(source),
+        mask=masks.causal(),
+        memory_mask=model.visible(source),
+        need_weights=True,
     )
     return weights[-1].cross_attention
 

@@ -13,8 +13,7 @@ import clearhead
 from clearhead import MultiHeadAttention, masks
 from clearhead.caches import Cache, CrossKVCache, EvictingKVCache, KVCache, SinksAndRecent, SlidingKVCache
 from clearhead.positions import ALiBi, RelativeBias, Rotary
-
-from .derivatives import batched_and_looped, check_derivatives, check_vectorized, finite, random
+from tests.support.derivatives import batched_and_looped, check_derivatives, check_vectorized, finite, random
 
 B, L, S, E, H, D = 2, 5, 7, 12, 3, 4
 LENGTHS = masks.lengths(torch.tensor([4, 0]))

@@ -16,8 +16,8 @@ import clearhead
 from clearhead import masks
 from clearhead._layer import known_calls
 from clearhead._layer.known_calls import kind_of_call, recall
-from clearhead._native import extension
 from clearhead.errors import ClearheadError, KernelError
+from tests.support.native import needs_native
 
 B, H, L, D = 2, 3, 5, 7
 
@@ -139,10 +139,7 @@ def test_forward_mode_derivatives(dtype: torch.dtype, qkv: tuple[Tensor, ...]) -
     torch.testing.assert_close(found.double(), (exact[0] - exact[1]) / (2 * step), rtol=1e-4, atol=1e-5)
 
 
-NATIVE = pytest.mark.skipif(extension is None, reason="the extension was not built here")
-
-
-@NATIVE
+@needs_native
 @pytest.mark.parametrize("mask", [None, masks.causal()])
 @pytest.mark.parametrize("kv_heads", [1, H])
 @pytest.mark.parametrize("layout", ["heads outside", "heads inside", "expanded"])
@@ -171,7 +168,7 @@ def test_derivatives_of_known_native_calls(mask: Any, kv_heads: int, layout: str
         assert (found.double() - expected).abs().max() < 1e-5 * max(1.0, float(expected.detach().abs().max()))
 
 
-@NATIVE
+@needs_native
 @pytest.mark.parametrize("mask", [None, masks.causal(), masks.sliding_window(1, 1)])
 def test_many_gradients_at_once(mask: Any, qkv: tuple[Tensor, ...]) -> None:
     leaves = [x.requires_grad_() for x in qkv]
@@ -182,7 +179,7 @@ def test_many_gradients_at_once(mask: Any, qkv: tuple[Tensor, ...]) -> None:
             torch.testing.assert_close(one[number], expected)
 
 
-@NATIVE
+@needs_native
 def test_known_and_recorded_calls_save_the_same(qkv: tuple[Tensor, ...]) -> None:
     """Checkpointing compares what is saved; a recorder may see the first pass and not the second."""
     module, x = clearhead.MultiHeadAttention(12, 3), torch.randn(B, L, 12, requires_grad=True)

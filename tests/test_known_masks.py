@@ -18,12 +18,12 @@ from clearhead import masks
 from clearhead._call.observers import observing
 from clearhead._call.spec import AttentionCall
 from clearhead._layer.known_calls import forget_calls, kind_of_call, recall
-from clearhead._native import extension
 from clearhead.masks import Mask
+from tests.support.native import needs_native
 
 B, H, L, S, D = 2, 3, 5, 7, 11
 
-pytestmark = pytest.mark.skipif(extension is None, reason="the extension was not built here")
+pytestmark = needs_native
 
 
 def marks(seed: int, *shape: int) -> Tensor:

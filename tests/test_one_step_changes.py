@@ -33,7 +33,7 @@ def by_hand(module: nn.Module, x: Tensor) -> Tensor:
     return module.out_proj(clearhead.merge_heads(weights @ v))
 
 
-class Doubled(clearhead.Linear):
+class Doubled(clearhead.nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
 

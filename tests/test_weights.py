@@ -14,8 +14,8 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
-from tests.kernels.calls import Call, calls
-from tests.kernels.oracle import Answer, solve, weights_gradients
+from tests.support.calls import Call, calls
+from tests.support.oracle import Answer, solve, weights_gradients
 
 BATCH, HEADS, KV_HEADS, LENGTH, COUNT, HEAD_DIM = 2, 6, 3, 7, 11, 5
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}

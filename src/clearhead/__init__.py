@@ -3,46 +3,40 @@
 One exact meaning on every kernel, at fused-kernel memory, and the weights when you ask for them.
 """
 
-from . import caches, checkpoints, errors, masks, nn, positions
+from typing import TYPE_CHECKING
+
+from . import caches, checkpoints, errors, kernels, masks, nn, positions, transformer
 from ._attention import attention, explain
 from ._call.heads import merge_heads, split_heads
 from ._latent import MultiHeadLatentAttention
-from ._layer.linear import Linear, use_linear
+from ._layer.linear import use_linear
 from ._multihead import MultiHeadAttention
+from ._statistics.compute import attention_statistics
+from ._statistics.definitions import TopK
+from ._statistics.result import AttentionStatistics
+from ._statistics.summary import Summary
 from ._varlen import attention_varlen
 from ._version import __version__
 from ._weights import attention_weights
-from .inspection._compute import AttentionStatistics, attention_statistics
 from .inspection._intervene import head_importance, intervene
 from .inspection._record import record
 from .inspection._walkthrough import walkthrough
-from .integrations._upgrade import downgrade, upgrade
-from .kernels import use_kernel
-from .transformer import (
-    Decoder,
-    DecoderCache,
-    DecoderLayer,
-    DecoderWeights,
-    Encoder,
-    EncoderLayer,
-    FeedForward,
-    SwiGLU,
-    load_transformer,
-)
+from .inspection._walkthrough_result import Walkthrough
+from .integrations._upgrade import UpgradeReport, downgrade, upgrade
+from .kernels._dispatch import Explanation, use_kernel
+
+if TYPE_CHECKING:
+    from . import plot
 
 __all__ = [
     "AttentionStatistics",
-    "Decoder",
-    "DecoderCache",
-    "DecoderLayer",
-    "DecoderWeights",
-    "Encoder",
-    "EncoderLayer",
-    "FeedForward",
-    "Linear",
+    "Explanation",
     "MultiHeadAttention",
     "MultiHeadLatentAttention",
-    "SwiGLU",
+    "Summary",
+    "TopK",
+    "UpgradeReport",
+    "Walkthrough",
     "__version__",
     "attention",
     "attention_statistics",
@@ -55,15 +49,26 @@ __all__ = [
     "explain",
     "head_importance",
     "intervene",
-    "load_transformer",
+    "kernels",
     "masks",
     "merge_heads",
     "nn",
+    "plot",
     "positions",
     "record",
     "split_heads",
+    "transformer",
     "upgrade",
     "use_kernel",
     "use_linear",
     "walkthrough",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import `clearhead.plot` on first use."""
+    if name != "plot":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return importlib.import_module(".plot", __name__)

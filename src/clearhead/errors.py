@@ -19,8 +19,10 @@ __all__ = [
     "KernelError",
     "MaskTypeError",
     "OutOfRangeError",
+    "RecordError",
     "ShapeError",
     "UnknownNameError",
+    "UnseenAttentionWarning",
 ]
 
 
@@ -72,6 +74,14 @@ class CacheError(ClearheadError, RuntimeError):
 
 class CheckpointError(ClearheadError, ValueError):
     """Weights on disk are not the ones that were expected."""
+
+
+class RecordError(ClearheadError, RuntimeError):
+    """Nothing could be recorded, or a record does not hold what was requested of it."""
+
+
+class UnseenAttentionWarning(UserWarning):
+    """A module attended in a way that cannot be recorded; its attention is not in the record."""
 
 
 def explain_problem(argument: str, *, expected: str, got: str, fix: str = "") -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import masks
 from clearhead.positions import Rotary
+from clearhead.transformer import Decoder, DecoderCache, DecoderLayer
 
 E, TOKENS, S, LONGEST, ROWS = 12, 4, 7, 3, 3
 START, END = 0, 1
@@ -26,7 +27,7 @@ class Small(nn.Module):
         attentions = clearhead.MultiHeadAttention(E, 3, position=Rotary(4)), clearhead.MultiHeadAttention(E, 3)
         self.embed, self.head = nn.Embedding(TOKENS, E), nn.Linear(E, TOKENS)
         nn.init.normal_(self.head.weight)
-        self.decoder = clearhead.Decoder([clearhead.DecoderLayer(E, *attentions, nn.Linear(E, E))])
+        self.decoder = Decoder([DecoderLayer(E, *attentions, nn.Linear(E, E))])
         self.double().eval()
 
     def encode(self, source: Tensor) -> Tensor:
@@ -37,10 +38,12 @@ class Small(nn.Module):
         target: Tensor,
         memory: Tensor | None,
         source: Tensor,
-        cache: Sequence[clearhead.DecoderCache] | None = None,
+        cache: Sequence[DecoderCache] | None = None,
     ) -> Tensor:
         visible = masks.keep(keys=source != START)
-        return self.head(self.decoder(self.embed(target), memory, masks.causal(), visible, cache=cache))
+        return self.head(
+            self.decoder(self.embed(target), memory, mask=masks.causal(), memory_mask=visible, cache=cache)
+        )
 
 
 @pytest.fixture(name="searching")

@@ -16,8 +16,9 @@ from torch import Tensor
 import clearhead
 from clearhead._versions import TESTED
 from clearhead.inspection import _doctor as doctor
-from clearhead.inspection._doctor import Report, examine
+from clearhead.inspection._doctor import examine
 from clearhead.inspection._doctor_cases import CASES, Inputs
+from clearhead.inspection._doctor_report import Report
 from clearhead.kernels._chunked import ChunkedKernel
 from clearhead.kernels._reference import ReferenceKernel
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import clearhead
-from clearhead.errors import ArgumentError, DTypeError
-from clearhead.inspection._record import RecordError
+from clearhead.errors import ArgumentError, DTypeError, RecordError
 
 from .stacks import BATCH, CAUSAL, HEADS, LENGTH, NAMES, WIDTH, Stack
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 
 import clearhead
-from tests.nn.oracle import explicit_bias
+from tests.support.statistics_oracle import Oracle, compare
+from tests.support.torch_oracle import explicit_bias
 
-from .oracle import Oracle, compare
 from .torch_calls import BATCH, EXACT, HEADS, KEYS, LENGTH, WIDTH, kinds, modes, oracle, padding, record
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import clearhead
-from tests.nn.oracle import explicit_bias
+from tests.support.statistics_oracle import compare
+from tests.support.torch_oracle import explicit_bias
 
-from .oracle import compare
 from .torch_calls import BATCH, EVEN_HEADS, EXACT, HEADS, KEYS, LENGTH, WIDTH, kinds, modes, oracle, padding, record
 
 nested = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")

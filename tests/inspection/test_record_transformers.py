@@ -15,9 +15,9 @@ from transformers import AttentionInterface
 import clearhead
 import clearhead.integrations.transformers
 from clearhead.cli._demo import default_model_path
-from clearhead.inspection._record import RecordError
+from clearhead.errors import RecordError
+from tests.support.statistics_oracle import Oracle, compare
 
-from .oracle import Oracle, compare
 from .small_models import VOCABULARY, enlivened, padding, small, small_bart, token_ids
 
 STATISTICS = ("entropy", "received", "max_logit", "confidence", "top_k", "sink", "distance", "offset", "map")

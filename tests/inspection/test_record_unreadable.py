@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import clearhead
-from clearhead.errors import ArgumentError
-from clearhead.inspection._record import RecordError, UnseenAttentionWarning
+from clearhead.errors import ArgumentError, RecordError, UnseenAttentionWarning
 
 HEADS, LENGTH, HEAD_DIM = 3, 7, 5
 

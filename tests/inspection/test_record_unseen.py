@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead
-from clearhead.inspection._record import RecordError, UnseenAttentionWarning
+from clearhead.errors import RecordError, UnseenAttentionWarning
 
 from .stacks import HEADS, NAMES, WIDTH, Stack
 

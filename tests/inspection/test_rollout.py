@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import masks
 from clearhead.errors import ArgumentError, ShapeError
-from tests.kernels.allocations import Allocations
-
-from .oracle import Oracle
+from tests.support.allocations import Allocations
+from tests.support.statistics_oracle import Oracle
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 11, 12, 6
 DEPTH = 3

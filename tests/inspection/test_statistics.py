@@ -11,9 +11,8 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead.errors import ArgumentError
-from tests.kernels.calls import Call, calls
-
-from .oracle import EVERY, Oracle, compare
+from tests.support.calls import Call, calls
+from tests.support.statistics_oracle import EVERY, Oracle, compare
 
 EXACT = {torch.float64: 1e-10, torch.float32: None}
 

@@ -8,9 +8,8 @@ import torch
 import clearhead
 from benchmarks.memory import growth_of_peak, in_a_process
 from clearhead import masks
-from tests.kernels.allocations import Allocations
-
-from .oracle import EVERY
+from tests.support.allocations import Allocations
+from tests.support.statistics_oracle import EVERY
 
 FLOAT, INTEGER = 4, 8  # bytes
 TOP_K = 8

@@ -11,32 +11,30 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import clearhead
-import clearhead.inspection._native
+import clearhead._statistics.native
 import clearhead.kernels._blocks
 from clearhead import masks
 from clearhead._call.spec import AttentionCall
-from clearhead._native import instruction_sets
-from clearhead.inspection._compute import AttentionStatistics
+from clearhead._statistics.result import AttentionStatistics
 from clearhead.kernels._native_statistics import WeightStatistics
-from tests.kernels.calls import Call, calls
-from tests.kernels.native_cases import CASES, Case
-from tests.kernels.test_native import fewer_unless_best
+from tests.support.calls import Call, calls
+from tests.support.native import fewer_unless_best, needs_native
+from tests.support.native_cases import CASES, Case
+from tests.support.statistics_oracle import TOLERANCES, Oracle, compare
 
-from .oracle import TOLERANCES, Oracle, compare
 from .test_statistics import compare_generated
 
-SETS = instruction_sets()
 _NUMBERS = ("entropy", "received", "max_logit", "confidence", "top_k", "output_norm", "map", "head_average")
 NATIVE = (*_NUMBERS, "output")
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+pytestmark = needs_native
 
 
 @pytest.fixture(name="ran")
 def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
     """What the native kernel was asked for."""
     asked: list[frozenset[str]] = []
-    gather = clearhead.inspection._native.gather
+    gather = clearhead._statistics.native.gather
 
     def listening(
         call: AttentionCall, wanted: frozenset[str], counted: Tensor | None, **options: Any
@@ -44,7 +42,7 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
         asked.append(wanted)
         return gather(call, wanted, counted, **options)
 
-    monkeypatch.setattr(clearhead.inspection._native, "gather", listening)
+    monkeypatch.setattr(clearhead._statistics.native, "gather", listening)
     return asked
 
 
@@ -81,7 +79,7 @@ def numbers(
         sinks=inputs.get("sinks"),
         query_mask=counted,
         statistics=(*NATIVE, "rows"),
-        rows=[case.length - 1, *range(0, case.length, 7), 0],
+        queries=[case.length - 1, *range(0, case.length, 7), 0],
         map_size=29,
         map_pooling=map_pooling,
         **options,

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import MultiHeadAttention, masks
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
-from clearhead.inspection._walkthrough import Walkthrough, walkthrough
+from clearhead.inspection._walkthrough import walkthrough
+from clearhead.inspection._walkthrough_result import Walkthrough
 from clearhead.inspection._walkthrough_text import CHINESE, ENGLISH
 
 B, H, L, S, D = 2, 6, 5, 7, 4

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead
-
-from .oracle import Oracle
+from tests.support.statistics_oracle import Oracle
 
 BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 7, 11, 12, 3
 EVEN_HEADS = 4  # PyTorch's inference fast path wants an even number

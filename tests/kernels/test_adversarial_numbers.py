@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 import clearhead
 from clearhead import masks
 from clearhead._native import instruction_sets, use_instruction_set
+from tests.support.comparing import require_half_as_good
+from tests.support.native import needs_native
+from tests.support.native_cases import Case, close_to_exact
 
 from .adversarial import KEYS, SCALES, VALUES, Adversary, exact_numbers, float32_numbers, numbers, require_accurate
-from .comparing import require_half_as_good
-from .native_cases import Case, close_to_exact
 
 #: Rows and keys: few and many of either, those of decoding, tiles and blocks that are not full.
 SIZES = [(61, 129), (64, 2053), (49, 8209), (13, 8192), (3, 8192), (1, 32768), (8209, 61)]
@@ -99,7 +100,7 @@ def test_half_precision(keys: str, size: tuple[int, int], dtype: torch.dtype, ke
     require_half_as_good(found, reference, exact_numbers(case, dtype), dtype)
 
 
-@pytest.mark.skipif(not instruction_sets(), reason="the extension was not built here")
+@needs_native
 def test_bias_that_a_long_batch_shares() -> None:
     """Gradients of a bias are summed over items, those of sinks over items and queries."""
     batch = 523
@@ -120,7 +121,7 @@ def test_bias_that_a_long_batch_shares() -> None:
         assert (found.double() - exact).abs().max() <= 1e-6 * exact.abs().max()
 
 
-@pytest.mark.skipif(not instruction_sets(), reason="the extension was not built here")
+@needs_native
 def test_masks_and_runs_of_keys(instructions: str) -> None:
     """Totals of runs are scaled to new peaks, and skip what no query of a tile sees."""
     close_to_exact(

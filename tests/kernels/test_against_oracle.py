@@ -9,9 +9,8 @@ import torch
 from hypothesis import given
 
 import clearhead
-
-from .calls import Call, calls
-from .comparing import (
+from tests.support.calls import Call, calls
+from tests.support.comparing import (
     KERNELS,
     eval_output,
     expected_numbers,
@@ -19,7 +18,7 @@ from .comparing import (
     require_close,
     require_half_as_good,
 )
-from .oracle import solve
+from tests.support.oracle import solve
 
 EXACT = [torch.float64, torch.float32]
 HALVES = [torch.bfloat16, torch.float16]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from tests.derivatives import batched_and_looped, check_derivatives, check_vectorized, finite, random
+from tests.support.derivatives import batched_and_looped, check_derivatives, check_vectorized, finite, random
 
 from .derivative_cases import MASKS, OPTIONS, B, D, Dv, H, L, S, attend
 

@@ -9,9 +9,8 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead._native import instruction_sets
-
-from .comparing import KERNELS
-from .oracle import Problem, gradients, solve
+from tests.support.comparing import KERNELS
+from tests.support.oracle import Problem, gradients, solve
 
 BATCH, HEADS, LENGTH, COUNT, HEAD_DIM = 3, 5, 7, 2, 11
 VISIBLE = torch.tensor([[0, 1], [0, 0], [1, 0]])

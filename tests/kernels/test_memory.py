@@ -10,8 +10,7 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-
-from .allocations import Allocations
+from tests.support.allocations import Allocations
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 8
 LENGTH = 1103

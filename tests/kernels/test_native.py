@@ -6,25 +6,17 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 import clearhead
-from clearhead._native import instruction_sets
+from tests.support.calls import Call, calls
+from tests.support.comparing import eval_output, expected_numbers, kernel_numbers, require_close, require_half_as_good
+from tests.support.native import fewer_unless_best, needs_native
+from tests.support.oracle import solve
 
-from .calls import Call, calls
-from .comparing import eval_output, expected_numbers, kernel_numbers, require_close, require_half_as_good
-from .oracle import solve
-
-SETS = instruction_sets()
 HALVES = [torch.bfloat16, torch.float16]
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
-
-
-def fewer_unless_best(instructions: str) -> settings:
-    """All instruction sets share their source, so the best one gets the whole budget and the others a third."""
-    budget = settings.default.max_examples
-    return settings(max_examples=budget if instructions == SETS[0] else budget // 3)
+pytestmark = needs_native
 
 
 def refused(call: Call) -> bool:

@@ -8,12 +8,10 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._native import instruction_sets
 from clearhead.masks import Mask
+from tests.support.comparing import require_half_as_good
+from tests.support.native import needs_native
 
-from .comparing import require_half_as_good
-
-SETS = instruction_sets()
 B, H, GROUP, L, S, D, DV = 2, 6, 3, 101, 151, 7, 5
 
 OPTIONS = pytest.mark.parametrize(
@@ -22,7 +20,7 @@ OPTIONS = pytest.mark.parametrize(
     ids=["plain", "hiding", "soft-cap", "dropout"],
 )
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+pytestmark = needs_native
 
 
 def hiding(bias: Tensor) -> Mask:

@@ -9,16 +9,14 @@ import torch
 
 import clearhead
 from clearhead import masks
-from clearhead._native import instruction_sets
+from tests.support.comparing import require_half_as_good
+from tests.support.native import needs_native
+from tests.support.native_cases import CASES, Case, close_to_exact, numbers
 
-from .comparing import require_half_as_good
-from .native_cases import CASES, Case, close_to_exact, numbers
-
-SETS = instruction_sets()
 LONG = Case(kv_heads=2, length=197, count=1217, dim=64, value_dim=96, mask=lambda *_: masks.causal("bottom_right"))
 HEADS = [(item, head) for item in range(2) for head in range(3)]
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+pytestmark = needs_native
 
 
 @pytest.fixture(name="threads", params=[1, 3])

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import clearhead
-from clearhead._native import best_first, extension, instruction_sets
+from clearhead._native import best_first, instruction_sets
+from tests.support.native import needs_native
 
-pytestmark = pytest.mark.skipif(extension is None, reason="the extension was not built here")
+pytestmark = needs_native
 
 ALL = ["amx", "avx512_bf16", "avx512", "avx2", "generic"]
 

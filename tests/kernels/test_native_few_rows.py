@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from clearhead import masks
-from clearhead._native import instruction_sets
+from tests.support.native import needs_native
+from tests.support.native_cases import Case, close_to_exact
 
-from .native_cases import Case, close_to_exact
-
-SETS = instruction_sets()
 #: Beyond the length from which the backward pass takes the keys in parts, and no multiple of a part.
 MANY = 4099
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+pytestmark = needs_native
 
 
 def scattered(*shape: int) -> torch.Tensor:

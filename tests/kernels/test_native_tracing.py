@@ -11,12 +11,12 @@ from torch.export import export
 
 import clearhead
 from clearhead import masks
-from clearhead._native import instruction_sets
+from tests.support.allocations import Allocations
+from tests.support.native import needs_native
 
-from .allocations import Allocations
 from .graphs import LENGTHS, Counting, random
 
-pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the extension was not built here")
+pytestmark = needs_native
 
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},

@@ -11,9 +11,8 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import KernelError
 from clearhead.positions import ALiBi
-
-from .comparing import KERNELS
-from .oracle import Problem, gradients, solve
+from tests.support.comparing import KERNELS
+from tests.support.oracle import Problem, gradients, solve
 
 kernels = pytest.mark.parametrize("kernel", KERNELS)
 

@@ -8,9 +8,8 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from tests.derivatives import check_derivatives, random
-
-from .comparing import KERNELS
+from tests.support.comparing import KERNELS
+from tests.support.derivatives import check_derivatives, random
 
 kernels = pytest.mark.parametrize("kernel", KERNELS)
 with_lse = pytest.mark.parametrize("kernel", ["chunked", "reference"])

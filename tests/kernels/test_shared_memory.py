@@ -12,8 +12,7 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead.errors import KernelError
-
-from .comparing import TOLERANCES
+from tests.support.comparing import TOLERANCES
 
 B, H, L, S, D = 2, 3, 5, 7, 11
 #: In float32 `native` is chosen where it was built.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import clearhead
-from tests.derivatives import batched_and_looped, finite
+from tests.support.derivatives import batched_and_looped, finite
 
 from .derivative_cases import OPTIONS, B, D, Dv, H, L, S, attend
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clearhead import masks
 from clearhead.positions import ALiBi, RelativeBias
-from tests.derivatives import batched_and_looped, check_derivatives, random
+from tests.support.derivatives import batched_and_looped, check_derivatives, random
 
 from .by_hand import CAUSAL, LOW, B, E, H, L, module
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import caches, masks, positions
+from clearhead.transformer import Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
 from tests.malformed.calls import Call, case
 
 E, H, B, L, S = 12, 3, 2, 5, 7
@@ -111,57 +112,61 @@ def _latent() -> dict[str, Any]:
 
 @case("Linear")
 def _() -> Call:
-    return Call(clearhead.Linear, {"in_features": 3, "out_features": 5, "bias": True, "dtype": torch.float32})
+    return Call(clearhead.nn.Linear, {"in_features": 3, "out_features": 5, "bias": True, "dtype": torch.float32})
 
 
 @case("Linear.forward")
 def _() -> Call:
-    return _forward(_seeded(lambda: clearhead.Linear(E, 5)), {"input": _x()})
+    return _forward(_seeded(lambda: clearhead.nn.Linear(E, 5)), {"input": _x()})
 
 
 @case("FeedForward")
 def _() -> Call:
     given = {"embed_dim": E, "hidden_dim": 8, "activation": torch.relu, "dropout": 0.1, "bias": True}
-    return Call(clearhead.FeedForward, {**given, "device": "cpu", "dtype": torch.float32})
+    return Call(FeedForward, {**given, "device": "cpu", "dtype": torch.float32})
 
 
 @case("FeedForward.forward")
 def _() -> Call:
-    return _forward(_seeded(lambda: clearhead.FeedForward(E, 8)), {"x": _x()})
+    return _forward(_seeded(lambda: FeedForward(E, 8)), {"x": _x()})
 
 
 @case("SwiGLU")
 def _() -> Call:
-    return Call(clearhead.SwiGLU, {"embed_dim": E, "hidden_dim": 8, "bias": True, "device": "cpu"})
+    return Call(SwiGLU, {"embed_dim": E, "hidden_dim": 8, "bias": True, "device": "cpu"})
 
 
 @case("SwiGLU.forward")
 def _() -> Call:
-    return _forward(_seeded(lambda: clearhead.SwiGLU(E, 8)), {"x": _x()})
+    return _forward(_seeded(lambda: SwiGLU(E, 8)), {"x": _x()})
 
 
 def _encoder_layer() -> Any:
-    return clearhead.EncoderLayer(E, clearhead.MultiHeadAttention(E, H), clearhead.FeedForward(E, 8))
+    return EncoderLayer(E, clearhead.MultiHeadAttention(E, H), FeedForward(E, 8))
 
 
 def _decoder_layer() -> Any:
     attention, cross = clearhead.MultiHeadAttention(E, H), clearhead.MultiHeadAttention(E, H)
-    return clearhead.DecoderLayer(E, attention, cross, clearhead.FeedForward(E, 8))
+    return DecoderLayer(E, attention, cross, FeedForward(E, 8))
 
 
 @case("EncoderLayer")
 def _() -> Call:
-    parts = {"self_attention": clearhead.MultiHeadAttention(E, H), "feed_forward": clearhead.FeedForward(E, 8)}
+    parts = {
+        "self_attention": clearhead.MultiHeadAttention(E, H),
+        "feed_forward": FeedForward(E, 8),
+    }
     return Call(
-        clearhead.EncoderLayer, {"embed_dim": E, **parts, "norm": nn.RMSNorm, "norm_first": True, "dropout": 0.1}
+        EncoderLayer,
+        {"embed_dim": E, **parts, "norm": nn.RMSNorm, "norm_first": True, "dropout": 0.1},
     )
 
 
 @case("DecoderLayer")
 def _() -> Call:
     parts = {name: clearhead.MultiHeadAttention(E, H) for name in ("self_attention", "cross_attention")}
-    given = {"embed_dim": E, **parts, "feed_forward": clearhead.FeedForward(E, 8), "norm": nn.LayerNorm}
-    return Call(clearhead.DecoderLayer, {**given, "norm_first": True, "dropout": 0.1})
+    given = {"embed_dim": E, **parts, "feed_forward": FeedForward(E, 8), "norm": nn.LayerNorm}
+    return Call(DecoderLayer, {**given, "norm_first": True, "dropout": 0.1})
 
 
 @case("EncoderLayer.forward", weight=8, x="query")
@@ -178,29 +183,29 @@ def _() -> Call:
 
 @case("Encoder")
 def _() -> Call:
-    return Call(clearhead.Encoder, {"layers": [_encoder_layer(), _encoder_layer()], "norm": nn.LayerNorm(E)})
+    return Call(Encoder, {"layers": [_encoder_layer(), _encoder_layer()], "norm": nn.LayerNorm(E)})
 
 
 @case("Decoder")
 def _() -> Call:
-    return Call(clearhead.Decoder, {"layers": [_decoder_layer()], "norm": nn.LayerNorm(E)})
+    return Call(Decoder, {"layers": [_decoder_layer()], "norm": nn.LayerNorm(E)})
 
 
 @case("Encoder.forward", weight=6, x="query")
 def _() -> Call:
-    module = _seeded(lambda: clearhead.Encoder([_encoder_layer(), _encoder_layer()]))
+    module = _seeded(lambda: Encoder([_encoder_layer(), _encoder_layer()]))
     return _forward(module, {"x": _x(), "mask": masks.causal(), "positions": 0, "need_weights": True})
 
 
 @case("Decoder.forward", weight=6, x="query", memory=("key", "value"), memory_mask="mask")
 def _() -> Call:
-    module = _seeded(lambda: clearhead.Decoder([_decoder_layer()]))
+    module = _seeded(lambda: Decoder([_decoder_layer()]))
     return _forward(module, {"x": _x(), "memory": _x(S), "mask": masks.causal(), "memory_mask": None})
 
 
 @case("Encoder.forward, with caches", x=("query", "cache"), positions="cache")
 def _() -> Call:
-    module = _seeded(lambda: clearhead.Encoder([_encoder_layer(), _encoder_layer()])).requires_grad_(False)
+    module = _seeded(lambda: Encoder([_encoder_layer(), _encoder_layer()])).requires_grad_(False)
     held = module.make_cache(B, 8)
     module(_x(4), cache=held)
     given = {"x": _x(2), "mask": masks.causal(), "cache": held, "positions": 4}
@@ -209,12 +214,12 @@ def _() -> Call:
 
 @case("Encoder.make_cache")
 def _() -> Call:
-    return Call(clearhead.Encoder([_encoder_layer()]).make_cache, {"batch_size": 2, "max_length": 4})
+    return Call(Encoder([_encoder_layer()]).make_cache, {"batch_size": 2, "max_length": 4})
 
 
 @case("Decoder.make_cache")
 def _() -> Call:
-    return Call(clearhead.Decoder([_decoder_layer()]).make_cache, {"batch_size": 2, "max_length": 4})
+    return Call(Decoder([_decoder_layer()]).make_cache, {"batch_size": 2, "max_length": 4})
 
 
 @case("DecoderCache.reorder", weight=2)
@@ -228,7 +233,7 @@ def _() -> Call:
 
 
 def _both() -> Any:
-    return clearhead.DecoderCache(caches.KVCache(B, H, 8, 4), caches.CrossKVCache())
+    return DecoderCache(caches.KVCache(B, H, 8, 4), caches.CrossKVCache())
 
 
 @case("nn.MultiheadAttention", weight=6)

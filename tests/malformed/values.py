@@ -225,7 +225,7 @@ _MAKERS: tuple[Callable[[], Any], ...] = (
     ),
     *(lambda: nn.LazyLinear(3), lambda: nn.MultiheadAttention(12, 3), lambda: nn.TransformerEncoderLayer(12, 3, 8)),
     *(lambda: nn.Linear(12, 12, device="meta"), lambda: nn.Linear(12, 12).half(), lambda: nn.Linear(5, 7)),
-    *(lambda: clearhead.MultiHeadAttention(12, 3), lambda: clearhead.FeedForward(12, 24)),
+    *(lambda: clearhead.MultiHeadAttention(12, 3), lambda: clearhead.transformer.FeedForward(12, 24)),
     *(
         lambda: masks.causal(),
         lambda: masks.causal("bottom_right"),

@@ -12,11 +12,11 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._native import extension
 from clearhead.masks import Mask
-from clearhead.masks._coverage import coverage as reach
 from clearhead.masks._grid import Grid
 from clearhead.masks._lowering import dense_mask
+from clearhead.masks._coverage import coverage
+from tests.support.native import needs_native
 
 B, H, L, S = 2, 3, 67, 83  # more than are looked at in one go
 ways = pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
@@ -74,7 +74,7 @@ def test_who_takes_part(name: str, native: bool, monkeypatch: pytest.MonkeyPatch
             assert torch.equal(side.squeeze(-1).expand(expected.shape), expected)
 
 
-@pytest.mark.skipif(extension is None, reason="the extension was not built here")
+@needs_native
 @ways
 def test_a_mask_that_is_changed_between_two_calls(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where PyTorch does not know of the change."""

@@ -13,17 +13,17 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._native import instruction_sets, use_instruction_set
+from clearhead._native import use_instruction_set
 from clearhead.kernels._native_calls import Request, backward, empty_lse, forward, statistics
 from clearhead.kernels._native_statistics import WeightStatistics
-from tests.kernels.native_cases import CASES, numbers
+from tests.support.native import needs_native
+from tests.support.native_cases import CASES, numbers
 
-SETS = instruction_sets()
 GUARD = 64  # numbers before and behind each tensor
 BORDER = -131072.0  # exact in bfloat16 too
 SIZES = [(1, 1, 1, 1), (3, 17, 5, 3), (50, 131, 16, 19), (97, 7, 33, 1), (8, 300, 64, 64), (61, 547, 64, 32)]
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+pytestmark = needs_native
 
 
 class Guarded:

@@ -12,17 +12,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import clearhead
 import clearhead._weights_passes
 from clearhead import masks
-from clearhead._native import instruction_sets
 from clearhead._weights import attention_with_weights
 from clearhead.kernels._native_statistics import native_output_and_weights, native_weights
-from tests.kernels.native_cases import CASES, Case
+from tests.support.native import needs_native
+from tests.support.native_cases import CASES, Case
 
-SETS = instruction_sets()
 EVERY = [name for name in CASES if not name.startswith("dropout")]
 #: Masks that would have to be written down, which is not done for a few rows.
 NOT_IN_PLACE = ("where", "scattered documents")
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+pytestmark = needs_native
 
 
 @pytest.fixture(name="ran")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import clearhead.nn
-from tests.derivatives import batched_and_looped, check_derivatives, random
+from tests.support.derivatives import batched_and_looped, check_derivatives, random
 
 N, L, S, E, H, KEYS, VALUES = 2, 5, 7, 12, 3, 11, 13
 HIDDEN = torch.arange(L * L).view(L, L) % 4 == 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import clearhead
-from tests.nn.oracle import assert_equal, gradients
+from tests.support.torch_oracle import assert_equal, gradients
 
 ours = clearhead.nn.functional.scaled_dot_product_attention
 theirs = F.scaled_dot_product_attention

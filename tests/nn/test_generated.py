@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import clearhead
-from tests.nn.oracle import Meant, assert_equal, explicit_bias, gradients, hidden_rows
+from tests.support.torch_oracle import Meant, assert_equal, explicit_bias, gradients, hidden_rows
 
 ATTN_MASKS = ("none", "(L, S)", "(N·H, L, S)", "(N, L, S)", "(N, H, L, S)", "the causal one")
 CELLS = list(itertools.product(ATTN_MASKS, (False, True), (False, True), (False, True)))

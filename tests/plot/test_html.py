@@ -15,8 +15,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import clearhead
 from clearhead.cli._demo import default_model_path
-from clearhead.errors import ArgumentError, ShapeError
-from clearhead.inspection._record import RecordError
+from clearhead.errors import ArgumentError, RecordError, ShapeError
 from clearhead.plot import Tokens, given, page
 
 from .pages import Contents, Elements

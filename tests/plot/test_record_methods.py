@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from PIL import Image
 
 from clearhead import plot
-from clearhead.inspection._record import RecordError
+from clearhead.errors import RecordError
 
 from .pages import Contents
 from .recorded import record_pair, record_two

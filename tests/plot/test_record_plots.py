@@ -13,8 +13,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 import clearhead
-from clearhead.errors import ArgumentError, ShapeError
-from clearhead.inspection._record import RecordError
+from clearhead.errors import ArgumentError, RecordError, ShapeError
 from clearhead.plot import Tokens, given, plot_heads, plot_map, plot_received, plot_rollout
 from clearhead.plot._ink import save_figure
 

@@ -9,9 +9,8 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 import clearhead
 from clearhead import masks
 from clearhead.positions import ALiBi
-
-from ..kernels.oracle import Problem, gradients, solve
-from .oracle import alibi_slope
+from tests.support.oracle import Problem, gradients, solve
+from tests.support.positions_oracle import alibi_slope
 
 BATCH, HEADS, KV_HEADS, LENGTH, COUNT, HEAD_DIM = 2, 6, 3, 5, 7, 11
 HEAD_COUNTS = [1, 2, 3, 5, 6, 8, 12, 13, 16, 40, 71]

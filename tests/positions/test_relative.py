@@ -15,9 +15,8 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import clearhead
 from clearhead import masks
 from clearhead.positions import ALiBi, RelativeBias
-
-from ..kernels.oracle import Problem, gradients, solve
-from .oracle import bucket, weight_gradient
+from tests.support.oracle import Problem, gradients, solve
+from tests.support.positions_oracle import bucket, weight_gradient
 
 BATCH, HEADS, KV_HEADS, LENGTH, COUNT, HEAD_DIM = 2, 6, 3, 5, 7, 11
 BUCKETS, DISTANCE = 8, 13

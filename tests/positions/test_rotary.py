@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.positions import LinearScaling, Rotary
-
-from .oracle import frequency, turn
+from tests.support.positions_oracle import frequency, turn
 
 BATCH, HEADS, KV_HEADS, LENGTH = 3, 10, 5, 7
 HEAD_DIM = 22

@@ -24,8 +24,7 @@ from clearhead.positions import (
     YarnScaling,
     rotary_from_config,
 )
-
-from .oracle import frequency, turn
+from tests.support.positions_oracle import frequency, turn
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 3, 10, 5, 22
 MAXIMUM = 61  # max_position_embeddings

@@ -11,18 +11,19 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import masks
 from clearhead.errors import ArgumentError, CheckpointError, DTypeError, ShapeError
+from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, load_transformer
 
 E, H, L, S, B = 12, 3, 5, 7, 2
 
 
-def encoder_layer(**options: object) -> clearhead.EncoderLayer:
+def encoder_layer(**options: object) -> EncoderLayer:
     attention = clearhead.MultiHeadAttention(E, H)
-    return clearhead.EncoderLayer(E, attention, clearhead.FeedForward(E, 4 * E), **options)
+    return EncoderLayer(E, attention, FeedForward(E, 4 * E), **options)
 
 
-def decoder_layer(**options: object) -> clearhead.DecoderLayer:
+def decoder_layer(**options: object) -> DecoderLayer:
     attention = [clearhead.MultiHeadAttention(E, H) for _ in range(2)]
-    return clearhead.DecoderLayer(E, *attention, clearhead.FeedForward(E, 4 * E), **options)
+    return DecoderLayer(E, *attention, FeedForward(E, 4 * E), **options)
 
 
 def randomised(module: nn.Module) -> nn.Module:
@@ -54,14 +55,14 @@ def test_an_encoder_layer_equals_pytorchs(
     options: dict[str, object], dtype: torch.dtype, atol: float, batch_first: bool
 ) -> None:
     theirs = randomised(nn.TransformerEncoderLayer(E, H, 4 * E, batch_first=batch_first, dtype=dtype, **options))
-    ours = clearhead.load_transformer(theirs)
+    ours = load_transformer(theirs)
     x = torch.randn(B, L, E, dtype=dtype)
     padding = torch.zeros(B, L, dtype=torch.bool)
     padding[1, 3:] = True
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
     given = x if batch_first else x.transpose(0, 1)
     expected = theirs(given, src_mask=hidden, src_key_padding_mask=padding)
-    found = ours(x, masks.causal() & masks.drop(keys=padding))
+    found = ours(x, mask=masks.causal() & masks.drop(keys=padding))
     torch.testing.assert_close(found, expected if batch_first else expected.transpose(0, 1), rtol=0, atol=atol)
 
 
@@ -69,29 +70,32 @@ def test_an_encoder_layer_equals_pytorchs(
 @dtypes
 def test_a_decoder_layer_equals_pytorchs(options: dict[str, object], dtype: torch.dtype, atol: float) -> None:
     theirs = randomised(nn.TransformerDecoderLayer(E, H, 4 * E, batch_first=True, dtype=dtype, **options))
-    ours = clearhead.load_transformer(theirs)
+    ours = load_transformer(theirs)
     x, memory = torch.randn(B, L, E, dtype=dtype), torch.randn(B, S, E, dtype=dtype)
     padding = torch.zeros(B, S, dtype=torch.bool)
     padding[0, 4:] = True
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
     expected = theirs(x, memory, tgt_mask=hidden, memory_key_padding_mask=padding)
-    found = ours(x, memory, masks.causal(), masks.drop(keys=padding))
+    found = ours(x, memory, mask=masks.causal(), memory_mask=masks.drop(keys=padding))
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_stacks_equal_pytorchs() -> None:
     model = randomised(nn.Transformer(E, H, 2, 3, 4 * E, batch_first=True, dtype=torch.float64))
-    encoder, decoder = clearhead.load_transformer(model.encoder), clearhead.load_transformer(model.decoder)
+    encoder, decoder = (
+        load_transformer(model.encoder),
+        load_transformer(model.decoder),
+    )
     source, target = torch.randn(B, S, E, dtype=torch.float64), torch.randn(B, L, E, dtype=torch.float64)
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
     expected = model(source, target, tgt_mask=hidden)
-    torch.testing.assert_close(decoder(target, encoder(source), masks.causal()), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(decoder(target, encoder(source), mask=masks.causal()), expected, rtol=0, atol=1e-10)
 
 
 def test_gradients_equal_pytorchs() -> None:
     theirs = nn.TransformerEncoderLayer(E, H, 4 * E, dropout=0.0, batch_first=True, dtype=torch.float64)
-    ours = clearhead.load_transformer(theirs)
+    ours = load_transformer(theirs)
     assert ours.training
     x = torch.randn(B, L, E, dtype=torch.float64)
     theirs(x).square().sum().backward()
@@ -104,10 +108,10 @@ def test_gradients_equal_pytorchs() -> None:
 
 def test_loading_keeps_dropout_mode_and_copies_weights() -> None:
     theirs = nn.TransformerEncoderLayer(E, H, 4 * E, dropout=0.3, batch_first=True)
-    ours = clearhead.load_transformer(theirs)
+    ours = load_transformer(theirs)
     assert (ours.dropout.p, ours.feed_forward.dropout.p, ours.self_attention.dropout) == (0.3, 0.3, 0.3)
     assert ours.training
-    assert not clearhead.load_transformer(theirs.eval()).training
+    assert not load_transformer(theirs.eval()).training
     before = theirs.linear1.weight.clone()
     with torch.no_grad():
         ours.feed_forward.linear1.weight.zero_()
@@ -116,23 +120,23 @@ def test_loading_keeps_dropout_mode_and_copies_weights() -> None:
 
 def test_four_lines_of_the_lessons_layer() -> None:
     attention = clearhead.MultiHeadAttention(512, 8, dropout=0.1)
-    feed_forward = clearhead.FeedForward(512, 4 * 512, dropout=0.1)
-    layer = clearhead.EncoderLayer(512, attention, feed_forward, dropout=0.1)
+    feed_forward = FeedForward(512, 4 * 512, dropout=0.1)
+    layer = EncoderLayer(512, attention, feed_forward, dropout=0.1)
     assert layer(torch.randn(2, 5, 512)).shape == (2, 5, 512)
 
 
 def test_weights_are_passed_through() -> None:
     x, memory = torch.randn(B, L, E), torch.randn(B, S, E)
-    output, weights = encoder_layer()(x, masks.causal(), need_weights=True)
+    output, weights = encoder_layer()(x, mask=masks.causal(), need_weights=True)
     assert output.shape == (B, L, E)
     assert weights.shape == (B, L, L)
     assert not weights.triu(1).any()
     _, (own, cross) = decoder_layer()(x, memory, need_weights=True, average_attn_weights=False)
     assert own.shape == (B, H, L, L)
     assert cross.shape == (B, H, L, S)
-    _, collected = clearhead.Encoder(encoder_layer() for _ in range(3))(x, need_weights=True)
+    _, collected = Encoder(encoder_layer() for _ in range(3))(x, need_weights=True)
     assert [tuple(found.shape) for found in collected] == [(B, L, L)] * 3
-    _, pairs = clearhead.Decoder(decoder_layer() for _ in range(2))(x, memory, need_weights=True)
+    _, pairs = Decoder(decoder_layer() for _ in range(2))(x, memory, need_weights=True)
     assert [tuple(pair.cross_attention.shape) for pair in pairs] == [(B, L, S)] * 2
 
 
@@ -150,7 +154,7 @@ def test_any_attention_norm_and_feed_forward_can_be_put_in() -> None:
             return (query if key is None else key).mean(-2, keepdim=True).expand_as(query)
 
     norm = partial(nn.RMSNorm, eps=1e-6)
-    layer = clearhead.EncoderLayer(E, Mean(), nn.Linear(E, E), norm=norm, norm_first=True)
+    layer = EncoderLayer(E, Mean(), nn.Linear(E, E), norm=norm, norm_first=True)
     assert isinstance(layer.norm1, nn.RMSNorm)
     x = torch.randn(B, L, E)
     y = x + layer.norm1(x).mean(-2, keepdim=True)
@@ -173,14 +177,14 @@ def test_what_is_wrong_is_said() -> None:
     with pytest.raises(ShapeError, match=r"^x: expected \(B, L, E\) with E = 12.*got \(2, 5, 11\)"):
         encoder_layer()(torch.randn(B, L, 11))
     with pytest.raises(DTypeError, match=r"^self_attention: expected a torch.nn.Module, got str"):
-        clearhead.EncoderLayer(E, "attention", nn.Identity())
+        EncoderLayer(E, "attention", nn.Identity())
     with pytest.raises(ArgumentError, match=r"^layers: expected at least one layer, got none"):
-        clearhead.Encoder([])
+        Encoder([])
     with pytest.raises(
         DTypeError, match=r"^module: expected one of nn.TransformerEncoderLayer.*got Linear.*checkpoints"
     ):
-        clearhead.load_transformer(nn.Linear(2, 2))
+        load_transformer(nn.Linear(2, 2))
     layer = nn.TransformerEncoderLayer(E, H, 4 * E)
     layer.self_attn = nn.MultiheadAttention(E, H, add_bias_kv=True)
     with pytest.raises(CheckpointError, match=r"clearhead.nn.MultiheadAttention"):
-        clearhead.load_transformer(layer)
+        load_transformer(layer)

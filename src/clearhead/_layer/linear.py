@@ -55,7 +55,7 @@ class use_linear(forcing[str]):
     Example:
         >>> import torch, clearhead
         >>> with clearhead.use_linear("pytorch"):
-        ...     clearhead.Linear(3, 2)(torch.randn(5, 3)).shape
+        ...     clearhead.nn.Linear(3, 2)(torch.randn(5, 3)).shape
         torch.Size([5, 2])
     """
 
@@ -73,7 +73,7 @@ class Linear(nn.Linear):
 
     Example:
         >>> import torch, clearhead
-        >>> clearhead.Linear(3, 2)(torch.randn(5, 3)).shape
+        >>> clearhead.nn.Linear(3, 2)(torch.randn(5, 3)).shape
         torch.Size([5, 2])
     """
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .._checks import integer
+from .._statistics.compute import attention_statistics
 from ..errors import DTypeError, explain_problem
-from ..inspection._compute import attention_statistics
 from ..masks._base import Mask
 from ..masks._positional import Present
 from ._base import Buffers, Cache, KeyValues, Positions, checked_indices, require_sizes

@@ -10,8 +10,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..inspection._doctor import Report, examine
-from ..inspection._doctor_page import TABLE_TITLE, dtypes_of, failure_lines, refusal_lines, table_rows, verdict
+from ..inspection._doctor import examine
+from ..inspection._doctor_report import (
+    TABLE_TITLE,
+    Report,
+    dtypes_of,
+    failure_lines,
+    refusal_lines,
+    table_rows,
+    verdict,
+)
 
 __all__ = ["doctor"]
 

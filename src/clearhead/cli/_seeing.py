@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, ClearheadError, explain_problem
-from ..inspection._record import UnseenAttentionWarning, record
+from ..errors import ArgumentError, ClearheadError, UnseenAttentionWarning, explain_problem
+from ..inspection._record import record
 from ..integrations._hub import shortened
 from ..plot._collect import ItemPicture, LayerPicture, SectionPicture, collect
 from ..plot._crops import with_crops

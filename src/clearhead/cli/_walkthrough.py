@@ -10,8 +10,8 @@ import typer
 from .. import masks
 from .._multihead import MultiHeadAttention
 from ..errors import explain_problem
-from ..inspection._walkthrough import Walkthrough
 from ..inspection._walkthrough import walkthrough as walk_through
+from ..inspection._walkthrough_result import Walkthrough
 from ..inspection._walkthrough_text import LANGUAGES
 from ._errors import UsageProblem
 

@@ -6,10 +6,7 @@ import platform
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from importlib import metadata
-from math import inf, isfinite, isnan
-from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,98 +15,17 @@ from .._layer.linear import describe_product
 from .._native import instruction_set, why_missing
 from .._version import __version__
 from .._versions import untested_versions
-from ..kernels import KERNELS, use_kernel
+from ..kernels._dispatch import KERNELS, use_kernel
 from ._doctor_cases import CASES, Case, Inputs, Result
+from ._doctor_report import Check, Measure, Report
 
-__all__ = ["Check", "Report", "examine"]
+__all__ = ["examine"]
 
 #: The tolerances of docs/architecture.md: relative to the largest entry of the exact result …
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 #: … and for half precision, how often the error of `reference` in the same dtype.
 HALF_FACTOR = 2.0
 OPTIONAL_PACKAGES = ("transformers", "safetensors", "typer", "rich", "matplotlib", "numpy")
-
-
-@dataclass(frozen=True)
-class Measure:
-    """One error and its limit, both relative to the largest entry of the exact result."""
-
-    error: float
-    limit: float
-
-    @property
-    def within(self) -> bool:
-        return self.error <= self.limit
-
-    @property
-    def share(self) -> float:
-        """How much of the limit the error uses up; infinite for NaN."""
-        if isnan(self.error):
-            return inf
-        return self.error / self.limit if self.limit else (0.0 if self.error == 0 else inf)
-
-
-@dataclass(frozen=True)
-class Check:
-    """One kernel on one call in one dtype.
-
-    Args:
-        kernel: its name.
-        case: name of the call.
-        dtype: ``"float32"``.
-        status: ``"ok"``, ``"failed"``, or ``"refused"`` by the kernel itself.
-        output: error of the output; ``None`` if nothing was computed.
-        gradient: the worst error among the gradients of all inputs; ``None`` if the kernel refused them, and the
-            output was computed as for inference.
-        worst_gradient: the input it belongs to.
-        reasons: why the kernel refused the call or its gradients, or the error it died of.
-    """
-
-    kernel: str
-    case: str
-    dtype: str
-    status: Literal["ok", "failed", "refused"]
-    output: Measure | None = None
-    gradient: Measure | None = None
-    worst_gradient: str = ""
-    reasons: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `examine` found; ``str()`` is plain text.
-
-    Args:
-        versions: of Clearhead, Python, PyTorch and the optional packages.
-        machine: platform, processor, accelerators and threads.
-        kernels: each kernel's reasons against a plain call; empty if it is available.
-        checks: every kernel × call × dtype.
-        warning: versions of PyTorch or Python that Clearhead is not tested with, in a line; empty if there are none.
-    """
-
-    versions: dict[str, str]
-    machine: dict[str, str]
-    kernels: dict[str, tuple[str, ...]]
-    checks: tuple[Check, ...]
-    warning: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """Whether no check failed; a refusal is no failure."""
-        return not self.failures
-
-    @property
-    def failures(self) -> tuple[Check, ...]:
-        return tuple(check for check in self.checks if check.status == "failed")
-
-    def as_dict(self) -> dict[str, Any]:
-        """Everything as plain JSON values; an error that is not a finite number becomes a string."""
-        return {"passed": self.passed, **_plain(asdict(self))}
-
-    def __str__(self) -> str:
-        from ._doctor_page import write_report
-
-        return write_report(self)
 
 
 def examine() -> Report:
@@ -235,13 +151,3 @@ def _machine() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "threads between operations": str(torch.get_num_interop_threads()),
     }
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not isfinite(value):
-        return str(value)
-    return value

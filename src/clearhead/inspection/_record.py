@@ -14,30 +14,29 @@ from torch import Tensor, nn
 from .._call.observers import observing
 from .._call.spec import AttentionCall
 from .._checks import choice, index, integer, item_number, items, module, require_slice, shown
-from .._weights import Queries, checked_queries, row_numbers
-from ..errors import ArgumentError, UnknownNameError, explain_problem
-from ._capture import CaptureMode, obstacle
-from ._compute import (
+from .._statistics.arguments import (
     DEFAULT,
-    AttentionStatistics,
     Per,
-    compute_statistics,
     counted_queries,
-    exact_weights,
     make_options,
     query_marks,
     require_names,
     require_per,
     whole_numbers,
 )
+from .._statistics.compute import compute_statistics, exact_weights
+from .._statistics.result import AttentionStatistics
+from .._statistics.rollout import rollout
+from .._statistics.summary import Summary, fold, summarize
+from .._weights import Queries, checked_queries, row_numbers
+from ..errors import ArgumentError, RecordError, UnknownNameError, explain_problem
+from ._capture import CaptureMode, obstacle
 from ._drawing import Drawable
 from ._naming import ModuleNames, uncompiled
 from ._padding import PaddingFinder
-from ._rollout import rollout
-from ._summary import Summary, fold, summarize
-from ._unseen import RecordError, Unseen, UnseenAttentionWarning
+from ._unseen import Unseen
 
-__all__ = ["Calls", "RecordError", "UnseenAttentionWarning", "record"]
+__all__ = ["Calls", "record"]
 
 Keep = Literal["statistics", "queries_keys"]
 
@@ -304,7 +303,7 @@ class record(Drawable, Mapping[str, Calls]):
             residual: share of the residual connection. Default 0.5.
 
         Returns:
-            (B, t, L), see `clearhead.inspection._rollout`.
+            (B, t, L), see `clearhead._statistics.rollout`.
 
         Raises:
             RecordError: if queries and keys were not kept. And what `rollout` raises.

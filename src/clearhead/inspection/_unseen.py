@@ -7,19 +7,11 @@ from collections.abc import Collection
 
 from torch import nn
 
-from ..errors import ClearheadError
+from ..errors import RecordError, UnseenAttentionWarning
 
-__all__ = ["SOFTMAX", "RecordError", "Unseen", "UnseenAttentionWarning"]
+__all__ = ["SOFTMAX", "Unseen"]
 
 SOFTMAX = "a softmax over four dimensions"
-
-
-class RecordError(ClearheadError, RuntimeError):
-    """Nothing could be recorded, or something was asked of a record that it did not keep."""
-
-
-class UnseenAttentionWarning(UserWarning):
-    """A module attended in a way that cannot be recorded; its attention is not in the record."""
 
 
 class Unseen:

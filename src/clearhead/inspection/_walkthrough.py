@@ -2,61 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from .._checks import shown, strided
 from .._multihead import MultiHeadAttention
-from ..errors import ArgumentError, DTypeError, UnknownNameError, explain_problem
+from ..errors import ArgumentError, DTypeError, explain_problem
 from ..masks import Mask
-from ._walkthrough_steps import Recorder, Step, take_steps
+from ._walkthrough_result import Walkthrough
+from ._walkthrough_steps import Recorder, take_steps
 from ._walkthrough_text import LANGUAGES
 
-__all__ = ["Step", "Walkthrough", "walkthrough"]
+__all__ = ["walkthrough"]
 
 # Relative to the largest output; for half precision, a few roundings of the last bit.
 _AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-@dataclass(frozen=True, eq=False)
-class Walkthrough:
-    """Every step of one call; ``str()`` is the text to read.
-
-    Args:
-        language: ``"en"`` or ``"zh"``.
-        sizes: the number behind each letter of the shapes.
-        steps: in the order they are computed; ``walkthrough["scores"]`` finds one by name.
-        output: what the steps end with, (B, L, E).
-        difference: largest absolute difference to what the module itself returns.
-        agrees: whether rounding explains that difference.
-        hidden_rows: bool (B, H, L), ``True`` where a query sees no key.
-        training: whether the module was in training mode (the steps are always those of evaluation mode).
-    """
-
-    language: str
-    sizes: Mapping[str, int]
-    steps: tuple[Step, ...]
-    output: Tensor = field(repr=False)
-    difference: float
-    agrees: bool
-    hidden_rows: Tensor = field(repr=False)
-    training: bool
-
-    def __getitem__(self, name: str) -> Step:
-        for step in self.steps:
-            if isinstance(name, str) and step.name == name:
-                return step
-        known = ", ".join(step.name for step in self.steps)
-        raise UnknownNameError(explain_problem("name", expected=f"one of {known}", got=shown(name)))
-
-    def __str__(self) -> str:
-        from ._walkthrough_page import write_page
-
-        return write_page(self)
 
 
 def walkthrough(
@@ -64,8 +27,8 @@ def walkthrough(
     query: Tensor,
     key: Tensor | None = None,
     value: Tensor | None = None,
-    mask: Mask | Tensor | None = None,
     *,
+    mask: Mask | Tensor | None = None,
     language: str = "en",
 ) -> Walkthrough:
     """Run one call of a module step by step and say what every step and every shape means.
@@ -101,7 +64,7 @@ def walkthrough(
     _check_arguments(module, language)
     query, key, value = _with_batch(query, key, value)
     with torch.no_grad(), _evaluation_mode(module) as training:
-        returned = module(query, key, value, mask)
+        returned = module(query, key, value, mask=mask)
         recorder = Recorder(language)
         output, hidden_rows = take_steps(recorder, module, query, key, value, mask)
     difference, largest = _largest_difference(output, returned)

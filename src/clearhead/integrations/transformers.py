@@ -26,8 +26,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import output_capturing
 
-from .. import attention, attention_weights, masks
+from .. import masks
+from .._attention import attention
 from .._checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, size, strided, with_values
+from .._weights import attention_weights
 from ..errors import (
     ArgumentError,
     ClearheadError,

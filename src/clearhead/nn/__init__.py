@@ -7,7 +7,8 @@ Example:
     True
 """
 
+from .._layer.linear import Linear
 from . import functional
 from ._multihead_attention import MultiheadAttention
 
-__all__ = ["MultiheadAttention", "functional"]
+__all__ = ["Linear", "MultiheadAttention", "functional"]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, explain_problem
-from ..inspection._compute import AttentionStatistics, compute_statistics
-from ..inspection._record import RecordError
+from .._statistics.compute import compute_statistics
+from .._statistics.result import AttentionStatistics
+from ..errors import RecordError, ShapeError, explain_problem
 from ._protocol import Recorded
 from ._sections import Section, extent_of, find_sections, fitted, number_of_calls
 from ._tokens import Tokens, as_tokens

@@ -10,13 +10,14 @@ from torch import Tensor
 from .._call.spec import AttentionCall, build_call
 from .._checks import FLOATS, items, shown, strided, text, with_values
 from .._checks import index as index_of
+from .._statistics.arguments import make_options
+from .._statistics.compute import compute_statistics
+from .._statistics.result import AttentionStatistics
+from .._statistics.rollout import rollout
+from .._statistics.summary import Summary, summarize
 from .._weights import Queries, row_numbers
 from .._weights_passes import compute_weights
 from ..errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, explain_problem, shape_text
-from ..inspection._compute import AttentionStatistics, compute_statistics, make_options
-from ..inspection._drawing import Drawable
-from ..inspection._rollout import rollout
-from ..inspection._summary import Summary, summarize
 from ..masks._tensors import bias
 
 __all__ = ["given"]
@@ -65,8 +66,11 @@ def given(weights: Sequence[Tensor], names: Sequence[str] | None = None) -> Give
 
 
 @final
-class Given(Drawable, Mapping[str, Sequence[AttentionStatistics]]):
+class Given(Mapping[str, Sequence[AttentionStatistics]]):
     """Statistics of weights that were given; see `given`."""
+
+    from ._html import page
+    from ._record_plots import plot_heads, plot_map, plot_received, plot_rollout
 
     def __init__(self, calls: dict[str, AttentionCall]) -> None:
         self._calls = calls

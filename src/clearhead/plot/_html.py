@@ -17,8 +17,7 @@ from typing import Any
 
 from .._checks import integer, shown, text
 from .._checks import items as items_of
-from ..errors import ArgumentError, DTypeError, FileError, ShapeError, explain_problem
-from ..inspection._record import RecordError
+from ..errors import ArgumentError, DTypeError, FileError, RecordError, ShapeError, explain_problem
 from ._collect import ItemPicture, collect
 from ._crops import CropRequest, with_crops
 from ._heads import summarize

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .._checks import integer
-from ..inspection._record import RecordError
+from ..errors import RecordError
 from ._collect import ItemPicture, LayerPicture, SectionPicture, item_places
 from ._crops import cut_crop, require_head
 from ._labels import layer_labels

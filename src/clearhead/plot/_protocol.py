@@ -9,10 +9,10 @@ from torch import Tensor
 
 from .._call.spec import AttentionCall
 from .._checks import shown
+from .._statistics.result import AttentionStatistics
+from .._statistics.summary import Summary
 from .._weights import Queries
 from ..errors import DTypeError, explain_problem
-from ..inspection._compute import AttentionStatistics
-from ..inspection._summary import Summary
 
 __all__ = ["Recorded", "require_record"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from .._statistics.result import AttentionStatistics
 from ..errors import ArgumentError, ShapeError, explain_problem
-from ..inspection._compute import AttentionStatistics
 from ._protocol import Recorded
 from ._tokens import Tokens
 

@@ -21,7 +21,7 @@ class DecoderWeights(NamedTuple):
 
     Example:
         >>> import torch, clearhead
-        >>> clearhead.DecoderWeights(torch.zeros(2, 5, 5), torch.zeros(2, 5, 7)).cross_attention.shape
+        >>> clearhead.transformer.DecoderWeights(torch.zeros(2, 5, 5), torch.zeros(2, 5, 7)).cross_attention.shape
         torch.Size([2, 5, 7])
     """
 
@@ -39,7 +39,7 @@ class DecoderCache(NamedTuple):
     Example:
         >>> import torch, clearhead
         >>> from clearhead.caches import CrossKVCache, KVCache
-        >>> cache = clearhead.DecoderCache(KVCache(2, 3, max_length=9, head_dim=4), CrossKVCache())
+        >>> cache = clearhead.transformer.DecoderCache(KVCache(2, 3, max_length=9, head_dim=4), CrossKVCache())
         >>> cache.reorder(torch.tensor([1, 1]))
         >>> cache.length
         0
@@ -95,7 +95,7 @@ class DecoderLayer(Layer):
     Example:
         >>> import torch, clearhead
         >>> attention = [clearhead.MultiHeadAttention(12, 3) for _ in range(2)]
-        >>> layer = clearhead.DecoderLayer(12, *attention, clearhead.FeedForward(12, 48))
+        >>> layer = clearhead.transformer.DecoderLayer(12, *attention, clearhead.transformer.FeedForward(12, 48))
         >>> x, memory = torch.zeros(2, 5, 12), torch.zeros(2, 7, 12)
         >>> output, weights = layer(x, memory, mask=clearhead.masks.causal(), need_weights=True)
         >>> output.shape, weights.cross_attention.shape

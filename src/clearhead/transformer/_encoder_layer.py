@@ -41,8 +41,8 @@ class EncoderLayer(Layer):
     Example:
         >>> import torch, clearhead
         >>> attention = clearhead.MultiHeadAttention(512, 8, dropout=0.1)
-        >>> feed_forward = clearhead.FeedForward(512, 4 * 512, dropout=0.1)
-        >>> layer = clearhead.EncoderLayer(512, attention, feed_forward, dropout=0.1)
+        >>> feed_forward = clearhead.transformer.FeedForward(512, 4 * 512, dropout=0.1)
+        >>> layer = clearhead.transformer.EncoderLayer(512, attention, feed_forward, dropout=0.1)
         >>> layer(torch.zeros(2, 5, 512)).shape
         torch.Size([2, 5, 512])
     """

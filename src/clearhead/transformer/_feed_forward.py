@@ -35,7 +35,7 @@ class FeedForward(nn.Module):
 
     Example:
         >>> import torch, clearhead
-        >>> clearhead.FeedForward(12, 48, activation=torch.nn.GELU())(torch.zeros(2, 5, 12)).shape
+        >>> clearhead.transformer.FeedForward(12, 48, activation=torch.nn.GELU())(torch.zeros(2, 5, 12)).shape
         torch.Size([2, 5, 12])
     """
 
@@ -85,7 +85,7 @@ class SwiGLU(nn.Module):
 
     Example:
         >>> import torch, clearhead
-        >>> clearhead.SwiGLU(12, 32)(torch.zeros(2, 5, 12)).shape
+        >>> clearhead.transformer.SwiGLU(12, 32)(torch.zeros(2, 5, 12)).shape
         torch.Size([2, 5, 12])
     """
 

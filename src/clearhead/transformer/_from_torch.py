@@ -39,7 +39,7 @@ def load_transformer(module: nn.Module) -> Ours:
         >>> import torch, clearhead
         >>> theirs = torch.nn.TransformerEncoderLayer(12, 3, batch_first=True).eval()
         >>> x = torch.randn(2, 5, 12)
-        >>> ours = clearhead.load_transformer(theirs)
+        >>> ours = clearhead.transformer.load_transformer(theirs)
         >>> torch.allclose(ours(x), theirs(x), atol=1e-5)
         True
     """

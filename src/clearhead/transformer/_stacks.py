@@ -31,8 +31,8 @@ class Encoder(nn.Module):
         >>> import torch, clearhead
         >>> def layer():
         ...     attention = clearhead.MultiHeadAttention(12, 3)
-        ...     return clearhead.EncoderLayer(12, attention, clearhead.FeedForward(12, 48))
-        >>> encoder = clearhead.Encoder(layer() for _ in range(2))
+        ...     return clearhead.transformer.EncoderLayer(12, attention, clearhead.transformer.FeedForward(12, 48))
+        >>> encoder = clearhead.transformer.Encoder(layer() for _ in range(2))
         >>> output, weights = encoder(torch.zeros(2, 5, 12), need_weights=True)
         >>> output.shape, len(weights), weights[0].shape
         (torch.Size([2, 5, 12]), 2, torch.Size([2, 5, 5]))
@@ -41,8 +41,8 @@ class Encoder(nn.Module):
 
         >>> x, causal, caches = torch.randn(2, 5, 12), clearhead.masks.causal(), encoder.make_cache(2, max_length=5)
         >>> with torch.no_grad():
-        ...     steps = [encoder(x[:, [i]], causal, cache=caches) for i in range(5)]
-        >>> torch.allclose(torch.cat(steps, 1), encoder(x, causal), atol=1e-5)
+        ...     steps = [encoder(x[:, [i]], mask=causal, cache=caches) for i in range(5)]
+        >>> torch.allclose(torch.cat(steps, 1), encoder(x, mask=causal), atol=1e-5)
         True
     """
 
@@ -138,8 +138,8 @@ class Decoder(nn.Module):
         >>> import torch, clearhead
         >>> def layer():
         ...     attention = [clearhead.MultiHeadAttention(12, 3) for _ in range(2)]
-        ...     return clearhead.DecoderLayer(12, *attention, clearhead.FeedForward(12, 48))
-        >>> decoder = clearhead.Decoder(layer() for _ in range(2))
+        ...     return clearhead.transformer.DecoderLayer(12, *attention, clearhead.transformer.FeedForward(12, 48))
+        >>> decoder = clearhead.transformer.Decoder(layer() for _ in range(2))
         >>> x, memory, causal = torch.randn(2, 5, 12), torch.randn(2, 7, 12), clearhead.masks.causal()
         >>> whole = decoder(x, memory, mask=causal)
 

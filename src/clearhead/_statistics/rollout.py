@@ -12,7 +12,7 @@ from .._checks import is_probability, items, number, shown
 from .._weights import row_numbers
 from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem
 from ..kernels._blocks import score_blocks
-from ._rows import Rows
+from .rows import Rows
 
 __all__ = ["rollout"]
 

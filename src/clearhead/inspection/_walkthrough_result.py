@@ -1,19 +1,20 @@
-"""A walkthrough as text to read in a terminal."""
+"""A walkthrough, and its text for a terminal."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from ..errors import shape_text
+from torch import Tensor
+
+from .._checks import shown
+from ..errors import UnknownNameError, explain_problem, shape_text
+from ._walkthrough_steps import Step
 from ._walkthrough_text import LANGUAGES, Language
 
-if TYPE_CHECKING:
-    from ._walkthrough import Walkthrough
-    from ._walkthrough_steps import Step
-
-__all__ = ["write_page"]
+__all__ = ["Walkthrough"]
 
 _WIDTH = 96
 _LARGEST_TABLE = 6
@@ -21,7 +22,42 @@ _PLACES_NAMED = 4
 _NEVER_FIRST = "，。；：、）”？！"
 
 
-def write_page(walk: Walkthrough) -> str:
+@dataclass(frozen=True, eq=False)
+class Walkthrough:
+    """Every step of one call; ``str()`` is the text to read.
+
+    Args:
+        language: ``"en"`` or ``"zh"``.
+        sizes: the number behind each letter of the shapes.
+        steps: in the order they are computed; ``walkthrough["scores"]`` finds one by name.
+        output: what the steps end with, (B, L, E).
+        difference: largest absolute difference to what the module itself returns.
+        agrees: whether rounding explains that difference.
+        hidden_rows: bool (B, H, L), ``True`` where a query sees no key.
+        training: whether the module was in training mode (the steps are always those of evaluation mode).
+    """
+
+    language: str
+    sizes: Mapping[str, int]
+    steps: tuple[Step, ...]
+    output: Tensor = field(repr=False)
+    difference: float
+    agrees: bool
+    hidden_rows: Tensor = field(repr=False)
+    training: bool
+
+    def __getitem__(self, name: str) -> Step:
+        for step in self.steps:
+            if isinstance(name, str) and step.name == name:
+                return step
+        known = ", ".join(step.name for step in self.steps)
+        raise UnknownNameError(explain_problem("name", expected=f"one of {known}", got=shown(name)))
+
+    def __str__(self) -> str:
+        return _write(self)
+
+
+def _write(walk: Walkthrough) -> str:
     """Write all steps, a table of weights where the lengths are small, and what there is to notice."""
     words = LANGUAGES[walk.language]
     lines = [words.phrases["heading"], "", words.phrases["letters"]]

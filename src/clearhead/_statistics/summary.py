@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .._checks import shown
 from ..errors import UnknownNameError, explain_problem
-from ._compute import AttentionStatistics
-from ._statistics import TopK
+from .definitions import TopK
+from .result import AttentionStatistics
 
 __all__ = ["Summary", "fold", "summarize"]
 

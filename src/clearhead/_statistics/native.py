@@ -12,7 +12,7 @@ from .._call.spec import AttentionCall
 from .._environment import is_tracing
 from ..kernels._blocks import exact_dtype
 from ..kernels._native_statistics import MOST_KEYS_OF_A_QUERY, WeightStatistics, gather, refuses
-from ._statistics import Options, TopK, mean_of_tiles
+from .definitions import Options, TopK, mean_of_tiles
 
 __all__ = ["native_results"]
 

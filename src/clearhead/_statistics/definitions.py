@@ -16,7 +16,7 @@ from torch import Tensor
 from .._call.spec import AttentionCall
 from ..kernels._blocks import LongSum, grouped, long_product
 from ..masks._grid import take
-from ._rows import GROUP, Rows
+from .rows import GROUP, Rows
 
 __all__ = ["STATISTICS", "Options", "Statistic", "TopK", "mean_of_tiles"]
 

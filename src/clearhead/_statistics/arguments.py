@@ -1,0 +1,131 @@
+"""The arguments of statistics: their names, options and the queries they count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .._call.spec import AttentionCall
+from .._checks import INTEGERS, LARGEST, choice, items, shown, strided, with_values
+from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
+from .definitions import STATISTICS, Options
+
+__all__ = [
+    "DEFAULT",
+    "Per",
+    "counted_queries",
+    "make_options",
+    "query_marks",
+    "require_names",
+    "require_per",
+    "whole_numbers",
+]
+
+Per = Literal["query_head", "kv_head"]
+DEFAULT = ("entropy", "received", "max_logit", "top_k")
+_UNAVERAGED = ("top_k", "output", "rows")
+
+
+def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]:
+    """Check the names of statistics.
+
+    Raises:
+        ArgumentError: for an unknown one, or one that needs values where there are none.
+    """
+    known = (*STATISTICS, "rows")
+    expected = f"names among {', '.join(known)}"
+    names = (statistics,) if isinstance(statistics, str) else tuple(items("statistics", statistics, expected))
+    for name in names:
+        if not isinstance(name, str) or name not in known:
+            raise ArgumentError(explain_problem("statistics", expected=expected, got=shown(name)))
+    for name in ("output", "output_norm"):
+        if name in names and not has_value:
+            raise ArgumentError(
+                explain_problem("statistics", expected=f"value= for {name!r}", got="no value", fix="Pass value=.")
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def make_options(
+    top_k: int, map_size: int, map_pooling: Literal["mass", "max"], sink_keys: int, offsets: Sequence[int]
+) -> Options:
+    """Check the options.
+
+    Raises:
+        ArgumentError: for a number that is not positive or an unknown pooling.
+    """
+    for name, number in (("top_k", top_k), ("map_size", map_size), ("sink_keys", sink_keys)):
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= LARGEST:
+            raise ArgumentError(explain_problem(name, expected="an int ≥ 1", got=shown(number)))
+    choice("map_pooling", map_pooling, ("mass", "max"))
+    return Options(top_k, map_size, map_pooling, sink_keys, whole_numbers("offsets", offsets))
+
+
+def whole_numbers(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
+    """Check a list of numbers.
+
+    Raises:
+        ArgumentError: if it is something else.
+    """
+    expected = "a list of whole numbers"
+    try:
+        whole = tuple(index(number) for number in items(name, numbers, expected))
+    except (TypeError, RuntimeError):  # tensors on meta have no numbers
+        raise ArgumentError(explain_problem(name, expected=expected, got=shown(numbers))) from None
+    if not all(-LARGEST <= number <= LARGEST for number in whole):
+        raise ArgumentError(explain_problem(name, expected=f"{expected} of at most {LARGEST}", got=shown(numbers)))
+    return whole
+
+
+def require_per(per: Per, names: Sequence[str]) -> None:
+    """Raise unless every statistic has the average over heads that `per` asks for.
+
+    Raises:
+        ArgumentError: for another word, or ``top_k``, ``output`` and ``rows``, which have no average.
+    """
+    choice("per", per, ("query_head", "kv_head"))
+    unaveraged = [name for name in names if name in _UNAVERAGED]
+    verb = "have" if len(unaveraged) > 1 else "has"
+    if per == "kv_head" and unaveraged:
+        raise ArgumentError(
+            explain_problem(
+                "per",
+                expected=f"'query_head' for {' and '.join(unaveraged)}, which {verb} no average over heads",
+                got="'kv_head'",
+                fix=f"Write statistics={tuple(name for name in names if name not in unaveraged)}.",
+            )
+        )
+
+
+def counted_queries(query_mask: Tensor | None, call: AttentionCall) -> Tensor | None:
+    """Check a `query_mask` against a call: bool (B, L), or ``None``.
+
+    Raises:
+        DTypeError, ShapeError: if it does not fit.
+    """
+    if query_mask is None:
+        return None
+    expected = (call.grid.batch_size, call.grid.query_length)
+    query_mask = query_marks(query_mask)
+    if tuple(query_mask.shape) != expected:
+        raise ShapeError(
+            explain_problem("query_mask", expected=f"(B, L) = {expected}", got=shape_text(query_mask.shape))
+        )
+    return query_mask.to(device=call.query.device, dtype=torch.bool)
+
+
+def query_marks(query_mask: object) -> Tensor:
+    """A bool or 0/1 tensor, of any shape.
+
+    Raises:
+        DTypeError: for anything else.
+    """
+    expected = "a bool or 0/1 tensor (B, L)"
+    marks = with_values("query_mask", strided("query_mask", query_mask, expected))
+    if marks.dtype != torch.bool and marks.dtype not in INTEGERS:
+        raise DTypeError(explain_problem("query_mask", expected=expected, got=str(marks.dtype)))
+    return marks

@@ -1,0 +1,180 @@
+"""`attention_statistics`: what one attention call attends to, without its (B, H, L, S) tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .._attention import autocast_off, cast_for_autocast
+from .._call.spec import AttentionCall, build_call
+from .._environment import is_tracing
+from .._weights import Queries, row_numbers
+from ..kernels._blocks import exact_dtype, score_blocks
+from ..kernels._native_statistics import native_weights
+from ..masks._base import Mask
+from .arguments import DEFAULT, Per, counted_queries, make_options, require_names, require_per
+from .definitions import STATISTICS, Options, Statistic
+from .native import native_results
+from .result import AttentionStatistics
+from .rows import Rows
+
+__all__ = ["attention_statistics", "compute_statistics", "exact_weights"]
+
+
+def attention_statistics(
+    query: Tensor,
+    key: Tensor,
+    mask: Mask | Tensor | None = None,
+    *,
+    value: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
+    statistics: Sequence[str] = DEFAULT,
+    query_mask: Tensor | None = None,
+    queries: Queries | None = None,
+    top_k: int = 8,
+    map_size: int = 128,
+    map_pooling: Literal["mass", "max"] = "mass",
+    sink_keys: int = 1,
+    offsets: Sequence[int] = (-1,),
+    per: Per = "query_head",
+) -> AttentionStatistics:
+    """Fold the weights of one call, block by block, into the statistics asked for. Gradients are not recorded.
+
+    The weights p are those of `attention` before dropout, from scores in float32 (float64 for float64 inputs). Peak
+    memory is that of a block and of the results.
+
+    Args:
+        query: (B, H, L, D), or (H, L, D) without a batch.
+        key: (B, Hkv, S, D).
+        mask, scale, softcap, sinks, query_positions, key_positions: as for `attention`.
+        value: (B, Hkv, S, Dv), for ``output`` and ``output_norm``.
+        statistics: any of
+
+            * ``entropy`` −Σ_j p ln p in nats (B, H, L), and ``normalized_entropy``, divided by ln(visible keys)
+            * ``received`` Σ_i p (B, H, S), and ``received_mean``, per query that sees the key
+            * ``max_logit`` the largest score (B, H), signed
+            * ``confidence`` max_j p (B, H, L)
+            * ``top_k`` the largest weights of each query, ``.indices`` and ``.weights`` (B, H, L, k)
+            * ``sink`` the mass on the first `sink_keys` visible keys (B, H, L)
+            * ``distance`` Σ_j p |i − j| (B, H, L)
+            * ``offset`` the mean weight at each of `offsets` (B, H, number of offsets)
+            * ``map`` the weights pooled to `map_size` × `map_size` tiles (B, H, R, R)
+            * ``head_average`` the mean over heads (B, L, S)
+            * ``rows`` the weights of the queries in `queries` (B, H, n, S)
+            * ``output`` Σ_j p v, what `attention` gives without dropout, in the inputs' dtype (B, H, L, Dv); on the CPU
+              it comes from the same pass, which costs less than two
+            * ``output_norm`` ‖Σ_j p v‖ (B, H, L)
+        query_mask: bool or 0/1 (B, L); queries marked 0 (padding) are left out of ``received``, ``max_logit``,
+            ``offset`` and ``map``. Default: all count.
+        queries: which queries ``rows`` means; default all.
+        top_k, map_size, map_pooling, sink_keys, offsets: see above; `map_pooling` is ``"mass"`` or ``"max"``.
+        per: ``"kv_head"`` averages over the query heads of each key/value head; name the statistics then, because the
+            default ones include ``top_k``, which has no average. Default ``"query_head"``.
+
+    Returns:
+        An `AttentionStatistics`.
+
+    Raises:
+        ArgumentError: for an unknown statistic or option; ``output`` or ``output_norm`` without `value`.
+        ShapeError, DTypeError: as `attention`.
+
+    Example:
+        >>> import torch, clearhead
+        >>> x = torch.zeros(1, 1, 4, 8)
+        >>> found = clearhead.attention_statistics(x, x, clearhead.masks.causal(), statistics=("entropy",))
+        >>> found.entropy.exp().round().tolist()  # a uniform query sees e^entropy keys
+        [[[1.0, 2.0, 3.0, 4.0]]]
+    """
+    names = require_names(statistics, value is not None)
+    options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
+    query, key, *values = cast_for_autocast(query, key, *(() if value is None else (value,)))
+    with torch.no_grad(), autocast_off(query):
+        call = build_call(
+            query,
+            key,
+            values[0] if values else None,
+            mask,
+            scale=scale,
+            dropout_p=0.0,
+            softcap=softcap,
+            sinks=sinks,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            return_lse=False,
+        )
+        return compute_statistics(call, names, options, counted_queries(query_mask, call), queries, per)
+
+
+def compute_statistics(
+    call: AttentionCall,
+    names: Sequence[str],
+    options: Options,
+    counted: Tensor | None,
+    queries: Queries | None = None,
+    per: Per = "query_head",
+) -> AttentionStatistics:
+    """Statistics of a validated call; `counted` is (B, L) bool or ``None`` for all."""
+    require_per(per, names)
+    with torch.no_grad(), autocast_off(call.query):
+        results = native_results(call, names, options, counted)
+        left = [name for name in names if name not in results and name != "rows"]
+        if left or "sees" not in results:
+            results |= _results_by_blocks(call, left, options, counted)
+        if "rows" in names:
+            results["rows"] = exact_weights(call, row_numbers(queries, call.grid.query_length, "queries"))
+    sees = results.pop("sees")
+    if per == "kv_head":
+        _reduce_heads(results, names, call)
+        sees = sees.unflatten(1, (call.key.shape[1], call.group)).any(2)
+    results["hidden_queries"] = (~sees).sum(-1)
+    results["sees"] = sees
+    if counted is None:
+        counted = torch.ones(call.grid.batch_size, call.grid.query_length, dtype=torch.bool, device=call.query.device)
+    return AttentionStatistics(call, counted, results, options, per)
+
+
+def _results_by_blocks(
+    call: AttentionCall, names: Sequence[str], options: Options, counted: Tensor | None
+) -> dict[str, Any]:
+    """Results of some statistics and ``sees`` (B, H, L), folded block by block."""
+    column = None if counted is None else counted[:, None, :, None]
+    gathered: list[Statistic] = [STATISTICS[name](call, options, column) for name in names]
+    shape = (call.grid.batch_size, call.grid.num_heads, call.grid.query_length)
+    sees = torch.zeros(shape, dtype=torch.bool, device=call.query.device)
+    for block, place, query, key in score_blocks(call, dtype=exact_dtype(call)):
+        part = None if column is None else column[block.batch, :, place]
+        block_rows = Rows(call, block, place, query, key, part)
+        sees[block.batch, block.heads, place] = (block_rows.largest > float("-inf")).squeeze(-1)
+        for statistic in gathered:
+            statistic.add(block_rows)
+    results = {name: tensor for statistic in gathered for name, tensor in statistic.result().items()}
+    return {**results, "sees": sees}
+
+
+def exact_weights(call: AttentionCall, rows: Tensor | None) -> Tensor:
+    """Weights of chosen rows, (B, H, n, S), without gradients, from scores in `exact_dtype`."""
+    count = call.grid.query_length if rows is None else len(rows)
+    shape = (call.grid.batch_size, call.grid.num_heads, count, call.grid.key_length)
+    chosen = None if rows is None else rows.to(call.query.device)
+    with torch.no_grad(), autocast_off(call.query):
+        native = None if exact_dtype(call) != torch.float32 or is_tracing() else native_weights(call, chosen, False)
+        if native is not None:
+            return native
+        result = call.query.new_zeros(shape, dtype=call.compute_dtype)
+        for block, place, query, key in score_blocks(call, chosen, exact_dtype(call)):
+            part = Rows(call, block, place, query, key, None)
+            result[block.batch, block.heads, place, part.columns] = part.weights
+    return result
+
+
+def _reduce_heads(results: dict[str, Any], names: Sequence[str], call: AttentionCall) -> None:
+    for statistic in names:
+        for name in STATISTICS[statistic].per_head:
+            results[name] = results[name].unflatten(1, (call.key.shape[1], call.group)).mean(2)
