@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, settings
 if os.environ.get("CLEARHEAD_TEST_ISA") == "none":
     sys.modules["clearhead._native._attention"] = None  # type: ignore[assignment]  # its import raises ModuleNotFoundError
 
-import clearhead._layer.known_calls
+
 import clearhead._layer.linear
+import clearhead._layer.plan
 import clearhead._native
 import clearhead.kernels._blocks
 import clearhead.masks._coverage
@@ -55,7 +56,7 @@ _emulate_machine()
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(20170612)
-    clearhead._layer.known_calls.forget_calls()  # some tests change what kernels say
+    clearhead._layer.plan.plans.clear()  # some tests change what kernels say
 
 
 @pytest.fixture(name="small_blocks")

@@ -110,7 +110,9 @@ def attention_varlen(
         if environment.autocast:
             query, key, value = cast_for_autocast(query, key, value)
         results = attend_rows(
-            *(x.transpose(0, 1)[None] for x in (query, key, value)),  # (1, H, T, D)
+            query.transpose(0, 1)[None],  # (1, H, T, D)
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
             rows,
             mask,
             environment,

@@ -66,9 +66,7 @@ class Rows:
 
     def _documents(self, side: str) -> tuple[Tensor, Tensor]:
         if side not in self._own:
-            bounds, count = (
-                (self.cu_seqlens_q, self.tokens[0]) if side == "q" else (self.cu_seqlens_k, self.tokens[1])
-            )
+            bounds, count = (self.cu_seqlens_q, self.tokens[0]) if side == "q" else (self.cu_seqlens_k, self.tokens[1])
             tokens = torch.arange(count, device=bounds.device)
             numbers = torch.searchsorted(bounds, tokens, right=True) - 1
             self._own[side] = numbers

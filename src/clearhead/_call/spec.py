@@ -159,8 +159,8 @@ class AttentionCall:
     key_positions: Tensor | int | None = None
     rows: Rows | None = None
     dropout_seed: Tensor | None = None
-    _grid: Grid | None = field(default=None, init=False, repr=False)
-    _coverage: Coverage | None = field(default=None, init=False, repr=False)
+    grid_: Grid | None = field(default=None, init=False, repr=False)
+    coverage_: Coverage | None = field(default=None, init=False, repr=False)
 
     @property
     def scale(self) -> float:
@@ -195,18 +195,18 @@ class AttentionCall:
     @property
     def grid(self) -> Grid:
         """Sizes and positions for the mask."""
-        if self._grid is None:
+        if self.grid_ is None:
             (batch, heads, length, _), keys = self.query.shape, self.key.shape[2]
             places = (self.query_positions, self.key_positions)
-            self._grid = Grid(batch, heads, length, keys, self.query.device, *places)
-        return self._grid
+            self.grid_ = Grid(batch, heads, length, keys, self.query.device, *places)
+        return self.grid_
 
     @property
     def coverage(self) -> Coverage:
         """Which queries see a key, and which keys are seen by a query."""
-        if self._coverage is None:
-            self._coverage = COVERS_ALL if self.mask is None else coverage(self.mask, self.grid)
-        return self._coverage
+        if self.coverage_ is None:
+            self.coverage_ = COVERS_ALL if self.mask is None else coverage(self.mask, self.grid)
+        return self.coverage_
 
     @property
     def bias_tensors(self) -> tuple[Tensor, ...]:
@@ -225,7 +225,7 @@ class AttentionCall:
         It holds none of this call's own: for a backward pass only autograd may hold them, so that it can free them.
         Tensors that were one (self-attention, a bias used twice) are told apart when views are given.
         """
-        spec, mask, has_sinks, coverage = self.spec, self.mask, self.sinks is not None, self._coverage
+        spec, mask, has_sinks, coverage = self.spec, self.mask, self.sinks is not None, self.coverage_
         rest = (self.query_positions, self.key_positions, self.rows, self.dropout_seed)
 
         def build(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> AttentionCall:
@@ -233,7 +233,7 @@ class AttentionCall:
             sinks = next(tensors) if has_sinks else None
             own = None if mask is None else mask.with_bias_tensors(tensors)
             call = AttentionCall(spec, query, key, value, own, sinks, *rest)
-            call._coverage = coverage
+            call.coverage_ = coverage
             return call
 
         return build
@@ -241,11 +241,11 @@ class AttentionCall:
     def wanting(self, *, lse: bool) -> AttentionCall:
         """The call that returns the log-sum-exp too, or not."""
         call = replace(self, spec=self.spec._replace(lse=lse))
-        call._coverage = self._coverage
+        call.coverage_ = self.coverage_
         return call
 
     def as_one_document(self) -> AttentionCall:
-        """A call of documents as one whose mask hides other documents: of T × Tk scores, for what takes no documents."""
+        """A call of documents as one of T × Tk scores whose mask hides other documents."""
         if self.rows is None:
             return self
         rows = self.rows
@@ -291,11 +291,8 @@ def quick_spec(
             return None
     try:
         shape = query.shape
-        layouts = (
-            Layout(shape, query.stride()),
-            Layout(key.shape, key.stride()),
-            Layout(value.shape, value.stride()),
-        )
+        q_layout = Layout(shape, query.stride())
+        k_layout, v_layout = Layout(key.shape, key.stride()), Layout(value.shape, value.stride())
     except RuntimeError:  # nested and sparse tensors have none
         return None
     if len(shape) != 4 or query.dtype is not key.dtype or query.dtype is not value.dtype or not _strided(query):
@@ -307,7 +304,9 @@ def quick_spec(
         return None
     gradients = _gradients((query, key, value, *(() if mask is None else mask.bias_tensors())), environment)
     return AttentionSpec(
-        *layouts,
+        q_layout,
+        k_layout,
+        v_layout,
         query.dtype,
         query.device,
         None,
@@ -316,7 +315,7 @@ def quick_spec(
         mask is not None,
         cast("int | None", positions[0]),
         cast("int | None", positions[1]),
-        (1.0 / math.sqrt(shape[3]) if shape[3] else 1.0) if scale is None else cast(float, scale),
+        (1.0 / math.sqrt(shape[3]) if shape[3] else 1.0) if scale is None else scale,
         None,
         False,
         cast(float, dropout_p),
@@ -377,7 +376,9 @@ def validate_call(
     biases = () if checked is None else checked.bias_tensors()
     inputs = (query, key, value, *(() if sinks is None else (sinks,)), *biases)
     spec = AttentionSpec(
-        *(Layout(tuple(x.shape), _strides(x, environment)) for x in (query, key, value)),
+        Layout(tuple(query.shape), _strides(query, environment)),
+        Layout(tuple(key.shape), _strides(key, environment)),
+        Layout(tuple(value.shape), _strides(value, environment)),
         query.dtype,
         query.device,
         _subclass(query, key, value),
@@ -429,7 +430,7 @@ def zero_hidden(call: AttentionCall) -> AttentionCall:
         key = key.masked_fill(masked, 0)
         value = key if same else value.masked_fill(masked, 0)
     zeroed = replace(call, query=query, key=key, value=value)
-    zeroed._grid, zeroed._coverage = call._grid, seen
+    zeroed.grid_, zeroed.coverage_ = call.grid_, seen
     return zeroed
 
 

@@ -16,8 +16,8 @@ from .._environment import Environment, autocast_off, cast_for_autocast
 from ..caches._base import Cache, KeyValues, Positions
 from ..masks._base import Mask, all_of
 from ..masks._tensors import as_mask
-from .plan import attend_arguments
 from .packing import Costs, attend_rows, unpad
+from .plan import attend_arguments
 from .positions import PositionPart, apply_position, combined_mask, positions_of_keys, positions_of_queries
 from .unmodified import apply_linear
 

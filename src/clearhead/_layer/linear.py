@@ -28,10 +28,10 @@ __all__ = [
     "Linear",
     "describe_backend",
     "eager_linear",
-    "uses_pytorch",
     "linear",
     "require_input",
     "use_linear",
+    "uses_pytorch",
 ]
 
 Backend = Literal["pytorch", "onednn"]

@@ -186,8 +186,8 @@ def unpad(
 
 def _rows(queries: list[int], keys: list[int], device: torch.device) -> Rows:
     q_bounds, k_bounds = tuple(accumulate(queries, initial=0)), tuple(accumulate(keys, initial=0))
-    cu_seqlens = (torch.tensor(bounds, device=device) for bounds in (q_bounds, k_bounds))
-    return Rows(*cu_seqlens, q_bounds, k_bounds, (q_bounds[-1], k_bounds[-1]))
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor(bounds, device=device) for bounds in (q_bounds, k_bounds))
+    return Rows(cu_seqlens_q, cu_seqlens_k, q_bounds, k_bounds, (q_bounds[-1], k_bounds[-1]))
 
 
 def _begin_alike(queries: _Tokens, keys: _Tokens) -> bool:
@@ -199,7 +199,7 @@ def _begin_alike(queries: _Tokens, keys: _Tokens) -> bool:
 
 
 def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[Mask]]:
-    """Which queries see a key and which keys are seen, (1 or B, length), as far as marks say it; and the other parts."""
+    """Which queries see a key and which keys are seen, (1 or B, length), by marks; and the other parts."""
     seeing: Tensor | None = None
     seen: Tensor | None = None
     rest: list[Mask] = []

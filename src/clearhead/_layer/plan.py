@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -37,7 +37,19 @@ from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
 from ..masks._base import Mask
 
-__all__ = ["KERNELS", "Explanation", "PlanCache", "attend", "attend_arguments", "explain_call", "finished", "plan_of", "plans", "run_call", "use_kernel"]
+__all__ = [
+    "KERNELS",
+    "Explanation",
+    "PlanCache",
+    "attend",
+    "attend_arguments",
+    "explain_call",
+    "finished",
+    "plan_of",
+    "plans",
+    "run_call",
+    "use_kernel",
+]
 
 #: In order of preference; the first that does not refuse a call runs it. `reference` refuses nothing.
 KERNELS: tuple[Kernel, ...] = (NativeKernel(), SdpaKernel(), ChunkedKernel(), FlexKernel(), ReferenceKernel())
@@ -66,20 +78,16 @@ class PlanCache:
         """The plan, or ``None``."""
         plan = self._plans.get(key)
         if plan is not None:
-            try:
+            with suppress(KeyError):  # another thread has dropped it
                 self._plans.move_to_end(key)
-            except KeyError:  # another thread has dropped it
-                pass
         return plan
 
     def put(self, key: Hashable, plan: Any) -> None:
         self._plans[key] = plan
-        try:
+        with suppress(KeyError):
             self._plans.move_to_end(key)
             while len(self._plans) > self._size:
                 self._plans.popitem(last=False)
-        except KeyError:
-            pass
 
     def clear(self) -> None:
         self._plans.clear()
@@ -291,7 +299,7 @@ def _with_weights(compute: Plan) -> Plan:
 
 
 def _each_document(call: AttentionCall) -> Results:
-    """Documents one by one, on whatever kernel each runs: they share no block of keys, so no NaN passes from one to another."""
+    """Documents one by one: they share no block of keys, so no NaN passes from one to another."""
     rows: Rows = call.rows  # type: ignore[assignment]
     environment, spec = read_environment(), call.spec
     whole = call.as_one_document().grid
@@ -335,9 +343,10 @@ def _of_documents(call: AttentionCall, forced: Kernel | None) -> Kernel | None:
     spec, mask, grid = call.spec, call.mask, call.grid
     candidates = KERNELS if forced is None else (forced,)
     for kernel in candidates:
-        if kernel.takes_documents and not kernel.refusals(spec, mask, grid):
-            if kernel is forced or not kernel.reservations(spec, mask, grid):
-                return kernel
+        if not kernel.takes_documents or kernel.refusals(spec, mask, grid):
+            continue
+        if kernel is forced or not kernel.reservations(spec, mask, grid):
+            return kernel
     return None
 
 
@@ -375,7 +384,10 @@ def explain_call(call: AttentionCall, projections: str) -> Explanation:
     spec, mask, grid, forced = call.spec, call.mask, call.grid, kernels.value
     reasons = {
         kernel.name: tuple(
-            map(str, kernel.refusals(spec, mask, grid) + (() if kernel is forced else kernel.reservations(spec, mask, grid)))
+            map(
+                str,
+                kernel.refusals(spec, mask, grid) + (() if kernel is forced else kernel.reservations(spec, mask, grid)),
+            )
         )
         for kernel in KERNELS
     }

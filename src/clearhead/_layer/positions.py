@@ -14,7 +14,7 @@ from ..masks._positional import Present
 from ..masks._tensors import as_mask
 from ..positions._checks import require_in_range
 
-__all__ = ["PositionPart", "combined_mask", "positions_of_keys", "positions_of_queries", "apply_position"]
+__all__ = ["PositionPart", "apply_position", "combined_mask", "positions_of_keys", "positions_of_queries"]
 
 #: Turns queries (B, H, L, D) and keys (B, Hkv, L, D) by their positions, as `clearhead.positions.Rotary` does.
 PositionPart = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]

@@ -1,4 +1,4 @@
-"""How attention is computed: what a kernel is, and why one refuses a call; `clearhead.use_kernel` forces one by name."""
+"""What a kernel is, and why one refuses a call. `clearhead.use_kernel` forces one by name."""
 
 from ._base import Kernel, Refusal
 

@@ -46,8 +46,8 @@ class Refusal:
 class Kernel(ABC):
     """One way to compute attention.
 
-    A kernel looks at the spec of a call, and at the structure of its mask on the call's grid, to refuse it or to plan it;
-    the plan is called with the operands.
+    A kernel looks at the spec of a call, and at the structure of its mask on the grid, to refuse or to plan it; the
+    plan is called with the operands.
 
     Example:
         >>> import torch, clearhead

@@ -57,14 +57,15 @@ class NativeKernel(Kernel):
         if spec.tracing or spec.dispatching:
             return _run_operator
         if spec.documents is not None:
-            lowering = _documents(spec, mask, grid)
-        elif mask is None or (band := mask.structure(grid).only_band(grid)) is None:
-            lowering = _unmasked(spec) if mask is None else _lower_again
+            lowering = _one_plan(spec, documents=spec.documents, **_limits(mask, grid))
+        elif mask is None or mask.structure(grid).only_band(grid) is not None:
+            lowering = _one_plan(spec, **_limits(mask, grid))
         else:
-            lowering = _one_plan(spec, low=band.low, high=band.high, stop=band.stop)
+            lowering = _lower_again
+        weights = spec.weights
         if not spec.needs_gradients:
-            return lambda call: _results(call, *_compute(call, lowering(call), call.spec.lse, False))
-        return lambda call: _results(call, *cast(Any, _Native.apply(call, lowering, *call.inputs)))
+            return lambda call: _results(call, *_compute(call, lowering(call), weights, spec.lse, False))
+        return lambda call: _results(call, *cast(Any, _Native.apply(call, lowering, weights, *call.inputs)))
 
 
 class Lowering(NamedTuple):
@@ -102,12 +103,15 @@ def _run_operator(call: AttentionCall) -> Results:
 
 def _one_plan(spec: AttentionSpec, **options: Any) -> Lower:
     """For calls that differ in the addresses of query, key, value, sinks, seed and documents alone."""
-    layouts = (tuple(map(tuple, layout)) for layout in (spec.query, spec.key, spec.value))
-    dropout_p = spec.dropout_p
-    numbers = {"scale": spec.scale, "softcap": spec.softcap or 0.0, "dropout_p": dropout_p, **options}
-    q, k, v = cast(Any, layouts)
-    plan = NativePlan(spec.dtype, q, k, v, **numbers)
-    wide = plan if spec.dtype == torch.float32 else NativePlan(spec.dtype, q, k, v, wide=True, **numbers)
+    numbers: dict[str, Any] = {
+        "scale": spec.scale,
+        "softcap": spec.softcap or 0.0,
+        "dropout_p": spec.dropout_p,
+        **options,
+    }
+    layouts = (spec.query, spec.key, spec.value)
+    plan = NativePlan(spec.dtype, *layouts, **numbers)
+    wide = plan if spec.dtype == torch.float32 else NativePlan(spec.dtype, *layouts, wide=True, **numbers)
 
     def lowering(call: AttentionCall) -> Lowering:
         return Lowering(plan, _extras(call), lambda: wide, _no_bias)
@@ -115,14 +119,9 @@ def _one_plan(spec: AttentionSpec, **options: Any) -> Lower:
     return lowering
 
 
-def _unmasked(spec: AttentionSpec) -> Lower:
-    return _one_plan(spec)
-
-
-def _documents(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Lower:
+def _limits(mask: Mask | None, grid: Grid) -> dict[str, int]:
     band = None if mask is None else mask.structure(grid).only_band(grid)
-    options = {} if band is None else {"low": band.low, "high": band.high, "stop": band.stop}
-    return _one_plan(spec, documents=cast(int, spec.documents), **options)
+    return {} if band is None else {"low": band.low, "high": band.high, "stop": band.stop}
 
 
 def _no_bias(shape: tuple[int, ...]) -> NativePlan:
@@ -173,10 +172,10 @@ def arguments_of(call: AttentionCall) -> NativeArguments:
 
 
 def _compute(
-    call: AttentionCall, lowering: Lowering, with_lse: bool, wide: bool
+    call: AttentionCall, lowering: Lowering, weights: WeightsWanted, with_lse: bool, wide: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output, lse in float64 and weights; with `wide` the output is float32 whatever the inputs' dtype."""
-    plan, weights = lowering.wide() if wide else lowering.plan, call.spec.weights
+    plan = lowering.wide() if wide else lowering.plan
     lse = plan.empty_lse(call.query) if with_lse else None
     inputs = (call.query, call.key, call.value)
     if weights is None:
@@ -198,10 +197,12 @@ class _Native(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: AttentionCall, lower: Lower, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        ctx.rebuild, ctx.lower, ctx.weights = call.rebuild, lower, call.spec.weights
+    def forward(
+        ctx: Any, call: AttentionCall, lower: Lower, weights: WeightsWanted, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        ctx.rebuild, ctx.lower, ctx.weights = call.rebuild, lower, weights
         ctx.set_materialize_grads(False)
-        exact, lse, found = _compute(call, lower(call), True, True)
+        exact, lse, found = _compute(call, lower(call), weights, True, True)
         ctx.save_for_backward(exact, lse, *inputs)
         return exact.to(call.query.dtype), cast(Tensor, lse).float(), found
 

@@ -26,9 +26,9 @@ def native_refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple
         reasons.append(Refusal("it runs on the CPU, and the tensors are on {device}", device=spec.device))
     if spec.dtype not in DTYPES:
         reasons.append(Refusal("it computes in float32, and the tensors are {dtype}", dtype=spec.dtype))
-    if any(spec.gradients[3 + spec.sinks :]):
-        if spec.tracing or spec.dispatching or learnt_shape(mask, grid) is None:
-            reasons.append(Refusal("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph"))
+    learns = any(spec.gradients[3 + spec.sinks :])
+    if learns and (spec.tracing or spec.dispatching or learnt_shape(mask, grid) is None):
+        reasons.append(Refusal("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph"))
     if spec.documents is not None:
         reasons += _reasons_of_documents(spec, mask, grid)
     reasons += _reasons_of_a_graph() if spec.tracing else _reasons_of_values(spec, mask, grid)
@@ -46,9 +46,10 @@ def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> li
         return [Refusal("its own backward cannot be transformed by torch.func or derived forwards")]
     if spec.subclass is not None:
         return [Refusal("it reads plain tensors only, and one is a {kind}", kind=spec.subclass)]
-    if mask is not None and spec.documents is None:
-        if mask.lowered(grid, "differs between heads", lambda: differs_between_heads(mask, grid)):
-            return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
+    if mask is None or spec.documents is not None:
+        return []
+    if mask.lowered(grid, "differs between heads", lambda: differs_between_heads(mask, grid)):
+        return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
     return []
 
 

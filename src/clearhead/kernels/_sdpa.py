@@ -109,9 +109,7 @@ def _is_fused(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
         shape = (*query.shape[:3], spec.key.shape[2])
         lowered = torch.empty(1, dtype=dtype, device=spec.device).expand(shape)
     grouped = spec.group > 1 and not folded
-    choice = fused_sdpa_choice(
-        query, key, value, lowered, spec.dropout_p, causal, scale=spec.scale, enable_gqa=grouped
-    )
+    choice = fused_sdpa_choice(query, key, value, lowered, spec.dropout_p, causal, scale=spec.scale, enable_gqa=grouped)
     return choice != _MATH
 
 

@@ -179,9 +179,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         if unbatched and isinstance(key_padding_mask, Tensor) and key_padding_mask.dim() == 1:
             key_padding_mask = key_padding_mask.unsqueeze(0)
         sequence_first = not unbatched and not self.batch_first
-        q, k, v = _each(query, key, value, lambda x: x.unsqueeze(0) if unbatched else x.transpose(0, 1)) if (
-            unbatched or sequence_first
-        ) else (query, key, value)  # (N, L or S, E)
+        q, k, v = (
+            _each(query, key, value, lambda x: x.unsqueeze(0) if unbatched else x.transpose(0, 1))
+            if (unbatched or sequence_first)
+            else (query, key, value)
+        )  # (N, L or S, E)
         appended = (self.bias_k is not None) + bool(self.add_zero_attn)
         mask = None
         if attn_mask is not None or key_padding_mask is not None or is_causal:
