@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.timing import console, interleaved, machine, progress
-from clearhead._layer.linear import describe_product, linear, use_linear
+from clearhead._layer.linear import describe_backend, linear, use_linear
 
 #: rows, in_features, out_features
 SHAPES = [
@@ -73,7 +73,7 @@ def joined(rows: int, width: int) -> dict[str, Callable[[], object]]:
 
 def product_table(rounds: int) -> Table:
     table = Table(
-        title="float32 products, milliseconds (medians)", caption=f"{machine()}; the rule: {describe_product()}"
+        title="float32 products, milliseconds (medians)", caption=f"{machine()}; the rule: {describe_backend()}"
     )
     for column in ("rows", "in", "out", "product", "PyTorch", "oneDNN", "ratio"):
         table.add_column(column, justify="right")

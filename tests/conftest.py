@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, settings
 if os.environ.get("CLEARHEAD_TEST_ISA") == "none":
     sys.modules["clearhead._native._attention"] = None  # type: ignore[assignment]  # its import raises ModuleNotFoundError
 
-import clearhead._layer.known_calls
+
 import clearhead._layer.linear
+import clearhead._layer.plan
 import clearhead._native
 import clearhead.kernels._blocks
-import clearhead.masks._reach
+import clearhead.masks._coverage
 from clearhead._native import instruction_sets, use_instruction_set
 
 _SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -55,7 +56,7 @@ _emulate_machine()
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(20170612)
-    clearhead._layer.known_calls.forget_calls()  # some tests change what kernels say
+    clearhead._layer.plan.plans.clear()  # some tests change what kernels say
 
 
 @pytest.fixture(name="small_blocks")
@@ -65,7 +66,7 @@ def _small_blocks() -> Iterator[None]:
         patch.setattr(clearhead.kernels._blocks, "BLOCK_ELEMENTS", 50)
         patch.setattr(clearhead.kernels._blocks, "_ROWS", 3)
         patch.setattr(clearhead.kernels._blocks, "_FEWEST_ROWS", 2)
-        patch.setattr(clearhead.masks._reach, "_ROWS_AT_A_TIME", 50)
+        patch.setattr(clearhead.masks._coverage, "_ROWS_AT_A_TIME", 50)
         yield
 
 

@@ -291,7 +291,7 @@ def test_explain_refuses_what_attention_refuses() -> None:
 
 
 def test_a_forced_kernel_says_why_it_cannot_and_which_could(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("clearhead.kernels._native.extension", None)  # not every installation has it
+    monkeypatch.setattr("clearhead.kernels._native_support.extension", None)  # not every installation has it
     with use_kernel("sdpa"), pytest.raises(KernelError) as caught:
         attention(Q, K, K, softcap=2.0, return_lse=True)
     assert str(caught.value) == (

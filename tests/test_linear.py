@@ -20,8 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead
 import clearhead._layer.linear
-from clearhead._layer.linear import Linear, describe_product, linear, use_linear
-from clearhead._layer.plain import apply_linear, is_plain
+from clearhead._layer.linear import Linear, describe_backend, linear, use_linear
+from clearhead._layer.unmodified import apply_linear, is_unmodified
 from clearhead.errors import ArgumentError, KernelError
 
 #: rows, in_features, out_features
@@ -278,11 +278,11 @@ def test_the_choice_is_undone_and_belongs_to_one_thread(onednn_preferred: list[A
     with use_linear("pytorch"):
         layer(x)
         with use_linear("onednn"):
-            assert describe_product() == "oneDNN's, forced by use_linear"
-            other = threading.Thread(target=lambda: onednn_preferred.append((describe_product(),)))  # type: ignore[arg-type]
+            assert describe_backend() == "oneDNN's, forced by use_linear"
+            other = threading.Thread(target=lambda: onednn_preferred.append((describe_backend(),)))  # type: ignore[arg-type]
             other.start()
             other.join()
-        assert describe_product() == "PyTorch's, forced by use_linear"
+        assert describe_backend() == "PyTorch's, forced by use_linear"
     assert len(onednn_preferred) == 1
     assert "forced" not in str(onednn_preferred[0])
     layer(x)
@@ -312,7 +312,7 @@ def test_the_rule(
     for cached in rule:
         cached.cache_clear()
     try:
-        assert re.match(said, describe_product())
+        assert re.match(said, describe_backend())
     finally:
         for cached in rule:
             cached.cache_clear()
@@ -363,9 +363,9 @@ ATTACHED: dict[str, Callable[[nn.Linear], object]] = {
 @pytest.mark.parametrize("kind", [Linear, nn.Linear])
 def test_a_module_is_called_where_anything_hangs_on_it(what: str, kind: type[nn.Linear]) -> None:
     layer, x = kind(7, 5), torch.randn(3, 7)
-    assert is_plain(layer)
+    assert is_unmodified(layer)
     ATTACHED[what](layer)
-    assert not is_plain(layer)
+    assert not is_unmodified(layer)
     assert torch.equal(apply_linear(layer, x), layer(x))
 
 
@@ -377,7 +377,7 @@ def test_a_module_is_called_under_a_global_hook() -> None:
     finally:
         handle.remove()
     assert called == [layer]
-    assert is_plain(layer)
+    assert is_unmodified(layer)
 
 
 def test_other_modules_are_called() -> None:

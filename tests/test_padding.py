@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import clearhead._layer.padding
 import pytest
 import torch
+from clearhead._layer.padding import Costs, find_padding
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import clearhead
-import clearhead._layer.padding
 from clearhead import masks
-from clearhead._layer.padding import Costs, find_padding
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
 from clearhead.masks import Mask
 

@@ -37,7 +37,9 @@ SURFACE = {
     "clearhead.integrations": "",
     "clearhead.integrations.transformers": "attention_forward make_mask register",
     "clearhead.kernels": "Kernel Refusal",
-    "clearhead.masks": "Mask MaskReport bias causal documents drop keep lengths mask_mod prefix sliding_window",
+    "clearhead.masks": """
+        Mask MaskReport PreparedMask bias causal documents drop keep lengths mask_mod prefix sliding_window
+    """,
     "clearhead.nn": "Linear MultiheadAttention functional",
     "clearhead.nn.functional": "scaled_dot_product_attention",
     "clearhead.plot": "Page Tokens given page plot_heads plot_map plot_received plot_rollout read_tokens",

@@ -1,23 +1,18 @@
-"""`attention`: the one door to the kernels."""
+"""`attention`, and `explain`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, TypeVar, overload
+from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
-from ._call.observers import computing, is_computing, notify, watched
-from ._call.spec import NO_SINK, AttentionCall, build_call
-from ._environment import is_tracing
-from ._layer.known_calls import kind_of_call, recall, remember
-from .kernels._dispatch import Explanation, explain_call, run
+from ._call.spec import validate_call
+from ._environment import cast_for_autocast, read_environment
+from ._layer.linear import describe_backend
+from ._layer.plan import Explanation, attend_arguments, explain_call
 from .masks._base import Mask
 
 __all__ = ["attention", "explain"]
-
-Result = TypeVar("Result")
 
 
 @overload
@@ -110,40 +105,22 @@ def attention(
         >>> clearhead.attention(query, key, value, clearhead.masks.causal()).shape
         torch.Size([2, 4, 5, 3])
     """
-    kind = None
-    if (
-        softcap is None
-        and sinks is None
-        and query_positions is None
-        and key_positions is None
-        and return_lse is False
-        and (kind := kind_of_call(query, key, value, mask, scale, dropout_p)) is not None
-        and (compute := recall(kind)) is not None
-    ):
-        return compute(query, key, value, mask)
-    query, key, value = cast_for_autocast(query, key, value)
-    with autocast_off(query):
-        call = build_call(
-            query,
-            key,
-            value,
-            mask,
-            scale=scale,
-            dropout_p=dropout_p,
-            softcap=softcap,
-            sinks=sinks,
-            query_positions=query_positions,
-            key_positions=key_positions,
-            return_lse=return_lse,
-        )
-        if kind is not None and (compute := remember(kind, call, query, key, value)) is not None:
-            return compute(query, key, value, mask)
-        output, lse = run_call(call)
-    if lse is not None and sinks is not None:
-        lse = lse.masked_fill(lse <= NO_SINK, float("-inf"))
-    if query.dim() == 3:
-        output, lse = output.squeeze(0), None if lse is None else lse.squeeze(0)
-    return output if lse is None else (output, lse)
+    environment = read_environment()
+    results = attend_arguments(
+        query,
+        key,
+        value,
+        mask,
+        environment,
+        scale=scale,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        sinks=sinks,
+        query_positions=query_positions,
+        key_positions=key_positions,
+        return_lse=return_lse,
+    )
+    return results.output if results.lse is None else (results.output, results.lse)
 
 
 def explain(
@@ -184,7 +161,7 @@ def explain(
         projections: ...
     """
     query, key, value = cast_for_autocast(query, key, value)
-    call = build_call(
+    call = validate_call(
         query,
         key,
         value,
@@ -197,46 +174,4 @@ def explain(
         key_positions=key_positions,
         return_lse=return_lse,
     )
-    return explain_call(call)
-
-
-def run_call(
-    call: AttentionCall, compute: Callable[[AttentionCall], tuple[Tensor, Result]] = run
-) -> tuple[Tensor, Result]:
-    """Compute a validated call, autocast being off, and show its output, the first result, to whoever watches."""
-    if not watched() or is_computing() or is_tracing():
-        return compute(call)
-    with computing():
-        output, other = compute(call)
-        return notify(call, output), other
-
-
-def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast casts the inputs of PyTorch's own attention: floats, but not float64."""
-    device = _device_type(tensors[0])
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        tensor.to(dtype)
-        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
-        else tensor
-        for tensor in tensors
-    )
-
-
-def autocast_off(tensor: Tensor) -> torch.autocast:
-    """Inside a kernel the dtypes are already decided."""
-    return torch.autocast(_device_type(tensor), enabled=False)
-
-
-def _device_type(tensor: Tensor) -> str:
-    """The device autocast is asked about; one that has none (meta) stands for the CPU."""
-    if isinstance(tensor, Tensor) and torch.amp.is_autocast_available(tensor.device.type):
-        return tensor.device.type
-    return "cpu"
-
-
-def autocast_is_on(tensor: Tensor) -> bool:
-    """Whether autocast is enabled for the tensor's device."""
-    return torch.is_autocast_enabled(_device_type(tensor))
+    return explain_call(call, describe_backend() if call.query.is_cpu else "")

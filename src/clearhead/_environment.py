@@ -1,15 +1,182 @@
-"""Whether the code is being traced or transformed rather than simply run."""
+"""What surrounds a call: tracing, transforms, modes, autocast, hooks, observers, forced choices. Read once per call.
+
+This is the only file that uses PyTorch's private names (the dictionaries of `nn.Module` aside). Each is looked up once,
+and where PyTorch does not have it, calls take the general path.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch.autograd import forward_ad
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import reduce
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, TypeVar
 
-__all__ = ["is_dispatching", "is_tracing", "is_transformed"]
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "TRACED",
+    "Environment",
+    "Forced",
+    "any_autocast",
+    "autocast_is_on",
+    "autocast_off",
+    "cast_for_autocast",
+    "disabled_torch_function",
+    "forcing",
+    "fused_sdpa_choice",
+    "graph_break",
+    "has_avx2",
+    "has_global_hooks",
+    "has_onednn_linear",
+    "in_backward",
+    "is_batched",
+    "is_compiled",
+    "is_dispatching",
+    "is_rows_of",
+    "is_tracing",
+    "is_transformed",
+    "kernels",
+    "left_aligned_padding",
+    "linears",
+    "listening",
+    "mark_static",
+    "onednn_linear",
+    "read_environment",
+    "sizes_apart",
+    "state",
+    "unwrapped",
+]
+
+Choice = TypeVar("Choice")
+
+
+class Forced(threading.local, Generic[Choice]):
+    """Choices that context managers force in this thread, the innermost last."""
+
+    # threading.local and not a ContextVar: torch.compile(fullgraph=True) can read this one.
+    stack: tuple[Choice, ...] = ()
+
+    @property
+    def value(self) -> Choice | None:
+        return self.stack[-1] if self.stack else None
+
+
+class forcing(Generic[Choice]):
+    """A context manager that forces one choice inside its block, in this thread."""
+
+    def __init__(self, forced: Forced[Choice], choice: Choice) -> None:
+        self._forced, self._choice = forced, choice
+
+    def __enter__(self) -> None:
+        self._forced.stack = (*self._forced.stack, self._choice)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._forced.stack = self._forced.stack[:-1]
+
+
+class _State(threading.local):
+    """Observers of this thread, and whether an observed call is being computed; see `_call.observers`."""
+
+    observers: tuple[Any, ...] = ()
+    computing: bool = False
+
+
+state = _State()
+kernels: Forced[Any] = Forced()  # `use_kernel`
+linears: Forced[str] = Forced()  # `use_linear`
+
+
+class Environment(NamedTuple):
+    """What surrounds one call.
+
+    Args:
+        tracing: a graph is being recorded (`torch.compile`, `torch.export`, `torch.jit.trace`): sizes are symbols.
+        transformed: inside `torch.func` transforms or forward-mode derivatives.
+        dispatching: a `TorchDispatchMode` sees every operation.
+        overridden: a `TorchFunctionMode` sees every call of PyTorch.
+        autocast: enabled for some device.
+        saved_hooks: hooks on saved tensors, as activation checkpointing and offloading set.
+        module_hooks: global hooks on modules.
+        gradients: whether gradients are recorded.
+        observed: recorders or interventions see the call.
+        kernel: forced by `use_kernel`, or ``None``.
+        linear: GEMM backend forced by `use_linear`, or ``None``.
+    """
+
+    tracing: bool
+    transformed: bool
+    dispatching: bool
+    overridden: bool
+    autocast: bool
+    saved_hooks: bool
+    module_hooks: bool
+    gradients: bool
+    observed: bool
+    kernel: Any
+    linear: str | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether only operations on values happen: plans may be cached and modules' parameters used directly."""
+        return not (self.tracing or self.transformed or self.dispatching or self.autocast or self.observed)
+
+
+def _found(path: str, otherwise: Any) -> Any:
+    """A private name of PyTorch, or what stands in for it."""
+    try:
+        return reduce(getattr, path.split("."), torch)
+    except AttributeError:
+        return otherwise
+
+
+def _yes(*_: object) -> bool:
+    return True
+
+
+def _one() -> int:
+    return 1
+
+
+_transforms: Callable[[], bool] = _found("_C._are_functorch_transforms_active", _yes)
+_dispatch_modes: Callable[[], int] = _found("_C._len_torch_dispatch_stack", _one)
+_function_modes: Callable[[], int] = _found("_C._len_torch_function_stack", _one)
+_any_autocast: Callable[[], bool] = _found("_C._is_any_autocast_enabled", _yes)
+_saved_hooks: Callable[[bool], object] = _found("_C._autograd._top_saved_tensors_default_hooks", _yes)
+_graph_task: Callable[[], int] = _found("_C._current_graph_task_id", lambda: -1)
+_legacy_batched: Callable[[Tensor], bool] = _found("_C._functorch.is_legacy_batchedtensor", lambda _: False)
+_global_hooks: Callable[[], bool] = _found("nn.modules.module._has_any_global_hook", _yes)
+_forward_level: Any = _found("autograd.forward_ad", None)
+
+#: The environment of every traced call: what a graph holds must not depend on anything else.
+TRACED = Environment(True, False, False, False, False, False, False, True, False, None, None)
+
+
+def read_environment() -> Environment:
+    """The environment of the call that runs now."""
+    if is_tracing():
+        return TRACED
+    return Environment(
+        False,
+        is_transformed(),
+        _dispatch_modes() > 0,
+        _function_modes() > 0,
+        _any_autocast(),
+        _saved_hooks(True) is not None,
+        _global_hooks(),
+        torch.is_grad_enabled(),
+        bool(state.observers) and not state.computing and bool(listening()),
+        kernels.value,
+        linears.value,
+    )
 
 
 def is_tracing() -> bool:
-    """True while a graph is being recorded (`torch.compile`, `torch.export`): sizes are symbolic, values unknown."""
+    """True while a graph is being recorded (`torch.compile`, `torch.export`): sizes are symbols, values unknown."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
@@ -17,9 +184,130 @@ def is_transformed() -> bool:
     """True inside `torch.func` transforms and forward-mode derivatives, which only plain operations can follow."""
     if is_tracing():
         return False
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # pyright: ignore
+    return bool(_transforms()) or getattr(_forward_level, "_current_level", 0) >= 0
 
 
 def is_dispatching() -> bool:
     """True where a `TorchDispatchMode` sees every operation (`make_fx`): what an extension computes it would miss."""
-    return torch._C._len_torch_dispatch_stack() > 0  # pyright: ignore
+    return _dispatch_modes() > 0
+
+
+def is_batched(gradient: Tensor) -> bool:
+    """Whether a gradient is one of many that are mapped over (``is_grads_batched=True``, `torch.func.vmap`)."""
+    return _transforms() or _legacy_batched(gradient)
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs, in which activation checkpointing repeats calls."""
+    return _graph_task() != -1
+
+
+def listening() -> tuple[Any, ...]:
+    """The observers that are told of calls now: in a backward pass only those that ask for recomputed calls."""
+    if not in_backward():
+        return state.observers
+    return tuple(observer for observer in state.observers if observer.recomputing)
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered on all modules."""
+    return _global_hooks()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `nn.Module.compile` has replaced what calling the module does."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def any_autocast() -> bool:
+    """Whether autocast is enabled for any device."""
+    return _any_autocast()
+
+
+def _device_type(tensor: object) -> str:
+    """The device autocast is asked about; one that has none (meta) stands for the CPU."""
+    if isinstance(tensor, Tensor) and torch.amp.is_autocast_available(tensor.device.type):
+        return tensor.device.type
+    return "cpu"
+
+
+def autocast_is_on(tensor: Tensor) -> bool:
+    """Whether autocast is enabled for the tensor's device."""
+    return torch.is_autocast_enabled(_device_type(tensor))
+
+
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast casts the inputs of PyTorch's own attention: floats, but not float64."""
+    device = _device_type(tensors[0])
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        tensor.to(dtype)
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
+        else tensor
+        for tensor in tensors
+    )
+
+
+def autocast_off(tensor: Tensor) -> torch.autocast:
+    """Inside a kernel the dtypes are already decided."""
+    return torch.autocast(_device_type(tensor), enabled=False)
+
+
+#: Which of PyTorch's attention backends a call would take; ``None`` where PyTorch does not say.
+fused_sdpa_choice: Callable[..., int] | None = _found("_fused_sdp_choice", None)
+
+#: What makes a tensor subclass leave PyTorch's functions as they are.
+disabled_torch_function: Any = _found("_C._disabled_torch_function_impl", None)
+
+_onednn: Any = _found("ops.mkldnn", None)
+
+
+def has_onednn_linear() -> bool:
+    """Whether PyTorch was built with oneDNN and its operator for linear layers."""
+    return torch.backends.mkldnn.is_available() and hasattr(_onednn, "_linear_pointwise")
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """X Wᵀ + b on oneDNN's GEMM, without gradients."""
+    return _onednn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def has_avx2() -> bool:
+    """Whether PyTorch's compiler can build for this processor."""
+    return bool(_found("cpu._is_avx2_supported", lambda: False)())
+
+
+def mark_static(tensor: Tensor, dim: int) -> None:
+    """Tell `torch.compile` that a size is a constant."""
+    torch._dynamo.mark_static(tensor, dim)  # pyright: ignore
+
+
+def graph_break() -> None:
+    """End the graph that is being traced here."""
+    torch._dynamo.graph_break()  # pyright: ignore
+
+
+def sizes_apart() -> AbstractContextManager[None]:
+    """Sizes that happen to be equal when a graph is compiled may differ later."""
+    from torch.fx.experimental import _config
+
+    return _config.patch(use_duck_shape=False)  # pyright: ignore
+
+
+def is_rows_of(tensor: Any) -> bool:
+    """Whether a jagged tensor is (B, lengths, features) without holes."""
+    return tensor.dim() == 3 and getattr(tensor, "_ragged_idx", 1) == 1 and tensor.lengths() is None
+
+
+#: Whether a padding mask hides only the ends of sequences, which `nn.TransformerEncoder` turns into nested tensors.
+left_aligned_padding: Callable[..., bool] | None = _found("_nested_tensor_from_mask_left_aligned", None)
+
+
+def unwrapped(tensor: Tensor) -> Any:
+    """The tensor inside a wrapper of `torch.func`, or ``None`` where it is none."""
+    functorch = _found("_C._functorch", None)
+    if functorch is None or not functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    return functorch.get_unwrapped(tensor)

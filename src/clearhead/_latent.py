@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, final, overload
+from dataclasses import dataclass
+from typing import Any, Literal, cast, final, overload
 
 import torch
 from torch import Tensor, nn
 
-from ._attention import attention, cast_for_autocast
-from ._call.heads import merge_heads, split_heads
-from ._call.observers import watched
+from ._call.spec import WeightsWanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
-from ._latent_forms import Form, UpWeights, absorbed, absorbing_is_less, expanded, mixed_up, up_weights
-from ._layer.placing import PositionPart, combined_mask, positions_of_keys, positions_of_queries, turned
+from ._environment import cast_for_autocast, read_environment
+from ._latent_forms import UpWeights, absorbed, absorbing_is_less, expanded, up_weights
+from ._layer.layer import Form, Layer
+from ._layer.positions import PositionPart
 from ._multihead_checks import cache_dtype, require_cache, require_features, require_mask, require_parts
-from ._weights import attention_weights
-from .caches._base import Cache, KeyValues, Positions, unchanged_if_refused
+from .caches._base import Cache, Positions, unchanged_if_refused
 from .caches._kv import KVCache
 from .errors import ArgumentError, ShapeError, explain_problem, shape_text
 from .masks._base import Mask
@@ -243,81 +243,54 @@ class MultiHeadLatentAttention(nn.Module):
         """
         need_weights = flag("need_weights", need_weights)
         average_attn_weights = flag("average_attn_weights", average_attn_weights)
+        environment = read_environment()
         require_cache(cache, self.position)
+        wanted: WeightsWanted = ("average" if average_attn_weights else "heads") if need_weights else None
         with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
-            return self._compute(query, key, value, mask, positions, cache, need_weights, average_attn_weights)
+            self._require_input("query", query)
+            source = None
+            if cache is None or cache.get() is None:
+                source = _one_source(query, key, value)
+                self._require_input("key", source)
+                _require_together(query, source)
+            output, weights = self._layer().run(
+                query, source, source, mask, environment, positions=positions, cache=cache, weights=wanted
+            )
+        return output if weights is None else (output, weights)
 
-    def _compute(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        mask: Mask | Tensor | None,
-        positions: Positions | None,
-        cache: Cache | None,
-        need_weights: bool,
-        average_attn_weights: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        known = None if cache is None else cache.get()
-        self._require_input("query", query)
-        places = positions_of_queries(positions, cache, query.shape[-2])
-        own = places if cache is None and (key is None or key is query or self.position is not None) else None
-        q_nope, q_rope = self._queries(query)  # (B, H, L, Dn), (B, H, L, Dr)
-        if known is None:
-            source = _one_source(query, key, value)
-            self._require_input("key", source)
-            _require_together(query, source)
-            latent, k_rope = self._latents(source)  # (B, 1, S, R), (B, 1, S, Dr)
-            q_rope, k_rope = turned(self.position, q_rope, k_rope, places)
-            kept = torch.cat(cast_for_autocast(latent, k_rope), -1)  # (B, 1, S, R + Dr)
-            known = KeyValues(kept, kept[..., :0]) if cache is None else cache.update(kept, kept[..., :0], places)
-        q_nope, q_rope = cast_for_autocast(q_nope, q_rope)
-        bare = cache is None and positions is None
-        request: _Request = {
-            "mask": combined_mask(self.mask, mask, known, places),
-            "scale": self.scale,
-            "query_positions": None if bare else places,
-            "key_positions": None if bare else positions_of_keys(known, own, self.num_heads),
-        }
-        form, mixed = self._attend(q_nope, q_rope, known.key, request, cache is not None)
-        output = self.out_proj(merge_heads(mixed if query.dim() == 3 else mixed.squeeze(0)))  # (B, L, E)
-        if cache is not None and _listens(cache):
-            seen = absorbed(self._up_weights(q_nope), q_nope, q_rope, known.key)
-            cache.observe(seen.query, known, request["mask"], places, scale=self.scale, softcap=None, sinks=None)
-        if not need_weights:
-            return output
-        weights = attention_weights(form.query, form.key, **request, average_attn_weights=average_attn_weights)
-        return output, weights if query.dim() == 3 else weights.squeeze(0)
+    def _layer(self) -> Layer:
+        return Layer(
+            self._project,
+            self.out_proj,
+            self.num_heads,
+            1,
+            self.scale,
+            self.dropout if self.training else 0.0,
+            position=None if self.position is None else self._rotate,
+            mask=self.mask,
+            forms=_Forms(self),
+        )
 
-    def _attend(
-        self, q_nope: Tensor, q_rope: Tensor, kept: Tensor, request: _Request, cached: bool
-    ) -> tuple[Form, Tensor]:
-        """The form that ran, and every head's mixture of its values (B, H, L, Dv)."""
-        dropout_p = self.dropout if self.training else 0.0
-        rows, sizes = q_nope.shape[2], (self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim)
-        # Who watches is to see the heads' own values, not mixtures of latents.
-        if not cached or watched() or not absorbing_is_less(rows, *sizes):
-            form = expanded(self.kv_up, q_nope, q_rope, kept)
-            return form, attention(*form, **request, dropout_p=dropout_p)
-        weights = self._up_weights(q_nope)
-        form = absorbed(weights, q_nope, q_rope, kept)
-        return form, mixed_up(weights, attention(*form, **request, dropout_p=dropout_p))
-
-    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The parts of every head's query without and with positions, (B, H, L, Dn) and (B, H, L, Dr)."""
-        heads = split_heads(self.q_proj(x), self.num_heads)  # (B, H, L, Dn + Dr), or without B
-        heads = heads if heads.dim() == 4 else heads[None]
-        nope, rope = heads.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
-        return nope, rope
-
-    def _latents(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents (B, 1, S, R) and, not yet turned, rotary keys (B, 1, S, Dr)."""
-        latent, k_rope = self.kv_down(x).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
+    def _project(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
+        """Queries (…, H·(Dn + Dr)), and latents beside rotary keys (…, R + Dr), which one cache entry holds."""
+        q = self.q_proj(query)
+        if key is None:
+            return q, None, None
+        latent, k_rope = self.kv_down(key).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
         latent = self.kv_norm(latent)
-        return (latent[:, None], k_rope[:, None]) if x.dim() == 3 else (latent[None, None], k_rope[None, None])
+        if latent.dtype != k_rope.dtype:
+            latent, k_rope = cast_for_autocast(latent, k_rope)
+        kept = torch.cat((latent, k_rope), -1)
+        return q, kept, kept[..., :0]
 
-    def _up_weights(self, like: Tensor) -> UpWeights:
-        return up_weights(self.kv_up, self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, like)
+    def _rotate(self, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """The position part turns the last Dr numbers of queries and keys."""
+        rotary = self.qk_rope_head_dim
+        (q_nope, q_rope), (latent, k_rope) = (x.split((x.shape[-1] - rotary, rotary), -1) for x in (q, k))
+        q_rope, k_rope = cast(PositionPart, self.position)(q_rope, k_rope, positions)
+        parts = ((q_nope, q_rope), (latent, k_rope))
+        q, k = (torch.cat(cast_for_autocast(*pair), -1) for pair in parts)
+        return q, k
 
     def _require_input(self, name: str, x: object) -> None:
         """Raise unless the projections can take it."""
@@ -340,11 +313,31 @@ class MultiHeadLatentAttention(nn.Module):
         return f"{sizes}{low}, {nope}, {rope}, v_head_dim={self.v_head_dim}, scale={self.scale:g}{mask}{dropout}"
 
 
-class _Request(TypedDict):
-    mask: Mask | None
-    scale: float
-    query_positions: Positions | None
-    key_positions: Positions | None
+@dataclass(slots=True)
+class _Forms:
+    """The two forms of one module; see `_latent_forms`."""
+
+    module: MultiHeadLatentAttention
+
+    def of(self, query: Tensor, keys: Tensor, *, cached: bool, observed: bool) -> Form:
+        """The form that multiplies less: every head's own keys and values, or the latents themselves."""
+        q_nope, q_rope = query.split((self.module.qk_nope_head_dim, self.module.qk_rope_head_dim), -1)
+        sizes = (self.module.kv_lora_rank, self.module.qk_nope_head_dim, self.module.v_head_dim)
+        # An observer sees the heads' own values, not mixtures of latents.
+        if not cached or observed or not absorbing_is_less(query.shape[2], *sizes):
+            return expanded(self.module.kv_up, q_nope, q_rope, keys)
+        return absorbed(self._up_weights(q_nope), q_nope, q_rope, keys)
+
+    def for_cache(self, cache: Cache, query: Tensor, keys: Tensor) -> Tensor | None:
+        """The queries against the latents that an evicting cache observes."""
+        if type(cache).observe is Cache.observe:
+            return None
+        q_nope, q_rope = query.split((self.module.qk_nope_head_dim, self.module.qk_rope_head_dim), -1)
+        return absorbed(self._up_weights(q_nope), q_nope, q_rope, keys).query
+
+    def _up_weights(self, like: Tensor) -> UpWeights:
+        own = self.module
+        return up_weights(own.kv_up, own.num_heads, own.kv_lora_rank, own.qk_nope_head_dim, like)
 
 
 def _one_source(query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
@@ -379,7 +372,3 @@ def _require_q_norm(q_norm: nn.Module | None, q_lora_rank: int | None) -> None:
                 fix="It normalises the queries' latent: give q_lora_rank too.",
             )
         )
-
-
-def _listens(cache: Cache) -> bool:
-    return type(cache).observe is not Cache.observe

@@ -9,17 +9,10 @@ from torch import Tensor, nn
 
 from ._call.heads import split_heads
 from ._environment import is_tracing
+from ._layer.layer import Form
 from .errors import ArgumentError, explain_problem
 
-__all__ = ["Form", "UpWeights", "absorbed", "absorbing_is_less", "expanded", "mixed_up", "up_weights"]
-
-
-class Form(NamedTuple):
-    """What `attention` is called with: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv)."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
+__all__ = ["UpWeights", "absorbed", "absorbing_is_less", "expanded", "up_weights"]
 
 
 class UpWeights(NamedTuple):
@@ -47,14 +40,14 @@ def expanded(kv_up: nn.Module, q_nope: Tensor, q_rope: Tensor, kept: Tensor) -> 
 
 
 def absorbed(weights: UpWeights, q_nope: Tensor, q_rope: Tensor, kept: Tensor) -> Form:
-    """Queries against the latents themselves, Hkv = 1; the values, which `mixed_up` finishes, are a view of them."""
+    """Queries against the latents themselves, Hkv = 1; the values are a view of them."""
     q_latent = torch.einsum("bhld,hdr->bhlr", q_nope, weights.key)  # (B, H, L, R)
-    return Form(torch.cat((q_latent, q_rope), -1), kept, kept[..., : q_latent.shape[3]])
 
+    def finish(mixed: Tensor) -> Tensor:
+        """Every head's values from its mixture of latents, (B, H, L, R) → (B, H, L, Dv)."""
+        return torch.einsum("bhlr,hvr->bhlv", mixed, weights.value)
 
-def mixed_up(weights: UpWeights, mixed: Tensor) -> Tensor:
-    """Every head's values from its mixture of latents, (B, H, L, R) → (B, H, L, Dv)."""
-    return torch.einsum("bhlr,hvr->bhlv", mixed, weights.value)
+    return Form(torch.cat((q_latent, q_rope), -1), kept, kept[..., : q_latent.shape[3]], finish)
 
 
 def absorbing_is_less(rows: int, rank: int, nope: int, value: int) -> bool:

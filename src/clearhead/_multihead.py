@@ -1,37 +1,37 @@
-"""`MultiHeadAttention`: project, split into heads, place, remember, attend, merge, project back."""
+"""`MultiHeadAttention`."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal, TypedDict, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from ._attention import attention, cast_for_autocast
-from ._call.heads import merge_heads, split_heads
+from ._call.spec import WeightsWanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
-from ._layer.jagged import is_jagged, pack_jagged, refuse_jagged
+from ._environment import Environment, read_environment
+from ._layer.jagged import is_jagged, read_jagged, refuse_jagged
+from ._layer.layer import Layer
 from ._layer.linear import Linear
-from ._layer.multihead_short import short_way, short_way_with_weights
-from ._layer.placing import PositionPart, combined_mask, positions_of_keys, positions_of_queries, turned
-from ._layer.plain import apply_linear
+from ._layer.packing import Costs
+from ._layer.positions import PositionPart
+from ._layer.unmodified import apply_linear
 from ._multihead_checks import (
     cache_dtype,
     complete,
     require_cache,
     require_features,
-    require_keys,
+    require_inputs,
     require_mask,
     require_parts,
     whole_head_dim,
 )
-from ._varlen import Packing
-from ._weights import attention_with_weights
-from .caches._base import Cache, KeyValues, Positions, unchanged_if_refused
+from .caches._base import Cache, Positions, unchanged_if_refused
 from .caches._kv import KVCache
 from .errors import ArgumentError, explain_problem
-from .masks._base import Mask
+from .masks._base import Mask, all_of
+from .masks._tensors import as_mask
 
 __all__ = ["MultiHeadAttention"]
 
@@ -242,76 +242,67 @@ class MultiHeadAttention(nn.Module):
         """
         need_weights = flag("need_weights", need_weights)
         average_attn_weights = flag("average_attn_weights", average_attn_weights)
-        if positions is None and cache is None:
-            if need_weights:
-                found = short_way_with_weights(self, query, key, value, mask, average_attn_weights)
-            else:
-                found = short_way(self, query, key, value, mask)
-            if found is not None:
-                return found
+        environment = read_environment()
         if is_jagged(query, key, value):
             refuse_jagged(positions=positions, cache=cache, need_weights=need_weights)
-            keys = complete(query, key, value)
-            (q, k, v), pack, jagged = pack_jagged(query, *keys, side_by_side=self.position is not None)
-            output, _ = self._run(q, k, v, pack.within(mask), pack.query_positions, None, pack, None)
-            return jagged(output)
-        averaged = average_attn_weights if need_weights else None
+            return self._run_jagged(query, *complete(query, key, value), mask, environment)
+        layer = self._layer(query, environment)
+        if positions is None and cache is None:
+            key, value = complete(query, key, value)
+            require_inputs(self, query, key, value)
+            output, weights = layer.run(
+                query, key, value, mask, environment, weights=_wanted(need_weights, average_attn_weights)
+            )
+            return output if weights is None else (output, weights)
         require_cache(cache, self.position)
         with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
-            output, weights = self._run(query, key, value, mask, positions, cache, None, averaged)
+            require_features("query", query, self.q_proj)
+            if cache is None or cache.get() is None:
+                key, value = complete(query, key, value)
+                require_inputs(self, query, key, value)
+            wanted = _wanted(need_weights, average_attn_weights)
+            output, weights = layer.run(
+                query, key, value, mask, environment, positions=positions, cache=cache, weights=wanted
+            )
         return output if weights is None else (output, weights)
 
-    def _run(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        mask: Mask | Tensor | None,
-        positions: Positions | None,
-        cache: Cache | None,
-        pack: Packing | None,
-        averaged: bool | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The output, and the weights, averaged or not, or none of them."""
-        known = None if cache is None else cache.get()
-        require_features("query", query, self.q_proj)
-        places = positions_of_queries(positions, cache, query.shape[-2])
-        # Where the keys stand too, in self-attention, and where a position part turns both by the same positions.
-        own = places if cache is None and (key is None or key is query or self.position is not None) else None
-        q = _normed(_heads(apply_linear(self.q_proj, query), self.num_heads), self.q_norm)  # (B, H, L, D)
-        if known is None:
-            key, value = complete(query, key, value)
-            require_keys(self, query, key, value)
-            k = _normed(_heads(apply_linear(self.k_proj, key), self.num_kv_heads), self.k_norm)  # (B, Hkv, S, D)
-            v = _heads(apply_linear(self.v_proj, value), self.num_kv_heads)  # (B, Hkv, S, D)
-            q, k = turned(self.position, q, k, places)
-            q, k, v = cast_for_autocast(q, k, v)
-            if cache is not None:
-                known = cache.update(k, v, places)
-            else:
-                known = KeyValues(k, v, None if pack is None else pack.key_positions[None])
-        key_positions = positions_of_keys(known, own, self.num_heads)
-        request: _Request = {
-            "mask": combined_mask(self.mask, mask, known, places),
-            "scale": self.scale,
-            "softcap": self.softcap,
-            "sinks": self.sinks,
-            "query_positions": None if cache is None and positions is None else places,
-            "key_positions": None if cache is None and positions is None else key_positions,
-        }
-        dropout_p = self.dropout if self.training else 0.0
-        weights = None
-        if averaged is None:
-            mixed = attention(q, known.key, known.value, **request, dropout_p=dropout_p)  # (B, H, L, D)
-        else:
-            mixed, weights = attention_with_weights(
-                *(q, known.key, known.value), **request, dropout_p=dropout_p, average_attn_weights=averaged
-            )
-        merged = merge_heads(mixed if query.dim() == 3 else mixed.squeeze(0))  # (B, L, H·D)
-        output = apply_linear(self.out_proj, merged)  # (B, L, E)
-        if cache is not None:
-            cache.observe(q, known, request["mask"], places, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
-        return output, weights if weights is None or query.dim() == 3 else weights.squeeze(0)
+    def _layer(self, query: Tensor, environment: Environment) -> Layer:
+        inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+        def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
+            q = apply_linear(self.q_proj, query, environment)
+            if key is None or value is None:
+                return q, None, None
+            return q, apply_linear(self.k_proj, key, environment), apply_linear(self.v_proj, value, environment)
+
+        return Layer(
+            project,
+            self.out_proj,
+            self.num_heads,
+            self.num_kv_heads,
+            self.scale,
+            self.dropout if self.training else 0.0,
+            self.softcap,
+            self.sinks,
+            self.q_norm,
+            self.k_norm,
+            self.position,
+            self.mask,
+            Costs((query.shape[-1] + self.embed_dim) * inner, 2 * self.embed_dim * kv_inner, 2 * inner),
+        )
+
+    def _run_jagged(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None, environment: Environment
+    ) -> Tensor:
+        tokens, rows, jagged = read_jagged(query, key, value, side_by_side=self.position is not None)
+        for name, x, projection in zip(
+            ("query", "key", "value"), tokens, (self.q_proj, self.k_proj, self.v_proj), strict=True
+        ):
+            require_features(name, x, projection)
+        layer = self._layer(tokens[0], environment)
+        combined = all_of([self.mask, None if mask is None else as_mask(mask)])
+        mixed = layer.run_rows(*tokens, rows, combined, lambda: rows.query_positions, environment)
+        return jagged(apply_linear(self.out_proj, mixed, environment))
 
     def extra_repr(self) -> str:
         kv = f", num_kv_heads={self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
@@ -323,20 +314,5 @@ class MultiHeadAttention(nn.Module):
         return f"{sizes}{softcap}{sinks}{mask}{dropout}"
 
 
-class _Request(TypedDict):
-    mask: Mask | None
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-    query_positions: Positions | None
-    key_positions: Positions | None
-
-
-def _heads(x: Tensor, num_heads: int) -> Tensor:
-    """(B, L, H·D), or (L, H·D) without a batch → (B or 1, H, L, D)."""
-    heads = split_heads(x, num_heads)
-    return heads if heads.dim() == 4 else heads[None]
-
-
-def _normed(x: Tensor, norm: nn.Module | None) -> Tensor:
-    return x if norm is None else norm(x)
+def _wanted(need_weights: bool, average: bool) -> WeightsWanted:
+    return ("average" if average else "heads") if need_weights else None

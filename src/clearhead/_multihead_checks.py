@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ._attention import autocast_is_on, cast_for_autocast
 from ._checks import FLOATS, module, strided
+from ._environment import autocast_is_on, cast_for_autocast
 from ._layer.linear import Linear
 from .caches._base import Cache
 from .caches._cross import CrossKVCache
@@ -20,7 +20,7 @@ __all__ = [
     "complete",
     "require_cache",
     "require_features",
-    "require_keys",
+    "require_inputs",
     "require_mask",
     "require_parts",
     "whole_head_dim",
@@ -43,8 +43,9 @@ def complete(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[T
     return key, key if value is None else value
 
 
-def require_keys(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise unless the projections can take key and value and these belong to the query."""
+def require_inputs(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise unless the projections can take the inputs and these belong together."""
+    require_features("query", query, module.q_proj)
     require_features("key", key, module.k_proj)
     require_features("value", value, module.v_proj)
     _require_together(query, key, value)

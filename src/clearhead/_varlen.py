@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple, cast, final, overload
+from contextlib import nullcontext
+from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
-from ._attention import attention
-from ._checks import strided, with_values
-from ._environment import is_tracing
-from .errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from ._call.rows import read_rows
+from ._checks import strided
+from ._environment import autocast_off, cast_for_autocast, read_environment
+from ._layer.packing import attend_rows
+from ._layer.plan import finished
+from .errors import ShapeError, explain_problem, shape_text
 from .masks._base import Mask
-from .masks._grid import Block, Grid
-from .masks._positional import Causal
-from .masks._tensors import as_mask
 
-__all__ = ["Packing", "SameDocument", "attention_varlen", "packing"]
+__all__ = ["attention_varlen"]
 
 
 @overload
@@ -89,8 +86,8 @@ def attention_varlen(
         mask, scale, dropout_p, softcap, sinks, return_lse: as for `attention`.
 
     Returns:
-        (T, H, Dv); with `return_lse` also (T, H). A query whose document has no key gets 0 and −∞. Documents share one
-        batch item: a NaN in one of them may reach its neighbours.
+        (T, H, Dv); with `return_lse` also (T, H). A query whose document has no key gets 0 and −∞. NaN or inf in one
+        document never reaches another, in outputs or gradients.
 
     Raises:
         ArgumentError: if boundaries do not begin at 0, decrease, or do not end at T (Tk), or if there are not as many
@@ -106,117 +103,28 @@ def attention_varlen(
         >>> torch.allclose(found[3:], alone.transpose(0, 1), atol=1e-6)
         True
     """
+    environment = read_environment()
     _require_packed(query=query, key=key, value=value)
-    pack = packing(cu_seqlens_q, cu_seqlens_k, query, key)
-    q, k, v = (x.transpose(0, 1) for x in (query, key, value))  # (H, T, D)
-    found: Any = attention(
-        q,
-        k,
-        v,
-        pack.within(mask),
-        scale=scale,
-        dropout_p=dropout_p,
-        softcap=softcap,
-        sinks=sinks,
-        query_positions=pack.query_positions,
-        key_positions=pack.key_positions,
-        return_lse=cast(Any, return_lse),
-    )
-    if isinstance(found, Tensor):
-        return found.transpose(0, 1)  # (T, H, Dv)
-    output, lse = found
-    return output.transpose(0, 1), lse.transpose(0, 1)
-
-
-class Packing(NamedTuple):
-    """Where the documents of a packed call lie.
-
-    Args:
-        same: shows each query the keys of its document.
-        query_positions, key_positions: within each document, (T,) and (Tk,).
-    """
-
-    same: SameDocument
-    query_positions: Tensor
-    key_positions: Tensor
-
-    def within(self, mask: Mask | Tensor | None) -> Mask:
-        """The mask, within documents.
-
-        Raises:
-            ArgumentError: for ``causal("bottom_right")``, which has no corner to join here.
-        """
-        if mask is None:
-            return self.same
-        checked = as_mask(mask)
-        for part in checked.parts():
-            if isinstance(part, Causal) and part.align != "top_left":
-                fix = "Packed documents are causal from their first tokens: masks.causal()."
-                raise ArgumentError(explain_problem("mask", expected="causal()", got=part.describe(), fix=fix))
-        return self.same & checked
-
-
-@final
-class SameDocument(Mask):
-    """Lines up with the rows and columns of a call: each query sees the keys of its own document.
-
-    Args:
-        rows: (T,) the document of every query.
-        columns: (Tk,) of every key.
-        starts: where each document begins among queries and among keys, and their ends; empty while tracing.
-    """
-
-    def __init__(self, rows: Tensor, columns: Tensor, starts: tuple[list[int], list[int]]) -> None:
-        self._rows = rows[None, None, :, None]
-        self._columns = columns[None, None, None, :]
-        self._row_starts, self._column_starts = starts
-
-    def visible(self, block: Block) -> Tensor:
-        return block.cut(self._rows) == block.cut(self._columns)
-
-    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        if not self._row_starts or rows.stop <= rows.start:
-            return 0, grid.key_length
-        first = bisect_right(self._row_starts, rows.start) - 1
-        last = bisect_right(self._row_starts, rows.stop - 1) - 1
-        return self._column_starts[first], self._column_starts[last + 1]
-
-    def describe(self) -> str:
-        return f"same_document({max(len(self._row_starts) - 1, 0)})"
-
-
-def packing(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, key: Tensor) -> Packing:
-    """Read the boundaries of packed queries (T, …) and keys (Tk, …)."""
-    bounds = (
-        _boundaries("cu_seqlens_q", cu_seqlens_q, "query", query),
-        _boundaries("cu_seqlens_k", cu_seqlens_k, "key", key),
-    )
-    if len(bounds[0]) != len(bounds[1]):
-        raise ArgumentError(
-            explain_problem(
-                "cu_seqlens_k",
-                expected=f"as many documents as cu_seqlens_q has, {len(bounds[0]) - 1}",
-                got=str(len(bounds[1]) - 1),
-                fix="A document without keys repeats its boundary.",
-            )
+    rows = read_rows(cu_seqlens_q, cu_seqlens_k, query, key)
+    with autocast_off(query) if environment.autocast else nullcontext():
+        if environment.autocast:
+            query, key, value = cast_for_autocast(query, key, value)
+        results = attend_rows(
+            query.transpose(0, 1)[None],  # (1, H, T, D)
+            key.transpose(0, 1)[None],
+            value.transpose(0, 1)[None],
+            rows,
+            mask,
+            environment,
+            scale=scale,
+            dropout_p=dropout_p,
+            softcap=softcap,
+            sinks=sinks,
+            return_lse=return_lse,
         )
-    starts: tuple[list[int], list[int]] = ([], [])
-    if not is_tracing():
-        starts = (
-            _checked("cu_seqlens_q", bounds[0], query.shape[0]),
-            _checked("cu_seqlens_k", bounds[1], key.shape[0]),
-        )
-    (rows, query_positions), (columns, key_positions) = (
-        _documents(bound, x.shape[0]) for bound, x in zip(bounds, (query, key), strict=True)
-    )
-    return Packing(SameDocument(rows, columns, starts), query_positions, key_positions)
-
-
-def _documents(bounds: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The document of every token, and its position within it."""
-    tokens = torch.arange(count, device=bounds.device)
-    documents = torch.searchsorted(bounds[1:].contiguous(), tokens, right=True)
-    return documents, tokens - bounds[documents]
+    output, lse, _ = finished(results, sinks is not None, True)
+    output = output.transpose(0, 1)  # (T, H, Dv)
+    return output if lse is None else (output, lse.transpose(0, 1))
 
 
 def _require_packed(**given: Tensor) -> None:
@@ -225,34 +133,3 @@ def _require_packed(**given: Tensor) -> None:
             fix = "Batches with padding go into clearhead.attention; here documents lie end to end."
             heads = "(T, H, D)" if name == "query" else "(Tk, Hkv, D)"
             raise ShapeError(explain_problem(name, expected=heads, got=shape_text(tensor.shape), fix=fix))
-
-
-def _boundaries(name: str, bounds: object, what: str, x: Tensor) -> Tensor:
-    expected = "an int32 or int64 tensor (n + 1,)"
-    bounds = strided(name, bounds, expected)
-    if bounds.dtype not in (torch.int32, torch.int64):
-        raise DTypeError(explain_problem(name, expected=expected, got=str(bounds.dtype)))
-    if bounds.dim() != 1 or bounds.shape[0] < 1:
-        raise ShapeError(explain_problem(name, expected="(n + 1,) for n documents", got=shape_text(bounds.shape)))
-    if bounds.device != x.device:
-        fix = f"Move it with .to({str(x.device)!r})."
-        raise DeviceError(explain_problem(name, expected=f"the {what}'s {x.device}", got=str(bounds.device), fix=fix))
-    return bounds.long()
-
-
-def _checked(name: str, bounds: Tensor, count: int) -> list[int]:
-    """The boundaries as numbers. An accelerator is waited for here: blocks can only be skipped by known numbers."""
-    numbers: list[int] = with_values(name, bounds).tolist()
-    if numbers[0] != 0:
-        raise ArgumentError(explain_problem(name, expected="boundaries from 0 on", got=f"a first one of {numbers[0]}"))
-    for place, (before, after) in enumerate(pairwise(numbers), 1):
-        if after < before:
-            got = f"{before}, {after} at {place - 1} and {place}"
-            fix = "Give running totals of the lengths, not the lengths."
-            raise ArgumentError(explain_problem(name, expected="boundaries that do not decrease", got=got, fix=fix))
-    if numbers[-1] != count:
-        what = "T, the number of query tokens" if name == "cu_seqlens_q" else "Tk, the number of key tokens"
-        expected = f"a last boundary of {count}: {what}"
-        fix = "Every token belongs to a document; padding at the end is a document of its own."
-        raise ArgumentError(explain_problem(name, expected=expected, got=str(numbers[-1]), fix=fix))
-    return numbers

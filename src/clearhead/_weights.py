@@ -8,15 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._attention import autocast_off, cast_for_autocast, run_call
 from ._call.spec import build_call
 from ._checks import FLOATS, INTEGERS, flag, items, require_slice, shown, strided, with_values
-from ._environment import is_tracing
-from ._weights_passes import compute_weights, has_one_pass, in_one_pass
+from ._environment import autocast_off, cast_for_autocast, is_tracing
 from .errors import ArgumentError, DTypeError, explain_problem
+from .kernels._weights import compute_weights
 from .masks._base import Mask
 
-__all__ = ["Queries", "attention_weights", "attention_with_weights", "checked_queries", "row_numbers"]
+__all__ = ["Queries", "attention_weights", "checked_queries", "row_numbers"]
 
 Queries = int | slice | Sequence[int] | Tensor
 
@@ -82,64 +81,6 @@ def attention_weights(
         )
         weights = compute_weights(call, row_numbers(queries, call.grid.query_length), average_attn_weights)
     return weights.squeeze(0) if query.dim() == 3 else weights
-
-
-def attention_with_weights(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Mask | Tensor | None = None,
-    *,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    query_positions: Tensor | int | None = None,
-    key_positions: Tensor | int | None = None,
-    average_attn_weights: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`attention` and `attention_weights` of one call, which is validated once.
-
-    In float32 and without dropout, the native kernel computes both in one pass; the output is then that of `attention`
-    to rounding.
-
-    Args:
-        query, key, value, mask, scale, dropout_p, softcap, sinks, query_positions, key_positions: as for `attention`,
-            with a batch.
-        average_attn_weights: as for `attention_weights`.
-
-    Returns:
-        Output (B, H, L, Dv), and weights (B, H, L, S), or (B, L, S) averaged.
-
-    Raises:
-        The errors of `attention`.
-
-    Example:
-        >>> import torch
-        >>> from clearhead._weights import attention_with_weights
-        >>> x = torch.randn(2, 4, 5, 8)
-        >>> output, weights = attention_with_weights(x, x, x)
-        >>> output.shape, weights.shape
-        (torch.Size([2, 4, 5, 8]), torch.Size([2, 4, 5, 5]))
-    """
-    query, key, value = cast_for_autocast(query, key, value)
-    with autocast_off(query):
-        call = build_call(
-            query,
-            key,
-            value,
-            mask,
-            scale=scale,
-            dropout_p=dropout_p,
-            softcap=softcap,
-            sinks=sinks,
-            query_positions=query_positions,
-            key_positions=key_positions,
-            return_lse=False,
-        )
-        if has_one_pass(call):
-            return run_call(call, lambda call: in_one_pass(call, average_attn_weights))
-        return run_call(call)[0], compute_weights(call, None, average_attn_weights)
 
 
 def checked_queries(name: str, queries: Queries | None) -> Queries | None:

@@ -21,7 +21,7 @@ NO_FUSED = "PyTorch has no fused kernel for this call and would build (B, H, L, 
 @pytest.fixture(autouse=True)
 def _without_native(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice among the kernels that every installation has."""
-    monkeypatch.setattr("clearhead.kernels._native.extension", None)
+    monkeypatch.setattr("clearhead.kernels._native_support.extension", None)
 
 
 @pytest.fixture(name="flex_is_built")

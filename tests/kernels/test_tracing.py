@@ -20,7 +20,7 @@ KERNELS = ("sdpa", "reference")  # chunked says that it cannot be traced
 @pytest.fixture(autouse=True)
 def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The native kernel's graphs have tests of their own.
-    monkeypatch.setattr("clearhead.kernels._native.extension", None)
+    monkeypatch.setattr("clearhead.kernels._native_support.extension", None)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -14,9 +14,9 @@ import clearhead
 from clearhead import masks
 from clearhead.errors import ClearheadError, ShapeError
 from clearhead.masks import Mask
+from clearhead.masks._coverage import coverage as reach
 from clearhead.masks._grid import Block, Grid
 from clearhead.masks._lowering import dense_mask, is_plain_causal
-from clearhead.masks._reach import reach
 
 B, H = 2, 3
 CPU = torch.device("cpu")
@@ -87,10 +87,10 @@ def test_hidden_queries_and_keys_are_found_exactly(
     with pytest.MonkeyPatch.context() as patch:  # these masks are too small for their borders to be looked at first
         if not native:
             patch.setattr("clearhead.masks._native_reach.extension", None)
-        patch.setattr("clearhead.masks._reach._EDGE_ROWS", edge)
-        patch.setattr("clearhead.masks._reach._EDGE_COLUMNS", edge)
-        patch.setattr("clearhead.masks._reach._FEW_CELLS", few_cells)
-        patch.setattr("clearhead.masks._reach._ROWS_AT_A_TIME", 20)
+        patch.setattr("clearhead.masks._coverage._EDGE_ROWS", edge)
+        patch.setattr("clearhead.masks._coverage._EDGE_COLUMNS", edge)
+        patch.setattr("clearhead.masks._coverage._FEW_CELLS", few_cells)
+        patch.setattr("clearhead.masks._coverage._ROWS_AT_A_TIME", 20)
         found = reach(mask, grid)
     cells = visible(mask, grid)
     assert torch.equal(expanded(found.queries, grid.query_length), cells.any(-1))
@@ -134,7 +134,7 @@ def test_no_visible_key_lies_outside_the_span_that_kernels_look_at(
     mask, grid = case
     cells = visible(mask, grid)
     for rows in pieces(data, grid.query_length):
-        start, stop = mask.key_span(grid, rows)
+        start, stop = mask.structure(grid).columns(grid, rows)
         assert 0 <= start <= stop <= grid.key_length
         outside = cells[:, :, rows].clone()
         outside[..., start:stop] = False
@@ -173,7 +173,8 @@ def test_a_block_is_the_same_part_of_the_whole(case: tuple[Mask, Grid], data: st
     ids=["causal", "bottom right", "window", "prefix", "and", "or", "or behind", "empty"],
 )
 def test_what_the_mask_rules_out_is_skipped(mask: Mask, rows: slice, span: tuple[int, int]) -> None:
-    assert mask.key_span(Grid(1, 1, 5, 7, CPU), rows) == span
+    grid = Grid(1, 1, 5, 7, CPU)
+    assert mask.structure(grid).columns(grid, rows) == span
 
 
 def test_hidden_rows_are_found_when_one_row_is_all_that_fits_at_a_time() -> None:

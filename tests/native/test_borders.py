@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from clearhead.kernels._native_calls import Request, backward, empty_lse, forward, statistics
 from torch import Tensor
 
 import clearhead
 from clearhead import masks
 from clearhead._native import use_instruction_set
-from clearhead.kernels._native_calls import Request, backward, empty_lse, forward, statistics
 from clearhead.kernels._native_statistics import WeightStatistics
 from tests.support.native import needs_native
 from tests.support.native_cases import CASES, numbers
@@ -167,7 +167,7 @@ def test_a_forked_child_computes_too() -> None:
 
 
 def test_an_unknown_instruction_set() -> None:
-    with pytest.raises(clearhead.errors.ArgumentError, match="name: expected an instruction set of here"):
+    with pytest.raises(clearhead.errors.ArgumentError, match="name: expected an instruction set of this processor"):
         use_instruction_set("mmx")
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import clearhead._weights_passes
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import clearhead
-import clearhead._weights_passes
 from clearhead import masks
 from clearhead._weights import attention_with_weights
 from clearhead.kernels._native_statistics import native_output_and_weights, native_weights

@@ -1,59 +1,186 @@
-"""One attention request, validated once and handed to kernels unchanged."""
+"""What an attention call is: its spec, without tensors, and the call, which adds them. Validated once."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NoReturn, cast
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple, NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._checks import FLOATS, flag, is_probability, number, strided
+from .._environment import Environment, read_environment
 from ..errors import DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from ..masks._base import Mask
 from ..masks._check import as_positions
+from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Grid
-from ..masks._reach import Reach, reach
 from ..masks._tensors import as_mask
+from .rows import Rows, within_rows
 
-__all__ = ["NO_SINK", "AttentionCall", "build_call", "without_hidden"]
+__all__ = [
+    "NO_SINK",
+    "AttentionCall",
+    "AttentionSpec",
+    "Layout",
+    "Results",
+    "WeightsWanted",
+    "build_call",
+    "quick_spec",
+    "validate_call",
+    "zero_hidden",
+]
 
 #: As a logit it has no weight beside any score, and it is finite.
 NO_SINK = -1e38
 
+#: Which weights a call returns beside its output: (B, H, L, S), or their average over the heads (B, L, S).
+WeightsWanted = Literal["heads", "average"] | None
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """What a kernel computes.
+
+class Layout(NamedTuple):
+    """Shape and strides of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class AttentionSpec(NamedTuple):
+    """Everything about a call but its tensors: hashable, the key of a cached plan.
 
     Args:
+        query: layout of (B, H, L, D).
+        key: of (B, Hkv, S, D).
+        value: of (B, Hkv, S, Dv).
+        dtype, device: of all three.
+        subclass: name of the tensor subclass among them, or ``None``.
+        negative: whether one of them is a lazily negated view.
+        mask: the mask's signature; ``None`` without a mask, and for one that has no signature.
+        masked: whether there is a mask.
+        query_positions, key_positions: ``None``, an int, or the shape of a tensor.
+        scale: factor of q·k.
+        softcap: c in s ← c·tanh(s/c), or ``None``.
+        sinks: whether there are sinks.
+        dropout_p: probability that a weight is dropped, in [0, 1].
+        gradients: which of the call's inputs want one, in the order of `AttentionCall.inputs`; empty if none does.
+        lse: whether the log-sum-exp is returned.
+        weights: which weights are returned.
+        documents: how many documents lie end to end, or ``None``.
+        tracing, transformed, dispatching: of the environment.
+    """
+
+    query: Layout
+    key: Layout
+    value: Layout
+    dtype: torch.dtype
+    device: torch.device
+    subclass: str | None
+    negative: bool
+    mask: Hashable | None
+    masked: bool
+    query_positions: int | tuple[int, ...] | None
+    key_positions: int | tuple[int, ...] | None
+    scale: float
+    softcap: float | None
+    sinks: bool
+    dropout_p: float
+    gradients: tuple[bool, ...]
+    lse: bool
+    weights: WeightsWanted
+    documents: int | None
+    tracing: bool
+    transformed: bool
+    dispatching: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """float64 stays float64; everything else is scored and accumulated in float32."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    @property
+    def needs_gradients(self) -> bool:
+        return bool(self.gradients)
+
+    @property
+    def empty(self) -> bool:
+        """Whether a size is 0."""
+        return 0 in self.query.shape or 0 in self.key.shape or 0 in self.value.shape
+
+    @property
+    def can_be_cached(self) -> bool:
+        """Whether equal specs are planned alike."""
+        return self.subclass is None and not self.tracing and (self.mask is not None or not self.masked)
+
+
+class Results(NamedTuple):
+    """What a call returns.
+
+    Args:
+        output: (B, H, L, Dv).
+        lse: (B, H, L), if the call wants it.
+        weights: (B, H, L, S) or (B, L, S), if the call wants them.
+    """
+
+    output: Tensor
+    lse: Tensor | None = None
+    weights: Tensor | None = None
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """A spec and its operands: what a kernel computes.
+
+    Args:
+        spec: everything but the tensors.
         query: (B, H, L, D).
         key: (B, Hkv, S, D); Hkv divides H, query head h reads key/value head h // (H / Hkv).
         value: (B, Hkv, S, Dv).
         mask: still a description; kernels lower it. ``None`` hides nothing.
-        scale: factor of q·k.
-        softcap: c in s ← c·tanh(s/c), or ``None``.
-        sinks: (H,) logits that take part in the softmax's denominator only, or ``None``.
-        dropout_p: probability that a weight is dropped, in [0, 1].
+        sinks: (H,) logits in the softmax's denominator only, or ``None``.
+        query_positions, key_positions: as in `Grid`.
+        rows: the documents of a call of one batch item, within which the mask counts; or ``None``.
         dropout_seed: int64 scalar; drawn once when a kernel of ours drops weights.
-        return_lse: whether the log-sum-exp is wanted too.
-        grid: sizes and positions for the mask.
-        reach: queries and keys that take part at all.
     """
 
+    spec: AttentionSpec
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Mask | None
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None
-    dropout_p: float
-    dropout_seed: Tensor | None
-    return_lse: bool
-    grid: Grid
-    reach: Reach
+    mask: Mask | None = None
+    sinks: Tensor | None = None
+    query_positions: Tensor | int | None = None
+    key_positions: Tensor | int | None = None
+    rows: Rows | None = None
+    dropout_seed: Tensor | None = None
+    grid_: Grid | None = field(default=None, init=False, repr=False)
+    coverage_: Coverage | None = field(default=None, init=False, repr=False)
+
+    @property
+    def scale(self) -> float:
+        return self.spec.scale
+
+    @property
+    def softcap(self) -> float | None:
+        return self.spec.softcap
+
+    @property
+    def dropout_p(self) -> float:
+        return self.spec.dropout_p
+
+    @property
+    def return_lse(self) -> bool:
+        return self.spec.lse
+
+    @property
+    def needs_gradients(self) -> bool:
+        return bool(self.spec.gradients)
 
     @property
     def group(self) -> int:
@@ -66,6 +193,22 @@ class AttentionCall:
         return torch.float64 if self.query.dtype == torch.float64 else torch.float32
 
     @property
+    def grid(self) -> Grid:
+        """Sizes and positions for the mask."""
+        if self.grid_ is None:
+            (batch, heads, length, _), keys = self.query.shape, self.key.shape[2]
+            places = (self.query_positions, self.key_positions)
+            self.grid_ = Grid(batch, heads, length, keys, self.query.device, *places)
+        return self.grid_
+
+    @property
+    def coverage(self) -> Coverage:
+        """Which queries see a key, and which keys are seen by a query."""
+        if self.coverage_ is None:
+            self.coverage_ = COVERS_ALL if self.mask is None else coverage(self.mask, self.grid)
+        return self.coverage_
+
+    @property
     def bias_tensors(self) -> tuple[Tensor, ...]:
         return () if self.mask is None else self.mask.bias_tensors()
 
@@ -75,44 +218,150 @@ class AttentionCall:
         sinks = () if self.sinks is None else (self.sinks,)
         return (self.query, self.key, self.value, *sinks, *self.bias_tensors)
 
-    def without_tensors(self) -> AttentionCall:
-        """The request alone, for a backward pass: only autograd may hold the tensors, so that it can let go of them."""
-        return replace(self, query=None, key=None, value=None)  # pyright: ignore[reportArgumentType]
+    @property
+    def rebuild(self) -> Callable[..., AttentionCall]:
+        """A function that makes the same call of other inputs, in the order of `inputs`.
 
-    def with_tensors(self, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor) -> AttentionCall:
-        """The request about other tensors, in the order of `inputs`.
-
+        It holds none of this call's own: for a backward pass only autograd may hold them, so that it can free them.
         Tensors that were one (self-attention, a bias used twice) are told apart when views are given.
         """
-        others = iter(rest)
-        sinks = None if self.sinks is None else next(others)
-        mask = None if self.mask is None else self.mask.with_bias_tensors(others)
-        return replace(self, query=query, key=key, value=value, sinks=sinks, mask=mask)
+        spec, mask, has_sinks, coverage = self.spec, self.mask, self.sinks is not None, self.coverage_
+        rest = (self.query_positions, self.key_positions, self.rows, self.dropout_seed)
 
-    @property
-    def needs_gradients(self) -> bool:
-        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
+        def build(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> AttentionCall:
+            tensors = iter(others)
+            sinks = next(tensors) if has_sinks else None
+            own = None if mask is None else mask.with_bias_tensors(tensors)
+            call = AttentionCall(spec, query, key, value, own, sinks, *rest)
+            call.coverage_ = coverage
+            return call
+
+        return build
+
+    def wanting(self, *, lse: bool) -> AttentionCall:
+        """The call that returns the log-sum-exp too, or not."""
+        call = replace(self, spec=self.spec._replace(lse=lse))
+        call.coverage_ = self.coverage_
+        return call
+
+    def as_one_document(self) -> AttentionCall:
+        """A call of documents as one of T × Tk scores whose mask hides other documents."""
+        if self.rows is None:
+            return self
+        rows = self.rows
+        mask, spec = within_rows(rows, self.mask), self.spec
+        q_positions, k_positions = rows.query_positions[None], rows.key_positions[None]
+        spec = spec._replace(
+            documents=None,
+            mask=None,
+            masked=True,
+            query_positions=tuple(q_positions.shape),
+            key_positions=tuple(k_positions.shape),
+        )
+        return replace(self, spec=spec, mask=mask, query_positions=q_positions, key_positions=k_positions, rows=None)
 
 
-def build_call(
+_PLAIN = (Tensor, nn.Parameter)
+_NUMBERS = (float, int)
+
+
+def quick_spec(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
+    scale: object,
+    dropout_p: object,
+    lse: bool,
+    weights: WeightsWanted,
+    environment: Environment,
+    positions: tuple[object, object] = (None, None),
+) -> AttentionSpec | None:
+    """The spec of a call of which validation looks at nothing else (but the mask's `Mask.validate`).
+
+    Returns:
+        ``None`` where arguments have to be looked at one by one.
+    """
+    if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
+        return None
+    if type(dropout_p) not in _NUMBERS or not (scale is None or type(scale) is float):
+        return None
+    for place in positions:
+        if place is not None and type(place) is not int:
+            return None
+    try:
+        shape = query.shape
+        q_layout = Layout(shape, query.stride())
+        k_layout, v_layout = Layout(key.shape, key.stride()), Layout(value.shape, value.stride())
+    except RuntimeError:  # nested and sparse tensors have none
+        return None
+    if len(shape) != 4 or query.dtype is not key.dtype or query.dtype is not value.dtype or not _strided(query):
+        return None
+    if query.device != key.device or query.device != value.device or not _strided(key) or not _strided(value):
+        return None
+    signature = None
+    if mask is not None and (signature := mask.signature()) is None:
+        return None
+    gradients = _gradients((query, key, value, *(() if mask is None else mask.bias_tensors())), environment)
+    return AttentionSpec(
+        q_layout,
+        k_layout,
+        v_layout,
+        query.dtype,
+        query.device,
+        None,
+        query.is_neg() or key.is_neg() or value.is_neg(),
+        signature,
+        mask is not None,
+        cast("int | None", positions[0]),
+        cast("int | None", positions[1]),
+        (1.0 / math.sqrt(shape[3]) if shape[3] else 1.0) if scale is None else scale,
+        None,
+        False,
+        cast(float, dropout_p),
+        gradients,
+        lse,
+        weights,
+        None,
+        False,
+        environment.transformed,
+        environment.dispatching,
+    )
+
+
+def _strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def _gradients(inputs: tuple[Tensor, ...], environment: Environment) -> tuple[bool, ...]:
+    if not environment.gradients:
+        return ()
+    wanted = tuple([tensor.requires_grad for tensor in inputs])
+    return wanted if True in wanted else ()
+
+
+def validate_call(
     query: Tensor,
     key: Tensor,
     value: Tensor | None,
     mask: object,
     *,
-    scale: float | None,
-    dropout_p: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    query_positions: Tensor | int | None,
-    key_positions: Tensor | int | None,
-    return_lse: bool,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
+    return_lse: bool = False,
+    weights: WeightsWanted = None,
+    rows: Rows | None = None,
+    environment: Environment | None = None,
 ) -> AttentionCall:
-    """Validate `attention`'s arguments, add a batch of one where there is none, and cut out what cannot take part.
+    """Check `attention`'s arguments, and add a batch of one where there is none.
 
-    Queries that see no key and keys that no query sees are set to zero here, so that NaN or inf stored in
-    padding reaches neither outputs nor gradients, whatever the kernel. Without a `value` the key stands in for it.
+    Without a `value` the key stands in for it.
     """
+    environment = read_environment() if environment is None else environment
     given = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
     _require_tensors(given)
     _require_shapes(given)
@@ -120,52 +369,77 @@ def build_call(
     if query.dim() == 3:
         query, key, value = query[None], key[None], None if value is None else value[None]  # (1, H, L, D)
     value = key if value is None else value
-    grid = Grid(
-        query.shape[0],
-        query.shape[1],
-        query.shape[2],
-        key.shape[2],
-        query.device,
-        _positions("query_positions", query_positions, query),
-        _positions("key_positions", key_positions, key, heads=query.shape[1]),
-    )
+    q_positions = _positions("query_positions", query_positions, query)
+    k_positions = _positions("key_positions", key_positions, key, heads=query.shape[1])
     checked = None if mask is None else as_mask(mask)
-    seen = Reach(None, None)
-    if checked is not None:
-        checked.validate(grid)
-        seen = reach(checked, grid)
-    query, key, value = without_hidden(query, key, value, seen)
-    return AttentionCall(
-        query=query,
-        key=key,
-        value=value,
-        mask=checked,
-        scale=_scale(scale, query),
-        softcap=_softcap(softcap, query),
-        sinks=_sinks(sinks, query),
-        dropout_p=_dropout(dropout_p),
-        dropout_seed=None,
-        return_lse=flag("return_lse", return_lse),
-        grid=grid,
-        reach=seen,
+    sinks = _sinks(sinks, query)
+    biases = () if checked is None else checked.bias_tensors()
+    inputs = (query, key, value, *(() if sinks is None else (sinks,)), *biases)
+    spec = AttentionSpec(
+        Layout(tuple(query.shape), _strides(query, environment)),
+        Layout(tuple(key.shape), _strides(key, environment)),
+        Layout(tuple(value.shape), _strides(value, environment)),
+        query.dtype,
+        query.device,
+        _subclass(query, key, value),
+        not environment.tracing and any(tensor.is_neg() for tensor in (query, key, value)),
+        None if checked is None else checked.signature(),
+        checked is not None,
+        tuple(q_positions.shape) if isinstance(q_positions, Tensor) else q_positions,
+        tuple(k_positions.shape) if isinstance(k_positions, Tensor) else k_positions,
+        _scale(scale, query),
+        _softcap(softcap, query),
+        sinks is not None,
+        _dropout(dropout_p),
+        _gradients(inputs, environment._replace(gradients=torch.is_grad_enabled())),
+        flag("return_lse", return_lse),
+        weights,
+        None if rows is None else rows.count,
+        environment.tracing,
+        environment.transformed,
+        environment.dispatching,
     )
+    call = AttentionCall(spec, query, key, value, checked, sinks, q_positions, k_positions, rows)
+    if checked is not None:
+        if rows is None:
+            checked.validate(call.grid)
+        else:
+            within_rows(rows, checked).validate(call.as_one_document().grid)
+    return call
 
 
-def without_hidden(query: Tensor, key: Tensor, value: Tensor, seen: Reach) -> tuple[Tensor, Tensor, Tensor]:
-    """Zero for queries that see no key, and for keys and values that no query sees."""
-    if seen.queries is not None:
-        query = query.masked_fill(~seen.queries, 0)
-    if seen.keys is not None:
-        seen_keys = _per_key_head(seen.keys, key.shape[1])
-        key, value = key.masked_fill(~seen_keys, 0), value.masked_fill(~seen_keys, 0)
-    return query, key, value
+def build_call(*args: object, **options: object) -> AttentionCall:
+    """`validate_call`, with zeros for what the mask hides; for computing from the call without a kernel."""
+    return zero_hidden(validate_call(*args, **options))  # type: ignore[arg-type]
 
 
-def _per_key_head(seen: Tensor, num_kv_heads: int) -> Tensor:
-    """(1 or B, 1 or H, S, 1) → (1 or B, 1 or Hkv, S, 1): a key is read by every query head of its group."""
-    if seen.shape[1] in (1, num_kv_heads):
-        return seen
-    return seen.unflatten(1, (num_kv_heads, -1)).any(2)
+def zero_hidden(call: AttentionCall) -> AttentionCall:
+    """The call with zeros in fully masked queries and in keys and values that are masked for every query.
+
+    NaN or inf stored there then reaches neither outputs nor gradients, whatever the kernel.
+    """
+    seen = call.coverage
+    if seen is COVERS_ALL or (seen.queries is None and seen.keys is None):
+        return call
+    query, key, value = call.query, call.key, call.value
+    if seen.masked_queries is not None:
+        query = query.masked_fill(seen.masked_queries, 0)
+    masked = seen.masked_keys_of(key.shape[1])
+    if masked is not None:
+        same = key is value
+        key = key.masked_fill(masked, 0)
+        value = key if same else value.masked_fill(masked, 0)
+    zeroed = replace(call, query=query, key=key, value=value)
+    zeroed.grid_, zeroed.coverage_ = call.grid_, seen
+    return zeroed
+
+
+def _subclass(*tensors: Tensor) -> str | None:
+    return next((type(tensor).__name__ for tensor in tensors if type(tensor) not in _PLAIN), None)
+
+
+def _strides(tensor: Tensor, environment: Environment) -> tuple[int, ...]:
+    return () if environment.tracing else tensor.stride()
 
 
 def _require_tensors(given: dict[str, Tensor]) -> None:

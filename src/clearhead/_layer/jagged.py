@@ -8,13 +8,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from .._call.rows import Rows, read_rows
 from .._checks import with_values
-from .._environment import is_tracing
-from .._varlen import Packing, packing
+from .._environment import is_rows_of, is_tracing
 from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem
 from ..masks._base import Mask
 
-__all__ = ["is_jagged", "pack_jagged", "refuse_jagged"]
+__all__ = ["is_jagged", "read_jagged", "refuse_jagged"]
 
 
 def is_jagged(*tensors: Tensor | None) -> bool:
@@ -33,10 +33,10 @@ def is_jagged(*tensors: Tensor | None) -> bool:
     return bool(nested)
 
 
-def pack_jagged(
+def read_jagged(
     query: Tensor, key: Tensor, value: Tensor, *, side_by_side: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor], Packing, Callable[[Tensor], Tensor]]:
-    """Lay the rows of jagged (B, lengths, features) tensors end to end.
+) -> tuple[tuple[Tensor, Tensor, Tensor], Rows, Callable[[Tensor], Tensor]]:
+    """Read jagged (B, lengths, features) tensors as rows of tokens.
 
     Args:
         query, key, value: the inputs of self-attention or cross-attention.
@@ -55,7 +55,7 @@ def pack_jagged(
         if not isinstance(tensor, Tensor):
             raise DTypeError(explain_problem(name, expected="a jagged tensor, like query", got=type(tensor).__name__))
         with_values(name, tensor)
-        if not tensor.is_nested or tensor.dim() != 3 or tensor._ragged_idx != 1 or tensor.lengths() is not None:  # type: ignore[attr-defined]
+        if not tensor.is_nested or not is_rows_of(tensor):
             fix = "Give query, key and value jagged alike, without holes, or pad them all and pass masks.lengths(...)."
             got = "a jagged tensor of another shape" if tensor.is_nested else "a padded tensor"
             raise ShapeError(explain_problem(name, expected="a jagged (B, lengths, features) tensor", got=got, fix=fix))
@@ -68,18 +68,18 @@ def pack_jagged(
             explain_problem("value", expected="the key's lengths", got="others", fix="Each key needs its value.")
         )
     offsets: Tensor = cast(Any, query).offsets()
-    pack = packing(offsets, cast(Any, key).offsets(), query.values(), key.values())
+    rows = read_rows(offsets, cast(Any, key).offsets(), query.values(), key.values())
     if side_by_side and key is not query:
-        _require_side_by_side(pack)
+        _require_side_by_side(rows)
 
     def jagged(x: Tensor) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(x, offsets)
 
-    return (query.values(), key.values(), value.values()), pack, jagged
+    return (query.values(), key.values(), value.values()), rows, jagged
 
 
-def _require_side_by_side(pack: Packing) -> None:
-    if not is_tracing() and not torch.equal(pack.query_positions, pack.key_positions):
+def _require_side_by_side(rows: Rows) -> None:
+    if not is_tracing() and not torch.equal(rows.query_positions, rows.key_positions):
         expected = "the query's lengths: a position part turns both by the same positions"
         fix = "Use position= in self-attention, and a module without it for cross-attention."
         raise ShapeError(explain_problem("key", expected=expected, got="others", fix=fix))

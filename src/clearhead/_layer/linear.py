@@ -1,12 +1,10 @@
-"""The projections' product x Wᵀ + b, on the faster of the two matrix products that PyTorch ships for this machine."""
+"""The GEMM of linear layers, x Wᵀ + b, on the faster of the two backends that PyTorch ships for this machine."""
 
 from __future__ import annotations
 
 import functools
 import platform
-import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Literal, cast
 
 import torch
@@ -14,45 +12,45 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import flag, kind, require_factory, shown, size, strided_or_jagged
-from .._environment import is_dispatching, is_tracing, is_transformed
+from .._environment import (
+    autocast_is_on,
+    forcing,
+    has_onednn_linear,
+    is_dispatching,
+    is_tracing,
+    is_transformed,
+    linears,
+    onednn_linear,
+)
 from ..errors import ArgumentError, DeviceError, DTypeError, KernelError, ShapeError, explain_problem
 
 __all__ = [
     "Linear",
-    "describe_product",
+    "describe_backend",
     "eager_linear",
-    "forced_product",
-    "is_pytorchs_product",
     "linear",
     "require_input",
     "use_linear",
+    "uses_pytorch",
 ]
 
-Product = Literal["pytorch", "onednn"]
-PRODUCTS: tuple[Product, ...] = ("pytorch", "onednn")
+Backend = Literal["pytorch", "onednn"]
+BACKENDS: tuple[Backend, ...] = ("pytorch", "onednn")
 
 #: Smaller products end before oneDNN has begun, and few rows only stream the weight through.
 _FEWEST_MULTIPLICATIONS = 1 << 23
 _FEWEST_ROWS = 16
 
 
-class _Forced(threading.local):
-    # threading.local and not a ContextVar: torch.compile(fullgraph=True) can read this one.
-    stack: tuple[Product, ...] = ()
-
-
-_forced = _Forced()
-
-
-class use_linear:
-    """Choose the projections' product inside a ``with`` block, in this thread.
+class use_linear(forcing[str]):
+    """Choose the GEMM backend of linear layers inside a ``with`` block, in this thread.
 
     Args:
         name: ``"pytorch"`` (`torch.nn.functional.linear`) or ``"onednn"``, which raises for what it cannot multiply
-            instead of falling back. Graphs that are traced inside hold PyTorch's product all the same.
+            instead of falling back. Graphs that are traced inside hold PyTorch's operator all the same.
 
     Raises:
-        ArgumentError: for an unknown name. Inside the block, `KernelError` where oneDNN cannot run a product.
+        ArgumentError: for an unknown name. Inside the block, `KernelError` where oneDNN cannot run a GEMM.
 
     Example:
         >>> import torch, clearhead
@@ -61,18 +59,10 @@ class use_linear:
         torch.Size([5, 2])
     """
 
-    def __init__(self, name: Product) -> None:
-        if not isinstance(name, str) or name not in PRODUCTS:
-            raise ArgumentError(explain_problem("name", expected=f"one of {', '.join(PRODUCTS)}", got=shown(name)))
-        self._name: Product = name
-
-    def __enter__(self) -> None:
-        _forced.stack = (*_forced.stack, self._name)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        _forced.stack = _forced.stack[:-1]
+    def __init__(self, name: Backend) -> None:
+        if not isinstance(name, str) or name not in BACKENDS:
+            raise ArgumentError(explain_problem("name", expected=f"one of {', '.join(BACKENDS)}", got=shown(name)))
+        super().__init__(linears, name)
 
 
 class Linear(nn.Linear):
@@ -119,7 +109,7 @@ def require_input(name: str, x: object, layer: nn.Module) -> None:
         expected = f"(…, {own.in_features})"
         raise ShapeError(explain_problem(name, expected=expected, got=kind(x)))
     dtype, device = own.weight.dtype, own.weight.device
-    if x.dtype != dtype and not (_autocasts(x) and x.is_floating_point()):
+    if x.dtype != dtype and not (autocast_is_on(x) and x.is_floating_point()):
         fix = f"Convert it with .to({dtype}), or the module."
         raise DTypeError(explain_problem(name, expected=f"the module's dtype {dtype}", got=str(x.dtype), fix=fix))
     if x.device != device:
@@ -127,13 +117,8 @@ def require_input(name: str, x: object, layer: nn.Module) -> None:
         raise DeviceError(explain_problem(name, expected=f"the module's device {device}", got=str(x.device), fix=fix))
 
 
-def _autocasts(x: Tensor) -> bool:
-    kind = x.device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-
-
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, y = x Wᵀ + b, on oneDNN's product where the rule of `describe_product` says so.
+    """`torch.nn.functional.linear`, y = x Wᵀ + b, on oneDNN's product where the rule of `describe_backend` says so.
 
     Gradients of every order, autocast, tracing and `torch.func` are as for PyTorch's: what oneDNN's bare operator does
     not know, PyTorch's computes.
@@ -154,12 +139,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def eager_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """The function behind `linear` in this thread where nothing is traced, to be asked for once before many calls."""
-    forced = _forced.stack
+    forced = linears.stack
     return F.linear if (forced[-1] if forced else _preferred()) == "pytorch" else _on_onednn
 
 
 def _on_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    forced = _forced.stack
+    forced = linears.stack
     if not forced and not (_is_plain(input) and _is_plain(weight) and _is_worth_it(input, weight)):
         return F.linear(input, weight, bias)
     against = _against(input, weight, bias)
@@ -169,16 +154,11 @@ def _on_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         )
     if against:
         return F.linear(input, weight, bias)
-    rows = _product(input.reshape(-1, input.shape[-1]), weight, bias)  # (rows, out_features)
+    rows = _gemm(input.reshape(-1, input.shape[-1]), weight, bias)  # (rows, out_features)
     return rows.view(*input.shape[:-1], weight.shape[0])
 
 
-def forced_product() -> Product | None:
-    """The one that `use_linear` has chosen in this thread."""
-    return _forced.stack[-1] if _forced.stack else None
-
-
-def describe_product() -> str:
+def describe_backend() -> str:
     """Which product the projections use on this machine, and why, in a line.
 
     The rule knows the processor's maker, how PyTorch was built, and the sizes, and never measures while it runs, so
@@ -186,13 +166,13 @@ def describe_product() -> str:
 
     Example:
         >>> import clearhead
-        >>> from clearhead._layer.linear import describe_product
+        >>> from clearhead._layer.linear import describe_backend
         >>> with clearhead.use_linear("pytorch"):
-        ...     describe_product()
+        ...     describe_backend()
         "PyTorch's, forced by use_linear"
     """
-    if _forced.stack:
-        return "PyTorch's, forced by use_linear" if _forced.stack[-1] == "pytorch" else "oneDNN's, forced by use_linear"
+    if linears.stack:
+        return "PyTorch's, forced by use_linear" if linears.stack[-1] == "pytorch" else "oneDNN's, forced by use_linear"
     if _preferred() == "onednn":
         return (
             f"oneDNN's for float32 from {_FEWEST_ROWS} rows and {_FEWEST_MULTIPLICATIONS} multiplications on: on "
@@ -202,14 +182,14 @@ def describe_product() -> str:
 
 
 @functools.cache
-def _preferred() -> Product:
+def _preferred() -> Backend:
     return "onednn" if _why_pytorchs() is None else "pytorch"
 
 
 @functools.cache
 def _why_pytorchs() -> str | None:
     """The rule, as far as machine and build decide; ``None`` where oneDNN's product is preferred."""
-    if not _has_onednn():
+    if not has_onednn_linear():
         return "this build of PyTorch has no oneDNN"
     if not torch.backends.mkl.is_available():
         return "this build of PyTorch has no MKL to be outrun"
@@ -219,10 +199,6 @@ def _why_pytorchs() -> str | None:
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return "oneDNN is not known to be faster without AVX2"
     return None
-
-
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _processor_maker() -> str:
@@ -241,17 +217,17 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_worth_it(input: Tensor, weight: Tensor) -> bool:
-    return input.dim() > 0 and not is_pytorchs_product(input.numel() // max(input.shape[-1], 1), weight.numel())
+    return input.dim() > 0 and not uses_pytorch(input.numel() // max(input.shape[-1], 1), weight.numel())
 
 
-def is_pytorchs_product(rows: int, numbers: int) -> bool:
+def uses_pytorch(rows: int, numbers: int) -> bool:
     """Whether a product of so many rows and a weight of so many numbers is PyTorch's on every machine."""
     return rows < _FEWEST_ROWS or rows * numbers < _FEWEST_MULTIPLICATIONS
 
 
 def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     """Why oneDNN's bare operator cannot stand in for `F.linear` here; ``None`` if it can."""
-    if not _has_onednn() or not torch.backends.mkldnn.enabled:
+    if not has_onednn_linear() or not torch.backends.mkldnn.enabled:
         return "oneDNN is not available or switched off"
     given = (input, weight) if bias is None else (input, weight, bias)
     for tensor in given:
@@ -274,25 +250,21 @@ def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     return None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """X Wᵀ + b of (rows, in_features) on oneDNN, recorded for gradients only where they are wanted."""
     wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     if wanted and torch.is_grad_enabled():
-        return cast(Tensor, _Product.apply(x, weight, bias))
-    return _multiply(x, weight, bias)
+        return cast(Tensor, _Gemm.apply(x, weight, bias))
+    return onednn_linear(x, weight, bias)
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-class _Product(torch.autograd.Function):
+class _Gemm(torch.autograd.Function):
     """Its two gradients are products of the same kind, g W and gᵀ x, and so are theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _multiply(x, weight, bias)
+        return onednn_linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -308,4 +280,4 @@ class _Product(torch.autograd.Function):
 
 
 def _again(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight) if _against(x, weight, None) else _product(x, weight, None)
+    return F.linear(x, weight) if _against(x, weight, None) else _gemm(x, weight, None)

@@ -1,12 +1,17 @@
 """The native CPU kernel: C++ without PyTorch's headers, built at install where there is a compiler.
 
-`kernels/native_calls.py` calls the kernel, `masks/native_reach.py` what looks at masks.
+`kernels/_native_plan.py` calls the kernel, `masks/_native_reach.py` the search for the coverage of a mask.
+
+The environment variable ``CLEARHEAD_ISA`` forces an instruction set, one of `instruction_sets`; it is read once, when
+the extension is first used.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import threading
+from collections.abc import Iterable
 from types import ModuleType, TracebackType
 
 from ..errors import ArgumentError, explain_problem
@@ -27,13 +32,26 @@ def _load() -> tuple[ModuleType | None, str]:
 extension, why_missing = _load()
 
 _sets: dict[str, int] = {}
+_VARIABLE = "CLEARHEAD_ISA"
 
 
 def _numbers() -> dict[str, int]:
+    """The number of each instruction set in the extension; the one that is used comes first."""
     if not _sets and extension is not None:
         found = {name: number for number, name in extension.instruction_sets()}
-        _sets.update({name: found[name] for name in best_first(list(found), extension.pairs_are_slow())})
+        names = best_first(list(found), extension.pairs_are_slow)
+        wanted = os.environ.get(_VARIABLE)
+        if wanted:
+            if wanted not in names:
+                raise ArgumentError(_unknown(_VARIABLE, wanted, names))
+            names.sort(key=lambda name: name != wanted)
+        _sets.update({name: found[name] for name in names})
     return _sets
+
+
+def _unknown(argument: str, name: object, names: Iterable[str]) -> str:
+    has = ", ".join(names) or "none"
+    return explain_problem(argument, expected=f"an instruction set of this processor ({has})", got=repr(name))
 
 
 def best_first(names: list[str], pairs_are_slow: bool) -> list[str]:
@@ -51,7 +69,7 @@ def best_first(names: list[str], pairs_are_slow: bool) -> list[str]:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Names of the instruction sets that this processor has and the kernel was built for, the best first.
+    """Names of the instruction sets that this processor has and the kernel was built for, the one that is used first.
 
     Example:
         >>> from clearhead._native import extension, instruction_sets
@@ -69,7 +87,7 @@ _forced = _Forced()
 
 
 def instruction_set() -> str | None:
-    """The one that calls from this thread run on: the best, or that of `use_instruction_set`; ``None`` without one."""
+    """The one that calls from this thread run on: the first, or that of `use_instruction_set`; ``None`` without one."""
     return _forced.name or next(iter(_numbers()), None)
 
 
@@ -97,8 +115,7 @@ class use_instruction_set:
 
     def __init__(self, name: str) -> None:
         if name not in _numbers():
-            has = ", ".join(_numbers()) or "none"
-            raise ArgumentError(explain_problem("name", expected=f"an instruction set of here ({has})", got=repr(name)))
+            raise ArgumentError(_unknown("name", name, _numbers()))
         self._name = name
 
     def __enter__(self) -> None:

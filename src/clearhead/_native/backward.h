@@ -1,6 +1,10 @@
 // The backward pass: weights are computed again from the log-sum-exp, and with dO the output's gradient, dp = dO vᵀ
 // (dropped as p was), δ = Σ_j p dp = dO·o and dl that of lse: ds = p (dp − δ + dl). Sums over queries (dk, dv) are kept
 // for the whole length of the keys, sums over keys (dq) for a few tiles of rows at a time.
+#pragma once
+#include "decode.h"
+
+namespace clearhead::ISA {
 
 struct BackwardTile {
     Rows rows;
@@ -15,7 +19,7 @@ struct BackwardTile {
 // Working memory of one task.
 struct BackwardRoom {
     float *keys, *values, *weights, *gradients, *slopes;
-    LookRoom look;
+    MaskScratch masks;
 };
 
 // to (count × V·LANES) = left (count × columns) · right (columns × V·LANES); calls between(step) before each step
@@ -66,8 +70,8 @@ static void add_products(const float* left, int64_t rows, const float* right, in
 }
 
 // Scores to weights in place; with a soft-cap its slope goes into `slopes`.
-template <int V, Extra EXTRA>
-static void weigh_again(const Problem& p, const float* lse, int64_t count, const Looked& looked, float* weights,
+template <int V, MaskForm FORM>
+static void recompute_probs(const Problem& p, const float* lse, int64_t count, const TileMask& mask, float* weights,
                         float* slopes) {
     const float factor = p.softcap != 0 ? p.scale / p.softcap : p.scale * LOG2E;
     for (int64_t j = 0; j < count; j++)
@@ -80,7 +84,7 @@ static void weigh_again(const Problem& p, const float* lse, int64_t count, const
                 store(slopes + place, 1.f - x * x);
                 x *= p.softcap * LOG2E;
             }
-            x = masked<EXTRA, V>(x, looked, j, v);
+            x = masked<FORM, V>(x, mask, j, v);
             store(weights + place, exp2(x - load(lse + v * LANES)));
         }
 }
@@ -92,7 +96,7 @@ static void differentiate(const Problem& p, const BackwardTile& tile, int64_t ba
     for (int64_t j = 0; j < count; j += GROUP)
         for (int v = 0; v < V; v++) {
             Ints kept[GROUP];
-            if (p.drop_below) draw_kept(p, tile.rows, batch, v, key + j, kept);
+            if (p.drop_below) dropout_mask(p, tile.rows, batch, v, key + j, kept);
             const Floats correction = load(tile.correction + v * LANES);
 #pragma GCC unroll 8
             for (int t = 0; t < GROUP; t++) {
@@ -148,8 +152,8 @@ template <int V>
 static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int64_t start, int64_t stop,
                         const BackwardRoom& room, const NextMasks& next, const float* keys, const float* values,
                         float* key_sums, float* value_sums) {
-    const Looked looked = look<V>(p, tile.rows, batch, start, stop, room.look);
-    if (looked.sight == Sight::nothing) return;
+    const TileMask mask = tile_mask<V>(p, tile.rows, batch, start, stop, room.masks);
+    if (mask.coverage == Coverage::nothing) return;
     const int64_t count = stop - start, key_stride = step_up(p.dim), rows = V * LANES;
     if (p.few)
         score_few<V>(p, tile, keys, count, room.weights);
@@ -157,7 +161,7 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
         product<V>(keys, key_stride, p.dim, tile.query_lanes, count, room.weights, [&](int64_t step) {
             if (next.start < next.stop) next.fetch(p, step, count / STEP);
         });
-    by_extra(looked, [&](auto extra) { weigh_again<V, extra()>(p, tile.lse, count, looked, room.weights, room.slopes); });
+    by_form(mask, [&](auto form) { recompute_probs<V, form()>(p, tile.lse, count, mask, room.weights, room.slopes); });
     product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, room.gradients, [](int64_t) {});
     differentiate<V>(p, tile, batch, start, count, room.weights, room.gradients);
     if (p.bias_gradient.data) add_to_bias_gradient<V>(p, tile.rows, batch, start, stop, room.gradients, tile.missing);
@@ -188,7 +192,7 @@ static int64_t tile_floats(const Problem& p) {
 
 [[maybe_unused]] static int64_t backward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t tiles = smaller(tiles_at_once(p), (task_rows + TILE - 1) / TILE);
-    return BLOCK * (step_up(p.dim) + p.value_dim) + 3 * BLOCK * TILE + LOOK_FLOATS + tiles * tile_floats(p) + 6 * 16;
+    return BLOCK * (step_up(p.dim) + p.value_dim) + 3 * BLOCK * TILE + MASK_SCRATCH_FLOATS + tiles * tile_floats(p) + 6 * 16;
 }
 
 // dk (S × D), then dv (S × Dv), columns padded to whole vectors.
@@ -236,7 +240,7 @@ static void correct(const Problem& p, int64_t batch, const Rows& rows, float* ls
         lse[lane] = -LOWEST;  // a lane without a row has weights of zero
         correction[lane] = missing[lane] = 0;
         if (lane >= rows.count) continue;
-        const int64_t place = (batch * p.heads + rows.head[lane]) * p.rows + rows.row[lane];
+        const int64_t place = p.row_place(batch, rows.head[lane], rows.row[lane]);
         const float* output = p.exact_output.at<float>(batch, rows.head[lane], rows.row[lane]);
         const T* gradient = p.output_gradient.at<T>(batch, rows.head[lane], rows.row[lane]);
         const double delta = dot(output, gradient, p.value_dim);
@@ -350,7 +354,7 @@ static void backward_typed(const Problem& p, const Task& task, float* sums, floa
     room.values = take(scratch, BLOCK * p.value_dim);
     room.weights = take(scratch, BLOCK * TILE);
     room.gradients = take(scratch, BLOCK * TILE);
-    room.look = look_room(take(scratch, LOOK_FLOATS));
+    room.masks = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
     room.slopes = take(scratch, BLOCK * TILE);
     const int64_t step = tiles_at_once(p) * TILE;
     for (int64_t start = task.row_start; start < task.row_stop; start += step)
@@ -377,3 +381,5 @@ static void write_sums_typed(const Problem& p, int64_t batch, int64_t kv_head, c
     sums += keys_summed(p) * lanes_up(p.dim);
     write_sum<T>(sums, count, size, p.keys, p.value_dim, 1, p.value_gradient, batch, kv_head);
 }
+
+}  // namespace clearhead::ISA

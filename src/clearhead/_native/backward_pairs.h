@@ -5,8 +5,13 @@
 //
 // While the vector units make weights and ds of one unit, tile registers multiply those of the unit before with dO, q and
 // k, and compute scores and dp of the next.
+#pragma once
+#include "backward.h"
+#include "forward_pairs.h"
 
-constexpr int BACKWARD_BLOCK = 64;          // keys of a unit, laid out for all tiles
+namespace clearhead::ISA {
+
+constexpr int BACKWARD_BLOCK = 64;          // keys of a unit, packed for all tiles
 constexpr int64_t TILES_BYTES = 768 * 1024;  // of tiles at once, which have to stay in the second cache
 
 struct PairBackwardTile {
@@ -22,7 +27,7 @@ struct PairBackwardTile {
 struct PairBackwardRoom {
     Pair *copied_keys, *copied_values, *keys_twice[SIDES];  // (keys × pairs of D or Dv); (D × keys)
     float *weights[2], *gradients[2], *slopes;              // (keys × V·LANES)
-    LookRoom look;
+    MaskScratch masks;
     Matrix<const Pair> keys, values;
 };
 
@@ -81,7 +86,7 @@ static void differentiate_pairs(const Problem& p, const Unit<PairBackwardTile>& 
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
             Ints kept[GROUP];
-            if (drop) draw_kept(p, tile.rows, batch, v, unit.start + j, kept);
+            if (drop) dropout_mask(p, tile.rows, batch, v, unit.start + j, kept);
             const Floats lse = load(tile.lse + v * LANES), correction = load(tile.correction + v * LANES);
             for (int t = 0; t < GROUP; t++) {
                 if (t % 2 == 0) due.step_of_any();
@@ -137,8 +142,8 @@ static int64_t pair_tiles_at_once(const Problem& p) {
 
 static int64_t backward_scratch_of_pairs(const Problem& p, int64_t task_rows) {
     const int64_t tiles = smaller(pair_tiles_at_once(p), (task_rows + TILE - 1) / TILE);
-    const int64_t of_reach = BACKWARD_BLOCK * (pairs_up(p.dim) + pairs_up(p.value_dim) + SIDES * height_up(p.dim));
-    return of_reach + 5 * BACKWARD_BLOCK * TILE + LOOK_FLOATS + tiles * pair_tile_floats(p) + 16 * (8 + SIDES);
+    const int64_t of_chunk = BACKWARD_BLOCK * (pairs_up(p.dim) + pairs_up(p.value_dim) + SIDES * height_up(p.dim));
+    return of_chunk + 5 * BACKWARD_BLOCK * TILE + MASK_SCRATCH_FLOATS + tiles * pair_tile_floats(p) + 16 * (8 + SIDES);
 }
 
 static void prepare_pairs(const Problem& p, int64_t batch, PairBackwardTile& tile, float*& scratch) {
@@ -163,14 +168,14 @@ static void prepare_pairs(const Problem& p, int64_t batch, PairBackwardTile& til
 // A few tiles of rows against all the keys they see.
 static void backward_tiles(const Problem& p, const Task& task, PairBackwardTile* tiles, int64_t count,
                            PairBackwardRoom& room, float* sums) {
-    const auto lay_out = [&](int64_t start, int64_t there, int64_t padded, int side) {
+    const auto pack = [&](int64_t start, int64_t there, int64_t padded, int side) {
         room.keys = find_pairs(p.key, task.batch, task.kv_head, start, there, p.dim, padded, room.copied_keys);
         room.values = find_pairs(p.value, task.batch, task.kv_head, start, there, p.value_dim, padded, room.copied_values);
         transpose_twice(p.key, task.batch, task.kv_head, start, there, p.dim, height_up(p.dim), BACKWARD_BLOCK, padded,
                         room.keys_twice[side]);
     };
-    Units<PairBackwardTile, decltype(lay_out)> units(p, task, tiles, count, BACKWARD_BLOCK, BACKWARD_BLOCK, room.look,
-                                                     lay_out);
+    Units<PairBackwardTile, decltype(pack)> units(p, task, tiles, count, BACKWARD_BLOCK, BACKWARD_BLOCK, room.masks,
+                                                     pack);
     Unit<PairBackwardTile> now, next;
     DueProducts due;
     bool more = units.next(now);
@@ -180,8 +185,8 @@ static void backward_tiles(const Problem& p, const Task& task, PairBackwardTile*
         const bool weighed = p.softcap != 0 || now.masked();
         if (weighed)
             by_vectors(now.tile->rows.vectors, [&](auto v) {
-                by_extra(now.looked, [&](auto extra) {
-                    weigh_again<v.value, extra()>(p, now.tile->lse, now.count, now.looked, room.weights[now.slot],
+                by_form(now.mask, [&](auto form) {
+                    recompute_probs<v.value, form()>(p, now.tile->lse, now.count, now.mask, room.weights[now.slot],
                                                   room.slopes);
                 });
             });
@@ -210,7 +215,7 @@ void backward_typed<BFloat16>(const Problem& p, const Task& task, float* sums, f
     for (float*& weights : room.weights) weights = take(scratch, BACKWARD_BLOCK * TILE);
     for (float*& gradients : room.gradients) gradients = take(scratch, BACKWARD_BLOCK * TILE);
     room.slopes = take(scratch, BACKWARD_BLOCK * TILE);
-    room.look = look_room(take(scratch, LOOK_FLOATS));
+    room.masks = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
     const TileRegisters registers;
     const int64_t step = pair_tiles_at_once(p) * TILE;
     for (int64_t row = task.row_start; row < task.row_stop; row += step) {
@@ -229,3 +234,5 @@ void backward_typed<BFloat16>(const Problem& p, const Task& task, float* sums, f
             write_query_gradient<BFloat16>(p, task.batch, tiles[n], height_up(p.dim), factors);
     }
 }
+
+}  // namespace clearhead::ISA

@@ -1,8 +1,12 @@
 // Few queries, as in decoding: keys and values are read once, in the order in which they lie, and the features are in
 // the lanes. The keys of a head may be split between threads: each leaves a partial result, and `merge` joins them.
 //
-// A partial result is, for every row, its peak (in units of log 2), its sum, and its output that is not yet normalised;
+// A partial result is, for every row, its row_max (in units of log 2), its sum, and its output that is not yet normalised;
 // and behind these the total of the outputs before the last chunks.
+#pragma once
+#include "forward.h"
+
+namespace clearhead::ISA {
 
 constexpr int CHUNK = 64;  // keys whose scores are known before their values are read
 constexpr int CHUNKS = 8;  // whose outputs are added up before they go to a total
@@ -90,7 +94,7 @@ static void mix_all(const float (*weights)[CHUNK], const T* value, int64_t strid
         mix<T, 1, R>(weights, value + d, stride, columns - d, count, ahead, fetched, output + d, width);
 }
 
-// Scores of R rows from `first` on with the keys [start, start + count) in units of log 2, −∞ where hidden; their peaks.
+// Scores of R rows from `first` on with the keys [start, start + count) in units of log 2, −∞ where hidden; their row_maxima.
 template <class T, int R>
 static void score_chunk(const Problem& p, const Rows& rows, int64_t batch, int64_t kv_head, int64_t first,
                         int64_t start, int64_t count, const float* query, float (*scores)[CHUNK], float (&best)[R]) {
@@ -98,8 +102,8 @@ static void score_chunk(const Problem& p, const Rows& rows, int64_t batch, int64
     const bool dense = p.bias.data || p.visible.data;
     Ints lane;
     for (int n = 0; n < LANES; n++) lane[n] = n;
-    Floats peaks[R];
-    for (int r = 0; r < R; r++) peaks[r] = splat(-INFINITY);
+    Floats row_maxima[R];
+    for (int r = 0; r < R; r++) row_maxima[r] = splat(-INFINITY);
     for (int64_t j = 0; j < count; j += LANES) {
         const int64_t there = smaller(LANES, count - j);
         const Ints column = lane + static_cast<int32_t>(start + j);
@@ -112,11 +116,11 @@ static void score_chunk(const Problem& p, const Rows& rows, int64_t batch, int64
             x = p.softcap != 0 ? tanh(x * (p.scale / p.softcap)) * (p.softcap * LOG2E) : x * (p.scale * LOG2E);
             if (dense) x = add_mask(rounded(x), mask_row(p, batch, rows.head[row], rows.row[row], start + j, there));
             x = ((column >= rows.first[row]) & (column < last)) ? x : splat(-INFINITY);
-            peaks[r] = larger(x, peaks[r]);
+            row_maxima[r] = larger(x, row_maxima[r]);
             store(scores[r] + j, x);
         }
     }
-    for (int r = 0; r < R; r++) best[r] = peak(peaks[r]);
+    for (int r = 0; r < R; r++) best[r] = largest_lane(row_maxima[r]);
 }
 
 // Adds the outputs of the last chunks to their total, which takes their place if that was all.
@@ -135,26 +139,26 @@ template <class T, int R>
 static void decode_chunk(const Problem& p, const Rows& rows, int64_t batch, int64_t kv_head, int64_t first,
                          int64_t start, int64_t count, const float* query, float* partial) {
     const int64_t width = lanes_up(p.value_dim);
-    float *peaks = partial + first, *totals = peaks + p.folded_rows();
+    float *row_maxima = partial + first, *totals = row_maxima + p.folded_rows();
     float* output = partial_output(p, partial) + first * width;
     float scores[R][CHUNK], best[R];
     score_chunk<T, R>(p, rows, batch, kv_head, first, start, count, query, scores, best);
     bool seen = false;
     for (int r = 0; r < R; r++) {
         seen = seen || best[r] != -INFINITY;
-        if (best[r] > peaks[r]) {
-            const float fade = exp2(splat(peaks[r] - best[r]))[0];
+        if (best[r] > row_maxima[r]) {
+            const float rescale = exp2(splat(row_maxima[r] - best[r]))[0];
             for (int64_t d = 0; d < width; d += LANES) {
                 float *place = output + r * width + d, *total = place + p.folded_rows() * width;
-                store(place, load(place) * fade);
-                store(total, load(total) * fade);
+                store(place, load(place) * rescale);
+                store(total, load(total) * rescale);
             }
-            totals[r] *= fade;
-            peaks[r] = best[r];
+            totals[r] *= rescale;
+            row_maxima[r] = best[r];
         }
         Floats total = {};
         for (int64_t j = 0; j < count; j += LANES) {
-            const Floats x = exp2(load(scores[r] + j) - peaks[r]);
+            const Floats x = exp2(load(scores[r] + j) - row_maxima[r]);
             total += x;
             store(scores[r] + j, x);
         }
@@ -216,3 +220,5 @@ static void merge_typed(const Problem& p, int64_t batch, int64_t kv_head, float*
         }
     }
 }
+
+}  // namespace clearhead::ISA

@@ -3,18 +3,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <atomic>
 #include <utility>
 
+#include "coverage.h"
 #include "key_parts.h"
-
-#if !defined(_WIN32)
-#include <pthread.h>
-#endif
+#include "parallel.h"
 
 namespace clearhead {
 namespace {
 
-constexpr int64_t MOST_TILES = 16;           // of one task
 constexpr int64_t TASKS_PER_THREAD = 4;      // enough that the last ones to finish do not keep the others waiting
 constexpr int64_t TASK_FLOATS = 128 * 1024;  // queries and outputs of a task, which have to stay in the cache
 constexpr int64_t FEW_ROWS = 12;             // beyond these tiles take less time,
@@ -28,65 +26,8 @@ constexpr int64_t TILES_OF_RUN = 128;        // whose sums over rows are added u
 constexpr int64_t ITEMS_OF_RUN = 64;         // or items of a batch, where they share a bias
 constexpr int64_t STATISTICS_TASKS = 88;     // with sums over rows, whatever the threads: their grouping decides about bits
 constexpr int64_t COLUMN_FLOATS = 4 * 1024 * 1024;  // of all their sums, if one task a head does not take more
-constexpr int64_t KEPT_FLOATS = 4 * 1024 * 1024;
-constexpr int64_t MASK_FLOATS = 1024 * 1024;  // laid out at a time, for each thread
-constexpr int64_t FEWEST_SCORES = 64 * 1024;     // of a head that make laying out its mask worth while
-
-bool forked = false;
-
-// Memory that a thread keeps from call to call, because fresh pages cost more than a small call.
-class Scratch {
-  public:
-    ~Scratch() { free(memory_); }
-
-    float* take(int64_t floats) {
-        if (floats > size_) {
-            free(memory_);
-            const size_t bytes = (static_cast<size_t>(floats) * sizeof(float) + 4095) / 4096 * 4096;
-            memory_ = static_cast<float*>(aligned_alloc(4096, bytes));
-            size_ = memory_ ? floats : 0;
-        }
-        return memory_;
-    }
-
-    void give_back() {
-        if (size_ <= KEPT_FLOATS) return;
-        free(memory_);
-        memory_ = nullptr;
-        size_ = 0;
-    }
-
-  private:
-    float* memory_ = nullptr;
-    int64_t size_ = 0;
-};
-
-thread_local Scratch scratch, mask_scratch;
-
-// Calls work(index, scratch) for every index below `count`, in that order, each on the next free thread.
-template <class Work>
-bool share(int64_t count, int64_t threads, int64_t floats, const Work& work) {
-    bool enough = true;
-    if (threads > count) threads = count;
-    if (threads <= 1 || forked) {
-        float* memory = scratch.take(floats);
-        for (int64_t index = 0; memory && index < count; index++) work(index, memory);
-        scratch.give_back();
-        return memory != nullptr;
-    }
-#pragma omp parallel num_threads(static_cast<int>(threads)) reduction(&& : enough)
-    {
-        float* memory = scratch.take(floats);
-        enough = memory != nullptr;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t index = 0; index < count; index++)
-            if (memory) work(index, memory);
-        scratch.give_back();
-    }
-    return enough;
-}
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t MASK_FLOATS = 1024 * 1024;  // packed at a time, for each thread
+constexpr int64_t FEWEST_SCORES = 64 * 1024;     // of a head that make packing its mask worth while
 
 void add(const float* from, int64_t count, float* to) {
     for (int64_t i = 0; i < count; i++) to[i] += from[i];
@@ -111,7 +52,7 @@ int64_t parts_of_backward(const Kernels& kernels, const Problem& p, int64_t head
     return wanted < most ? wanted : most > 0 ? most : 1;
 }
 
-// Masks that several heads share: laid out by tiles once, so that not every head has to do it.
+// Masks that several heads share: packed by tiles once, so that not every head has to do it.
 struct SharedMasks {
     const Kernels& kernels;
     const Problem& p;
@@ -128,14 +69,14 @@ struct SharedMasks {
     // Of some rows of one plane.
     int64_t size(int64_t rows) const { return divide_up(rows, kernels.tile_rows) * kernels.masks_size(p); }
 
-    // Lays out `count` runs of `rows` rows of planes; place(index) says which plane and row the run begins at.
+    // Packs `count` runs of `rows` rows of planes; place(index) says which plane and row the run begins at.
     template <class Place>
-    bool lay_out(int64_t count, int64_t rows, int64_t threads, float* to, const Place& place) const {
+    bool pack(int64_t count, int64_t rows, int64_t threads, float* to, const Place& place) const {
         const int64_t tiles = divide_up(rows, kernels.tile_rows);
-        return share(count * tiles, threads, 16, [&](int64_t index, float*) {
+        return parallel_for(count * tiles, threads, 16, [&](int64_t index, float*) {
             const auto [plane, start] = place(index / tiles);
             const int64_t row = start + index % tiles * kernels.tile_rows;
-            if (row < p.folded_rows()) kernels.lay_out_masks(p, plane, row, to + index * kernels.masks_size(p));
+            if (row < p.folded_rows()) kernels.pack_masks(p, plane, row, to + index * kernels.masks_size(p));
         });
     }
 };
@@ -154,7 +95,7 @@ int64_t runs_at_once(const SharedMasks& masks, int64_t& step, int64_t threads) {
     return needed * masks.size(step) <= KEPT_FLOATS ? needed : 0;
 }
 
-// Runs of rows of all heads one after the other, so that only their masks are laid out at a time.
+// Runs of rows of all heads one after the other, so that only their masks are packed at a time.
 bool run_in_turns(const SharedMasks& masks, int64_t step, int64_t most, int64_t threads) {
     const Kernels& kernels = masks.kernels;
     const Problem& p = masks.p;
@@ -168,9 +109,9 @@ bool run_in_turns(const SharedMasks& masks, int64_t step, int64_t most, int64_t 
             run += first;
             return std::pair<int64_t, int64_t>(run % masks.planes, (parts - 1 - run / masks.planes) * step);
         };
-        enough = masks.lay_out(count, step, threads, memory, place);
+        enough = masks.pack(count, step, threads, memory, place);
         const int64_t floats = kernels.forward_scratch(p, step);
-        enough = enough && share(count * masks.heads, threads, floats, [&](int64_t index, float* scratch) {
+        enough = enough && parallel_for(count * masks.heads, threads, floats, [&](int64_t index, float* scratch) {
                      const int64_t run = index / masks.heads, head = index % masks.heads;
                      const auto [plane, start] = place(run);
                      const int64_t stop = start + step < rows ? start + step : rows;
@@ -191,7 +132,7 @@ class WholeMasks {
         if (masks_.heads == 1 || masks_.planes * size > (most > KEPT_FLOATS ? most : KEPT_FLOATS)) return;
         memory_ = mask_scratch.take(masks_.planes * size);
         const auto place = [](int64_t plane) { return std::pair<int64_t, int64_t>(plane, 0); };
-        if (memory_ && !masks_.lay_out(masks_.planes, p.folded_rows(), threads, memory_, place)) memory_ = nullptr;
+        if (memory_ && !masks_.pack(masks_.planes, p.folded_rows(), threads, memory_, place)) memory_ = nullptr;
     }
     ~WholeMasks() { mask_scratch.give_back(); }
     WholeMasks(const WholeMasks&) = delete;
@@ -222,13 +163,13 @@ bool run_decoding(const Kernels& kernels, const Problem& p, int64_t threads) {
     parts = parts < least ? least : parts < most ? parts : most > 0 ? most : 1;
     const int64_t step = divide_up(p.keys, parts);
     if (parts == 1)
-        return share(heads, threads, floats + size, [&](int64_t head, float* memory) {
+        return parallel_for(heads, threads, floats + size, [&](int64_t head, float* memory) {
             kernels.decode(p, {head / p.kv_heads, head % p.kv_heads, 0, 0, 0, p.keys, nullptr}, memory, memory + size);
             kernels.merge(p, head / p.kv_heads, head % p.kv_heads, memory, 1);
         });
     float* partials = static_cast<float*>(malloc(static_cast<size_t>(heads * parts * size) * sizeof(float)));
     if (!partials) return false;
-    const bool enough = share(heads * parts, threads, floats, [&](int64_t index, float* memory) {
+    const bool enough = parallel_for(heads * parts, threads, floats, [&](int64_t index, float* memory) {
         const int64_t head = index / parts, start = index % parts * step;
         const int64_t stop = start + step < p.keys ? start + step : p.keys;
         kernels.decode(p, {head / p.kv_heads, head % p.kv_heads, 0, 0, start, stop, nullptr}, partials + index * size,
@@ -272,7 +213,7 @@ bool run_backward_of(const Kernels& kernels, const Problem& p, const WholeMasks&
     const int64_t floats = kernels.backward_scratch(p, step), size = levels * kernels.sums_size(p);
     const size_t bytes = static_cast<size_t>(size) * sizeof(float);
     if (parts == 1)
-        return share(heads, threads, floats + size + 16, [&](int64_t index, float* memory) {
+        return parallel_for(heads, threads, floats + size + 16, [&](int64_t index, float* memory) {
             const int64_t batch = (first + index) / p.kv_heads, head = (first + index) % p.kv_heads;
             float* sums = memory + divide_up(floats, 16) * 16;
             memset(sums, 0, bytes);
@@ -281,13 +222,13 @@ bool run_backward_of(const Kernels& kernels, const Problem& p, const WholeMasks&
         });
     float* all = static_cast<float*>(calloc(static_cast<size_t>(heads * parts), bytes));
     if (!all) return bytes == 0;
-    bool enough = share(heads * parts, threads, floats, [&](int64_t index, float* memory) {
+    bool enough = parallel_for(heads * parts, threads, floats, [&](int64_t index, float* memory) {
         const int64_t head = first + index % heads, part = parts - 1 - index / heads, start = part * step;
         const int64_t stop = start + step < rows ? start + step : rows;
         backward_in_runs(kernels, p, masks, {head / p.kv_heads, head % p.kv_heads, start, stop, 0, p.keys, nullptr},
                          all + (index % heads * parts + part) * size, memory);
     });
-    enough = enough && share(heads, threads, 16, [&](int64_t index, float*) {
+    enough = enough && parallel_for(heads, threads, 16, [&](int64_t index, float*) {
                  const int64_t head = first + index;
                  kernels.write_sums(p, head / p.kv_heads, head % p.kv_heads, all + index * parts * size, parts * levels);
              });
@@ -364,7 +305,7 @@ class PartSums {
             double* to = total + own.first_map_row * s_.map_columns;
             for (int64_t i = 0; i < count; i++) {
                 const double x = own.map[i];
-                to[i] = !s_.map_peaks ? to[i] + x : x > to[i] || x != x ? x : to[i];
+                to[i] = !s_.map_max ? to[i] + x : x > to[i] || x != x ? x : to[i];
             }
         }
         for (int64_t i = 0; i < cells; i++) s_.map[head * cells + i] = static_cast<float>(total[i]);
@@ -377,10 +318,11 @@ class PartSums {
     double* maps_;
 };
 
-// Whether a tile holds all rows of a head, the keys are many, and the parts of the keys are problems of their own.
+// Whether a tile holds all rows of a head, the keys are many, and parts of the keys can be problems of their own.
 bool goes_by_keys(const Kernels& kernels, const Problem& p) {
-    const bool plain = p.type == Type::float32 && !p.drop_below && !p.first && !p.bias_gradient.data;
-    return plain && p.folded_rows() <= kernels.tile_rows && p.keys >= 4 * KEYS_OF_PART;
+    const bool simple = p.type == Type::float32 && !p.drop_below && !p.first && !p.bias_gradient.data;
+    const bool whole = p.group() == 1 || p.lse_head == p.rows;  // a part's numbers per row lie side by side
+    return simple && whole && p.folded_rows() <= kernels.tile_rows && p.keys >= 4 * KEYS_OF_PART;
 }
 
 bool run_backward_by_keys(const Kernels& kernels, const Problem& p, int64_t threads) {
@@ -391,7 +333,7 @@ bool run_backward_by_keys(const Kernels& kernels, const Problem& p, int64_t thre
     const int64_t sums_size = kernels.sums_size(longest);
     float* found = static_cast<float*>(malloc(static_cast<size_t>(heads * parts * size) * sizeof(float)));
     if (!found) return size == 0;
-    const bool enough = share(heads * parts, threads, floats + sums_size, [&](int64_t index, float* memory) {
+    const bool enough = parallel_for(heads * parts, threads, floats + sums_size, [&](int64_t index, float* memory) {
         const int64_t head = index / parts, start = index % parts * KEYS_OF_PART;
         const int64_t stop = start + KEYS_OF_PART < p.keys ? start + KEYS_OF_PART : p.keys;
         const Problem part = part_of_keys(p, head / p.kv_heads, head % p.kv_heads, start, stop, found + index * size);
@@ -406,15 +348,7 @@ bool run_backward_by_keys(const Kernels& kernels, const Problem& p, int64_t thre
     return enough;
 }
 
-}  // namespace
-
-void stay_alone_after_fork() {
-#if !defined(_WIN32)
-    pthread_atfork(nullptr, nullptr, [] { forked = true; });
-#endif
-}
-
-bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
+bool compute_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
     const int64_t rows = p.folded_rows(), heads = p.batch * p.kv_heads;
     if (rows == 0 || heads == 0) return true;
     if (decodes(kernels, p)) return run_decoding(kernels, p, threads);
@@ -422,7 +356,7 @@ bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
     int64_t shared_step = rows_of_task(kernels, p, threads);
     const int64_t step = shared_step, parts = divide_up(rows, step), most = runs_at_once(masks, shared_step, threads);
     if (most > 0) return run_in_turns(masks, shared_step, most, threads);
-    return share(heads * parts, threads, kernels.forward_scratch(p, step), [&](int64_t index, float* memory) {
+    return parallel_for(heads * parts, threads, kernels.forward_scratch(p, step), [&](int64_t index, float* memory) {
         // One head after the other, so that its keys stay in the cache; later rows first: under a causal mask they take longest.
         const int64_t head = index / parts, start = (parts - 1 - index % parts) * step;
         const int64_t stop = start + step < rows ? start + step : rows;
@@ -430,7 +364,7 @@ bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
     });
 }
 
-bool run_backward(const Kernels& kernels, const Problem& problem, int64_t threads) {
+bool compute_backward(const Kernels& kernels, const Problem& problem, int64_t threads) {
     Problem p = problem;
     p.few = decodes(kernels, p);
     const int64_t heads = p.batch * p.kv_heads;
@@ -453,7 +387,7 @@ bool run_backward(const Kernels& kernels, const Problem& problem, int64_t thread
     return enough;
 }
 
-bool run_statistics(const Kernels& kernels, const Problem& p, const Statistics& s, int64_t threads) {
+bool compute_statistics(const Kernels& kernels, const Problem& p, const Statistics& s, int64_t threads) {
     const int64_t heads = p.batch * p.heads;
     if (heads == 0 || p.rows == 0) return true;
     const int64_t together = s.averages(p) ? p.heads : 1, groups = heads / together;  // heads that add to the same rows
@@ -465,7 +399,7 @@ bool run_statistics(const Kernels& kernels, const Problem& p, const Statistics& 
     const int64_t parts = divide_up(p.rows, step), floats = kernels.statistics_scratch(p, s);
     PartSums sums(p, s, parts, step);
     if (!sums.enough()) return false;
-    const bool enough = share(groups * parts, threads, floats, [&](int64_t index, float* memory) {
+    const bool enough = parallel_for(groups * parts, threads, floats, [&](int64_t index, float* memory) {
         const int64_t group = index % groups, part = parts - 1 - index / groups, start = part * step;
         const int64_t stop = start + step < p.rows ? start + step : p.rows;
         for (int64_t head = group * together; head < (group + 1) * together; head++) {
@@ -476,6 +410,89 @@ bool run_statistics(const Kernels& kernels, const Problem& p, const Statistics& 
     });
     if (enough) sums.add_up();
     return enough;
+}
+
+// Whether any of `count` numbers, without their signs, is above a limit as bits; above infinity there is only NaN.
+template <class Bits>
+bool any_above(const char* row, int64_t count, Bits limit) {
+    constexpr Bits UNSIGNED = static_cast<Bits>(~Bits()) >> 1;
+    Bits any = 0;
+    for (int64_t j = 0; j < count; j++) {
+        Bits bits;
+        memcpy(&bits, row + j * static_cast<int64_t>(sizeof bits), sizeof bits);
+        any = static_cast<Bits>(any | ((bits & UNSIGNED) > limit));
+    }
+    return any;
+}
+
+// Whether any number of the rows is NaN; of 4 bytes each, or of the problem's type.
+bool has_nan(const Problem& p, const View& view, int64_t heads, int64_t rows, int64_t columns, int64_t bytes,
+             int64_t threads) {
+    const int64_t units = p.batch * heads;
+    std::atomic<bool> found(false);
+    parallel_for(units, threads, 16, [&](int64_t unit, float*) {
+        bool any = false;
+        for (int64_t i = 0; i < rows && !any; i++) {
+            const int64_t place = unit / heads * view.batch + unit % heads * view.head + i * view.row;
+            const char* row = static_cast<const char*>(view.data) + place * bytes;
+            if (bytes == 4)
+                any = any_above<uint32_t>(row, columns, 0x7f800000);
+            else
+                any = any_above<uint16_t>(row, columns, p.type == Type::bfloat16 ? 0x7f80 : 0x7c00);
+        }
+        if (any) found = true;
+    });
+    return found;
+}
+
+void clear_bias_gradient(const Problem& p) {
+    if (!p.bias_gradient.data) return;
+    const int64_t count = (p.bias_gradient.batch ? p.batch : 1) * p.heads * p.rows * p.keys;
+    memset(p.bias_gradient.data, 0, static_cast<size_t>(count) * sizeof(float));
+}
+
+}  // namespace
+
+// What is hidden altogether has weights of zero, so that only NaN and infinity in it can change a result, which is NaN then.
+// Such a call is repeated with zeros there: others pay for nothing but a look at their results.
+
+bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
+    if (!compute_forward(kernels, p, threads)) return false;
+    const int64_t bytes = p.wide_output ? 4 : p.bytes();
+    if (!may_hide_altogether(p) || !has_nan(p, p.output, p.heads, p.rows, p.value_dim, bytes, threads)) return true;
+    const Isolated isolated(p);
+    if (!isolated.enough_memory()) return false;
+    return !isolated.any() || compute_forward(kernels, isolated.problem(), threads);
+}
+
+bool run_backward(const Kernels& kernels, const Problem& p, int64_t threads) {
+    if (!compute_backward(kernels, p, threads)) return false;
+    if (!may_hide_altogether(p)) return true;
+    const View corrections = {p.correction, p.lse_batch, p.lse_head, 1, 1};
+    const bool any = has_nan(p, corrections, p.heads, p.rows, 1, 4, threads) ||
+                     has_nan(p, p.query_gradient, p.heads, p.rows, p.dim, p.bytes(), threads) ||
+                     has_nan(p, p.key_gradient, p.kv_heads, p.keys, p.dim, p.bytes(), threads) ||
+                     has_nan(p, p.value_gradient, p.kv_heads, p.keys, p.value_dim, p.bytes(), threads);
+    if (!any) return true;
+    const Isolated isolated(p);
+    if (!isolated.enough_memory()) return false;
+    if (!isolated.any()) return true;
+    clear_bias_gradient(p);
+    if (!compute_backward(kernels, isolated.problem(), threads)) return false;
+    isolated.clear_gradients();
+    return true;
+}
+
+bool run_statistics(const Kernels& kernels, const Problem& p, const Statistics& s, int64_t threads) {
+    if (!compute_statistics(kernels, p, s, threads)) return false;
+    if (!p.output.data || !may_hide_altogether(p)) return true;  // of values, only outputs read any
+    if (!has_nan(p, p.output, p.heads, p.rows, p.value_dim, p.bytes(), threads)) return true;
+    const Isolated isolated(p);
+    if (!isolated.enough_memory()) return false;
+    if (!isolated.any()) return true;
+    const size_t sums = static_cast<size_t>(s.averages(p) ? p.batch * p.rows * p.keys : 0);
+    if (sums) memset(s.weights.data, 0, sums * sizeof(float));
+    return compute_statistics(kernels, isolated.problem(), s, threads);
 }
 
 }  // namespace clearhead

@@ -1,11 +1,15 @@
 // The forward pass: for each block of keys and each tile of rows, scores, online softmax and their product with values.
+#pragma once
+#include "masks.h"
+
+namespace clearhead::ISA {
 
 struct Tile {
     Rows rows;
     float *query, *output;  // (D × V·LANES), (Dv × V·LANES): rows in the lanes
     float *total;           // as the output, of the runs before this one; null where there is but one
-    float peak[TILE], sum[TILE];
-    float total_peak[TILE], total_sum[TILE];
+    float row_max[TILE], sum[TILE];
+    float total_max[TILE], total_sum[TILE];
 };
 
 // Empties the sums of a tile, whose outputs are of so many floats.
@@ -14,21 +18,21 @@ static void clear_sums(SomeTile& tile, int64_t floats) {
     memset(tile.output, 0, static_cast<size_t>(floats) * sizeof(float));
     if (tile.total) memset(tile.total, 0, static_cast<size_t>(floats) * sizeof(float));
     for (int lane = 0; lane < TILE; lane++) {
-        tile.peak[lane] = tile.total_peak[lane] = LOWEST;
+        tile.row_max[lane] = tile.total_max[lane] = LOWEST;
         tile.sum[lane] = tile.total_sum[lane] = 0;
     }
 }
 
-// Adds the total, scaled to the peaks of this run, to the sums of the run.
+// Adds the total, scaled to the row_maxima of this run, to the sums of the run.
 template <class SomeTile>
 static void add_total(SomeTile& tile, int64_t floats) {
     if (!tile.total) return;
     const int64_t lanes = tile.rows.vectors * LANES;
     for (int64_t lane = 0; lane < lanes; lane += LANES) {
-        const Floats fade = exp2(load(tile.total_peak + lane) - load(tile.peak + lane));
-        store(tile.sum + lane, load(tile.sum + lane) + load(tile.total_sum + lane) * fade);
+        const Floats rescale = exp2(load(tile.total_max + lane) - load(tile.row_max + lane));
+        store(tile.sum + lane, load(tile.sum + lane) + load(tile.total_sum + lane) * rescale);
         for (int64_t place = lane; place < floats; place += lanes)
-            store(tile.output + place, load(tile.output + place) + load(tile.total + place) * fade);
+            store(tile.output + place, load(tile.output + place) + load(tile.total + place) * rescale);
     }
 }
 
@@ -39,7 +43,7 @@ static void end_run(SomeTile& tile, int64_t floats) {
     float* total = tile.output;
     tile.output = tile.total, tile.total = total;
     memset(tile.output, 0, static_cast<size_t>(floats) * sizeof(float));
-    memcpy(tile.total_peak, tile.peak, sizeof tile.peak);
+    memcpy(tile.total_max, tile.row_max, sizeof tile.row_max);
     memcpy(tile.total_sum, tile.sum, sizeof tile.sum);
     memset(tile.sum, 0, sizeof tile.sum);
 }
@@ -47,10 +51,10 @@ static void end_run(SomeTile& tile, int64_t floats) {
 // Whether sums over the keys are of more than one run.
 INLINE bool has_totals(const Problem& p) { return p.keys > RUN * BLOCK; }
 
-// Scores in units of log 2, into `to`; returns the peaks of the rows, which stay in memory: the sums need every register.
-template <int V, Extra EXTRA, bool CAPPED>
-INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const Looked& looked,
-                  const NextMasks& next, float* to, Floats (&peaks)[V]) {
+// Scores in units of log 2, into `to`; returns the row_maxima of the rows, which stay in memory: the sums need every register.
+template <int V, MaskForm FORM, bool CAPPED>
+INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const TileMask& mask,
+                  const NextMasks& next, float* to, Floats (&row_maxima)[V]) {
     const float factor = CAPPED ? p.scale / p.softcap : p.scale * LOG2E;
     for (int64_t j = 0; j < count; j += STEP) {
         if (next.start < next.stop) next.fetch(p, j / STEP, count / STEP);
@@ -63,8 +67,8 @@ INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t
                 const int64_t place = ((j + t) * V + v) * LANES;
                 Floats x = rounded(acc[t][v] * factor);
                 if (CAPPED) x = tanh(x) * (p.softcap * LOG2E);
-                x = masked<EXTRA, V>(x, looked, j + t, v);
-                peaks[v] = larger(x, peaks[v]);
+                x = masked<FORM, V>(x, mask, j + t, v);
+                row_maxima[v] = larger(x, row_maxima[v]);
                 store(to + place, x);
             }
         }
@@ -72,11 +76,11 @@ INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t
 }
 
 template <int V>
-static void score_any(const Problem& p, const Tile& tile, const float* keys, int64_t count, const Looked& looked,
-                      const NextMasks& next, float* to, Floats (&peaks)[V]) {
-    by_extra(looked, [&](auto extra) {
-        if (p.softcap != 0) return score<V, extra(), true>(p, tile, keys, count, looked, next, to, peaks);
-        return score<V, extra(), false>(p, tile, keys, count, looked, next, to, peaks);
+static void score_any(const Problem& p, const Tile& tile, const float* keys, int64_t count, const TileMask& mask,
+                      const NextMasks& next, float* to, Floats (&row_maxima)[V]) {
+    by_form(mask, [&](auto form) {
+        if (p.softcap != 0) return score<V, form(), true>(p, tile, keys, count, mask, next, to, row_maxima);
+        return score<V, form(), false>(p, tile, keys, count, mask, next, to, row_maxima);
     });
 }
 
@@ -84,21 +88,21 @@ INLINE Floats sum_of_group(const Floats (&x)[GROUP]) {
     return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }
 
-// Scores to weights in place, against the new peaks; and their sums.
+// Scores to weights in place, against the new row_maxima; and their sums.
 template <int V>
 INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int64_t key, int64_t count, float* weights,
-                         const Floats (&peaks)[V], Floats (&sums)[V]) {
+                         const Floats (&row_maxima)[V], Floats (&sums)[V]) {
     for (int v = 0; v < V; v++) sums[v] = Floats{};
     for (int64_t j = 0; j < count; j += GROUP) {
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
             Floats x[GROUP];
 #pragma GCC unroll 8
-            for (int t = 0; t < GROUP; t++) x[t] = exp2(load(weights + ((j + t) * V + v) * LANES) - peaks[v]);
+            for (int t = 0; t < GROUP; t++) x[t] = exp2(load(weights + ((j + t) * V + v) * LANES) - row_maxima[v]);
             sums[v] += sum_of_group(x);
             if (p.drop_below) {
                 Ints kept[GROUP];
-                draw_kept(p, tile.rows, batch, v, key + j, kept);
+                dropout_mask(p, tile.rows, batch, v, key + j, kept);
                 for (int t = 0; t < GROUP; t++) x[t] = only_where(kept[t], x[t]);
             }
 #pragma GCC unroll 8
@@ -110,18 +114,18 @@ INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int6
 // One tile against the keys [start, stop) of a block, whose first key and value are given.
 template <int V>
 static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, int64_t stop, const float* keys,
-                   const float* values, float* weights, const LookRoom& room, const NextMasks& next) {
-    const Looked looked = look<V>(p, tile.rows, batch, start, stop, room);
-    if (looked.sight == Sight::nothing) return;
+                   const float* values, float* weights, const MaskScratch& room, const NextMasks& next) {
+    const TileMask mask = tile_mask<V>(p, tile.rows, batch, start, stop, room);
+    if (mask.coverage == Coverage::nothing) return;
     const int64_t count = stop - start, width = round_up(p.value_dim, STEP);
-    Floats before[V], peaks[V], sums[V], fade[V];
-    for (int v = 0; v < V; v++) before[v] = peaks[v] = load(tile.peak + v * LANES);
-    score_any<V>(p, tile, keys, count, looked, next, weights, peaks);
-    exponentiate<V>(p, tile, batch, start, count, weights, peaks, sums);
+    Floats before[V], row_maxima[V], sums[V], rescale[V];
+    for (int v = 0; v < V; v++) before[v] = row_maxima[v] = load(tile.row_max + v * LANES);
+    score_any<V>(p, tile, keys, count, mask, next, weights, row_maxima);
+    exponentiate<V>(p, tile, batch, start, count, weights, row_maxima, sums);
     for (int v = 0; v < V; v++) {
-        fade[v] = exp2(before[v] - peaks[v]);
-        store(tile.peak + v * LANES, peaks[v]);
-        store(tile.sum + v * LANES, load(tile.sum + v * LANES) * fade[v] + sums[v]);
+        rescale[v] = exp2(before[v] - row_maxima[v]);
+        store(tile.row_max + v * LANES, row_maxima[v]);
+        store(tile.sum + v * LANES, load(tile.sum + v * LANES) * rescale[v] + sums[v]);
     }
     for (int64_t d = 0; d < width; d += STEP) {
         Floats acc[STEP][V] = {};
@@ -132,23 +136,23 @@ static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, i
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) {
                 float* place = output + (t * V + v) * LANES;
-                store(place, load(place) * fade[v] + acc[t][v]);
+                store(place, load(place) * rescale[v] + acc[t][v]);
             }
     }
 }
 
-// lse and the factor of the output of one row, from its peak (in units of log 2) and its sum.
-INLINE float finish_row(const Problem& p, int64_t batch, int64_t head, int64_t row, float peak, float sum) {
+// lse and the factor of the output of one row, from its row_max (in units of log 2) and its sum.
+INLINE float finish_row(const Problem& p, int64_t batch, int64_t head, int64_t row, float row_max, float sum) {
     float factor = sum == 0 ? 0 : p.kept_factor / sum;
     if (!p.lse && !p.sinks) return factor;
-    const double without = sum == 0 ? -INFINITY : peak == LOWEST ? LOWEST : peak * LN_OF_2 + log(sum);
+    const double without = sum == 0 ? -INFINITY : row_max == LOWEST ? LOWEST : row_max * LN_OF_2 + log(sum);
     double lse = without;
     if (p.sinks) {
         const double sink = p.sinks[head], top = without > sink ? without : sink;
         lse = top + log(exp(without - top) + exp(sink - top));
         factor *= static_cast<float>(exp(without - lse));
     }
-    if (p.lse) p.lse[(batch * p.heads + head) * p.rows + row] = lse;
+    if (p.lse) p.lse[p.row_place(batch, head, row)] = lse;
     return factor;
 }
 
@@ -157,7 +161,7 @@ static void finish(const Problem& p, const SomeTile& tile, int64_t batch) {
     float factors[TILE];
     const Rows& rows = tile.rows;
     for (int64_t lane = 0; lane < rows.count; lane++)
-        factors[lane] = finish_row(p, batch, rows.head[lane], rows.row[lane], tile.peak[lane], tile.sum[lane]);
+        factors[lane] = finish_row(p, batch, rows.head[lane], rows.row[lane], tile.row_max[lane], tile.sum[lane]);
     if (p.wide_output) return lanes_to_rows<float>(tile.output, rows, batch, p.value_dim, factors, p.output);
     lanes_to_rows<T>(tile.output, rows, batch, p.value_dim, factors, p.output);
 }
@@ -166,7 +170,7 @@ template <class T>
 static int64_t forward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t width = round_up(p.value_dim, STEP), rows = round_up(task_rows, TILE);
     const int64_t of_rows = rows * (p.dim + width + (has_totals(p) ? width : 0));
-    return (BLOCK + GROUP) * (p.dim + width) + of_rows + BLOCK * TILE + LOOK_FLOATS + 6 * 16;
+    return (BLOCK + GROUP) * (p.dim + width) + of_rows + BLOCK * TILE + MASK_SCRATCH_FLOATS + 6 * 16;
 }
 
 INLINE float* take(float*& scratch, int64_t count) {
@@ -181,7 +185,7 @@ static void forward_typed(const Problem& p, const Task& task, float* scratch) {
     float* keys = take(scratch, BLOCK * p.dim);
     float* values = take(scratch, BLOCK * width);
     float* weights = take(scratch, BLOCK * TILE);
-    const LookRoom room = look_room(take(scratch, LOOK_FLOATS));
+    const MaskScratch room = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
     Tile tiles[MOST_TILES];
     int64_t count = 0, key_start = p.keys, key_stop = 0;
     for (int64_t start = task.row_start; start < task.row_stop; start += TILE, count++) {
@@ -222,3 +226,5 @@ static void forward_typed(const Problem& p, const Task& task, float* scratch) {
         finish<T>(p, tiles[n], b);
     }
 }
+
+}  // namespace clearhead::ISA

@@ -4,25 +4,31 @@
 //
 // A unit of work is one tile of rows against PAIR_BLOCK keys. While its scores become weights, which takes the vector
 // registers, tile registers multiply the weights of the unit before with their values and compute the scores of the next.
+#pragma once
+#include "forward.h"
+#include "pair_layouts.h"
+#include "units.h"
+
+namespace clearhead::ISA {
 
 constexpr int PAIR_BLOCK = 64;   // keys of a unit: what it works on lies in the nearest cache
-constexpr int PAIR_REACH = 512;  // keys that are laid out at once
+constexpr int PAIR_CHUNK = 512;  // keys that are packed at once
 constexpr int PAIR_RUN = 1024;   // keys that are summed without a total: tile registers add to the sums there are
-constexpr float LEEWAY = 8;      // weights may grow to 2^LEEWAY before sums are scaled to a new peak
+constexpr float LEEWAY = 8;      // weights may grow to 2^LEEWAY before sums are scaled to a new row_max
 
 struct PairTile {
     Rows rows;
     Pair* query;    // (pairs of D × V·LANES)
     float *output, *total;  // (Dv × V·LANES), height padded; null where there is but one run
-    float peak[TILE], sum[TILE];
-    float total_peak[TILE], total_sum[TILE];
+    float row_max[TILE], sum[TILE];
+    float total_max[TILE], total_sum[TILE];
     int64_t summed;  // keys of this run
 };
 
 struct PairRoom {
     Pair *copied, *values[SIDES];  // (keys × pairs of D); for each block (Dv × its pairs of keys)
     float* scores[2];  // (keys × V·LANES); in the place of each two come a pair of weights and what it left out
-    LookRoom look;
+    MaskScratch masks;
     Matrix<const Pair> keys;
 };
 
@@ -41,7 +47,7 @@ static Product outputs_of(const Problem& p, const Unit<PairTile>& unit, const Pa
 }
 
 // Scores to units of log 2 in place, where more is to be done than multiplying them with a factor.
-template <int V, Extra EXTRA>
+template <int V, MaskForm FORM>
 static void adjust(const Problem& p, const Unit<PairTile>& unit, float* scores) {
     const float scale = fabsf(p.scale);
     for (int64_t j = 0; j < unit.count; j++)
@@ -50,7 +56,7 @@ static void adjust(const Problem& p, const Unit<PairTile>& unit, float* scores) 
             float* score = scores + (j * V + v) * LANES;
             Floats x = load(score);
             x = p.softcap != 0 ? tanh(x * (scale / p.softcap)) * (p.softcap * LOG2E) : rounded(x * (scale * LOG2E));
-            store(score, masked<EXTRA, V>(x, unit.looked, j, v));
+            store(score, masked<FORM, V>(x, unit.mask, j, v));
         }
 }
 
@@ -65,22 +71,22 @@ INLINE Floats exp2_of_weight(Floats x) {
     return y * power;
 }
 
-// Scores to pairs of weights in their place, exp2(factor · score − peak), and their sums.
+// Scores to pairs of weights in their place, exp2(factor · score − row_max), and their sums.
 template <int V, bool DROP, class Beside>
 INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t batch, float factor, float* scores,
-                               const Floats (&peaks)[V], Floats (&sums)[V], const Beside& beside) {
+                               const Floats (&row_maxima)[V], Floats (&sums)[V], const Beside& beside) {
     for (int v = 0; v < V; v++) sums[v] = Floats{};
     for (int64_t j = 0; j < unit.count; j += GROUP)
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
             Ints kept[GROUP];
-            if (DROP) draw_kept(p, unit.tile->rows, batch, v, unit.start + j, kept);
+            if (DROP) dropout_mask(p, unit.tile->rows, batch, v, unit.start + j, kept);
             beside();
 #pragma GCC unroll 4
             for (int t = 0; t < GROUP; t += 2) {
                 float* to = scores + ((j + t) * V + v) * LANES;
-                Floats x = exp2_of_weight(load(to) * factor - peaks[v]);
-                Floats y = exp2_of_weight(load(to + V * LANES) * factor - peaks[v]);
+                Floats x = exp2_of_weight(load(to) * factor - row_maxima[v]);
+                Floats y = exp2_of_weight(load(to + V * LANES) * factor - row_maxima[v]);
                 sums[v] += x + y;
                 if (DROP) x = only_where(kept[t], x), y = only_where(kept[t + 1], y);
                 store(to, reinterpret_cast<Floats>(pair_up(x, y)));
@@ -89,26 +95,26 @@ INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int
         }
 }
 
-// Scales what a tile has summed, with the outputs that are still due, to new peaks if some have risen too far.
+// Scales what a tile has summed, with the outputs that are still due, to new row_maxima if some have risen too far.
 template <int V>
-INLINE void raise_peaks(const Problem& p, PairTile& tile, const Floats (&found)[V], Product& due) {
+INLINE void raise_maxima(const Problem& p, PairTile& tile, const Floats (&found)[V], Product& due) {
     Floats risen = splat(-INFINITY);
-    for (int v = 0; v < V; v++) risen = larger(found[v] - load(tile.peak + v * LANES), risen);
-    if (peak(risen) <= LEEWAY) return;
+    for (int v = 0; v < V; v++) risen = larger(found[v] - load(tile.row_max + v * LANES), risen);
+    if (largest_lane(risen) <= LEEWAY) return;
     finish(due);
-    Floats fade[V];
+    Floats rescale[V];
     for (int v = 0; v < V; v++) {
-        const Floats before = load(tile.peak + v * LANES), after = larger(found[v], before);
-        fade[v] = exp2(before - after);
-        store(tile.peak + v * LANES, after);
-        store(tile.sum + v * LANES, load(tile.sum + v * LANES) * fade[v]);
+        const Floats before = load(tile.row_max + v * LANES), after = larger(found[v], before);
+        rescale[v] = exp2(before - after);
+        store(tile.row_max + v * LANES, after);
+        store(tile.sum + v * LANES, load(tile.sum + v * LANES) * rescale[v]);
     }
     const int64_t height = height_up(p.value_dim);
     for (int64_t d = 0; d < height; d++)
 #pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
             float* output = tile.output + (d * V + v) * LANES;
-            store(output, load(output) * fade[v]);
+            store(output, load(output) * rescale[v]);
         }
 }
 
@@ -117,32 +123,32 @@ template <int V>
 static void weigh_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t batch, float factor, float* scores,
                         Product& due, Product& ahead) {
     PairTile& tile = *unit.tile;
-    Floats peaks[V], sums[V];
-    for (int v = 0; v < V; v++) peaks[v] = splat(LOWEST);
+    Floats row_maxima[V], sums[V];
+    for (int v = 0; v < V; v++) row_maxima[v] = splat(LOWEST);
     for (int64_t j = 0; j < unit.count; j++)
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) peaks[v] = larger(load(scores + (j * V + v) * LANES), peaks[v]);
-    for (int v = 0; v < V; v++) peaks[v] *= factor;
-    raise_peaks<V>(p, tile, peaks, due);
+        for (int v = 0; v < V; v++) row_maxima[v] = larger(load(scores + (j * V + v) * LANES), row_maxima[v]);
+    for (int v = 0; v < V; v++) row_maxima[v] *= factor;
+    raise_maxima<V>(p, tile, row_maxima, due);
     const auto beside = [&] {
         if (due.left_over())
             step(due);
         else if (ahead.left_over())
             step(ahead);
     };
-    for (int v = 0; v < V; v++) peaks[v] = load(tile.peak + v * LANES);
+    for (int v = 0; v < V; v++) row_maxima[v] = load(tile.row_max + v * LANES);
     if (p.drop_below)
-        exponentiate_pairs<V, true>(p, unit, batch, factor, scores, peaks, sums, beside);
+        exponentiate_pairs<V, true>(p, unit, batch, factor, scores, row_maxima, sums, beside);
     else
-        exponentiate_pairs<V, false>(p, unit, batch, factor, scores, peaks, sums, beside);
+        exponentiate_pairs<V, false>(p, unit, batch, factor, scores, row_maxima, sums, beside);
     for (int v = 0; v < V; v++) store(tile.sum + v * LANES, load(tile.sum + v * LANES) + sums[v]);
 }
 
 template <>
 int64_t forward_scratch<BFloat16>(const Problem& p, int64_t task_rows) {
     const int64_t rows = round_up(task_rows, TILE), pairs = pairs_up(p.dim), height = height_up(p.value_dim);
-    const int64_t of_reach = PAIR_REACH * (pairs + SIDES * height / 2), of_units = 2 * PAIR_BLOCK * TILE;
-    return of_reach + of_units + LOOK_FLOATS + rows * (pairs + 2 * height) + 16 * (7 + 3 * MOST_TILES);
+    const int64_t of_chunk = PAIR_CHUNK * (pairs + SIDES * height / 2), of_units = 2 * PAIR_BLOCK * TILE;
+    return of_chunk + of_units + MASK_SCRATCH_FLOATS + rows * (pairs + 2 * height) + 16 * (7 + 3 * MOST_TILES);
 }
 
 INLINE Pair* take_pairs(float*& scratch, int64_t count) { return reinterpret_cast<Pair*>(take(scratch, count)); }
@@ -170,20 +176,20 @@ template <>
 void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch) {
     const int64_t height = height_up(p.value_dim);
     PairRoom room;
-    room.copied = take_pairs(scratch, PAIR_REACH * pairs_up(p.dim));
-    for (Pair*& values : room.values) values = take_pairs(scratch, height * PAIR_REACH / 2);
+    room.copied = take_pairs(scratch, PAIR_CHUNK * pairs_up(p.dim));
+    for (Pair*& values : room.values) values = take_pairs(scratch, height * PAIR_CHUNK / 2);
     for (float*& scores : room.scores) scores = take(scratch, PAIR_BLOCK * TILE);
-    room.look = look_room(take(scratch, LOOK_FLOATS));
+    room.masks = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
     PairTile tiles[MOST_TILES];
     const int64_t count = prepare_pairs(p, task, tiles, scratch);
-    const auto lay_out = [&](int64_t start, int64_t there, int64_t padded, int side) {
+    const auto pack = [&](int64_t start, int64_t there, int64_t padded, int side) {
         room.keys = find_pairs(p.key, task.batch, task.kv_head, start, there, p.dim, padded, room.copied);
         for (int64_t block = 0; block < padded; block += PAIR_BLOCK)
             transpose_pairs(p.value, task.batch, task.kv_head, start + block, there - block, p.value_dim, height,
                             PAIR_BLOCK / 2, smaller(PAIR_BLOCK, padded - block), room.values[side] + block / 2 * height);
     };
     const TileRegisters registers;
-    Units<PairTile, decltype(lay_out)> units(p, task, tiles, count, PAIR_BLOCK, PAIR_REACH, room.look, lay_out);
+    Units<PairTile, decltype(pack)> units(p, task, tiles, count, PAIR_BLOCK, PAIR_CHUNK, room.masks, pack);
     Unit<PairTile> now, next;
     Product due = {}, ahead = {};
     bool more = units.next(now);
@@ -194,7 +200,7 @@ void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch)
         const bool adjusted = p.softcap != 0 || now.masked();
         if (adjusted)
             by_vectors(now.tile->rows.vectors, [&](auto v) {
-                by_extra(now.looked, [&](auto extra) { adjust<v.value, extra()>(p, now, scores); });
+                by_form(now.mask, [&](auto form) { adjust<v.value, form()>(p, now, scores); });
             });
         const float factor = adjusted ? 1 : fabsf(p.scale) * LOG2E;
         more = units.next(next);
@@ -217,3 +223,5 @@ void forward_typed<BFloat16>(const Problem& p, const Task& task, float* scratch)
         finish<BFloat16>(p, tiles[n], task.batch);
     }
 }
+
+}  // namespace clearhead::ISA

@@ -1,18 +1,10 @@
-// Everything for one instruction set. The file that includes this says ISA, LANES, ROW_VECTORS and STEP, and
+// Everything for one instruction set. The source that includes this defines what isa.h lists, and
 // CPU_HAS_ISA, an expression that is true on processors that have it.
-namespace clearhead {
-namespace ISA {
-
-#include "vector.h"
-#include "tile.h"
-#include "masks.h"
-#include "forward.h"
-#include "decode.h"
+#pragma once
 #include "backward.h"
-#include "sheet.h"
-#include "largest.h"
-#include "maps.h"
 #include "statistics.h"
+
+namespace clearhead::ISA {
 
 // f(zero of the type of the tensors)
 template <class Work>
@@ -55,10 +47,9 @@ static void statistics(const Problem& p, const Statistics& s, const Task& task, 
 static bool supported() { return CPU_HAS_ISA; }
 
 constexpr Kernels table(const char* name) {
-    return {name,           TILE,         supported, masks_size, lay_out_masks,    scratch_of_forward, forward,
+    return {name,           TILE,         supported, masks_size, pack_masks,    scratch_of_forward, forward,
             decode_scratch, partial_size, decode,    merge,      backward_scratch, sums_size,          backward,
             write_sums,     statistics_scratch, statistics};
 }
 
-}  // namespace ISA
-}  // namespace clearhead
+}  // namespace clearhead::ISA

@@ -1,19 +1,9 @@
 // Forward and backward pass of bfloat16 for instruction sets that multiply pairs of it; everything else is that of AVX-512.
-// The file that includes this says the same as for kernel.h, and HAS_AMX if there are tile registers.
-namespace clearhead {
-namespace ISA {
-
-#include "vector.h"
-#include "tile.h"
-#include "masks.h"
-#include "forward.h"
-#include "decode.h"
-#include "backward.h"
-#include "pairs.h"
-#include "pair_layouts.h"
-#include "units.h"
-#include "forward_pairs.h"
+// The source that includes this defines what isa.h lists, and HAS_AMX if there are tile registers.
+#pragma once
 #include "backward_pairs.h"
+
+namespace clearhead::ISA {
 
 static int64_t scratch_of_forward(const Problem& p, int64_t task_rows) {
     if (p.type != Type::bfloat16) return avx512_kernels.forward_scratch(p, task_rows);
@@ -39,5 +29,4 @@ constexpr PairKernels table(const char* name, bool (*supported)()) {
     return {name, supported, scratch_of_forward, forward, scratch_of_backward, backward};
 }
 
-}  // namespace ISA
-}  // namespace clearhead
+}  // namespace clearhead::ISA

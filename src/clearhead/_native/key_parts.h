@@ -1,6 +1,8 @@
 // A backward pass of few rows over many keys in parts of the keys: what a part adds to the gradients of its keys and
 // values is all there is to add, so that it is written before it leaves the cache; those of the queries are joined.
 #pragma once
+#include <initializer_list>
+
 #include "problem.h"
 
 namespace clearhead {
@@ -10,7 +12,7 @@ namespace clearhead {
 inline Problem part_of_keys(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop,
                             float* found) {
     Problem part = p;
-    const int64_t head = kv_head * p.group(), place = (batch * p.heads + head) * p.rows;
+    const int64_t head = kv_head * p.group(), place = p.row_place(batch, head, 0);
     part.batch = part.kv_heads = 1, part.heads = p.group(), part.keys = stop - start;
     part.low -= start, part.high -= start, part.stop -= start;
     for (View Problem::*view : {&Problem::query, &Problem::output_gradient, &Problem::exact_output})
@@ -38,7 +40,7 @@ inline void join_parts(const Problem& p, int64_t batch, int64_t kv_head, const f
             for (int64_t n = 0; n < count; n++) total += found[n * size + r * p.dim + d];
             to[d] = static_cast<float>(total);
         }
-        p.correction[(batch * p.heads + head) * p.rows + row] = found[p.folded_rows() * p.dim + r];
+        p.correction[p.row_place(batch, head, row)] = found[p.folded_rows() * p.dim + r];
     }
 }
 

@@ -1,18 +1,22 @@
-// The largest scores of each row of a sheet: a limit from the peaks of its pieces first, then one look at every score.
+// The largest scores of each row of a panel: a limit from the row_maxima of its pieces first, then one look at every score.
+#pragma once
+#include "score_panel.h"
 
-// The k-th largest peak of some pieces together, in each lane: at least k scores are as large, and hardly more than k
+namespace clearhead::ISA {
+
+// The k-th largest row_max of some pieces together, in each lane: at least k scores are as large, and hardly more than k
 // if there are many more such groups than k.
-static Floats least_of_largest(const Sheet& sheet, int v, float* best) {
-    const int64_t width = sheet.tile.rows.vectors * LANES, k = sheet.largest.count;
-    const int64_t group = (sheet.stop - sheet.start) / PIECE >= 16 * k ? 4 : 1;
+static Floats least_of_largest(const ScorePanel& panel, int v, float* best) {
+    const int64_t width = panel.tile.rows.vectors * LANES, k = panel.largest.count;
+    const int64_t group = (panel.stop - panel.start) / PIECE >= 16 * k ? 4 : 1;
     for (int64_t rank = 0; rank < k; rank++) store(best + rank * LANES, splat(-INFINITY));
-    each_part(sheet, [&](int64_t start, int64_t stop, int64_t block) {
-        const float* peaks = sheet.peaks_of(block) + v * LANES;
+    each_part(panel, [&](int64_t start, int64_t stop, int64_t block) {
+        const float* row_maxima = panel.maxima_of(block) + v * LANES;
         const int64_t pieces = (stop - start) / PIECE;
         for (int64_t n = 0; n < pieces; n += group) {
-            Floats x = load(peaks + n * width);
+            Floats x = load(row_maxima + n * width);
             for (int64_t more = n + 1; more < smaller(n + group, pieces); more++)
-                x = larger(load(peaks + more * width), x);
+                x = larger(load(row_maxima + more * width), x);
             if (!bits(x > load(best + (k - 1) * LANES))) continue;
             for (int64_t rank = 0; rank < k; rank++) {
                 const Floats there = load(best + rank * LANES);
@@ -25,10 +29,10 @@ static Floats least_of_largest(const Sheet& sheet, int v, float* best) {
 }
 
 // Empties the lists and sets their limits.
-static void expect_largest(Sheet& sheet) {
-    Largest& largest = sheet.largest;
-    for (int v = 0; v < sheet.tile.rows.vectors; v++) {
-        const Floats least = least_of_largest(sheet, v, largest.scores);
+static void expect_largest(ScorePanel& panel) {
+    Largest& largest = panel.largest;
+    for (int v = 0; v < panel.tile.rows.vectors; v++) {
+        const Floats least = least_of_largest(panel, v, largest.scores);
         for (int64_t lane = v * LANES; lane < (v + 1) * LANES; lane++) {
             largest.limit[lane] = nextafterf(least[lane - v * LANES], -INFINITY);
             largest.found[lane] = 0;
@@ -63,13 +67,13 @@ INLINE void note(Largest& largest, int64_t lane, float score, int64_t key) {
     largest.limit[lane] = largest.scores[(largest.count - 1) * TILE + lane];
 }
 
-// Notes which scores of a piece, whose peaks are given, are above their row's limit.
+// Notes which scores of a piece, whose row_maxima are given, are above their row's limit.
 template <int V>
-INLINE void find_largest(Largest& largest, const float* scores, const float* peaks, int64_t key) {
+INLINE void find_largest(Largest& largest, const float* scores, const float* row_maxima, int64_t key) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; v++) {
         const float* limit = largest.limit + v * LANES;
-        if (!bits(load(peaks + v * LANES) > load(limit))) continue;
+        if (!bits(load(row_maxima + v * LANES) > load(limit))) continue;
         for (int t = 0; t < PIECE; t++) {
             const float* row = scores + (t * V + v) * LANES;
             for (uint32_t rows = bits(load(row) > load(limit)); rows; rows &= rows - 1) {
@@ -81,23 +85,25 @@ INLINE void find_largest(Largest& largest, const float* scores, const float* pea
 }
 
 // Writes the lists out, as weights, which fall as the scores do.
-static void write_largest(const Problem& p, const Statistics& s, Sheet& sheet, int64_t batch) {
-    const Rows& rows = sheet.tile.rows;
+static void write_largest(const Problem& p, const Statistics& s, ScorePanel& panel, int64_t batch) {
+    const Rows& rows = panel.tile.rows;
     for (int64_t lane = 0; lane < rows.count; lane++) {
-        sort_row(sheet.largest, lane);
-        const int64_t place = ((batch * p.heads + rows.head[lane]) * p.rows + rows.row[lane]) * s.top;
+        sort_row(panel.largest, lane);
+        const int64_t place = p.row_place(batch, rows.head[lane], rows.row[lane]) * s.top;
         float* weights = s.top_weights + place;
         for (int64_t rank = 0; rank < s.top; rank++) {
-            const bool there = rank < sheet.largest.found[lane];
-            weights[rank] = there ? sheet.largest.scores[rank * TILE + lane] : -INFINITY;
-            s.top_keys[place + rank] = there ? sheet.largest.keys[rank * TILE + lane] : -1;
+            const bool there = rank < panel.largest.found[lane];
+            weights[rank] = there ? panel.largest.scores[rank * TILE + lane] : -INFINITY;
+            s.top_keys[place + rank] = there ? panel.largest.keys[rank * TILE + lane] : -1;
         }
         for (int64_t rank = 0; rank < s.top; rank += LANES) {
             const int64_t count = smaller(LANES, s.top - rank);
-            const Floats shifted = load_some(weights + rank, count) - sheet.tile.peak[lane];
-            store_some(weights + rank, exp2(shifted) * sheet.factor[lane], count);
+            const Floats shifted = load_some(weights + rank, count) - panel.tile.row_max[lane];
+            store_some(weights + rank, exp2(shifted) * panel.factor[lane], count);
         }
         for (int64_t rank = 1; rank < s.top; rank++)
             if (weights[rank] > weights[rank - 1]) weights[rank] = weights[rank - 1];
     }
 }
+
+}  // namespace clearhead::ISA

@@ -1,20 +1,24 @@
-// The weights of a sheet as matrices: as they are, their mean over heads, or pooled to tiles of rows and keys.
+// The weights of a panel as matrices: as they are, their mean over heads, or pooled to tiles of rows and keys.
+#pragma once
+#include "score_panel.h"
+
+namespace clearhead::ISA {
 
 // Writes them to their rows of a matrix, or adds 1/H of them where all heads have the same rows.
 template <int V>
-static void write_weights(const Problem& p, const Statistics& s, const Sheet& sheet, int64_t batch) {
-    const Rows& rows = sheet.tile.rows;
+static void write_weights(const Problem& p, const Statistics& s, const ScorePanel& panel, int64_t batch) {
+    const Rows& rows = panel.tile.rows;
     const bool adds = s.averages(p);
-    const float share = adds ? 1.f / static_cast<float>(p.heads) : 1.f;
-    each_part(sheet, [&](int64_t start, int64_t stop, int64_t) {
+    const float portion = adds ? 1.f / static_cast<float>(p.heads) : 1.f;
+    each_part(panel, [&](int64_t start, int64_t stop, int64_t) {
         for (int v = 0; v < V; v++) {
-            const Floats factor = share * load(sheet.factor + v * LANES);
+            const Floats factor = portion * load(panel.factor + v * LANES);
             for (int64_t j = start; j < smaller(stop, p.keys); j += LANES) {
                 const int64_t there = stop - j, count = smaller(LANES, p.keys - j);
                 Floats square[LANES];
 #pragma GCC unroll 16
                 for (int t = 0; t < LANES; t++)
-                    square[t] = t < there ? factor * load(sheet.at(j + t) + v * LANES) : Floats{};
+                    square[t] = t < there ? factor * load(panel.at(j + t) + v * LANES) : Floats{};
                 transpose(square);
                 for (int64_t lane = v * LANES; lane < smaller(rows.count, (v + 1) * LANES); lane++) {
                     float* to = s.weights.at<float>(batch, rows.head[lane], rows.row[lane]) + j;
@@ -27,21 +31,21 @@ static void write_weights(const Problem& p, const Statistics& s, const Sheet& sh
 }
 
 // Joins one column of a map's tiles with what each row has of it; NaN stays.
-static void join_column(const float* cells, const int64_t* tiles, int64_t count, bool peaks, int64_t columns, double* to) {
+static void join_column(const float* cells, const int64_t* tiles, int64_t count, bool takes_max, int64_t columns, double* to) {
     for (int64_t lane = 0; lane < count; lane++) {
         double& cell = to[tiles[lane] * columns];
         const float x = cells[lane];
-        cell = !peaks ? cell + x : x > cell || x != x ? x : cell;
+        cell = !takes_max ? cell + x : x > cell || x != x ? x : cell;
     }
 }
 
 // Pools the weights of counted rows to tiles, column by column of the map.
 template <int V>
-static void pool(const Problem& p, const Statistics& s, const Sheet& sheet, const TaskSums& sums) {
-    const Rows& rows = sheet.tile.rows;
+static void pool(const Problem& p, const Statistics& s, const ScorePanel& panel, const TaskSums& sums) {
+    const Rows& rows = panel.tile.rows;
     int64_t tiles[TILE];
     for (int64_t lane = 0; lane < rows.count; lane++) tiles[lane] = s.map_row(p, rows.row[lane]) - sums.first_map_row;
-    each_part(sheet, [&](int64_t start, int64_t stop, int64_t) {
+    each_part(panel, [&](int64_t start, int64_t stop, int64_t) {
         stop = smaller(stop, p.keys);
         for (int64_t j = start; j < stop;) {
             const int64_t column = j * s.map_columns / p.keys;
@@ -50,15 +54,17 @@ static void pool(const Problem& p, const Statistics& s, const Sheet& sheet, cons
             for (; j < smaller(next, stop); j++)
 #pragma GCC unroll 4
                 for (int v = 0; v < V; v++) {
-                    const Floats x = load(sheet.at(j) + v * LANES);
-                    cells[v] = s.map_peaks ? larger(x, cells[v]) : cells[v] + x;
+                    const Floats x = load(panel.at(j) + v * LANES);
+                    cells[v] = s.map_max ? larger(x, cells[v]) : cells[v] + x;
                 }
-            float shares[V * LANES];
+            float sums_of_rows[V * LANES];
             for (int v = 0; v < V; v++) {
-                const Floats factor = load(sheet.factor + v * LANES) * load(sheet.counted + v * LANES);
-                store(shares + v * LANES, cells[v] * factor);
+                const Floats factor = load(panel.factor + v * LANES) * load(panel.counted + v * LANES);
+                store(sums_of_rows + v * LANES, cells[v] * factor);
             }
-            join_column(shares, tiles, rows.count, s.map_peaks, s.map_columns, sums.map + column);
+            join_column(sums_of_rows, tiles, rows.count, s.map_max, s.map_columns, sums.map + column);
         }
     });
 }
+
+}  // namespace clearhead::ISA

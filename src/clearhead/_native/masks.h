@@ -1,51 +1,55 @@
-// What the masks say of a tile of rows and a block of keys: one bit for each row and key, or, where there is a bias,
+// The masks of a tile of rows and a block of keys: one bit for each row and key, or, where there is a bias,
 // the number that is added to the score, −∞ where it is hidden. Rows lie in the lanes, as in the scores.
+#pragma once
+#include "tile.h"
 
-enum class Sight { nothing, some, everything };
-enum class Extra { none, bits, numbers };
+namespace clearhead::ISA {
+
+enum class Coverage { nothing, some, everything };
+enum class MaskForm { none, bits, numbers };
 
 constexpr int SPAN = 4 * LANES;  // keys whose marks, one byte each, fill a vector
 typedef uint8_t Bytes __attribute__((vector_size(SPAN)));
 typedef uint8_t LooseBytes __attribute__((vector_size(SPAN), aligned(1)));
 
 // Of a tile that sees some keys of a block either bits or numbers are given, of any other neither.
-struct Looked {
-    Sight sight;
+struct TileMask {
+    Coverage coverage;
     const uint32_t* bits;  // bit l of bits[v · BLOCK + key] is set where the row in lane l sees the key
     const float* numbers;  // (keys × V·LANES)
 };
 
-template <Extra EXTRA>
-using Constant = std::integral_constant<Extra, EXTRA>;
+template <MaskForm FORM>
+using Constant = std::integral_constant<MaskForm, FORM>;
 
 // work(a constant that says which of the two are given)
 template <class Work>
-INLINE void by_extra(const Looked& looked, const Work& work) {
-    if (looked.bits) return work(Constant<Extra::bits>());
-    if (looked.numbers) return work(Constant<Extra::numbers>());
-    return work(Constant<Extra::none>());
+INLINE void by_form(const TileMask& mask, const Work& work) {
+    if (mask.bits) return work(Constant<MaskForm::bits>());
+    if (mask.numbers) return work(Constant<MaskForm::numbers>());
+    return work(Constant<MaskForm::none>());
 }
 
 // The same from another key on.
 template <int V>
-INLINE Looked from_key(const Looked& looked, int64_t key) {
-    return {looked.sight, looked.bits ? looked.bits + key : nullptr,
-            looked.numbers ? looked.numbers + key * V * LANES : nullptr};
+INLINE TileMask from_key(const TileMask& mask, int64_t key) {
+    return {mask.coverage, mask.bits ? mask.bits + key : nullptr,
+            mask.numbers ? mask.numbers + key * V * LANES : nullptr};
 }
 
 // Memory for that.
-struct LookRoom {
+struct MaskScratch {
     uint32_t* bits;
     float* numbers;
 };
 
-constexpr int64_t LOOK_FLOATS = BLOCK * (ROW_VECTORS + TILE);
+constexpr int64_t MASK_SCRATCH_FLOATS = BLOCK * (ROW_VECTORS + TILE);
 
-INLINE LookRoom look_room(float* scratch) {
+INLINE MaskScratch mask_scratch(float* scratch) {
     return {reinterpret_cast<uint32_t*>(scratch), scratch + BLOCK * ROW_VECTORS};
 }
 
-// A bias in units of log 2. The lowest number stays one, where −∞ would hide: others use it to say "as little as possible".
+// A bias in units of log 2. The lowest number stays one, where −∞ would hide: models use it for "as little as possible".
 INLINE Floats in_units_of_log2(Floats bias) {
     return bias == splat(-INFINITY) ? bias : larger(splat(LOWEST), LOG2E * bias);
 }
@@ -71,7 +75,7 @@ INLINE Bytes marks_of_row(const uint8_t* from, int64_t column, int64_t count) {
     return marks_one_by_one(from, column, count);
 }
 
-// A hidden score is −∞ even if it was NaN: others may see that key, this row does not.
+// A hidden score is −∞ even if it was NaN: the key may be visible to other rows.
 INLINE Floats add_mask(Floats score, Floats added) { return added == splat(-INFINITY) ? added : score + added; }
 
 INLINE Floats hide(Floats score, uint32_t bits) {
@@ -80,11 +84,11 @@ INLINE Floats hide(Floats score, uint32_t bits) {
     return (splat(static_cast<int32_t>(bits)) & lanes) != 0 ? score : splat(-INFINITY);
 }
 
-// What a score becomes where the tile has looked.
-template <Extra EXTRA, int V>
-INLINE Floats masked(Floats score, const Looked& looked, int64_t key, int v) {
-    if (EXTRA == Extra::bits) return hide(score, looked.bits[v * BLOCK + key]);
-    if (EXTRA == Extra::numbers) return add_mask(score, load(looked.numbers + (key * V + v) * LANES));
+// What a score becomes under the mask of a tile.
+template <MaskForm FORM, int V>
+INLINE Floats masked(Floats score, const TileMask& mask, int64_t key, int v) {
+    if (FORM == MaskForm::bits) return hide(score, mask.bits[v * BLOCK + key]);
+    if (FORM == MaskForm::numbers) return add_mask(score, load(mask.numbers + (key * V + v) * LANES));
     return score;
 }
 
@@ -108,14 +112,14 @@ INLINE Floats mask_row(const Problem& p, int64_t batch, int64_t head, int64_t ro
 }
 
 // Whether marks that are the same for every row show all keys of a range, or none, or neither.
-static Sight shared_marks(const Problem& p, int64_t batch, int64_t head, int64_t start, int64_t stop) {
+static Coverage shared_marks(const Problem& p, int64_t batch, int64_t head, int64_t start, int64_t stop) {
     const uint8_t* marks = p.visible.at<uint8_t>(batch, head, 0);
     int64_t seen = 0;
     for (int64_t j = start; j < stop; j++) seen += marks[j * p.visible.column] != 0;
-    return seen == 0 ? Sight::nothing : seen == stop - start ? Sight::everything : Sight::some;
+    return seen == 0 ? Coverage::nothing : seen == stop - start ? Coverage::everything : Coverage::some;
 }
 
-// Fetches what the masks say of the tile that comes next, a few rows at a time between two products: its rows lie too
+// Fetches the masks of the tile that comes next, a few rows at a time between two products: its rows lie too
 // far from each other for the processor to foresee them, and all at once they would keep it waiting.
 struct NextMasks {
     const Rows* rows;
@@ -165,9 +169,9 @@ INLINE Bytes collect_bits(const Problem& p, const Rows& rows, int64_t batch, int
     return bits;
 }
 
-// Writes the bits of a tile and says what they let it see.
+// Writes the bits of a tile; returns their coverage.
 template <int V, bool MARKS>
-static Sight look_at_bits(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t count,
+static Coverage bits_of_tile(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t count,
                           uint32_t* to) {
     uint32_t any = 0, all = ~0u;
     for (int v = 0; v < V; v++)
@@ -183,7 +187,7 @@ static Sight look_at_bits(const Problem& p, const Rows& rows, int64_t batch, int
             for (int k = 0; k < SPAN; k++) place[k] = low[k] | static_cast<uint32_t>(high[k]) << 8;
             for (int k = 0; k < smaller(SPAN, count - j); k++) any |= place[k], all &= place[k];
         }
-    return any == 0 ? Sight::nothing : all == (1u << LANES) - 1 ? Sight::everything : Sight::some;
+    return any == 0 ? Coverage::nothing : all == (1u << LANES) - 1 ? Coverage::everything : Coverage::some;
 }
 
 // A square of numbers whose rows begin at from[0 … LANES − 1], transposed.
@@ -221,9 +225,9 @@ static __attribute__((noinline)) void load_some_transposed(const float* const (&
         for (int64_t r = 0; r < LANES; r++) square[k][r] = k < count ? from[r][(j + k) * column] : 0;
 }
 
-// Writes the bias of a tile, −∞ where a bit is not set (if there are any), and says whether it sees anything.
+// Writes the bias of a tile, −∞ where a bit is not set (if there are any), and returns its coverage.
 template <int V>
-static Sight look_at_bias(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
+static Coverage bias_of_tile(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
                           const uint32_t* bits, float* to) {
     Floats best = splat(-INFINITY);
     for (int v = 0; v < V; v++) {
@@ -247,65 +251,67 @@ static Sight look_at_bias(const Problem& p, const Rows& rows, int64_t batch, int
             }
         }
     }
-    return peak(best) == -INFINITY ? Sight::nothing : Sight::some;
+    return largest_lane(best) == -INFINITY ? Coverage::nothing : Coverage::some;
 }
 
-// Laid out, the masks of a tile are those of its blocks one after the other: their sight, then bits or numbers.
+// Packed, the masks of a tile are those of its blocks one after the other: their coverage, then bits or numbers.
 static int64_t block_size(const Problem& p) { return 16 + BLOCK * (p.bias.data ? TILE : ROW_VECTORS); }
 
 static int64_t masks_size(const Problem& p) { return (p.keys + BLOCK - 1) / BLOCK * block_size(p); }
 
 template <int V>
-INLINE Looked look_at_laid_out(const Problem& p, const Rows& rows, int64_t start) {
+INLINE TileMask read_packed(const Problem& p, const Rows& rows, int64_t start) {
     const float* block = rows.masks + start / BLOCK * block_size(p);
-    Sight sight;
-    memcpy(&sight, block, sizeof sight);
-    if (sight != Sight::some) return {sight, nullptr, nullptr};
+    Coverage coverage;
+    memcpy(&coverage, block, sizeof coverage);
+    if (coverage != Coverage::some) return {coverage, nullptr, nullptr};
     const int64_t skipped = start % BLOCK;
-    if (p.bias.data) return {sight, nullptr, block + 16 + skipped * V * LANES};
-    return {sight, reinterpret_cast<const uint32_t*>(block + 16) + skipped, nullptr};
+    if (p.bias.data) return {coverage, nullptr, block + 16 + skipped * V * LANES};
+    return {coverage, reinterpret_cast<const uint32_t*>(block + 16) + skipped, nullptr};
 }
 
 // What a tile sees of the keys [start, stop).
 template <int V>
-static Looked look(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
-                   const LookRoom& room) {
-    if (rows.masks) return look_at_laid_out<V>(p, rows, start);
-    Sight sight = Sight::everything;
+static TileMask tile_mask(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
+                   const MaskScratch& room) {
+    if (rows.masks) return read_packed<V>(p, rows, start);
+    Coverage coverage = Coverage::everything;
     bool marks = p.visible.data != nullptr;
     if (marks && p.visible.row == 0 && (rows.one_head || p.visible.head == 0)) {
-        sight = shared_marks(p, batch, rows.head[0], start, smaller(stop, p.keys));
-        marks = sight == Sight::some;
+        coverage = shared_marks(p, batch, rows.head[0], start, smaller(stop, p.keys));
+        marks = coverage == Coverage::some;
     }
     const bool within = rows.highest_first <= start && rows.lowest_last >= stop;
-    if (sight != Sight::nothing && (marks || !within))
-        sight = marks ? look_at_bits<V, true>(p, rows, batch, start, stop - start, room.bits)
-                      : look_at_bits<V, false>(p, rows, batch, start, stop - start, room.bits);
-    const uint32_t* bits = sight == Sight::some ? room.bits : nullptr;
-    if (sight == Sight::nothing || !p.bias.data) return {sight, bits, nullptr};
-    sight = look_at_bias<V>(p, rows, batch, start, stop, bits, room.numbers);
-    return {sight, nullptr, room.numbers};
+    if (coverage != Coverage::nothing && (marks || !within))
+        coverage = marks ? bits_of_tile<V, true>(p, rows, batch, start, stop - start, room.bits)
+                      : bits_of_tile<V, false>(p, rows, batch, start, stop - start, room.bits);
+    const uint32_t* bits = coverage == Coverage::some ? room.bits : nullptr;
+    if (coverage == Coverage::nothing || !p.bias.data) return {coverage, bits, nullptr};
+    coverage = bias_of_tile<V>(p, rows, batch, start, stop, bits, room.numbers);
+    return {coverage, nullptr, room.numbers};
 }
 
 template <int V>
-static void lay_out_rows(const Problem& p, const Rows& rows, int64_t batch, float* to) {
+static void pack_rows(const Problem& p, const Rows& rows, int64_t batch, float* to) {
     uint32_t bits[BLOCK * ROW_VECTORS];
     for (int64_t block = 0; block < p.keys; block += BLOCK, to += block_size(p)) {
         const int64_t end = block + round_up(smaller(BLOCK, p.keys - block), KEY_STEP);
         int64_t start = block, stop = end;
         trim(rows, start, stop);
-        Sight sight = Sight::nothing;
+        Coverage coverage = Coverage::nothing;
         if (start < stop) {
-            const LookRoom room = {p.bias.data ? bits : reinterpret_cast<uint32_t*>(to + 16), to + 16};
-            sight = look<V>(p, rows, batch, block, end, room).sight;
+            const MaskScratch room = {p.bias.data ? bits : reinterpret_cast<uint32_t*>(to + 16), to + 16};
+            coverage = tile_mask<V>(p, rows, batch, block, end, room).coverage;
         }
-        memcpy(to, &sight, sizeof sight);
+        memcpy(to, &coverage, sizeof coverage);
     }
 }
 
-// Lays out what the tile that begins at a folded row sees of all blocks, for any head.
-[[maybe_unused]] static void lay_out_masks(const Problem& p, int64_t batch, int64_t row_start, float* to) {
+// Packs what the tile that begins at a folded row sees of all blocks, for any head.
+[[maybe_unused]] static void pack_masks(const Problem& p, int64_t batch, int64_t row_start, float* to) {
     Rows rows;
     describe_rows(p, batch, 0, row_start, p.folded_rows(), rows);
-    by_vectors(rows.vectors, [&](auto vectors) { lay_out_rows<vectors.value>(p, rows, batch, to); });
+    by_vectors(rows.vectors, [&](auto vectors) { pack_rows<vectors.value>(p, rows, batch, to); });
 }
+
+}  // namespace clearhead::ISA

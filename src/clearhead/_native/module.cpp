@@ -1,9 +1,15 @@
-// The Python module: whole numbers, pointers and factors in, nothing of torch. Built for the stable ABI.
+// The Python module: whole numbers, addresses and factors in, nothing of torch. Built for the stable ABI.
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
-#include "driver.h"
-#include "reach.h"
+#include "arguments.h"
+#include "coverage.h"
+#include "parallel.h"
+#include "plan.h"
+
+#ifdef COMPILES_PAIRS
+#include <cpuid.h>
+#endif
 
 namespace clearhead {
 namespace {
@@ -24,8 +30,9 @@ const Kernels amx_kernels = with_pairs(amx_pairs);
 const Kernels avx512_bf16_kernels = with_pairs(avx512_bf16_pairs);
 #endif
 
-// The best first, where pairs of bfloat16 are fast.
-const Kernels* const ALL[] = {
+}  // namespace
+
+const Kernels* const INSTRUCTION_SETS[] = {
 #ifdef COMPILES_AMX
     &amx_kernels,
 #endif
@@ -36,144 +43,20 @@ const Kernels* const ALL[] = {
     &avx512_kernels,      &avx2_kernels,
 #endif
     &generic_kernels};
+const int64_t INSTRUCTION_SET_COUNT = sizeof INSTRUCTION_SETS / sizeof *INSTRUCTION_SETS;
 
-// Reads the arguments of a call one after the other; what is no number leaves a Python error behind.
-class Arguments {
-  public:
-    Arguments(PyObject* const* items, Py_ssize_t count) : items_(items), left_(count) {}
+namespace {
 
-    int64_t integer() { return left_-- > 0 ? PyLong_AsLongLong(*items_++) : -1; }
-    float real() { return left_-- > 0 ? static_cast<float>(PyFloat_AsDouble(*items_++)) : 0; }
-    template <class T>
-    T* pointer() {
-        return reinterpret_cast<T*>(integer());
-    }
-    View matrix() {
-        View view;
-        view.data = pointer<void>();
-        view.batch = integer(), view.head = integer(), view.row = integer();
-        return view;
-    }
-    View mask() {
-        View view = matrix();
-        view.column = integer();
-        return view;
-    }
-    bool more() const { return left_ > 0; }
-    bool finished() {
-        if (left_ != 0 && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
-        return !PyErr_Occurred();
-    }
-
-  private:
-    PyObject* const* items_;
-    Py_ssize_t left_;
-};
-
-// The part that forward and backward have in common, in the order in which kernels/native.py gives it.
-Problem read_problem(Arguments& args) {
-    Problem p = {};
-    p.type = static_cast<Type>(args.integer());
-    p.batch = args.integer(), p.heads = args.integer(), p.kv_heads = args.integer();
-    p.rows = args.integer(), p.keys = args.integer(), p.dim = args.integer(), p.value_dim = args.integer();
-    p.scale = args.real(), p.softcap = args.real();
-    p.query = args.matrix(), p.key = args.matrix(), p.value = args.matrix();
-    p.lse = args.pointer<double>(), p.sinks = args.pointer<const float>();
-    p.low = args.integer(), p.high = args.integer(), p.stop = args.integer();
-    p.first = args.pointer<const int32_t>(), p.last = args.pointer<const int32_t>();
-    p.span_batch = args.integer(), p.span_row = args.integer();
-    p.visible = args.mask(), p.bias = args.mask();
-    p.drop_below = static_cast<uint32_t>(args.integer()), p.seed = static_cast<uint64_t>(args.integer());
-    p.kept_factor = args.real();
-    return p;
-}
-
-template <class Run>
-PyObject* run_without_gil(Arguments& args, const Problem& p, int64_t set, int64_t threads, Run run) {
-    if (!args.finished()) return nullptr;
-    if (set < 0 || set >= static_cast<int64_t>(sizeof ALL / sizeof *ALL) || !ALL[set]->supported()) {
-        PyErr_SetString(PyExc_ValueError, "this processor does not have that instruction set");
-        return nullptr;
-    }
-    PyThreadState* state = PyEval_SaveThread();
-    const bool enough = run(*ALL[set], p, threads);
-    PyEval_RestoreThread(state);
-    if (!enough) return PyErr_NoMemory();
-    return Py_NewRef(Py_None);
-}
-
-// What is done where masks leave queries or keys out: nothing; the request is left to others, who are told so; or their
-// rows, in the forward pass, and the rows of their gradients in the backward pass, are set to zero.
-enum class Leaving : int64_t { nobody, to_others, out };
-
-PyObject* forward(PyObject*, PyObject* const* items, Py_ssize_t count) {
-    Arguments args(items, count);
-    const int64_t set = args.integer(), threads = args.integer();
-    Problem p = read_problem(args);
-    p.output = args.matrix(), p.wide_output = args.integer() != 0;
-    const Leaving leaving = static_cast<Leaving>(args.integer());
-    bool any = false;
-    PyObject* done = run_without_gil(args, p, set, threads, [&](const Kernels& kernels, const Problem& q, int64_t many) {
-        if (leaving != Leaving::nobody) {
-            const Absent absent(q);
-            if (!absent.enough_memory()) return false;
-            any = absent.any();
-            if (any && leaving == Leaving::to_others) return true;
-            absent.clear(q.query, q.key, q.value);
-        }
-        return run_forward(kernels, q, many);
-    });
-    if (!done) return nullptr;
-    Py_DECREF(done);
-    return PyBool_FromLong(any);
-}
-
-PyObject* backward(PyObject*, PyObject* const* items, Py_ssize_t count) {
-    Arguments args(items, count);
-    const int64_t set = args.integer(), threads = args.integer();
-    Problem p = read_problem(args);
-    p.output_gradient = args.matrix(), p.exact_output = args.matrix();
-    p.query_gradient = args.matrix(), p.key_gradient = args.matrix(), p.value_gradient = args.matrix();
-    p.lse_gradient = args.pointer<const float>(), p.correction = args.pointer<float>();
-    p.bias_gradient = args.matrix();
-    const Leaving leaving = static_cast<Leaving>(args.integer());
-    return run_without_gil(args, p, set, threads, [&](const Kernels& kernels, const Problem& q, int64_t many) {
-        if (!run_backward(kernels, q, many)) return false;
-        if (leaving == Leaving::nobody) return true;
-        const Absent absent(q);
-        if (!absent.enough_memory()) return false;
-        absent.clear(q.query_gradient, q.key_gradient, q.value_gradient);
-        return true;
-    });
-}
-
-PyObject* statistics(PyObject*, PyObject* const* items, Py_ssize_t count) {
-    Arguments args(items, count);
-    const int64_t set = args.integer(), threads = args.integer();
-    Problem p = read_problem(args);
-    p.output = args.matrix();
-    Statistics s = {};
-    s.counted = args.pointer<const uint8_t>();
-    s.largest = args.pointer<float>(), s.visible = args.pointer<float>();
-    s.entropy = args.pointer<float>(), s.confidence = args.pointer<float>(), s.norm = args.pointer<float>();
-    s.received = args.pointer<float>(), s.viewers = args.pointer<float>();
-    s.top_weights = args.pointer<float>(), s.top_keys = args.pointer<int64_t>(), s.top = args.integer();
-    s.weights = args.matrix();
-    s.map = args.pointer<float>(), s.map_rows = args.integer(), s.map_columns = args.integer();
-    s.map_peaks = args.integer() != 0;
-    return run_without_gil(args, p, set, threads, [&](const Kernels& kernels, const Problem& problem, int64_t many) {
-        return run_statistics(kernels, problem, s, many);
-    });
-}
-
-// Which queries and keys take part, as bytes; returns whether any query and any key is left out.
-PyObject* reach(PyObject*, PyObject* const* items, Py_ssize_t count) {
-    Arguments args(items, count);
-    Sought s = {};
+// Whether any row is fully masked, and any key masked for every row; which they are, as bytes. Takes sizes, a band, two
+// addresses, and for each mask the address, size and hidden value of its cells, and four strides.
+PyObject* coverage(PyObject*, PyObject* const* items, Py_ssize_t count) {
+    constexpr Py_ssize_t FIRST = 9, OF_MASK = 7;
+    Addresses args(items, count);
+    CoverageSearch s = {};
     s.batch = args.integer(), s.heads = args.integer(), s.rows = args.integer(), s.keys = args.integer();
     s.low = args.integer(), s.high = args.integer(), s.stop = args.integer();
-    s.queries = args.pointer<uint8_t>(), s.seen = args.pointer<uint8_t>();
-    for (; args.more() && s.count < MOST_MASKS; s.count++) {
+    s.rows_seen = args.pointer<uint8_t>(), s.keys_seen = args.pointer<uint8_t>();
+    for (; FIRST + s.count * OF_MASK < count && s.count < MOST_MASKS; s.count++) {
         Cells& cells = s.masks[s.count];
         cells.data = args.pointer<const void>(), cells.bytes = args.integer();
         cells.hidden = static_cast<uint64_t>(args.integer());
@@ -182,27 +65,29 @@ PyObject* reach(PyObject*, PyObject* const* items, Py_ssize_t count) {
     }
     if (!args.finished()) return nullptr;
     PyThreadState* state = PyEval_SaveThread();
-    const LeftOut found = find_reach(s);
+    const FullyMasked found = find_coverage(s);
     PyEval_RestoreThread(state);
-    return Py_BuildValue("(NN)", PyBool_FromLong(found.queries), PyBool_FromLong(found.keys));
+    return Py_BuildValue("(NN)", PyBool_FromLong(found.rows), PyBool_FromLong(found.keys));
 }
 
-// Intel's processors take so long for `vdpbf16ps` that plain float32 is faster there (1.6 times, measured on one with AMX).
-PyObject* pairs_are_slow(PyObject*, PyObject*) {
+// Processors with tile registers leave products of bfloat16 to them, and take so long for `vdpbf16ps` that plain float32 is
+// faster (1.6 times, measured); those without are built for it. Throughput itself is no feature that CPUID reports.
+bool pairs_are_slow() {
 #ifdef COMPILES_PAIRS
-    __builtin_cpu_init();
-    return PyBool_FromLong(__builtin_cpu_is("intel"));
+    constexpr unsigned TILES_OF_BFLOAT16 = 1u << 22;
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & TILES_OF_BFLOAT16);
 #else
-    return PyBool_FromLong(0);
+    return false;
 #endif
 }
 
-// (number, name) of each instruction set that this processor has, the best first where pairs of bfloat16 are fast.
+// (number, name) of each instruction set that this processor has, the one with the most features first.
 PyObject* instruction_sets(PyObject*, PyObject*) {
     PyObject* found = PyList_New(0);
-    for (size_t set = 0; found && set < sizeof ALL / sizeof *ALL; set++) {
-        if (!ALL[set]->supported()) continue;
-        PyObject* pair = Py_BuildValue("(ns)", static_cast<Py_ssize_t>(set), ALL[set]->name);
+    for (int64_t set = 0; found && set < INSTRUCTION_SET_COUNT; set++) {
+        if (!INSTRUCTION_SETS[set]->supported()) continue;
+        PyObject* pair = Py_BuildValue("(ns)", static_cast<Py_ssize_t>(set), INSTRUCTION_SETS[set]->name);
         if (!pair || PyList_Append(found, pair) < 0) Py_CLEAR(found);
         Py_XDECREF(pair);
     }
@@ -210,21 +95,32 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
 }
 
 PyMethodDef methods[] = {
-    {"forward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(forward)), METH_FASTCALL, nullptr},
-    {"backward", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(backward)), METH_FASTCALL, nullptr},
-    {"statistics", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(statistics)), METH_FASTCALL, nullptr},
-    {"reach", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(reach)), METH_FASTCALL, nullptr},
+    {"coverage", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(coverage)), METH_FASTCALL, nullptr},
     {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
-    {"pairs_are_slow", pairs_are_slow, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_attention", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+#ifdef _OPENMP
+constexpr bool OPENMP = true;
+#else
+constexpr bool OPENMP = false;
+#endif
+
+bool add_constants(PyObject* module) {
+    return PyModule_AddIntConstant(module, "MOST_MASKS", MOST_MASKS) == 0 &&
+           PyModule_AddObjectRef(module, "openmp", OPENMP ? Py_True : Py_False) == 0 &&
+           PyModule_AddObjectRef(module, "pairs_are_slow", pairs_are_slow() ? Py_True : Py_False) == 0;
+}
 
 }  // namespace
 }  // namespace clearhead
 
 PyMODINIT_FUNC PyInit__attention() {
     clearhead::stay_alone_after_fork();
-    return PyModule_Create(&clearhead::definition);
+    PyObject* module = PyModule_Create(&clearhead::definition);
+    if (module && clearhead::add_plan_type(module) && clearhead::add_constants(module)) return module;
+    Py_XDECREF(module);
+    return nullptr;
 }

@@ -1,4 +1,8 @@
-// How numbers become pairs of bfloat16, and how rows of tensors are laid out as factors of their products.
+// How numbers become pairs of bfloat16, and how rows of tensors are packed as factors of their products.
+#pragma once
+#include "pairs.h"
+
+namespace clearhead::ISA {
 
 // The lower and the upper half of a vector of halves, alternately.
 INLINE Words interleave(__m512i halves) {
@@ -137,3 +141,5 @@ static void transpose_pairs(const View& view, int64_t batch, int64_t head, int64
                 memcpy(to + (d + r) * stride + i / 2, &square[r], sizeof(Floats));
         }
 }
+
+}  // namespace clearhead::ISA

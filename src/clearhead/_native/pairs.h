@@ -1,5 +1,9 @@
 // Products of bfloat16 with sums in float32, for processors that have them. Two neighbours of a sum lie in one word of
 // 32 bits, as `vdpbf16ps` and AMX's `tdpbf16ps` want them. Rows of a product lie in memory, its columns in the lanes.
+#pragma once
+#include "tile.h"
+
+namespace clearhead::ISA {
 
 typedef uint32_t Pair;
 
@@ -213,3 +217,5 @@ static void finish(Product& p) {
     }
 }
 #endif
+
+}  // namespace clearhead::ISA

@@ -16,6 +16,8 @@ namespace clearhead {
 
 enum class Type : int64_t { float32, bfloat16, float16 };
 
+constexpr int MOST_TILES = 16;  // of one task: they share a block's keys and values while these are in the cache
+
 // Long sums are sums of runs: blocks are added one by one to the sum of their run, runs to the total. With √n blocks in
 // each, rounding errors grow with √n and not with n.
 constexpr int64_t RUN = 32;  // fewer blocks need no total
@@ -42,7 +44,8 @@ struct Problem {
     float scale, softcap;  // softcap 0: none
     View query, key, value, output;
     bool wide_output;    // the output is float32 whatever the type
-    double* lse;         // (B, H, L), natural logarithm; the forward pass takes null
+    double* lse;         // (B, H, L), natural logarithm; null in a forward pass that does not return it
+    int64_t lse_batch, lse_head;  // strides of everything (B, H, L)
     const float* sinks;  // (H), or null
 
     // Row i sees column j where i + low <= j <= i + high, j < stop, and first <= j < last if there are such arrays.
@@ -54,6 +57,7 @@ struct Problem {
 
     uint32_t drop_below;  // of 65536; 0 drops nothing
     uint64_t seed;
+    int64_t first_item;  // of the batch that this is a part of: dropout counts items from the first of all
     float kept_factor;
 
     // Of the backward pass.
@@ -64,6 +68,8 @@ struct Problem {
     const float* lse_gradient;  // (B, H, L), or null
     float* correction;          // (B, H, L): δ − dl
 
+    int64_t bytes() const { return type == Type::float32 ? 4 : 2; }
+    int64_t row_place(int64_t b, int64_t h, int64_t i) const { return b * lse_batch + h * lse_head + i; }
     int64_t group() const { return heads / kv_heads; }
     // Rows of all the query heads that share a key/value head.
     int64_t folded_rows() const { return group() * rows; }
@@ -81,13 +87,13 @@ struct Statistics {
     View weights;         // float32 (B, H, L, S), zero at first; heads of stride 0 add up to their mean
     float* map;           // (B, H, map_rows, map_columns), zero at first: row i goes to tile i · map_rows / L, and so do keys
     int64_t map_rows, map_columns;
-    bool map_peaks;       // the largest weight of a tile instead of the sum of what counted rows give it
+    bool map_max;       // the largest weight of a tile instead of the sum of what counted rows give it
 
     bool averages(const Problem& p) const { return weights.data && weights.head == 0 && p.heads > 1; }
     int64_t map_row(const Problem& p, int64_t row) const { return row * map_rows / p.rows; }
 };
 
-// Sums over the rows of one task, which are of one query head; null where nobody asks.
+// Sums over the rows of one task, which are of one query head; null where they are not wanted.
 struct TaskSums {
     float *received, *lost;  // what its keys receive from them, and the rounding errors of these sums
     float* viewers;          // how many of them see each key
@@ -98,7 +104,7 @@ struct TaskSums {
 // A piece of work: folded rows [row_start, row_stop) of one key/value head against keys [key_start, key_stop) (which only decoding splits).
 struct Task {
     int64_t batch, kv_head, row_start, row_stop, key_start, key_stop;
-    const float* masks;  // laid out for its tiles, or null
+    const float* masks;  // packed for its tiles, or null
 };
 
 // Received or viewers of a task have so many numbers, the last of which mean nothing: whole vectors are written.
@@ -109,8 +115,8 @@ struct Kernels {
     const char* name;
     int64_t tile_rows;
     bool (*supported)();
-    int64_t (*masks_size)(const Problem&);  // of a tile, laid out
-    void (*lay_out_masks)(const Problem&, int64_t batch, int64_t row_start, float* to);
+    int64_t (*masks_size)(const Problem&);  // of a tile, packed
+    void (*pack_masks)(const Problem&, int64_t batch, int64_t row_start, float* to);
     int64_t (*forward_scratch)(const Problem&, int64_t task_rows);
     void (*forward)(const Problem&, const Task&, float* scratch);
     int64_t (*decode_scratch)(const Problem&);

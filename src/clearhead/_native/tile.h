@@ -1,9 +1,12 @@
 // What forward and backward share. A tile is ROW_VECTORS vectors of query rows, which lie in the lanes, so that softmax
 // needs nothing but vertical operations and neither keys nor values have to be transposed; a block is BLOCK keys.
+#pragma once
+#include "vector.h"
+
+namespace clearhead::ISA {
 
 constexpr int TILE = LANES * ROW_VECTORS;
 constexpr int BLOCK = 128;
-constexpr int MOST_TILES = 16;  // of one task: they share the block's keys and values while these are in the cache
 constexpr int GROUP = 8;        // keys that one Philox counter decides about; blocks are cut at multiples of it
 constexpr int KEY_STEP = 32;    // at multiples of this where pairs of bfloat16 are multiplied
 
@@ -39,13 +42,13 @@ INLINE void by_vectors(int64_t vectors, const Work& work) {
     work(Number<3>());
 }
 
-// The query rows of a tile: whose they are and which columns they may see. Lanes without a row repeat the last one.
+// The query rows of a tile: their heads and the columns they may see. Lanes without a row repeat the last one.
 struct Rows {
     int64_t start, count, vectors;  // folded rows
     int32_t head[TILE], row[TILE], first[TILE], last[TILE];
     int64_t lowest_first, highest_first, lowest_last, highest_last;
     bool one_head;
-    const float* masks;  // laid out beforehand, or null
+    const float* masks;  // packed beforehand, or null
 };
 
 static void describe_rows(const Problem& p, int64_t batch, int64_t kv_head, int64_t start, int64_t stop, Rows& rows) {
@@ -151,14 +154,14 @@ static void lanes_to_rows(const float* from, const Rows& rows, int64_t batch, in
 }
 
 // Which of GROUP keys from `key` on are kept for the rows of one vector: all ones or zero.
-INLINE void draw_kept(const Problem& p, const Rows& rows, int64_t batch, int v, int64_t key, Ints (&kept)[GROUP]) {
+INLINE void dropout_mask(const Problem& p, const Rows& rows, int64_t batch, int v, int64_t key, Ints (&kept)[GROUP]) {
     Words counter[4] = {};
     Ints head, row;
     memcpy(&head, rows.head + v * LANES, sizeof head);
     memcpy(&row, rows.row + v * LANES, sizeof row);
     counter[0] += static_cast<uint32_t>(key / GROUP);
     counter[1] = reinterpret_cast<Words>(row);
-    counter[2] = reinterpret_cast<Words>(head) + static_cast<uint32_t>(batch * p.heads);
+    counter[2] = reinterpret_cast<Words>(head) + static_cast<uint32_t>((p.first_item + batch) * p.heads);
     philox(counter, p.seed);
     for (int word = 0; word < 4; word++) {
         kept[2 * word] = (counter[word] & 0xffffu) >= p.drop_below;
@@ -173,3 +176,5 @@ INLINE void trim(const Rows& rows, int64_t& start, int64_t& stop) {
     start = larger(start, rows.lowest_first / GROUP * GROUP);
     stop = smaller(stop, round_up(rows.highest_last, GROUP));
 }
+
+}  // namespace clearhead::ISA

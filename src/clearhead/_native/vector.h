@@ -1,5 +1,9 @@
 // Vectors of LANES floats, written with compiler vector types, and the few functions of them attention needs.
 // Included once for each instruction set, inside its namespace: no inline function may be shared between two of them.
+#pragma once
+#include "isa.h"
+
+namespace clearhead::ISA {
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -268,7 +272,7 @@ INLINE float reduce(Floats x) {
 
 INLINE Floats both(Floats a, Floats b) { return a + b; }
 INLINE float sum(Floats x) { return reduce<both>(x); }
-INLINE float peak(Floats x) { return reduce<larger>(x); }
+INLINE float largest_lane(Floats x) { return reduce<larger>(x); }
 
 // Sums of lanes that lie STRIDE apart: of a's where that bit of a lane's number is 0, of b's where it is 1.
 template <int STRIDE, int... I>
@@ -327,3 +331,5 @@ INLINE void philox(Words (&counter)[4], uint64_t seed) {
         key1 += 0xBB67AE85u;
     }
 }
+
+}  // namespace clearhead::ISA

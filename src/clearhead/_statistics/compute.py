@@ -8,9 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .._attention import autocast_off, cast_for_autocast
 from .._call.spec import AttentionCall, build_call
-from .._environment import is_tracing
+from .._environment import autocast_off, cast_for_autocast, is_tracing
 from .._weights import Queries, row_numbers
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..kernels._native_statistics import native_weights

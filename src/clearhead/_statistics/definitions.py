@@ -221,7 +221,7 @@ class Sink(Statistic):
         self._first = self._first_keys()  # (1 or B, 1 or H, S, 1)
 
     def _first_keys(self) -> Tensor:
-        seen = self.call.reach.keys
+        seen = self.call.coverage.keys
         if seen is None:
             seen = torch.ones(1, 1, self.call.grid.key_length, 1, dtype=torch.bool, device=self.call.query.device)
         return (seen & (seen.cumsum(2) <= self.options.sink_keys)).to(self.call.compute_dtype)

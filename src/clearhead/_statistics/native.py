@@ -67,7 +67,7 @@ def _named(name: str, found: WeightStatistics) -> dict[str, Any]:
         return {"top_k": TopK(found.top_keys, found.top_weights)}
     if name == "map" and found.map is not None:
         length = found.largest.shape[-1]
-        return {"map": found.map if found.map_peaks else mean_of_tiles(found.map, found.counted, length)}
+        return {"map": found.map if found.map_max else mean_of_tiles(found.map, found.counted, length)}
     if name == "head_average" and found.weights is not None:
         return {"head_average": found.weights[:, 0]}
     return {name: {"confidence": found.confidence, "output": found.output, "output_norm": found.norm}[name]}

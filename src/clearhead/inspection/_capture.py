@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from .._attention import autocast_off, cast_for_autocast
 from .._call.observers import is_computing
 from .._call.spec import AttentionCall, build_call
+from .._environment import autocast_off, cast_for_autocast
 from ..masks._base import Mask
 from ..nn._convention import Sizes, hidden_mask
 from ..nn._projection import append_keys, project

@@ -11,11 +11,11 @@ from importlib import metadata
 import torch
 from torch import Tensor
 
-from .._layer.linear import describe_product
+from .._layer.linear import describe_backend
+from .._layer.plan import KERNELS, use_kernel
 from .._native import instruction_set, why_missing
 from .._version import __version__
 from .._versions import untested_versions
-from ..kernels._dispatch import KERNELS, use_kernel
 from ._doctor_cases import CASES, Case, Inputs, Result
 from ._doctor_report import Check, Measure, Report
 
@@ -146,7 +146,7 @@ def _machine() -> dict[str, str]:
         "CPU capability": torch.backends.cpu.get_cpu_capability(),
         "CUDA": f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if cuda else "not available",
         "MPS": "available" if torch.backends.mps.is_available() else "not available",
-        "projections": describe_product(),
+        "projections": describe_backend(),
         "native kernel": instruction_set() or f"not available: {why_missing}",
         "threads": str(torch.get_num_threads()),
         "threads between operations": str(torch.get_num_interop_threads()),

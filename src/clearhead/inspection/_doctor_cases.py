@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import masks
 from .._attention import attention, explain
-from ..kernels._dispatch import Explanation
+from .._layer.plan import Explanation
 
 __all__ = ["CASES", "Case", "Inputs", "Result"]
 

@@ -264,9 +264,9 @@ def _changed(output: Tensor, change: Change, call: AttentionCall, head: int) -> 
 
 def _mean(output: Tensor, call: AttentionCall, head: int) -> Tensor:
     """Mean over batch and the queries that see a key, (1, 1, Dv)."""
-    if call.reach.queries is None:
+    if call.coverage.queries is None:
         return output.mean((0, 1), keepdim=True)
-    seeing = call.reach.queries.expand(output.shape[0], -1, output.shape[1], 1)
+    seeing = call.coverage.queries.expand(output.shape[0], -1, output.shape[1], 1)
     seeing = seeing[:, min(head, seeing.shape[1] - 1)]  # (B, L, 1)
     return (output * seeing).sum((0, 1), keepdim=True) / seeing.sum().clamp(min=1)
 

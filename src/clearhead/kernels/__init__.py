@@ -1,4 +1,4 @@
-"""How attention is computed: what a kernel is, and why one refuses a call; `clearhead.use_kernel` forces one."""
+"""What a kernel is, and why one refuses a call. `clearhead.use_kernel` forces one."""
 
 from ._base import Kernel, Refusal
 

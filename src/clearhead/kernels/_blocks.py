@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from .._call.spec import AttentionCall
-from ..masks._band import band_of
 from ..masks._base import Mask
 from ..masks._grid import Block
 from ..masks._lowering import row_blocks
+from ..masks._structure import Band
 
 __all__ = [
     "HeadSpan",
@@ -81,6 +81,8 @@ class Workspace:
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
+        self._band: Band | None = None
+        self._banded: Mask | None = None
         self._outline: tuple[int, ...] | None = None
         self._limit: Tensor | None = None
 
@@ -93,8 +95,9 @@ class Workspace:
 
     def limit(self, mask: Mask, block: Block, dtype: torch.dtype) -> Tensor | None:
         """What scores are at most, −∞ where hidden and ∞ elsewhere, for (b, h, l, s); ``None`` if nothing is hidden."""
-        band = band_of(mask, block.grid)
-        outline = None if band is None else band.outline(block)
+        if mask is not self._banded:
+            self._band, self._banded = mask.structure(block.grid).only_band(block.grid), mask
+        outline = None if self._band is None else self._band.outline(block)
         if outline is None or outline != self._outline:
             visible = mask.visible(block)
             self._outline, self._limit = outline, None if visible is None else _limit(visible, dtype)
@@ -213,7 +216,7 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
         lse = scores.new_full((*scores.shape[:-1], 1), float("-inf"))
         return scores, lse if sinks is None else torch.logaddexp(lse, sinks)
     peak = scores.amax(-1, keepdim=True)
-    empty = None if call.reach.queries is None else peak == float("-inf")
+    empty = None if call.coverage.masked_queries is None else peak == float("-inf")
     if empty is not None:
         scores.masked_fill_(empty, 0)  # any finite number: softmax of −∞ alone would be NaN
     weights = drop_subnormal(call, _softmax(scores))
@@ -230,7 +233,7 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
 
 def block_softmax(call: AttentionCall, block: Block, scores: Tensor) -> Tensor:
     """The weights alone, in place, which is quicker where there is neither a sink nor a hidden query."""
-    if call.sinks is not None or call.reach.queries is not None or scores.shape[-1] == 0:
+    if call.sinks is not None or call.coverage.masked_queries is not None or scores.shape[-1] == 0:
         return block_weights(call, block, scores)[0]
     return drop_subnormal(call, _softmax(scores))
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from .._call.dropout import dropout_factors
-from .._call.spec import AttentionCall
-from .._environment import is_tracing, is_transformed
-from ._base import Kernel, Refusal
+from .._call.spec import AttentionCall, AttentionSpec, Results
+from ..masks._base import Mask
+from ..masks._grid import Grid
+from ._base import Kernel, Plan, Refusal
 from ._blocks import (
     HeadSpan,
     LongSum,
@@ -26,7 +27,7 @@ from ._blocks import (
     head_spans,
     span_blocks,
 )
-from ._second_order import backward_pass, reference_results
+from ._second_order import backward_pass, recompute_by_reference, sinks_gradient
 
 __all__ = ["ChunkedKernel"]
 
@@ -38,19 +39,25 @@ class ChunkedKernel(Kernel):
     name: ClassVar[str] = "chunked"
     twice_differentiable: ClassVar[bool] = True
 
-    def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
-        if is_tracing():
+    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        if spec.tracing:
             return (Refusal("its loop over blocks would tie a traced graph to one length"),)
-        if is_transformed():
+        if spec.transformed:
             return (Refusal("its own backward cannot be transformed by torch.func or derived forwards"),)
         return ()
 
-    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        if call.needs_gradients:
-            output, lse = cast("tuple[Tensor, Tensor]", _Chunked.apply(call, *call.inputs))
-            return output, lse if call.return_lse else None
-        lse = _empty_lse(call) if call.return_lse else None
-        return _forward(call, lse), lse
+    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+        return _compute_with_gradients if spec.needs_gradients else _compute
+
+
+def _compute(call: AttentionCall) -> Results:
+    lse = _empty_lse(call) if call.return_lse else None
+    return Results(_forward(call, lse), lse)
+
+
+def _compute_with_gradients(call: AttentionCall) -> Results:
+    output, lse = cast("tuple[Tensor, Tensor]", _Chunked.apply(call, *call.inputs))
+    return Results(output, lse if call.return_lse else None)
 
 
 class _Chunked(torch.autograd.Function):
@@ -60,7 +67,7 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         lse = _empty_lse(call)
         output = _forward(call, lse)
-        ctx.call = call.without_tensors()
+        ctx.rebuild = call.rebuild
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(lse, *inputs)
         return output, lse
@@ -70,9 +77,9 @@ class _Chunked(torch.autograd.Function):
         lse, *inputs = ctx.saved_tensors
 
         def own() -> tuple[Tensor, ...]:
-            return _backward(ctx.call.with_tensors(*inputs), lse, *gradients)
+            return _backward(ctx.rebuild(*inputs), lse, *gradients)
 
-        return backward_pass(ctx, gradients, inputs, own, reference_results(ctx.call))
+        return backward_pass(ctx, gradients, inputs, own, recompute_by_reference(ctx.rebuild))
 
 
 def _empty_lse(call: AttentionCall) -> Tensor:
@@ -149,15 +156,9 @@ def _backward(
                 sums.end_block()
         span.key(key_gradient).copy_(span_key_gradient.result())
         span.key(value_gradient).copy_(span_value_gradient.result())
-    sinks = () if call.sinks is None else (_sinks_gradient(call.sinks, correction, lse),)
+    sinks = () if call.sinks is None else (sinks_gradient(call.sinks, correction, lse),)
     biases = (sums.result().to(tensor.dtype) for sums, tensor in zip(bias_gradients, call.bias_tensors, strict=True))
     return (query_gradient, key_gradient, value_gradient, *sinks, *biases)
-
-
-def _sinks_gradient(sinks: Tensor, correction: Tensor, lse: Tensor) -> Tensor:
-    """A sink is one more key whose value is zero: ds = −p_sink · (δ − dl), summed over batch and rows."""
-    share = (sinks.to(lse.dtype)[None, :, None] - lse).exp()  # (B, H, L)
-    return -(share * correction).sum((0, 2)).to(sinks.dtype)
 
 
 def _span_tensors(call: AttentionCall, span: HeadSpan) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from shutil import which
 from types import FunctionType
@@ -15,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._call.spec import AttentionCall
-from .._environment import is_tracing, is_transformed
-from ..masks._grid import Block
-from ._base import Kernel, Refusal
+from .._call.spec import AttentionCall, AttentionSpec, Results
+from .._environment import has_avx2, mark_static, sizes_apart
+from ..masks._base import Mask
+from ..masks._grid import Block, Grid
+from ._base import Kernel, Plan, Refusal
 from ._flex_blocks import SIDE, BandBlocks, Table, lower_blocks
 
 __all__ = ["FlexKernel"]
@@ -37,27 +37,30 @@ class FlexKernel(Kernel):
     twice_differentiable: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
 
-    def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
-        if is_tracing():
+    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        if spec.tracing:
             return (Refusal("it compiles a graph of its own and fits into no other"),)
         reasons: list[Refusal] = []
-        if is_transformed():
+        if spec.transformed:
             reasons.append(Refusal("torch.func cannot transform it, or derive it forwards"))
-        if call.return_lse:
+        if spec.lse:
             reasons.append(Refusal("it gives out no log-sum-exp"))
-        if call.sinks is not None:
+        if spec.sinks:
             reasons.append(Refusal("it has no sinks"))
-        if call.dropout_p > 0:
+        if spec.dropout_p > 0:
             reasons.append(Refusal("it has no dropout"))
-        if 0 in call.query.shape or 0 in call.value.shape or 0 in call.key.shape:
+        if spec.empty:
             reasons.append(Refusal("a size is 0"))
-        if call.query.dtype == torch.float64:
+        if spec.dtype == torch.float64:
             reasons.append(Refusal("it computes in float32, not in float64"))
-        if call.mask is not None and any(part.has_bias and not part.is_tensor for part in call.mask.parts()):
+        if mask is not None and any(part.has_bias and not part.structure(grid).biases for part in mask.parts()):
             reasons.append(Refusal("a computed bias would have to be built whole, (B, H, L, S)"))
-        return (*reasons, *_reasons_of_device(call))
+        return (*reasons, *_reasons_of_device(spec, mask))
 
-    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+        return self._compute
+
+    def _compute(self, call: AttentionCall) -> Results:
         inputs = [tensor.contiguous() for tensor in (call.query, call.key, call.value)]
         if not call.needs_gradients:
             inputs = [tensor.detach() for tensor in inputs]  # on the CPU it refuses what could be asked for some
@@ -65,11 +68,11 @@ class FlexKernel(Kernel):
         for name in _LISTS & numbers.keys():
             numbers[name] = _fixed_size(numbers[name])
         attend = _compiled(_kind(call, inputs, numbers))
-        with _sizes_apart():
+        with sizes_apart():
             output = attend(*inputs, numbers, call.scale, call.needs_gradients)
-        if call.reach.queries is not None:
-            output = output.masked_fill(~call.reach.queries, 0)
-        return output, None
+        if call.coverage.masked_queries is not None:
+            output = output.masked_fill(call.coverage.masked_queries, 0)
+        return Results(output)
 
 
 def _numbers(call: AttentionCall) -> dict[str, Tensor]:
@@ -136,13 +139,6 @@ def _attend(
     )
 
 
-def _sizes_apart() -> AbstractContextManager[None]:
-    """Sizes that happen to be equal when a kind of call is compiled may differ later."""
-    from torch.fx.experimental import _config
-
-    return _config.patch(use_duck_shape=False)  # pyright: ignore
-
-
 def _fixed_size(numbers: Tensor) -> Tensor:
     """A list filled up to a power of two, whose length the compiler takes for a constant.
 
@@ -150,7 +146,7 @@ def _fixed_size(numbers: Tensor) -> Tensor:
     """
     length = max(_SHORTEST, 1 << (numbers.numel() - 1).bit_length())
     filled = F.pad(numbers, (0, length - numbers.numel()))
-    torch._dynamo.mark_static(filled, 0)  # pyright: ignore
+    mark_static(filled, 0)
     return filled
 
 
@@ -172,21 +168,21 @@ def _compiled(kind: tuple[object, ...]) -> Callable[..., Tensor]:
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def _reasons_of_device(call: AttentionCall) -> list[Refusal]:
+def _reasons_of_device(spec: AttentionSpec, mask: Mask | None) -> list[Refusal]:
     """What PyTorch does not support where this call runs."""
-    if call.query.device.type == "cuda":
+    if spec.device.type == "cuda":
         reasons: list[Refusal] = []
-        if min(call.query.shape[-1], call.value.shape[-1]) < _NARROWEST:
+        if min(spec.query.shape[-1], spec.value.shape[-1]) < _NARROWEST:
             reasons.append(Refusal("PyTorch asks for heads of {least} numbers at least", least=_NARROWEST))
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in call.bias_tensors):
+        if mask is not None and any(spec.gradients[3 + spec.sinks :]):
             reasons.append(Refusal("it is given no gradient for a bias"))
         return reasons
-    if call.query.device.type != "cpu":
+    if spec.device.type != "cpu":
         return [Refusal("PyTorch has it for CPUs and CUDA devices only")]
     reasons = []
-    if call.needs_gradients:
+    if spec.needs_gradients:
         reasons.append(Refusal("it has no backward on the CPU"))
-    if call.query.dtype in _HALF:
+    if spec.dtype in _HALF:
         reasons.append(Refusal("on the CPU it rounds weights to half precision, which can more than double the error"))
     if not _builds_for_this_cpu():
         reasons.append(Refusal("PyTorch builds it for x86 processors with AVX2 alone, on Linux and Windows"))
@@ -196,7 +192,7 @@ def _reasons_of_device(call: AttentionCall) -> list[Refusal]:
 
 
 def _builds_for_this_cpu() -> bool:
-    return sys.platform != "darwin" and bool(torch.cpu._is_avx2_supported())  # pyright: ignore
+    return sys.platform != "darwin" and has_avx2()
 
 
 def _finds_compiler() -> bool:

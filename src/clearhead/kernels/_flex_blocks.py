@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..masks._band import Band, band_of
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ..masks._lowering import chosen_cell
+from ..masks._structure import Band, Structure
 
 __all__ = ["SIDE", "BandBlocks", "Blocks", "CellBlocks", "Table", "lower_blocks"]
 
@@ -81,9 +81,14 @@ class CellBlocks(Blocks):
 def lower_blocks(mask: Mask | None, grid: Grid) -> BandBlocks | CellBlocks:
     """The blocks of a mask, in memory that grows with L · S / SIDE² and the number of partial blocks."""
     if mask is None:
-        return _band_blocks(Band(-grid.query_length, grid.key_length, grid.key_length), grid)
-    band = band_of(mask, grid)
-    return _cell_blocks(mask, grid) if band is None else _band_blocks(band, grid)
+        return _band_blocks(Band.whole(grid), grid)
+    return mask.lowered(grid, "flex", lambda: _lower(mask, grid))
+
+
+def _lower(mask: Mask, grid: Grid) -> BandBlocks | CellBlocks:
+    structure = mask.structure(grid)
+    band = structure.only_band(grid)
+    return _cell_blocks(mask, structure, grid) if band is None else _band_blocks(band, grid)
 
 
 def _band_blocks(band: Band, grid: Grid) -> BandBlocks:
@@ -100,8 +105,8 @@ def _band_blocks(band: Band, grid: Grid) -> BandBlocks:
     return BandBlocks((some & ~full)[None, None], full[None, None], ends)
 
 
-def _cell_blocks(mask: Mask, grid: Grid) -> CellBlocks:
-    """Look at every block that `key_span` leaves, one row of blocks at a time."""
+def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> CellBlocks:
+    """Evaluate every block that the mask's structure leaves, one row of blocks at a time."""
     query_blocks, key_blocks = -(-grid.query_length // SIDE), -(-grid.key_length // SIDE)
     cell = mask.visible(chosen_cell(grid))
     outer = (1, 1) if cell is None else (cell.shape[0], cell.shape[1])
@@ -110,7 +115,7 @@ def _cell_blocks(mask: Mask, grid: Grid) -> CellBlocks:
     kept = [torch.zeros(SIDE * SIDE, dtype=torch.bool, device=grid.device)]
     count = 1
     for row in range(query_blocks):
-        first, cells = _strip(mask, grid, row)
+        first, cells = _strip(mask, structure, grid, row)
         columns = slice(first, first + cells.shape[2])
         flat = cells.expand(*outer, -1, -1, -1).flatten(-2)  # (1 or B, 1 or H, blocks, SIDE²)
         every = flat.all(-1)
@@ -124,10 +129,10 @@ def _cell_blocks(mask: Mask, grid: Grid) -> CellBlocks:
     return CellBlocks(partial.expand(whole), full.expand(whole), Table.of(places), torch.cat(kept))
 
 
-def _strip(mask: Mask, grid: Grid, row: int) -> tuple[int, Tensor]:
+def _strip(mask: Mask, structure: Structure, grid: Grid, row: int) -> tuple[int, Tensor]:
     """The first block a row of blocks can see, and its cells, (1 or B, 1 or H, blocks, SIDE, SIDE), hidden at edges."""
     rows = slice(row * SIDE, min((row + 1) * SIDE, grid.query_length))
-    start, stop = mask.key_span(grid, rows)
+    start, stop = structure.columns(grid, rows)
     first, last = start // SIDE, -(-stop // SIDE)
     columns = slice(first * SIDE, min(last * SIDE, grid.key_length))
     block = Block(grid, rows=rows, columns=columns)

@@ -2,115 +2,157 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, cast, final
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall
-from .._environment import is_dispatching, is_tracing, is_transformed
-from .._native import extension, why_missing
+from .._call.spec import AttentionCall, AttentionSpec, Results, WeightsWanted, zero_hidden
+from .._native import extension
+from ..masks._base import Mask
+from ..masks._grid import Grid
+from . import _native_operator  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines the operators
 from ._base import Kernel, Plan, Refusal
-from ._native_calls import TYPES, Request, backward, empty_lse, forward
-from ._native_masked import masked
-from ._native_masks import differs_between_heads, learnt_shape, lower
-from ._native_operator import sinks_gradient
-from ._native_prepared import Prepared, differentiable, prepare_apart, prepare_flat
-from ._second_order import allow_second_derivatives, backward_pass, reference_results
+from ._native_masks import lower
+from ._native_plan import NO_EXTRAS, Extras, NativeArguments, NativePlan
+from ._native_support import learnt_shape, native_refusals, refuses_statistics
+from ._second_order import allow_second_derivatives, backward_pass, recompute_by_reference, sinks_gradient
+from ._weights_gradient import weights_by_operations, weights_gradients
 
-__all__ = ["NativeKernel", "native_gradients", "request_of"]
+__all__ = ["NativeKernel", "arguments_of"]
+
+_WORTH_THREADS = 1 << 20  # multiplications of scores that take longer on one thread than PyTorch's kernel on several
 
 
 @final
 class NativeKernel(Kernel):
-    """Tiles of queries against blocks of keys; skips the blocks that nobody in the tile sees."""
+    """Tiles of queries against blocks of keys; skips the blocks of which no query of a tile sees a key."""
 
     name: ClassVar[str] = "native"
     twice_differentiable: ClassVar[bool] = True
+    #: NaN in fully masked rows, and in keys that are masked for every query, reaches neither outputs nor gradients.
+    isolates_hidden: ClassVar[bool] = True
+    #: `NativePlan` computes documents end to end without a mask of their boundaries.
+    takes_documents: ClassVar[bool] = True
 
-    def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
-        if extension is None:
-            return (Refusal("{reason}", reason=why_missing),)
-        reasons: list[Refusal] = []
-        query = call.query
-        if query.device.type != "cpu":
-            reasons.append(Refusal("it runs on the CPU, and the tensors are on {device}", device=query.device))
-        if query.dtype not in TYPES:
-            reasons.append(Refusal("it computes in float32, and the tensors are {dtype}", dtype=query.dtype))
-        if call.bias_tensors and torch.is_grad_enabled() and not _can_differentiate_biases(call):
-            reasons.append(Refusal("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph"))
-        reasons += _reasons_of_a_graph() if is_tracing() else _reasons_of_values(call)
-        return tuple(reasons)
+    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        return native_refusals(spec, mask, grid)
 
-    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        if is_tracing() or is_dispatching():
-            output, lse = torch.ops.clearhead.attention(*vars(request_of(call)).values())
-            lse = lse.float()
-            if not is_tracing() and output.requires_grad:
-                output, lse = allow_second_derivatives(self.name, call, output, lse)
-        elif call.needs_gradients:
-            output, lse = cast("tuple[Tensor, Tensor]", _Native.apply(call, *call.inputs))
+    def reservations(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        if extension is None or extension.openmp or spec.tracing or torch.get_num_threads() == 1:
+            return ()
+        batch, heads, length, dim = spec.query.shape
+        if batch * heads * length * spec.key.shape[2] * dim < _WORTH_THREADS:
+            return ()
+        return (Refusal("it was built without OpenMP and would run on one thread"),)
+
+    def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
+        # Whatever the gradients: what checkpointing computes again must be the same to the last bit.
+        if spec.dropout_p or spec.dtype != torch.float32 or spec.tracing or spec.transformed:
+            return False
+        return not refuses_statistics(spec, mask, grid)
+
+    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+        if spec.tracing or spec.dispatching:
+            return _run_operator
+        if spec.documents is not None:
+            lowering = _one_plan(spec, documents=spec.documents, **_limits(mask, grid))
+        elif mask is None or mask.structure(grid).only_band(grid) is not None:
+            lowering = _one_plan(spec, **_limits(mask, grid))
         else:
-            exact = empty_lse(call.query) if call.return_lse else None
-            output = forward(request_of(call), exact)
-            lse = None if exact is None else exact.float()
-        return output, lse if call.return_lse else None
-
-    def prepare(self, call: AttentionCall) -> Plan:
-        request = _plain_request(call)
-        prepared = None if request is None else prepare_apart(request)
-        if prepared is None or (call.needs_gradients and call.query.dtype != torch.float32):
-            return super().prepare(call)
-        if call.needs_gradients:
-            compute = differentiable(call.without_tensors(), prepared)
-            return lambda query, key, value, _mask: compute(query, key, value, None)
-        return lambda query, key, value, _mask: prepared.forward((query, key, value))[0]
-
-    def prepare_masked(self, call: AttentionCall) -> Plan | None:
-        request = _plain_request(call, masked=True)
-        prepared = None if request is None else prepare_apart(request)
-        if prepared is None or (call.needs_gradients and call.query.dtype != torch.float32):
-            return None
-        return masked(self, call, prepared)
-
-    def prepare_flat(self, call: AttentionCall, projected: tuple[Tensor, ...]) -> Prepared | None:
-        request = _plain_request(call, masked=True)
-        if request is None or any(mask is not None and mask.shape[1] > 1 for mask in (request.visible, request.bias)):
-            return None
-        return prepare_flat(request, projected)
+            lowering = _lower_again
+        weights = spec.weights
+        if not spec.needs_gradients:
+            return lambda call: _results(call, *_compute(call, lowering(call), weights, spec.lse, False))
+        return lambda call: _results(call, *cast(Any, _Native.apply(call, lowering, weights, *call.inputs)))
 
 
-def _reasons_of_a_graph() -> list[Refusal]:
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
-        return [Refusal("an exported graph holds PyTorch's own operators only")]
-    return []
+class Lowering(NamedTuple):
+    """How one call is computed.
+
+    Args:
+        plan: the native plan, whose output is of the inputs' dtype.
+        extras: tensors besides query, key and value.
+        wide: makes the plan whose output is float32.
+        learning: makes the plan that gives the gradient of a bias, of this shape.
+    """
+
+    plan: NativePlan
+    extras: Extras
+    wide: Callable[[], NativePlan]
+    learning: Callable[[tuple[int, ...]], NativePlan]
 
 
-def _reasons_of_values(call: AttentionCall) -> list[Refusal]:
-    if is_transformed():
-        return [Refusal("its own backward cannot be transformed by torch.func or derived forwards")]
-    for tensor in (call.query, call.key, call.value):
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            return [Refusal("it reads plain tensors only, and one is a {kind}", kind=type(tensor).__name__)]
-    if call.mask is not None and differs_between_heads(call):
-        return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
-    return []
+Lower = Callable[[AttentionCall], Lowering]
 
 
-def _can_differentiate_biases(call: AttentionCall) -> bool:
-    if not any(bias.requires_grad for bias in call.bias_tensors):
-        return True
-    if is_tracing() or is_dispatching():
-        return False
-    return learnt_shape(call) is not None
+def _results(call: AttentionCall, output: Tensor, lse: Tensor | None, weights: Tensor | None) -> Results:
+    return Results(output, lse.float() if lse is not None and call.spec.lse else None, weights)
 
 
-def request_of(call: AttentionCall) -> Request:
+def _run_operator(call: AttentionCall) -> Results:
+    """As an operator of PyTorch's, which graphs hold and dispatch modes see."""
+    spec = call.spec
+    output, lse = torch.ops.clearhead.attention(*arguments_of(call))
+    results = Results(output, lse.float() if spec.lse else None)
+    if spec.tracing or not spec.needs_gradients:
+        return results
+    return allow_second_derivatives("native", call, results)
+
+
+def _one_plan(spec: AttentionSpec, **options: Any) -> Lower:
+    """For calls that differ in the addresses of query, key, value, sinks, seed and documents alone."""
+    numbers: dict[str, Any] = {
+        "scale": spec.scale,
+        "softcap": spec.softcap or 0.0,
+        "dropout_p": spec.dropout_p,
+        **options,
+    }
+    layouts = (spec.query, spec.key, spec.value)
+    plan = NativePlan(spec.dtype, *layouts, **numbers)
+    wide = plan if spec.dtype == torch.float32 else NativePlan(spec.dtype, *layouts, wide=True, **numbers)
+
+    def lowering(call: AttentionCall) -> Lowering:
+        return Lowering(plan, _extras(call), lambda: wide, _no_bias)
+
+    return lowering
+
+
+def _limits(mask: Mask | None, grid: Grid) -> dict[str, int]:
+    band = None if mask is None else mask.structure(grid).only_band(grid)
+    return {} if band is None else {"low": band.low, "high": band.high, "stop": band.stop}
+
+
+def _no_bias(shape: tuple[int, ...]) -> NativePlan:
+    raise AssertionError(shape)  # a call whose plan is known has no bias
+
+
+def _extras(call: AttentionCall) -> Extras:
+    if call.sinks is None and call.dropout_seed is None and call.rows is None:
+        return NO_EXTRAS
+    sinks = None if call.sinks is None else call.sinks.float().contiguous()
+    rows = call.rows
+    bounds = (None, None) if rows is None else (rows.cu_seqlens_q, rows.cu_seqlens_k)
+    return Extras(sinks, seed=call.dropout_seed, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
+
+
+def _lower_again(call: AttentionCall) -> Lowering:
+    """For calls whose mask has tensors, or other numbers every time."""
+    arguments = arguments_of(call)
+    return Lowering(
+        arguments.plan(),
+        arguments.extras,
+        lambda: arguments.plan(wide=True),
+        lambda shape: arguments.plan(wide=True, bias_gradient=shape),
+    )
+
+
+def arguments_of(call: AttentionCall) -> NativeArguments:
     """The call with its mask lowered."""
     lowered = lower(call)
     first, last = lowered.spans or (None, None)
-    return Request(
+    return NativeArguments(
         call.query,
         call.key,
         call.value,
@@ -129,12 +171,22 @@ def request_of(call: AttentionCall) -> Request:
     )
 
 
-def _plain_request(call: AttentionCall, masked: bool = False) -> Request | None:
-    """The request of a call that has nothing but query, key, value, a band and, where they may be, tensors of masks."""
-    if call.return_lse or call.dropout_p or call.sinks is not None:
-        return None
-    request = request_of(call)
-    return request if request.first is None and (masked or request.visible is request.bias is None) else None
+def _compute(
+    call: AttentionCall, lowering: Lowering, weights: WeightsWanted, with_lse: bool, wide: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Output, lse in float64 and weights; with `wide` the output is float32 whatever the inputs' dtype."""
+    plan = lowering.wide() if wide else lowering.plan
+    lse = plan.empty_lse(call.query) if with_lse else None
+    inputs = (call.query, call.key, call.value)
+    if weights is None:
+        return plan.forward(*inputs, lowering.extras, lse), lse, None
+    (batch, heads, length, _), keys = call.query.shape, call.key.shape[2]
+    shape = (batch, length, keys) if weights == "average" else (batch, heads, length, keys)
+    output, found = plan.empty_output(call.query), call.query.new_zeros(shape, dtype=torch.float32)
+    matrix = length * keys
+    strides = (matrix, 0, keys) if weights == "average" else (heads * matrix, matrix, keys)
+    plan.statistics(*inputs, lowering.extras, output, lse, weights=found, weights_strides=strides)
+    return output, lse, found
 
 
 class _Native(torch.autograd.Function):
@@ -145,42 +197,64 @@ class _Native(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.call = call.without_tensors()
+    def forward(
+        ctx: Any, call: AttentionCall, lower: Lower, weights: WeightsWanted, *inputs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        ctx.rebuild, ctx.lower, ctx.weights = call.rebuild, lower, weights
         ctx.set_materialize_grads(False)
-        lse = empty_lse(call.query)
-        exact = forward(request_of(call), lse, torch.float32)
+        exact, lse, found = _compute(call, lower(call), weights, True, True)
         ctx.save_for_backward(exact, lse, *inputs)
-        return exact.to(call.query.dtype), lse.float()
+        return exact.to(call.query.dtype), cast(Tensor, lse).float(), found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         output, lse, *inputs = ctx.saved_tensors
+        weights: WeightsWanted = ctx.weights
 
         def own() -> list[Tensor | None]:
-            call, (of_output, of_lse) = ctx.call.with_tensors(*inputs), gradients
-            return native_gradients(call, output, lse, of_output, of_lse, ctx.needs_input_grad)
+            call, (of_output, of_lse, of_weights) = ctx.rebuild(*inputs), gradients
+            found: list[Tensor | None] = [None] * len(inputs)
+            if of_output is not None or of_lse is not None:
+                found = _gradients(call, ctx.lower(call), output, lse, of_output, of_lse, ctx.needs_input_grad)
+            if of_weights is not None:
+                query, key, *rest = weights_gradients(zero_hidden(call), None, weights == "average", of_weights)
+                found = [_sum(*both) for both in zip(found, (query, key, None, *rest), strict=True)]
+            return found
 
-        return backward_pass(ctx, gradients, inputs, own, reference_results(ctx.call))
+        def recompute(*tensors: Tensor) -> tuple[Tensor | None, ...]:
+            results = recompute_by_reference(ctx.rebuild)(*tensors)
+            if weights is None:
+                return tuple(results)
+            call = zero_hidden(ctx.rebuild(*tensors))
+            return *results, weights_by_operations(call, None, weights == "average")
+
+        return backward_pass(ctx, gradients, inputs, own, recompute)
 
 
-def native_gradients(
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one if other is None else one + other
+
+
+def _gradients(
     call: AttentionCall,
+    lowering: Lowering,
     output: Tensor,
     lse: Tensor,
     output_gradient: Tensor | None,
     lse_gradient: Tensor | None,
     needed: Sequence[bool],
 ) -> list[Tensor | None]:
-    """Gradients of a call's inputs from its results and theirs; `needed` ends with whether each bias wants one."""
-    request = request_of(call)
+    """Gradients of a call's inputs from its results and theirs; `needed` ends with whether each bias needs one."""
     if output_gradient is None:
         output_gradient = torch.zeros_like(output, dtype=call.query.dtype)
     biases = len(call.bias_tensors)
     wanted = [index for index in range(biases) if needed[index - biases]]
-    shape = learnt_shape(call) if wanted else None
-    bias_gradient = None if shape is None else output.new_zeros(shape, dtype=torch.float32)
-    *found, correction = backward(request, output, lse, output_gradient, lse_gradient, bias_gradient)
+    plan = lowering.learning(cast(Any, learnt_shape(call.mask, call.grid))) if wanted else lowering.wide()
+    bias_gradient = plan.empty_bias_gradient(output) if wanted else None
+    inputs = (call.query, call.key, call.value)
+    *found, correction = plan.backward(
+        *inputs, output, lse, output_gradient, lse_gradient, lowering.extras, bias_gradient
+    )
     if call.sinks is not None:
         found.append(sinks_gradient(call.sinks, correction, lse))
     of_biases: list[Tensor | None] = [None] * biases

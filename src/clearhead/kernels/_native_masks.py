@@ -1,4 +1,4 @@
-"""What the native kernel takes of a mask: a band, a run of columns for each row, and tensors that it reads in place."""
+"""What the native kernel takes of a mask: a band, a range of columns per row, and tensors that it reads in place."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from .._call.spec import AttentionCall
-from ..masks._band import Band, band_of
 from ..masks._base import Mask
-from ..masks._grid import Block
-from ..masks._lowering import chosen_cell
-from ..masks._tensors import four_dimensional
+from ..masks._grid import Grid
+from ..masks._lowering import completed
+from ..masks._structure import Band, RowRanges
 
-__all__ = ["Lowered", "differs_between_heads", "learnt_shape", "lower"]
+__all__ = ["Lowered", "lower"]
 
 
 @dataclass(frozen=True)
@@ -36,72 +35,35 @@ class Lowered:
     bias: Tensor | None = None
 
 
-def differs_between_heads(call: AttentionCall) -> bool:
-    """Whether lowering would have to compute a tensor of the size of the scores; one cell shows how it broadcasts."""
-    if call.mask is None or 0 in call.query.shape or call.grid.key_length == 0:
-        return False
-    cell = None
-    for part in call.mask.parts():
-        if part.is_tensor or band_of(part, call.grid) is not None or part.row_spans(call.grid) is not None:
-            continue
-        cell = cell or chosen_cell(call.grid)
-        for tensor in (part.visible(cell), part.bias(cell, torch.float32)):
-            if tensor is not None and tensor.shape[1] > 1:
-                return True
-    return False
-
-
 def lower(call: AttentionCall) -> Lowered:
-    """Tell the parts of the call's mask apart; what is neither band nor run becomes a tensor."""
-    grid = call.grid
-    if call.mask is None:
+    """The call's mask; what is neither band nor range becomes a tensor."""
+    mask, grid = call.mask, call.grid
+    if mask is None:
         return Lowered(-grid.query_length, grid.key_length, grid.key_length)
-    band: Band | None = None
-    spans, visible, bias = None, None, None
-    block = Block(grid)
-    for part in call.mask.parts():
-        of_part = band_of(part, grid)
-        if of_part is not None:
-            band = of_part if band is None else band.meet(of_part.low, of_part.high, of_part.stop)
-            continue
-        runs = part.row_spans(grid)
-        if runs is not None:
-            spans = runs if spans is None else _meet(spans, runs)
-            continue
-        bias = _sum(bias, part.bias(block, torch.float32))
-        if not _hides_by_bias(part):
-            visible = _both(visible, part.visible(block))
-    if band is None:
-        return Lowered(-grid.query_length, grid.key_length, grid.key_length, spans, visible, bias)
-    return Lowered(band.low, band.high, band.stop, spans, visible, bias)
+    return mask.lowered(grid, "native", lambda: _lower(mask, grid))
 
 
-def learnt_shape(call: AttentionCall) -> tuple[int, int, int, int] | None:
-    """The shape of the one bias that wants a gradient, (1 or B, H, L, S); ``None`` for several or other shapes."""
-    batch, heads, length, _ = call.query.shape
-    parts = [] if call.mask is None else call.mask.parts()
-    learnt = [part for part in parts if any(bias.requires_grad for bias in part.bias_tensors())]
-    if len(learnt) != 1 or not learnt[0].is_tensor:
-        return None
-    (bias,) = learnt[0].bias_tensors()
-    items, *matrix = four_dimensional(bias, call.grid).shape
-    if items not in (1, batch) or matrix != [heads, length, call.key.shape[2]]:
-        return None
-    return items, heads, length, call.key.shape[2]
+def _lower(mask: Mask, grid: Grid) -> Lowered:
+    found = completed(mask, grid, torch.float32)
+    band = found.band or Band.whole(grid)
+    tensors = [*found.tensors]
+    if found.keys is not None:
+        tensors.append(found.keys[:, None, None, :])
+    rows = found.rows
+    if found.queries is not None:
+        some = RowRanges(None, found.queries * grid.key_length)
+        rows = some if rows is None else rows.meet(some)
+    visible, bias = None, None
+    for tensor in tensors:
+        visible = tensor if visible is None else visible & tensor
+    for added in found.biases:
+        bias = added.float() if bias is None else bias + added
+    return Lowered(band.low, band.high, band.stop, None if rows is None else _within(rows, grid), visible, bias)
 
 
-def _hides_by_bias(part: Mask) -> bool:
-    """A given tensor of numbers hides with its −∞, which are added anyhow."""
-    return part.is_tensor and part.has_bias
-
-
-def _meet(spans: tuple[Tensor, Tensor], others: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return torch.maximum(spans[0], others[0]), torch.minimum(spans[1], others[1])
-
-
-def _sum(bias: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return bias if other is None else other if bias is None else bias + other
-
-
-def _both(visible: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return visible if other is None else other if visible is None else visible & other
+def _within(rows: RowRanges, grid: Grid) -> tuple[Tensor, Tensor]:
+    """First and one past the last column, int32, within the grid."""
+    stop = rows.stop.long().clamp(0, grid.key_length).int()
+    first = torch.zeros_like(stop) if rows.first is None else rows.first.clamp(0, grid.key_length).int()
+    first, stop = torch.broadcast_tensors(first, stop)
+    return first.contiguous(), stop.contiguous()

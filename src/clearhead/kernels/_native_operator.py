@@ -1,6 +1,6 @@
 """The native kernel as operators of PyTorch, ``clearhead::attention`` and its backward, for graphs and dispatch modes.
 
-An ordinary call never comes here: going through the dispatcher costs more than a small attention.
+Ordinary calls do not use them: the dispatcher costs more than a small attention.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._native_calls import Request, backward, empty_lse, empty_output, forward
+from ._native_plan import NativeArguments
+from ._second_order import sinks_gradient
 
-__all__ = ["sinks_gradient"]
+__all__: list[str] = []
 
 _REQUEST = (
     "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? visible, Tensor? bias, Tensor? first, "
@@ -26,29 +27,37 @@ _library.define(
 )
 
 
-def sinks_gradient(sinks: Tensor, correction: Tensor, lse: Tensor) -> Tensor:
-    """A sink is one more key whose value is zero: ds = −p_sink · (δ − dl), summed over batch and rows."""
-    share = (sinks.to(lse.dtype)[None, :, None] - lse).exp()  # (B, H, L)
-    return -(share * correction).sum((0, 2)).to(sinks.dtype)
-
-
 def _forward(*request: Any) -> tuple[Tensor, Tensor]:
-    lse = empty_lse(request[0])
-    return forward(Request(*request), lse), lse
+    call = NativeArguments(*request)
+    plan = call.plan()
+    lse = plan.empty_lse(call.query)
+    return plan.forward(*call.inputs, call.extras, lse), lse
 
 
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *request, output, lse, output_gradient, lse_gradient = arguments
-    return backward(Request(*request), output, lse, output_gradient, lse_gradient)
+    call = NativeArguments(*request)
+    plan, extras = call.plan(wide=True, contiguous_gradients=True), call.extras
+    if output.dtype != torch.float32:  # which is rounded
+        output = plan.forward(*call.inputs, extras)
+    return plan.backward(*call.inputs, output, lse, output_gradient, lse_gradient, extras)
+
+
+def _empty_lse(query: Tensor) -> Tensor:
+    return query.new_empty(query.shape[:3], dtype=torch.float64)
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return empty_output(query, value), empty_lse(query)
+    batch, heads, length, _ = query.shape
+    shape = (batch, heads, length, value.shape[-1])
+    if query.stride(1) < query.stride(2):
+        return query.new_empty(batch, length, heads, shape[-1]).transpose(1, 2), _empty_lse(query)
+    return query.new_empty(shape), _empty_lse(query)
 
 
 def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     gradients = (tensor.new_empty(tensor.shape) for tensor in (query, key, value))
-    return *gradients, empty_lse(query).float()
+    return *gradients, _empty_lse(query).float()
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

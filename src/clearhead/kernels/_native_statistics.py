@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from .._call.spec import AttentionCall
-from .._environment import is_dispatching
-from ..masks._band import band_of
-from ._native import NativeKernel, request_of
-from ._native_calls import Request, empty_lse, empty_output, statistics
+from ._native import arguments_of
+from ._native_plan import NativeArguments
+from ._native_support import native_refusals, reads_in_place, refuses_statistics
 
 __all__ = [
     "MOST_KEYS_OF_A_QUERY",
     "WeightStatistics",
     "gather",
-    "native_output_and_weights",
     "native_weights",
     "refuses",
     "refuses_statistics",
 ]
 
 MOST_KEYS_OF_A_QUERY = 64  # in top-k: longer lists are no longer short beside the scores
-_MOST_CELLS = 1 << 26  # of a mask that has to be written down first
 
 
 @dataclass
@@ -46,8 +43,7 @@ class WeightStatistics:
         output: (B, H, L, Dv), what `attention` gives.
         weights: (B, H, L, S), or (B, 1, L, S) for their mean over the heads.
         map: (B, H, R, C), what tile ⌊i·R/L⌋, ⌊j·C/S⌋ gets of counted queries: the sum, or the largest weight.
-        map_peaks: which of the two.
-        lse: float64 (B, H, L), what `attention` gives before it is rounded.
+        map_max: which of the two.
     """
 
     counted: Tensor | None
@@ -63,32 +59,13 @@ class WeightStatistics:
     output: Tensor | None = None
     weights: Tensor | None = None
     map: Tensor | None = None
-    map_peaks: bool = False
-    lse: Tensor | None = None
+    map_max: bool = False
 
 
 def refuses(call: AttentionCall) -> bool:
     """Whether the kernel cannot run the call, or gives no statistics of it."""
-    return bool(NativeKernel().refusals(call)) or refuses_statistics(call)
-
-
-def refuses_statistics(call: AttentionCall) -> bool:
-    """Whether it gives none of a call that it can run.
-
-    That is where a mask would first have to be written down and is large, and where a mode watches: unlike an output,
-    statistics are no operator that it could see.
-    """
-    if is_dispatching():
-        return True
-    grid = call.grid
-    small = grid.batch_size * grid.query_length * grid.key_length <= _MOST_CELLS
-    return not small and not _reads_in_place(call)
-
-
-def _reads_in_place(call: AttentionCall) -> bool:
-    """Whether nothing of the mask has to be written down."""
-    parts = [] if call.mask is None else call.mask.parts()
-    return all(part.is_tensor or band_of(part, call.grid) or part.row_spans(call.grid) for part in parts)
+    spec, mask, grid = call.spec, call.mask, call.grid
+    return bool(native_refusals(spec, mask, grid)) or refuses_statistics(spec, mask, grid)
 
 
 def gather(
@@ -110,7 +87,7 @@ def gather(
         map_size: R and C at most.
         map_pooling: sums, or the largest weight.
     """
-    return _gather(request_of(call), wanted, counted, top_k, (map_size, map_size), map_pooling == "max")
+    return _gather(arguments_of(call), wanted, counted, top_k, (map_size, map_size), map_pooling == "max")
 
 
 def native_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor | None:
@@ -119,32 +96,23 @@ def native_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> T
     Returns:
         ``None`` where the kernel gives none.
     """
-    if refuses(call) or (rows is not None and not _reads_in_place(call)):
+    if refuses(call) or (rows is not None and not reads_in_place(call.mask, call.grid)):
         return None
-    request = request_of(call) if rows is None else _of_rows(request_of(call), rows)
+    request = arguments_of(call) if rows is None else _of_rows(arguments_of(call), rows)
     weights = cast(Tensor, _gather(request, frozenset({"head_average" if average else "weights"}), None).weights)
     return weights[:, 0] if average else weights
 
 
-def native_output_and_weights(call: AttentionCall, average: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What `attention` gives without dropout, all weights as `native_weights` gives them, and lse (B, H, L) in float64.
-
-    All from one pass; for calls that the kernel does not refuse.
-    """
-    found = _gather(request_of(call), frozenset({"output", "lse", "head_average" if average else "weights"}), None)
-    output, weights, lse = cast(Tensor, found.output), cast(Tensor, found.weights), cast(Tensor, found.lse)
-    return output, weights[:, 0] if average else weights, lse
-
-
 def _gather(
-    request: Request,
+    request: NativeArguments,
     wanted: frozenset[str],
     counted: Tensor | None,
     top_k: int = 0,
     map_size: tuple[int, int] = (0, 0),
-    map_peaks: bool = False,
+    map_max: bool = False,
 ) -> WeightStatistics:
     (batch, heads, length, _), keys = request.query.shape, request.key.shape[2]
+    plan = request.plan()
 
     def empty(*shape: int) -> Tensor:
         return request.query.new_empty(batch, heads, *shape, dtype=torch.float32)
@@ -152,26 +120,38 @@ def _gather(
     found = WeightStatistics(None if counted is None else counted.contiguous(), empty(length), empty(length))
     for name in wanted & {"entropy", "confidence", "norm"}:
         setattr(found, name, empty(length))
-    if "lse" in wanted:
-        found.lse = empty_lse(request.query)
     if "received" in wanted:
         found.received, found.viewers = empty(keys).zero_(), empty(keys).zero_()
     if "top" in wanted:
         found.top_weights = empty(length, top_k)
         found.top_keys = found.top_weights.new_empty(found.top_weights.shape, dtype=torch.int64)
     if wanted & {"output", "norm"}:
-        found.output = empty_output(request.query, request.value)
+        found.output = plan.empty_output(request.query)
     if wanted & {"weights", "head_average"}:
         matrices = heads if "weights" in wanted else 1
         found.weights = request.query.new_zeros(batch, matrices, length, keys, dtype=torch.float32)
     if "map" in wanted:
         found.map = empty(min(map_size[0], length), min(map_size[1], keys)).zero_()
-        found.map_peaks = map_peaks
-    statistics(request, found)
+        found.map_max = map_max
+    plan.statistics(*request.inputs, request.extras, found.output, **_wanted(found))
     return found
 
 
-def _of_rows(request: Request, rows: Tensor) -> Request:
+def _wanted(found: WeightStatistics) -> dict[str, Tensor | int | tuple[int, ...] | None]:
+    """By the names of ``Statistics`` in ``_native/problem.h``."""
+    names = ("counted", "largest", "visible", "entropy", "confidence", "norm", "received", "viewers")
+    wanted = {name: getattr(found, name) for name in (*names, "top_weights", "top_keys", "weights", "map")}
+    if found.top_weights is not None:
+        wanted["top"] = found.top_weights.shape[-1]
+    if found.weights is not None:
+        matrices, batch = found.weights.shape[1], found.weights.stride(0)
+        wanted["weights_strides"] = (batch, 0 if matrices == 1 else found.weights.stride(1), found.weights.stride(2))
+    if found.map is not None:
+        wanted |= {"map_rows": found.map.shape[2], "map_columns": found.map.shape[3], "map_max": found.map_max}
+    return wanted
+
+
+def _of_rows(request: NativeArguments, rows: Tensor) -> NativeArguments:
     """The request of some rows, whatever their order."""
     length, keys = request.query.shape[2], request.key.shape[2]
 
@@ -183,8 +163,7 @@ def _of_rows(request: Request, rows: Tensor) -> Request:
         from_band, to_band = ((rows + step)[None].int() for step in (request.low, request.high + 1))
         first = from_band if first is None else torch.maximum(first, from_band)
         last = to_band if last is None else torch.minimum(last, to_band)
-    return replace(
-        request,
+    return request._replace(
         query=request.query.index_select(2, rows),
         visible=cut(request.visible, 2),
         bias=cut(request.bias, 2),

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from .._call.dropout import dropout_factors
 from .._call.heads import fold_group, unfold_group
-from .._call.spec import AttentionCall
-from ..masks._grid import Block
-from ._base import Kernel, Refusal
+from .._call.spec import AttentionCall, AttentionSpec, Results
+from ..masks._base import Mask
+from ..masks._grid import Block, Grid
+from ._base import Kernel, Plan, Refusal
 
-__all__ = ["ReferenceKernel", "reference_weights"]
+__all__ = ["ReferenceKernel", "reference_results", "reference_weights"]
 
 
 @final
@@ -23,18 +24,23 @@ class ReferenceKernel(Kernel):
     name: ClassVar[str] = "reference"
     twice_differentiable: ClassVar[bool] = True
 
-    def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
+    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         return ()
 
-    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        weights, lse = reference_weights(call)  # (B, H, L, S), (B, H, L)
-        if call.dropout_seed is not None:
-            block = Block(call.grid)
-            weights = weights * dropout_factors(call.dropout_seed, call.dropout_p, block, weights.dtype)
-        num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
-        mixed = fold_group(weights, num_kv_heads) @ call.value.to(call.compute_dtype)  # (B, Hkv, G·L, Dv)
-        output = unfold_group(mixed, num_heads).to(call.query.dtype)  # (B, H, L, Dv)
-        return output, lse if call.return_lse else None
+    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+        return reference_results
+
+
+def reference_results(call: AttentionCall) -> Results:
+    """Output and, if the call wants it, the log-sum-exp, by PyTorch's operations."""
+    weights, lse = reference_weights(call)  # (B, H, L, S), (B, H, L)
+    if call.dropout_seed is not None:
+        block = Block(call.grid)
+        weights = weights * dropout_factors(call.dropout_seed, call.dropout_p, block, weights.dtype)
+    num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
+    mixed = fold_group(weights, num_kv_heads) @ call.value.to(call.compute_dtype)  # (B, Hkv, G·L, Dv)
+    output = unfold_group(mixed, num_heads).to(call.query.dtype)  # (B, H, L, Dv)
+    return Results(output, lse if call.return_lse else None)
 
 
 def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -48,9 +54,9 @@ def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
         sinks = call.sinks.to(scores.dtype)[None, :, None, None]
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)  # (B, H, L, S + 1)
         return scores.softmax(-1)[..., :keys], scores.logsumexp(-1)
-    if call.reach.queries is None:
+    blind = call.coverage.masked_queries  # (1 or B, 1 or H, L, 1)
+    if blind is None:
         return scores.softmax(-1), scores.logsumexp(-1)
-    blind = ~call.reach.queries  # (1 or B, 1 or H, L, 1)
     scores = scores.masked_fill(blind, 0)  # any finite number: softmax of −∞ alone would be NaN
     weights = scores.softmax(-1).masked_fill(blind, 0)
     return weights, scores.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))

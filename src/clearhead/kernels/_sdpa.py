@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._call.spec import AttentionCall
-from .._environment import is_tracing, is_transformed
+from .._call.spec import AttentionCall, AttentionSpec, Layout, Results
+from .._environment import fused_sdpa_choice, is_tracing
 from ..masks._base import Mask
-from ..masks._grid import Block
-from ..masks._lowering import chosen_cell, hides_nothing, is_plain_causal, touched_share
+from ..masks._grid import Grid
+from ..masks._lowering import additive, differs_between_heads, hides_nothing, is_plain_causal, touched_share
 from ._base import Kernel, Plan, Refusal, rows_interleave
 
 __all__ = ["SdpaKernel"]
@@ -21,7 +21,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 16  # from 32 rows on, folding a group of heads into the rows gains nothing
 _WORTH_SKIPPING = 1 << 22  # scores that take milliseconds, which pays for finding out what can be skipped
 _CPU_SHARE, _OTHER_SHARE = 1 / 3, 1 / 16
-_MATH = 0  # SDPBackend.MATH as `torch._fused_sdp_choice` numbers it
+_MATH = 0  # SDPBackend.MATH as PyTorch numbers it
 
 
 @final
@@ -30,61 +30,49 @@ class SdpaKernel(Kernel):
 
     name: ClassVar[str] = "sdpa"
     twice_differentiable: ClassVar[bool] = False
+    seeds_dropout: ClassVar[bool] = False
 
-    def refusals(self, call: AttentionCall) -> tuple[Refusal, ...]:
+    def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         reasons: list[Refusal] = []
-        if call.return_lse:
+        if spec.lse:
             reasons.append(Refusal("PyTorch does not give out the log-sum-exp"))
-        if call.softcap is not None:
+        if spec.softcap is not None:
             reasons.append(Refusal("it has no soft-cap"))
-        if call.scale <= 0 and _is_flagged_causal(call):
+        if spec.scale <= 0 and _is_flagged_causal(spec, mask, grid):
             reasons.append(Refusal("its causal path gives NaN for a scale of 0 or below"))
-        if call.sinks is not None:
+        if spec.sinks:
             reasons.append(Refusal("it has no sinks"))
-        if 0 in call.query.shape or 0 in call.value.shape or 0 in call.key.shape:
+        if spec.empty:
             reasons.append(Refusal("a size is 0"))
-        if any(tensor.requires_grad for tensor in call.bias_tensors) and torch.is_grad_enabled():
+        if any(spec.gradients[3 + spec.sinks :]):
             reasons.append(Refusal("its fused kernels give no gradient for a bias"))
-        if is_transformed():
+        if spec.transformed:
             reasons.append(Refusal("torch.func cannot transform it twice, or derive it forwards"))
-        if not is_tracing():
-            reasons += _reasons_of_values(call)
-            if not reasons and not _is_fused(call):
+        if not spec.tracing:
+            reasons += _reasons_of_values(spec, mask, grid)
+            if not reasons and not _is_fused(spec, mask, grid):
                 reasons.append(Refusal("PyTorch has no fused kernel for this call and would build (B, H, L, S)"))
         return tuple(reasons)
 
-    def run(self, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        mask, is_causal = _lower(call)
-        folded = _folds(call)
-        if folded and mask is not None:
-            mask = _fold_mask(mask, call)
-        query = _fold_query(call) if folded else call.query
-        query, key, value = map(_dense_rows, (query, call.key, call.value))
-        # A branch, because a traced comparison is no bool.
-        grouped = {"enable_gqa": True} if call.group > 1 and not folded else {}
-        output = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=call.dropout_p,
-            is_causal=is_causal,
-            scale=call.scale,
-            **grouped,
-        )
-        if folded:
-            output = output.reshape(*call.query.shape[:3], call.value.shape[-1])  # (B, H, L, Dv)
-        if call.reach.queries is not None:
-            output = output.masked_fill(~call.reach.queries, 0)
-        return output, None
+    def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+        folded, group = _folds(spec, mask, grid), spec.group
+        grouped: dict[str, bool] = {"enable_gqa": True} if group > 1 and not folded else {}
+        is_causal = mask is not None and not hides_nothing(mask, grid) and _is_flagged_causal(spec, mask, grid)
 
-    def prepare(self, call: AttentionCall) -> Plan:
-        mask, is_causal = _lower(call)
-        interleaved = any(map(rows_interleave, (call.query, call.key, call.value)))
-        if mask is not None or call.group > 1 or call.dropout_p > 0 or interleaved:
-            return super().prepare(call)
-        attend, scale = F.scaled_dot_product_attention, call.scale
-        return lambda query, key, value, _mask: attend(query, key, value, None, 0.0, is_causal, scale=scale)
+        def compute(call: AttentionCall) -> Results:
+            query, key, value = map(_dense_rows, (call.query, call.key, call.value))
+            if folded:
+                query = _fold_query(query, key)
+            lowered = None if is_causal else _lower(call, group if folded else 1)
+            output = F.scaled_dot_product_attention(
+                query, key, value, lowered, spec.dropout_p, is_causal, scale=spec.scale, **grouped
+            )
+            if folded:
+                output = output.reshape(*call.query.shape[:3], call.value.shape[-1])  # (B, H, L, Dv)
+            masked = call.coverage.masked_queries
+            return Results(output if masked is None else output.masked_fill(masked, 0))
+
+        return compute
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:
@@ -92,62 +80,64 @@ def _dense_rows(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if rows_interleave(tensor) else tensor
 
 
-def _reasons_of_values(call: AttentionCall) -> list[Refusal]:
+def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
     """Reasons that depend on sizes, on the device or on what the mask shows, none of which a traced graph may read."""
     reasons: list[Refusal] = []
-    if call.query.device.type == "cpu" and call.query.dtype in _HALF:
+    if spec.device.type == "cpu" and spec.dtype in _HALF:
         reasons.append(Refusal("on the CPU it rounds weights to half precision, which can more than double the error"))
-    mask = call.mask
-    if mask is None or mask.is_tensor or hides_nothing(mask, call.grid) or _is_flagged_causal(call):
+    if mask is None or hides_nothing(mask, grid) or _is_flagged_causal(spec, mask, grid):
         return reasons
-    if _differs_between_heads(call, mask):
+    if mask.lowered(grid, "differs between heads", lambda: differs_between_heads(mask, grid)):
         reasons.append(Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)"))
-    share = _share_worth_skipping(call, mask)
+    share = mask.lowered(grid, "share worth skipping", lambda: _share_worth_skipping(mask, grid))
     if share is not None:
         reasons.append(Refusal("the mask leaves {share:.0%} of the scores, and it would compute all", share=share))
     return reasons
 
 
-def _is_fused(call: AttentionCall) -> bool:
-    """Ask PyTorch which of its paths this call would take, with the real mask's dtype but none of its work."""
-    causal, folded = _is_flagged_causal(call), _folds(call)
-    query = _fold_query(call) if folded else call.query
-    mask = None
-    if call.mask is not None and not causal and not hides_nothing(call.mask, call.grid):
-        dtype = torch.float32 if call.mask.has_bias and call.query.dtype != torch.float64 else None
-        if call.mask.has_bias and dtype is None:
-            dtype = torch.float64
-        shape = (*query.shape[:3], call.grid.key_length)
-        mask = torch.empty(1, dtype=dtype or torch.bool, device=call.query.device).expand(shape)
-    choice = torch._fused_sdp_choice(  # pyright: ignore
-        query,
-        call.key,
-        call.value,
-        mask,
-        call.dropout_p,
-        causal,
-        scale=call.scale,
-        enable_gqa=call.group > 1 and not folded,
-    )
+def _is_fused(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
+    """Whether PyTorch would take one of its fused paths, from the mask's dtype and none of its work."""
+    if fused_sdpa_choice is None:
+        return False
+    causal, folded = _is_flagged_causal(spec, mask, grid), _folds(spec, mask, grid)
+    query, key, value = (_like(spec, layout) for layout in (spec.query, spec.key, spec.value))
+    if folded:
+        query = _fold_query(query, key)
+    lowered = None
+    if mask is not None and not causal and not hides_nothing(mask, grid):
+        dtype = spec.compute_dtype if mask.has_bias else spec.dtype
+        shape = (*query.shape[:3], spec.key.shape[2])
+        lowered = torch.empty(1, dtype=dtype, device=spec.device).expand(shape)
+    grouped = spec.group > 1 and not folded
+    choice = fused_sdpa_choice(query, key, value, lowered, spec.dropout_p, causal, scale=spec.scale, enable_gqa=grouped)
     return choice != _MATH
 
 
-def _folds(call: AttentionCall) -> bool:
+def _like(spec: AttentionSpec, layout: Layout) -> Tensor:
+    """A tensor of this shape and one row of memory, whose rows are contiguous if the layout's are."""
+    contiguous = layout.strides[-1] == 1 or layout.shape[-1] <= 1
+    row = torch.empty(
+        layout.shape[-1] if contiguous else 1, dtype=spec.dtype, device=spec.device, requires_grad=spec.needs_gradients
+    )
+    return row.expand(layout.shape)
+
+
+def _folds(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     """Whether the heads of a group become rows of one head.
 
     With few rows PyTorch's own grouping reads every key once per query head. While tracing only one row is asked for:
     any other comparison would tie the graph to a length.
     """
-    if call.group == 1:
+    if spec.group == 1:
         return False
-    length = call.query.shape[2]
-    if is_tracing():
+    length = spec.query.shape[2]
+    if spec.tracing:
         return length == 1
-    return length <= _FEW_ROWS and not _is_flagged_causal(call)
+    return length <= _FEW_ROWS and not _is_flagged_causal(spec, mask, grid)
 
 
-def _fold_query(call: AttentionCall) -> Tensor:
-    return call.query.reshape(call.key.shape[0], call.key.shape[1], -1, call.query.shape[-1])  # (B, Hkv, G·L, D)
+def _fold_query(query: Tensor, key: Tensor) -> Tensor:
+    return query.reshape(key.shape[0], key.shape[1], -1, query.shape[-1])  # (B, Hkv, G·L, D)
 
 
 def _fold_mask(mask: Tensor, call: AttentionCall) -> Tensor:
@@ -159,54 +149,47 @@ def _fold_mask(mask: Tensor, call: AttentionCall) -> Tensor:
     return rows.flatten(2, 3)
 
 
-def _share_worth_skipping(call: AttentionCall, mask: Mask) -> float | None:
+def _share_worth_skipping(mask: Mask, grid: Grid) -> float | None:
     """Which part of the scores a mask leaves, if another kernel had better skip the rest; else ``None``.
 
     `benchmarks.window` measures where `chunked` overtakes on a CPU; on accelerators its many small steps cost more.
     """
-    grid = call.grid
     if grid.batch_size * grid.num_heads * grid.query_length * grid.key_length < _WORTH_SKIPPING:
         return None
     share = touched_share(mask, grid)
     return share if share <= (_CPU_SHARE if grid.device.type == "cpu" else _OTHER_SHARE) else None
 
 
-def _differs_between_heads(call: AttentionCall, mask: Mask) -> bool:
-    """Whether lowering would compute a mask of the size of the scores; one cell shows how it broadcasts."""
-    if 0 in call.query.shape or call.grid.key_length == 0:
-        return False
-    cell = chosen_cell(call.grid)
-    parts = (mask.visible(cell), mask.bias(cell, call.compute_dtype))
-    return any(part is not None and part.shape[1] > 1 for part in parts)
-
-
-def _is_flagged_causal(call: AttentionCall) -> bool:
+def _is_flagged_causal(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     """Whether PyTorch's causal flag says what the mask says. One row is folded, and told to each row of its group."""
-    if call.group > 1 and call.query.shape[2] == 1:
+    if mask is None or (spec.group > 1 and spec.query.shape[2] == 1):
         return False
-    return is_plain_causal(call.mask, call.grid)
+    return is_plain_causal(mask, grid)
 
 
-def _lower(call: AttentionCall) -> tuple[Tensor | None, bool]:
-    """The mask as PyTorch takes it: nothing, the causal flag, or one tensor that broadcasts.
+def _lower(call: AttentionCall, group: int) -> Tensor | None:
+    """The mask as one tensor that broadcasts, for heads whose groups are folded into the rows."""
+    mask, grid = call.mask, call.grid
+    if mask is None or hides_nothing(mask, grid):
+        return None
+    return mask.lowered(grid, ("sdpa", call.query.dtype, group), lambda: _lower_tensor(mask, call, group))
+
+
+def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
+    """A bias in which hidden keys are −∞.
 
     Queries that see no key are opened to all of them here and their output zeroed afterwards: no kernel then meets
     an empty softmax, forward or backward.
     """
-    if call.mask is None or hides_nothing(call.mask, call.grid):
-        return None, False
-    if _is_flagged_causal(call):
-        return None, True
-    block = Block(call.grid)
-    visible, bias = call.mask.visible(block), call.mask.bias(block, call.compute_dtype)
-    if bias is not None:
-        if visible is not None:
-            bias = bias.masked_fill(~visible, float("-inf"))
-        if call.reach.queries is not None:
-            bias = bias.masked_fill(~call.reach.queries, 0)
-        return bias, False
-    if visible is None:
-        return None, False
-    if call.reach.queries is not None:
-        visible = visible | ~call.reach.queries
-    return visible, False
+    masked = call.coverage.masked_queries
+    visible, found = additive(mask, call.grid, call.compute_dtype)
+    if visible is not None and found is None and is_tracing():  # a graph is smaller with a bool tensor
+        found = visible if masked is None else visible | masked
+    elif visible is not None:
+        if masked is not None:
+            visible = visible | masked
+        nothing = visible.new_zeros((), dtype=call.query.dtype) if found is None else found
+        found = torch.where(visible, nothing, float("-inf"))
+    if found is not None and masked is not None and found.dtype != torch.bool:
+        found = found.masked_fill(masked, 0)
+    return found if found is None or group == 1 else _fold_mask(found, call)

@@ -7,36 +7,36 @@ Under ``create_graph=True``, and where many gradients are mapped over at once (`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall
+from .._call.spec import AttentionCall, Results, zero_hidden
+from .._environment import any_autocast, is_batched
 from ..errors import KernelError
-from ._reference import ReferenceKernel
+from ._reference import reference_results
 
-__all__ = ["allow_second_derivatives", "backward_pass", "gradients_through", "reference_results"]
+__all__ = ["allow_second_derivatives", "backward_pass", "gradients_through", "recompute_by_reference", "sinks_gradient"]
 
 OptionalTensors = Sequence[Tensor | None]
 #: Results from inputs, by PyTorch's operations.
 Recompute = Callable[..., OptionalTensors]
 
 
-def allow_second_derivatives(
-    kernel_name: str,
-    call: AttentionCall,
-    output: Tensor,
-    lse: Tensor | None,
-    inputs: tuple[Tensor, ...] | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the same output and lse, differentiable twice in the call's inputs, or in those that are given."""
-    if inputs is None:
-        call, inputs = call.without_tensors(), call.inputs
+def allow_second_derivatives(kernel_name: str, call: AttentionCall, results: Results) -> Results:
+    """The same results, differentiable twice in the call's inputs."""
+    output, lse, weights = results
     if lse is None:
-        return cast(Tensor, _Identity.apply(kernel_name, call, 1, output, *inputs)), None
-    return cast("tuple[Tensor, Tensor]", _Identity.apply(kernel_name, call, 2, output, lse, *inputs))
+        return Results(cast(Tensor, _Identity.apply(kernel_name, call, 1, output, *call.inputs)), None, weights)
+    output, lse = cast("tuple[Tensor, Tensor]", _Identity.apply(kernel_name, call, 2, output, lse, *call.inputs))
+    return Results(output, lse, weights)
+
+
+def sinks_gradient(sinks: Tensor, correction: Tensor, lse: Tensor) -> Tensor:
+    """A sink is one more key whose value is zero: ds = −p_sink · (δ − dl), summed over batch and rows."""
+    p_sink = (sinks.to(lse.dtype)[None, :, None] - lse).exp()  # (B, H, L)
+    return -(p_sink * correction).sum((0, 2)).to(sinks.dtype)
 
 
 class _Identity(torch.autograd.Function):
@@ -45,7 +45,7 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> Any:
         ctx.kernel_name = kernel_name
-        ctx.call = call
+        ctx.rebuild, ctx.draws_dropout = call.rebuild, call.dropout_p > 0 and call.dropout_seed is None
         ctx.count = count
         ctx.save_for_backward(*tensors[count:])
         results = tuple(tensor.view_as(tensor) for tensor in tensors[:count])
@@ -55,12 +55,12 @@ class _Identity(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return (None, None, None, *gradients, *(None for _ in ctx.saved_tensors))
-        if ctx.call.dropout_p > 0 and ctx.call.dropout_seed is None:
+        if ctx.draws_dropout:
             raise KernelError(
                 f"create_graph=True: {ctx.kernel_name} drew its own dropout, which cannot be drawn again. "
                 "Run the forward pass under clearhead.use_kernel('chunked') or with dropout off."
             )
-        found = gradients_through(reference_results(ctx.call), ctx.saved_tensors, gradients)
+        found = gradients_through(recompute_by_reference(ctx.rebuild), ctx.saved_tensors, gradients)
         return (None, None, None, *(None for _ in gradients), *found)
 
 
@@ -86,7 +86,7 @@ def backward_pass(
         return (None,) * arguments
     if any(map(_needs_operations, given)):
         found = gradients_through(recompute, inputs, gradients)
-    elif torch._C._is_any_autocast_enabled():  # pyright: ignore[reportPrivateUsage]
+    elif any_autocast():
         with torch.autocast(given[0].device.type, enabled=False):
             found = own()
     else:
@@ -96,12 +96,7 @@ def backward_pass(
 
 def _needs_operations(gradient: Tensor) -> bool:
     """Whether a backward pass has to be made of PyTorch's operations: to be differentiated again, or mapped over."""
-    inner: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-    return (
-        torch.is_grad_enabled()
-        or inner._are_functorch_transforms_active()
-        or inner._functorch.is_legacy_batchedtensor(gradient)  # of ``is_grads_batched=True``
-    )
+    return torch.is_grad_enabled() or is_batched(gradient)
 
 
 def gradients_through(
@@ -130,6 +125,6 @@ def gradients_through(
     return tuple(next(found) if view is not None and view.requires_grad else None for view in views)
 
 
-def reference_results(template: AttentionCall) -> Recompute:
-    """Output and lse of a call with other tensors."""
-    return lambda *inputs: ReferenceKernel().run(replace(template.with_tensors(*inputs), return_lse=True))
+def recompute_by_reference(rebuild: Callable[..., AttentionCall]) -> Recompute:
+    """Output and lse of a call of other inputs; see `AttentionCall.rebuild`."""
+    return lambda *inputs: reference_results(zero_hidden(rebuild(*inputs).as_one_document().wanting(lse=True)))[:2]

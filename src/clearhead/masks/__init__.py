@@ -15,11 +15,13 @@ Example:
 from ._base import Mask
 from ._check import MaskReport
 from ._positional import causal, documents, lengths, mask_mod, prefix, sliding_window
+from ._prepared import PreparedMask
 from ._tensors import bias, drop, keep
 
 __all__ = [
     "Mask",
     "MaskReport",
+    "PreparedMask",
     "bias",
     "causal",
     "documents",

@@ -1,26 +1,30 @@
 """What a mask is, and how masks combine.
 
-A mask stays a description until a kernel asks for a block of it: `visible` answers which keys a query may attend
-to, `bias` what is added to its scores.
+A mask stays a description until a kernel lowers it: `visible` gives the cells of a block in which keys may be attended
+to, `bias` what is added to their scores, `structure` what is known of a whole grid without evaluating it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, TypeVar, final
 
 import torch
 from torch import Tensor
 
 from ..errors import MaskTypeError
 from ._grid import Block, Grid
+from ._structure import UNKNOWN, Structure
 
 if TYPE_CHECKING:
     from ._check import MaskReport
+    from ._prepared import PreparedMask
 
 __all__ = ["And", "Mask", "Not", "Or", "Sizes", "all_of"]
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -85,20 +89,26 @@ class Mask(ABC):
     def sizes(self) -> Sizes:
         return Sizes()
 
-    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        """A range of columns outside which `rows` see nothing; kernels skip the rest."""
-        return 0, grid.key_length
+    def structure(self, grid: Grid) -> Structure:
+        """What is known of the mask for a grid without evaluating it: what kernels skip blocks by, and lower from.
 
-    def row_spans(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
-        """First and one past the last column each row sees, int32 (1 or B, 1 or L) each, if that is all it says."""
-        return None
+        Called while tracing too, where no values may be read. Default: nothing is known, and kernels evaluate
+        `visible`.
+        """
+        return UNKNOWN
 
-    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
-        """Bool (1 or B, L) and (1 or B, S): query i sees key j where both are true, if that is all it says.
+    def signature(self) -> Hashable | None:
+        """What the plan of a call may be cached under.
 
-        ``None`` on a side stands for all of it; instead of both, for a mask that says more.
+        Equal for masks that lower alike: of one kind, with the same settings and tensors of the same shapes, strides,
+        dtypes and devices. It must hold neither tensors nor their values, which `validate` checks in every call.
+        Default: ``None``, every call is planned anew.
         """
         return None
+
+    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
+        """What `make` gives: made in every call here, once for a grid and key where the mask is prepared."""
+        return make()
 
     def parts(self) -> tuple[Mask, ...]:
         """The masks that all have to allow a key."""
@@ -111,11 +121,6 @@ class Mask(ABC):
     @property
     def fits_any_call(self) -> bool:
         """Whether no call can be refused because of this mask."""
-        return False
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether the mask already is one tensor that lowering only has to view."""
         return False
 
     def __and__(self, other: object) -> Mask:
@@ -167,6 +172,53 @@ class Mask(ABC):
         grid = grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
         self.validate(grid)
         return dense_mask(self, grid)
+
+    def prepare(
+        self,
+        query_length: int | None = None,
+        key_length: int | None = None,
+        *,
+        batch_size: int | None = None,
+        num_heads: int | None = None,
+        query_positions: Tensor | int | None = None,
+        key_positions: Tensor | int | None = None,
+    ) -> PreparedMask:
+        """Fix the mask for one grid, so that many calls lower it once.
+
+        The result is a snapshot: what is written later to a tensor given to the mask, or to positions, does not change
+        it. (What a function given to `masks.mask_mod` reads besides its arguments is not copied, and must not change.)
+        A `clearhead.Encoder` or `Decoder` shares its mask among its layers without being told.
+
+        Args:
+            query_length, key_length, query_positions, key_positions: of the calls; as for `dense`.
+            batch_size, num_heads: B and H of the calls. Left out they stay open, where the mask itself depends on
+                neither; else as for `dense`.
+
+        Returns:
+            A `PreparedMask`, which `clearhead.attention` and the modules take like any mask. A call of other sizes or
+            positions is refused.
+
+        Raises:
+            ArgumentError: for a mask with a bias that requires grad. And what `dense` raises.
+
+        Example:
+            >>> import torch, clearhead
+            >>> from clearhead import masks
+            >>> mask = masks.lengths(torch.tensor([5, 3])).prepare(5, 5)
+            >>> attend = [clearhead.MultiHeadAttention(12, 3) for _ in range(2)]
+            >>> x = torch.randn(2, 5, 12)
+            >>> for layer in attend:
+            ...     x = layer(x, mask=mask)
+            >>> x.shape
+            torch.Size([2, 5, 12])
+        """
+        from ._check import grid_for
+        from ._prepared import prepared
+
+        grid = grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+        known = self.sizes()
+        open_batch = batch_size is known.batch_size is None and grid.batch_size == 1
+        return prepared(self, grid, open_batch, num_heads is known.num_heads is None)
 
     def check(
         self,
@@ -252,12 +304,14 @@ class And(Mask):
             sizes = sizes.merged(part.sizes())
         return sizes
 
-    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        first, last = 0, grid.key_length
+    def structure(self, grid: Grid) -> Structure:
+        found = Structure()
         for part in self._parts:
-            start, stop = part.key_span(grid, rows)
-            first, last = max(first, start), min(last, stop)
-        return min(first, last), last
+            found = found.meet(part.structure(grid))
+        return found
+
+    def signature(self) -> Hashable | None:
+        return _joined("and", *self._parts)
 
     @property
     def has_bias(self) -> bool:
@@ -290,9 +344,11 @@ class Or(Mask):
     def sizes(self) -> Sizes:
         return self._left.sizes().merged(self._right.sizes())
 
-    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        left, right = self._left.key_span(grid, rows), self._right.key_span(grid, rows)
-        return min(left[0], right[0]), max(left[1], right[1])
+    def structure(self, grid: Grid) -> Structure:
+        return Structure(exact=False, either=(self._left.structure(grid), self._right.structure(grid)))
+
+    def signature(self) -> Hashable | None:
+        return _joined("or", self._left, self._right)
 
     def describe(self) -> str:
         return f"({self._left.describe()} | {self._right.describe()})"
@@ -317,6 +373,9 @@ class Not(Mask):
     def sizes(self) -> Sizes:
         return self._inner.sizes()
 
+    def signature(self) -> Hashable | None:
+        return _joined("not", self._inner)
+
     def describe(self) -> str:
         inner = self._inner.describe()
         return f"~({inner})" if len(self._inner.parts()) > 1 else f"~{inner}"
@@ -329,6 +388,12 @@ def all_of(masks: list[Mask | None]) -> Mask | None:
         if mask is not None:
             combined = mask if combined is None else combined & mask
     return combined
+
+
+def _joined(name: str, *masks: Mask) -> Hashable | None:
+    """The signature of a mask made of others; ``None`` where one of them has none."""
+    signatures = tuple(mask.signature() for mask in masks)
+    return None if None in signatures else (name, *signatures)
 
 
 def _operand(other: object, symbol: str) -> Mask:

@@ -10,8 +10,8 @@ from torch import Tensor
 from .._checks import INTEGERS, integer, strided
 from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from ._base import Mask
+from ._coverage import find_coverage
 from ._grid import Block, Grid
-from ._reach import reach
 
 __all__ = ["MaskReport", "check_mask", "grid_for"]
 
@@ -61,7 +61,7 @@ def check_mask(
         raise DeviceError(explain_problem("mask", expected="a mask with values to look at", got="one on meta"))
     try:
         mask.validate(grid)
-        seen = reach(mask, grid)
+        seen = find_coverage(mask, grid)
     except ClearheadError as error:
         return MaskReport(mask.describe(), (f"shape or value: {error}",))
     findings: list[str] = []

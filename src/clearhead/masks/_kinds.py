@@ -58,5 +58,5 @@ def marks_and_numbers(mask: Mask | Tensor) -> tuple[Tensor | None, Tensor | None
         return None, mask.tensor
     if not isinstance(mask, Mask):
         return mask, None
-    pairs = [marks_and_numbers(part) for part in mask.parts() if part.is_tensor]
+    pairs = [marks_and_numbers(part) for part in mask.parts() if isinstance(part, Keep | Bias)]
     return next((m for m, _ in pairs if m is not None), None), next((n for _, n in pairs if n is not None), None)

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from .._environment import is_tracing
-from ._band import band_of
 from ._base import Mask
 from ._grid import Block, Grid
-from ._positional import Causal
+from ._structure import Structure
 
 __all__ = [
+    "additive",
     "chosen_cell",
+    "completed",
     "dense_mask",
+    "differs_between_heads",
     "hides_nothing",
     "is_plain_causal",
     "row_blocks",
@@ -27,15 +29,63 @@ _ENOUGH_ROWS = 64  # fewer do not fill a matrix product, nor pay for the Python 
 
 def is_plain_causal(mask: Mask | None, grid: Grid) -> bool:
     """True if the mask says exactly j ≤ i, which fused kernels know as a flag."""
-    return isinstance(mask, Causal) and mask.diagonal(grid) == 0
+    band = None if mask is None else mask.structure(grid).only_band(grid)
+    return band is not None and band.is_causal(grid)
 
 
 def hides_nothing(mask: Mask, grid: Grid) -> bool:
     """True if it is known without looking that every query sees every key, as the last one does under `causal`."""
     if is_tracing():
         return False
-    band = band_of(mask, grid)
+    band = mask.structure(grid).only_band(grid)
     return band is not None and band.shows_all(grid)
+
+
+def completed(mask: Mask, grid: Grid, dtype: torch.dtype) -> Structure:
+    """The structure of a mask, exact: parts that say more than their structure are evaluated for the whole grid.
+
+    Args:
+        mask, grid: of the call.
+        dtype: of the scores, for biases that are computed.
+    """
+    found = Structure()
+    for part in mask.parts():
+        own = part.structure(grid)
+        if not own.exact:
+            visible, bias = part.visible(Block(grid)), part.bias(Block(grid), dtype)
+            own = Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
+        found = found.meet(own)
+    return found
+
+
+def differs_between_heads(mask: Mask, grid: Grid) -> bool:
+    """Whether a part has to be evaluated and is of the size of the scores; one cell shows how it broadcasts."""
+    if 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length):
+        return False
+    cell = chosen_cell(grid)
+    for part in mask.parts():
+        if not part.structure(grid).exact:
+            tensors = part.visible(cell), part.bias(cell, torch.float32)
+            if any(tensor is not None and tensor.shape[1] > 1 for tensor in tensors):
+                return True
+    return False
+
+
+def additive(mask: Mask, grid: Grid, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """A mask as a bool tensor, a bias, or both, (1 or B, 1 or H, 1 or L, 1 or S); a bias hides with its own −∞."""
+    block, visible, bias = Block(grid), None, None
+    biases = sum(part.has_bias for part in mask.parts())
+    for part in mask.parts():
+        added = part.bias(block, dtype)
+        if added is not None:
+            bias = added if bias is None else bias + added
+        # Of several biases one may hide with −∞ where another adds ∞.
+        if biases < 2 and part.structure(grid).biases:
+            continue
+        seen = part.visible(block)
+        if seen is not None:
+            visible = seen if visible is None else visible & seen
+    return visible, bias
 
 
 def dense_mask(mask: Mask, grid: Grid) -> Tensor:
@@ -63,7 +113,7 @@ def row_blocks(
     they touch, at the least, is seen.
 
     Args:
-        mask: says by `key_span` what can be skipped; ``None`` skips nothing.
+        mask: its structure says what can be skipped; ``None`` skips nothing.
         grid: the sizes.
         cells: rows × columns that a block may hold.
         fewest_rows: in a block, whatever the budget.
@@ -71,43 +121,44 @@ def row_blocks(
     Yields:
         The rows, and the first and one past the last column.
     """
+    structure = Structure() if mask is None else mask.structure(grid)
     start = 0
     while start < grid.query_length:
-        rows, columns = _block_from(start, mask, grid, cells, fewest_rows)
+        rows, columns = _block_from(start, structure, grid, cells, fewest_rows)
         count, width = rows.stop - start, columns[1] - columns[0]
         while columns[1] - columns[0] <= width:  # the next rows often look alike
             yield rows, columns
             start = rows.stop
             if start == grid.query_length:
                 return
-            rows, columns = _span(mask, grid, start, min(count, grid.query_length - start))
+            rows, columns = _range(structure, grid, start, min(count, grid.query_length - start))
 
 
 def _block_from(
-    start: int, mask: Mask | None, grid: Grid, cells: int, fewest_rows: int
+    start: int, structure: Structure, grid: Grid, cells: int, fewest_rows: int
 ) -> tuple[slice, tuple[int, int]]:
     """The block that begins at a row: as many rows as fit, or as see much the same columns as the first."""
     left = grid.query_length - start
-    rows, columns = _span(mask, grid, start, 1)
+    rows, columns = _range(structure, grid, start, 1)
     seen = max(1, columns[1] - columns[0])
     most = min(left, max(fewest_rows, cells // seen))
     for count in (most, seen, seen // 2):
         count = min(most, max(count, _ENOUGH_ROWS))
-        rows, columns = _span(mask, grid, start, count)
+        rows, columns = _range(structure, grid, start, count)
         if columns[1] - columns[0] <= seen + seen // 4:
             break
     while (count := rows.stop - start) > fewest_rows and count * (width := columns[1] - columns[0]) > cells:
-        rows, columns = _span(mask, grid, start, min(left, max(fewest_rows, cells // width)))
+        rows, columns = _range(structure, grid, start, min(left, max(fewest_rows, cells // width)))
     return rows, columns
 
 
-def _span(mask: Mask | None, grid: Grid, start: int, count: int) -> tuple[slice, tuple[int, int]]:
+def _range(structure: Structure, grid: Grid, start: int, count: int) -> tuple[slice, tuple[int, int]]:
     rows = slice(start, start + count)
-    return rows, (0, grid.key_length) if mask is None else mask.key_span(grid, rows)
+    return rows, structure.columns(grid, rows)
 
 
 def touched_share(mask: Mask | None, grid: Grid) -> float:
-    """Which part of the L × S matrix is left when the columns that `key_span` rules out are skipped, in [0, 1]."""
+    """Which part of the L × S matrix is left when the columns that its structure rules out are skipped, in [0, 1]."""
     whole = grid.query_length * grid.key_length
     blocks = row_blocks(mask, grid, cells=whole)
     return sum((rows.stop - rows.start) * (stop - start) for rows, (start, stop) in blocks) / max(1, whole)

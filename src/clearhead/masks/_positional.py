@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from types import FunctionType
 from typing import Literal, final
 
 import torch
@@ -14,6 +15,8 @@ from .._environment import is_tracing, is_transformed
 from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
 from ._base import Mask, Sizes
 from ._grid import Block, Grid, take
+from ._structure import UNKNOWN, Band, RowRanges, Structure
+from ._tensors import tensor_signature
 
 __all__ = [
     "Causal",
@@ -30,6 +33,7 @@ __all__ = [
 
 Align = Literal["top_left", "bottom_right"]
 _FAR = 2**61  # as good as no limit, and with a position added still within 64 bits
+_WORTH_WAITING = 1 << 22  # scores; fewer take less time than an accelerator's answer
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -211,9 +215,15 @@ class Causal(Mask):
                 return None
         return block.k <= block.q + self._offset(block.grid)
 
-    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
+    def structure(self, grid: Grid) -> Structure:
         diagonal = self.diagonal(grid)
-        return 0, grid.key_length if diagonal is None else _clamp(rows.stop + diagonal, grid)
+        if diagonal is None:
+            return UNKNOWN
+        whole = Band.whole(grid)
+        return Structure(band=whole.meet(Band(whole.low, diagonal, whole.stop)))
+
+    def signature(self) -> Hashable:
+        return "causal", self.align
 
     @property
     def fits_any_call(self) -> bool:
@@ -235,6 +245,18 @@ class Present(Mask):
         if block.grid.shift is not None:
             return None
         return (block.k >= 0) & (block.q >= 0)
+
+    def structure(self, grid: Grid) -> Structure:
+        queries, keys = grid.query_positions, grid.key_positions
+        if isinstance(keys, Tensor) and keys.dim() == 3:
+            return UNKNOWN
+        return Structure(
+            queries=queries >= 0 if isinstance(queries, Tensor) else None,
+            keys=keys >= 0 if isinstance(keys, Tensor) else None,
+        )
+
+    def signature(self) -> Hashable:
+        return ("present",)
 
     @property
     def fits_any_call(self) -> bool:
@@ -260,11 +282,14 @@ class SlidingWindow(Mask):
                 return None
         return (block.k >= block.q - self.left) & (block.k <= block.q + self.right)
 
-    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        shift = grid.shift
+    def structure(self, grid: Grid) -> Structure:
+        shift, whole = grid.shift, Band.whole(grid)
         if shift is None:
-            return 0, grid.key_length
-        return _clamp(rows.start + shift - self.left, grid), _clamp(rows.stop + shift + self.right, grid)
+            return UNKNOWN
+        return Structure(band=whole.meet(Band(shift - self.left, shift + self.right, whole.stop)))
+
+    def signature(self) -> Hashable:
+        return "sliding_window", self.left, self.right
 
     @property
     def fits_any_call(self) -> bool:
@@ -284,14 +309,15 @@ class Prefix(Mask):
     def visible(self, block: Block) -> Tensor:
         return block.k < self.n
 
-    def stop(self, grid: Grid) -> int | None:
-        """One past the last column that is seen; ``None`` where positions of keys do not simply count up."""
-        first = grid.key_positions
-        return None if isinstance(first, Tensor) else _clamp(self.n - (first or 0), grid)
+    def structure(self, grid: Grid) -> Structure:
+        first, whole = grid.key_positions, Band.whole(grid)
+        if isinstance(first, Tensor):
+            return UNKNOWN
+        stop = max(0, min(self.n - (first or 0), whole.stop))
+        return Structure(band=Band(whole.low, whole.high, stop))
 
-    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        stop = self.stop(grid)
-        return 0, grid.key_length if stop is None else stop
+    def signature(self) -> Hashable:
+        return "prefix", self.n
 
     @property
     def fits_any_call(self) -> bool:
@@ -319,19 +345,16 @@ class _Lengths(Mask):
         column = lengths[:, None, None, None] if lengths.dim() == 1 else lengths[:, None, :, None]
         return block.k < block.cut(column)
 
-    def row_spans(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
-        if isinstance(grid.key_positions, Tensor) or is_tracing() or is_transformed():
-            return None
-        column = self._lengths.to(grid.device, torch.long)
-        last = (column if column.dim() == 2 else column[:, None]) - (grid.key_positions or 0)
-        last = last.clamp(0, grid.key_length).int()  # (1 or B, 1 or L)
-        return torch.zeros_like(last), last
+    def structure(self, grid: Grid) -> Structure:
+        if isinstance(grid.key_positions, Tensor):
+            return UNKNOWN
+        lengths = self._lengths.to(grid.device)
+        stop = lengths if lengths.dim() == 2 else lengths[:, None]  # (1 or B, 1 or L)
+        return Structure(rows=RowRanges(None, stop.long() - grid.key_positions if grid.key_positions else stop))
 
-    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
-        if self._lengths.dim() != 1 or isinstance(grid.key_positions, Tensor):
-            return None
-        places = torch.arange(grid.key_length, device=grid.device) + (grid.key_positions or 0)
-        return None, places < self._lengths.to(grid.device)[:, None]
+    def signature(self) -> Hashable | None:
+        of_tensor = tensor_signature(self._lengths)
+        return None if of_tensor is None else (self._name, of_tensor)
 
     def validate(self, grid: Grid) -> None:
         shape = self._lengths.shape
@@ -379,18 +402,15 @@ class QueryLengths(Mask):
     def visible(self, block: Block) -> Tensor:
         return block.q < take(self._lengths.to(block.grid.device), 0, block.batch)[:, None, None, None]
 
-    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+    def structure(self, grid: Grid) -> Structure:
         if isinstance(grid.query_positions, Tensor):
-            return None
+            return UNKNOWN
         places = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
-        return places < self._lengths.to(grid.device)[:, None], None
+        return Structure(queries=places < self._lengths.to(grid.device)[:, None])
 
-    def row_spans(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
-        sides = None if is_tracing() or is_transformed() else self.sides(grid)
-        if sides is None or sides[0] is None:
-            return None
-        last = sides[0].int() * grid.key_length  # (1 or B, L)
-        return torch.zeros_like(last), last
+    def signature(self) -> Hashable | None:
+        of_tensor = tensor_signature(self._lengths)
+        return None if of_tensor is None else ("query_lengths", of_tensor)
 
     def validate(self, grid: Grid) -> None:
         count = self._lengths.shape[0]
@@ -420,37 +440,17 @@ class QueryLengths(Mask):
 class _Documents(Mask):
     def __init__(self, ids: Tensor) -> None:
         self._ids = ids if ids.dim() == 2 else ids[None]  # (1 or B, T)
-        self._spans: tuple[Tensor, Tensor] | None = None  # of each place's document, item by item
-        self._reach: tuple[list[int], list[int]] | None = None  # of each place's documents in all items together
 
-    def _row_runs(self) -> tuple[Tensor, Tensor]:
-        if self._spans is None:
-            self._spans = _row_runs(self._ids)
-        return self._spans
-
-    def row_spans(self, grid: Grid) -> tuple[Tensor, Tensor] | None:
-        if grid.shift is None or is_tracing() or is_transformed():
-            return None
-        first, stop = self._row_runs()
-        if first.numel() == 0:
-            return None
+    # No signature: whether documents lie in one piece, and so how the mask is lowered, hangs on the ids' values.
+    def structure(self, grid: Grid) -> Structure:
+        if grid.shift is None or is_tracing() or is_transformed() or not _worth_reading(self._ids, grid):
+            return UNKNOWN
+        ranges = _row_ranges(self._ids)
+        if ranges is None:
+            return UNKNOWN
         query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
-        rows = slice(query, query + grid.query_length)
-        cut = ((spans[:, rows] - key).clamp(0, grid.key_length).int().contiguous() for spans in (first, stop))
-        return next(cut), next(cut)
-
-    def key_span(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        if grid.shift is None or rows.start == rows.stop or is_transformed():
-            return 0, grid.key_length
-        if self._reach is None:
-            first, stop = self._row_runs()
-            length = self._ids.shape[1]
-            # Documents that do not lie in one piece are taken to reach everywhere.
-            everywhere = [0] * length, [length] * length
-            self._reach = (first.amin(0).tolist(), stop.amax(0).tolist()) if first.numel() else everywhere
-        first, stop = self._reach
-        query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
-        return _clamp(first[query + rows.start] - key, grid), _clamp(stop[query + rows.stop - 1] - key, grid)
+        first, stop = (numbers[:, query : query + grid.query_length].to(grid.device) - key for numbers in ranges)
+        return Structure(rows=RowRanges(first, stop))
 
     def visible(self, block: Block) -> Tensor:
         ids = take(self._ids.to(block.grid.device), 0, block.batch)
@@ -536,33 +536,49 @@ class _MaskMod(Mask):
             )
         return result.reshape((1,) * missing + tuple(result.shape))
 
+    def signature(self) -> Hashable | None:
+        code = getattr(self._fn, "__code__", None)
+        if code is None or code.co_names or code.co_freevars or not isinstance(self._fn, FunctionType):
+            return None  # it may read what changes from call to call
+        return None if self._fn.__defaults__ or self._fn.__kwdefaults__ else ("mask_mod", code)
+
     def describe(self) -> str:
         return f"mask_mod({getattr(self._fn, '__name__', 'fn')})"
 
 
-def _row_runs(ids: Tensor) -> tuple[Tensor, Tensor]:
+def _worth_reading(ids: Tensor, grid: Grid) -> bool:
+    """Whether values may be read; an accelerator is waited for, which only pays where much can be skipped."""
+    return ids.is_cpu or grid.query_length * grid.key_length >= _WORTH_WAITING
+
+
+def _row_ranges(ids: Tensor) -> tuple[Tensor, Tensor] | None:
     """For each place the first and one past the last place of its document, (1 or B, T) each.
 
-    Empty tensors if a document of any item does not lie in one piece.
+    ``None`` if a document of any item does not lie in one piece.
     """
-    first, stop = torch.empty_like(ids, dtype=torch.long), torch.empty_like(ids, dtype=torch.long)
-    for item, row in enumerate(ids):
-        _, number, counts = row.unique_consecutive(return_inverse=True, return_counts=True)
-        if len(counts) != len(row.unique()):
-            return ids.new_empty(0, 0), ids.new_empty(0, 0)
-        ends = counts.cumsum(0)
-        first[item], stop[item] = (ends - counts)[number], ends[number]
-    return first, stop
+    length = ids.shape[1]
+    if ids.numel() == 0:
+        return None
+    new = torch.ones_like(ids, dtype=torch.bool)
+    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    # Sorted by id, neighbours of one document have to be of one run.
+    runs = new.cumsum(1)
+    ordered, order = ids.sort(stable=True, dim=1)
+    runs_ordered = runs.gather(1, order)
+    split = (ordered[:, 1:] == ordered[:, :-1]) & (runs_ordered[:, 1:] != runs_ordered[:, :-1])
+    if bool(split.any()):
+        return None
+    places = torch.arange(length, device=ids.device).expand_as(ids)
+    first = places.masked_fill(~new, 0).cummax(1).values
+    starts_after = places.masked_fill(~new, length)[:, 1:]
+    stop = starts_after.flip(1).cummin(1).values.flip(1)
+    return first, torch.nn.functional.pad(stop, (0, 1), value=length)
 
 
 def _look_up(ids: Tensor, positions: Tensor) -> Tensor:
     """Look ids (1 or b, T) up at positions (1 or b, n) → (1 or b, n)."""
     batch = positions.shape[0] if ids.shape[0] == 1 else ids.shape[0]
     return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))
-
-
-def _clamp(column: int, grid: Grid) -> int:
-    return max(0, min(column, grid.key_length))
 
 
 def _require_integers(name: str, tensor: object) -> None:

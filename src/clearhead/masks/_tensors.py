@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._checks import FLOATS, INTEGERS, strided, with_values
 from .._environment import is_tracing
 from ..errors import DeviceError, DTypeError, MaskTypeError, ShapeError, explain_problem, shape_text
 from ._base import Mask, Sizes
 from ._grid import ALL, Block, Grid
+from ._structure import Structure
 
-__all__ = ["Bias", "Keep", "as_mask", "bias", "drop", "keep"]
+__all__ = ["Bias", "Keep", "as_mask", "bias", "drop", "four_dimensional", "keep", "tensor_signature"]
 
 
 def keep(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
@@ -120,9 +121,15 @@ class Keep(Mask):
     def visible(self, block: Block) -> Tensor:
         return block.cut(self._four_dimensional(block.grid))
 
-    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+    def structure(self, grid: Grid) -> Structure:
         marks = self._four_dimensional(grid)
-        return (None, marks[:, 0, 0]) if marks.shape[1] == marks.shape[2] == 1 and marks.shape[3] != 1 else None
+        if marks.shape[1] == marks.shape[2] == 1 and marks.shape[3] != 1:
+            return Structure(keys=marks[:, 0, 0])
+        return Structure(tensors=(marks,))
+
+    def signature(self) -> Hashable | None:
+        of_tensor = tensor_signature(self.marks)
+        return None if of_tensor is None else ("keep", self.per_key, of_tensor)
 
     def _four_dimensional(self, grid: Grid) -> Tensor:
         return self.marks[:, None, None, :] if self.per_key else four_dimensional(self.marks, grid)
@@ -145,10 +152,6 @@ class Keep(Mask):
             return Sizes(batch if batch != 1 else None, None, None, keys)
         return tensor_sizes(self.marks)
 
-    @property
-    def is_tensor(self) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"{self._name}({'keys=' if self.per_key else ''}{shape_text(self.marks.shape)})"
 
@@ -166,12 +169,12 @@ class Bias(Mask):
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
         return block.cut(four_dimensional(self.tensor, block.grid)).to(dtype)
 
-    def sides(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
-        tensor = four_dimensional(self.tensor, grid)
-        if tensor.requires_grad or not (tensor.shape[1] == tensor.shape[2] == 1 and tensor.shape[3] != 1):
-            return None
-        seen = tensor[:, 0, 0] == 0
-        return (None, seen) if bool((seen | (tensor[:, 0, 0] == float("-inf"))).all()) else None
+    def structure(self, grid: Grid) -> Structure:
+        return Structure(biases=(four_dimensional(self.tensor, grid),))
+
+    def signature(self) -> Hashable | None:
+        of_tensor = tensor_signature(self.tensor)
+        return None if of_tensor is None else ("bias", of_tensor)
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
         return (self.tensor,)
@@ -199,10 +202,6 @@ class Bias(Mask):
     def has_bias(self) -> bool:
         return True
 
-    @property
-    def is_tensor(self) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"bias({shape_text(self.tensor.shape)})"
 
@@ -216,6 +215,13 @@ def four_dimensional(tensor: Tensor, grid: Grid) -> Tensor:
     if _broadcasts(tensor.shape[0], grid.batch_size):
         return tensor[:, None]
     return tensor.unflatten(0, (grid.batch_size, grid.num_heads))
+
+
+def tensor_signature(tensor: Tensor) -> Hashable | None:
+    """What lowering depends on, but a tensor's values; ``None`` for subclasses, which may mean something else."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_neg():
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def require_fit(name: str, tensor: Tensor, grid: Grid) -> None:

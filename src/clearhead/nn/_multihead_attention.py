@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook  # pyright: ignore[reportPrivateUsage]
 
-from .._attention import attention, autocast_is_on
+from .._call.spec import WeightsWanted
 from .._checks import flag, is_probability, number, require_factory, size, strided
-from .._environment import is_tracing
-from .._layer.plain import apply_linear
-from .._weights import attention_with_weights
+from .._environment import Environment, autocast_is_on, has_global_hooks, is_tracing, read_environment
+from .._layer.layer import Layer, Project
+from .._layer.packing import Costs
 from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
 from ._convention import Sizes, hidden_mask
 from ._errors import also_pytorchs
 from ._projection import append_keys, project
-from ._short_ways import alone, tiny, without_padding
 
 __all__ = ["MultiheadAttention", "keep_off_fast_path"]
 
@@ -140,26 +139,15 @@ class MultiheadAttention(nn.MultiheadAttention):
             average_attn_weights = flag("average_attn_weights", average_attn_weights)
         except ClearheadError as error:
             raise also_pytorchs(error) from None
-        average = average_attn_weights if need_weights else None
-        found = tiny(self, query, key, value, key_padding_mask, attn_mask, is_causal, average)
-        if found is not None:
-            return found
-        if not need_weights and query is key and key is value and attn_mask is None and key_padding_mask is None:
-            output = alone(self, query, is_causal)
-            if output is not None:
-                return output, None
+        environment = read_environment()
         try:
-            if key_padding_mask is not None and not need_weights and isinstance(query, Tensor) and query.dim() == 3:
-                _require_inputs(self, query, key, value)
-                output = without_padding(self, query, key, value, key_padding_mask, attn_mask, is_causal)
-                if output is not None:
-                    return output, None
-            mixed, weights = self._attend(
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            _require_inputs(self, query, key, value, environment)
+            wanted: WeightsWanted = ("average" if average_attn_weights else "heads") if need_weights else None
+            output, weights = self._attend(
+                query, key, value, key_padding_mask, attn_mask, is_causal, wanted, environment
             )
         except ClearheadError as error:
             raise also_pytorchs(error) from error.__cause__
-        output = apply_linear(self.out_proj, mixed)
         return output, None if weights is None else weights.to(output.dtype)
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +157,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             len(hooks) == 1
             and keep_off_fast_path in hooks.values()
             and not (self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
-            and not _has_any_global_hook()
+            and not has_global_hooks()
             and not is_tracing()
         ):
             return self.forward(*args, **kwargs)
@@ -181,47 +169,71 @@ class MultiheadAttention(nn.MultiheadAttention):
         key: Tensor,
         value: Tensor,
         key_padding_mask: Tensor | None,
-        need_weights: bool,
         attn_mask: Tensor | None,
-        average_attn_weights: bool,
         is_causal: bool,
+        weights: WeightsWanted,
+        environment: Environment,
     ) -> tuple[Tensor, Tensor | None]:
-        """Everything before `out_proj`: merged heads in the layout of `query`, and the weights."""
-        _require_inputs(self, query, key, value)
+        """The output in the layout of `query`, and the weights."""
         unbatched = query.dim() == 2
-        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        projected = project(query, key, value, self.in_proj_weight, self.in_proj_bias, separate)
-        q, k, v = (self._batch_first(x, unbatched) for x in projected)  # (N, L or S, E)
-        if isinstance(key_padding_mask, Tensor) and unbatched and key_padding_mask.dim() == 1:
+        if unbatched and isinstance(key_padding_mask, Tensor) and key_padding_mask.dim() == 1:
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        length, keys = q.shape[1], k.shape[1]
-        k, v = append_keys(k, v, self.bias_k, self.bias_v, self.add_zero_attn)  # (N, S′, E)
-        sizes = Sizes(q.shape[0], self.num_heads, length, keys, k.shape[1] - keys)
-        mask = hidden_mask(attn_mask, key_padding_mask, is_causal, sizes)
-        q, k, v = (self._split(x) for x in (q, k, v))  # (N, H, L or S, D)
-        dropout_p = self.dropout if self.training else 0.0
-        if not need_weights:
-            return self._merge(attention(q, k, v, mask, dropout_p=dropout_p), unbatched), None
-        mixed, weights = attention_with_weights(
-            q, k, v, mask, dropout_p=dropout_p, average_attn_weights=average_attn_weights
-        )  # (N, H, L, D), (N, …, L, S′)
-        return self._merge(mixed, unbatched), weights.squeeze(0) if unbatched else weights
-
-    def _batch_first(self, x: Tensor, unbatched: bool) -> Tensor:
+        sequence_first = not unbatched and not self.batch_first
+        q, k, v = (
+            _each(query, key, value, lambda x: x.unsqueeze(0) if unbatched else x.transpose(0, 1))
+            if (unbatched or sequence_first)
+            else (query, key, value)
+        )  # (N, L or S, E)
+        appended = (self.bias_k is not None) + bool(self.add_zero_attn)
+        mask = None
+        if attn_mask is not None or key_padding_mask is not None or is_causal:
+            sizes = Sizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], appended)
+            mask = hidden_mask(attn_mask, key_padding_mask, is_causal, sizes)
+        layer = Layer(
+            self._project(sequence_first, environment),
+            self.out_proj,
+            self.num_heads,
+            self.num_heads,
+            dropout_p=self.dropout if self.training else 0.0,
+            costs=None if appended else _costs(self),
+            batch_first=not sequence_first,
+        )
+        output, found = layer.run(q, k, v, mask, environment, weights=weights)
         if unbatched:
-            return x.unsqueeze(0)
-        return x if self.batch_first else x.transpose(0, 1)
+            return output.squeeze(0), None if found is None else found.squeeze(0)
+        return output.transpose(0, 1) if sequence_first else output, found
 
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)  # (N, H, L, D)
+    def _project(self, sequence_first: bool, environment: Environment) -> Project:
+        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
 
-    def _merge(self, mixed: Tensor, unbatched: bool) -> Tensor:
-        """(N, H, L, D) → the layout of the query, heads side by side."""
-        if unbatched:
-            return mixed.squeeze(0).transpose(0, 1).flatten(-2)  # (L, E)
-        if self.batch_first:
-            return mixed.transpose(1, 2).flatten(-2)  # (N, L, E)
-        return mixed.permute(2, 0, 1, 3).flatten(-2)  # (L, N, E)
+        def projected(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
+            batched = query.dim() == 3
+            inputs = (query, cast(Tensor, key), cast(Tensor, value))
+            if sequence_first and batched:  # as they lie in memory
+                inputs = _each(*inputs, lambda x: x.transpose(0, 1))
+            parts = project(*inputs, self.in_proj_weight, self.in_proj_bias, separate)
+            if sequence_first and batched:
+                parts = tuple(x.transpose(0, 1) for x in parts)
+            q, k, v = parts
+            if batched:
+                k, v = append_keys(k, v, self.bias_k, self.bias_v, self.add_zero_attn)  # (N, S′, E)
+            return q, k, v
+
+        return projected
+
+
+def _each(
+    query: Tensor, key: Tensor, value: Tensor, change: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `change` makes of each; one tensor stays one."""
+    q = change(query)
+    k = q if key is query else change(key)
+    return q, k, k if value is key else q if value is query else change(value)
+
+
+def _costs(module: MultiheadAttention) -> Costs:
+    width = module.embed_dim
+    return Costs(2 * width * width, (cast(int, module.kdim) + cast(int, module.vdim)) * width, 2 * width)
 
 
 def _require_sizes(embed_dim: int, num_heads: int, dropout: float, **sizes: int | None) -> None:
@@ -235,7 +247,9 @@ def _require_sizes(embed_dim: int, num_heads: int, dropout: float, **sizes: int 
     number("dropout", dropout, "a probability in [0, 1]", is_probability)
 
 
-def _require_inputs(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> None:
+def _require_inputs(
+    module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, environment: Environment
+) -> None:
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
         if not isinstance(x, Tensor) or not x.is_nested:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._attention import autocast_is_on
+from .._environment import autocast_is_on
 from .._layer.linear import linear
 
 __all__ = ["append_keys", "project"]

@@ -16,8 +16,8 @@ from .._statistics.result import AttentionStatistics
 from .._statistics.rollout import rollout
 from .._statistics.summary import Summary, summarize
 from .._weights import Queries, row_numbers
-from .._weights_passes import compute_weights
 from ..errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, explain_problem, shape_text
+from ..kernels._weights import compute_weights
 from ..masks._tensors import bias
 
 __all__ = ["given"]

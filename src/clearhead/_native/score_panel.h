@@ -1,11 +1,15 @@
-// Statistics of the weights, and the output beside them, from all scores of a few tiles ("sheets") at once:
-//   1. scores against every key a tile sees, with the peaks of its rows;
-//   2. weights e^(s − peak) in place of the scores, their sums, and their product with the values;
+// Statistics of the weights, and the output beside them, from all scores of a few tiles ("score panels") at once:
+//   1. scores against every key a tile sees, with the row_maxima of its rows;
+//   2. weights e^(s − row_max) in place of the scores, their sums, and their product with the values;
 //   3. sums over the rows of a tile, now that each row's total is known.
-// A sheet grows with the number of keys alone, and QKᵀ is computed once.
+// A panel grows with the number of keys alone, and QKᵀ is computed once.
+#pragma once
+#include "forward.h"
 
-constexpr int PIECE = GROUP;                   // keys whose peaks are kept, to find the largest scores quickly
-constexpr int64_t SHEET_FLOATS = 800 * 1024;  // of sheets that share what is read of keys and values
+namespace clearhead::ISA {
+
+constexpr int PIECE = GROUP;                   // keys whose row_maxima are kept, to find the largest scores quickly
+constexpr int64_t PANEL_FLOATS = 800 * 1024;  // of panels that share what is read of keys and values
 
 // Candidates for the `count` largest scores of each row, and their keys: (room × TILE).
 struct Largest {
@@ -18,23 +22,23 @@ struct Largest {
     int64_t room() const { return 2 * count + 16; }
 };
 
-struct Sheet {
+struct ScorePanel {
     Tile tile;
     Largest largest;
     int64_t start, stop;            // every key that any row may see, multiples of GROUP
-    float *scores, *peaks;          // (keys × V·LANES), later the weights; (pieces × V·LANES)
+    float *scores, *row_maxima;          // (keys × V·LANES), later the weights; (pieces × V·LANES)
     int32_t* seen;                  // of each block: whether any row sees any of it
     int64_t summed;                 // blocks of this run
-    float inner[TILE];              // Σ e^(s − peak) · (s − peak), in units of log 2
+    float inner[TILE];              // Σ e^(s − row_max) · (s − row_max), in units of log 2
     float total_inner[TILE];        // of the runs before
     float visible[TILE];            // how many keys each row sees
-    float factor[TILE];             // from e^(s − peak) to p
+    float factor[TILE];             // from e^(s − row_max) to p
     float counted[TILE];            // 1 for rows that sums over rows take in, else 0
 
     float* at(int64_t key) const { return scores + (key - start) * tile.rows.vectors * LANES; }
     int64_t first_block() const { return start / BLOCK * BLOCK; }
     int64_t number(int64_t block) const { return (block - first_block()) / BLOCK; }
-    float* peaks_of(int64_t block) const { return peaks + number(block) * (BLOCK / PIECE) * tile.rows.vectors * LANES; }
+    float* maxima_of(int64_t block) const { return row_maxima + number(block) * (BLOCK / PIECE) * tile.rows.vectors * LANES; }
 };
 
 // Rows of the next block, to be fetched bit by bit while one is at work.
@@ -44,7 +48,7 @@ struct Next {
     int64_t stride = 0, columns = 0, count = 0;
 };
 
-// What a sheet sees of one block: keys [start, stop), and the first of its rows of keys or values.
+// What a panel sees of one block: keys [start, stop), and the first of its rows of keys or values.
 template <class T>
 struct Part {
     int64_t start, stop, block;
@@ -63,19 +67,19 @@ INLINE void fetch_next(const Next<T>& next, int64_t done, int64_t step, int64_t 
         for (int64_t d = 0; d < next.columns; d += LINE) __builtin_prefetch(next.rows + j * next.stride + d, 0, 2);
 }
 
-// Rows of floats without gaps need not be laid out.
+// Rows of floats without gaps need not be packed.
 INLINE const float* in_place(const float* rows, bool without_gaps) { return without_gaps ? rows : nullptr; }
 template <class T>
 INLINE const float* in_place(const T*, bool) {
     return nullptr;
 }
 
-// work(start, stop, block) for each block's part that the sheet sees any of.
+// work(start, stop, block) for each block's part that the panel sees any of.
 template <class Work>
-INLINE void each_part(const Sheet& sheet, const Work& work) {
-    for (int64_t block = sheet.first_block(); block < sheet.stop; block += BLOCK)
-        if (sheet.seen[sheet.number(block)])
-            work(larger(block, sheet.start), smaller(block + BLOCK, sheet.stop), block);
+INLINE void each_part(const ScorePanel& panel, const Work& work) {
+    for (int64_t block = panel.first_block(); block < panel.stop; block += BLOCK)
+        if (panel.seen[panel.number(block)])
+            work(larger(block, panel.start), smaller(block + BLOCK, panel.stop), block);
 }
 
 // to[j] += the sum over lanes and vectors of cell(j, v), for KEYS keys.
@@ -99,3 +103,5 @@ INLINE void add_columns(int64_t count, float* to, const Cell& cell) {
     for (; j + LANES <= count; j += LANES) add_some_columns<V, LANES>(j, to, cell);
     if (j < count) add_some_columns<V, GROUP>(j, to, cell);
 }
+
+}  // namespace clearhead::ISA

@@ -1,4 +1,4 @@
-"""Where queries and keys of a module's call stand, and everything that hides some from others."""
+"""Positions of the queries and keys of a layer's call, and the masks that are combined in it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..caches._base import Cache, KeyValues, Positions
+from .._call.caching import Cache, KeyValues, Positions
 from ..errors import ShapeError, explain_problem
 from ..masks._base import Mask, all_of
 from ..masks._check import as_positions
@@ -14,7 +14,7 @@ from ..masks._positional import Present
 from ..masks._tensors import as_mask
 from ..positions._checks import require_in_range
 
-__all__ = ["PositionPart", "combined_mask", "positions_of_keys", "positions_of_queries", "turned"]
+__all__ = ["PositionPart", "apply_position", "combined_mask", "positions_of_keys", "positions_of_queries"]
 
 #: Turns queries (B, H, L, D) and keys (B, Hkv, L, D) by their positions, as `clearhead.positions.Rotary` does.
 PositionPart = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
@@ -38,7 +38,7 @@ def positions_of_keys(known: KeyValues, own: Positions | None, num_heads: int) -
     return found if found.dim() == 2 else found.repeat_interleave(num_heads // found.shape[1], 1)  # (B, H, S)
 
 
-def turned(position: PositionPart | None, q: Tensor, k: Tensor, places: Positions) -> tuple[Tensor, Tensor]:
+def apply_position(position: PositionPart | None, q: Tensor, k: Tensor, places: Positions) -> tuple[Tensor, Tensor]:
     """Queries (B, H, L, D) and keys (B, Hkv, L, D) as a position part turns them.
 
     Raises:

@@ -13,9 +13,9 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead.masks import Mask
+from clearhead.masks._coverage import coverage
 from clearhead.masks._grid import Grid
 from clearhead.masks._lowering import dense_mask
-from clearhead.masks._reach import reach
 from tests.support.native import needs_native
 
 B, H, L, S = 2, 3, 67, 83  # more than are looked at in one go
@@ -66,7 +66,7 @@ def test_who_takes_part(name: str, native: bool, monkeypatch: pytest.MonkeyPatch
     if not native:
         monkeypatch.setattr("clearhead.masks._native_reach.extension", None)
     mask, grid = MASKS[name](), Grid(B, H, L, S, torch.device("cpu"))
-    cells, found = dense_mask(mask, grid), reach(mask, grid)
+    cells, found = dense_mask(mask, grid), coverage(mask, grid)
     shown = cells if cells.dtype == torch.bool else cells != -torch.inf
     for side, expected in ((found.queries, shown.any(-1)), (found.keys, shown.any(-2))):
         assert (side is None) == bool(expected.all())

@@ -1,0 +1,226 @@
+"""Rows with running lengths: documents end to end, the representation of packed, padded and jagged batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import final
+
+import torch
+from torch import Tensor
+
+from .._checks import strided, with_values
+from .._environment import is_tracing
+from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from ..masks._base import Mask, Sizes
+from ..masks._grid import ALL, Block, Grid, Index
+from ..masks._positional import Causal
+from ..masks._structure import UNKNOWN, RowRanges, Structure
+from ..masks._tensors import as_mask
+
+__all__ = ["Rows", "mask_of_document", "read_rows", "require_within", "within_rows"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the documents of T query tokens and Tk key tokens begin.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int64 (n + 1,), running lengths from 0 to T and to Tk.
+        queries, keys: the same as numbers; empty while tracing.
+        tokens: T and Tk.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    tokens: tuple[int, int]
+    _own: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def count(self) -> int:
+        """How many documents there are."""
+        return self.cu_seqlens_q.shape[0] - 1
+
+    @property
+    def query_documents(self) -> Tensor:
+        """(T,) the document of every query."""
+        return self._documents("q")[0]
+
+    @property
+    def key_documents(self) -> Tensor:
+        """(Tk,) the document of every key."""
+        return self._documents("k")[0]
+
+    @property
+    def query_positions(self) -> Tensor:
+        """(T,) positions within each document."""
+        return self._documents("q")[1]
+
+    @property
+    def key_positions(self) -> Tensor:
+        """(Tk,) likewise."""
+        return self._documents("k")[1]
+
+    def _documents(self, side: str) -> tuple[Tensor, Tensor]:
+        if side not in self._own:
+            bounds, count = (self.cu_seqlens_q, self.tokens[0]) if side == "q" else (self.cu_seqlens_k, self.tokens[1])
+            tokens = torch.arange(count, device=bounds.device)
+            numbers = torch.searchsorted(bounds, tokens, right=True) - 1
+            self._own[side] = numbers
+            self._own[side + "p"] = tokens - bounds[numbers]
+        return self._own[side], self._own[side + "p"]
+
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """The queries and the keys of each document."""
+        for (start, stop), (first, last) in zip(pairwise(self.queries), pairwise(self.keys), strict=True):
+            yield slice(start, stop), slice(first, last)
+
+
+def read_rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, key: Tensor) -> Rows:
+    """Check the running lengths of packed queries (T, …) and keys (Tk, …)."""
+    bounds = (
+        _boundaries("cu_seqlens_q", cu_seqlens_q, "query", query),
+        _boundaries("cu_seqlens_k", cu_seqlens_k, "key", key),
+    )
+    if len(bounds[0]) != len(bounds[1]):
+        raise ArgumentError(
+            explain_problem(
+                "cu_seqlens_k",
+                expected=f"as many documents as cu_seqlens_q has, {len(bounds[0]) - 1}",
+                got=str(len(bounds[1]) - 1),
+                fix="A document without keys repeats its boundary.",
+            )
+        )
+    tokens = (query.shape[0], key.shape[0])
+    if is_tracing():
+        return Rows(*bounds, (), (), tokens)
+    queries = _checked("cu_seqlens_q", bounds[0], tokens[0])
+    same = cu_seqlens_k is cu_seqlens_q and tokens[0] == tokens[1]
+    return Rows(*bounds, queries, queries if same else _checked("cu_seqlens_k", bounds[1], tokens[1]), tokens)
+
+
+def require_within(mask: Mask | Tensor | None) -> Mask | None:
+    """The mask of packed documents.
+
+    Raises:
+        ArgumentError: for ``causal("bottom_right")``, which has no corner to join here.
+    """
+    if mask is None:
+        return None
+    checked = as_mask(mask)
+    for part in checked.parts():
+        if isinstance(part, Causal) and part.align != "top_left":
+            fix = "Packed documents are causal from their first tokens: masks.causal()."
+            raise ArgumentError(explain_problem("mask", expected="causal()", got=part.describe(), fix=fix))
+    return checked
+
+
+def within_rows(rows: Rows, mask: Mask | None) -> Mask:
+    """A mask of the T × Tk scores: what `mask` shows within documents."""
+    same = _SameDocument(rows)
+    return same if mask is None else same & mask
+
+
+def mask_of_document(mask: Mask | None, whole: Grid, queries: slice, keys: slice) -> Mask | None:
+    """A mask of one document's scores: what `mask` shows of these rows and columns of the whole."""
+    return None if mask is None else _OfDocument(mask, whole, queries, keys)
+
+
+@final
+class _SameDocument(Mask):
+    """Each query sees the keys of its own document."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._documents = rows
+
+    def visible(self, block: Block) -> Tensor:
+        rows = self._documents.query_documents[None, None, :, None]
+        return block.cut(rows) == block.cut(self._documents.key_documents[None, None, None, :])
+
+    def structure(self, grid: Grid) -> Structure:
+        if not self._documents.queries:
+            return UNKNOWN
+        bounds, documents = self._documents.cu_seqlens_k, self._documents.query_documents
+        return Structure(rows=RowRanges(bounds[documents][None], bounds[documents + 1][None]))
+
+    def describe(self) -> str:
+        return f"same_document({self._documents.count})"
+
+
+@final
+class _OfDocument(Mask):
+    """Some rows and columns of another mask's scores."""
+
+    def __init__(self, mask: Mask, whole: Grid, rows: slice, columns: slice) -> None:
+        self._mask, self._whole, self._rows, self._columns = mask, whole, rows, columns
+
+    def _moved(self, block: Block) -> Block:
+        rows, columns = _moved(block.rows, self._rows), _moved(block.columns, self._columns)
+        return replace(block, grid=self._whole, rows=rows, columns=columns)
+
+    def visible(self, block: Block) -> Tensor | None:
+        return self._mask.visible(self._moved(block))
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
+        return self._mask.bias(self._moved(block), dtype)
+
+    def bias_tensors(self) -> tuple[Tensor, ...]:
+        return self._mask.bias_tensors()
+
+    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        return _OfDocument(self._mask.with_bias_tensors(tensors), self._whole, self._rows, self._columns)
+
+    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
+        self._mask.add_bias_gradients(gradients, self._moved(block), scores_gradient)
+
+    @property
+    def has_bias(self) -> bool:
+        return self._mask.has_bias
+
+    def sizes(self) -> Sizes:
+        return Sizes()
+
+    def describe(self) -> str:
+        return f"{self._mask.describe()} of one document"
+
+
+def _moved(index: Index, within: slice) -> Index:
+    if isinstance(index, Tensor):
+        return index + within.start
+    if index == ALL:
+        return within
+    return slice(within.start + index.start, within.start + index.stop)
+
+
+def _boundaries(name: str, bounds: object, what: str, x: Tensor) -> Tensor:
+    expected = "an int32 or int64 tensor (n + 1,)"
+    bounds = strided(name, bounds, expected)
+    if bounds.dtype not in (torch.int32, torch.int64):
+        raise DTypeError(explain_problem(name, expected=expected, got=str(bounds.dtype)))
+    if bounds.dim() != 1 or bounds.shape[0] < 1:
+        raise ShapeError(explain_problem(name, expected="(n + 1,) for n documents", got=shape_text(bounds.shape)))
+    if bounds.device != x.device:
+        fix = f"Move it with .to({str(x.device)!r})."
+        raise DeviceError(explain_problem(name, expected=f"the {what}'s {x.device}", got=str(bounds.device), fix=fix))
+    return bounds.long()
+
+
+def _checked(name: str, bounds: Tensor, count: int) -> tuple[int, ...]:
+    """The boundaries as numbers. An accelerator is waited for here: blocks can only be skipped by known numbers."""
+    numbers: list[int] = with_values(name, bounds).tolist()
+    if numbers[0] != 0:
+        raise ArgumentError(explain_problem(name, expected="boundaries from 0 on", got=f"a first one of {numbers[0]}"))
+    for place, (before, after) in enumerate(pairwise(numbers), 1):
+        if after < before:
+            got = f"{before}, {after} at {place - 1} and {place}"
+            fix = "Give running totals of the lengths, not the lengths."
+            raise ArgumentError(explain_problem(name, expected="boundaries that do not decrease", got=got, fix=fix))
+    if numbers[-1] != count:
+        what = "T, the number of query tokens" if name == "cu_seqlens_q" else "Tk, the number of key tokens"
+        expected = f"a last boundary of {count}: {what}"
+        fix = "Every token belongs to a document; padding at the end is a document of its own."
+        raise ArgumentError(explain_problem(name, expected=expected, got=str(numbers[-1]), fix=fix))
+    return tuple(numbers)

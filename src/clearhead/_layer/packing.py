@@ -1,0 +1,243 @@
+"""Batches as rows with running lengths: padding is left out before the projections, and put back after them.
+
+A key that is masked for every query of its item, and a query that is fully masked, change nothing in any output, so
+leaving them out is exact. It is done where the arithmetic that it saves outweighs the operations that it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from .._call.rows import Rows, require_within
+from .._call.spec import Results, validate_call
+from .._environment import Environment
+from ..masks._base import Mask, all_of
+from ..masks._grid import Grid
+from ..masks._positional import Causal, SlidingWindow
+from .plan import attend
+from .unmodified import is_unmodified
+
+__all__ = ["Costs", "Unpadded", "attend_rows", "unpad"]
+
+#: Multiplications saved per batch item that pay for taking tokens out and putting them back.
+_WORTH_UNPADDING = 1 << 23
+
+
+def attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Rows,
+    mask: Mask | Tensor | None,
+    environment: Environment,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Results:
+    """Attention within each document of (1, H, T, D), (1, Hkv, Tk, D) and (1, Hkv, Tk, Dv), autocast being off."""
+    call = validate_call(
+        query,
+        key,
+        value,
+        require_within(mask),
+        scale=scale,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        sinks=sinks,
+        return_lse=return_lse,
+        rows=rows,
+        environment=environment,
+    )
+    return attend(call, environment)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Multiplications that a query, a key, and a query with a key take in a module."""
+
+    query: int
+    key: int
+    pair: int
+
+    def of(self, queries: int, keys: int, pairs: int) -> int:
+        return queries * self.query + keys * self.key + pairs * self.pair
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of all items that are not padding, (B, length) end to end.
+
+    Args:
+        length: of each item with its padding.
+        rows: (T,) which of the B · length tokens; ``None`` for all.
+        counts: how many of each item.
+        starts: the position of each item's first one.
+        contiguous: whether each item's have no padding between them.
+    """
+
+    length: int
+    rows: Tensor | None
+    counts: list[int]
+    starts: list[int]
+    contiguous: bool
+
+    def take(self, x: Tensor) -> Tensor:
+        """(B, length, E) → (T, E)."""
+        rows = self.rows
+        if rows is None:
+            return x.flatten(0, 1)
+        batch, length = x.shape[:2]
+        if x.stride(0) < x.stride(1):  # (length, B, E) in memory, which need not be copied whole
+            return x.transpose(0, 1).flatten(0, 1).index_select(0, rows % length * batch + rows // length)
+        return x.flatten(0, 1).index_select(0, rows)
+
+
+@dataclass(frozen=True)
+class Unpadded:
+    """The tokens of a padded batch as rows.
+
+    Args:
+        queries, keys: the tokens.
+        mask: what else hides keys: rules about positions.
+        rows: where each item begins among them.
+        shape: B and L.
+    """
+
+    queries: _Tokens
+    keys: _Tokens
+    mask: Mask | None
+    rows: Rows
+    shape: tuple[int, int]
+
+    @property
+    def positions(self) -> Tensor:
+        """(T,) the positions of the queries in their items."""
+        rows, (batch, length) = self.queries.rows, self.shape
+        device = self.rows.cu_seqlens_q.device
+        return torch.arange(batch * length, device=device) % length if rows is None else rows % length
+
+    def tokens(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, length, E) → (T, E) each; one tensor stays one where it can."""
+        k = self.keys.take(key)
+        v = k if value is key else self.keys.take(value)
+        alike = query is key and (self.queries is self.keys or self.queries.rows is self.keys.rows is None)
+        return k if alike else self.queries.take(query), k, v
+
+    def project_out(self, mixed: Tensor, out_proj: nn.Module, project: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
+        """(T, H·Dv) → (B, L, E), ``out_proj(0)`` for padding."""
+        batch, length = self.shape
+        rows = self.queries.rows
+        if rows is None:
+            return project(out_proj, mixed.view(batch, length, -1))
+        if is_unmodified(out_proj):  # of zeros it makes its bias
+            short, bias = project(out_proj, mixed), cast("Tensor | None", out_proj.bias)
+            filled = short.new_zeros(()) if bias is None else bias.to(short.dtype)
+            whole = filled.expand(batch * length, short.shape[1]).index_copy(0, rows, short)
+            return whole.view(batch, length, -1)
+        whole = mixed.new_zeros(batch * length, mixed.shape[1]).index_copy(0, rows, mixed)
+        return project(out_proj, whole.view(batch, length, -1))
+
+
+def unpad(
+    mask: Mask, query: Tensor, key: Tensor, num_heads: int, costs: Costs, environment: Environment
+) -> Unpadded | None:
+    """Find the padding of a batch in its mask, if leaving it out is faster.
+
+    Args:
+        mask: of the call.
+        query, key: (B, L, …) and (B, S, …).
+        num_heads: H, for the mask.
+        costs: of what could be left out.
+        environment: of the call.
+
+    Returns:
+        ``None`` where there is no padding, where leaving it out would not be faster, where values must not be looked
+        at, and where the mask is no more than marks per token and rules about positions.
+    """
+    if not (query.is_cpu and key.is_cpu) or environment.observed or environment.tracing or environment.transformed:
+        return None
+    batch, length, keys_length = query.shape[0], query.shape[1], key.shape[1]
+    whole = costs.of(length, keys_length, length * keys_length)
+    if 0 in (batch, length, keys_length) or whole < _WORTH_UNPADDING:
+        return None
+    grid = Grid(batch, num_heads, length, keys_length, query.device)
+    mask.validate(grid)
+    seeing, seen, rest = _marks(mask, grid)
+    if (seeing is None and seen is None) or not _are_local(rest):
+        return None
+    keys, queries = _tokens(seen, batch, keys_length), _tokens(seeing, batch, length)
+    if rest and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
+        return None
+    pairs = sum(query * key for query, key in zip(queries.counts, keys.counts, strict=True))
+    if batch * whole - costs.of(sum(queries.counts), sum(keys.counts), pairs) < batch * _WORTH_UNPADDING:
+        return None
+    rows = _rows(queries.counts, keys.counts, query.device)
+    return Unpadded(_unless_equal(queries, keys), keys, all_of([*rest]), rows, (batch, length))
+
+
+def _rows(queries: list[int], keys: list[int], device: torch.device) -> Rows:
+    q_bounds, k_bounds = tuple(accumulate(queries, initial=0)), tuple(accumulate(keys, initial=0))
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor(bounds, device=device) for bounds in (q_bounds, k_bounds))
+    return Rows(cu_seqlens_q, cu_seqlens_k, q_bounds, k_bounds, (q_bounds[-1], k_bounds[-1]))
+
+
+def _begin_alike(queries: _Tokens, keys: _Tokens) -> bool:
+    """Whether positions count from the same place among an item's queries and keys."""
+    return all(
+        first == start or not (count and keyed)
+        for first, start, count, keyed in zip(queries.starts, keys.starts, queries.counts, keys.counts, strict=True)
+    )
+
+
+def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[Mask]]:
+    """Which queries see a key and which keys are seen, (1 or B, length), by marks; and the other parts."""
+    seeing: Tensor | None = None
+    seen: Tensor | None = None
+    rest: list[Mask] = []
+    for part in mask.parts():
+        marks = part.structure(grid).marks(grid)
+        if marks is None:
+            rest.append(part)
+            continue
+        queries, keys = marks
+        if queries is not None:
+            seeing = queries if seeing is None else seeing & queries
+        if keys is not None:
+            seen = keys if seen is None else seen & keys
+    return seeing, seen, rest
+
+
+def _are_local(rest: list[Mask]) -> bool:
+    """Whether these rules mean the same for a run of tokens as for the whole item."""
+    return all(
+        isinstance(part, SlidingWindow) or (isinstance(part, Causal) and part.align == "top_left") for part in rest
+    )
+
+
+def _tokens(marks: Tensor | None, batch: int, length: int) -> _Tokens:
+    if marks is None:
+        return _Tokens(length, None, [length] * batch, [0] * batch, True)
+    marks = marks.expand(batch, length)
+    counts = marks.sum(1)
+    starts = marks.int().argmax(1)
+    stops = length - marks.flip(1).int().argmax(1)
+    contiguous = bool(((stops - starts == counts) | (counts == 0)).all())
+    total = counts.tolist()
+    rows = None if sum(total) == batch * length else marks.flatten().nonzero()[:, 0]
+    return _Tokens(length, rows, total, starts.tolist(), contiguous)
+
+
+def _unless_equal(queries: _Tokens, keys: _Tokens) -> _Tokens:
+    """The keys' tokens where the queries' are the same, so that both are taken once."""
+    if queries.rows is None or keys.rows is None or queries.length != keys.length:
+        return queries
+    return keys if torch.equal(queries.rows, keys.rows) else queries

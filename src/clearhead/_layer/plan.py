@@ -1,0 +1,405 @@
+"""From a call to its results: the choice of a kernel, the plan it makes, and the cache of plans."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from .._call.dropout import draw_seed
+from .._call.observers import computing, notify
+from .._call.rows import Rows, mask_of_document
+from .._call.spec import (
+    NO_SINK,
+    AttentionCall,
+    AttentionSpec,
+    Results,
+    WeightsWanted,
+    quick_spec,
+    validate_call,
+    zero_hidden,
+)
+from .._checks import shown
+from .._environment import Environment, autocast_off, cast_for_autocast, forcing, kernels, read_environment
+from ..errors import ArgumentError, KernelError, explain_problem
+from ..kernels._base import Kernel, Plan
+from ..kernels._chunked import ChunkedKernel
+from ..kernels._flex import FlexKernel
+from ..kernels._native import NativeKernel
+from ..kernels._reference import ReferenceKernel
+from ..kernels._sdpa import SdpaKernel
+from ..kernels._second_order import allow_second_derivatives
+from ..kernels._weights import compute_weights
+from ..masks._base import Mask
+
+__all__ = [
+    "KERNELS",
+    "Explanation",
+    "PlanCache",
+    "attend",
+    "attend_arguments",
+    "explain_call",
+    "finished",
+    "plan_of",
+    "plans",
+    "run_call",
+    "use_kernel",
+]
+
+#: In order of preference; the first that does not refuse a call runs it. `reference` refuses nothing.
+KERNELS: tuple[Kernel, ...] = (NativeKernel(), SdpaKernel(), ChunkedKernel(), FlexKernel(), ReferenceKernel())
+
+
+class PlanCache:
+    """The plans that were used last.
+
+    Args:
+        size: how many it holds; the one that was not used for longest makes room.
+
+    Example:
+        >>> from clearhead._layer.plan import PlanCache
+        >>> cache = PlanCache(2)
+        >>> for key in ("training", "step 1", "training", "step 2"):
+        ...     cache.put(key, str.upper)
+        >>> cache.get("training") is None, cache.get("step 1") is None
+        (False, True)
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._plans: OrderedDict[Hashable, Any] = OrderedDict()
+
+    def get(self, key: Hashable) -> Any:
+        """The plan, or ``None``."""
+        plan = self._plans.get(key)
+        if plan is not None:
+            with suppress(KeyError):  # another thread has dropped it
+                self._plans.move_to_end(key)
+        return plan
+
+    def put(self, key: Hashable, plan: Any) -> None:
+        self._plans[key] = plan
+        with suppress(KeyError):
+            self._plans.move_to_end(key)
+            while len(self._plans) > self._size:
+                self._plans.popitem(last=False)
+
+    def clear(self) -> None:
+        self._plans.clear()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+
+plans = PlanCache(256)
+
+
+class use_kernel(forcing[Kernel]):
+    """Force one kernel inside a ``with`` block, in this thread; it raises instead of falling back.
+
+    Args:
+        name: ``"native"``, ``"sdpa"``, ``"chunked"``, ``"flex"`` or ``"reference"``. ``"flex"`` is compiled for each
+            kind of call, which takes seconds, and is never chosen by itself.
+
+    Raises:
+        ArgumentError: for an unknown name. Inside the block, `KernelError` where the kernel refuses a call.
+
+    Example:
+        >>> import torch, clearhead
+        >>> x = torch.randn(1, 2, 3, 4)
+        >>> with clearhead.use_kernel("reference"):
+        ...     clearhead.attention(x, x, x).shape
+        torch.Size([1, 2, 3, 4])
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(kernels, _named(name))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel runs a call, and what every kernel refuses it for.
+
+    Args:
+        kernel: name of the kernel that runs; ``None`` if the forced one refuses.
+        reasons: for each kernel in order of preference its reasons against the call; empty if it can run it.
+        forced: whether `use_kernel` decided.
+        projections: which GEMM backend a module's projections use on the CPU, and why.
+
+    Example:
+        >>> import torch, clearhead
+        >>> x = torch.randn(1, 2, 3, 4)
+        >>> with clearhead.use_kernel("chunked"):
+        ...     found = clearhead.explain(x, x, x)
+        >>> found.kernel, found.forced
+        ('chunked', True)
+    """
+
+    kernel: str | None
+    reasons: dict[str, tuple[str, ...]]
+    forced: bool
+    projections: str = ""
+
+    def __str__(self) -> str:
+        how = " (forced by use_kernel)" if self.forced else ""
+        lines = [f"runs on: {self.kernel or 'no kernel'}{how}"]
+        for name, reasons in self.reasons.items():
+            lines.append(f"  {name:<10} {'; '.join(reasons) if reasons else 'can run it'}")
+        if self.projections:
+            lines.append(f"projections: {self.projections}")
+        return "\n".join(lines)
+
+
+def attend_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None,
+    environment: Environment,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
+    return_lse: bool = False,
+    weights: WeightsWanted = None,
+) -> Results:
+    """Compute `attention`, and weights if they are wanted, in an environment that was read before.
+
+    Arguments whose spec has a plan were validated when it was made.
+    """
+    if (
+        environment.is_plain
+        and softcap is None
+        and sinks is None
+        and return_lse is False
+        and (mask is None or isinstance(mask, Mask))
+    ):
+        positions = (query_positions, key_positions)
+        spec = quick_spec(query, key, value, mask, scale, dropout_p, False, weights, environment, positions)
+        plan = None if spec is None else plans.get((spec, environment.kernel))
+        if plan is not None:
+            call = AttentionCall(cast(Any, spec), query, key, value, mask, None, *cast(Any, positions))
+            if mask is not None:
+                mask.validate(call.grid)
+            return plan(call)
+    with autocast_off(query) if environment.autocast else nullcontext():
+        if environment.autocast:
+            query, key, value = cast_for_autocast(query, key, value)
+        call = validate_call(
+            query,
+            key,
+            value,
+            mask,
+            scale=scale,
+            dropout_p=dropout_p,
+            softcap=softcap,
+            sinks=sinks,
+            query_positions=query_positions,
+            key_positions=key_positions,
+            return_lse=return_lse,
+            weights=weights,
+            environment=environment,
+        )
+        return finished(attend(call, environment), sinks is not None, query.dim() == 3)
+
+
+def finished(results: Results, has_sinks: bool, unbatched: bool) -> Results:
+    """Results as they are returned: lse of −∞ where the sink is none, and no batch where there was none."""
+    output, lse, weights = results
+    if lse is not None and has_sinks:
+        lse = lse.masked_fill(lse <= NO_SINK, float("-inf"))
+    if unbatched:
+        squeezed = [None if tensor is None else tensor.squeeze(0) for tensor in (output, lse, weights)]
+        return Results(*cast(Any, squeezed))
+    return Results(output, lse, weights)
+
+
+def attend(call: AttentionCall, environment: Environment | None = None) -> Results:
+    """Compute a validated call, autocast being off, and show its output to the observers of this thread."""
+    environment = read_environment() if environment is None else environment
+    if not environment.observed:
+        return run_call(call, environment)
+    with computing():
+        results = run_call(call, environment)
+        output = notify(zero_hidden(call.as_one_document()), results.output)
+    return results._replace(output=output)
+
+
+def run_call(call: AttentionCall, environment: Environment) -> Results:
+    """Compute a validated call on the kernel that is forced, or the first that does not refuse it."""
+    return plan_of(call, environment)(call)
+
+
+def plan_of(call: AttentionCall, environment: Environment) -> Plan:
+    """The cached plan of the call's spec, or a new one."""
+    spec = call.spec
+    if not spec.can_be_cached:
+        return _plan(spec, call, environment)
+    key = (spec, environment.kernel)
+    plan = plans.get(key)
+    if plan is None:
+        plan = _plan(spec, call, environment)
+        plans.put(key, plan)
+    return plan
+
+
+def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) -> Plan:
+    mask, grid = call.mask, call.grid
+    if spec.documents is not None:
+        if spec.tracing:
+            return lambda call: _plan(call.as_one_document().spec, call.as_one_document(), environment)(
+                call.as_one_document()
+            )
+        kernel = _of_documents(call, environment.kernel)
+        if kernel is None:
+            return _each_document
+    else:
+        kernel = _choose(call, environment.kernel)
+    wants_weights = spec.weights is not None
+    together = wants_weights and kernel.gives_weights(spec, mask, grid)
+    compute = kernel.plan(spec if together or not wants_weights else spec._replace(weights=None), mask, grid)
+    if spec.dropout_p > 0 and kernel.seeds_dropout:
+        compute = _with_seed(compute)
+    if mask is not None and not kernel.isolates_hidden:
+        compute = _with_zeros(compute)
+    if spec.needs_gradients and not kernel.twice_differentiable and not spec.tracing:
+        compute = _with_second_derivatives(kernel.name, compute)
+    return _with_weights(compute) if wants_weights and not together else compute
+
+
+def _with_seed(compute: Plan) -> Plan:
+    def seeded(call: AttentionCall) -> Results:
+        return compute(replace(call, dropout_seed=draw_seed(call.query.device)))
+
+    return seeded
+
+
+def _with_zeros(compute: Plan) -> Plan:
+    return lambda call: compute(zero_hidden(call))
+
+
+def _with_second_derivatives(name: str, compute: Plan) -> Plan:
+    return lambda call: allow_second_derivatives(name, call, compute(call))
+
+
+def _with_weights(compute: Plan) -> Plan:
+    def both(call: AttentionCall) -> Results:
+        weights = compute_weights(zero_hidden(call), None, call.spec.weights == "average")
+        return compute(call)._replace(weights=weights)
+
+    return both
+
+
+def _each_document(call: AttentionCall) -> Results:
+    """Documents one by one: they share no block of keys, so no NaN passes from one to another."""
+    rows: Rows = call.rows  # type: ignore[assignment]
+    environment, spec = read_environment(), call.spec
+    whole = call.as_one_document().grid
+    plain = call.mask is None or _counts_within(call.mask)
+    found: list[Results] = []
+    for queries, keys in rows.slices():
+        if queries.start == queries.stop:
+            continue
+        mask = call.mask if plain else mask_of_document(call.mask, whole, queries, keys)
+        one = validate_call(
+            call.query[:, :, queries],
+            call.key[:, :, keys],
+            call.value[:, :, keys],
+            mask,
+            scale=spec.scale,
+            dropout_p=spec.dropout_p,
+            softcap=spec.softcap,
+            sinks=call.sinks,
+            return_lse=spec.lse,
+            environment=environment,
+        )
+        found.append(run_call(one, environment))
+    if not found:
+        return run_call(call.as_one_document(), environment)
+    output = torch.cat([results.output for results in found], 2)  # (1, H, T, Dv)
+    return Results(output, torch.cat([_lse(results) for results in found], 2) if spec.lse else None)
+
+
+def _lse(results: Results) -> Tensor:
+    assert results.lse is not None  # noqa: S101
+    return results.lse
+
+
+def _counts_within(mask: Mask) -> bool:
+    """Whether a mask says the same of a document as of a call of its own: it is made of rules about positions alone."""
+    return all(part.fits_any_call for part in mask.parts())
+
+
+def _of_documents(call: AttentionCall, forced: Kernel | None) -> Kernel | None:
+    """The kernel that computes a call of documents whole, or ``None``."""
+    spec, mask, grid = call.spec, call.mask, call.grid
+    candidates = KERNELS if forced is None else (forced,)
+    for kernel in candidates:
+        if not kernel.takes_documents or kernel.refusals(spec, mask, grid):
+            continue
+        if kernel is forced or not kernel.reservations(spec, mask, grid):
+            return kernel
+    return None
+
+
+def _choose(call: AttentionCall, forced: Kernel | None) -> Kernel:
+    """The forced kernel, or the first that does not refuse calls of this spec.
+
+    Raises:
+        KernelError: if the forced kernel refuses, with its reasons and which kernels can run it.
+    """
+    if forced is None:
+        return _preferred(call)
+    spec, mask, grid = call.spec, call.mask, call.grid
+    refusals = forced.refusals(spec, mask, grid)
+    if refusals:
+        reasons = "; ".join(str(reason) for reason in refusals)
+        able = [kernel.name for kernel in KERNELS if not kernel.refusals(spec, mask, grid)]
+        raise KernelError(
+            f"use_kernel({forced.name!r}): this kernel cannot run the call: {reasons}. "
+            f"Leave the choice to Clearhead, or force one that can: {', '.join(able)}."
+        )
+    return forced
+
+
+def _preferred(call: AttentionCall) -> Kernel:
+    spec, mask, grid = call.spec, call.mask, call.grid
+    # Nothing here may depend on gradients: what checkpointing computes again must be the same to the last bit.
+    for kernel in KERNELS:
+        if not (kernel.refusals(spec, mask, grid) or kernel.reservations(spec, mask, grid)):
+            return kernel
+    return KERNELS[-1]
+
+
+def explain_call(call: AttentionCall, projections: str) -> Explanation:
+    """Every kernel's reasons against a call."""
+    spec, mask, grid, forced = call.spec, call.mask, call.grid, kernels.value
+    reasons = {
+        kernel.name: tuple(
+            map(
+                str,
+                kernel.refusals(spec, mask, grid) + (() if kernel is forced else kernel.reservations(spec, mask, grid)),
+            )
+        )
+        for kernel in KERNELS
+    }
+    if forced is not None:
+        return Explanation(None if reasons[forced.name] else forced.name, reasons, True, projections)
+    return Explanation(_preferred(call).name, reasons, False, projections)
+
+
+def _named(name: str) -> Kernel:
+    for kernel in KERNELS:
+        if isinstance(name, str) and kernel.name == name:
+            return kernel
+    raise ArgumentError(
+        explain_problem("name", expected=f"one of {', '.join(kernel.name for kernel in KERNELS)}", got=shown(name))
+    )

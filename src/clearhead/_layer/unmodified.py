@@ -1,0 +1,48 @@
+"""Linear layers that nothing was changed on, whose parameters a layer may multiply with itself."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from .._environment import Environment, has_global_hooks, is_compiled, is_tracing
+from .linear import Linear, eager_linear
+
+__all__ = ["apply_linear", "is_unmodified"]
+
+#: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.
+_FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, nn.Linear, NonDynamicallyQuantizableLinear)}
+
+
+def is_unmodified(module: nn.Module, environment: Environment | None = None) -> bool:
+    """Whether calling a module computes x Wᵀ + b of its own parameters and does nothing else.
+
+    It does more with hooks, a replaced or compiled ``forward``, parametrizations or a subclass, such as LoRA's.
+    """
+    if has_global_hooks() if environment is None else environment.module_hooks:
+        return False
+    kind: Any = type(module)
+    forward = _FORWARDS.get(kind)
+    if forward is None or forward is not kind.forward:
+        return False
+    own = module.__dict__
+    return not (
+        own["_forward_pre_hooks"]
+        or own["_forward_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or is_compiled(module)
+        or "forward" in own
+        or own["_parameters"].get("weight") is None
+    )
+
+
+def apply_linear(module: nn.Module, x: Tensor, environment: Environment | None = None) -> Tensor:
+    """What ``module(x)`` returns, without the cost of calling a module that was not modified."""
+    tracing = is_tracing() if environment is None else environment.tracing
+    if tracing or not is_unmodified(module, environment):
+        return module(x)
+    parameters = module.__dict__["_parameters"]
+    return eager_linear()(x, cast(Tensor, parameters["weight"]), parameters["bias"])

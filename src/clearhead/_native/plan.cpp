@@ -1,0 +1,272 @@
+#include "plan.h"
+
+#include <limits.h>
+
+#include <initializer_list>
+
+#include "arguments.h"
+#include "driver.h"
+
+namespace clearhead {
+namespace {
+
+// What is the same for all calls, with null for every address.
+struct PlanObject {
+    PyObject_HEAD
+    Problem problem;
+    Documents documents;
+    bool spans, visible, bias;  // whether calls may give such tensors
+};
+
+PlanObject* plan_of(PyObject* self) { return reinterpret_cast<PlanObject*>(self); }
+
+void matrix(NamedArguments& args, const char* name, View& to, const View* otherwise = nullptr) {
+    int64_t strides[3] = {};
+    if (args.strides(name, strides, 3))
+        to.batch = strides[0], to.head = strides[1], to.row = strides[2];
+    else if (otherwise)
+        to = *otherwise;
+    else
+        args.required(name);
+}
+
+bool mask(NamedArguments& args, const char* name, View& to) {
+    int64_t strides[4] = {};
+    if (!args.strides(name, strides, 4)) return false;
+    to.batch = strides[0], to.head = strides[1], to.row = strides[2], to.column = strides[3];
+    return true;
+}
+
+void read_sizes(NamedArguments& args, Problem& p) {
+    static const char* const TYPES[] = {"float32", "bfloat16", "float16"};
+    PyObject* type = args.required("dtype");
+    int64_t number = -1;
+    for (int64_t n = 0; type && n < 3; n++)
+        if (PyUnicode_Check(type) && PyUnicode_CompareWithASCIIString(type, TYPES[n]) == 0) number = n;
+    if (number < 0) args.fail(PyExc_ValueError, "dtype", "is not 'float32', 'bfloat16' or 'float16'");
+    p.type = static_cast<Type>(number);
+    p.batch = args.integer("batch", 0), p.heads = args.integer("heads", 0), p.kv_heads = args.integer("kv_heads", 0);
+    p.rows = args.integer("rows", 0), p.keys = args.integer("keys", 0);
+    p.dim = args.integer("dim", 0), p.value_dim = args.integer("value_dim", 0);
+    if (p.heads > 0 && (p.kv_heads == 0 || p.heads % p.kv_heads != 0))
+        args.fail(PyExc_ValueError, "heads", "is not a multiple of kv_heads");
+    for (const int64_t size : {p.batch * p.heads, p.rows, p.keys, p.dim, p.value_dim})
+        if (size >= INT_MAX) args.fail(PyExc_ValueError, "rows, keys or heads", "are too many");
+    p.lse_head = p.rows, p.lse_batch = p.heads * p.rows;
+}
+
+void read_masks(NamedArguments& args, PlanObject& plan) {
+    Problem& p = plan.problem;
+    p.low = args.integer_or("low", -p.rows), p.high = args.integer_or("high", p.keys), p.stop = args.integer_or("stop", p.keys);
+    int64_t spans[2] = {};
+    plan.spans = args.strides("spans", spans, 2);
+    p.span_batch = spans[0], p.span_row = spans[1];
+    plan.visible = mask(args, "visible", p.visible);
+    plan.bias = mask(args, "bias", p.bias);
+    int64_t gradient[3] = {};
+    if (args.strides("bias_gradient", gradient, 3))
+        p.bias_gradient.batch = gradient[0], p.bias_gradient.head = gradient[1], p.bias_gradient.row = gradient[2];
+}
+
+void read_documents(NamedArguments& args, PlanObject& plan) {
+    Documents& documents = plan.documents;
+    documents.count = args.integer_or("documents", 0, 0);
+    documents.from_end = args.flag("from_end");
+    const int64_t bytes = args.integer_or("cu_seqlens_bytes", 8);
+    documents.wide = bytes == 8;
+    if (bytes != 4 && bytes != 8) args.fail(PyExc_ValueError, "cu_seqlens_bytes", "is not 4 or 8");
+    if (documents.count == 0) return;
+    if (plan.problem.batch != 1) args.fail(PyExc_ValueError, "documents", "lie in a batch of 1");
+    if (plan.spans || plan.visible || plan.bias)
+        args.fail(PyExc_ValueError, "documents", "take no tensors of masks");
+}
+
+void read_plan(NamedArguments& args, PlanObject& plan) {
+    Problem& p = plan.problem;
+    read_sizes(args, p);
+    p.scale = static_cast<float>(args.real_or("scale", 1)), p.softcap = static_cast<float>(args.real_or("softcap", 0));
+    matrix(args, "query", p.query), matrix(args, "key", p.key), matrix(args, "value", p.value);
+    matrix(args, "output", p.output);
+    matrix(args, "query_gradient", p.query_gradient, &p.query);
+    matrix(args, "key_gradient", p.key_gradient, &p.key), matrix(args, "value_gradient", p.value_gradient, &p.value);
+    p.wide_output = args.flag("wide_output") || p.type == Type::float32;
+    read_masks(args, plan);
+    const int64_t threshold = args.integer_or("dropout_threshold", 0, 0);
+    if (threshold > 65536) args.fail(PyExc_ValueError, "dropout_threshold", "is above 65536");
+    p.drop_below = static_cast<uint32_t>(threshold);
+    p.kept_factor = threshold < 65536 ? 65536.f / static_cast<float>(65536 - threshold) : 0;
+    read_documents(args, plan);
+}
+
+PyObject* create(PyTypeObject* type, PyObject* positional, PyObject* names) {
+    if (PyTuple_Size(positional) != 0) {
+        PyErr_SetString(PyExc_TypeError, "Plan takes its arguments by name");
+        return nullptr;
+    }
+    PyObject* self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (!self) return nullptr;
+    PlanObject& plan = *plan_of(self);
+    plan.problem = Problem(), plan.documents = Documents();
+    NamedArguments args("Plan", names);
+    read_plan(args, plan);
+    if (args.finished()) return self;
+    Py_DECREF(self);
+    return nullptr;
+}
+
+void destroy(PyObject* self) {
+    PyTypeObject* type = Py_TYPE(self);
+    reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+struct Call {
+    Problem problem;
+    Documents documents;
+    int64_t threads, set;
+};
+
+bool accept(const void* address, bool planned, const char* name) {
+    if (!address || planned) return true;
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "the plan was made without %s", name);
+    return false;
+}
+
+// What all methods take first: the addresses of query, key, value, output, lse, sinks, first, last, visible and bias,
+// the seed of dropout, the addresses of the documents' starts and lengths, how many threads, and which instruction set.
+bool read_call(const PlanObject& plan, Addresses& args, Call& call) {
+    Problem& p = call.problem;
+    p = plan.problem, call.documents = plan.documents;
+    p.query.data = args.pointer<void>(), p.key.data = args.pointer<void>(), p.value.data = args.pointer<void>();
+    p.output.data = args.pointer<void>(), p.lse = args.pointer<double>(), p.sinks = args.pointer<const float>();
+    p.first = args.pointer<const int32_t>(), p.last = args.pointer<const int32_t>();
+    p.visible.data = args.pointer<void>(), p.bias.data = args.pointer<void>();
+    p.seed = static_cast<uint64_t>(args.integer());
+    call.documents.rows = args.pointer<const void>(), call.documents.keys = args.pointer<const void>();
+    call.documents.key_lengths = args.pointer<const void>();
+    call.threads = args.integer(), call.set = args.integer();
+    if (!p.visible.data) p.visible = View();  // whose strides would look like a mask's
+    if (!p.bias.data) p.bias = View();
+    return accept(p.first, plan.spans, "spans") && accept(p.visible.data, plan.visible, "visible") &&
+           accept(p.bias.data, plan.bias, "bias");
+}
+
+bool check_call(const Call& call) {
+    if (call.set < 0 || call.set >= INSTRUCTION_SET_COUNT || !INSTRUCTION_SETS[call.set]->supported()) {
+        PyErr_SetString(PyExc_ValueError, "this processor does not have that instruction set");
+        return false;
+    }
+    const Documents& documents = call.documents;
+    if (documents.count == 0) return true;
+    const Problem& p = call.problem;
+    if (documents.rows && documents.keys && documents.fit(p.rows, p.keys)) return true;
+    PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of documents have to rise from 0 to at most the number of all");
+    return false;
+}
+
+template <class Run>
+PyObject* run_without_gil(const Call& call, const Run& run) {
+    if (!check_call(call)) return nullptr;
+    PyThreadState* state = PyEval_SaveThread();
+    const bool enough = run(*INSTRUCTION_SETS[call.set]);
+    PyEval_RestoreThread(state);
+    if (!enough) return PyErr_NoMemory();
+    return Py_NewRef(Py_None);
+}
+
+PyObject* forward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
+    Addresses args(items, count);
+    Call call;
+    if (!read_call(*plan_of(self), args, call) || !args.finished()) return nullptr;
+    return run_without_gil(call, [&](const Kernels& kernels) {
+        if (call.documents.count) return run_documents_forward(kernels, call.problem, call.documents, call.threads);
+        return run_forward(kernels, call.problem, call.threads);
+    });
+}
+
+// Then the address and the three strides of the output's gradient, and the addresses of lse's, of those that are
+// written (query, key and value), of δ − dl, and of the bias's gradient.
+PyObject* backward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
+    Addresses args(items, count);
+    Call call;
+    if (!read_call(*plan_of(self), args, call)) return nullptr;
+    Problem& p = call.problem;
+    p.exact_output = p.output;
+    p.output_gradient.data = args.pointer<void>();
+    p.output_gradient.batch = args.integer(), p.output_gradient.head = args.integer();
+    p.output_gradient.row = args.integer();
+    p.lse_gradient = args.pointer<const float>();
+    p.query_gradient.data = args.pointer<void>(), p.key_gradient.data = args.pointer<void>();
+    p.value_gradient.data = args.pointer<void>(), p.correction = args.pointer<float>();
+    p.bias_gradient.data = args.pointer<void>();
+    if (!p.bias_gradient.data) p.bias_gradient = View();
+    if (!args.finished()) return nullptr;
+    return run_without_gil(call, [&](const Kernels& kernels) {
+        if (call.documents.count) return run_documents_backward(kernels, p, call.documents, call.threads);
+        return run_backward(kernels, p, call.threads);
+    });
+}
+
+void read_wanted(NamedArguments& args, Statistics& s) {
+    s.counted = args.address<const uint8_t>("counted");
+    s.largest = args.address<float>("largest"), s.visible = args.address<float>("visible");
+    s.entropy = args.address<float>("entropy"), s.confidence = args.address<float>("confidence");
+    s.norm = args.address<float>("norm");
+    s.received = args.address<float>("received"), s.viewers = args.address<float>("viewers");
+    s.top_weights = args.address<float>("top_weights"), s.top_keys = args.address<int64_t>("top_keys");
+    s.top = args.integer_or("top", 0, 0);
+    s.weights.data = args.address<void>("weights");
+    matrix(args, "weights_strides", s.weights, &s.weights);
+    s.map = args.address<float>("map"), s.map_max = args.flag("map_max");
+    s.map_rows = args.integer_or("map_rows", 0, 0), s.map_columns = args.integer_or("map_columns", 0, 0);
+}
+
+// Then by name what is wanted of the weights.
+PyObject* statistics(PyObject* self, PyObject* positional, PyObject* names) {
+    constexpr Py_ssize_t MOST = 32;
+    PyObject* items[MOST];
+    const Py_ssize_t count = PyTuple_Size(positional) < MOST ? PyTuple_Size(positional) : MOST;
+    for (Py_ssize_t n = 0; n < count; n++) items[n] = PyTuple_GetItem(positional, n);
+    Addresses args(items, count);
+    Call call;
+    if (!read_call(*plan_of(self), args, call) || !args.finished()) return nullptr;
+    if (call.documents.count) {
+        PyErr_SetString(PyExc_ValueError, "statistics are not computed for documents");
+        return nullptr;
+    }
+    NamedArguments wanted("statistics", names);
+    Statistics s = {};
+    read_wanted(wanted, s);
+    if (!wanted.finished()) return nullptr;
+    return run_without_gil(
+        call, [&](const Kernels& kernels) { return run_statistics(kernels, call.problem, s, call.threads); });
+}
+
+template <class Function>
+PyCFunction method(Function function) {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
+}
+
+}  // namespace
+
+bool add_plan_type(PyObject* module) {
+    static PyMethodDef methods[] = {
+        {"forward", method(forward), METH_FASTCALL, nullptr},
+        {"backward", method(backward), METH_FASTCALL, nullptr},
+        {"statistics", method(statistics), METH_VARARGS | METH_KEYWORDS, nullptr},
+        {nullptr, nullptr, 0, nullptr},
+    };
+    static PyType_Slot slots[] = {
+        {Py_tp_new, reinterpret_cast<void*>(create)},
+        {Py_tp_dealloc, reinterpret_cast<void*>(destroy)},
+        {Py_tp_methods, methods},
+        {0, nullptr},
+    };
+    static PyType_Spec spec = {"clearhead._native._attention.Plan", sizeof(PlanObject), 0, Py_TPFLAGS_DEFAULT, slots};
+    PyObject* type = PyType_FromSpec(&spec);
+    const bool added = type && PyModule_AddObjectRef(module, "Plan", type) == 0;
+    Py_XDECREF(type);
+    return added;
+}
+
+}  // namespace clearhead

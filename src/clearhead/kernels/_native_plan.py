@@ -1,0 +1,421 @@
+"""`NativePlan`: a call of the compiled kernel but for the addresses of its tensors, checked once."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple, cast, final
+
+import torch
+from torch import Tensor
+
+from .._native import extension, instruction_set_number
+
+__all__ = ["DTYPES", "NO_EXTRAS", "Extras", "Layout", "NativeArguments", "NativePlan", "layout_of"]
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+#: Sizes and strides of a tensor.
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+Strides = tuple[int, ...]
+
+_LEVELS = 1 << 16  # of the bits that decide about dropout
+_WORK_OF_ONE = 1 << 11  # multiplications of scores that one thread ends before a second has begun
+_PLANS = 256
+
+
+class Extras(NamedTuple):
+    """Tensors that a call may have besides query, key and value.
+
+    Args:
+        sinks: (H,).
+        first, last: int32 (1 or B, 1 or L), row i sees first ≤ j < last; both or neither.
+        visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
+        bias: float32 of such a shape, added to the scores.
+        seed: int64 scalar; dropout is drawn from it.
+        cu_seqlens_q, cu_seqlens_k: (documents + 1,), where documents begin and the last ends.
+        key_lengths: (documents,) of the same dtype, how many keys of each are used; ``None``: all.
+    """
+
+    sinks: Tensor | None = None
+    first: Tensor | None = None
+    last: Tensor | None = None
+    visible: Tensor | None = None
+    bias: Tensor | None = None
+    seed: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    key_lengths: Tensor | None = None
+
+    def addresses(self) -> tuple[int, ...]:
+        """As `Plan`'s methods take them; the seed is a number."""
+        before = tuple(map(_address, self[:5]))
+        return *before, 0 if self.seed is None else int(self.seed), *map(_address, self[6:])
+
+
+NO_EXTRAS = Extras()
+_NO_ADDRESSES = (0,) * len(NO_EXTRAS)
+
+
+@final
+class NativePlan:
+    """Forward, backward and statistics of all calls whose tensors have these sizes, strides and dtypes.
+
+    Args:
+        dtype: of query, key and value.
+        query: layout of (B, H, L, D); with `documents` (1, H, T, D), the documents end to end.
+        key: layout of (B, Hkv, S, D).
+        value: layout of (B, Hkv, S, Dv).
+        scale: factor of the scores.
+        softcap: 0 is none.
+        dropout_p: probability that a weight is dropped, if a call has a seed.
+        low, high, stop: row i sees i + low ≤ j ≤ i + high and j < stop. Default: everything.
+        first: layout of `Extras.first` and `Extras.last`, or ``None``.
+        visible, bias: layouts of those tensors, or ``None``.
+        bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
+        wide: whether the output is float32 whatever the dtype.
+        output: strides of the output (B, H, L, Dv); by default heads lie beside each other where the query's do.
+        contiguous_gradients: whether gradients of query, key and value are; by default they are laid out as the inputs.
+        offsets: bytes from the addresses of the tensors that calls give to the first query, key and value, for those
+            that lie side by side in one tensor.
+        documents: how many there are; 0 for a batch. Bands, key lengths and dropout count within a document.
+        from_end: whether the band of a document counts from its end: its last row stands at its last key.
+        cu_seqlens_dtype: int64 or int32.
+
+    Example:
+        >>> import torch
+        >>> from clearhead.kernels._native_plan import NativePlan, layout_of
+        >>> from clearhead._native import extension
+        >>> x = torch.randn(2, 3, 5, 4)
+        >>> if extension is not None:
+        ...     plan = NativePlan(x.dtype, layout_of(x), layout_of(x), layout_of(x), scale=0.5)
+        ...     assert plan.forward(x, x, x).shape == x.shape
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        query: Layout,
+        key: Layout,
+        value: Layout,
+        *,
+        scale: float,
+        softcap: float = 0.0,
+        dropout_p: float = 0.0,
+        low: int | None = None,
+        high: int | None = None,
+        stop: int | None = None,
+        first: Layout | None = None,
+        visible: Layout | None = None,
+        bias: Layout | None = None,
+        bias_gradient: tuple[int, ...] | None = None,
+        wide: bool = False,
+        output: Strides | None = None,
+        contiguous_gradients: bool = False,
+        offsets: tuple[int, int, int] = (0, 0, 0),
+        documents: int = 0,
+        from_end: bool = False,
+        cu_seqlens_dtype: torch.dtype = torch.int64,
+    ) -> None:
+        (batch, heads, rows, dim), (_, kv_heads, keys, value_dim) = query[0], value[0]
+        self._contiguous = tuple(not _has_whole_rows(*layout) for layout in (query, key, value))
+        strides = [_strides_as_read(*layout) for layout in (query, key, value)]
+        of_gradient = _contiguous_strides if contiguous_gradients else _strides_of_gradient
+        self._gradients = tuple((shape, of_gradient(shape, strides)) for shape, strides in (query, key, value))
+        self._shape = (batch, heads, rows, value_dim)
+        self._strides = output or _strides_of_output(self._shape, query[1])
+        self._output_dtype = torch.float32 if wide else dtype
+        self._rows_shape = (batch, heads, rows)
+        self._offsets = offsets
+        self._bias_shape = bias_gradient
+        self._one_thread = batch * heads * rows * keys * dim <= _WORK_OF_ONE
+        plan = cast(Any, extension).Plan(
+            dtype=DTYPES[dtype],
+            batch=batch,
+            heads=heads,
+            kv_heads=kv_heads,
+            rows=rows,
+            keys=keys,
+            dim=dim,
+            value_dim=value_dim,
+            scale=scale,
+            softcap=softcap,
+            query=strides[0][:3],
+            key=strides[1][:3],
+            value=strides[2][:3],
+            output=self._strides[:3],
+            query_gradient=self._gradients[0][1][:3],
+            key_gradient=self._gradients[1][1][:3],
+            value_gradient=self._gradients[2][1][:3],
+            low=low,
+            high=high,
+            stop=stop,
+            spans=None if first is None else _broadcast(first),
+            visible=None if visible is None else _broadcast(visible),
+            bias=None if bias is None else _broadcast(bias),
+            bias_gradient=None if bias_gradient is None else _strides_of_bias_gradient(bias_gradient),
+            dropout_threshold=round(dropout_p * _LEVELS),
+            wide_output=wide,
+            documents=documents,
+            from_end=from_end,
+            cu_seqlens_bytes=cu_seqlens_dtype.itemsize,
+        )
+        self._forward, self._backward, self._statistics = plan.forward, plan.backward, plan.statistics
+
+    def empty_output(self, like: Tensor) -> Tensor:
+        """(B, H, L, Dv), not written yet."""
+        return like.new_empty_strided(self._shape, self._strides, dtype=self._output_dtype)
+
+    def empty_lse(self, like: Tensor) -> Tensor:
+        """(B, H, L) in float64: its rounding is a relative error of the weights that a backward pass recomputes."""
+        return like.new_empty(self._rows_shape, dtype=torch.float64)
+
+    def empty_bias_gradient(self, like: Tensor) -> Tensor:
+        """Zeros (1 or B, H, L, S) in float32, to which `backward` adds."""
+        return like.new_zeros(cast("tuple[int, ...]", self._bias_shape), dtype=torch.float32)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, extras: Extras = NO_EXTRAS, lse: Tensor | None = None
+    ) -> Tensor:
+        """The output (B, H, L, Dv); the log-sum-exp is written to `lse`, an `empty_lse`, if it is given."""
+        output = self.empty_output(query)
+        query, key, value = self._as_read(query, key, value)
+        self._forward(*self._call(query, key, value, output, lse, extras))
+        return output
+
+    def backward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        output_gradient: Tensor,
+        lse_gradient: Tensor | None = None,
+        extras: Extras = NO_EXTRAS,
+        bias_gradient: Tensor | None = None,
+        gradients: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of query, key and value, and δ − dl (B, H, L), from which that of the sinks follows.
+
+        Args:
+            query, key, value, extras: as in the forward pass.
+            output: of it, in float32 whatever the dtype: δ = dO·o needs an o that is not rounded.
+            lse: of it.
+            output_gradient: (B, H, L, Dv).
+            lse_gradient: (B, H, L), or ``None``.
+            bias_gradient: an `empty_bias_gradient`, if it is wanted.
+            gradients: what they are written to, laid out as the inputs are. Default: new tensors.
+        """
+        if gradients is None:
+            dq, dk, dv = (query.new_empty_strided(shape, strides) for shape, strides in self._gradients)
+            gradients = (dq, dk, dv)
+            places = (dq.data_ptr(), dk.data_ptr(), dv.data_ptr())
+        else:
+            places = self._places(*gradients)
+        correction = torch.empty_like(lse, dtype=torch.float32)
+        if output.stride() != self._strides:
+            output = output.new_empty_strided(self._shape, self._strides).copy_(output)
+        if output_gradient.is_neg() or output_gradient.stride(-1) != 1:
+            output_gradient = output_gradient.resolve_neg().contiguous()
+        if lse_gradient is not None:
+            lse_gradient = lse_gradient.float().contiguous()
+        query, key, value = self._as_read(query, key, value)
+        self._backward(
+            *self._call(query, key, value, output, lse, extras),
+            output_gradient.data_ptr(),
+            *output_gradient.stride()[:3],
+            _address(lse_gradient),
+            *places,
+            correction.data_ptr(),
+            _address(bias_gradient),
+        )
+        return *gradients, correction
+
+    def statistics(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        extras: Extras = NO_EXTRAS,
+        output: Tensor | None = None,
+        lse: Tensor | None = None,
+        **wanted: Tensor | int | tuple[int, ...] | None,
+    ) -> None:
+        """Write what is wanted of the weights, which are those before dropout.
+
+        Args:
+            query, key, value, extras: as for `forward`.
+            output: an `empty_output` to write to, or ``None``.
+            lse: an `empty_lse`, or ``None``.
+            wanted: tensors to write to, and sizes, by the names of `Statistics` in ``_native/problem.h``.
+        """
+        query, key, value = self._as_read(query, key, value)
+        given = {name: _address(x) if isinstance(x, Tensor) else x for name, x in wanted.items()}
+        self._statistics(*self._call(query, key, value, output, lse, extras), **given)
+
+    def _as_read(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Elements of a row have to lie side by side, as they are; all other strides are the plan's business."""
+        if True not in self._contiguous and not any(map(Tensor.is_neg, tensors)):
+            return cast("tuple[Tensor, Tensor, Tensor]", tensors)
+        resolved = (tensor.resolve_neg() for tensor in tensors)  # the kernel would read x where a view means −x
+        copied = (x.contiguous() if copy else x for x, copy in zip(resolved, self._contiguous, strict=True))
+        return cast("tuple[Tensor, Tensor, Tensor]", tuple(copied))
+
+    def _places(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, int]:
+        of_query, of_key, of_value = self._offsets
+        return query.data_ptr() + of_query, key.data_ptr() + of_key, value.data_ptr() + of_value
+
+    def _call(
+        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor | None, lse: Tensor | None, extras: Extras
+    ) -> tuple[int, ...]:
+        return (
+            *self._places(query, key, value),
+            0 if output is None else output.data_ptr(),
+            0 if lse is None else lse.data_ptr(),
+            *(_NO_ADDRESSES if extras is NO_EXTRAS else extras.addresses()),
+            1 if self._one_thread else torch.get_num_threads(),
+            instruction_set_number(),
+        )
+
+
+class NativeArguments(NamedTuple):
+    """One call without any object of Clearhead's in it, so that it can be the arguments of a PyTorch operator.
+
+    Args:
+        query, key, value, scale, softcap, dropout_p, low, high, stop: as for `NativePlan`.
+        sinks, visible, bias, first, last, seed: as for `Extras`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    visible: Tensor | None
+    bias: Tensor | None
+    first: Tensor | None
+    last: Tensor | None
+    seed: Tensor | None
+    scale: float
+    softcap: float
+    dropout_p: float
+    low: int
+    high: int
+    stop: int
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self[:3]
+
+    @property
+    def extras(self) -> Extras:
+        sinks = None if self.sinks is None else self.sinks.float().contiguous()
+        return Extras(sinks, self.first, self.last, self.visible, self.bias, self.seed)
+
+    def plan(
+        self,
+        *,
+        wide: bool = False,
+        contiguous_gradients: bool = False,
+        bias_gradient: tuple[int, ...] | None = None,
+    ) -> NativePlan:
+        """The plan of such calls."""
+        masks = (None if tensor is None else layout_of(tensor) for tensor in (self.first, self.visible, self.bias))
+        dropout_p = 0.0 if self.seed is None else self.dropout_p
+        numbers = (self.scale, self.softcap, dropout_p, self.low, self.high, self.stop)
+        return _plan(
+            self.query.dtype, *map(layout_of, self.inputs), *masks, *numbers, wide, contiguous_gradients, bias_gradient
+        )
+
+
+@lru_cache(_PLANS)
+def _plan(
+    dtype: torch.dtype,
+    query: Layout,
+    key: Layout,
+    value: Layout,
+    first: Layout | None,
+    visible: Layout | None,
+    bias: Layout | None,
+    scale: float,
+    softcap: float,
+    dropout_p: float,
+    low: int,
+    high: int,
+    stop: int,
+    wide: bool,
+    contiguous_gradients: bool,
+    bias_gradient: tuple[int, ...] | None,
+) -> NativePlan:
+    return NativePlan(
+        dtype,
+        query,
+        key,
+        value,
+        scale=scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        low=low,
+        high=high,
+        stop=stop,
+        first=first,
+        visible=visible,
+        bias=bias,
+        wide=wide,
+        contiguous_gradients=contiguous_gradients,
+        bias_gradient=bias_gradient,
+    )
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    return tuple(tensor.shape), tensor.stride()
+
+
+def _address(tensor: Tensor | None) -> int:
+    """Of the first element; 0 without a tensor."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _contiguous_strides(shape: tuple[int, ...], _strides: Strides = ()) -> Strides:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+def _has_whole_rows(shape: tuple[int, ...], strides: Strides) -> bool:
+    return strides[-1] == 1 or shape[-1] <= 1
+
+
+def _strides_as_read(shape: tuple[int, ...], strides: Strides) -> Strides:
+    return strides if _has_whole_rows(shape, strides) else _contiguous_strides(shape)
+
+
+def _strides_of_gradient(shape: tuple[int, ...], strides: Strides) -> Strides:
+    """Those of the input where its elements fill its memory and its rows are whole, else contiguous ones."""
+    if not _has_whole_rows(shape, strides) or 0 in shape:
+        return _contiguous_strides(shape)
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride != step:
+            return _contiguous_strides(shape)
+        step *= size
+    return strides
+
+
+def _strides_of_output(shape: tuple[int, ...], query: Strides) -> Strides:
+    """With heads beside each other where the query's are: merging them is then free."""
+    batch, heads, rows, dim = shape
+    if query[1] < query[2]:
+        return (heads * rows * dim, dim, heads * dim, 1)
+    return _contiguous_strides((batch, heads, rows, dim))
+
+
+def _strides_of_bias_gradient(shape: tuple[int, ...]) -> Strides:
+    items, *matrix = _contiguous_strides(shape)[:3]
+    return 0 if shape[0] == 1 else items, *matrix
+
+
+def _broadcast(layout: Layout) -> Strides:
+    """Strides, zero where a size of 1 broadcasts."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(*layout, strict=True))

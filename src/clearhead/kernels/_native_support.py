@@ -1,0 +1,92 @@
+"""Which calls the native kernel can run, and of which it gives statistics."""
+
+from __future__ import annotations
+
+import torch
+
+from .._call.spec import AttentionSpec
+from .._native import extension, why_missing
+from ..masks._base import Mask
+from ..masks._grid import Grid
+from ..masks._lowering import differs_between_heads
+from ._base import Refusal
+from ._native_plan import DTYPES
+
+__all__ = ["learnt_shape", "native_refusals", "reads_in_place", "refuses_statistics"]
+
+_MOST_CELLS = 1 << 26  # of a mask that has to be written down for statistics
+
+
+def native_refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+    """Every reason against a call; see `Kernel.refusals`."""
+    if extension is None:
+        return (Refusal("{reason}", reason=why_missing),)
+    reasons: list[Refusal] = []
+    if spec.device.type != "cpu":
+        reasons.append(Refusal("it runs on the CPU, and the tensors are on {device}", device=spec.device))
+    if spec.dtype not in DTYPES:
+        reasons.append(Refusal("it computes in float32, and the tensors are {dtype}", dtype=spec.dtype))
+    learns = any(spec.gradients[3 + spec.sinks :])
+    if learns and (spec.tracing or spec.dispatching or learnt_shape(mask, grid) is None):
+        reasons.append(Refusal("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph"))
+    if spec.documents is not None:
+        reasons += _reasons_of_documents(spec, mask, grid)
+    reasons += _reasons_of_a_graph() if spec.tracing else _reasons_of_values(spec, mask, grid)
+    return tuple(reasons)
+
+
+def _reasons_of_a_graph() -> list[Refusal]:
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return [Refusal("an exported graph holds PyTorch's own operators only")]
+    return []
+
+
+def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
+    if spec.transformed:
+        return [Refusal("its own backward cannot be transformed by torch.func or derived forwards")]
+    if spec.subclass is not None:
+        return [Refusal("it reads plain tensors only, and one is a {kind}", kind=spec.subclass)]
+    if mask is None or spec.documents is not None:
+        return []
+    if mask.lowered(grid, "differs between heads", lambda: differs_between_heads(mask, grid)):
+        return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
+    return []
+
+
+def _reasons_of_documents(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
+    if spec.tracing or spec.dispatching:
+        return [Refusal("documents are no operator that a graph could hold")]
+    if mask is not None and mask.structure(grid).only_band(grid) is None:
+        return [Refusal("within documents it has masks that are bands only")]
+    return []
+
+
+def learnt_shape(mask: Mask | None, grid: Grid) -> tuple[int, int, int, int] | None:
+    """The shape of the one bias that wants a gradient, (1 or B, H, L, S); ``None`` for several or other shapes."""
+    batch, heads, length, keys = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
+    parts = [] if mask is None else mask.parts()
+    learnt = [part for part in parts if any(bias.requires_grad for bias in part.bias_tensors())]
+    biases = learnt[0].structure(grid).biases if len(learnt) == 1 else ()
+    if len(biases) != 1:
+        return None
+    items, *matrix = biases[0].shape
+    if items not in (1, batch) or matrix != [heads, length, keys]:
+        return None
+    return items, heads, length, keys
+
+
+def refuses_statistics(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
+    """Whether the kernel gives no statistics of a call that it can run.
+
+    That is where a mask would first have to be written down and is large, and where a dispatch mode sees operations:
+    unlike an output, statistics are no operator that it could see.
+    """
+    if spec.dispatching or spec.documents is not None:
+        return True
+    small = grid.batch_size * grid.query_length * grid.key_length <= _MOST_CELLS
+    return not small and not reads_in_place(mask, grid)
+
+
+def reads_in_place(mask: Mask | None, grid: Grid) -> bool:
+    """Whether nothing of the mask has to be written down."""
+    return mask is None or all(part.structure(grid).exact for part in mask.parts())

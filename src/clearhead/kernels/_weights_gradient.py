@@ -1,0 +1,65 @@
+"""Gradients of attention weights, recomputed in blocks."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from .._call.spec import AttentionCall
+from ._blocks import LongSum, block_scores, block_weights, grouped, grouped_transposed, score_blocks
+from ._reference import reference_weights
+
+__all__ = ["weights_by_operations", "weights_gradients", "weights_inputs"]
+
+
+def weights_gradients(
+    call: AttentionCall, chosen: Tensor | None, average: bool, gradient: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of `weights_inputs` from that of the weights, in blocks: with dp that of p, ds = p (dp − Σ_j p dp)."""
+    dtype, heads = call.compute_dtype, call.grid.num_heads
+    query_gradient = torch.zeros_like(call.query, dtype=dtype)
+    key_gradient, *sums = (LongSum(torch.zeros_like(tensor, dtype=dtype)) for tensor in weights_inputs(call)[1:])
+    sinks_gradient, bias_gradients = (None, sums) if call.sinks is None else (sums[0], sums[1:])
+    for block, place, query, key in score_blocks(call, chosen):
+        scores, squashed = block_scores(call, block, query, key)
+        weights, lse = block_weights(call, block, scores)
+        if average:
+            weights_gradient = gradient[block.batch, None, place, block.columns].to(dtype) / heads
+        else:
+            weights_gradient = gradient[block.batch, block.heads, place, block.columns].to(dtype)
+        mean = (weights * weights_gradient).sum(-1, keepdim=True)
+        if call.sinks is not None and sinks_gradient is not None:
+            of_sinks = (call.sinks[block.heads].to(dtype)[None, :, None, None] - lse).exp()
+            sinks_gradient.run[block.heads] -= (of_sinks * mean).sum((0, 2, 3))
+        scores_gradient = weights * (weights_gradient - mean)
+        if call.mask is not None:
+            call.mask.add_bias_gradients([each.run for each in bias_gradients], block, scores_gradient)
+        if squashed is not None:
+            scores_gradient.mul_(1 - squashed.square())
+        scores_gradient.mul_(call.scale)
+        target = query_gradient[block.batch, block.heads]
+        rows = torch.arange(place.start, place.stop, device=query.device) if chosen is None else block.rows
+        target.index_add_(2, cast(Tensor, rows), grouped(scores_gradient, key))
+        kv_heads = slice(block.heads.start // call.group, block.heads.stop // call.group)
+        part = grouped_transposed(scores_gradient, query, key.shape[1])
+        key_gradient.run[block.batch, kv_heads, block.columns] += part
+        for each in (key_gradient, *sums):
+            each.end_block()
+    gradients = [query_gradient, key_gradient.result(), *(each.result() for each in sums)]
+    return tuple(found.to(tensor.dtype) for found, tensor in zip(gradients, weights_inputs(call), strict=True))
+
+
+def weights_by_operations(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:
+    """Weights (B, H, n, S), or their mean over heads (B, n, S), by PyTorch's operations alone."""
+    weights = reference_weights(call)[0]
+    if rows is not None:
+        weights = weights.index_select(2, rows.to(weights.device))
+    return weights.mean(1) if average else weights
+
+
+def weights_inputs(call: AttentionCall) -> tuple[Tensor, ...]:
+    """The tensors that weights depend on."""
+    sinks = () if call.sinks is None else (call.sinks,)
+    return (call.query, call.key, *sinks, *call.bias_tensors)

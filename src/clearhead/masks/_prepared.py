@@ -1,0 +1,277 @@
+"""Masks that are lowered once: prepared by their user for one grid, or shared by the layers of a stack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from copy import deepcopy
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from .._environment import is_tracing, is_transformed
+from ..errors import ArgumentError, DeviceError, ShapeError, explain_problem
+from ._base import And, Mask, Sizes
+from ._grid import Block, Grid
+from ._structure import Structure
+
+__all__ = ["PreparedMask", "prepared", "shared"]
+
+Result = TypeVar("Result")
+
+
+@final
+class PreparedMask(Mask):
+    """A snapshot of a mask for one grid, made by `Mask.prepare`, which kernels lower once.
+
+    `clearhead.attention` and the modules take it like any mask. What a kernel makes of it (a bias, blocks, ranges of
+    columns, which rows are fully masked) is made on first use and held. Combined with another mask it gives an ordinary
+    mask of the parts.
+
+    Example:
+        >>> import torch, clearhead
+        >>> from clearhead import masks
+        >>> x = torch.randn(2, 3, 5, 4)
+        >>> mask = (masks.causal() & masks.lengths(torch.tensor([5, 3]))).prepare(5)
+        >>> for _ in range(12):  # lowered by the first call
+        ...     x = clearhead.attention(x, x, x, mask)
+        >>> x.shape
+        torch.Size([2, 3, 5, 4])
+    """
+
+    def __init__(self, mask: Mask, grid: Grid, any_batch: bool = False, any_heads: bool = False) -> None:
+        self._mask, self._grid = mask, grid
+        self._any = any_batch, any_heads
+        self._held: dict[Hashable, Any] = {}
+
+    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
+        if is_tracing() or is_transformed():
+            return make()
+        key = key, grid.batch_size, grid.num_heads
+        if key not in self._held:
+            with torch.inference_mode(False), torch.no_grad():
+                found = make()
+            if not all(type(tensor) is Tensor for tensor in _tensors_in(found)):
+                return found  # of a mode that gives tensors of its own
+            self._held[key] = found
+        return self._held[key]
+
+    def visible(self, block: Block) -> Tensor | None:
+        return self._mask.visible(block)
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
+        return self._mask.bias(block, dtype)
+
+    def bias_tensors(self) -> tuple[Tensor, ...]:
+        return self._mask.bias_tensors()
+
+    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        return self._mask.with_bias_tensors(tensors)
+
+    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
+        self._mask.add_bias_gradients(gradients, block, scores_gradient)
+
+    def validate(self, grid: Grid) -> None:
+        own = self._grid
+        if grid.device != own.device:
+            raise DeviceError(
+                explain_problem(
+                    "mask prepare(...)",
+                    expected=f"a call on {own.device}, for which it was prepared",
+                    got=f"one on {grid.device}",
+                )
+            )
+        expected, came = self._sizes_of(own), self._sizes_of(grid)
+        if expected != came:
+            raise ShapeError(
+                explain_problem(
+                    "mask prepare(...)",
+                    expected=f"the sizes it was prepared for, {_sizes_text(expected)}",
+                    got=_sizes_text(came),
+                    fix="Prepare the mask for each grid, with batch_size= and num_heads= where it depends on them.",
+                )
+            )
+        for name in ("query_positions", "key_positions"):
+            if not _equal_positions(getattr(own, name), getattr(grid, name)):
+                raise ArgumentError(
+                    explain_problem(
+                        "mask prepare(...)",
+                        expected=f"the {name} it was prepared for",
+                        got="other positions",
+                        fix=f"Pass the call's {name} to prepare as well.",
+                    )
+                )
+
+    def sizes(self) -> Sizes:
+        batch, heads, length, keys = (
+            None if free else size
+            for free, size in zip((*self._any, False, False), _sizes_of(self._grid).values(), strict=True)
+        )
+        return Sizes(batch, heads, length, keys)
+
+    def structure(self, grid: Grid) -> Structure:
+        return self.lowered(grid, "structure", lambda: self._mask.structure(grid))
+
+    def signature(self) -> Hashable | None:
+        own = self._mask.signature()
+        return None if own is None else ("prepared", own)
+
+    def parts(self) -> tuple[Mask, ...]:
+        return self._mask.parts()
+
+    def __and__(self, other: object) -> Mask:
+        return self._mask & other
+
+    @property
+    def has_bias(self) -> bool:
+        return self._mask.has_bias
+
+    def describe(self) -> str:
+        return self._mask.describe()
+
+    def _sizes_of(self, grid: Grid) -> dict[str, int]:
+        """The sizes that this mask depends on."""
+        sizes = _sizes_of(grid)
+        for name, free in zip("BH", self._any, strict=True):
+            if free:
+                del sizes[name]
+        return sizes
+
+
+@final
+class _SharedMask(Mask):
+    """The mask of a stack during one forward: prepared for each grid that a layer calls it with."""
+
+    def __init__(self, mask: Mask) -> None:
+        self._mask = mask
+        self._prepared: dict[Hashable, PreparedMask] = {}
+
+    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
+        if is_tracing() or is_transformed():
+            return make()
+        sizes = *_sizes_of(grid).values(), grid.device, *map(_place, (grid.query_positions, grid.key_positions))
+        if sizes not in self._prepared:
+            self._prepared[sizes] = PreparedMask(self._mask, grid)  # holds the positions
+        return self._prepared[sizes].lowered(grid, key, make)
+
+    def visible(self, block: Block) -> Tensor | None:
+        return self._mask.visible(block)
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
+        return self._mask.bias(block, dtype)
+
+    def bias_tensors(self) -> tuple[Tensor, ...]:
+        return self._mask.bias_tensors()
+
+    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        return self._mask.with_bias_tensors(tensors)
+
+    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
+        self._mask.add_bias_gradients(gradients, block, scores_gradient)
+
+    def validate(self, grid: Grid) -> None:
+        self.lowered(grid, "valid", lambda: self._mask.validate(grid))
+
+    def sizes(self) -> Sizes:
+        return self._mask.sizes()
+
+    def structure(self, grid: Grid) -> Structure:
+        return self.lowered(grid, "structure", lambda: self._mask.structure(grid))
+
+    def signature(self) -> Hashable | None:
+        return self._mask.signature()
+
+    @property
+    def has_bias(self) -> bool:
+        return self._mask.has_bias
+
+    @property
+    def fits_any_call(self) -> bool:
+        return self._mask.fits_any_call
+
+    def describe(self) -> str:
+        return self._mask.describe()
+
+
+def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool) -> PreparedMask:
+    """A snapshot of a mask for a grid; see `Mask.prepare`.
+
+    Args:
+        mask: copied, but for what a function given to `masks.mask_mod` closes over.
+        grid: whose positions are copied too.
+        any_batch, any_heads: whether B and H were left open. They stay open where the mask's structure is all that it
+            says, which is the same for all items (heads).
+    """
+    if any(tensor.requires_grad for tensor in mask.bias_tensors()):
+        raise ArgumentError(
+            explain_problem(
+                "mask",
+                expected="a mask without a bias that requires grad",
+                got=mask.describe(),
+                fix="A bias that learns is not prepared: pass it as it is, combined with & in each call.",
+            )
+        )
+    mask.validate(grid)
+    with torch.inference_mode(False), torch.no_grad():
+        mask = And(tuple(map(_snapshot, mask.parts()))) if len(mask.parts()) > 1 else _snapshot(mask)
+        places = (deepcopy(each) for each in (grid.query_positions, grid.key_positions))
+        sizes = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
+        grid = Grid(*sizes, grid.device, *places)
+        exact = mask.structure(grid).exact
+    return PreparedMask(mask, grid, any_batch and exact, any_heads and exact)
+
+
+def shared(mask: Mask | None) -> Mask | None:
+    """The mask for the layers of one forward, lowered once for each grid; a bias that learns stays as it is."""
+    if mask is None or isinstance(mask, PreparedMask | _SharedMask) or is_tracing() or is_transformed():
+        return mask
+    learnt = [part for part in mask.parts() if any(tensor.requires_grad for tensor in part.bias_tensors())]
+    rest = tuple(part for part in mask.parts() if part not in learnt)
+    if not learnt:
+        return _SharedMask(mask)
+    return And((*learnt, _SharedMask(And(rest)))) if rest else mask
+
+
+def _snapshot(mask: Mask) -> Mask:
+    biases = mask.bias_tensors()
+    return mask.with_bias_tensors(map(_copy, biases)) if biases else deepcopy(mask)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """The values, without writing out what is expanded."""
+    once = tensor.detach()[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+    return once.clone().expand(tensor.shape)
+
+
+def _sizes_of(grid: Grid) -> dict[str, int]:
+    return {"B": grid.batch_size, "H": grid.num_heads, "L": grid.query_length, "S": grid.key_length}
+
+
+def _sizes_text(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{name} = {size}" for name, size in sizes.items())
+
+
+def _place(positions: Tensor | int | None) -> Hashable:
+    """Equal for positions that are the same numbers, or lie in the same memory."""
+    if not isinstance(positions, Tensor):
+        return positions
+    return positions.data_ptr(), positions.shape, positions.stride()
+
+
+def _equal_positions(own: Tensor | int | None, other: Tensor | int | None) -> bool:
+    if isinstance(own, Tensor) and isinstance(other, Tensor):
+        return own.shape == other.shape and torch.equal(own, other)
+    return type(own) is type(other) and own == other
+
+
+def _tensors_in(found: object) -> Iterator[Tensor]:
+    """Every tensor of what a lowering gives."""
+    if isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, tuple | list):
+        for each in found:
+            yield from _tensors_in(each)
+    elif is_dataclass(found):
+        for each in fields(found):
+            yield from _tensors_in(getattr(found, each.name))
