@@ -208,7 +208,7 @@ class NativePlan:
             output_gradient: (B, H, L, Dv).
             lse_gradient: (B, H, L), or ``None``.
             bias_gradient: an `empty_bias_gradient`, if it is wanted.
-            gradients: what they are written to, laid out as the inputs are; required with offsets. Default: new tensors.
+            gradients: what they are written to, laid out as the inputs; required with offsets. Default: new tensors.
         """
         if gradients is None:
             dq, dk, dv = (query.new_empty_strided(shape, strides) for shape, strides in self._gradients)
