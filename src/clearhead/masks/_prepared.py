@@ -146,6 +146,7 @@ class _SharedMask(Mask):
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
         self._prepared: dict[Hashable, PreparedMask] = {}
+        self._combined: dict[Hashable, Mask] = {}
 
     def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
         if is_tracing() or is_transformed():
@@ -181,6 +182,26 @@ class _SharedMask(Mask):
 
     def signature(self) -> Hashable | None:
         return self._mask.signature()
+
+    def parts(self) -> tuple[Mask, ...]:
+        return self._mask.parts()
+
+    def after(self, parts: tuple[Mask, ...]) -> Mask:
+        return self._with_rules(parts) or super().after(parts)
+
+    def __and__(self, other: object) -> Mask:
+        if isinstance(other, Mask) and (combined := self._with_rules(other.parts())) is not None:
+            return combined
+        return super().__and__(other)
+
+    def _with_rules(self, rules: tuple[Mask, ...]) -> Mask | None:
+        """This mask and rules without tensors, such as a layer's window: shared by all layers that have the same."""
+        signatures = tuple(rule.signature() if rule.fits_any_call else None for rule in rules)
+        if None in signatures:
+            return None
+        if signatures not in self._combined:
+            self._combined[signatures] = _SharedMask(And(self.parts() + rules))
+        return self._combined[signatures]
 
     @property
     def has_bias(self) -> bool:
