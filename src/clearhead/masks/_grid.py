@@ -18,6 +18,10 @@ def _all() -> slice:
     return ALL
 
 
+def _empty() -> dict[object, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Grid:
     """Sizes of one attention call, and where its queries and keys stand.
@@ -41,7 +45,7 @@ class Grid:
     query_positions: Tensor | int | None = None
     key_positions: Tensor | int | None = None
     #: What a mask has found out for this grid at some cost; it lives as long as the call.
-    memo: dict[object, Any] = field(default_factory=dict[object, Any], compare=False, repr=False)
+    memo: dict[object, Any] = field(default_factory=_empty, compare=False, repr=False)
 
     @property
     def has_positions(self) -> bool:
