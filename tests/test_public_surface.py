@@ -53,6 +53,7 @@ PUBLIC = [
 MASKS = [
     "Mask",
     "MaskReport",
+    "PreparedMask",
     "bias",
     "causal",
     "documents",

@@ -67,9 +67,9 @@ def test_gradients_and_nan_in_padding(kernel: str) -> None:
         pytest.skip("refused here")
     found: list[list[Tensor]] = []
     for each in (mask, mask.prepare(L, S), mask.prepare(L, S)):
-        inputs = [tensor.clone().requires_grad_() for tensor in tensors]
+        query, key, value = inputs = [tensor.clone().requires_grad_() for tensor in tensors]
         with clearhead.use_kernel(kernel):
-            clearhead.attention(*inputs, each).square().sum().backward()
+            clearhead.attention(query, key, value, each).square().sum().backward()
         found.append([x.grad for x in inputs if x.grad is not None])
     for gradients in found:
         for gradient, expected in zip(gradients, found[0], strict=True):

@@ -131,6 +131,7 @@ def test_a_bias_that_learns_gets_its_gradient() -> None:
     for layer in stack.layers:
         single = layer(single, mask=bias & lengths)
     single.square().sum().backward()
+    assert bias.weight.grad is not None
     assert torch.allclose(found, bias.weight.grad, atol=1e-5)
 
 

@@ -240,9 +240,8 @@ def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool) -> Prepar
     mask.validate(grid)
     with torch.inference_mode(False), torch.no_grad():
         mask = And(tuple(map(_snapshot, mask.parts()))) if len(mask.parts()) > 1 else _snapshot(mask)
-        places = (deepcopy(each) for each in (grid.query_positions, grid.key_positions))
-        sizes = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
-        grid = Grid(*sizes, grid.device, *places)
+        queries, keys = (deepcopy(each) for each in (grid.query_positions, grid.key_positions))
+        grid = replace(grid, query_positions=queries, key_positions=keys, memo={})
         batch, heads = _depends_on(mask, grid)
     return PreparedMask(mask, grid, any_batch and not batch, any_heads and not heads)
 
@@ -262,7 +261,7 @@ def _depends_on(mask: Mask, grid: Grid) -> tuple[bool, bool]:
     """Whether the mask differs between batch items, and between heads; one cell of two of each shows it."""
     if mask.structure(grid).exact or 0 in (grid.query_length, grid.key_length):
         return False, False
-    cell = chosen_cell(replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads)))
+    cell = chosen_cell(replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads), memo={}))
     shapes = [each.shape for each in (mask.visible(cell), mask.bias(cell, torch.float32)) if each is not None]
     return any(shape[0] > 1 for shape in shapes), any(shape[1] > 1 for shape in shapes)
 
@@ -296,7 +295,7 @@ def _place(positions: Tensor | int | None) -> Hashable:
 def _equal_positions(own: Tensor | int | None, other: Tensor | int | None) -> bool:
     if isinstance(own, Tensor) and isinstance(other, Tensor):
         return own.shape == other.shape and torch.equal(own, other)
-    return type(own) is type(other) and own == other
+    return not isinstance(own, Tensor) and not isinstance(other, Tensor) and own == other
 
 
 def _tensors_in(found: object) -> Iterator[Tensor]:
