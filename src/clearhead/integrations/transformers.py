@@ -40,6 +40,7 @@ from ..errors import (
     in_words_of,
     shape_text,
 )
+from ..masks._prepared import shared
 from ._lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
 
 __all__ = ["attention_forward", "make_mask", "register"]
@@ -250,7 +251,8 @@ def make_mask(
         build = partial(eager_mask, **described, dtype=dtype)
     else:
         return None
-    return carrying(Carried(visible), build, (batch_size, 1, q_length, kv_length), dtype, device)
+    mask = None if visible is None else shared(masks.keep(visible))
+    return carrying(Carried(mask), build, (batch_size, 1, q_length, kv_length), dtype, device)
 
 
 def _require_offset(q_offset: object) -> None:
@@ -314,7 +316,7 @@ def _given_mask(given: Tensor, query: Tensor, key: Tensor) -> masks.Mask | None:
         raise MaskTypeError(explain_problem("attention_mask", expected="a tensor or None", got=type(given).__name__))
     carried = carried_by(given)
     if carried is not None:
-        return _causal(query, key) if carried.visible is None else masks.keep(carried.visible)
+        return _causal(query, key) if carried.mask is None else carried.mask
     given = strided("attention_mask", values_of(given))
     if given.dtype == torch.bool:
         return masks.keep(given)

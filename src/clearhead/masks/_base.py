@@ -123,8 +123,12 @@ class Mask(ABC):
         """Whether no call can be refused because of this mask."""
         return False
 
+    def after(self, parts: tuple[Mask, ...]) -> Mask:
+        """This mask and these, which come first."""
+        return And(parts + self.parts())
+
     def __and__(self, other: object) -> Mask:
-        return And(self.parts() + _operand(other, "&").parts())
+        return _operand(other, "&").after(self.parts())
 
     def __or__(self, other: object) -> Mask:
         return Or(_predicate(self, "|"), _predicate(_operand(other, "|"), "|"))
