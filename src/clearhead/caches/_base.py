@@ -90,7 +90,7 @@ class Buffers:
                 raise CacheError(
                     explain_problem(
                         name,
-                        expected="no gradients asked for: a cache is written in place",
+                        expected="tensors without gradients: a cache is written in place",
                         got="a tensor that requires them",
                         fix="Decode under torch.no_grad() or torch.inference_mode(), or train without a cache.",
                     )
