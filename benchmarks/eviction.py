@@ -66,8 +66,8 @@ def outputs(model: CharacterModel, text: Tensor, caches: list[Cache] | None) -> 
     """The stack's output (B, L, E): in one pass, or character by character with caches."""
     x = model.embed(text)
     if caches is None:
-        return model.decoder(x, masks.causal())
-    steps = [model.decoder(x[:, [n]], masks.causal(), cache=caches) for n in range(x.shape[1])]
+        return model.decoder(x, mask=masks.causal())
+    steps = [model.decoder(x[:, [n]], mask=masks.causal(), cache=caches) for n in range(x.shape[1])]
     return torch.cat(steps, 1)
 
 

@@ -129,7 +129,7 @@ class CharacterModel(nn.Module):
 
     def forward(self, text: Tensor, cache: Sequence[Cache] | None = None) -> Tensor:
         """(B, L) → (B, L, characters); with caches, `text` is what is new."""
-        return self.head(self.decoder(self.embed(text), masks.causal(), cache=cache))
+        return self.head(self.decoder(self.embed(text), mask=masks.causal(), cache=cache))
 
     def sliding_caches(self, batch_size: int, window: int = LENGTH) -> list[Cache]:
         """A cache for each layer that holds the last `window` characters, however long the text."""

@@ -90,7 +90,7 @@ class Translator(nn.Module):
 
     def encode(self, source: Tensor) -> Tensor:
         """(B, S) → (B, S, E)."""
-        return self.encoder(self.embed(source), self.window & self.visible(source))
+        return self.encoder(self.embed(source), mask=self.window & self.visible(source))
 
     def decode(
         self,
@@ -100,7 +100,9 @@ class Translator(nn.Module):
         cache: Sequence[clearhead.DecoderCache] | None = None,
     ) -> Tensor:
         """Scores of the next character after each of the target's, (B, L, characters)."""
-        written = self.decoder(self.embed(target), memory, masks.causal(), self.visible(source), cache=cache)
+        written = self.decoder(
+            self.embed(target), memory, mask=masks.causal(), memory_mask=self.visible(source), cache=cache
+        )
         return self.head(written)
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
@@ -232,7 +234,11 @@ def cross_attention(model: Translator, texts: Sequence[str], days: Sequence[date
     """What each written character looked at, mean over heads, (B, LENGTH, S)."""
     source, target = as_sources(texts), as_targets(days)
     _, weights = model.decoder(
-        model.embed(target[:, :-1]), model.encode(source), masks.causal(), model.visible(source), need_weights=True
+        model.embed(target[:, :-1]),
+        model.encode(source),
+        mask=masks.causal(),
+        memory_mask=model.visible(source),
+        need_weights=True,
     )
     return weights[-1].cross_attention
 

@@ -49,7 +49,7 @@ def test_it_computes_the_formula(mask: Mask | None, kv_heads: int) -> None:
     module = MultiHeadAttention(E, H, num_kv_heads=kv_heads, dtype=torch.float64)
     query, key, value = (torch.randn(B, n, E, dtype=torch.float64) for n in (L, S, S))
     expected = by_hand(module, query, key, value, mask)
-    torch.testing.assert_close(module(query, key, value, mask), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(module(query, key, value, mask=mask), expected, rtol=0, atol=1e-12)
 
 
 def test_key_defaults_to_query_and_value_to_key() -> None:

@@ -28,8 +28,8 @@ PUBLIC = [
     "SwiGLU",
     "__version__",
     "attention",
-    "attention_varlen",
     "attention_statistics",
+    "attention_varlen",
     "attention_weights",
     "caches",
     "checkpoints",
@@ -50,7 +50,19 @@ PUBLIC = [
     "use_linear",
     "walkthrough",
 ]
-MASKS = ["Mask", "MaskReport", "bias", "causal", "documents", "drop", "keep", "lengths", "prefix", "where", "window"]
+MASKS = [
+    "Mask",
+    "MaskReport",
+    "bias",
+    "causal",
+    "documents",
+    "drop",
+    "keep",
+    "lengths",
+    "mask_mod",
+    "prefix",
+    "sliding_window",
+]
 
 
 def test_the_public_names() -> None:

@@ -87,8 +87,8 @@ def test_transformer_lesson(look_ahead: bool) -> None:
         query, key, value = normal(B, L, E), normal(B, S, E), normal(B, S, E)
         visible = (torch.arange(S) < torch.tensor([S, 4, 1])[:, None]).long()  # (B, S)
         theirs = lesson(query, key, value, visible[:, None, None, :])
-        assert_same(ours(query, key, value, masks.keep(visible[:, None, None, :])), theirs)
-        assert_same(ours(query, key, value, masks.keep(keys=visible)), theirs)
+        assert_same(ours(query, key, value, mask=masks.keep(visible[:, None, None, :])), theirs)
+        assert_same(ours(query, key, value, mask=masks.keep(keys=visible)), theirs)
 
 
 def test_transformer_lesson_gives_the_mean_of_the_values_where_everything_is_hidden_and_ours_zero() -> None:
@@ -112,7 +112,7 @@ def test_dive_lesson(bias: bool, per_query: bool) -> None:
     assert (ours.q_proj.bias is not None, ours.out_proj.bias is not None) == (bias, bias)
     queries, keys, values = normal(B, L, query_size), normal(B, S, key_size), normal(B, S, value_size)
     valid_lens = torch.randint(1, S + 1, (B, L) if per_query else (B,))
-    assert_same(ours(queries, keys, values, masks.lengths(valid_lens)), lesson(queries, keys, values, valid_lens))
+    assert_same(ours(queries, keys, values, mask=masks.lengths(valid_lens)), lesson(queries, keys, values, valid_lens))
 
 
 def test_dive_lesson_with_a_length_of_zero_gives_the_mean_and_ours_zero() -> None:

@@ -37,7 +37,7 @@ def test_same_outputs_and_weights(bias: bool, kdim: int | None, vdim: int | None
     attn_mask[:, 0] = False
     inputs = (query, key, value) if batch_first else tuple(x.transpose(0, 1) for x in (query, key, value))
     expected, expected_weights = theirs(*inputs, key_padding_mask=padding, attn_mask=attn_mask)
-    output, weights = ours(query, key, value, masks.drop(attn_mask) & masks.drop(keys=padding), need_weights=True)
+    output, weights = ours(query, key, value, mask=masks.drop(attn_mask) & masks.drop(keys=padding), need_weights=True)
     expected = expected if batch_first else expected.transpose(0, 1)
     torch.testing.assert_close(output, expected, atol=1e-10, rtol=0)
     torch.testing.assert_close(weights, expected_weights, atol=1e-10, rtol=0)

@@ -55,7 +55,7 @@ def test_sliding_caches_read_beyond_the_training_length_as_a_window_does(
 ) -> None:
     model, text = characters.CharacterModel(17, **SIZES).double().eval(), torch.randint(17, (3, 61))
     found = characters.bits_read(model, text, model.sliding_caches(3, window=13), chunk=7)
-    whole = model.decoder(model.embed(text[:, :-1]), masks.causal() & masks.sliding_window(12, 0))
+    whole = model.decoder(model.embed(text[:, :-1]), mask=masks.causal() & masks.sliding_window(12, 0))
     logs = model.head(whole).log_softmax(-1)
     expected = -logs.gather(2, text[:, 1:, None])[..., 0] / math.log(2)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

@@ -65,7 +65,7 @@ def probabilities(model: CharacterModel, output: Tensor) -> list[float]:
 def test_every_layer_keeps_the_budget_by_lots_of_its_own(model: CharacterModel) -> None:
     text = torch.randint(19, (ROWS, 60))
     whole = eviction.outputs(model, text, None)
-    torch.testing.assert_close(whole, model.decoder(model.embed(text), masks.causal()))
+    torch.testing.assert_close(whole, model.decoder(model.embed(text), mask=masks.causal()))
     policy = dict(eviction.policies(1, 2))["by lot, seed 0"]
     caches = eviction.evicting(model, ROWS, BUDGET, policy)
     assert all(isinstance(cache.policy, RandomEviction) for cache in caches)

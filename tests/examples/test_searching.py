@@ -40,7 +40,9 @@ class Small(nn.Module):
         cache: Sequence[clearhead.DecoderCache] | None = None,
     ) -> Tensor:
         visible = masks.keep(keys=source != START)
-        return self.head(self.decoder(self.embed(target), memory, masks.causal(), visible, cache=cache))
+        return self.head(
+            self.decoder(self.embed(target), memory, mask=masks.causal(), memory_mask=visible, cache=cache)
+        )
 
 
 @pytest.fixture(name="searching")

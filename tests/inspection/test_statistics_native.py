@@ -81,7 +81,7 @@ def numbers(
         sinks=inputs.get("sinks"),
         query_mask=counted,
         statistics=(*NATIVE, "rows"),
-        rows=[case.length - 1, *range(0, case.length, 7), 0],
+        queries=[case.length - 1, *range(0, case.length, 7), 0],
         map_size=29,
         map_pooling=map_pooling,
         **options,

@@ -60,13 +60,24 @@ def _after() -> Any:
     "record",
     weight=10,
     arguments=(
-        *("model", "statistics", "layers", "heads", "query_mask", "keep", "rows", "top_k", "map_size", "map_pooling"),
+        *(
+            "model",
+            "statistics",
+            "layers",
+            "heads",
+            "query_mask",
+            "keep",
+            "queries",
+            "top_k",
+            "map_size",
+            "map_pooling",
+        ),
         *("sink_keys", "offsets", "per"),
     ),
 )
 def _() -> Call:
     given = {"model": model(), "statistics": ("entropy", "rows", "offset"), "layers": [0], "heads": [0, 2]}
-    more = {"query_mask": torch.ones(2, 5).bool(), "keep": "queries_keys", "rows": [0], "offsets": (-1,)}
+    more = {"query_mask": torch.ones(2, 5).bool(), "keep": "queries_keys", "queries": [0], "offsets": (-1,)}
     return Call(_record, {**given, **more}, after=_after)
 
 
@@ -90,9 +101,9 @@ def _() -> Call:
     return Call(recorded().kept_call, {"layer": 0, "call": 0})
 
 
-@case("record.weights", weight=6, rows="queries")
+@case("record.weights", weight=6)
 def _() -> Call:
-    return Call(recorded().weights, {"layer": 0, "head": 1, "rows": [0], "call": 0})
+    return Call(recorded().weights, {"layer": 0, "head": 1, "queries": [0], "call": 0})
 
 
 @case("record.rollout", weight=6, layers="layer")

@@ -86,10 +86,10 @@ def _() -> Call:
     return Call(plot.given, {"weights": [torch.eye(3).expand(2, 3, 3)], "names": ["a"]})
 
 
-@case("plot.given, its methods", weight=4, rows="queries")
+@case("plot.given, its methods", weight=4)
 def _() -> Call:
     rec = plot.given([torch.eye(3).expand(2, 3, 3)])
-    return Call(rec.weights, {"layer": 0, "head": 1, "rows": [0], "call": 0})
+    return Call(rec.weights, {"layer": 0, "head": 1, "queries": [0], "call": 0})
 
 
 @case("plot.given, rollout", weight=2, layers="layer")

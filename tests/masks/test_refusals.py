@@ -213,7 +213,7 @@ def test_prefixes_are_told_the_shape_they_take() -> None:
 
 def test_a_predicate_of_another_shape_is_refused() -> None:
     # DEFECT: PyTorch's own RuntimeError comes out.
-    with pytest.raises(ShapeError, match=r"^mask where\(fn\): expected .*got \(1, 1, 4, 7\)"):
+    with pytest.raises(ShapeError, match=r"^mask mask_mod\(fn\): expected .*got \(1, 1, 4, 7\)"):
         at_call(masks.mask_mod(lambda b, h, q, k: torch.ones(1, 1, 4, 7).bool()))()
 
 

@@ -125,7 +125,7 @@ def test_a_predicate_is_called_by_its_name() -> None:
     def same_parity(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q - k) % 2 == 0
 
-    assert repr(masks.mask_mod(same_parity)).startswith("<mask where(same_parity)\n  ■·■·■·■·\n")
+    assert repr(masks.mask_mod(same_parity)).startswith("<mask mask_mod(same_parity)\n  ■·■·■·■·\n")
 
 
 class LargestResult(TorchDispatchMode):

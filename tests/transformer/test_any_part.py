@@ -73,7 +73,8 @@ def test_a_stack_of_any_attention_writes_step_by_step(attention: Callable[[], nn
     model, x = stack(attention), normal(B, L, E)
     caches = model.make_cache(B, L)
     close(
-        torch.cat([model(part, causal, cache=caches) for part in x.split([4] + [1] * (L - 4), 1)], 1), model(x, causal)
+        torch.cat([model(part, mask=causal, cache=caches) for part in x.split([4] + [1] * (L - 4), 1)], 1),
+        model(x, mask=causal),
     )
 
 
@@ -83,14 +84,14 @@ def test_a_decoder_layer_takes_any_attention(attention: Callable[[], nn.Module])
     layer = clearhead.DecoderLayer(E, attention(), grouped(), clearhead.SwiGLU(E, 17), norm=nn.RMSNorm)
     model = randomised(clearhead.Decoder([layer]))
     x, memory, caches = normal(B, L, E), normal(B, S, E), model.make_cache(B, L)
-    steps = [model(x[:, [n]], None if n else memory, causal, cache=caches) for n in range(L)]
-    close(torch.cat(steps, 1), model(x, memory, causal))
+    steps = [model(x[:, [n]], None if n else memory, mask=causal, cache=caches) for n in range(L)]
+    close(torch.cat(steps, 1), model(x, memory, mask=causal))
 
 
 @attentions
 def test_every_parameter_of_every_part_learns(attention: Callable[[], nn.Module]) -> None:
     model = stack(attention).train()
-    model(normal(B, L, E), causal).square().sum().backward()
+    model(normal(B, L, E), mask=causal).square().sum().backward()
     assert [name for name, own in model.named_parameters() if own.grad is None or not own.grad.any()] == []
 
 
@@ -106,15 +107,15 @@ CACHES: dict[str, Callable[[], Cache]] = {
 def test_a_stack_takes_any_cache(cache: Callable[[], Cache]) -> None:
     model, x = stack(ATTENTIONS["window"]), normal(B, L, E)
     caches = [cache(), cache()]
-    close(torch.cat([model(x[:, [n]], causal, cache=caches) for n in range(L)], 1), model(x, causal))
+    close(torch.cat([model(x[:, [n]], mask=causal, cache=caches) for n in range(L)], 1), model(x, mask=causal))
 
 
 @torch.no_grad()
 def test_jagged_rows_are_what_each_is_alone() -> None:
     model, rows = stack(ATTENTIONS["rotary"]), [normal(length, E) for length in (3, 7, 1)]
-    found = model(torch.nested.nested_tensor(rows, layout=torch.jagged), causal)
+    found = model(torch.nested.nested_tensor(rows, layout=torch.jagged), mask=causal)
     for one, row in zip(found.unbind(), rows, strict=True):
-        close(one, model(row, causal))
+        close(one, model(row, mask=causal))
 
 
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
@@ -129,11 +130,11 @@ def test_a_step_of_a_stack_compiles_without_breaks_and_once_more_at_most(kind: s
         first, later = (memory,), (None,)
     caches = model.make_cache(B, L)
     torch._dynamo.reset()
-    step = torch.compile(lambda token: model(token, *later, causal, cache=caches), fullgraph=True, backend=counter)
-    found, counts = [model(x[:, :3], *first, causal, cache=caches)], list[int]()
+    step = torch.compile(lambda token: model(token, *later, mask=causal, cache=caches), fullgraph=True, backend=counter)
+    found, counts = [model(x[:, :3], *first, mask=causal, cache=caches)], list[int]()
     for n in range(3, L):
         found.append(step(x[:, [n]]))
         counts.append(counter.frame_count)
-    close(torch.cat(found, 1), model(x, *first, causal))
+    close(torch.cat(found, 1), model(x, *first, mask=causal))
     assert counts[0] == 1
     assert counts[1] == counts[-1] <= 2

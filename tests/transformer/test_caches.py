@@ -62,8 +62,8 @@ chunks = pytest.mark.parametrize("sizes", [[1] * L, [5, 1, 1, 1, 3], [L]], ids=[
 def test_an_encoder_layer_writes_step_by_step(norm_first: bool, sizes: list[int]) -> None:
     layer, x = encoder_layer(norm_first=norm_first).eval(), normal(B, L, E)
     cache = layer.make_cache(B, L)
-    steps = [layer(part, causal, cache=cache) for part in x.split(sizes, 1)]
-    close(torch.cat(steps, 1), layer(x, causal))
+    steps = [layer(part, mask=causal, cache=cache) for part in x.split(sizes, 1)]
+    close(torch.cat(steps, 1), layer(x, mask=causal))
     assert cache.length == L
 
 
@@ -75,9 +75,9 @@ def test_a_decoder_layer_needs_the_memory_once(norm_first: bool, sizes: list[int
     memory_mask = masks.lengths(torch.tensor([S, 4]))
     cache = layer.make_cache(B, L)
     parts = x.split(sizes, 1)
-    found = [layer(parts[0], memory, causal, memory_mask, cache=cache)]
-    found += [layer(part, None, causal, memory_mask, cache=cache) for part in parts[1:]]
-    close(torch.cat(found, 1), layer(x, memory, causal, memory_mask))
+    found = [layer(parts[0], memory, mask=causal, memory_mask=memory_mask, cache=cache)]
+    found += [layer(part, None, mask=causal, memory_mask=memory_mask, cache=cache) for part in parts[1:]]
+    close(torch.cat(found, 1), layer(x, memory, mask=causal, memory_mask=memory_mask))
     assert (cache.length, cache.cross_attention.length) == (L, S)
 
 
@@ -86,12 +86,12 @@ def test_a_decoder_layer_needs_the_memory_once(norm_first: bool, sizes: list[int
 def test_stacks_write_step_by_step(sizes: list[int]) -> None:
     stack, x = encoder(), normal(B, L, E)
     caches = stack.make_cache(B, L)
-    close(torch.cat([stack(part, causal, cache=caches) for part in x.split(sizes, 1)], 1), stack(x, causal))
+    close(torch.cat([stack(part, mask=causal, cache=caches) for part in x.split(sizes, 1)], 1), stack(x, mask=causal))
     stack, memory = decoder(), normal(B, S, E)
     caches = stack.make_cache(B, L)
     parts = x.split(sizes, 1)
-    found = [stack(part, None if n else memory, causal, cache=caches) for n, part in enumerate(parts)]
-    close(torch.cat(found, 1), stack(x, memory, causal))
+    found = [stack(part, None if n else memory, mask=causal, cache=caches) for n, part in enumerate(parts)]
+    close(torch.cat(found, 1), stack(x, memory, mask=causal))
 
 
 @torch.no_grad()
@@ -101,7 +101,7 @@ def test_the_memory_is_projected_once() -> None:
     layer.cross_attention.k_proj.register_forward_hook(lambda *_: calls.append(1))
     cache = layer.make_cache(B, L)
     for n in range(L):
-        layer(x[:, [n]], memory, causal, cache=cache)
+        layer(x[:, [n]], memory, mask=causal, cache=cache)
     assert len(calls) == 1
 
 
@@ -110,26 +110,26 @@ def test_beams_are_reordered_in_every_layer() -> None:
     """Two sources, whose rows become two beams each and then change places."""
     stack, memory, history = decoder(), normal(B, S, E), normal(B, 3, E)
     caches = stack.make_cache(B, L)
-    stack(history, memory, causal, cache=caches)
+    stack(history, memory, mask=causal, cache=caches)
     for order in ([0, 0, 1, 1], [1, 0, 3, 3], [0, 0, 2, 3]):
         for cache in caches:
             cache.reorder(torch.tensor(order))
         history, memory = history[order], memory[order]
         new = normal(4, 1, E)
-        found = stack(new, None, causal, cache=caches)
+        found = stack(new, None, mask=causal, cache=caches)
         history = torch.cat((history, new), 1)
-        close(found, stack(history, memory, causal)[:, -1:])
+        close(found, stack(history, memory, mask=causal)[:, -1:])
 
 
 @torch.no_grad()
 def test_rejected_tokens_are_cropped_and_the_memory_stays() -> None:
     stack, memory, x = decoder(), normal(B, S, E), normal(B, L, E)
     caches = stack.make_cache(B, L)
-    stack(x[:, :5], memory, causal, cache=caches)
-    stack(normal(B, 4, E), None, causal, cache=caches)
+    stack(x[:, :5], memory, mask=causal, cache=caches)
+    stack(normal(B, 4, E), None, mask=causal, cache=caches)
     for cache in caches:
         cache.crop(5)
-    close(stack(x[:, 5:], None, causal, cache=caches), stack(x, memory, causal)[:, 5:])
+    close(stack(x[:, 5:], None, mask=causal, cache=caches), stack(x, memory, mask=causal)[:, 5:])
     for cache in caches:
         cache.reset()
         assert (cache.length, cache.cross_attention.length) == (0, 0)
@@ -144,12 +144,14 @@ def test_left_padding_by_positions(kind: str) -> None:
     positions[1] = (positions[1] - padding).clamp(min=-1)
     source = () if memory is None else (memory,)
     later = () if memory is None else (None,)
-    alone = stack(x[1:, padding:], *(part[1:] for part in source), causal)
-    together = stack(x, *source, causal, positions=positions)
+    alone = stack(x[1:, padding:], *(part[1:] for part in source), mask=causal)
+    together = stack(x, *source, mask=causal, positions=positions)
     close(together[1:, padding:], alone)
     caches = stack.make_cache(B, L)
-    prompt = stack(x[:, :6], *source, causal, positions=positions[:, :6], cache=caches)
-    steps = [stack(x[:, [n]], *later, causal, cache=caches) for n in range(6, L)]  # each row goes on from its own end
+    prompt = stack(x[:, :6], *source, mask=causal, positions=positions[:, :6], cache=caches)
+    steps = [
+        stack(x[:, [n]], *later, mask=causal, cache=caches) for n in range(6, L)
+    ]  # each row goes on from its own end
     close(torch.cat((prompt, *steps), 1)[1:, padding:], alone)
 
 
@@ -164,16 +166,16 @@ def test_layers_may_have_caches_of_different_kinds() -> None:
     x = normal(B, L, E)
     ring = [SlidingKVCache(B, KV_HEADS, window, DIM, dtype=F64) for _ in range(2)]
     caches: list[Cache] = [ring[0], KVCache(B, KV_HEADS, L, DIM, dtype=F64), ring[1]]
-    close(torch.cat([stack(x[:, [n]], causal, cache=caches) for n in range(L)], 1), stack(x, causal))
+    close(torch.cat([stack(x[:, [n]], mask=causal, cache=caches) for n in range(L)], 1), stack(x, mask=causal))
 
 
 @torch.no_grad()
 def test_weights_of_a_step_are_those_of_the_whole() -> None:
     stack, x, memory = decoder(), normal(B, L, E), normal(B, S, E)
     caches = stack.make_cache(B, L)
-    stack(x[:, :-1], memory, causal, cache=caches)
-    _, weights = stack(x[:, -1:], None, causal, cache=caches, need_weights=True)
-    _, expected = stack(x, memory, causal, need_weights=True)
+    stack(x[:, :-1], memory, mask=causal, cache=caches)
+    _, weights = stack(x[:, -1:], None, mask=causal, cache=caches, need_weights=True)
+    _, expected = stack(x, memory, mask=causal, need_weights=True)
     for found, whole in zip(weights, expected, strict=True):
         torch.testing.assert_close(found.self_attention, whole.self_attention[:, -1:])
         torch.testing.assert_close(found.cross_attention, whole.cross_attention[:, -1:])

@@ -61,7 +61,7 @@ def test_an_encoder_layer_equals_pytorchs(
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
     given = x if batch_first else x.transpose(0, 1)
     expected = theirs(given, src_mask=hidden, src_key_padding_mask=padding)
-    found = ours(x, masks.causal() & masks.drop(keys=padding))
+    found = ours(x, mask=masks.causal() & masks.drop(keys=padding))
     torch.testing.assert_close(found, expected if batch_first else expected.transpose(0, 1), rtol=0, atol=atol)
 
 
@@ -75,7 +75,7 @@ def test_a_decoder_layer_equals_pytorchs(options: dict[str, object], dtype: torc
     padding[0, 4:] = True
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
     expected = theirs(x, memory, tgt_mask=hidden, memory_key_padding_mask=padding)
-    found = ours(x, memory, masks.causal(), masks.drop(keys=padding))
+    found = ours(x, memory, mask=masks.causal(), memory_mask=masks.drop(keys=padding))
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
@@ -86,7 +86,7 @@ def test_stacks_equal_pytorchs() -> None:
     source, target = torch.randn(B, S, E, dtype=torch.float64), torch.randn(B, L, E, dtype=torch.float64)
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
     expected = model(source, target, tgt_mask=hidden)
-    torch.testing.assert_close(decoder(target, encoder(source), masks.causal()), expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(decoder(target, encoder(source), mask=masks.causal()), expected, rtol=0, atol=1e-10)
 
 
 def test_gradients_equal_pytorchs() -> None:
@@ -123,7 +123,7 @@ def test_four_lines_of_the_lessons_layer() -> None:
 
 def test_weights_are_passed_through() -> None:
     x, memory = torch.randn(B, L, E), torch.randn(B, S, E)
-    output, weights = encoder_layer()(x, masks.causal(), need_weights=True)
+    output, weights = encoder_layer()(x, mask=masks.causal(), need_weights=True)
     assert output.shape == (B, L, E)
     assert weights.shape == (B, L, L)
     assert not weights.triu(1).any()

@@ -56,7 +56,7 @@ def test_a_decoder_only_model_in_one_pass(pair: tuple[Any, clearhead.Encoder]) -
     theirs, ours = pair
     tokens = torch.randint(VOCABULARY, (B, L))
     expected = theirs(input_ids=tokens, use_cache=False).last_hidden_state
-    assert_close(ours(theirs.embed_tokens(tokens), causal), expected)
+    assert_close(ours(theirs.embed_tokens(tokens), mask=causal), expected)
 
 
 @torch.no_grad()
@@ -64,7 +64,7 @@ def test_a_decoder_only_model_step_by_step(pair: tuple[Any, clearhead.Encoder]) 
     theirs, ours = pair
     tokens = torch.randint(VOCABULARY, (B, L))
     x, caches = theirs.embed_tokens(tokens), ours.make_cache(B, L)
-    found = [ours(part, causal, cache=caches) for part in x.split([PROMPT] + [1] * (L - PROMPT), 1)]
+    found = [ours(part, mask=causal, cache=caches) for part in x.split([PROMPT] + [1] * (L - PROMPT), 1)]
     assert_close(torch.cat(found, 1), theirs(input_ids=tokens, use_cache=False).last_hidden_state)
 
 
@@ -77,7 +77,7 @@ def test_a_padded_batch(pair: tuple[Any, clearhead.Encoder], side: str) -> None:
     expected = theirs(
         input_ids=tokens, attention_mask=attention_mask, position_ids=positions.clamp(min=0), use_cache=False
     ).last_hidden_state
-    found = ours(theirs.embed_tokens(tokens), causal, positions=positions)
+    found = ours(theirs.embed_tokens(tokens), mask=causal, positions=positions)
     real = attention_mask.bool()
     assert_close(found[real], expected[real])
 
@@ -128,11 +128,11 @@ def test_t5_reads_and_writes() -> None:
     visible = torch.arange(S) < torch.tensor([S, 7, 5])[:, None]
     expected = theirs(input_ids=source, attention_mask=visible.long(), decoder_input_ids=target, use_cache=False)
     padding = masks.keep(keys=visible)
-    memory = encoder(theirs.shared(source), padding)
+    memory = encoder(theirs.shared(source), mask=padding)
     assert_close(memory[visible], expected.encoder_last_hidden_state[visible])
     x = theirs.shared(target)
-    assert_close(decoder(x, memory, causal, padding), expected.last_hidden_state)
+    assert_close(decoder(x, memory, mask=causal, memory_mask=padding), expected.last_hidden_state)
     caches, found = decoder.make_cache(B, L), list[Tensor]()
     for n, part in enumerate(x.split([PROMPT] + [1] * (L - PROMPT), 1)):
-        found.append(decoder(part, None if n else memory, causal, padding, cache=caches))
+        found.append(decoder(part, None if n else memory, mask=causal, memory_mask=padding, cache=caches))
     assert_close(torch.cat(found, 1), expected.last_hidden_state)

@@ -40,10 +40,7 @@ def rotary(layer: Layer) -> dict[str, Any]:
 def head_norms(layer: Layer) -> dict[str, Any]:
     """Root-mean-square norms of every query and key, with the model's weights and eps."""
     eps = layer.setting("rms_norm_eps")
-    return {
-        f"{role}_norm": _rms_norm(layer.tensor(f"{role[0]}_norm.weight", (layer.head_dim,)), eps)
-        for role in ("query", "key")
-    }
+    return {name: _rms_norm(layer.tensor(f"{name}.weight", (layer.head_dim,)), eps) for name in ("q_norm", "k_norm")}
 
 
 def softcap(layer: Layer) -> dict[str, Any]:

@@ -64,8 +64,8 @@ def walkthrough(
     query: Tensor,
     key: Tensor | None = None,
     value: Tensor | None = None,
-    mask: Mask | Tensor | None = None,
     *,
+    mask: Mask | Tensor | None = None,
     language: str = "en",
 ) -> Walkthrough:
     """Run one call of a module step by step and say what every step and every shape means.
@@ -101,7 +101,7 @@ def walkthrough(
     _check_arguments(module, language)
     query, key, value = _with_batch(query, key, value)
     with torch.no_grad(), _evaluation_mode(module) as training:
-        returned = module(query, key, value, mask)
+        returned = module(query, key, value, mask=mask)
         recorder = Recorder(language)
         output, hidden_rows = take_steps(recorder, module, query, key, value, mask)
     difference, largest = _largest_difference(output, returned)

@@ -41,8 +41,8 @@ class Encoder(nn.Module):
 
         >>> x, causal, caches = torch.randn(2, 5, 12), clearhead.masks.causal(), encoder.make_cache(2, max_length=5)
         >>> with torch.no_grad():
-        ...     steps = [encoder(x[:, [i]], causal, cache=caches) for i in range(5)]
-        >>> torch.allclose(torch.cat(steps, 1), encoder(x, causal), atol=1e-5)
+        ...     steps = [encoder(x[:, [i]], mask=causal, cache=caches) for i in range(5)]
+        >>> torch.allclose(torch.cat(steps, 1), encoder(x, mask=causal), atol=1e-5)
         True
     """
 
