@@ -36,7 +36,7 @@ def from_transformers(source: Source, layer: int, *, config: Any = None, part: s
             others. Default ``"self"``.
 
     Returns:
-        A `clearhead.MultiHeadAttention`, of DeepSeek a `clearhead._latent.MultiHeadLatentAttention`, with copies of
+        A `clearhead.MultiHeadAttention`, of DeepSeek a `clearhead.MultiHeadLatentAttention`, with copies of
         the tensors in their own dtypes, in the training mode of the model.
 
     Raises:
