@@ -190,9 +190,9 @@ def attend_arguments(
             if mask is not None:
                 mask.validate(call.grid)
             return plan(call)
+    if environment.autocast:
+        query, key, value = cast_for_autocast(query, key, value)
     with autocast_off(query) if environment.autocast else nullcontext():
-        if environment.autocast:
-            query, key, value = cast_for_autocast(query, key, value)
         call = validate_call(
             query,
             key,
