@@ -229,7 +229,9 @@ def attend(call: AttentionCall, environment: Environment | None = None) -> Resul
         return run_call(call, environment)
     with computing():
         results = run_call(call, environment)
-        output = notify(zero_hidden(call.as_one_document()), results.output)
+        with torch.no_grad():  # what checkpointing computes again, without observers, must save the same
+            shown_call = zero_hidden(call.as_one_document())
+        output = notify(shown_call, results.output)
     return results._replace(output=output)
 
 
