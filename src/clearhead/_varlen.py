@@ -106,9 +106,9 @@ def attention_varlen(
     environment = read_environment()
     _require_packed(query=query, key=key, value=value)
     rows = read_rows(cu_seqlens_q, cu_seqlens_k, query, key)
+    if environment.autocast:
+        query, key, value = cast_for_autocast(query, key, value)
     with autocast_off(query) if environment.autocast else nullcontext():
-        if environment.autocast:
-            query, key, value = cast_for_autocast(query, key, value)
         results = attend_rows(
             query.transpose(0, 1)[None],  # (1, H, T, D)
             key.transpose(0, 1)[None],

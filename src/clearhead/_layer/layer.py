@@ -167,9 +167,9 @@ class Layer:
         q, k, v = self._query_heads(q), self._key_heads(k), _heads(v, self.num_kv_heads)  # (1, H, T, D) …
         if self.position is not None:
             q, k = apply_position(self.position, q, k, positions())
+        if environment.autocast:
+            q, k, v = cast_for_autocast(q, k, v)
         with autocast_off(q) if environment.autocast else nullcontext():
-            if environment.autocast:
-                q, k, v = cast_for_autocast(q, k, v)
             results = attend_rows(
                 q,
                 k,

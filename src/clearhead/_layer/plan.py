@@ -190,9 +190,9 @@ def attend_arguments(
             if mask is not None:
                 mask.validate(call.grid)
             return plan(call)
+    if environment.autocast:
+        query, key, value = cast_for_autocast(query, key, value)
     with autocast_off(query) if environment.autocast else nullcontext():
-        if environment.autocast:
-            query, key, value = cast_for_autocast(query, key, value)
         call = validate_call(
             query,
             key,
@@ -229,7 +229,9 @@ def attend(call: AttentionCall, environment: Environment | None = None) -> Resul
         return run_call(call, environment)
     with computing():
         results = run_call(call, environment)
-        output = notify(zero_hidden(call.as_one_document()), results.output)
+        with torch.no_grad():  # what checkpointing computes again, without observers, must save the same
+            shown_call = zero_hidden(call.as_one_document())
+        output = notify(shown_call, results.output)
     return results._replace(output=output)
 
 
