@@ -123,7 +123,7 @@ class Environment(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether only operations on values happen: plans may be cached and modules' parameters used directly."""
-        return not (self.tracing or self.transformed or self.dispatching or self.autocast or self.observed)
+        return not (self.tracing or self.transformed or self.autocast or self.observed)
 
 
 def _found(path: str, otherwise: Any) -> Any:
