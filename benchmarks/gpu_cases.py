@@ -8,13 +8,13 @@ from typing import final
 
 import torch
 import torch.nn.functional as F
-from clearhead._layer.plan import KERNELS
 from torch import Tensor, nn
 
 import clearhead
 from benchmarks.comparing import OURS, Case, Contest, Speedup, TimedCase, enter
 from benchmarks.module import twins
 from benchmarks.peers.work import Outputs, Unsupported, Way
+from clearhead._layer.plan import KERNELS
 from clearhead.errors import KernelError
 
 __all__ = ["all_cases"]

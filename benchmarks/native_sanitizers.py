@@ -32,7 +32,7 @@ SKIPPED = "forked or threads"  # the sanitizers do not follow a fork, and cannot
 
 def build(package: Path) -> None:
     """Compile the instrumented extension into a copy of the package."""
-    folder = package / "native"
+    folder = package / "_native"
     for old in folder.glob("_attention*.so"):
         old.unlink()
     sources = sorted(str(path) for path in folder.glob("*.cpp"))

@@ -32,7 +32,7 @@ CHINESE = "〇一二三四五六七八九"
 
 @dataclass(frozen=True)
 class Written:
-    """A date as somebody wrote it.
+    """A date as written by hand.
 
     Args:
         day: the date.

@@ -91,7 +91,7 @@ class Translator(nn.Module):
 
     def encode(self, source: Tensor) -> Tensor:
         """(B, S) → (B, S, E)."""
-        return self.encoder(self.embed(source), self.window & self.visible(source))
+        return self.encoder(self.embed(source), mask=self.window & self.visible(source))
 
     def decode(
         self,

@@ -203,7 +203,6 @@ def test_it_is_refused_in_words(case: Refusal) -> None:
     assert "\n" not in text
 
 
-# DEFECT: what to do is missing, and what was expected does not say it.
 UNADVISED = ["key device", "sinks elsewhere", "positions elsewhere", "batch", "value length", "value heads", "head_dim"]
 UNADVISED += ["sinks per key head", "positions", "num_kv_heads", "scale as a tensor"]
 
@@ -253,7 +252,6 @@ def test_the_whole_text(call: Call, text: str) -> None:
     assert str(caught.value) == text
 
 
-# DEFECT, all of them: another library's error comes out, or none, or shapes that the caller never saw.
 ESCAPED = [
     ("list", lambda: attention(Q[0], [1.0], K[0]), DTypeError, "key: expected a torch.Tensor, got list"),
     ("unbatched", lambda: attention(Q[0], K[0, ..., :4], K[0]), ShapeError, "key: .* query (6, 5, 8), got (3, 7, 4)"),
@@ -311,7 +309,6 @@ def test_lengths_are_not_looked_at_while_tracing() -> None:
 
 
 def test_lengths_made_before_are_not_looked_at_while_tracing() -> None:
-    # DEFECT: the longest one is compared with S in `validate`, also while tracing.
     x, beyond = torch.randn(2, 3, 5, 4), masks.lengths(torch.tensor([9, 3]))
     compiled = torch.compile(lambda x: attention(x, x, x, beyond), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), attention(x, x, x, masks.lengths(torch.tensor([5, 3]))))

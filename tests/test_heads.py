@@ -84,7 +84,6 @@ def test_a_count_that_is_no_int_is_refused(count: object) -> None:
 
 
 def test_what_is_no_tensor_is_refused() -> None:
-    # DEFECT: both end in AttributeError.
     with pytest.raises(DTypeError, match=r"x: expected a torch\.Tensor, got list"):
         split_heads([[1.0, 2.0]], 2)  # pyright: ignore
     with pytest.raises(DTypeError, match=r"x: expected a torch\.Tensor, got list"):

@@ -1,6 +1,6 @@
 """Checks of single arguments, shared by everything that is called from outside.
 
-Each takes the argument's name and what was given, and returns it, or raises an error that says what was expected.
+Each takes the argument's name and what was given, and returns it, or raises an error with what was expected.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ Item = TypeVar("Item")
 
 
 def kind(value: object) -> str:
-    """What a message says of a value's type: of a tensor its dtype and shape, else the name of the type."""
+    """A value's type as messages write it: of a tensor its dtype and shape, else the name of the type."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"a {value.dtype} tensor" if value.is_nested else f"a {value.dtype} tensor {shape_text(value.shape)}"
 
 
 def shown(value: object) -> str:
-    """What a message says of a value: its `repr` where that is short, else its `kind`."""
+    """A value as messages write it: its `repr` where that is short, else its `kind`."""
     if isinstance(value, Tensor):
         return kind(value)
     try:
@@ -98,7 +98,7 @@ def integer(
         name: of the argument.
         value: what was given.
         least, most: the bounds, both included.
-        expected: what the message says was expected. Default: an int ≥ `least`.
+        expected: what the message gives as expected. Default: an int ≥ `least`.
         got: how the message shows what is no int.
         fix: what the caller can do about a number that is out of bounds.
 

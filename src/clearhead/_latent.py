@@ -72,7 +72,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     Example:
         >>> import torch, clearhead
-        >>> from clearhead._latent import MultiHeadLatentAttention
+        >>> from clearhead import MultiHeadLatentAttention
         >>> from clearhead.positions import Rotary
         >>> attend = MultiHeadLatentAttention(
         ...     12, 3, kv_lora_rank=5, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, position=Rotary(2)

@@ -65,11 +65,11 @@ class FileError(ClearheadError, OSError):
 
 
 class KernelError(ClearheadError, RuntimeError):
-    """The kernel that was asked for cannot run this call."""
+    """The forced kernel cannot run this call."""
 
 
 class CacheError(ClearheadError, RuntimeError):
-    """A key/value cache cannot take, or no longer has, what was asked of it."""
+    """A key/value cache has no room for new tokens, or no longer holds those requested."""
 
 
 class CheckpointError(ClearheadError, ValueError):
@@ -85,7 +85,7 @@ class UnseenAttentionWarning(UserWarning):
 
 
 def explain_problem(argument: str, *, expected: str, got: str, fix: str = "") -> str:
-    """Say what is wrong with one argument, always in the same order.
+    """Describe what is wrong with one argument, always in the same order.
 
     Args:
         argument: name of the argument as the caller wrote it.

@@ -51,7 +51,7 @@ WRONG = {
     "no batch": (tokens(1)[0], ShapeError, r"got \(3, 1, 5\)"),
     "dtype": (tokens(1, dtype=torch.float64), DTypeError, r"the cache's dtype torch.float32, got torch.float64"),
     "device": (tokens(1, device="meta"), DeviceError, r"the cache's device cpu, got meta"),
-    "gradients": (tokens(1).requires_grad_(), CacheError, r"no gradients asked for.*torch.no_grad"),
+    "gradients": (tokens(1).requires_grad_(), CacheError, r"tensors without gradients.*torch.no_grad"),
 }
 
 

@@ -22,8 +22,6 @@ from clearhead.inspection._doctor_report import Report
 from clearhead.kernels._chunked import ChunkedKernel
 from clearhead.kernels._reference import ReferenceKernel
 
-Run = Callable[..., tuple[Tensor, Tensor | None]]
-
 
 @pytest.fixture(scope="module")
 def report() -> Report:
@@ -38,13 +36,18 @@ def two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_kernel(monkeypatch: pytest.MonkeyPatch, kernel: type, change: Callable[[Tensor], Tensor]) -> None:
-    healthy: Run = kernel.run
+    healthy = kernel.plan
 
-    def broken(self: object, call: object) -> tuple[Tensor, Tensor | None]:
-        output, lse = healthy(self, call)
-        return change(output), lse
+    def broken(self: object, *about: object) -> Callable[[object], object]:
+        compute = healthy(self, *about)
 
-    monkeypatch.setattr(kernel, "run", broken)
+        def computed(call: object) -> object:
+            results = compute(call)
+            return results._replace(output=change(results.output))
+
+        return computed
+
+    monkeypatch.setattr(kernel, "plan", broken)
 
 
 class WrongGradient(torch.autograd.Function):

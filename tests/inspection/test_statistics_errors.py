@@ -35,7 +35,7 @@ ERRORS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         r"query_mask: expected \(B, L\) = \(1, 5\), got \(5, 1\)",
         {"query_mask": torch.ones(5, 1).bool()},
     ),
-    "rows out of range": (ArgumentError, "row numbers below L = 5", {"statistics": ("rows",), "rows": [7]}),
+    "rows out of range": (ArgumentError, "row numbers below L = 5", {"statistics": ("rows",), "queries": [7]}),
 }
 
 

@@ -192,7 +192,7 @@ def test_positions_may_start_anywhere() -> None:
 
 def test_gradients_and_a_cache_do_not_go_together() -> None:
     attend = module()
-    with pytest.raises(CacheError, match=r"key: expected no gradients asked for.*torch\.no_grad\(\)"):
+    with pytest.raises(CacheError, match=r"key: expected tensors without gradients.*torch\.no_grad\(\)"):
         attend(tokens(), cache=attend.make_cache(B, L))
 
 

@@ -106,12 +106,6 @@ def _() -> Call:
     return Call(functional.scaled_dot_product_attention, given)
 
 
-@case("nn.functional.translate")
-def _() -> Call:
-    given = {**qkv(), "attn_mask": torch.rand(L, S) < 0.5, "is_causal": True, "enable_gqa": True}
-    return Call(functional.translate, given)
-
-
 @case("integrations.transformers.attention_forward", weight=8, attention_mask="mask")
 def _() -> Call:
     given = {**qkv(), "attention_mask": torch.rand(B, 1, L, S) < 0.5, "scaling": 0.5, "dropout": 0.0}

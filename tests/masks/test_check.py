@@ -59,7 +59,6 @@ def test_padding_given_with_the_wrong_polarity_is_named(padded: Tensor, causal: 
 
 def test_the_advice_for_inverted_padding_names_the_other_spelling() -> None:
     assert "masks.drop(keys=t)" in findings(masks.keep(keys=1 - RIGHT_PADDED), S)
-    # DEFECT: whoever wrote drop(keys=t) is told to write drop(keys=t).
     advice = findings(masks.drop(keys=RIGHT_PADDED), S).split("\n")[0]
     assert "masks.keep(keys=t)" in advice
     assert "masks.drop(keys=t)" not in advice
@@ -99,12 +98,10 @@ def test_ordinary_padding_is_not_called_inverted(mask: Mask, causal: bool) -> No
 
 
 def test_an_empty_item_among_short_ones_is_not_called_inverted() -> None:
-    # DEFECT: lengths cannot have the wrong polarity, yet an empty item in a batch without a full one looks like it.
     assert "inverted" not in findings(masks.lengths(torch.tensor([0, 3])), L, S)
 
 
 def test_an_ordinarily_padded_batch_is_ok() -> None:
-    # DEFECT: every padded batch has keys that no query sees, so `ok` is never true for one.
     assert masks.keep(keys=RIGHT_PADDED).check(S).ok
     assert masks.keep(keys=LEFT_PADDED).check(S).ok
     assert masks.lengths(torch.tensor([7, 3])).check(S).ok
@@ -140,7 +137,6 @@ def test_queries_and_keys_exchanged() -> None:
 
 
 def test_a_wrong_batch_is_not_blamed_on_the_last_two_sizes() -> None:
-    # DEFECT: with L = S a mask of the right last sizes is told to transpose them.
     text = findings(masks.keep(torch.ones(7, L, L)), L, L, batch_size=2, num_heads=2)
     assert "got (7, 5, 5)" in text
     assert "exchanged" not in text
@@ -168,12 +164,10 @@ def test_shape_mistakes_are_findings_not_exceptions(mask: Mask, says: str) -> No
 
 def test_a_predicate_of_the_wrong_shape_or_dtype_is_a_finding() -> None:
     assert "fn to return a bool tensor" in findings(masks.mask_mod(lambda b, h, q, k: q - k), L, S)
-    # DEFECT: a predicate whose result does not broadcast ends in PyTorch's own RuntimeError.
     assert "mask_mod" in findings(masks.mask_mod(lambda b, h, q, k: torch.ones(1, 1, L + 1, S).bool()), L, S)
 
 
 def test_a_predicate_may_return_fewer_dimensions() -> None:
-    # DEFECT: (L, S) broadcasts to (B, H, L, S), but only four-dimensional results work.
     mask = masks.mask_mod(lambda b, h, q, k: (q >= k)[0, 0])
     assert mask.check(L, L, batch_size=2).ok
 

@@ -178,7 +178,6 @@ def test_what_the_mask_rules_out_is_skipped(mask: Mask, rows: slice, span: tuple
 
 
 def test_hidden_rows_are_found_when_one_row_is_all_that_fits_at_a_time() -> None:
-    # DEFECT: once B·H·S exceeds 2²³, every query is taken to see what the first one sees.
     heads, keys = 1 << 12, (1 << 11) + 1
     query, key = torch.ones(1, heads, 3, 1), torch.ones(1, heads, keys, 1)
     output = clearhead.attention(query, key, key, masks.mask_mod(lambda b, h, q, k: q >= 1))
@@ -200,7 +199,6 @@ def test_hidden_rows_are_found_when_one_row_is_all_that_fits_at_a_time() -> None
     ids=lambda mask: mask.describe(),
 )
 def test_a_batch_of_none_is_answered_with_nothing(mask: Mask) -> None:
-    # DEFECT: any mask but plain causal ends in ZeroDivisionError.
     x = torch.zeros(0, 3, 5, 2)
     assert clearhead.attention(x, x, x, mask).shape == (0, 3, 5, 2)
 
@@ -239,7 +237,6 @@ def test_dense_learns_sizes_from_the_masks_tensors() -> None:
     assert masks.causal().dense(query_positions=torch.arange(3), key_positions=torch.arange(4)).shape == (1, 1, 3, 4)
 
 
-# DEFECT, all six: a longest length or prefix is only a lower bound of S; a size of 1 broadcasts; positions know B.
 @pytest.mark.parametrize(
     ("mask", "given", "shape"),
     [
@@ -256,7 +253,6 @@ def test_dense_learns_no_more_than_the_mask_says(mask: Mask, given: dict[str, in
     assert mask.dense(**given).shape == shape
 
 
-# DEFECT, all five: `dense` does not validate; PyTorch's RuntimeError comes out, or (documents) a wrong mask.
 @pytest.mark.parametrize(
     ("mask", "given"),
     [

@@ -91,7 +91,6 @@ def test_positions_that_are_left_out_count_from_zero() -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
 def test_positions_may_have_any_integer_dtype(dtype: torch.dtype) -> None:
     # A window reaches below zero, where unsigned numbers wrap around; `documents` indexes with positions.
-    # DEFECT: uint8 gives a wrong window silently; int16, int8 and uint8 make `documents` fail in `gather`.
     positions = {"query_positions": QUERY_POSITIONS.to(dtype), "key_positions": KEY_POSITIONS.to(dtype)}
     q, k, ids = QUERY_POSITIONS.tolist(), KEY_POSITIONS.tolist(), DOCUMENTS[0].tolist()
     assert_means(masks.sliding_window(2, 1), table(lambda b, h, i, j: q[i] - 2 <= k[j] <= q[i] + 1), **positions)

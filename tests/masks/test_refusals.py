@@ -172,7 +172,6 @@ def test_the_whole_text(call: Call, text: str) -> None:
     assert str(caught.value) == text
 
 
-# DEFECT: what to do is missing, and what was expected does not say it.
 UNADVISED = ["device", "keys", "lengths, B", "lengths, L", "bool lengths", "1-D"]
 
 
@@ -183,14 +182,12 @@ def test_a_mismatch_comes_with_the_likely_fix(case: Refusal) -> None:
 
 
 def test_a_mask_of_square_sizes_is_not_told_to_transpose() -> None:
-    # DEFECT: with L = S a wrong batch is answered with "the last two sizes are exchanged".
     with pytest.raises(ShapeError, match=r"got \(3, 5, 5\)") as caught:
         attention(Q, Q, Q, masks.keep(torch.ones(3, 5, 5)))
     assert "exchanged" not in str(caught.value)
 
 
 def test_a_window_of_minus_one_is_not_answered_with_zero() -> None:
-    # DEFECT: where −1 is allowed it means "no limit", and the advice is to write 0, the smallest window there is.
     with pytest.raises(ArgumentError) as caught:
         masks.sliding_window(-1, 0)
     assert "Use 0 to see nothing" not in str(caught.value)
@@ -198,27 +195,23 @@ def test_a_window_of_minus_one_is_not_answered_with_zero() -> None:
 
 
 def test_whole_numbers_that_are_no_marks_are_not_sent_to_bias() -> None:
-    # DEFECT: bias refuses integers too; integers that are not 0 or 1 are lengths, ids or tokens.
     with pytest.raises(DTypeError, match=r"got torch\.int64 with 3\. ") as caught:
         masks.keep(torch.tensor([[3, 2]]))
     assert "masks.bias" not in str(caught.value)
 
 
 def test_prefixes_are_told_the_shape_they_take() -> None:
-    # DEFECT: (B, L) is offered, which `prefix` itself refuses.
     with pytest.raises(ShapeError) as caught:
         at_call(masks.prefix(ints(3)))()
     assert "(2, 5)" not in str(caught.value)
 
 
 def test_a_predicate_of_another_shape_is_refused() -> None:
-    # DEFECT: PyTorch's own RuntimeError comes out.
     with pytest.raises(ShapeError, match=r"^mask mask_mod\(fn\): expected .*got \(1, 1, 4, 7\)"):
         at_call(masks.mask_mod(lambda b, h, q, k: torch.ones(1, 1, 4, 7).bool()))()
 
 
 @pytest.mark.parametrize("positions", [ints(5) + 9, ints(5) - 1], ids=["beyond", "before"])
 def test_positions_without_a_document_are_refused(positions: Tensor) -> None:
-    # DEFECT: PyTorch's own RuntimeError (on an accelerator, an assertion that ends the process) comes out.
     with pytest.raises(ArgumentError, match=r"^mask documents\(\.\.\.\): expected "):
         at_call(masks.documents(ints(9)), query_positions=positions)()

@@ -146,7 +146,6 @@ LONG_MASKS = [
     masks.causal() & MANY_KEYS,
     masks.sliding_window(3, 3) & MANY_KEYS,
     ~masks.causal("bottom_right") & MANY_KEYS,
-    # DEFECT: the longest prefix is taken for the number of keys, and the mask cannot be drawn.
     (masks.causal() | masks.prefix(torch.tensor([7, 9]))) & MANY_KEYS,
     masks.mask_mod(lambda b, h, q, k: (q * k) % 7 == 0) & MANY_KEYS,
     masks.documents(torch.arange(LONG) // 1000),

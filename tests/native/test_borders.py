@@ -9,21 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from clearhead.kernels._native_calls import Request, backward, empty_lse, forward, statistics
 from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._native import use_instruction_set
-from clearhead.kernels._native_statistics import WeightStatistics
-from tests.support.native import needs_native
+from clearhead._native import instruction_sets, use_instruction_set
+from clearhead.kernels._native_plan import NativeArguments
 from tests.support.native_cases import CASES, numbers
 
+SETS = instruction_sets()
 GUARD = 64  # numbers before and behind each tensor
 BORDER = -131072.0  # exact in bfloat16 too
 SIZES = [(1, 1, 1, 1), (3, 17, 5, 3), (50, 131, 16, 19), (97, 7, 33, 1), (8, 300, 64, 64), (61, 547, 64, 32)]
 
-pytestmark = needs_native
+pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
 
 
 class Guarded:
@@ -44,10 +43,10 @@ class Guarded:
         )
 
 
-def request(query: Tensor, key: Tensor, value: Tensor, high: int) -> Request:
+def request(query: Tensor, key: Tensor, value: Tensor, high: int) -> NativeArguments:
     length, count = query.shape[2], key.shape[2]
     nothing = (None,) * 6
-    return Request(query, key, value, *nothing, 0.4, 0.0, 0.0, -length, min(high, count), count)
+    return NativeArguments(query, key, value, *nothing, 0.4, 0.0, 0.0, -length, min(high, count), count)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -62,7 +61,11 @@ def test_nothing_is_written_outside(
     def new_empty(self: Tensor, *shape: Any, dtype: torch.dtype | None = None) -> Tensor:
         return guarded.empty(*_flat(shape), dtype=dtype or self.dtype)
 
+    def new_empty_strided(self: Tensor, shape: Any, strides: Any, dtype: torch.dtype | None = None) -> Tensor:
+        return guarded.empty(*shape, dtype=dtype or self.dtype).as_strided(shape, strides)
+
     monkeypatch.setattr(Tensor, "new_empty", new_empty)
+    monkeypatch.setattr(Tensor, "new_empty_strided", new_empty_strided)
     monkeypatch.setattr(
         torch, "empty_like", lambda tensor, dtype=None: guarded.empty(*tensor.shape, dtype=dtype or tensor.dtype)
     )
@@ -70,8 +73,10 @@ def test_nothing_is_written_outside(
     query, key, value = (torch.randn(2, 2, *size).to(dtype) for size in sides)
     lse = guarded.empty(2, 2, length, dtype=torch.float64)
     call = request(query, key, value, high)
-    output = forward(call, lse)
-    found = (output, lse, *backward(call, output, lse, torch.randn_like(output), torch.randn(2, 2, length)))
+    rounded, plan = call.plan().forward(*call.inputs), call.plan(wide=True)
+    output = plan.forward(*call.inputs, lse=lse)
+    upstream = torch.randn(output.shape).to(dtype), torch.randn(2, 2, length)
+    found = (rounded, output, lse, *plan.backward(*call.inputs, output, lse, *upstream))
     assert all(tensor.isfinite().all() and not (tensor == BORDER).any() for tensor in found)
     assert guarded.untouched()
 
@@ -92,8 +97,21 @@ def test_statistics_write_nothing_outside(sizes: tuple[int, ...], high: int, ave
     top_weights, output = guarded.empty(2, 2, length, top_k), guarded.empty(2, 2, length, value_dim)
     weights = guarded.empty(2, 1 if averages else 2, length, count).zero_()
     pooled = guarded.empty(2, 2, min(7, length), min(7, count)).zero_()
-    wanted = WeightStatistics(None, *rows, *columns, top_weights, top_keys, output, weights, pooled)
-    statistics(request(query, key, value, high), wanted)
+    call = request(query, key, value, high)
+    names = ("largest", "visible", "entropy", "confidence", "norm", "received", "viewers")
+    call.plan().statistics(
+        *call.inputs,
+        output=output,
+        **dict(zip(names, (*rows, *columns), strict=True)),
+        top_weights=top_weights,
+        top_keys=top_keys,
+        top=top_k,
+        weights=weights,
+        weights_strides=(weights.stride(0), 0 if averages else weights.stride(1), weights.stride(2)),
+        map=pooled,
+        map_rows=pooled.shape[2],
+        map_columns=pooled.shape[3],
+    )
     found = (*rows, *columns, top_weights, output, weights, pooled)
     assert all(tensor.isfinite().all() and not (tensor == BORDER).any() for tensor in found)
     assert bool(((top_keys >= -1) & (top_keys < count)).all())
@@ -120,9 +138,10 @@ def test_what_lies_beside_the_inputs_does_not_matter(
 
 def _everything(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
     call = request(query, key, value, 1000)
-    lse = empty_lse(query)
-    output = forward(call, lse)
-    return output, lse, *backward(call, output, lse, gradient, None)
+    plan = call.plan(wide=True)
+    lse = plan.empty_lse(query)
+    output = plan.forward(*call.inputs, lse=lse)
+    return output, lse, *plan.backward(*call.inputs, output, lse, gradient)
 
 
 def test_several_threads_at_once() -> None:

@@ -16,6 +16,14 @@ from clearhead._native import extension
 
 ROOT = Path(__file__).parents[2]
 PRINT_BUILD = "import clearhead._native as n; print(n.__file__, n.instruction_set(), n.why_missing, sep='|')"
+PRINT_KERNELS = """
+import torch, clearhead, clearhead._native as n
+torch.set_num_threads({threads})
+x, y = torch.randn(1, 4, 128, 16), torch.randn(1, 4, 5, 16)
+print(n.extension.openmp, clearhead.explain(x, x, x).kernel, clearhead.explain(y, y, y).kernel)
+with clearhead.use_kernel("native"):
+    print(clearhead.explain(x, x, x).kernel, clearhead.attention(x, x, x).isfinite().all().item())
+"""
 #: Everything that runs in several threads where there is OpenMP, and both passes of every kind of call.
 TESTS = ("test_native_blocks.py", "test_native_few_rows.py", "test_native_bias.py")
 
@@ -59,12 +67,14 @@ def run(source: Path, *arguments: str) -> str:
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler to build with")
 def test_without_openmp_it_computes_the_same(tmp_path: Path) -> None:
     source = build(tmp_path, WITHOUT_OPENMP)
-    (library,) = (source / "clearhead" / "native").glob("_attention*.so")
+    (library,) = (source / "clearhead" / "_native").glob("_attention*.so")
     assert b"GOMP_parallel" not in library.read_bytes()
     file, instructions, why_missing = run(source, "-c", PRINT_BUILD).split("|")
     assert Path(file).is_relative_to(source)
     assert instructions != "None"
     assert why_missing == ""
+    assert run(source, "-c", PRINT_KERNELS.format(threads=1)).split() == ["False", *["native"] * 3, "True"]
+    assert run(source, "-c", PRINT_KERNELS.format(threads=2)).split() == ["False", "sdpa", *["native"] * 2, "True"]
     tests = [str(ROOT / "tests" / "kernels" / name) for name in TESTS]
     assert " passed" in run(source, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *tests)
 

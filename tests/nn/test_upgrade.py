@@ -225,8 +225,9 @@ def test_the_nested_tensor_path_of_the_encoder(x: Tensor, has_norm: bool, floats
     torch.testing.assert_close(upgraded, fast, atol=1e-5, rtol=0)
     assert torch.equal(upgraded[PADDING], fast[PADDING])
     assert torch.equal(model(x, None, padding), upgraded)
+    hooks = len(model._forward_hooks)
     clearhead.upgrade(model)
-    assert len(model._forward_hooks) == 1
+    assert len(model._forward_hooks) == hooks
 
 
 WITHOUT_NESTED_TENSORS = ("gradients", "training", "left padding", "a mask too", "no padding", "switched off")

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from .._call.caching import Cache, KeyValues, Positions
 from .._call.heads import merge_heads, split_heads
 from .._call.rows import Rows
 from .._call.spec import WeightsWanted
 from .._environment import Environment, autocast_off, cast_for_autocast
-from ..caches._base import Cache, KeyValues, Positions
 from ..masks._base import Mask, all_of
 from ..masks._tensors import as_mask
 from .packing import Costs, attend_rows, unpad

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..caches._base import Cache, KeyValues, Positions
+from .._call.caching import Cache, KeyValues, Positions
 from ..errors import ShapeError, explain_problem
 from ..masks._base import Mask, all_of
 from ..masks._check import as_positions

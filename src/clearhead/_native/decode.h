@@ -1,7 +1,7 @@
 // Few queries, as in decoding: keys and values are read once, in the order in which they lie, and the features are in
 // the lanes. The keys of a head may be split between threads: each leaves a partial result, and `merge` joins them.
 //
-// A partial result is, for every row, its row_max (in units of log 2), its sum, and its output that is not yet normalised;
+// A partial result is, for every row, its row maximum (in units of log 2), its sum, and its output that is not yet normalised;
 // and behind these the total of the outputs before the last chunks.
 #pragma once
 #include "forward.h"
@@ -94,7 +94,7 @@ static void mix_all(const float (*weights)[CHUNK], const T* value, int64_t strid
         mix<T, 1, R>(weights, value + d, stride, columns - d, count, ahead, fetched, output + d, width);
 }
 
-// Scores of R rows from `first` on with the keys [start, start + count) in units of log 2, −∞ where hidden; their row_maxima.
+// Scores of R rows from `first` on with the keys [start, start + count) in units of log 2, −∞ where hidden; their row maxima.
 template <class T, int R>
 static void score_chunk(const Problem& p, const Rows& rows, int64_t batch, int64_t kv_head, int64_t first,
                         int64_t start, int64_t count, const float* query, float (*scores)[CHUNK], float (&best)[R]) {

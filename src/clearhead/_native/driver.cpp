@@ -454,7 +454,7 @@ void clear_bias_gradient(const Problem& p) {
 }  // namespace
 
 // What is hidden altogether has weights of zero, so that only NaN and infinity in it can change a result, which is NaN then.
-// Such a call is repeated with zeros there: others pay for nothing but a look at their results.
+// Such a call is repeated with zeros there; any other costs one scan of its results for NaN.
 
 bool run_forward(const Kernels& kernels, const Problem& p, int64_t threads) {
     if (!compute_forward(kernels, p, threads)) return false;

@@ -23,7 +23,7 @@ static void clear_sums(SomeTile& tile, int64_t floats) {
     }
 }
 
-// Adds the total, scaled to the row_maxima of this run, to the sums of the run.
+// Adds the total, scaled to the row maxima of this run, to the sums of the run.
 template <class SomeTile>
 static void add_total(SomeTile& tile, int64_t floats) {
     if (!tile.total) return;
@@ -51,7 +51,7 @@ static void end_run(SomeTile& tile, int64_t floats) {
 // Whether sums over the keys are of more than one run.
 INLINE bool has_totals(const Problem& p) { return p.keys > RUN * BLOCK; }
 
-// Scores in units of log 2, into `to`; returns the row_maxima of the rows, which stay in memory: the sums need every register.
+// Scores in units of log 2, into `to`; returns the row maxima of the rows, which stay in memory: the sums need every register.
 template <int V, MaskForm FORM, bool CAPPED>
 INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const TileMask& mask,
                   const NextMasks& next, float* to, Floats (&row_maxima)[V]) {
@@ -88,7 +88,7 @@ INLINE Floats sum_of_group(const Floats (&x)[GROUP]) {
     return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }
 
-// Scores to weights in place, against the new row_maxima; and their sums.
+// Scores to weights in place, against the new row maxima; and their sums.
 template <int V>
 INLINE void exponentiate(const Problem& p, const Tile& tile, int64_t batch, int64_t key, int64_t count, float* weights,
                          const Floats (&row_maxima)[V], Floats (&sums)[V]) {
@@ -141,7 +141,7 @@ static void attend(const Problem& p, Tile& tile, int64_t batch, int64_t start, i
     }
 }
 
-// lse and the factor of the output of one row, from its row_max (in units of log 2) and its sum.
+// lse and the factor of the output of one row, from its row maximum (in units of log 2) and its sum.
 INLINE float finish_row(const Problem& p, int64_t batch, int64_t head, int64_t row, float row_max, float sum) {
     float factor = sum == 0 ? 0 : p.kept_factor / sum;
     if (!p.lse && !p.sinks) return factor;

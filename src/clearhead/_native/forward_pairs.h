@@ -14,7 +14,7 @@ namespace clearhead::ISA {
 constexpr int PAIR_BLOCK = 64;   // keys of a unit: what it works on lies in the nearest cache
 constexpr int PAIR_CHUNK = 512;  // keys that are packed at once
 constexpr int PAIR_RUN = 1024;   // keys that are summed without a total: tile registers add to the sums there are
-constexpr float LEEWAY = 8;      // weights may grow to 2^LEEWAY before sums are scaled to a new row_max
+constexpr float LEEWAY = 8;      // weights may grow to 2^LEEWAY before sums are scaled to a new row maximum
 
 struct PairTile {
     Rows rows;
@@ -71,7 +71,7 @@ INLINE Floats exp2_of_weight(Floats x) {
     return y * power;
 }
 
-// Scores to pairs of weights in their place, exp2(factor · score − row_max), and their sums.
+// Scores to pairs of weights in their place, exp2(factor · score − row maximum), and their sums.
 template <int V, bool DROP, class Beside>
 INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int64_t batch, float factor, float* scores,
                                const Floats (&row_maxima)[V], Floats (&sums)[V], const Beside& beside) {
@@ -95,7 +95,7 @@ INLINE void exponentiate_pairs(const Problem& p, const Unit<PairTile>& unit, int
         }
 }
 
-// Scales what a tile has summed, with the outputs that are still due, to new row_maxima if some have risen too far.
+// Scales what a tile has summed, with the outputs that are still due, to new row maxima if some have risen too far.
 template <int V>
 INLINE void raise_maxima(const Problem& p, PairTile& tile, const Floats (&found)[V], Product& due) {
     Floats risen = splat(-INFINITY);

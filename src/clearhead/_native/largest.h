@@ -1,10 +1,10 @@
-// The largest scores of each row of a panel: a limit from the row_maxima of its pieces first, then one look at every score.
+// The largest scores of each row of a panel: a limit from the row maxima of its pieces first, then one look at every score.
 #pragma once
 #include "score_panel.h"
 
 namespace clearhead::ISA {
 
-// The k-th largest row_max of some pieces together, in each lane: at least k scores are as large, and hardly more than k
+// The k-th largest row maximum of some pieces together, in each lane: at least k scores are as large, and hardly more than k
 // if there are many more such groups than k.
 static Floats least_of_largest(const ScorePanel& panel, int v, float* best) {
     const int64_t width = panel.tile.rows.vectors * LANES, k = panel.largest.count;
@@ -67,7 +67,7 @@ INLINE void note(Largest& largest, int64_t lane, float score, int64_t key) {
     largest.limit[lane] = largest.scores[(largest.count - 1) * TILE + lane];
 }
 
-// Notes which scores of a piece, whose row_maxima are given, are above their row's limit.
+// Notes which scores of a piece, whose row maxima are given, are above their row's limit.
 template <int V>
 INLINE void find_largest(Largest& largest, const float* scores, const float* row_maxima, int64_t key) {
 #pragma GCC unroll 4

@@ -10,6 +10,8 @@
 namespace clearhead {
 namespace {
 
+constexpr int64_t NO_LIMIT = int64_t(1) << 40;  // of a band: farther than any row is from any key
+
 // What is the same for all calls, with null for every address.
 struct PlanObject {
     PyObject_HEAD
@@ -57,7 +59,8 @@ void read_sizes(NamedArguments& args, Problem& p) {
 
 void read_masks(NamedArguments& args, PlanObject& plan) {
     Problem& p = plan.problem;
-    p.low = args.integer_or("low", -p.rows), p.high = args.integer_or("high", p.keys), p.stop = args.integer_or("stop", p.keys);
+    p.low = args.integer_or("low", -NO_LIMIT), p.high = args.integer_or("high", NO_LIMIT);
+    p.stop = args.integer_or("stop", p.keys);
     int64_t spans[2] = {};
     plan.spans = args.strides("spans", spans, 2);
     p.span_batch = spans[0], p.span_row = spans[1];

@@ -1,6 +1,6 @@
 // Statistics of the weights, and the output beside them, from all scores of a few tiles ("score panels") at once:
-//   1. scores against every key a tile sees, with the row_maxima of its rows;
-//   2. weights e^(s − row_max) in place of the scores, their sums, and their product with the values;
+//   1. scores against every key a tile sees, with the row maxima of its rows;
+//   2. weights e^(s − row maximum) in place of the scores, their sums, and their product with the values;
 //   3. sums over the rows of a tile, now that each row's total is known.
 // A panel grows with the number of keys alone, and QKᵀ is computed once.
 #pragma once
@@ -8,7 +8,7 @@
 
 namespace clearhead::ISA {
 
-constexpr int PIECE = GROUP;                   // keys whose row_maxima are kept, to find the largest scores quickly
+constexpr int PIECE = GROUP;                   // keys whose row maxima are kept, to find the largest scores quickly
 constexpr int64_t PANEL_FLOATS = 800 * 1024;  // of panels that share what is read of keys and values
 
 // Candidates for the `count` largest scores of each row, and their keys: (room × TILE).
@@ -29,10 +29,10 @@ struct ScorePanel {
     float *scores, *row_maxima;          // (keys × V·LANES), later the weights; (pieces × V·LANES)
     int32_t* seen;                  // of each block: whether any row sees any of it
     int64_t summed;                 // blocks of this run
-    float inner[TILE];              // Σ e^(s − row_max) · (s − row_max), in units of log 2
+    float inner[TILE];              // Σ e^(s − row maximum) · (s − row maximum), in units of log 2
     float total_inner[TILE];        // of the runs before
     float visible[TILE];            // how many keys each row sees
-    float factor[TILE];             // from e^(s − row_max) to p
+    float factor[TILE];             // from e^(s − row maximum) to p
     float counted[TILE];            // 1 for rows that sums over rows take in, else 0
 
     float* at(int64_t key) const { return scores + (key - start) * tile.rows.vectors * LANES; }

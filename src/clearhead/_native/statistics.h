@@ -1,8 +1,8 @@
 // Statistics of the weights, from a few panels at a time:
-//   1. scores against every key that a row sees, with the row_maxima of its pieces;
-//   2. weights e^(s − row_max) in place of the scores, their sums, and their product with the values;
+//   1. scores against every key that a row sees, with the row maxima of its pieces;
+//   2. weights e^(s − row maximum) in place of the scores, their sums, and their product with the values;
 //   3. sums over the rows of a panel, now that each row's total is known.
-// QKᵀ is computed once, and the weights leave the panel only as what is asked for.
+// QKᵀ is computed once, and the weights leave the panel only as what is wanted.
 #pragma once
 #include "largest.h"
 #include "maps.h"
@@ -32,7 +32,7 @@ static void count_visible(ScorePanel& panel, int64_t count, const TileMask& mask
     if (viewers) add_columns<V>(count, viewers, [&](int64_t j, int v) { return where_seen(j, v, counted[v]); });
 }
 
-// The scores of a part and the row_maxima of its pieces.
+// The scores of a part and the row maxima of its pieces.
 template <int V, class T>
 static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const Part<T>& part, const MaskScratch& room,
                        float* viewers) {
@@ -58,7 +58,7 @@ static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const
     by_form(mask, [&](auto form) { count_visible<V, form.value>(panel, part.count(), mask, viewers); });
 }
 
-// Scores to weights, in place, after a last look for the largest of them. Sums are taken for each part first, so that
+// Scores to weights, in place, after the largest of them are noted. Sums are taken for each part first, so that
 // none of them is long.
 template <int V, class T>
 static void weigh_part(ScorePanel& panel, const Part<T>& part) {
@@ -131,10 +131,10 @@ static void finish_rows(const Problem& p, const Statistics& s, ScorePanel& panel
         const double sum = panel.tile.sum[lane], ln2 = LN_OF_2;
         const double row_max = sum == 0 ? -INFINITY : sum != sum ? NAN : panel.tile.row_max[lane] * ln2;
         double factor = sum == 0 ? 0 : 1 / sum, entropy = sum == 0 ? 0 : log(sum), lse = row_max + entropy;
-        if (p.sinks && sum != 0) {  // one more term of the total: with shift the larger of row_max and sink,
+        if (p.sinks && sum != 0) {  // one more term of the total: with shift the larger of row maximum and sink,
             const double sink = p.sinks[rows.head[lane]], shift = row_max < sink ? sink : row_max;
             const double total = sum * exp(row_max - shift) + exp(sink - shift);
-            factor = exp(row_max - shift) / total;  // from e^(s − row_max) to e^(s − shift), over the total
+            factor = exp(row_max - shift) / total;  // from e^(s − row maximum) to e^(s − shift), over the total
             lse = log(total) + shift;
             entropy = sum * factor * (lse - row_max);
         } else if (p.sinks) {
@@ -217,7 +217,7 @@ static int64_t panels_together(const Problem& p) {
     return larger(1, smaller(MOST_TILES, PANEL_FLOATS / (TILE * keys_of_panel(p) + 1)));
 }
 
-// Floats of one panel: scores, row_maxima, which blocks are seen, queries, outputs and lists of the largest.
+// Floats of one panel: scores, row maxima, which blocks are seen, queries, outputs and lists of the largest.
 static int64_t panel_size(const Problem& p, const Statistics& s) {
     const int64_t keys = keys_of_panel(p), pieces = keys / PIECE;
     return (keys + pieces + p.dim + 2 * width_of_output(p) + 4 * s.top + 32) * TILE + round_up(keys / BLOCK, 16);
@@ -288,7 +288,7 @@ static void each_block(const Problem& p, const View& view, int64_t columns, int6
     }
 }
 
-// The rows of some panels from their queries to all that is asked for. The second walk over the keys goes backwards:
+// The rows of some panels from their queries to all that is wanted. The second walk over the keys goes backwards:
 // it begins with what the first has left in the cache.
 template <class T>
 static void work_through(const Problem& p, const Statistics& s, const Task& task, ScorePanel* panels, int64_t count,

@@ -133,7 +133,7 @@ static void rows_to_lanes(const View& view, const Rows& rows, int64_t batch, int
         }
 }
 
-// The way back, each row times its factor.
+// The reverse, each row times its factor.
 template <class T>
 static void lanes_to_rows(const float* from, const Rows& rows, int64_t batch, int64_t columns, const float* factors,
                           const View& view) {

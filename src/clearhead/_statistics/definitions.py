@@ -23,7 +23,7 @@ __all__ = ["STATISTICS", "Options", "Statistic", "TopK", "mean_of_tiles"]
 
 @dataclass(frozen=True)
 class Options:
-    """What statistics can be told; see `attention_statistics`."""
+    """Options of statistics; see `attention_statistics`."""
 
     top_k: int = 8
     map_size: int = 128
@@ -33,7 +33,19 @@ class Options:
 
 
 class TopK(NamedTuple):
-    """The keys each query attends to most, in falling order; index −1 and weight 0 where it sees fewer."""
+    """The keys each query attends to most, in falling order; index −1 and weight 0 where it sees fewer.
+
+    Args:
+        indices: int64 (B, H, L, k).
+        weights: (B, H, L, k).
+
+    Example:
+        >>> import torch, clearhead
+        >>> x = torch.eye(2)[None, None]
+        >>> found = clearhead.attention_statistics(x, x, clearhead.masks.causal(), statistics=("top_k",), top_k=2)
+        >>> found.top_k.indices.tolist()  # the first query sees one key
+        [[[[0, -1], [1, 0]]]]
+    """
 
     indices: Tensor
     weights: Tensor
@@ -56,7 +68,7 @@ class Statistic(ABC):
 
     @abstractmethod
     def add(self, rows: Rows) -> None:
-        """Take a block in."""
+        """Add a block."""
 
     @abstractmethod
     def result(self) -> dict[str, Any]:
@@ -72,7 +84,7 @@ class Statistic(ABC):
 
 @final
 class Entropy(Statistic):
-    """−Σ_j p_ij ln p_ij in nats (B, H, L), over keys: a sink's share is not a key.
+    """−Σ_j p_ij ln p_ij in nats (B, H, L), over keys: a sink is not a key.
 
     ``normalized_entropy`` is divided by ln of the number of visible keys; 0 where at most one is visible.
     """

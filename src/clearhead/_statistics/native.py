@@ -16,8 +16,8 @@ from .definitions import Options, TopK, mean_of_tiles
 
 __all__ = ["native_results"]
 
-#: Statistics, and what each takes of the kernel.
-_TAKES = {
+#: Statistics, and the result of the kernel that each is read from.
+_SOURCES = {
     "entropy": "entropy",
     "received": "received",
     "max_logit": "largest",
@@ -38,12 +38,12 @@ def native_results(
     It scores in float32, so calls whose scores are float64 are not for it; see `exact_dtype`.
     """
     top_k = min(options.top_k, call.grid.key_length)
-    chosen = [name for name in names if name in _TAKES and (name != "top_k" or top_k <= MOST_KEYS_OF_A_QUERY)]
+    chosen = [name for name in names if name in _SOURCES and (name != "top_k" or top_k <= MOST_KEYS_OF_A_QUERY)]
     if not chosen or exact_dtype(call) != torch.float32 or is_tracing() or refuses(call):
         return {}
     found = gather(
         call,
-        frozenset(_TAKES[name] for name in chosen),
+        frozenset(_SOURCES[name] for name in chosen),
         counted,
         top_k=top_k,
         map_size=options.map_size,

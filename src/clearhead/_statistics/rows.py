@@ -88,7 +88,7 @@ class Rows:
 
     @property
     def mass(self) -> Tensor:
-        """Σ_j p: 1, or less by a sink's share, 0 where nothing is visible, (b, h, l, 1)."""
+        """Σ_j p: 1, or less where a sink takes mass, 0 where nothing is visible, (b, h, l, 1)."""
         return self._term_sum / self.total
 
     @cached_property

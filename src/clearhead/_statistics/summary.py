@@ -26,6 +26,14 @@ class Summary:
 
     Args:
         values: statistic → module name → (H,) tensor.
+
+    Example:
+        >>> import torch, clearhead
+        >>> model = torch.nn.TransformerEncoderLayer(12, 3, batch_first=True).eval()
+        >>> with clearhead.record(model, statistics=("entropy",)) as rec:
+        ...     _ = model(torch.randn(2, 5, 12))
+        >>> rec.summary()["entropy"]["self_attn"].shape
+        torch.Size([3])
     """
 
     values: dict[str, dict[str, Tensor]]

@@ -55,7 +55,7 @@ class CrossKVCache(Cache):
             raise CacheError(
                 explain_problem(
                     "cache",
-                    expected="no gradients asked for: kept keys would hold on to their graph",
+                    expected="tensors without gradients: kept keys would hold on to their graph",
                     got="a key or value that requires them",
                     fix="Decode under torch.no_grad() or torch.inference_mode(), or train without a cache.",
                 )

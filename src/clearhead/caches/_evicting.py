@@ -35,7 +35,7 @@ class _Slots(NamedTuple):
 class EvictingKVCache(Cache):
     """At most `budget` keys per row and key/value head; when more come, a policy says which go.
 
-    Every key/value head chooses for itself. Attention runs on the fused kernels; a policy that asks for the weights
+    Every key/value head chooses for itself. Attention runs on the fused kernels; a policy that needs the weights
     gets them from `attention_statistics` in a second pass over the new queries alone. As long as nothing had to go, it
     is exact.
 

@@ -224,7 +224,7 @@ def spelt_out(positions: Positions, batch_size: int, count: int, device: torch.d
 
 
 def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> int | Tensor:
-    """What `crop` was asked for: an int from 0 to `most`, or one per row, (B,) int64."""
+    """The length given to `crop`: an int from 0 to `most`, or one per row, (B,) int64."""
     either = "an int or an integer tensor (B,)"
     if isinstance(length, Tensor):
         with_values("length", strided("length", length, either))

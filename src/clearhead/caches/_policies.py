@@ -16,12 +16,12 @@ __all__ = ["EvictionPolicy", "HeavyHitters", "Held", "RandomEviction", "SinksAnd
 
 @dataclass(frozen=True)
 class Held:
-    """What an evicting cache knows of the keys it holds, one entry per slot.
+    """The keys that an evicting cache holds, one entry per slot.
 
     Args:
         positions: (B, Hkv, S) absolute positions; −1 where nothing stands.
         received: (B, Hkv, S) the weight each key has received so far, summed over queries and the group's query heads,
-            Σ_i p_ij; zeros for a policy that does not ask for it.
+            Σ_i p_ij; zeros for a policy that does not need it.
         budget: how many keys may stay.
 
     Example:

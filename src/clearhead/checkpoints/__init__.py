@@ -1,7 +1,7 @@
-"""Other people's attention weights: recognise them by their names, load them, write them back.
+"""Attention weights from elsewhere: recognise them by their names, load them, write them back.
 
-`load` reads weights under anybody's names; `from_transformers` reads a known model's attention with everything that
-its configuration says.
+`load` reads weights by their names; `from_transformers` reads a known model's attention with every setting of its
+configuration.
 
 Example:
     >>> import torch

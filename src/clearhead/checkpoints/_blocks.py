@@ -35,7 +35,7 @@ class Block:
             the module.
         causal: whether the model hides the future from it.
         dropout: the setting with the dropout of the weights.
-        bias: whether query, key and value have a bias: yes, no, or as a setting says.
+        bias: whether query, key and value have a bias: yes, no, or a setting's value.
         out_bias: whether the output has one. Default as `bias`.
         layers: the setting with the number of layers.
         fused_by_head: whether the fused weight holds query, key and value of the first head, then of the second, and
@@ -115,7 +115,7 @@ class Layer:
 
     @property
     def head_dim(self) -> int:
-        """D; E / H where the configuration does not say it."""
+        """D; E / H where the configuration does not give it."""
         given = getattr(self.config, "head_dim", None)
         return self.embed_dim // self.num_heads if given is None else size("config.head_dim", given)
 
@@ -160,7 +160,7 @@ class Layer:
         return projections
 
     def require_nothing_left(self) -> None:
-        """Raise if the block has tensors that nobody has read: leaving them out could change what it computes."""
+        """Raise if the block has tensors that were not read: leaving them out could change what it computes."""
         here = (key for key in self.tensors if key.startswith(self.prefix) and key not in self._read)
         left = [
             key

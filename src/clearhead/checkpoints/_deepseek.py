@@ -143,7 +143,7 @@ def _theirs(ours: str) -> str:
 
 
 def _require_names(wanted: set[str], found: set[str], config: Any, prefix: str) -> None:
-    """Raise unless the tensors under the prefix are the ones that the configuration asks for."""
+    """Raise unless the tensors under the prefix are the ones that the configuration describes."""
     missing, unexpected = sorted(wanted - found), sorted(found - wanted)
     if not missing and not unexpected:
         return

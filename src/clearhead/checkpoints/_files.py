@@ -63,7 +63,7 @@ def _read_safetensors(path: Path) -> object:
 def _read_torch(path: Path) -> object:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    # What torch.load raises depends on the bytes it meets; any of it means that these are not plain tensors.
+    # What torch.load raises depends on the bytes; any of it means that these are not plain tensors.
     except Exception as error:
         raise _unreadable(
             path,

@@ -1,4 +1,4 @@
-"""Putting copies of somebody's tensors into a module that has no memory yet."""
+"""Putting copies of tensors into a module that has no memory yet."""
 
 from __future__ import annotations
 

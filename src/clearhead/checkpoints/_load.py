@@ -1,4 +1,4 @@
-"""`load` and `identify`: attention weights under anybody's names → `clearhead.MultiHeadAttention`."""
+"""`load` and `identify`: attention weights under known names → `clearhead.MultiHeadAttention`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _INPUTS: tuple[Role, ...] = ("query", "key", "value")
 
 
 def identify(source: Source, *, naming: str | Naming | None = None, prefix: str = "") -> Finding:
-    """Say which naming the attention weights of a source follow, without loading them.
+    """Find which naming the attention weights of a source follow, without loading them.
 
     Args:
         source: as for `load`.
@@ -57,9 +57,9 @@ def load(
     dropout: float | None = None,
     scale: float | None = None,
 ) -> MultiHeadAttention:
-    """Build a `clearhead.MultiHeadAttention` with a copy of somebody else's attention weights.
+    """Build a `clearhead.MultiHeadAttention` with a copy of attention weights from elsewhere.
 
-    The naming is recognised from the keys; the attribute ``loaded_from`` of the result says in words what was found,
+    The naming is recognised from the keys; the attribute ``loaded_from`` of the result describes what was found,
     and so does the logger ``clearhead`` at level INFO. Weights are all that is loaded: rotary positions, as in
     Llama, Mistral and Qwen2, are not applied, nor are masks, which go into the call; `from_transformers` reads them
     from a model's configuration. The result is batch first.
@@ -72,7 +72,7 @@ def load(
             "value": linear, "output": linear}`` (or ``q``, ``k``, ``v``, ``o``), each an `nn.Linear` or the (out, in)
             weight of one; or the path of a ``.safetensors`` file or of a state dict written by `torch.save`, which
             is read with ``weights_only=True``.
-        num_heads: H. Default: what the module says; weights do not say it, so otherwise it must be given.
+        num_heads: H. Default: the module's; shapes of weights do not determine it, so otherwise it must be given.
         num_kv_heads: Hkv. Default: read from the shapes.
         naming: name of the naming, or a `Naming` of your own. Default: recognised.
         prefix: path of the attention block, or of something that holds just one, inside the source. Default: none.

@@ -20,7 +20,7 @@ _LOGGER = logging.getLogger("clearhead")
 
 
 def from_transformers(source: Source, layer: int, *, config: Any = None, part: str | None = None) -> Attention:
-    """Build one attention layer of a transformers model: its weights and everything its configuration says.
+    """Build one attention layer of a transformers model: its weights and every setting of its configuration.
 
     That is: grouped heads and head size, rotary positions with their scaling, ALiBi or relative bias, norms of queries
     and keys, scale, soft-cap, sinks, sliding window, dropout. Known are Llama, Mistral, Qwen3, Gemma 2, gpt-oss,
@@ -36,7 +36,7 @@ def from_transformers(source: Source, layer: int, *, config: Any = None, part: s
             others. Default ``"self"``.
 
     Returns:
-        A `clearhead.MultiHeadAttention`, of DeepSeek a `clearhead._latent.MultiHeadLatentAttention`, with copies of
+        A `clearhead.MultiHeadAttention`, of DeepSeek a `clearhead.MultiHeadLatentAttention`, with copies of
         the tensors in their own dtypes, in the training mode of the model.
 
     Raises:
@@ -65,7 +65,7 @@ def from_transformers(source: Source, layer: int, *, config: Any = None, part: s
 
 
 def layers_from_transformers(source: Source, *, config: Any = None, part: str | None = None) -> list[Attention]:
-    """Build the attention of every layer of a transformers model; what layers share there, they share here.
+    """Build the attention of every layer of a transformers model; parameters shared there are shared here.
 
     T5's layers have one relative bias together. Everything else is as in `from_transformers`.
 

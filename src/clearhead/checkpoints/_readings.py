@@ -1,4 +1,4 @@
-"""What a configuration says about attention, as arguments of `MultiHeadAttention`: one function per setting."""
+"""Settings of a configuration as arguments of `MultiHeadAttention`: one function per setting."""
 
 from __future__ import annotations
 

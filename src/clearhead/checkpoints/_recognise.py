@@ -90,7 +90,7 @@ def _only_fit(tensors: Mapping[str, Tensor], namings: list[Naming], prefix: str)
 
 
 def _nothing_found(tensors: Mapping[str, Tensor], namings: tuple[Naming, ...], prefix: str) -> CheckpointError:
-    """Say what is there, what is missing, and which naming comes nearest."""
+    """Describe what is there, what is missing, and which naming comes nearest."""
     names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
     elsewhere = sorted({at for naming in namings for at in _places(tensors, naming)}, key=_natural)
     fix = f"There is attention under {', '.join(repr(at) for at in elsewhere)}. " if elsewhere else ""

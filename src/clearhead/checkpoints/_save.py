@@ -1,4 +1,4 @@
-"""`save`: the weights of a `clearhead.MultiHeadAttention` under somebody else's names."""
+"""`save`: the weights of a `clearhead.MultiHeadAttention` under another naming."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def save(module: MultiHeadAttention, naming: str | Naming, *, prefix: str = "") 
     Args:
         module: the module.
         naming: a name out of `checkpoints.NAMINGS`, such as ``"w_q"``, ``"d2l"`` or ``"torch"``, or a `Naming`.
-            ``"torch"`` writes the packed layout, or separate weights where `kdim` or `vdim` asks for them.
+            ``"torch"`` writes the packed layout, or separate weights where `kdim` or `vdim` requires them.
         prefix: path to put before the names. Default: none.
 
     Returns:

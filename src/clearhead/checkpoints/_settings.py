@@ -1,4 +1,4 @@
-"""What a module knows besides its weights: heads, dropout and scale."""
+"""Settings of a module besides its weights: heads, dropout and scale."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHILDREN = ("self", "attention")
 
 @dataclass(frozen=True)
 class Settings:
-    """What was read; None where the module does not say."""
+    """What was read; None where the module has no such setting."""
 
     num_heads: int | None = None
     dropout: float | None = None

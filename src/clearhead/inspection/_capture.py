@@ -1,4 +1,4 @@
-"""Seeing attention that other people's code computes with PyTorch's functions."""
+"""Capturing attention that other libraries compute with PyTorch's functions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Sink(Protocol):
         ...
 
     def captured(self, call: AttentionCall) -> None:
-        """Take a call that PyTorch computed."""
+        """Record a call that PyTorch computed."""
         ...
 
     @property
@@ -61,7 +61,7 @@ class Sink(Protocol):
         ...
 
     def missed(self, what: str) -> None:
-        """Take note of something that may be attention and cannot be recorded."""
+        """Note something that may be attention and cannot be recorded."""
         ...
 
 
@@ -104,7 +104,7 @@ class CaptureMode(TorchFunctionMode):
 
 
 def _step_out_of_graph() -> None:
-    """Nobody can watch inside a graph: let the compiler break it here and run what follows as it was written."""
+    """Break the compiler's graph: calls inside one cannot be observed."""
     if torch.compiler.is_dynamo_compiling():
         torch._dynamo.graph_break()  # pyright: ignore
 

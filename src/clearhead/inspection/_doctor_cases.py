@@ -91,12 +91,12 @@ class Inputs:
         return Inputs(self.case, {name: tensor.double() for name, tensor in self.tensors.items()})
 
     def explain(self) -> Explanation:
-        """What every kernel says to this call with its gradients."""
+        """Every kernel's reasons against this call with its gradients."""
         with torch.enable_grad():
             return self._explain()
 
     def explain_output(self) -> Explanation:
-        """What every kernel says to this call when no gradient is wanted."""
+        """Every kernel's reasons against this call without gradients."""
         with torch.no_grad():
             return self._explain()
 

@@ -19,7 +19,7 @@ __all__ = ["ModuleNames", "uncompiled"]
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Generator[None, None, None]:
-    """Run the compiled parts of a model as they were written inside the block: nobody can watch inside their graphs."""
+    """Run the compiled parts of a model uncompiled inside the block: calls inside a graph cannot be observed."""
     restore: list[tuple[nn.Module, str, Any]] = []
     added: list[nn.Module] = []
     try:
@@ -27,7 +27,7 @@ def uncompiled(model: nn.Module) -> Generator[None, None, None]:
             if getattr(module, "_compiled_call_impl", None) is not None:
                 restore.append((module, "_compiled_call_impl", getattr(module, "_compiled_call_impl")))  # noqa: B009
                 setattr(module, "_compiled_call_impl", None)  # noqa: B010
-            # `forward` of what torch.compile(module) returns, or any function that somebody compiled and put there
+            # `forward` of what torch.compile(module) returns, or any compiled function put there
             for name, value in list(vars(module).items()):
                 if _is_compiled(value):
                     restore.append((module, name, value))

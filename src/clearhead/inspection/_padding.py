@@ -18,9 +18,9 @@ _DECODER_SIGNS = ("decoder_input_ids", "decoder_inputs_embeds", "tgt", *_DECODER
 
 
 class PaddingFinder:
-    """Reads the root call of a model once and answers for each attention call which queries are real.
+    """Reads the root call of a model once and finds the real queries of each attention call.
 
-    In an encoder–decoder model the source's padding speaks of modules with ``encoder`` in their name, the target's of
+    In an encoder–decoder model the source's padding is that of modules with ``encoder`` in their name, the target's of
     the others.
 
     Args:
@@ -39,7 +39,7 @@ class PaddingFinder:
         self._input_length = _input_length(named)
 
     def query_mask(self, name: str, batch_size: int, query_length: int, key_length: int) -> Tensor | None:
-        """Bool (B, L) of real queries, or ``None`` if the root call does not say."""
+        """Bool (B, L) of real queries, or ``None`` if the root call has none."""
         mask = self._source
         if self._two_sided and "encoder" not in name.split("."):
             mask = self._target

@@ -172,15 +172,13 @@ class record(Drawable, Mapping[str, Calls]):
             self._report_unseen()
         elif kind.__module__ == "torch._dynamo.exc":
             raise RecordError(
-                "record: a compiled function attended inside the block, and nobody can watch inside its graph. Let it "
-                "run as it was written: with torch.compiler.set_stance('force_eager'), clearhead.record(model) as rec: "
+                "record: a compiled function attended inside the block, where calls cannot be observed. Run it "
+                "uncompiled: with torch.compiler.set_stance('force_eager'), clearhead.record(model) as rec: "
                 "…"
             ) from error
 
-    # What observers and the capture mode tell.
-
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
-        """Take a call of Clearhead's own attention."""
+        """Record a call of Clearhead's own attention."""
         if self.wants_call():
             what = obstacle(call.query, call.key, call.value)
             if what is None:
@@ -218,12 +216,10 @@ class record(Drawable, Mapping[str, Calls]):
             calls.kept.append(_queries_and_keys(call))
 
     def missed(self, what: str) -> None:
-        """Take note of something that the running module computed and that cannot be recorded."""
+        """Note something that the running module computed and that cannot be recorded."""
         name = self._running.current
         if name is not None:
             self._unseen.note(what, name)
-
-    # What the user asks for.
 
     def __getitem__(self, name: str) -> Calls:
         if not isinstance(name, str) or name not in self._calls:
@@ -303,7 +299,8 @@ class record(Drawable, Mapping[str, Calls]):
             residual: share of the residual connection. Default 0.5.
 
         Returns:
-            (B, t, L), see `clearhead._statistics.rollout`.
+            (B, t, L): r ← residual · r + (1 − residual) · r A_l from the last layer to the first, A_l the mean of
+            layer l's weights over heads.
 
         Raises:
             RecordError: if queries and keys were not kept. And what `rollout` raises.

@@ -1,4 +1,4 @@
-"""What attended inside a recorded model without being recorded, and how the user hears of it."""
+"""What attended inside a recorded model without being recorded, and the warning about it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def walkthrough(
     mask: Mask | Tensor | None = None,
     language: str = "en",
 ) -> Walkthrough:
-    """Run one call of a module step by step and say what every step and every shape means.
+    """Run one call of a module step by step and explain every step and every shape.
 
     The steps use the module's own projections and are computed as ``softmax(scale · q kᵀ + mask) v``; the
     module itself is then called as well, and the largest difference is reported. Everything runs in

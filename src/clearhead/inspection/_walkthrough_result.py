@@ -35,6 +35,12 @@ class Walkthrough:
         agrees: whether rounding explains that difference.
         hidden_rows: bool (B, H, L), ``True`` where a query sees no key.
         training: whether the module was in training mode (the steps are always those of evaluation mode).
+
+    Example:
+        >>> import clearhead, torch
+        >>> walk = clearhead.walkthrough(clearhead.MultiHeadAttention(12, 3), torch.randn(2, 5, 12))
+        >>> [step.name for step in walk.steps][-3:], walk.agrees
+        (['weighted_sum', 'merge', 'output_projection'], True)
     """
 
     language: str

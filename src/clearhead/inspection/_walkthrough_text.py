@@ -1,4 +1,4 @@
-"""What the walkthrough says, in English and in Chinese: one entry per step, the same names in both."""
+"""The text of the walkthrough, in English and in Chinese: one entry per step, the same names in both."""
 
 from __future__ import annotations
 

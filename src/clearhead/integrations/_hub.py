@@ -21,7 +21,7 @@ def read_model(name: str, *, notify: Callable[[str], None]) -> tuple[Any, Any]:
     """Read a model without its task's head, in float32 and with eager attention, and its tokenizer.
 
     Args:
-        name: a folder, or a name on the Hugging Face hub; the local cache is asked before the network.
+        name: a folder, or a name on the Hugging Face hub; the local cache comes before the network.
         notify: called with a sentence before anything is downloaded.
 
     Raises:
@@ -65,7 +65,7 @@ def _from_hub(name: str, notify: Callable[[str], None]) -> tuple[Any, Any]:
 
 
 def _require_on_hub(name: str) -> None:
-    """One quick question, because transformers asks for minutes where there is no network."""
+    """One quick request, because transformers retries for minutes where there is no network."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .._environment import is_tracing, is_transformed
+from ..masks._base import Mask
 
 __all__ = ["Carried", "additive_mask", "carried_by", "carrying", "values_of"]
 
@@ -26,8 +27,8 @@ __all__ = ["Carried", "additive_mask", "carried_by", "carrying", "values_of"]
 class Carried(NamedTuple):
     """What an additive mask stands for."""
 
-    visible: Tensor | None
-    """Bool mask, ``True`` = may attend; ``None`` for causal with the last query at the last key."""
+    mask: Mask | None
+    """Shared by the layers of a forward; ``None`` for causal with the last query at the last key."""
 
 
 class _LazyMask(Tensor):

@@ -9,6 +9,7 @@ from torch import nn
 from ..errors import DTypeError, explain_problem
 from ..nn._encoder import drop_padding, keep_padding
 from ..nn._multihead_attention import MultiheadAttention, keep_off_fast_path
+from ..nn._sharing import STACKS, share_masks, stop_sharing
 
 __all__ = ["UpgradeReport", "downgrade", "upgrade"]
 
@@ -23,6 +24,13 @@ class UpgradeReport:
         changed: qualified names of the modules whose class was swapped.
         left: names of attention modules that were left alone, with the reason.
         encoders: names of the `nn.TransformerEncoder`s whose nested-tensor path was switched off or on.
+
+    Example:
+        >>> import torch, clearhead
+        >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(12, 2, batch_first=True), 1)
+        >>> report = clearhead.upgrade(model)
+        >>> report.changed, report.left, report.encoders
+        (('layers.0.self_attn',), {}, ('',))
     """
 
     action: str
@@ -76,6 +84,9 @@ def upgrade(model: nn.Module) -> UpgradeReport:
             left[name] = "it is Clearhead's already"
         elif isinstance(module, nn.MultiheadAttention):
             left[name] = f"{type(module).__module__}.{type(module).__qualname__} is a subclass with code of its own"
+    for module in model.modules():
+        if isinstance(module, STACKS) and _holds_ours(module):
+            share_masks(module)
     return UpgradeReport("upgraded", tuple(changed), left, _nested_off(model))
 
 
@@ -111,6 +122,9 @@ def downgrade(model: nn.Module) -> UpgradeReport:
             changed.append(name)
         elif isinstance(module, MultiheadAttention):
             left[name] = f"{type(module).__module__}.{type(module).__qualname__} is a subclass with code of its own"
+    for module in model.modules():
+        if isinstance(module, STACKS) and not _holds_ours(module):
+            stop_sharing(module)
     return UpgradeReport("downgraded", tuple(changed), left, _nested_back(model))
 
 

@@ -40,6 +40,7 @@ from ..errors import (
     in_words_of,
     shape_text,
 )
+from ..masks._prepared import shared
 from ._lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
 
 __all__ = ["attention_forward", "make_mask", "register"]
@@ -129,6 +130,14 @@ def attention_forward(
     Raises:
         ArgumentError: for a keyword that would change the result and is not supported, by name.
         DTypeError, MaskTypeError, ShapeError: for a mask that cannot be read.
+
+    Example:
+        >>> import torch
+        >>> from clearhead.integrations.transformers import attention_forward
+        >>> query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8)
+        >>> output, weights = attention_forward(torch.nn.Module(), query, key, key, None, output_attentions=True)
+        >>> output.shape, weights.shape
+        (torch.Size([2, 5, 4, 8]), torch.Size([2, 4, 5, 7]))
     """
     _refuse_unknown(others)
     try:
@@ -213,6 +222,11 @@ def make_mask(
         What transformers' ``eager_mask`` returns: an additive mask (B, 1, L, S), or ``None`` where nothing is hidden
         and the model takes that. Its values are computed when they are first read; `attention_forward` reads the bool
         mask that it carries, or that it is causal.
+
+    Example:
+        >>> from clearhead.integrations.transformers import make_mask
+        >>> make_mask(batch_size=2, q_length=5, kv_length=5).shape
+        torch.Size([2, 1, 5, 5])
     """
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
     for name, value in sizes.items():
@@ -237,7 +251,8 @@ def make_mask(
         build = partial(eager_mask, **described, dtype=dtype)
     else:
         return None
-    return carrying(Carried(visible), build, (batch_size, 1, q_length, kv_length), dtype, device)
+    mask = None if visible is None else shared(masks.keep(visible))
+    return carrying(Carried(mask), build, (batch_size, 1, q_length, kv_length), dtype, device)
 
 
 def _require_offset(q_offset: object) -> None:
@@ -249,7 +264,17 @@ def _require_offset(q_offset: object) -> None:
 
 
 def register() -> None:
-    """Make ``clearhead`` a name that ``model.set_attn_implementation`` knows; importing this module does it."""
+    """Make ``clearhead`` a name that ``model.set_attn_implementation`` takes; importing this module does it.
+
+    Example:
+        >>> import clearhead.integrations.transformers
+        >>> from transformers import BertConfig, BertModel
+        >>> sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+        >>> model = BertModel(BertConfig(vocab_size=11, **sizes)).eval()
+        >>> model.set_attn_implementation("clearhead")
+        >>> model(torch.tensor([[1, 2, 3]]), output_attentions=True).attentions[0].shape
+        torch.Size([1, 2, 3, 3])
+    """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
 
@@ -291,7 +316,7 @@ def _given_mask(given: Tensor, query: Tensor, key: Tensor) -> masks.Mask | None:
         raise MaskTypeError(explain_problem("attention_mask", expected="a tensor or None", got=type(given).__name__))
     carried = carried_by(given)
     if carried is not None:
-        return _causal(query, key) if carried.visible is None else masks.keep(carried.visible)
+        return _causal(query, key) if carried.mask is None else carried.mask
     given = strided("attention_mask", values_of(given))
     if given.dtype == torch.bool:
         return masks.keep(given)

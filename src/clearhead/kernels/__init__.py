@@ -1,4 +1,4 @@
-"""What a kernel is, and why one refuses a call. `clearhead.use_kernel` forces one by name."""
+"""What a kernel is, and why one refuses a call. `clearhead.use_kernel` forces one."""
 
 from ._base import Kernel, Refusal
 

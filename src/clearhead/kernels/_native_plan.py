@@ -117,9 +117,12 @@ class NativePlan:
     ) -> None:
         (batch, heads, rows, dim), (_, kv_heads, keys, value_dim) = query[0], value[0]
         self._contiguous = tuple(not _has_whole_rows(*layout) for layout in (query, key, value))
+        self._copies = True in self._contiguous
         strides = [_strides_as_read(*layout) for layout in (query, key, value)]
         of_gradient = _contiguous_strides if contiguous_gradients else _strides_of_gradient
-        self._gradients = tuple((shape, of_gradient(shape, strides)) for shape, strides in (query, key, value))
+        self._gradients = tuple(
+            (shape, strides if any(offsets) else of_gradient(shape, strides)) for shape, strides in (query, key, value)
+        )
         self._shape = (batch, heads, rows, value_dim)
         self._strides = output or _strides_of_output(self._shape, query[1])
         self._output_dtype = torch.float32 if wide else dtype
@@ -162,6 +165,8 @@ class NativePlan:
 
     def empty_output(self, like: Tensor) -> Tensor:
         """(B, H, L, Dv), not written yet."""
+        if self._output_dtype is like.dtype:
+            return like.new_empty_strided(self._shape, self._strides)
         return like.new_empty_strided(self._shape, self._strides, dtype=self._output_dtype)
 
     def empty_lse(self, like: Tensor) -> Tensor:
@@ -203,14 +208,14 @@ class NativePlan:
             output_gradient: (B, H, L, Dv).
             lse_gradient: (B, H, L), or ``None``.
             bias_gradient: an `empty_bias_gradient`, if it is wanted.
-            gradients: what they are written to, laid out as the inputs are. Default: new tensors.
+            gradients: what they are written to, laid out as the inputs; required with offsets. Default: new tensors.
         """
         if gradients is None:
             dq, dk, dv = (query.new_empty_strided(shape, strides) for shape, strides in self._gradients)
             gradients = (dq, dk, dv)
             places = (dq.data_ptr(), dk.data_ptr(), dv.data_ptr())
         else:
-            places = self._places(*gradients)
+            places = tuple(x.data_ptr() + offset for x, offset in zip(gradients, self._offsets, strict=True))
         correction = torch.empty_like(lse, dtype=torch.float32)
         if output.stride() != self._strides:
             output = output.new_empty_strided(self._shape, self._strides).copy_(output)
@@ -252,23 +257,23 @@ class NativePlan:
         given = {name: _address(x) if isinstance(x, Tensor) else x for name, x in wanted.items()}
         self._statistics(*self._call(query, key, value, output, lse, extras), **given)
 
-    def _as_read(self, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _as_read(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Elements of a row have to lie side by side, as they are; all other strides are the plan's business."""
-        if True not in self._contiguous and not any(map(Tensor.is_neg, tensors)):
-            return cast("tuple[Tensor, Tensor, Tensor]", tensors)
-        resolved = (tensor.resolve_neg() for tensor in tensors)  # the kernel would read x where a view means −x
+        if not (self._copies or query.is_neg() or key.is_neg() or value.is_neg()):
+            return query, key, value
+        # The kernel would read x where a view means −x.
+        resolved = (query.resolve_neg(), key.resolve_neg(), value.resolve_neg())
         copied = (x.contiguous() if copy else x for x, copy in zip(resolved, self._contiguous, strict=True))
         return cast("tuple[Tensor, Tensor, Tensor]", tuple(copied))
-
-    def _places(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int, int]:
-        of_query, of_key, of_value = self._offsets
-        return query.data_ptr() + of_query, key.data_ptr() + of_key, value.data_ptr() + of_value
 
     def _call(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor | None, lse: Tensor | None, extras: Extras
     ) -> tuple[int, ...]:
+        of_query, of_key, of_value = self._offsets
         return (
-            *self._places(query, key, value),
+            query.data_ptr() + of_query,
+            key.data_ptr() + of_key,
+            value.data_ptr() + of_value,
             0 if output is None else output.data_ptr(),
             0 if lse is None else lse.data_ptr(),
             *(_NO_ADDRESSES if extras is NO_EXTRAS else extras.addresses()),

@@ -133,7 +133,7 @@ def _gather(
     if "map" in wanted:
         found.map = empty(min(map_size[0], length), min(map_size[1], keys)).zero_()
         found.map_max = map_max
-    plan.statistics(*request.inputs, request.extras, found.output, **_wanted(found))
+    plan.statistics(*request.inputs, request.extras, found.output, None, **_wanted(found))
     return found
 
 

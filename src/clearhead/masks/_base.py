@@ -9,20 +9,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
 
 from ..errors import MaskTypeError
 from ._grid import Block, Grid
+from ._report import MaskReport
 from ._structure import UNKNOWN, Structure
 
-if TYPE_CHECKING:
-    from ._check import MaskReport
-    from ._prepared import PreparedMask
-
-__all__ = ["And", "Mask", "Not", "Or", "Sizes", "all_of"]
+__all__ = ["And", "Mask", "Not", "Or", "Sizes", "Tools", "all_of", "provide"]
 
 Result = TypeVar("Result")
 
@@ -123,8 +120,12 @@ class Mask(ABC):
         """Whether no call can be refused because of this mask."""
         return False
 
+    def after(self, parts: tuple[Mask, ...]) -> Mask:
+        """This mask and these, which come first."""
+        return And(parts + self.parts())
+
     def __and__(self, other: object) -> Mask:
-        return And(self.parts() + _operand(other, "&").parts())
+        return _operand(other, "&").after(self.parts())
 
     def __or__(self, other: object) -> Mask:
         return Or(_predicate(self, "|"), _predicate(_operand(other, "|"), "|"))
@@ -166,12 +167,10 @@ class Mask(ABC):
             tensor([[1, 0, 0],
                     [1, 1, 0]], dtype=torch.int32)
         """
-        from ._check import grid_for
-        from ._lowering import dense_mask
-
-        grid = grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+        tools = _tools()
+        grid = tools.grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
         self.validate(grid)
-        return dense_mask(self, grid)
+        return tools.dense(self, grid)
 
     def prepare(
         self,
@@ -182,12 +181,12 @@ class Mask(ABC):
         num_heads: int | None = None,
         query_positions: Tensor | int | None = None,
         key_positions: Tensor | int | None = None,
-    ) -> PreparedMask:
+    ) -> Mask:
         """Fix the mask for one grid, so that many calls lower it once.
 
         The result is a snapshot: what is written later to a tensor given to the mask, or to positions, does not change
         it. (What a function given to `masks.mask_mod` reads besides its arguments is not copied, and must not change.)
-        A `clearhead.Encoder` or `Decoder` shares its mask among its layers without being told.
+        The stacks of `clearhead.transformer` share their masks among their layers by themselves.
 
         Args:
             query_length, key_length, query_positions, key_positions: of the calls; as for `dense`.
@@ -212,13 +211,11 @@ class Mask(ABC):
             >>> x.shape
             torch.Size([2, 5, 12])
         """
-        from ._check import grid_for
-        from ._prepared import prepared
-
-        grid = grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+        tools = _tools()
+        grid = tools.grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
         known = self.sizes()
         open_batch = batch_size is known.batch_size is None and grid.batch_size == 1
-        return prepared(self, grid, open_batch, num_heads is known.num_heads is None)
+        return tools.prepared(self, grid, open_batch, num_heads is known.num_heads is None)
 
     def check(
         self,
@@ -245,14 +242,40 @@ class Mask(ABC):
             >>> print(masks.keep(keys=padding).check(3).findings[0])  # doctest: +ELLIPSIS
             inverted padding: item 0 shows no key at all ...
         """
-        from ._check import check_mask
-
-        return check_mask(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+        return _tools().check(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
 
     def __repr__(self) -> str:
-        from ._picture import draw
+        return _tools().draw(self)
 
-        return draw(self)
+
+@dataclass(frozen=True)
+class Tools:
+    """What methods of `Mask` call that is itself made of masks. `clearhead.masks` provides it when it is imported.
+
+    Args:
+        grid_for: sizes completed by what the mask's tensors determine.
+        dense, prepared, check, draw: see the methods of `Mask`.
+        from_tensor: a mask of a tensor that is combined with one.
+    """
+
+    grid_for: Callable[..., Grid]
+    dense: Callable[[Mask, Grid], Tensor]
+    prepared: Callable[[Mask, Grid, bool, bool], Mask]
+    check: Callable[..., MaskReport]
+    draw: Callable[[Mask], str]
+    from_tensor: Callable[[object], Mask]
+
+
+_provided: list[Tools] = []
+
+
+def provide(tools: Tools) -> None:
+    """Give the methods of `Mask` what they call."""
+    _provided[:] = [tools]
+
+
+def _tools() -> Tools:
+    return _provided[0]
 
 
 @final
@@ -400,9 +423,7 @@ def _operand(other: object, symbol: str) -> Mask:
     if isinstance(other, Mask):
         return other
     if isinstance(other, Tensor):
-        from ._tensors import as_mask
-
-        return as_mask(other)
+        return _tools().from_tensor(other)
     raise MaskTypeError(
         f"mask {symbol} {type(other).__name__}: a mask combines with another mask or a bool tensor, "
         f"got {type(other).__name__}. Wrap tensors with masks.keep(...), masks.drop(...) or masks.bias(...)."

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -12,38 +10,11 @@ from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, Sha
 from ._base import Mask
 from ._coverage import find_coverage
 from ._grid import Block, Grid
+from ._report import MaskReport
 
-__all__ = ["MaskReport", "check_mask", "grid_for"]
+__all__ = ["check_mask", "grid_for"]
 
 _CORNER = 64  # rows and columns looked at to tell a causal mask from its opposite
-
-
-@dataclass(frozen=True)
-class MaskReport:
-    """What `Mask.check` found; ``ok`` if nothing.
-
-    Args:
-        description: the mask as its user would write it.
-        findings: one sentence each.
-
-    Example:
-        >>> from clearhead import masks
-        >>> report = masks.causal().check(4)
-        >>> report.ok, str(report)
-        (True, 'causal(): nothing suspicious')
-    """
-
-    description: str
-    findings: tuple[str, ...]
-
-    @property
-    def ok(self) -> bool:
-        return not self.findings
-
-    def __str__(self) -> str:
-        if self.ok:
-            return f"{self.description}: nothing suspicious"
-        return "\n".join([f"{self.description}:", *(f"  - {finding}" for finding in self.findings)])
 
 
 def check_mask(

@@ -14,7 +14,7 @@ from ._base import Mask
 from ._grid import Block, Grid
 from ._lowering import chosen_cell, row_blocks
 from ._native_reach import find_natively
-from ._structure import Band, RowRanges, Structure, both
+from ._structure import Band, RowRanges, Structure
 
 __all__ = ["COVERS_ALL", "Coverage", "coverage", "find_coverage"]
 
@@ -87,17 +87,17 @@ def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor, Tenso
     rows, keys = structure.rows, structure.keys
     if structure.band is None and (rows is None or (rows.stop.shape[1] == 1 and rows.first is None)):
         if rows is not None:
-            keys = both(torch.arange(grid.key_length, device=grid.device) < rows.stop, keys)
+            keys = _and(torch.arange(grid.key_length, device=grid.device) < rows.stop, keys)
         seeing, seen = _of_marks(structure.queries, keys, grid)
     else:
         first, stop = _ends(rows, structure.band or Band.whole(grid), grid)  # (1 or B, L) each
-        seeing = both(_any_key(first, stop, keys, grid), structure.queries)
-        some = both(stop > first, structure.queries)
+        seeing = _and(_any_key(first, stop, keys, grid), structure.queries)
+        some = _and(stop > first, structure.queries)
         # Ranges begin and end: the running number of those that are open is above zero where a key is seen.
         count = some.long()
         opened = count.new_zeros(len(count), grid.key_length + 1)
         opened.scatter_add_(1, first.expand_as(count), count).scatter_add_(1, stop.expand_as(count), -count)
-        seen = both(opened.cumsum(1)[:, : grid.key_length] > 0, keys)
+        seen = _and(opened.cumsum(1)[:, : grid.key_length] > 0, keys)
     return seeing[:, None], seen[:, None]
 
 
@@ -106,8 +106,12 @@ def _of_marks(queries: Tensor | None, keys: Tensor | None, grid: Grid) -> tuple[
     every = torch.ones(1, 1, dtype=torch.bool, device=grid.device)
     seeing = every if keys is None else keys.any(1, keepdim=True)
     seen = every if queries is None else queries.any(1, keepdim=True)
-    seeing, seen = both(seeing, queries), both(seen, keys)
+    seeing, seen = _and(seeing, queries), _and(seen, keys)
     return seeing.expand(-1, grid.query_length), seen.expand(-1, grid.key_length)
+
+
+def _and(one: Tensor, other: Tensor | None) -> Tensor:
+    return one if other is None else one & other
 
 
 def _ends(rows: RowRanges | None, band: Band, grid: Grid) -> tuple[Tensor, Tensor]:

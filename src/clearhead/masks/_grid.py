@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ ALL = slice(None)
 
 def _all() -> slice:
     return ALL
+
+
+def _empty() -> dict[object, Any]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Grid:
     device: torch.device
     query_positions: Tensor | int | None = None
     key_positions: Tensor | int | None = None
+    #: What a mask has found out for this grid at some cost; it lives as long as the call.
+    memo: dict[object, Any] = field(default_factory=_empty, compare=False, repr=False)
 
     @property
     def has_positions(self) -> bool:

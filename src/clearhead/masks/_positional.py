@@ -445,6 +445,11 @@ class _Documents(Mask):
     def structure(self, grid: Grid) -> Structure:
         if grid.shift is None or is_tracing() or is_transformed() or not _worth_reading(self._ids, grid):
             return UNKNOWN
+        if self not in grid.memo:
+            grid.memo[self] = self._structure(grid)
+        return grid.memo[self]
+
+    def _structure(self, grid: Grid) -> Structure:
         ranges = _row_ranges(self._ids)
         if ranges is None:
             return UNKNOWN

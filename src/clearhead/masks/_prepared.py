@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from copy import deepcopy
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar, final
 
 import torch
@@ -14,6 +14,7 @@ from .._environment import is_tracing, is_transformed
 from ..errors import ArgumentError, DeviceError, ShapeError, explain_problem
 from ._base import And, Mask, Sizes
 from ._grid import Block, Grid
+from ._lowering import chosen_cell
 from ._structure import Structure
 
 __all__ = ["PreparedMask", "prepared", "shared"]
@@ -130,6 +131,9 @@ class PreparedMask(Mask):
     def describe(self) -> str:
         return self._mask.describe()
 
+    def __repr__(self) -> str:
+        return f"<mask {self.describe()}, prepared for {_sizes_text(self._sizes_of(self._grid))}>"
+
     def _sizes_of(self, grid: Grid) -> dict[str, int]:
         """The sizes that this mask depends on."""
         sizes = _sizes_of(grid)
@@ -146,6 +150,7 @@ class _SharedMask(Mask):
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
         self._prepared: dict[Hashable, PreparedMask] = {}
+        self._combined: dict[Hashable, Mask] = {}
 
     def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
         if is_tracing() or is_transformed():
@@ -182,6 +187,26 @@ class _SharedMask(Mask):
     def signature(self) -> Hashable | None:
         return self._mask.signature()
 
+    def parts(self) -> tuple[Mask, ...]:
+        return self._mask.parts()
+
+    def after(self, parts: tuple[Mask, ...]) -> Mask:
+        return self._with_rules(parts) or super().after(parts)
+
+    def __and__(self, other: object) -> Mask:
+        if isinstance(other, Mask) and (combined := self._with_rules(other.parts())) is not None:
+            return combined
+        return super().__and__(other)
+
+    def _with_rules(self, rules: tuple[Mask, ...]) -> Mask | None:
+        """This mask and rules without tensors, such as a layer's window: shared by all layers that have the same."""
+        signatures = tuple(rule.signature() if rule.fits_any_call else None for rule in rules)
+        if None in signatures:
+            return None
+        if signatures not in self._combined:
+            self._combined[signatures] = _SharedMask(And(self.parts() + rules))
+        return self._combined[signatures]
+
     @property
     def has_bias(self) -> bool:
         return self._mask.has_bias
@@ -200,8 +225,8 @@ def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool) -> Prepar
     Args:
         mask: copied, but for what a function given to `masks.mask_mod` closes over.
         grid: whose positions are copied too.
-        any_batch, any_heads: whether B and H were left open. They stay open where the mask's structure is all that it
-            says, which is the same for all items (heads).
+        any_batch, any_heads: whether B and H were left open. They stay open where the mask is the same for all items
+            (heads).
     """
     if any(tensor.requires_grad for tensor in mask.bias_tensors()):
         raise ArgumentError(
@@ -215,11 +240,10 @@ def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool) -> Prepar
     mask.validate(grid)
     with torch.inference_mode(False), torch.no_grad():
         mask = And(tuple(map(_snapshot, mask.parts()))) if len(mask.parts()) > 1 else _snapshot(mask)
-        places = (deepcopy(each) for each in (grid.query_positions, grid.key_positions))
-        sizes = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
-        grid = Grid(*sizes, grid.device, *places)
-        exact = mask.structure(grid).exact
-    return PreparedMask(mask, grid, any_batch and exact, any_heads and exact)
+        queries, keys = (deepcopy(each) for each in (grid.query_positions, grid.key_positions))
+        grid = replace(grid, query_positions=queries, key_positions=keys, memo={})
+        batch, heads = _depends_on(mask, grid)
+    return PreparedMask(mask, grid, any_batch and not batch, any_heads and not heads)
 
 
 def shared(mask: Mask | None) -> Mask | None:
@@ -231,6 +255,15 @@ def shared(mask: Mask | None) -> Mask | None:
     if not learnt:
         return _SharedMask(mask)
     return And((*learnt, _SharedMask(And(rest)))) if rest else mask
+
+
+def _depends_on(mask: Mask, grid: Grid) -> tuple[bool, bool]:
+    """Whether the mask differs between batch items, and between heads; one cell of two of each shows it."""
+    if mask.structure(grid).exact or 0 in (grid.query_length, grid.key_length):
+        return False, False
+    cell = chosen_cell(replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads), memo={}))
+    shapes = [each.shape for each in (mask.visible(cell), mask.bias(cell, torch.float32)) if each is not None]
+    return any(shape[0] > 1 for shape in shapes), any(shape[1] > 1 for shape in shapes)
 
 
 def _snapshot(mask: Mask) -> Mask:
@@ -262,7 +295,7 @@ def _place(positions: Tensor | int | None) -> Hashable:
 def _equal_positions(own: Tensor | int | None, other: Tensor | int | None) -> bool:
     if isinstance(own, Tensor) and isinstance(other, Tensor):
         return own.shape == other.shape and torch.equal(own, other)
-    return type(own) is type(other) and own == other
+    return not isinstance(own, Tensor) and not isinstance(other, Tensor) and own == other
 
 
 def _tensors_in(found: object) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from ..errors import DTypeError, ShapeError, explain_problem, shape_text
 from ..masks import bias, causal, drop
 from ..masks._base import Mask, Not, Or, all_of
 from ..masks._positional import prefix
+from ._sharing import shared_in_forward
 
 __all__ = ["Sizes", "hidden_mask"]
 
@@ -32,6 +33,15 @@ def hidden_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, sizes: Sizes
 ) -> Mask | None:
     """Combine `nn.MultiheadAttention`'s three ways to hide keys; a key must be allowed by all of them."""
+    tensors = attn_mask, key_padding_mask
+    if attn_mask is key_padding_mask is None:
+        return _translated(attn_mask, key_padding_mask, is_causal, sizes)
+    return shared_in_forward(tensors, (is_causal, sizes), lambda: _translated(*tensors, is_causal, sizes))
+
+
+def _translated(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, sizes: Sizes
+) -> Mask | None:
     parts: list[Mask | None] = []
     if is_causal:
         parts.append(causal() if sizes.appended == 0 else Or(causal(), Not(prefix(sizes.key_length))))

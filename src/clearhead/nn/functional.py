@@ -14,7 +14,7 @@ from ..masks import bias, causal, keep
 from ..masks._base import Mask
 from ._errors import also_pytorchs
 
-__all__ = ["scaled_dot_product_attention", "translate"]
+__all__ = ["scaled_dot_product_attention"]
 
 
 def scaled_dot_product_attention(

@@ -19,7 +19,7 @@ __all__ = ["CROP_SIDE", "CropRequest", "cut_crop", "with_crops"]
 
 CropRequest = tuple[int | str, int] | tuple[int | str, int, slice, slice]
 
-#: A head asked for without slices is cut to so many queries and keys; 1024 × 1024 weights are about 1 MB of page.
+#: A head given without slices is cut to so many queries and keys; 1024 × 1024 weights are about 1 MB of page.
 CROP_SIDE = 1024
 ROWS_AT_A_TIME = 128
 

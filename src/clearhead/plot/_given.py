@@ -1,4 +1,4 @@
-"""Weights that somebody already has, as a record."""
+"""A record made from weights that a model returned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pictures say about a head in a number, a letter and a choice."""
+"""A head in short: a few numbers, a kind, and the head to show first."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def summarize(picture: SectionPicture) -> list[list[HeadSummary]]:
 
 
 def average(summaries: Sequence[Sequence[Sequence[HeadSummary]]]) -> list[list[HeadSummary]]:
-    """Average what several texts say about the same layers and heads, by their numbers of queries."""
+    """Average summaries of the same layers and heads over several texts, by their numbers of queries."""
     return [
         [_average(heads) for heads in zip(*layers, strict=True)]  # heads: one head's summaries
         for layers in zip(*summaries, strict=True)
@@ -132,5 +132,5 @@ def _summarize_layer(layer: LayerPicture, picture: SectionPicture) -> list[HeadS
 def _contrast(layer: LayerPicture, keys: Tensor, far: Tensor, queries: Tensor) -> Tensor:
     usual = layer.received / max(keys.shape[1], 1)  # (H, s)
     beyond = layer.weights - usual.gather(1, keys.flatten(1)).view_as(layer.weights)  # (H, l, k)
-    peaks = (beyond * far).amax(-1).clamp(min=0)  # (H, l)
-    return peaks[:, queries].mean(-1)
+    largest = (beyond * far).amax(-1).clamp(min=0)  # (H, l)
+    return largest[:, queries].mean(-1)

@@ -38,6 +38,16 @@ class Page:
     Args:
         text: the HTML.
         height: of the frame it is shown in inside a notebook, in CSS pixels.
+
+    Example:
+        >>> import torch
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from clearhead import plot
+        >>> made = plot.page(plot.given([torch.eye(3).expand(2, 3, 3)]), ["a", "b", "c"])
+        >>> with TemporaryDirectory() as folder:
+        ...     made.save(Path(folder) / "attention.html").name
+        'attention.html'
     """
 
     text: str
@@ -91,7 +101,7 @@ def page(
 
     The page holds, per head: the map pooled to 128 × 128 tiles (exact up to 128 tokens), the exact largest weights of
     every query (`top_k` of the record), the entropy of every query, what every key receives; and every weight of the
-    heads in `crops`. It asks the network for nothing; its content security policy forbids that, and any script but
+    heads in `crops`. It loads nothing from the network; its content security policy forbids that, and any script but
     its own. Tokens are data, never markup.
 
     Args:
@@ -134,7 +144,7 @@ def page(
         items = with_crops(rec, items, crops)
     else:
         large = items[0].sections[place[0]].layers[place[1]]
-        with contextlib.suppress(RecordError):  # nothing was kept, and nothing was asked for
+        with contextlib.suppress(RecordError):  # queries and keys were not kept, and no crop was requested
             items = with_crops(rec, items, [(large.name, large.heads[place[2]])])
     maker = PageMaker()
     for item in items:

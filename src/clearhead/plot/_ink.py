@@ -135,7 +135,7 @@ def weight_bar(figure: Any, image: AxesImage, *, end: float = 1.0, caption: str,
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure to a file, and say nothing about glyphs that no installed font has (they show as boxes).
+    """Write a figure to a file, without warnings about glyphs that no installed font has (they show as boxes).
 
     Args:
         figure: any.

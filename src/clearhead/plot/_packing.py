@@ -1,4 +1,4 @@
-"""Numbers in little room: quantised, split into byte planes, deflated, in base64."""
+"""Compact numbers: quantised, split into byte planes, deflated, in base64."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ FIRST_UNSPACED = "\u2e80"
 
 @final
 class Tokens:
-    """Tokens with what a tokenizer knows about them.
+    """Tokens with their special marks and their words.
 
     Args:
         names: the tokens as text.
@@ -99,7 +99,7 @@ def as_texts(given: Texts | None, name: str = "tokens") -> list[Tokens] | None:
 
 
 def read_tokens(tokenizer: Any, ids: Sequence[int], *, words: Sequence[int | None] | None = None) -> Tokens:
-    """Read what a transformers tokenizer knows, written as a reader would (``animal``, not ``Ġanimal``).
+    """Read tokens from a transformers tokenizer, written as a reader would (``animal``, not ``Ġanimal``).
 
     Args:
         tokenizer: of transformers.

@@ -1,6 +1,6 @@
-"""Where tokens stand: rotary positions turn queries and keys, ALiBi and relative biases are masks.
+"""Positions of tokens: rotary embeddings rotate queries and keys, ALiBi and relative biases are masks.
 
-A part that turns q and k is a callable ``(q, k, positions) -> (q, k)``; a part that biases scores is a mask and
+A part that rotates q and k is a callable ``(q, k, positions) -> (q, k)``; a part that biases scores is a mask and
 combines with ``&``.
 
 Example:

@@ -41,7 +41,7 @@ def rotary_from_config(
         head_dim: D.
         max_position_embeddings: ``config.max_position_embeddings``: what dynamic measures lengths against, and what
             stands in for a missing ``original_max_position_embeddings`` of yarn and llama3.
-        interleaved: as for `Rotary`; configurations do not say it. Default False.
+        interleaved: as for `Rotary`; configurations do not contain it. Default False.
 
     Returns:
         A `Rotary`. YaRN's ``mscale`` and ``mscale_all_dim`` become its attention factor; models of the DeepSeek

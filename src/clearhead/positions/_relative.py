@@ -35,7 +35,7 @@ class RelativeBias(nn.Module, Mask):
     Args:
         num_heads: H, query heads.
         num_buckets: rows of the table. Default 32.
-        max_distance: from here on distances are not told apart. Default 128.
+        max_distance: from here on all distances share a bucket. Default 128.
         bidirectional: whether half of the buckets is for keys after the query; False puts those into the bucket of
             distance 0. Default True; T5's decoder uses False.
         device, dtype: of `weight`.

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned by angles that grow with their position."""
+"""Rotary positions: queries and keys are rotated by angles that grow with their position."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Rotary(nn.Module):
     Args:
         head_dim: D.
         base: > 1; the slowest pair turns once in about 2π · base positions. Default 10000.
-        fraction: share of the features that is turned, the first ones, in (0, 1]. Default 1; GPT-NeoX turns 0.25.
+        fraction: share of the features that is rotated, the first ones, in (0, 1]. Default 1; GPT-NeoX rotates 0.25.
         interleaved: which features make a pair: neighbours (0, 1), (2, 3), … as in RoFormer and GPT-J, or feature
             i and size/2 + i as in Llama and GPT-NeoX. Default False, the latter.
         scaling: for contexts longer than the training's, such as ``LinearScaling(factor=2.0)``. Default none.
 
     Raises:
-        ArgumentError: for sizes and numbers out of range, an odd number of turned features, a scaling that does not
+        ArgumentError: for sizes and numbers out of range, an odd number of rotated features, a scaling that does not
             fit.
         DTypeError: for arguments of another type.
 
@@ -87,7 +87,7 @@ class Rotary(nn.Module):
                 the device, they count as padding.
 
         Returns:
-            q and k turned, in their own dtypes.
+            q and k rotated, in their own dtypes.
 
         Raises:
             ShapeError, DTypeError, DeviceError, ArgumentError: naming the argument, what was expected and what came.
@@ -137,11 +137,11 @@ class Rotary(nn.Module):
         return self._computed_frequencies(torch.float32, torch.device("cpu")).to(device)
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        turned, rest = x[..., : self.size].to(cos.dtype), x[..., self.size :]
+        rotated, rest = x[..., : self.size].to(cos.dtype), x[..., self.size :]
         if self.interleaved:
-            first, second = turned[..., 0::2], turned[..., 1::2]
+            first, second = rotated[..., 0::2], rotated[..., 1::2]
         else:
-            first, second = turned.chunk(2, -1)
+            first, second = rotated.chunk(2, -1)
         # Fused where possible: this costs as much as the memory it touches.
         pair = (torch.addcmul(first * cos, second, sin, value=-1), torch.addcmul(second * cos, first, sin))
         result = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)  # (B, H, L, size)

@@ -46,7 +46,7 @@ class Scaling(ABC):
 
         Args:
             base: of the unscaled frequencies.
-            size: how many features are turned, even.
+            size: how many features are rotated, even.
             length: 1 + the longest position of the call, a scalar; ``None`` unless `follows_length`.
             dtype: float32 or float64, of the result.
             device: of the result.
@@ -103,7 +103,7 @@ class DynamicNTKScaling(Scaling):
 
     where length is 1 + the longest position in the call (u/emozilla's variant of "NTK-aware" scaling, 2023). Within
     the original context nothing changes. Beyond it, every longer call turns its keys a little differently, while keys
-    that a cache already holds stay as they were turned: step-by-step decoding then differs from one pass over the
+    that a cache already holds stay as they were rotated: step-by-step decoding then differs from one pass over the
     whole sequence, here as in the models that use this scaling.
 
     Args:
@@ -111,7 +111,7 @@ class DynamicNTKScaling(Scaling):
         original_length: longest context of the training, in positions.
 
     Raises:
-        ArgumentError: for a factor below 1, no positive length, or fewer than four turned features.
+        ArgumentError: for a factor below 1, no positive length, or fewer than four rotated features.
         DTypeError: if one is no number.
 
     Example:

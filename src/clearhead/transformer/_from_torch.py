@@ -51,7 +51,7 @@ def load_transformer(module: nn.Module) -> Ours:
             "module",
             expected="one of " + ", ".join(f"nn.{kind.__name__}" for kind in _BUILDERS),
             got=type(module).__name__,
-            fix="For a single attention module use clearhead.checkpoints._load.",
+            fix="For a single attention module use clearhead.checkpoints.load.",
         )
     )
 

@@ -11,8 +11,10 @@ from .._checks import flag, items, module
 from ..caches._base import Cache, Positions, unchanged_if_refused
 from ..errors import ArgumentError, DTypeError, explain_problem
 from ..masks._base import Mask
+from ..masks._prepared import shared
+from ..masks._tensors import as_mask
 from ._decoder_layer import DecoderCache, DecoderWeights
-from ._parts import given
+from ._parts import Layer, given
 
 __all__ = ["Decoder", "Encoder"]
 
@@ -111,6 +113,7 @@ class Encoder(nn.Module):
         collected: list[Tensor] = []
         caches = _caches(cache, self.layers)
         with unchanged_if_refused(caches, x, mask):
+            mask = _shared(self.layers, mask)
             for layer, own in zip(self.layers, caches, strict=True):
                 options = given(positions=positions, cache=own)
                 if need_weights:
@@ -226,6 +229,7 @@ class Decoder(nn.Module):
         caches = _caches(cache, self.layers)
         parts = [part for own in caches if isinstance(own, DecoderCache) for part in own]
         with unchanged_if_refused(parts, x, mask, memory_mask):
+            mask, memory_mask = _shared(self.layers, mask), _shared(self.layers, memory_mask)
             for layer, own in zip(self.layers, caches, strict=True):
                 options = given(positions=positions, cache=own)
                 if need_weights:
@@ -236,6 +240,13 @@ class Decoder(nn.Module):
                     x = layer(x, memory, mask=mask, memory_mask=memory_mask, **options)
         x = self.norm(x)
         return (x, collected) if need_weights else x
+
+
+def _shared(layers: nn.ModuleList, mask: Mask | Tensor | None) -> Mask | Tensor | None:
+    """The mask, lowered once for all layers of this forward. A tensor stays one for layers that may know no masks."""
+    if isinstance(mask, Tensor):
+        return shared(as_mask(mask)) if all(isinstance(layer, Layer) for layer in layers) else mask
+    return shared(mask) if isinstance(mask, Mask) else mask
 
 
 def _module_list(layers: Iterable[nn.Module]) -> nn.ModuleList:

@@ -1,0 +1,35 @@
+"""What checking a mask found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MaskReport"]
+
+
+@dataclass(frozen=True)
+class MaskReport:
+    """What `Mask.check` found; ``ok`` if nothing.
+
+    Args:
+        description: the mask as its user would write it.
+        findings: one sentence each.
+
+    Example:
+        >>> from clearhead import masks
+        >>> report = masks.causal().check(4)
+        >>> report.ok, str(report)
+        (True, 'causal(): nothing suspicious')
+    """
+
+    description: str
+    findings: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.findings
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.description}: nothing suspicious"
+        return "\n".join([f"{self.description}:", *(f"  - {finding}" for finding in self.findings)])

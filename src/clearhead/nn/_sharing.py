@@ -1,0 +1,72 @@
+"""Masks of PyTorch's stacks of layers: translated and lowered once per forward, and dropped at its end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._environment import is_tracing
+from ..masks._base import Mask
+from ..masks._prepared import shared
+
+__all__ = ["STACKS", "share_masks", "shared_in_forward", "stop_sharing"]
+
+#: Modules that hand the same mask tensors to all their layers.
+STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
+
+_Held = dict[Hashable, tuple[tuple[Tensor | None, ...], "Mask | None"]]
+
+
+class _Forwards(threading.local):
+    running: tuple[_Held, ...] = ()
+
+
+_forwards = _Forwards()
+
+
+def share_masks(stack: nn.Module) -> None:
+    """Let the attention modules of a stack share what they make of its masks, from now on."""
+    if not any(hook is _begin for hook in stack._forward_pre_hooks.values()):  # pyright: ignore
+        stack.register_forward_pre_hook(_begin)
+        stack.register_forward_hook(_end, always_call=True)
+
+
+def stop_sharing(stack: nn.Module) -> None:
+    """Undo `share_masks`."""
+    for hooks, own in ((stack._forward_pre_hooks, _begin), (stack._forward_hooks, _end)):  # pyright: ignore
+        for number in [number for number, hook in hooks.items() if hook is own]:
+            del hooks[number]
+            stack._forward_hooks_always_called.pop(number, None)  # pyright: ignore
+
+
+def shared_in_forward(
+    tensors: tuple[Tensor | None, ...], rest: Hashable, translate: Callable[[], Mask | None]
+) -> Mask | None:
+    """What `translate` makes of mask tensors, shared by the layers of the stack whose forward is running.
+
+    Args:
+        tensors: the very tensors that the layers are given; held until the forward ends, so that none takes the place
+            of another.
+        rest: what else the translation depends on.
+        translate: makes the mask.
+    """
+    if not _forwards.running or is_tracing():
+        return translate()
+    held = _forwards.running[-1]
+    key = tuple(map(id, tensors)), rest
+    if key not in held:
+        held[key] = tensors, shared(translate())
+    return held[key][1]
+
+
+def _begin(module: nn.Module, args: tuple[Any, ...]) -> None:
+    if not is_tracing():
+        _forwards.running = (*_forwards.running, {})
+
+
+def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if not is_tracing():
+        _forwards.running = _forwards.running[:-1]

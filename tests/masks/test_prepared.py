@@ -1,0 +1,172 @@
+"""Prepared masks: a snapshot for one grid that gives what the mask gives, lowered once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead
+from clearhead import masks
+from clearhead.errors import ArgumentError, ShapeError
+from clearhead.masks import Mask, PreparedMask
+from clearhead.positions import ALiBi, RelativeBias
+
+from .operations import CountOperations
+
+B, H, L, S, D = 2, 3, 5, 7, 4
+
+MASKS: dict[str, Callable[[], Mask]] = {
+    "causal": masks.causal,
+    "window": lambda: masks.sliding_window(1, 2),
+    "lengths": lambda: masks.lengths(torch.tensor([7, 2])),
+    "nothing visible": lambda: masks.lengths(torch.tensor([7, 0])),
+    "query lengths": lambda: masks.lengths(torch.tensor([7, 4]), torch.tensor([5, 2])),
+    "causal & lengths": lambda: masks.causal() & masks.lengths(torch.tensor([7, 2])),
+    "keep(keys)": lambda: masks.keep(keys=torch.tensor([[1, 1, 0, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 1]])),
+    "keep": lambda: masks.keep(torch.arange(L)[:, None] >= torch.arange(S)),
+    "per head": lambda: masks.keep(torch.rand(B, H, L, S) < 0.5),
+    "bias": lambda: masks.bias(torch.randn(H, L, S)[None]),
+    "two biases": lambda: masks.bias(torch.randn(L, S)) & masks.bias(torch.zeros(L, S).tril(-1) - torch.inf) & ALiBi(H),
+    "mask_mod": lambda: masks.mask_mod(lambda b, h, q, k: (q + k + h) % 3 != b),
+    "or": lambda: masks.causal() | masks.prefix(torch.tensor([1, 3])),
+    "not": lambda: ~masks.sliding_window(1, 1),
+    "ALiBi": lambda: ALiBi(H) & masks.causal(),
+}
+
+
+def operands() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(B, H, L, D), torch.randn(B, H, S, D), torch.randn(B, H, S, D)
+
+
+@pytest.mark.parametrize("kernel", ["native", "sdpa", "chunked", "reference", None])
+@pytest.mark.parametrize("name", MASKS)
+def test_gives_what_the_mask_gives(name: str, kernel: str | None) -> None:
+    mask, (query, key, value) = MASKS[name](), operands()
+    fixed = mask.prepare(L, S, batch_size=B, num_heads=H)
+    assert isinstance(fixed, PreparedMask)
+    assert torch.equal(fixed.dense(), mask.dense(L, S, batch_size=B, num_heads=H))
+    reasons = clearhead.explain(query, key, value, mask).reasons
+    if kernel is not None and reasons[kernel]:
+        pytest.skip(f"{kernel} refuses: {reasons[kernel][0]}")
+    forced = clearhead.use_kernel(kernel) if kernel else torch.no_grad()
+    with forced:
+        expected = clearhead.attention(query, key, value, mask)
+        for _ in range(2):
+            assert torch.allclose(clearhead.attention(query, key, value, fixed), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["native", "sdpa", "chunked"])
+def test_gradients_and_nan_in_padding(kernel: str) -> None:
+    mask = masks.causal() & masks.lengths(torch.tensor([7, 0]))
+    tensors = operands()
+    tensors[1][1], tensors[2][1] = torch.nan, torch.nan
+    if clearhead.explain(*tensors, mask).reasons[kernel]:
+        pytest.skip("refused here")
+    found: list[list[Tensor]] = []
+    for each in (mask, mask.prepare(L, S), mask.prepare(L, S)):
+        query, key, value = inputs = [tensor.clone().requires_grad_() for tensor in tensors]
+        with clearhead.use_kernel(kernel):
+            clearhead.attention(query, key, value, each).square().sum().backward()
+        found.append([x.grad for x in inputs if x.grad is not None])
+    for gradients in found:
+        for gradient, expected in zip(gradients, found[0], strict=True):
+            assert gradient.isfinite().all()
+            assert torch.allclose(gradient, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("lowered_before", [False, True])
+def test_a_later_write_does_not_change_it(lowered_before: bool) -> None:
+    lengths, marks, numbers = torch.tensor([3, 7]), torch.ones(B, S, dtype=torch.bool), torch.zeros(L, S)
+    mask = (masks.lengths(lengths) & masks.keep(keys=marks) & masks.bias(numbers)).prepare()
+    query, key, value = operands()
+    expected = clearhead.attention(query, key, value, masks.lengths(lengths.clone()))
+    if lowered_before:
+        clearhead.attention(query, key, value, mask)
+    lengths.fill_(1)
+    marks[:, 0] = False
+    numbers.numpy()[:] = -torch.inf
+    assert torch.allclose(clearhead.attention(query, key, value, mask), expected, atol=1e-6)
+
+
+def test_made_in_inference_mode_it_serves_training() -> None:
+    with torch.inference_mode():
+        mask = (masks.lengths(torch.tensor([3, 7])) & masks.causal()).prepare(L, S)
+        clearhead.attention(*operands(), mask)
+    query, key, value = (x.requires_grad_() for x in operands())
+    with clearhead.use_kernel("chunked"):
+        clearhead.attention(query, key, value, mask).sum().backward()
+    assert query.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("fixed", "message"),
+    [
+        (lambda: masks.causal().prepare(4, S), "L = 4, S = 7, got L = 5, S = 7"),
+        (lambda: masks.lengths(torch.tensor([1, 2, 3])).prepare(L, S), "B = 3, L = 5, S = 7, got B = 2, L = 5"),
+        (lambda: masks.mask_mod(lambda b, h, q, k: q >= k + b).prepare(L, S), "B = 1, L = 5, S = 7, got B = 2"),
+    ],
+    ids=["length", "batch", "unknown batch"],
+)
+def test_another_grid_is_refused(fixed: Callable[[], Mask], message: str) -> None:
+    with pytest.raises(ShapeError, match=f"expected the sizes it was prepared for, .*{message}"):
+        clearhead.attention(*operands(), fixed())
+
+
+def test_other_positions_are_refused() -> None:
+    mask = masks.causal().prepare(L, S, query_positions=torch.arange(2, 2 + L))
+    query, key, value = operands()
+    positions = torch.arange(2, 2 + L)
+    expected = clearhead.attention(query, key, value, masks.causal(), query_positions=positions)
+    assert torch.allclose(clearhead.attention(query, key, value, mask, query_positions=positions), expected, atol=1e-6)
+    positions[0] = 1
+    for other in (positions, None):
+        with pytest.raises(ArgumentError, match="expected the query_positions it was prepared for"):
+            clearhead.attention(query, key, value, mask, query_positions=other)
+
+
+def test_a_bias_that_learns_is_refused() -> None:
+    for mask in (masks.bias(torch.zeros(L, S, requires_grad=True)) & masks.causal(), RelativeBias(H)):
+        with pytest.raises(ArgumentError, match="a mask without a bias that requires grad"):
+            mask.prepare(L, S)
+
+
+def test_batch_and_heads_stay_open_where_the_mask_is_the_same_for_all() -> None:
+    query, key, value = operands()
+    positions = torch.arange(2, 2 + L)
+    for mask in (masks.causal(), ~masks.causal(), masks.mask_mod(lambda b, h, q, k: q >= k)):
+        fixed = mask.prepare(L, S, query_positions=positions)
+        assert repr(fixed) == f"<mask {mask.describe()}, prepared for L = 5, S = 7>"
+        found, expected = (
+            clearhead.attention(query, key, value, each, query_positions=positions) for each in (fixed, mask)
+        )
+        assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_combined_it_is_an_ordinary_mask() -> None:
+    fixed = masks.lengths(torch.tensor([3, 7])).prepare(L, S)
+    for mask in (fixed & masks.causal(), masks.causal() & fixed):
+        assert not isinstance(mask, PreparedMask)
+        whole = masks.causal() & masks.lengths(torch.tensor([3, 7]))
+        assert torch.equal(mask.dense(4, S), whole.dense(4, S))
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("bias", 3), ("window", 3), ("lengths", 5), ("causal & lengths", 5), ("nothing visible", 5), ("keep(keys)", 5)],
+)
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_call_of_a_lowered_mask_issues_few_operations(name: str, most: int, group: int) -> None:
+    mask, (query, key, value) = MASKS[name](), operands()
+    key, value = (x[:, : H // group] for x in (key, value))
+    fixed = mask.prepare(L, S, batch_size=B, num_heads=H)
+    with torch.no_grad(), clearhead.use_kernel("sdpa"):
+        expected = clearhead.attention(query, key, value, fixed)
+        with CountOperations() as counted:
+            output = clearhead.attention(query, key, value, fixed)
+    assert torch.equal(output, expected)
+    assert len(counted.names) <= most + (2 if group > 1 else 0), counted.names
+    assert any("scaled_dot_product" in name for name in counted.names)
+    assert not counted.values_read

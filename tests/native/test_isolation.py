@@ -1,0 +1,172 @@
+"""NaN and infinity in what masks hide altogether reach no result of a plan, though nothing is set to zero before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from clearhead._native import instruction_sets
+from clearhead.kernels._native_plan import Extras, NativePlan, layout_of
+
+SETS = instruction_sets()
+BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 13, 7
+SIZES = [(5, 11), (61, 307), (1, 67), (3, 4999)]
+
+pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+
+
+def _padding(length: int, count: int) -> Tensor:
+    """(B, 1, 1, S), of which most keys of the second item are padding."""
+    seen = torch.ones(BATCH, 1, 1, count, dtype=torch.bool)
+    seen[0, ..., count // 2] = seen[1, ..., 2 * count // 3 :] = False
+    return seen
+
+
+def _rows_and_keys(length: int, count: int) -> Tensor:
+    """(B, H, L, S) with rows, and keys of groups of heads, that are hidden altogether."""
+    seen = torch.rand(BATCH, HEADS, length, count, generator=torch.Generator().manual_seed(7)) < 0.5
+    seen[:, :, length // 2] = False
+    seen[0, 0, 0] = False
+    seen[1, :2, :, count // 3] = False
+    seen[..., 3] = False
+    return seen
+
+
+def bias_of(seen: Tensor) -> Tensor:
+    return torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+
+
+def _spans(length: int, count: int) -> dict[str, Tensor]:
+    first = torch.arange(length).remainder(3).expand(BATCH, -1).int().contiguous()
+    last = (first + torch.tensor([[count // 2], [2]])).clamp(max=count).int()
+    last[:, length // 2] = 0
+    return {"first": first, "last": last}
+
+
+Case = tuple[dict[str, Any], dict[str, Tensor], Tensor]
+
+
+def case_of(name: str, length: int, count: int) -> Case:
+    """Options of the plan, tensors of the call, and what is visible (B, H, L, S)."""
+    rows, columns = torch.arange(length)[:, None], torch.arange(count)
+    whole = (BATCH, HEADS, length, count)
+    if name == "band":
+        seen = (columns >= rows + 2) & (columns <= rows + 40) & (columns < count - 1)
+        return {"low": 2, "high": 40, "stop": count - 1}, {}, seen.expand(whole)
+    if name == "spans":
+        spans = _spans(length, count)
+        seen = (columns >= spans["first"][..., None]) & (columns < spans["last"][..., None])
+        return {}, spans, seen[:, None].expand(whole)
+    seen = _padding(length, count) if name.startswith("padding") else _rows_and_keys(length, count)
+    if name.endswith("bias"):
+        return {}, {"bias": bias_of(seen)}, seen.expand(whole)
+    if name.endswith("causal"):
+        return {"high": 0}, {"visible": seen}, (seen & (columns <= rows)).expand(whole)
+    return {}, {"visible": seen}, seen.expand(whole)
+
+
+NAMES = ["band", "spans", "padding", "padding, bias", "padding, causal", "cells", "cells, bias", "cells, causal"]
+
+
+def run(
+    options: dict[str, Any], given: dict[str, Tensor], tensors: tuple[Tensor, ...], gradient: Tensor, **more: Any
+) -> dict[str, Tensor]:
+    layouts = {name: layout_of(tensor) for name, tensor in given.items() if name != "last"}
+    plan = NativePlan(tensors[0].dtype, *map(layout_of, tensors), scale=0.4, wide=True, **layouts, **options, **more)
+    extras, lse = Extras(**given), plan.empty_lse(tensors[0])
+    output = plan.forward(*tensors, extras, lse)
+    dq, dk, dv, correction = plan.backward(*tensors, output, lse, gradient, None, extras)
+    return {"output": output, "lse": lse, "query": dq, "key": dk, "value": dv, "correction": correction}
+
+
+@pytest.mark.parametrize(
+    ("poison", "options"),
+    [(torch.nan, {}), (torch.inf, {}), (3e38, {"softcap": 1.5})],
+    ids=["nan", "inf", "large, soft-cap"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_of_it_is_seen(
+    name: str, sizes: tuple[int, int], dtype: torch.dtype, options: dict[str, Any], poison: float, instructions: str
+) -> None:
+    length, count = sizes
+    band, given, seen = case_of(name, length, count)
+    torch.manual_seed(3)
+    shapes = ((HEADS, length, DIM), (KV_HEADS, count, DIM), (KV_HEADS, count, VALUE_DIM), (HEADS, length, VALUE_DIM))
+    query, key, value, gradient = (torch.randn(BATCH, *shape).to(dtype) for shape in shapes)
+    rows = ~seen.any(-1)[..., None]  # (B, H, L, 1)
+    keys = ~seen.any(-2).unflatten(1, (KV_HEADS, -1)).any(2)[..., None]  # (B, Hkv, S, 1)
+    assert rows.any() or keys.any()
+    clean = run(band, given, (query, key, value), gradient, **options)
+    poisoned = (query.masked_fill(rows, poison), key.masked_fill(keys, poison), value.masked_fill(keys, poison))
+    found = run(band, given, poisoned, gradient.masked_fill(rows, poison), **options)
+    for kind in ("output", "query", "key", "value", "lse"):
+        largest = float(clean[kind].masked_fill(clean[kind].isinf(), 0).abs().max())
+        torch.testing.assert_close(found[kind], clean[kind], rtol=0, atol=1e-5 * max(1.0, largest))
+    assert not found["output"].masked_select(rows).any()
+    assert not found["query"].masked_select(rows).any()
+    assert not found["key"].masked_select(keys).any()
+    assert not found["value"].masked_select(keys).any()
+
+
+def test_the_gradient_of_a_bias_is_not_counted_twice(instructions: str) -> None:
+    length, count = 61, 307
+    seen = _rows_and_keys(length, count)
+    bias = bias_of(seen)[:1].contiguous()
+    shapes = ((HEADS, length, DIM), (HEADS, count, DIM), (HEADS, count, VALUE_DIM), (HEADS, length, VALUE_DIM))
+    query, key, value, gradient = (torch.randn(BATCH, *shape) for shape in shapes)
+    keys = ~seen[:1].any(-2)[..., None].expand(BATCH, -1, -1, -1)
+    layouts = [layout_of(tensor) for tensor in (query, key, value)]
+    plan = NativePlan(torch.float32, *layouts, scale=0.4, bias=layout_of(bias), bias_gradient=tuple(bias.shape))
+    extras, found = Extras(bias=bias), []
+    for poison in (0.0, torch.nan):
+        tensors = (query, key.masked_fill(keys, poison), value.masked_fill(keys, poison))
+        lse, sums = plan.empty_lse(query), plan.empty_bias_gradient(query)
+        output = plan.forward(*tensors, extras, lse)
+        plan.backward(*tensors, output, lse, gradient, None, extras, sums)
+        found.append(sums)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_statistics_are_not_counted_twice(average: bool, instructions: str) -> None:
+    length, count = 61, 307
+    seen = _padding(length, count)
+    shapes = ((HEADS, length, DIM), (KV_HEADS, count, DIM), (KV_HEADS, count, VALUE_DIM))
+    query, key, value = (torch.randn(BATCH, *shape) for shape in shapes)
+    plan = NativePlan(torch.float32, *map(layout_of, (query, key, value)), scale=0.4, visible=layout_of(seen))
+    found: list[list[Tensor]] = []
+    for poison in (0.0, torch.nan):
+        hidden = ~seen.transpose(2, 3)
+        tensors = (query, key.masked_fill(hidden, poison), value.masked_fill(hidden, poison))
+        weights = torch.zeros(BATCH, 1 if average else HEADS, length, count)
+        received, viewers, norm = (torch.zeros(BATCH, HEADS, n) for n in (count, count, length))
+        output, step = plan.empty_output(query), length * count
+        plan.statistics(
+            *tensors,
+            Extras(visible=seen),
+            output,
+            weights=weights,
+            weights_strides=(step, 0, count) if average else (HEADS * step, step, count),
+            received=received,
+            viewers=viewers,
+            norm=norm,
+        )
+        found.append([output, weights, received, viewers, norm])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[0][1].sum(-1), torch.ones(BATCH, 1 if average else HEADS, length))
+
+
+def test_nan_that_is_visible_stays() -> None:
+    query, key = torch.randn(1, 1, 5, 4), torch.randn(1, 1, 7, 4)
+    key[:, :, 2] = torch.nan
+    seen = torch.ones(1, 1, 5, 7, dtype=torch.bool)
+    seen[:, :, 1:, 2] = False
+    found = run({}, {"visible": seen}, (query, key, key), torch.ones(1, 1, 5, 4))
+    assert found["output"][:, :, 0].isnan().all()
+    assert found["key"][:, :, 2].isnan().any()

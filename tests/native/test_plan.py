@@ -1,0 +1,113 @@
+"""`_attention.Plan` takes its arguments by name, checks them once, and names what is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from clearhead._native import extension, instruction_sets
+from clearhead.kernels._native_plan import Extras, NativePlan, layout_of
+
+pytestmark = pytest.mark.skipif(extension is None, reason="the extension was not built here")
+
+ARGUMENTS: dict[str, Any] = {
+    "dtype": "float32",
+    "batch": 2,
+    "heads": 6,
+    "kv_heads": 3,
+    "rows": 5,
+    "keys": 7,
+    "dim": 11,
+    "value_dim": 13,
+    **dict.fromkeys(("query", "key", "value", "output"), (1, 1, 1)),
+}
+
+
+def make(**changes: Any) -> Any:
+    given = {name: value for name, value in (ARGUMENTS | changes).items() if value is not ...}
+    return extension.Plan(**given)  # type: ignore[union-attr]
+
+
+def test_defaults_suffice() -> None:
+    make()
+    make(visible=None, scale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"batch": ...}, TypeError, "Plan: batch is missing"),
+        ({"query": ...}, TypeError, "Plan: query is missing"),
+        ({"rows": -1}, ValueError, "Plan: rows is too small"),
+        ({"rows": 1 << 40}, ValueError, "Plan: rows, keys or heads are too many"),
+        ({"keys": "7"}, TypeError, "Plan: keys is not a whole number"),
+        ({"heads": 7}, ValueError, "Plan: heads is not a multiple of kv_heads"),
+        ({"kv_heads": 0}, ValueError, "Plan: heads is not a multiple of kv_heads"),
+        ({"dtype": "float64"}, ValueError, "Plan: dtype is not 'float32', 'bfloat16' or 'float16'"),
+        ({"query": (1, 1)}, TypeError, "Plan: query is not a tuple with a stride for each of its dimensions"),
+        ({"scale": "1"}, TypeError, "Plan: scale is not a number"),
+        ({"dropout_threshold": 65537}, ValueError, "Plan: dropout_threshold is above 65536"),
+        ({"documents": 1}, ValueError, "Plan: documents lie in a batch of 1"),
+        ({"cu_seqlens_bytes": 2}, ValueError, "Plan: cu_seqlens_bytes is not 4 or 8"),
+        ({"softcpa": 1.0}, TypeError, "Plan: unknown argument 'softcpa'"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        make(**changes)
+
+
+def test_calls_give_what_the_plan_was_made_for() -> None:
+    x = torch.randn(2, 3, 5, 4)
+    plan = NativePlan(x.dtype, layout_of(x), layout_of(x), layout_of(x), scale=0.5)
+    with pytest.raises(ValueError, match="the plan was made without visible"):
+        plan.forward(x, x, x, Extras(visible=torch.ones(1, 1, 1, 5, dtype=torch.bool)))
+    with pytest.raises(TypeError, match="unknown argument 'entorpy'"):
+        plan.statistics(x, x, x, entorpy=torch.empty(2, 3, 5))
+
+
+def test_inputs_within_one_tensor_and_rows_with_gaps() -> None:
+    together = torch.randn(2, 5, 3, 3, 4)  # (B, L, 3, H, D)
+    query, key, value = (part.transpose(1, 2) for part in together.unbind(2))
+    step = query.stride(2) // 3 * together.element_size()
+    layouts = [layout_of(part) for part in (query, key, value)]
+    apart = NativePlan(query.dtype, *layouts, scale=0.5)
+    within = NativePlan(query.dtype, *layouts, scale=0.5, offsets=(0, step, 2 * step))
+    expected, lse = apart.forward(query, key, value, lse=(lse := apart.empty_lse(query))), lse
+    assert torch.equal(within.forward(together, together, together), expected)
+    exact = apart.backward(query, key, value, expected, lse, expected)
+    gradient = torch.zeros_like(together)
+    *_, correction = within.backward(
+        together, together, together, expected, lse, expected, gradients=(gradient, gradient, gradient)
+    )
+    assert torch.equal(correction, exact[3])
+    for found, one in zip(gradient.unbind(2), exact[:3], strict=True):
+        assert torch.equal(found.transpose(1, 2), one)
+    gaps = [torch.stack([part, part], -1)[..., 0] for part in (query, key, value)]
+    spaced = NativePlan(query.dtype, *map(layout_of, gaps), scale=0.5)
+    torch.testing.assert_close(spaced.forward(*gaps), expected)
+
+
+def print_set(name: str) -> subprocess.CompletedProcess[str]:
+    program = (
+        "import clearhead, torch, clearhead._native as n; x = torch.ones(1, 1, 1, 1); clearhead.attention(x, x, x)"
+    )
+    environment = os.environ | {"CLEARHEAD_ISA": name}
+    command = [sys.executable, "-c", f"{program}; print(n.instruction_set())"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_environment_forces_an_instruction_set() -> None:
+    assert print_set("generic").stdout.strip() == "generic"
+    assert print_set("").stdout.strip() == instruction_sets()[0]
+    found = print_set("mmx")
+    assert found.returncode != 0
+    expected = ", ".join(sorted(instruction_sets()))
+    named = found.stderr.rsplit("(", 1)[1].split(")")[0]
+    assert "ArgumentError: CLEARHEAD_ISA: expected an instruction set of this processor" in found.stderr
+    assert ", ".join(sorted(named.split(", "))) == expected
