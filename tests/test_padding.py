@@ -1,33 +1,36 @@
-"""Padding that is left out: the same outputs and gradients as with it, in both modules, and fewer multiplications."""
+"""Padding that is left out: results of the padded computation in both modules, with fewer multiplications."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import clearhead._layer.padding
 import pytest
 import torch
-from clearhead._layer.padding import Costs, find_padding
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import clearhead
 from clearhead import masks
+from clearhead._layer import layer, packing
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
 from clearhead.masks import Mask
+from clearhead.positions import ALiBi, Rotary
 
 B, L, S, E, H, KV = 5, 13, 11, 24, 6, 3
-KEYS, QUERIES = torch.tensor([11, 3, 0, 7, 1]), torch.tensor([13, 5, 2, 0, 1])
+KEYS, QUERIES = torch.tensor([11, 3, 0, 7, 1]), torch.tensor([11, 5, 2, 0, 1])
 LEFT = torch.arange(S) >= (S - KEYS)[:, None]
 HOLES = torch.tensor([[(i * j + i + j) % 3 > 0 for j in range(S)] for i in range(B)])
+PADDED = torch.arange(S) >= KEYS[:, None]
 
 MASKS: dict[str, Callable[[], Mask]] = {
     "lengths": lambda: masks.lengths(KEYS),
-    "marks of padding": lambda: masks.drop(keys=~LEFT),
-    "marks with holes": lambda: masks.keep(keys=HOLES),
-    "numbers": lambda: masks.bias(torch.zeros(B, 1, 1, S).masked_fill(~HOLES[:, None, None], -torch.inf)),
+    "no padding": lambda: masks.lengths(torch.full((B,), S)),
+    "nothing but padding": lambda: masks.lengths(torch.zeros(B, dtype=torch.int64)),
+    "left padding": lambda: masks.drop(keys=~LEFT),
+    "holes": lambda: masks.keep(keys=HOLES),
+    "float padding": lambda: masks.bias(torch.zeros(B, 1, 1, S).masked_fill(~HOLES[:, None, None], -torch.inf)),
     "queries too": lambda: masks.lengths(KEYS, QUERIES),
     "queries alone": lambda: masks.lengths(torch.full((B,), S), query_lengths=QUERIES),
     "causal": lambda: masks.lengths(KEYS) & masks.causal(),
@@ -45,18 +48,19 @@ def inputs(request: pytest.FixtureRequest) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> list[clearhead._layer.padding.Padding]:
-    """Leave out whatever can be left out; holds what was."""
-    left_out: list[clearhead._layer.padding.Padding] = []
-    attend = clearhead._layer.padding.Padding.attend
+def unpadded(monkeypatch: pytest.MonkeyPatch) -> list[packing.Unpadded]:
+    """Leave out whatever can be left out, however little it saves; holds what was."""
+    found: list[packing.Unpadded] = []
+    unpad = packing.unpad
 
-    def noted(self: clearhead._layer.padding.Padding, *args: Any) -> Tensor:
-        left_out.append(self)
-        return attend(self, *args)
+    def noted(*args: Any) -> packing.Unpadded | None:
+        tokens = unpad(*args)
+        found.extend([] if tokens is None else [tokens])
+        return tokens
 
-    monkeypatch.setattr(clearhead._layer.padding, "_WORTH_A_CALL", -(1 << 40))
-    monkeypatch.setattr(clearhead._layer.padding.Padding, "attend", noted)
-    return left_out
+    monkeypatch.setattr(packing, "_WORTH_UNPADDING", -(1 << 40))
+    monkeypatch.setattr(layer, "unpad", noted)
+    return found
 
 
 def drawn(module: Any) -> Any:
@@ -66,37 +70,54 @@ def drawn(module: Any) -> Any:
     return module
 
 
-def answers(call: Callable[[], Tensor], wanted: list[Tensor]) -> list[Tensor]:
+def derivatives(call: Callable[[], Tensor], wanted: list[Tensor]) -> list[Tensor]:
     output = call()
-    gradients = torch.autograd.grad(output.square().sum(), wanted, allow_unused=True)
-    return [output, *(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, gradients, strict=True))]
+    found = torch.autograd.grad(output.square().sum(), wanted, allow_unused=True, materialize_grads=True)
+    return [output, *found]
 
 
-def with_and_without(call: Callable[[], Tensor], wanted: list[Tensor]) -> None:
-    """Compare with what comes out under a forced observer, who is shown whole batches."""
-    from clearhead._call.observers import observing
-
-    class Watching:
-        recomputing = False
-
-        def attended(self, call: object, output: Tensor) -> Tensor:
-            return output
-
-    got = answers(call, wanted)
-    with observing(Watching()):
-        expected = answers(call, wanted)
-    for mine, theirs in zip(got, expected, strict=True):
+def with_and_without(call: Callable[[], Tensor], wanted: list[Tensor], unpadded: list[Any]) -> None:
+    """Unpadded, once, and as a whole batch."""
+    found = derivatives(call, wanted)
+    assert len(unpadded) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "_WORTH_UNPADDING", 1 << 40)
+        expected = derivatives(call, wanted)
+    assert len(unpadded) == 1
+    for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_our_module(name: str, inputs: tuple[Tensor, Tensor], always: list[Any]) -> None:
+def test_our_module(name: str, inputs: tuple[Tensor, Tensor], unpadded: list[Any]) -> None:
     module = drawn(clearhead.MultiHeadAttention(E, H, num_kv_heads=KV, dtype=torch.float64))
-    mask = MASKS[name]()
-    if "quer" in name and inputs[0].shape[1] < int(QUERIES.max()):
-        mask = masks.lengths(KEYS, QUERIES.clamp(max=S))
-    with_and_without(lambda: module(*inputs, mask=mask), [*set(inputs), *module.parameters()])
-    assert len(always) == 1
+    with_and_without(lambda: module(*inputs, mask=MASKS[name]()), [*set(inputs), *module.parameters()], unpadded)
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "norms": lambda: {"q_norm": nn.RMSNorm(E // H).double(), "k_norm": nn.RMSNorm(E // H).double()},
+    "rotary": lambda: {"position": Rotary(E // H)},
+    "softcap and sinks": lambda: {"softcap": 2.0, "sinks": True},
+    "own mask": lambda: {"mask": masks.sliding_window(2, 0)},
+    "scale": lambda: {"scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        lambda: masks.lengths(KEYS, KEYS),
+        lambda: masks.lengths(KEYS, KEYS) & masks.causal(),
+        MASKS["causal, left padding"],
+        MASKS["lengths"],  # with rotary positions the padded path, since some queries have no key beside them
+    ],
+    ids=["queries too", "causal", "left padding", "keys"],
+)
+def test_parts_of_our_module(part: str, lengths: Callable[[], Mask], unpadded: list[Any]) -> None:
+    module = drawn(clearhead.MultiHeadAttention(E, H, num_kv_heads=KV, dtype=torch.float64, **PARTS[part]()))
+    x = torch.randn(B, S, E, dtype=torch.float64, requires_grad=True)
+    with_and_without(lambda: module(x, mask=lengths()), [x, *module.parameters()], unpadded)
 
 
 @pytest.mark.parametrize("floats", [False, True])
@@ -104,32 +125,35 @@ def test_our_module(name: str, inputs: tuple[Tensor, Tensor], always: list[Any])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kdim", [None, E])
 def test_the_drop_in(
-    floats: bool, is_causal: bool, batch_first: bool, kdim: int | None, inputs: tuple[Tensor, Tensor], always: list[Any]
+    floats: bool,
+    is_causal: bool,
+    batch_first: bool,
+    kdim: int | None,
+    inputs: tuple[Tensor, Tensor],
+    unpadded: list[Any],
 ) -> None:
-    module = clearhead.nn.MultiheadAttention(E, H, batch_first=batch_first, kdim=kdim, dtype=torch.float64)
+    module = drawn(clearhead.nn.MultiheadAttention(E, H, batch_first=batch_first, kdim=kdim, dtype=torch.float64))
     hidden = ~(LEFT if is_causal else HOLES)
     padding = torch.zeros(B, S, dtype=torch.float64).masked_fill(hidden, -torch.inf) if floats else hidden
     query, key = inputs if batch_first else (x.transpose(0, 1) for x in inputs)
-
-    def call() -> Tensor:
-        shared = query if inputs[0] is inputs[1] else key
-        return drawn_once(query, shared, shared, padding, False, None, True, is_causal)[0]
-
-    drawn_once = drawn(module)
-    with_and_without(call, [*set(inputs), *module.parameters()])
-    assert len(always) == 1
+    key = query if inputs[0] is inputs[1] else key
+    with_and_without(
+        lambda: module(query, key, key, padding, False, None, True, is_causal)[0],
+        [*set(inputs), *module.parameters()],
+        unpadded,
+    )
 
 
-def test_queries_that_are_left_out_give_the_output_bias(always: list[Any]) -> None:
+def test_fully_masked_queries_give_the_output_bias(unpadded: list[Any]) -> None:
     module, x = drawn(clearhead.MultiHeadAttention(E, H)), torch.randn(B, S, E)
-    lengths = QUERIES.clamp(max=S)
-    output = module(x, mask=masks.lengths(KEYS, lengths))
-    assert len(always) == 1
-    padded = torch.arange(S) >= lengths[:, None]
-    assert torch.equal(output[padded], module.out_proj.bias.expand(int(padded.sum()), E))
-    output = module(x, mask=masks.lengths(KEYS, lengths) & masks.mask_mod(lambda b, h, q, k: q >= 0))
-    assert len(always) == 1
-    torch.testing.assert_close(output[padded], module.out_proj.bias.expand(int(padded.sum()), E))
+    padded = torch.arange(S) >= QUERIES[:, None]
+    for mask in (
+        masks.lengths(KEYS, QUERIES),
+        masks.lengths(KEYS, QUERIES) & masks.mask_mod(lambda b, h, q, k: q >= 0),
+    ):
+        output = module(x, mask=mask)
+        torch.testing.assert_close(output[padded], module.out_proj.bias.expand(int(padded.sum()), E))
+    assert len(unpadded) == 1
 
 
 def test_attention_gives_zero_for_queries_beyond_their_length() -> None:
@@ -138,75 +162,91 @@ def test_attention_gives_zero_for_queries_beyond_their_length() -> None:
     output = clearhead.attention(q, k, v, mask)
     assert bool((output[0, :, 2:] == 0).all())
     assert bool((output[1, :, 4:] == 0).all())
-    torch.testing.assert_close(
-        output[1, :, :4], clearhead.attention(q, k, v, masks.lengths(torch.tensor([5, 2])))[1, :, :4]
-    )
+    alone = clearhead.attention(q, k, v, masks.lengths(torch.tensor([5, 2])))
+    torch.testing.assert_close(output[1, :, :4], alone[1, :, :4])
     assert mask.dense(5, 5)[0, 0].int().tolist() == [[1] * 5] * 2 + [[0] * 5] * 3
     offset = masks.lengths(torch.tensor([5]), torch.tensor([4])).dense(2, 5, query_positions=3)[0, 0]
     assert offset.int().tolist() == [[1] * 5, [0] * 5]
 
 
-def test_a_hook_on_the_output_projection_sees_whole_batches(always: list[Any]) -> None:
+def test_a_hook_on_the_output_projection_sees_whole_batches(unpadded: list[Any]) -> None:
     module, seen = drawn(clearhead.MultiHeadAttention(E, H)), []
-    module.out_proj.register_forward_hook(lambda _module, args, _output: seen.append(args[0].shape))
-    x, mask = torch.randn(B, S, E), masks.lengths(KEYS, QUERIES.clamp(max=S))
+    handle = module.out_proj.register_forward_hook(lambda _module, args, _output: seen.append(args[0].shape))
+    x, mask = torch.randn(B, S, E), MASKS["queries too"]()
     hooked = module(x, mask=mask)
-    module.out_proj._forward_hooks.clear()
+    handle.remove()
     torch.testing.assert_close(hooked, module(x, mask=mask))
-    assert len(always) == 2
+    assert len(unpadded) == 2
     assert seen == [(B, S, E)]
 
 
-def _hook(module: clearhead.MultiHeadAttention) -> None:
-    module.k_proj.register_forward_hook(lambda _module, _args, _output: None)
-
-
-ORDINARY: dict[str, tuple[Callable[[clearhead.MultiHeadAttention], object], Callable[[], Mask]]] = {
-    "a hook on a projection": (_hook, MASKS["lengths"]),
-    "holes under a rule about positions": (lambda _module: None, lambda: masks.keep(keys=HOLES) & masks.causal()),
-    "a rule of one's own": (
-        lambda _module: None,
-        lambda: masks.lengths(KEYS) & masks.mask_mod(lambda b, h, q, k: q != k),
-    ),
-    "an aligned rule": (lambda _module: None, lambda: masks.lengths(KEYS) & masks.causal("bottom_right")),
-    "numbers that are no padding": (lambda _module: None, lambda: masks.bias(torch.rand(B, 1, 1, S))),
-    "lengths per query": (lambda _module: None, lambda: masks.lengths(KEYS[:, None].expand(B, S))),
+PADDED_PATH: dict[str, Callable[[], Mask]] = {
+    "holes under a rule about positions": lambda: masks.keep(keys=HOLES) & masks.causal(),
+    "a predicate": lambda: masks.lengths(KEYS) & masks.mask_mod(lambda b, h, q, k: q != k),
+    "an aligned rule": lambda: masks.lengths(KEYS) & masks.causal("bottom_right"),
+    "a tensor (L, S)": lambda: masks.lengths(KEYS) & masks.keep(torch.ones(S, S, dtype=torch.bool)),
+    "a bias": lambda: masks.lengths(KEYS) & masks.bias(torch.rand(S, S)),
+    "a bias per head": lambda: masks.lengths(KEYS) & ALiBi(H),
+    "a bias that is no padding": lambda: masks.bias(torch.rand(B, 1, 1, S)),
+    "a bias that learns": lambda: masks.bias(torch.zeros(B, 1, 1, S, requires_grad=True)),
+    "lengths per query": lambda: masks.lengths(KEYS[:, None].expand(B, S)),
 }
 
 
-@pytest.mark.parametrize("name", ORDINARY)
-def test_everything_else_goes_the_ordinary_way(name: str, always: list[Any]) -> None:
-    prepare, mask = ORDINARY[name]
+@pytest.mark.parametrize("name", PADDED_PATH)
+def test_other_masks_keep_the_padded_path(name: str, unpadded: list[Any]) -> None:
     module, x = clearhead.MultiHeadAttention(E, H), torch.randn(B, S, E)
-    prepare(module)
-    module(x, mask=mask())
-    assert always == []
+    mask = PADDED_PATH[name]()
+    output = module(x, mask=mask)
+    assert unpadded == []
+    with clearhead.use_kernel("reference"):
+        expected = module.double()(x.double(), mask=mask)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_weights_positions_and_a_cache_go_the_ordinary_way(always: list[Any]) -> None:
+def test_other_calls_keep_the_padded_path(unpadded: list[Any]) -> None:
     module, x, mask = clearhead.MultiHeadAttention(E, H), torch.randn(B, S, E), masks.lengths(KEYS)
     module(x, mask=mask, need_weights=True)
     module(x, mask=mask, positions=0)
     with torch.no_grad():
         module(x, mask=mask, cache=module.make_cache(B, S))
-    turned = clearhead.MultiHeadAttention(E, H, position=clearhead.positions.Rotary(E // H))
-    turned(x, mask=mask)
-    assert always == []
-
-
-def test_it_is_recorded_as_one_call(always: list[Any]) -> None:
-    module, x = clearhead.MultiHeadAttention(E, H), torch.randn(B, S, E)
+    torch.vmap(lambda one: module(one, mask=mask))(x[None])
     with clearhead.record(module) as seen:
-        module(x, mask=masks.lengths(KEYS))
-    assert always == []
+        module(x, mask=mask)
+    assert unpadded == []
     assert [len(seen[name]) for name in seen] == [1]
 
 
-def test_poison_in_padding_stays_there(always: list[Any]) -> None:
-    module, x = clearhead.MultiHeadAttention(E, H), torch.randn(B, S, E)
-    memory = torch.randn(B, S, E).masked_fill((torch.arange(S) >= KEYS[:, None])[..., None], torch.nan)
-    assert bool(module(x, memory, mask=masks.lengths(KEYS)).isfinite().all())
-    assert len(always) == 1
+def test_nan_in_padding_stays_there(unpadded: list[Any]) -> None:
+    module, x = drawn(clearhead.MultiHeadAttention(E, H)), torch.randn(B, S, E)
+    memory = torch.randn(B, S, E)
+    expected = module(x, memory, mask=masks.lengths(KEYS))
+    poisoned = memory.masked_fill(PADDED[..., None], torch.nan).requires_grad_()
+    output = module(x, poisoned, mask=masks.lengths(KEYS))
+    torch.testing.assert_close(output, expected)
+    gradients = torch.autograd.grad(output.square().sum(), [poisoned, *module.parameters()])
+    assert all(bool(each.isfinite().all()) for each in gradients)
+    assert not bool(gradients[0][PADDED].any())
+    own = x.masked_fill(PADDED[..., None], torch.inf)
+    assert bool(module(own, mask=masks.lengths(KEYS, KEYS)).isfinite().all())
+    assert len(unpadded) == 3
+
+
+def test_dropout_drops_weights_and_nothing_else(unpadded: list[Any]) -> None:
+    """Values are unit vectors and the projections leave them alone, so that outputs are the dropped weights."""
+    module = clearhead.MultiHeadAttention(S, 1, head_dim=S, dropout=0.5, bias=False)
+    with torch.no_grad():
+        module.v_proj.weight.copy_(torch.eye(S))
+        module.out_proj.weight.copy_(torch.eye(S))
+    x, values, mask = torch.randn(B, S, S), torch.eye(S).expand(B, S, S), masks.lengths(KEYS)
+    dropped = module(x, x, values, mask=mask)
+    _, weights = module(x, x, values, mask=mask, need_weights=True)
+    kept = dropped != 0
+    torch.testing.assert_close(dropped[kept], 2 * weights[kept])
+    assert 0.3 < float(kept.sum() / (weights != 0).sum()) < 0.7
+    assert not torch.equal(module(x, x, values, mask=mask), dropped)
+    torch.testing.assert_close(module.eval()(x, x, values, mask=mask), weights)
+    assert len(unpadded) == 3
 
 
 def test_wrong_inputs_are_still_explained() -> None:
@@ -233,17 +273,18 @@ def test_errors_about_query_lengths() -> None:
         masks.lengths(keys, torch.tensor([1, 1, 1])).dense(4, 3, batch_size=2)
 
 
+class Multiplications(TorchDispatchMode):
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in flop_registry:
+            self.total += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result) // 2
+        return result
+
+
 def multiplications(module: nn.Module, x: Tensor, mask: Mask | None) -> int:
-    class Counting(TorchDispatchMode):  # `FlopCounterMode` hangs hooks on every module, and those are called whole
-        total = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if func._overloadpacket in flop_registry:
-                self.total += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result) // 2
-            return result
-
-    with Counting() as counting, torch.no_grad(), clearhead.use_kernel("reference"):
+    with Multiplications() as counting, torch.no_grad(), clearhead.use_kernel("reference"):
         module(x, mask=mask)
     return counting.total
 
@@ -257,15 +298,17 @@ def test_a_large_padded_batch_costs_what_is_in_it() -> None:
     assert multiplications(module, x, masks.lengths(half, half)) == 2 * (2 * token * 512 + pair * 256 * 256)
 
 
-def test_small_batches_are_not_worth_it() -> None:
-    x, costs = torch.randn(2, 16, 64), Costs(2 * 64 * 64, 2 * 64 * 64, 128)
-    assert find_padding(masks.lengths(torch.tensor([16, 4])), x, x, 4, costs) is None
+def test_a_small_batch_keeps_its_padding() -> None:
+    """Taking tokens out and putting them back would cost more."""
+    module, x = clearhead.MultiHeadAttention(64, 4), torch.randn(2, 16, 64)
+    whole = multiplications(module, x, None)
+    assert multiplications(module, x, masks.lengths(torch.tensor([16, 4]))) == whole
 
 
-def test_traced_graphs_never_look_at_lengths(always: list[Any]) -> None:
+def test_traced_graphs_never_look_at_lengths(unpadded: list[Any]) -> None:
     module, x = clearhead.MultiHeadAttention(E, H), torch.randn(B, S, E)
     compiled = torch.compile(lambda x, keys: module(x, mask=masks.keep(keys=keys)), backend="eager", fullgraph=True)
-    got = compiled(x, LEFT)
-    assert always == []
-    torch.testing.assert_close(got, module(x, mask=masks.keep(keys=LEFT)))
-    assert len(always) == 1
+    found = compiled(x, LEFT)
+    assert unpadded == []
+    torch.testing.assert_close(found, module(x, mask=masks.keep(keys=LEFT)))
+    assert len(unpadded) == 1

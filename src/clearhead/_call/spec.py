@@ -383,7 +383,7 @@ def validate_call(
         query.device,
         _subclass(query, key, value),
         not environment.tracing and any(tensor.is_neg() for tensor in (query, key, value)),
-        None if checked is None else checked.signature(),
+        None if checked is None or environment.tracing else checked.signature(),
         checked is not None,
         tuple(q_positions.shape) if isinstance(q_positions, Tensor) else q_positions,
         tuple(k_positions.shape) if isinstance(k_positions, Tensor) else k_positions,

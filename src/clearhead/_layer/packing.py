@@ -174,6 +174,10 @@ def unpad(
     seeing, seen, rest = _marks(mask, grid)
     if (seeing is None and seen is None) or not _are_local(rest):
         return None
+    if seen is not None and any(isinstance(part, Causal) for part in rest):
+        # Queries before the first key are fully masked; without them left-padded items begin with a key each.
+        after = torch.arange(length, device=seen.device) >= seen.int().argmax(1, keepdim=True)
+        seeing = after if seeing is None else seeing & after
     keys, queries = _tokens(seen, batch, keys_length), _tokens(seeing, batch, length)
     if rest and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None

@@ -323,7 +323,8 @@ def _each_document(call: AttentionCall) -> Results:
             return_lse=spec.lse,
             environment=environment,
         )
-        found.append(run_call(one, environment))
+        # Without keys nothing is computed, and fused kernels refuse it.
+        found.append(run_call(one, environment._replace(kernel=None) if one.spec.empty else environment))
     if not found:
         return run_call(call.as_one_document(), environment)
     output = torch.cat([results.output for results in found], 2)  # (1, H, T, Dv)
