@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "TRACED",
     "Environment",
     "Forced",
     "any_autocast",
@@ -152,14 +151,11 @@ _legacy_batched: Callable[[Tensor], bool] = _found("_C._functorch.is_legacy_batc
 _global_hooks: Callable[[], bool] = _found("nn.modules.module._has_any_global_hook", _yes)
 _forward_level: Any = _found("autograd.forward_ad", None)
 
-#: The environment of every traced call: what a graph holds must not depend on anything else.
-TRACED = Environment(True, False, False, False, False, False, False, True, False, None, None)
-
-
 def read_environment() -> Environment:
     """The environment of the call that runs now."""
-    if is_tracing():
-        return TRACED
+    if is_tracing():  # what a graph holds must not depend on what else surrounds its first call
+        grad = torch.is_grad_enabled()
+        return Environment(True, False, False, False, False, False, False, grad, False, kernels.value, linears.value)
     return Environment(
         False,
         is_transformed(),
