@@ -7,11 +7,11 @@ and where PyTorch does not have it, calls take the general path.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
-from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeVar
+from types import FunctionType, TracebackType
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,10 @@ __all__ = [
     "Environment",
     "Forced",
     "any_autocast",
+    "as_written",
     "autocast_is_on",
     "autocast_off",
+    "calls_uncompiled",
     "cast_for_autocast",
     "disabled_torch_function",
     "forcing",
@@ -30,13 +32,16 @@ __all__ = [
     "has_avx2",
     "has_global_hooks",
     "has_onednn_linear",
+    "has_wrappers",
     "in_backward",
     "is_batched",
     "is_compiled",
+    "is_compiler_error",
     "is_dispatching",
     "is_rows_of",
     "is_tracing",
     "is_transformed",
+    "is_vmapped",
     "kernels",
     "left_aligned_padding",
     "linears",
@@ -45,11 +50,14 @@ __all__ = [
     "onednn_linear",
     "read_environment",
     "sizes_apart",
+    "skips_idle_hook",
     "state",
-    "unwrapped",
+    "wrapper_of",
 ]
 
 Choice = TypeVar("Choice")
+Wrapper = TypeVar("Wrapper", bound=Tensor)
+Kind = TypeVar("Kind", bound=nn.Module)
 
 
 class Forced(threading.local, Generic[Choice]):
@@ -149,6 +157,9 @@ _saved_hooks: Callable[[bool], object] = _found("_C._autograd._top_saved_tensors
 _graph_task: Callable[[], int] = _found("_C._current_graph_task_id", lambda: -1)
 _legacy_batched: Callable[[Tensor], bool] = _found("_C._functorch.is_legacy_batchedtensor", lambda _: False)
 _global_hooks: Callable[[], bool] = _found("nn.modules.module._has_any_global_hook", _yes)
+_functorch: Any = _found("_C._functorch", None)
+_avx2: Callable[[], bool] = _found("cpu._is_avx2_supported", lambda: False)
+_wrap: Callable[..., Tensor] | None = _found("Tensor._make_wrapper_subclass", None)
 _forward_level: Any = _found("autograd.forward_ad", None)
 
 def read_environment() -> Environment:
@@ -215,6 +226,55 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+@contextmanager
+def calls_uncompiled(modules: Iterable[nn.Module]) -> Generator[None, None, None]:
+    """Undo `nn.Module.compile` inside the block."""
+    compiled = [(module, getattr(module, "_compiled_call_impl", None)) for module in modules if is_compiled(module)]
+    try:
+        for module, _ in compiled:
+            setattr(module, "_compiled_call_impl", None)  # noqa: B010
+        yield
+    finally:
+        for module, call in compiled:
+            setattr(module, "_compiled_call_impl", call)  # noqa: B010
+
+
+def as_written(function: object) -> Any:
+    """The function that `torch.compile` was given to make this one; ``None`` of what it did not make."""
+    return getattr(function, "_torchdynamo_orig_callable", None) if isinstance(function, FunctionType) else None
+
+
+def is_compiler_error(kind: type[BaseException]) -> bool:
+    """Whether an error comes from tracing a graph."""
+    return kind.__module__ == "torch._dynamo.exc"
+
+
+def skips_idle_hook(hook: Callable[..., None]) -> Callable[[type[Kind]], type[Kind]]:
+    """Class decorator: modules whose only hook is this one, which does nothing, save tiny calls its cost."""
+
+    def decorate(kind: type[Kind]) -> type[Kind]:
+        general: Callable[..., Any] | None = getattr(kind, "_call_impl", None)
+        if general is None:
+            return kind
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            hooks = module._forward_pre_hooks
+            if (
+                len(hooks) == 1
+                and hook in hooks.values()
+                and not (module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+                and not _global_hooks()
+                and not is_tracing()
+            ):
+                return module.forward(*args, **kwargs)
+            return general(module, *args, **kwargs)
+
+        setattr(kind, "_call_impl", call)  # noqa: B010
+        return kind
+
+    return decorate
+
+
 def any_autocast() -> bool:
     """Whether autocast is enabled for any device."""
     return _any_autocast()
@@ -272,23 +332,25 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def has_avx2() -> bool:
     """Whether PyTorch's compiler can build for this processor."""
-    return bool(_found("cpu._is_avx2_supported", lambda: False)())
+    return bool(_avx2())
 
 
 def mark_static(tensor: Tensor, dim: int) -> None:
     """Tell `torch.compile` that a size is a constant."""
-    torch._dynamo.mark_static(tensor, dim)  # pyright: ignore
+    getattr(torch._dynamo, "mark_static", _yes)(tensor, dim)  # pyright: ignore
 
 
 def graph_break() -> None:
     """End the graph that is being traced here."""
-    torch._dynamo.graph_break()  # pyright: ignore
+    getattr(torch._dynamo, "graph_break", _yes)()  # pyright: ignore
 
 
 def sizes_apart() -> AbstractContextManager[None]:
     """Sizes that happen to be equal when a graph is compiled may differ later."""
-    from torch.fx.experimental import _config
-
+    try:
+        from torch.fx.experimental import _config
+    except ImportError:
+        return nullcontext()
     return _config.patch(use_duck_shape=False)  # pyright: ignore
 
 
@@ -301,9 +363,21 @@ def is_rows_of(tensor: Any) -> bool:
 left_aligned_padding: Callable[..., bool] | None = _found("_nested_tensor_from_mask_left_aligned", None)
 
 
-def unwrapped(tensor: Tensor) -> Any:
-    """The tensor inside a wrapper of `torch.func`, or ``None`` where it is none."""
-    functorch = _found("_C._functorch", None)
-    if functorch is None or not functorch.is_functorch_wrapped_tensor(tensor):
-        return None
-    return functorch.get_unwrapped(tensor)
+def is_vmapped(tensor: Tensor) -> bool:
+    """Whether `torch.func.vmap` maps over a tensor, also inside other transforms."""
+    if _functorch is None:
+        return is_transformed()
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
+#: Whether tensors can be made whose values are computed when an operator reads them.
+has_wrappers = disabled_torch_function is not None and _wrap is not None
+
+
+def wrapper_of(kind: type[Wrapper], shape: tuple[int, ...], **options: Any) -> Wrapper:
+    """A tensor of a subclass that has a shape, a dtype and a device, but no values; see `has_wrappers`."""
+    return cast(Wrapper, cast(Any, _wrap)(kind, shape, **options))

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from .._call.observers import is_computing
 from .._call.spec import AttentionCall, build_call
-from .._environment import autocast_off, cast_for_autocast
+from .._environment import autocast_off, cast_for_autocast, graph_break, is_vmapped
 from ..masks._base import Mask
 from ..nn._convention import Sizes, hidden_mask
 from ..nn._projection import append_keys, project
@@ -27,6 +26,7 @@ from ._unseen import SOFTMAX
 __all__ = ["CaptureMode", "Sink", "obstacle"]
 
 _SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax}
+_OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 #: Names of others' kernels, such as ``flash_attn._flash_attn_forward`` or ``aten._scaled_dot_product_cudnn_attention``.
 _KERNELS = re.compile("attention|attn|flash|fmha")
 _MHA = inspect.signature(F.multi_head_attention_forward)
@@ -106,7 +106,7 @@ class CaptureMode(TorchFunctionMode):
 def _step_out_of_graph() -> None:
     """Break the compiler's graph: calls inside one cannot be observed."""
     if torch.compiler.is_dynamo_compiling():
-        torch._dynamo.graph_break()  # pyright: ignore
+        graph_break()
 
 
 def obstacle(*inputs: Any) -> str | None:
@@ -114,16 +114,7 @@ def obstacle(*inputs: Any) -> str | None:
     tensors = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
     if any(tensor.is_nested for tensor in tensors):
         return "attention over nested tensors"
-    return "attention under torch.vmap" if any(_is_batched(tensor) for tensor in tensors) else None
-
-
-def _is_batched(tensor: Tensor) -> bool:
-    functorch = torch._C._functorch  # pyright: ignore
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return False
+    return "attention under torch.vmap" if any(is_vmapped(tensor) for tensor in tensors) else None
 
 
 def _unreadable(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -131,7 +122,7 @@ def _unreadable(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     if func in _SOFTMAX:
         scores = args[0] if args else kwargs.get("input")
         return SOFTMAX if isinstance(scores, Tensor) and scores.dim() == 4 else None
-    if isinstance(func, (OpOverload, OpOverloadPacket)) and _KERNELS.search(str(func)):
+    if isinstance(func, _OPERATORS) and _KERNELS.search(str(func)):
         return f"the kernel {func}"
     return None
 

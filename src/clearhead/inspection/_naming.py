@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from inspect import getattr_static
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._environment import as_written, calls_uncompiled
 from ..errors import ArgumentError, explain_problem
 
 __all__ = ["ModuleNames", "uncompiled"]
@@ -20,36 +21,19 @@ __all__ = ["ModuleNames", "uncompiled"]
 @contextmanager
 def uncompiled(model: nn.Module) -> Generator[None, None, None]:
     """Run the compiled parts of a model uncompiled inside the block: calls inside a graph cannot be observed."""
-    restore: list[tuple[nn.Module, str, Any]] = []
-    added: list[nn.Module] = []
-    try:
+    with calls_uncompiled(model.modules()), ExitStack() as undo:
         for module in model.modules():
-            if getattr(module, "_compiled_call_impl", None) is not None:
-                restore.append((module, "_compiled_call_impl", getattr(module, "_compiled_call_impl")))  # noqa: B009
-                setattr(module, "_compiled_call_impl", None)  # noqa: B010
             # `forward` of what torch.compile(module) returns, or any compiled function put there
             for name, value in list(vars(module).items()):
-                if _is_compiled(value):
-                    restore.append((module, name, value))
-                    setattr(module, name, _written(value))
-            if "forward" not in vars(module) and _is_compiled(getattr_static(type(module), "forward", None)):
-                added.append(module)
-                module.forward = MethodType(_written(type(module).forward), module)
+                written = as_written(value)
+                if written is not None:
+                    undo.callback(setattr, module, name, value)
+                    setattr(module, name, written)
+            written = as_written(getattr_static(type(module), "forward", None))
+            if "forward" not in vars(module) and written is not None:
+                undo.callback(vars(module).pop, "forward", None)
+                module.forward = MethodType(written, module)
         yield
-    finally:
-        for module, name, value in restore:
-            setattr(module, name, value)
-        for module in added:
-            vars(module).pop("forward", None)
-
-
-def _is_compiled(value: Any) -> bool:
-    return isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable")
-
-
-def _written(compiled: Any) -> Any:
-    """The function as it was written."""
-    return compiled._torchdynamo_orig_callable
 
 
 class ModuleNames:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .._call.observers import observing
 from .._call.spec import AttentionCall
 from .._checks import choice, index, integer, item_number, items, module, require_slice, shown
+from .._environment import is_compiler_error
 from .._statistics.arguments import (
     DEFAULT,
     Per,
@@ -170,7 +171,7 @@ class record(Drawable, Mapping[str, Calls]):
         self._padding = None
         if kind is None:
             self._report_unseen()
-        elif kind.__module__ == "torch._dynamo.exc":
+        elif is_compiler_error(kind):
             raise RecordError(
                 "record: a compiled function attended inside the block, where calls cannot be observed. Run it "
                 "uncompiled: with torch.compiler.set_stance('force_eager'), clearhead.record(model) as rec: "

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from .._environment import is_tracing, is_transformed
+from .._environment import disabled_torch_function, has_wrappers, is_tracing, is_transformed, wrapper_of
 from ..masks._base import Mask
 
 __all__ = ["Carried", "additive_mask", "carried_by", "carrying", "values_of"]
@@ -39,7 +38,7 @@ class _LazyMask(Tensor):
     _computed: Tensor | None
 
     # Shape, dtype and device are read without coming here; operators arrive in `__torch_dispatch__`.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    __torch_function__ = disabled_torch_function
 
     def describe(self, carried: Carried, build: Callable[[], Tensor]) -> None:
         self._carried, self._build, self._computed = carried, build, None
@@ -55,8 +54,7 @@ class _LazyMask(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(_LazyMask, _LazyMask.computed, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*_values(args), **_values(kwargs or {}))
 
     # What reads a tensor without an operator.
 
@@ -90,9 +88,9 @@ def carrying(
     device: torch.device | str,
 ) -> Tensor:
     """Return the additive mask that ``build`` makes, of this shape and dtype, and what it stands for beside it."""
-    if is_tracing() or is_transformed():  # a graph holds no values that are computed later
+    if is_tracing() or is_transformed() or not has_wrappers:  # a graph holds no values that are computed later
         return build()
-    mask = Tensor._make_wrapper_subclass(_LazyMask, shape, dtype=dtype, device=device)  # pyright: ignore
+    mask = wrapper_of(_LazyMask, shape, dtype=dtype, device=device)
     mask.describe(carried, build)
     return mask
 
@@ -105,3 +103,12 @@ def carried_by(mask: Tensor) -> Carried | None:
 def values_of(mask: Tensor) -> Tensor:
     """Return the mask as an ordinary tensor."""
     return mask.computed() if isinstance(mask, _LazyMask) else mask
+
+
+def _values(given: Any) -> Any:
+    """Arguments of an operator with the values of lazy masks among them."""
+    if isinstance(given, dict):
+        return {name: _values(each) for name, each in given.items()}
+    if isinstance(given, (list, tuple)):
+        return type(given)([_values(each) for each in given])
+    return values_of(given) if isinstance(given, Tensor) else given

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._environment import is_tracing
+from .._environment import is_tracing, left_aligned_padding
 
 __all__ = ["drop_padding", "keep_padding"]
 
@@ -51,5 +51,6 @@ def _took_fast_path(encoder: Any, src: Tensor, padding: Tensor) -> bool:
         return False
     if not getattr(encoder, "mask_check", True):
         return True
-    left_aligned = torch._nested_tensor_from_mask_left_aligned  # pyright: ignore[reportPrivateUsage]
-    return not is_tracing() and left_aligned(src, padding.logical_not())
+    if left_aligned_padding is None or is_tracing():
+        return False
+    return left_aligned_padding(src, padding.logical_not())

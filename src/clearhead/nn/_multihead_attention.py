@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._call.spec import WeightsWanted
 from .._checks import flag, is_probability, number, require_factory, size, strided
-from .._environment import Environment, autocast_is_on, has_global_hooks, is_tracing, read_environment
+from .._environment import Environment, autocast_is_on, read_environment, skips_idle_hook
 from .._layer.layer import Layer, Project
 from .._layer.packing import Costs
 from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
@@ -29,6 +29,7 @@ def keep_off_fast_path(module: nn.Module, args: tuple[Any, ...]) -> None:
     """
 
 
+@skips_idle_hook(keep_off_fast_path)
 class MultiheadAttention(nn.MultiheadAttention):
     """`torch.nn.MultiheadAttention` with one numerical path for training and eval.
 
@@ -149,19 +150,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         except ClearheadError as error:
             raise also_pytorchs(error) from error.__cause__
         return output, None if weights is None else weights.to(output.dtype)
-
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        """Save tiny calls the cost of a hook that does nothing."""
-        hooks = self._forward_pre_hooks
-        if (
-            len(hooks) == 1
-            and keep_off_fast_path in hooks.values()
-            and not (self._forward_hooks or self._backward_hooks or self._backward_pre_hooks)
-            and not has_global_hooks()
-            and not is_tracing()
-        ):
-            return self.forward(*args, **kwargs)
-        return super()._call_impl(*args, **kwargs)  # pyright: ignore
 
     def _attend(
         self,
