@@ -19,6 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead
+import clearhead._environment
 import clearhead._layer.linear
 from clearhead._layer.linear import Linear, describe_backend, linear, use_linear
 from clearhead._layer.unmodified import apply_linear, is_unmodified
@@ -28,7 +29,7 @@ from clearhead.errors import ArgumentError, KernelError
 SIZES = [(37, 41, 43), (1, 7, 5), (5, 1, 3), (3, 5, 1), (131, 257, 67)]
 
 needs_onednn = pytest.mark.skipif(
-    not clearhead._layer.linear._has_onednn(), reason="this build of PyTorch has no oneDNN"
+    not clearhead._environment.has_onednn_linear(), reason="this build of PyTorch has no oneDNN"
 )
 
 
@@ -36,7 +37,7 @@ needs_onednn = pytest.mark.skipif(
 def onednn_preferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """The rule of a machine where oneDNN is faster, for every size; holds the shapes that went there."""
     seen: list[tuple[int, ...]] = []
-    multiply = clearhead._layer.linear._multiply
+    multiply = clearhead._layer.linear.onednn_linear
 
     def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         seen.append((*x.shape, weight.shape[0]))
@@ -45,7 +46,7 @@ def onednn_preferred(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int
     monkeypatch.setattr(clearhead._layer.linear, "_preferred", lambda: "onednn")
     monkeypatch.setattr(clearhead._layer.linear, "_FEWEST_MULTIPLICATIONS", 1)
     monkeypatch.setattr(clearhead._layer.linear, "_FEWEST_ROWS", 1)
-    monkeypatch.setattr(clearhead._layer.linear, "_multiply", counted)
+    monkeypatch.setattr(clearhead._layer.linear, "onednn_linear", counted)
     return seen
 
 
@@ -242,7 +243,7 @@ def test_small_products_stay_with_pytorch(monkeypatch: pytest.MonkeyPatch) -> No
         raise AssertionError("this product is too small")
 
     monkeypatch.setattr(clearhead._layer.linear, "_preferred", lambda: "onednn")
-    monkeypatch.setattr(clearhead._layer.linear, "_multiply", never)
+    monkeypatch.setattr(clearhead._layer.linear, "onednn_linear", never)
     Linear(16, 48)(torch.randn(10, 16))
     Linear(1024, 1024)(torch.randn(15, 1024))
     with pytest.raises(AssertionError, match="too small"):
@@ -305,7 +306,7 @@ def test_the_rule(
     maker: str, mkl: bool, onednn: bool, capability: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clearhead._layer.linear, "_processor_maker", lambda: maker)
-    monkeypatch.setattr(clearhead._layer.linear, "_has_onednn", lambda: onednn)
+    monkeypatch.setattr(clearhead._layer.linear, "has_onednn_linear", lambda: onednn)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     rule = (clearhead._layer.linear._preferred, clearhead._layer.linear._why_pytorchs)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import clearhead
 from clearhead._native import instruction_sets, use_instruction_set
-from clearhead.inspection import _compute as compute
+from clearhead._statistics import compute
 
 from ..kernels.adversarial import Adversary
 
