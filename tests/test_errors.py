@@ -325,10 +325,11 @@ def test_every_error_is_also_one_of_pythons() -> None:
         "KernelError": RuntimeError,
         "MaskTypeError": TypeError,
         "OutOfRangeError": IndexError,
+        "RecordError": RuntimeError,
         "ShapeError": ValueError,
         "UnknownNameError": KeyError,
     }
-    assert set(errors.__all__) == {"ClearheadError", *bases}
+    assert set(errors.__all__) == {"ClearheadError", "UnseenAttentionWarning", *bases}
     for name, base in bases.items():
         assert issubclass(getattr(errors, name), ClearheadError)
         assert issubclass(getattr(errors, name), base)

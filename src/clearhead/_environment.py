@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
-    "TRACED",
     "Environment",
     "Forced",
     "any_autocast",
@@ -131,7 +130,7 @@ class Environment(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether only operations on values happen: plans may be cached and modules' parameters used directly."""
-        return not (self.tracing or self.transformed or self.dispatching or self.autocast or self.observed)
+        return not (self.tracing or self.transformed or self.autocast or self.observed)
 
 
 def _found(path: str, otherwise: Any) -> Any:
@@ -163,14 +162,11 @@ _avx2: Callable[[], bool] = _found("cpu._is_avx2_supported", lambda: False)
 _wrap: Callable[..., Tensor] | None = _found("Tensor._make_wrapper_subclass", None)
 _forward_level: Any = _found("autograd.forward_ad", None)
 
-#: The environment of every traced call: what a graph holds must not depend on anything else.
-TRACED = Environment(True, False, False, False, False, False, False, True, False, None, None)
-
-
 def read_environment() -> Environment:
     """The environment of the call that runs now."""
-    if is_tracing():
-        return TRACED
+    if is_tracing():  # what a graph holds must not depend on what else surrounds its first call
+        grad = torch.is_grad_enabled()
+        return Environment(True, False, False, False, False, False, False, grad, False, kernels.value, linears.value)
     return Environment(
         False,
         is_transformed(),

@@ -246,11 +246,10 @@ class MultiHeadAttention(nn.Module):
         if is_jagged(query, key, value):
             refuse_jagged(positions=positions, cache=cache, need_weights=need_weights)
             return self._run_jagged(query, *complete(query, key, value), mask, environment)
-        layer = self._layer(query, environment)
         if positions is None and cache is None:
             key, value = complete(query, key, value)
             require_inputs(self, query, key, value)
-            output, weights = layer.run(
+            output, weights = self._layer(query, environment).run(
                 query, key, value, mask, environment, weights=_wanted(need_weights, average_attn_weights)
             )
             return output if weights is None else (output, weights)
@@ -261,7 +260,7 @@ class MultiHeadAttention(nn.Module):
                 key, value = complete(query, key, value)
                 require_inputs(self, query, key, value)
             wanted = _wanted(need_weights, average_attn_weights)
-            output, weights = layer.run(
+            output, weights = self._layer(query, environment).run(
                 query, key, value, mask, environment, positions=positions, cache=cache, weights=wanted
             )
         return output if weights is None else (output, weights)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 import clearhead
-import clearhead._latent
+import clearhead._layer.layer
 from clearhead import masks
 from clearhead.caches import (
     Cache,
@@ -41,13 +41,13 @@ def test_steps_and_chunks_are_the_whole(sizes: list[int], low: int | None, dtype
 def _calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], ...]]:
     """The shapes of query, key and value in every call of `attention`."""
     seen: list[tuple[tuple[int, ...], ...]] = []
-    attention: Callable[..., Tensor] = clearhead._latent.attention
+    attend: Callable[..., Any] = clearhead._layer.layer.attend_arguments
 
-    def noting(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    def noting(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
         seen.append((tuple(query.shape), tuple(key.shape), tuple(value.shape)))
-        return attention(query, key, value, **options)
+        return attend(query, key, value, *arguments, **options)
 
-    monkeypatch.setattr(clearhead._latent, "attention", noting)
+    monkeypatch.setattr(clearhead._layer.layer, "attend_arguments", noting)
     return seen
 
 

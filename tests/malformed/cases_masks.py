@@ -89,6 +89,11 @@ def _() -> Call:
     return Call((masks.causal() & masks.lengths(LENGTHS)).dense, _sizes())
 
 
+@case("Mask.prepare", weight=8, **LETTERS)
+def _() -> Call:
+    return Call((masks.causal() & masks.lengths(LENGTHS)).prepare, _sizes())
+
+
 @case("Mask.dense of a tensor", weight=4, **LETTERS)
 def _() -> Call:
     mask = masks.keep(torch.ones(5, 5)) & masks.documents(torch.arange(5)) & masks.bias(torch.zeros(2, 3, 5, 5))

@@ -62,6 +62,7 @@ WITHOUT_CASES = {
     "EvictionPolicy": "abstract",
     "Finding": "made by identify",
     "Held": "made by caches; its method has a case",
+    "PreparedMask": "made by Mask.prepare",
     "Mask": "abstract; its methods have cases",
     "MaskReport": "made by Mask.check",
     "Scaling": "abstract",

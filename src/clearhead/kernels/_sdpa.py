@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import ClassVar, final
 
 import torch
@@ -57,7 +58,9 @@ class SdpaKernel(Kernel):
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         folded, group = _folds(spec, mask, grid), spec.group
         grouped: dict[str, bool] = {"enable_gqa": True} if group > 1 and not folded else {}
-        is_causal = mask is not None and not hides_nothing(mask, grid) and _is_flagged_causal(spec, mask, grid)
+        is_causal = False
+        if mask is not None and not hides_nothing(mask, grid) and _is_flagged_causal(spec, mask, grid):
+            is_causal = True  # not the comparison, which is a symbol while tracing
 
         def compute(call: AttentionCall) -> Results:
             query, key, value = map(_dense_rows, (call.query, call.key, call.value))
@@ -97,29 +100,45 @@ def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> li
 
 def _is_fused(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     """Whether PyTorch would take one of its fused paths, from the mask's dtype and none of its work."""
-    if fused_sdpa_choice is None:
-        return False
-    causal, folded = _is_flagged_causal(spec, mask, grid), _folds(spec, mask, grid)
-    query, key, value = (_like(spec, layout) for layout in (spec.query, spec.key, spec.value))
-    if folded:
-        query = _fold_query(query, key)
-    lowered = None
+    causal, dtype = _is_flagged_causal(spec, mask, grid), None
     if mask is not None and not causal and not hides_nothing(mask, grid):
         dtype = spec.compute_dtype if mask.has_bias else spec.dtype
-        shape = (*query.shape[:3], spec.key.shape[2])
-        lowered = torch.empty(1, dtype=dtype, device=spec.device).expand(shape)
-    grouped = spec.group > 1 and not folded
-    choice = fused_sdpa_choice(query, key, value, lowered, spec.dropout_p, causal, scale=spec.scale, enable_gqa=grouped)
-    return choice != _MATH
+    layouts = tuple((layout.shape, _has_whole_rows(layout)) for layout in (spec.query, spec.key, spec.value))
+    options = (spec.dropout_p > 0, spec.needs_gradients, causal, _folds(spec, mask, grid))
+    return _has_fused_path(layouts, spec.dtype, spec.device, dtype, *options)
 
 
-def _like(spec: AttentionSpec, layout: Layout) -> Tensor:
-    """A tensor of this shape and one row of memory, whose rows are contiguous if the layout's are."""
-    contiguous = layout.strides[-1] == 1 or layout.shape[-1] <= 1
-    row = torch.empty(
-        layout.shape[-1] if contiguous else 1, dtype=spec.dtype, device=spec.device, requires_grad=spec.needs_gradients
-    )
-    return row.expand(layout.shape)
+@lru_cache(256)
+def _has_fused_path(
+    layouts: tuple[tuple[tuple[int, ...], bool], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    mask_dtype: torch.dtype | None,
+    drops: bool,
+    gradients: bool,
+    causal: bool,
+    folded: bool,
+) -> bool:
+    if fused_sdpa_choice is None:
+        return False
+
+    def like(shape: tuple[int, ...], whole_rows: bool) -> Tensor:
+        """A tensor of one row of memory."""
+        size = shape[-1] if whole_rows else 1
+        return torch.empty(size, dtype=dtype, device=device, requires_grad=gradients).expand(shape)
+
+    query, key, value = (like(*layout) for layout in layouts)
+    grouped = query.shape[1] != key.shape[1] and not folded
+    if folded:
+        query = _fold_query(query, key)
+    mask = None
+    if mask_dtype is not None:
+        mask = torch.empty(1, dtype=mask_dtype, device=device).expand((*query.shape[:3], key.shape[2]))
+    return fused_sdpa_choice(query, key, value, mask, 0.5 if drops else 0.0, causal, enable_gqa=grouped) != _MATH
+
+
+def _has_whole_rows(layout: Layout) -> bool:
+    return layout.strides[-1] == 1 or layout.shape[-1] <= 1
 
 
 def _folds(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
