@@ -64,20 +64,6 @@ def test_documents_of_any_lengths(rule: str, sizes: list[tuple[int, int]]) -> No
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
 
-def test_self_attention_on_one_set_of_boundaries() -> None:
-    x, bounds = tokens(19, H, D), torch.tensor([0, 4, 4, 15, 19], dtype=torch.int32)
-    found = attention_varlen(x, x, x, bounds, bounds, masks.causal())
-    expected, _ = one_by_one(x, x, x, [4, 0, 11, 4], [4, 0, 11, 4], masks.causal())
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-
-
-def test_a_document_without_keys_gives_zeros() -> None:
-    query, key = tokens(5, H, D), tokens(3, KV, D)
-    found, lse = attention_varlen(query, key, key, ends([2, 3]), ends([3, 0]), return_lse=True)
-    assert torch.equal(found[2:], torch.zeros(3, H, D).double())
-    assert (lse[2:] == -torch.inf).all()
-
-
 def test_work_grows_with_the_documents_and_not_with_their_product() -> None:
     """32 documents of 128 tokens: a kernel that looked at all pairs would hold 32 times as many scores."""
     query = torch.randn(4096, 2, 8)

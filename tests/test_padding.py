@@ -137,6 +137,8 @@ def test_the_drop_in(
     padding = torch.zeros(B, S, dtype=torch.float64).masked_fill(hidden, -torch.inf) if floats else hidden
     query, key = inputs if batch_first else (x.transpose(0, 1) for x in inputs)
     key = query if inputs[0] is inputs[1] else key
+    assert module(query, key, key, padding, False)[0].is_contiguous()
+    unpadded.clear()
     with_and_without(
         lambda: module(query, key, key, padding, False, None, True, is_causal)[0],
         [*set(inputs), *module.parameters()],

@@ -436,19 +436,6 @@ def test_threads_share_plans() -> None:
     assert failed == []
 
 
-def test_other_tensors_between_calls() -> None:
-    given = drawn()
-    expected = attend(given)
-    own = type("Own", (Tensor,), {})
-    for _ in range(2):
-        subclass = attend([x.as_subclass(own) for x in given])
-        torch.testing.assert_close(subclass.as_subclass(Tensor), expected)
-        assert attend([x.to("meta") for x in given]).device.type == "meta"
-        torch.testing.assert_close(attend([x[0] for x in given]), expected[0])
-        assert attend([x[:0] for x in given]).shape == (0, H, L, D)
-        assert torch.equal(attend(given), expected)
-
-
 def test_a_bias_that_learns_between_calls_that_do_not() -> None:
     for seed in (2, 3):
         given, tensor = drawn(seed), torch.randn(1, H, L, S)

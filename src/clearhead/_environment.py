@@ -162,6 +162,7 @@ _avx2: Callable[[], bool] = _found("cpu._is_avx2_supported", lambda: False)
 _wrap: Callable[..., Tensor] | None = _found("Tensor._make_wrapper_subclass", None)
 _forward_level: Any = _found("autograd.forward_ad", None)
 
+
 def read_environment() -> Environment:
     """The environment of the call that runs now."""
     if is_tracing():  # what a graph holds must not depend on what else surrounds its first call

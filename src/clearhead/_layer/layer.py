@@ -209,7 +209,7 @@ class Layer:
         def project_out(module: nn.Module, x: Tensor) -> Tensor:
             return apply_linear(module, x, environment)
 
-        return unpadded.project_out(mixed, self.out_proj, project_out)
+        return unpadded.project_out(mixed, self.out_proj, project_out, batch_first=self.batch_first)
 
     def _query_heads(self, q: Tensor) -> Tensor:
         q = _heads(q, self.num_heads)

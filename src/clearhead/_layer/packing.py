@@ -132,19 +132,43 @@ class Unpadded:
         alike = query is key and (self.queries is self.keys or self.queries.rows is self.keys.rows is None)
         return k if alike else self.queries.take(query), k, v
 
-    def project_out(self, mixed: Tensor, out_proj: nn.Module, project: Callable[[nn.Module, Tensor], Tensor]) -> Tensor:
-        """(T, H·Dv) → (B, L, E), ``out_proj(0)`` for padding."""
+    def project_out(
+        self,
+        mixed: Tensor,
+        out_proj: nn.Module,
+        project: Callable[[nn.Module, Tensor], Tensor],
+        *,
+        batch_first: bool,
+    ) -> Tensor:
+        """(T, H·Dv) → (B, L, E), in memory (L, B, E) unless `batch_first`; ``out_proj(0)`` for padding."""
         batch, length = self.shape
         rows = self.queries.rows
+        if not batch_first:
+            if rows is None:
+                mixed = mixed.view(batch, length, -1).transpose(0, 1).flatten(0, 1)
+            else:
+                rows = rows % length * batch + rows // length
+            return self._filled(mixed, rows, (length, batch), out_proj, project).transpose(0, 1)
+        return self._filled(mixed, rows, (batch, length), out_proj, project)
+
+    @staticmethod
+    def _filled(
+        mixed: Tensor,
+        rows: Tensor | None,
+        shape: tuple[int, int],
+        out_proj: nn.Module,
+        project: Callable[[nn.Module, Tensor], Tensor],
+    ) -> Tensor:
         if rows is None:
-            return project(out_proj, mixed.view(batch, length, -1))
+            return project(out_proj, mixed.view(*shape, -1))
+        count = shape[0] * shape[1]
         if is_unmodified(out_proj):  # of zeros it makes its bias
             short, bias = project(out_proj, mixed), cast("Tensor | None", out_proj.bias)
             filled = short.new_zeros(()) if bias is None else bias.to(short.dtype)
-            whole = filled.expand(batch * length, short.shape[1]).index_copy(0, rows, short)
-            return whole.view(batch, length, -1)
-        whole = mixed.new_zeros(batch * length, mixed.shape[1]).index_copy(0, rows, mixed)
-        return project(out_proj, whole.view(batch, length, -1))
+            whole = filled.expand(count, short.shape[1]).index_copy(0, rows, short)
+            return whole.view(*shape, -1)
+        whole = mixed.new_zeros(count, mixed.shape[1]).index_copy(0, rows, mixed)
+        return project(out_proj, whole.view(*shape, -1))
 
 
 def unpad(
