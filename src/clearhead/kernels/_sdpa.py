@@ -73,7 +73,9 @@ class SdpaKernel(Kernel):
             if folded:
                 output = output.reshape(*call.query.shape[:3], call.value.shape[-1])  # (B, H, L, Dv)
             masked = call.coverage.masked_queries
-            return Results(output if masked is None else output.masked_fill(masked, 0))
+            if masked is not None:  # in place where that is allowed: the copy would lay heads out anew
+                output = output.masked_fill(masked, 0) if output.requires_grad else output.masked_fill_(masked, 0)
+            return Results(output)
 
         return compute
 
