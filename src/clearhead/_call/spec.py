@@ -413,16 +413,17 @@ def build_call(*args: object, **options: object) -> AttentionCall:
     return zero_hidden(validate_call(*args, **options))  # type: ignore[arg-type]
 
 
-def zero_hidden(call: AttentionCall) -> AttentionCall:
+def zero_hidden(call: AttentionCall, queries: bool = True) -> AttentionCall:
     """The call with zeros in fully masked queries and in keys and values that are masked for every query.
 
-    NaN or inf stored there then reaches neither outputs nor gradients, whatever the kernel.
+    NaN or inf stored there then reaches neither outputs nor gradients, whatever the kernel. Without gradients queries may
+    stay: each reaches its own row only.
     """
     seen = call.coverage
     if seen is COVERS_ALL or (seen.queries is None and seen.keys is None):
         return call
     query, key, value = call.query, call.key, call.value
-    if seen.masked_queries is not None:
+    if queries and seen.masked_queries is not None:
         query = query.masked_fill(seen.masked_queries, 0)
     masked = seen.masked_keys_of(key.shape[1])
     if masked is not None:

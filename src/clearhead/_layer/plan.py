@@ -271,7 +271,7 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
     if spec.dropout_p > 0 and kernel.seeds_dropout:
         compute = _with_seed(compute)
     if mask is not None and not kernel.isolates_hidden:
-        compute = _with_zeros(compute)
+        compute = _with_zeros(compute, spec.needs_gradients or spec.transformed or spec.tracing)
     if spec.needs_gradients and not kernel.twice_differentiable and not spec.tracing:
         compute = _with_second_derivatives(kernel.name, compute)
     return _with_weights(compute) if wants_weights and not together else compute
@@ -284,8 +284,8 @@ def _with_seed(compute: Plan) -> Plan:
     return seeded
 
 
-def _with_zeros(compute: Plan) -> Plan:
-    return lambda call: compute(zero_hidden(call))
+def _with_zeros(compute: Plan, queries: bool) -> Plan:
+    return lambda call: compute(zero_hidden(call, queries))
 
 
 def _with_second_derivatives(name: str, compute: Plan) -> Plan:
