@@ -208,7 +208,7 @@ def test_reasons_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setenv("CXX", "no-such-compiler")
         assert clearhead.explain(X, X, X).reasons["flex"] == ("there is no C++ compiler to build it with",)
-    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+    monkeypatch.setattr("clearhead.kernels._flex.has_avx2", lambda: False)
     (reason,) = clearhead.explain(X, X, X).reasons["flex"]
     assert reason == "PyTorch builds it for x86 processors with AVX2 alone, on Linux and Windows"
 
