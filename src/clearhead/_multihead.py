@@ -268,15 +268,18 @@ class MultiHeadAttention(nn.Module):
     def _layer(self, query: Tensor, environment: Environment) -> Layer:
         inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
+        modules: dict[str, Any] = self._modules  # attributes of modules are looked up slowly
+
         def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
-            q = apply_linear(self.q_proj, query, environment)
+            q = apply_linear(modules["q_proj"], query, environment)
             if key is None or value is None:
                 return q, None, None
-            return q, apply_linear(self.k_proj, key, environment), apply_linear(self.v_proj, value, environment)
+            k = apply_linear(modules["k_proj"], key, environment)
+            return q, k, apply_linear(modules["v_proj"], value, environment)
 
         return Layer(
             project,
-            self.out_proj,
+            modules["out_proj"],
             self.num_heads,
             self.num_kv_heads,
             self.scale,

@@ -416,8 +416,8 @@ def build_call(*args: object, **options: object) -> AttentionCall:
 def zero_hidden(call: AttentionCall, queries: bool = True) -> AttentionCall:
     """The call with zeros in fully masked queries and in keys and values that are masked for every query.
 
-    NaN or inf stored there then reaches neither outputs nor gradients, whatever the kernel. Without gradients queries may
-    stay: each reaches its own row only.
+    NaN or inf stored there then reaches neither outputs nor gradients, whatever the kernel. Queries may be left as they
+    are for a kernel that isolates them.
     """
     seen = call.coverage
     if seen is COVERS_ALL or (seen.queries is None and seen.keys is None):

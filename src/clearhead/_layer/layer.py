@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._call.caching import Cache, KeyValues, Positions
 from .._call.heads import merge_heads, split_heads
 from .._call.rows import Rows
-from .._call.spec import WeightsWanted
+from .._call.spec import Results, WeightsWanted
 from .._environment import Environment, autocast_off, cast_for_autocast
 from ..masks._base import Mask, all_of
 from ..masks._tensors import as_mask
@@ -110,47 +110,97 @@ class Layer:
             cache: takes the new keys and values, and gives all that are attended to.
             weights: which.
         """
-        if positions is None and cache is None:
-            found = None if weights is not None else self._run_unpadded(query, key, value, mask, environment)
+        if positions is not None or cache is not None:
+            return self._run_placed(query, key, value, mask, environment, positions, cache, weights)
+        if mask is not None and weights is None:
+            found = self._run_unpadded(query, key, value, mask, environment)
             if found is not None:
                 return found, None
-        known = None if cache is None else cache.get()
-        places = positions_of_queries(positions, cache, query.shape[-2])
-        # Where the keys stand too, in self-attention, and where a position part turns both by the same positions.
-        own = places if cache is None and (key is query or self.position is not None) else None
-        q, k, v = self.project(query, *((None, None) if known is not None else (key, value)))
-        q = self._query_heads(q)  # (B, H, L, D)
-        if known is None:
-            k, v = self._key_heads(k), _heads(v, self.num_kv_heads)  # (B, Hkv, S, D), (B, Hkv, S, Dv)
-            q, k = apply_position(self.position, q, k, places)
-            if environment.autocast:
-                q, k, v = cast_for_autocast(q, k, v)
-            known = KeyValues(k, v) if cache is None else cache.update(k, v, places)
-        elif environment.autocast:
-            (q,) = cast_for_autocast(q)
-        form = self._form(q, known, cache is not None, environment)
-        combined = combined_mask(self.mask, mask, known, places)
-        unplaced = cache is None and positions is None
+        q, k, v = self._projected(query, key, value, 0, environment)
+        combined = self.mask if mask is None else as_mask(mask)
+        if mask is not None and self.mask is not None:
+            combined = self.mask & as_mask(mask)
+        form = None if self.forms is None else self._form(q, k, False, environment)
+        if form is not None:
+            q, k, v = form.query, form.key, form.value
         results = attend_arguments(
-            form.query,
-            form.key,
-            form.value,
+            q,
+            k,
+            v,
             combined,
             environment,
             scale=self.scale,
             dropout_p=self.dropout_p,
             softcap=self.softcap,
             sinks=self.sinks,
-            query_positions=None if unplaced else places,
-            key_positions=None if unplaced else positions_of_keys(known, own, self.num_heads),
             weights=weights,
         )
-        mixed = results.output if form.finish is None else form.finish(results.output)  # (B, H, L, Dv)
-        output = self._project_out(mixed, query.dim() == 3, environment)
+        return self._finished(results, form, query.dim() == 3, environment)
+
+    def _run_placed(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        mask: Mask | Tensor | None,
+        environment: Environment,
+        positions: Positions | None,
+        cache: Cache | None,
+        weights: WeightsWanted,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same at explicit positions, or with a cache."""
+        known = None if cache is None else cache.get()
+        places = positions_of_queries(positions, cache, query.shape[-2])
+        # Where the keys stand too, in self-attention, and where a position part turns both by the same positions.
+        own = places if cache is None and (key is query or self.position is not None) else None
+        if known is None:
+            q, k, v = self._projected(query, key, value, places, environment)
+            known = KeyValues(k, v) if cache is None else cache.update(k, v, places)
+        else:
+            q = self._query_heads(self.project(query, None, None)[0])
+            if environment.autocast:
+                (q,) = cast_for_autocast(q)
+        combined = combined_mask(self.mask, mask, known, places)
+        form = self._form(q, known.key, cache is not None, environment)
+        results = attend_arguments(
+            q if form is None else form.query,
+            known.key if form is None else form.key,
+            known.value if form is None else form.value,
+            combined,
+            environment,
+            scale=self.scale,
+            dropout_p=self.dropout_p,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            query_positions=places,
+            key_positions=positions_of_keys(known, own, self.num_heads),
+            weights=weights,
+        )
+        found = self._finished(results, form, query.dim() == 3, environment)
         if cache is not None:
             self._observe(cache, q, known, combined, places)
-        found = results.weights
-        return output, found if found is None or query.dim() == 3 else found.squeeze(0)
+        return found
+
+    def _projected(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, places: Positions, environment: Environment
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv), at their positions."""
+        q, k, v = self.project(query, key, value)
+        q, k, v = self._query_heads(q), self._key_heads(k), _heads(v, self.num_kv_heads)
+        if self.position is not None:
+            q, k = apply_position(self.position, q, k, places)
+        if environment.autocast:
+            q, k, v = cast_for_autocast(q, k, v)
+        return q, k, v
+
+    def _finished(
+        self, results: Results, form: Form | None, batched: bool, environment: Environment
+    ) -> tuple[Tensor, Tensor | None]:
+        mixed, weights = results.output, results.weights  # (B, H, L, Dv)
+        if form is not None and form.finish is not None:
+            mixed = form.finish(mixed)
+        output = self._project_out(mixed, batched, environment)
+        return output, weights if weights is None or batched else weights.squeeze(0)
 
     def run_rows(
         self,
@@ -219,10 +269,10 @@ class Layer:
         k = _heads(k, self.num_kv_heads)
         return k if self.k_norm is None else self.k_norm(k)
 
-    def _form(self, q: Tensor, known: KeyValues, cached: bool, environment: Environment) -> Form:
+    def _form(self, q: Tensor, keys: Tensor, cached: bool, environment: Environment) -> Form | None:
         if self.forms is None:
-            return Form(q, known.key, known.value)
-        return self.forms.of(q, known.key, cached=cached, observed=environment.observed)
+            return None
+        return self.forms.of(q, keys, cached=cached, observed=environment.observed)
 
     def _project_out(self, mixed: Tensor, batched: bool, environment: Environment) -> Tensor:
         """(B, H, L, Dv) → (B, L, E), or (L, E) of the only item; in memory as the inputs."""
@@ -243,5 +293,6 @@ class Layer:
 def _heads(x: Tensor, num_heads: int) -> Tensor:
     """(B, L, H·D), or (L, H·D) without a batch → (B or 1, H, L, D)."""
     if x.dim() == 3:
-        return x.unflatten(2, (num_heads, x.shape[2] // num_heads)).transpose(1, 2)
+        batch, length, features = x.shape
+        return x.view(batch, length, num_heads, features // num_heads).transpose(1, 2)
     return split_heads(x, num_heads)[None]

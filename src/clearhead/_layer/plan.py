@@ -271,7 +271,8 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
     if spec.dropout_p > 0 and kernel.seeds_dropout:
         compute = _with_seed(compute)
     if mask is not None and not kernel.isolates_hidden:
-        compute = _with_zeros(compute, spec.needs_gradients or spec.transformed or spec.tracing)
+        only_values = not (spec.needs_gradients or spec.transformed or spec.tracing)
+        compute = _with_zeros(compute, not (only_values and kernel.isolates_queries))
     if spec.needs_gradients and not kernel.twice_differentiable and not spec.tracing:
         compute = _with_second_derivatives(kernel.name, compute)
     return _with_weights(compute) if wants_weights and not together else compute

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .._environment import Environment, has_global_hooks, is_compiled, is_tracing
 from .linear import Linear, eager_linear
 
-__all__ = ["apply_linear", "is_unmodified"]
+__all__ = ["apply_linear", "fits_weight", "is_unmodified"]
 
 #: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.
 _FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, nn.Linear, NonDynamicallyQuantizableLinear)}
@@ -37,6 +38,19 @@ def is_unmodified(module: nn.Module, environment: Environment | None = None) -> 
         or "forward" in own
         or own["_parameters"].get("weight") is None
     )
+
+
+def fits_weight(x: object, weight: object) -> bool:
+    """Whether an ordinary (B, L, features) or (L, features) tensor can be multiplied with a weight as it is.
+
+    Checks of arguments one by one, with an error for each, are made where it is not so.
+    """
+    if type(x) is not Tensor or not (type(weight) is Tensor or type(weight) is nn.Parameter):
+        return False
+    if x.layout is not torch.strided or x.is_nested or x.dtype is not weight.dtype or x.device != weight.device:
+        return False
+    shape = x.shape
+    return len(shape) in (2, 3) and shape[-1] == weight.shape[1]
 
 
 def apply_linear(module: nn.Module, x: Tensor, environment: Environment | None = None) -> Tensor:

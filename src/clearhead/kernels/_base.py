@@ -64,6 +64,8 @@ class Kernel(ABC):
     compiles: ClassVar[bool] = False
     #: Whether NaN in fully masked queries, or in keys masked for every query, stays out of all results by itself.
     isolates_hidden: ClassVar[bool] = False
+    #: Whether NaN in a fully masked query stays out of the output by itself; its gradients may not.
+    isolates_queries: ClassVar[bool] = False
     #: Whether a call of several documents (`AttentionCall.rows`) is computed whole.
     takes_documents: ClassVar[bool] = False
     #: Whether dropped weights are those of a seed that the call brings, which every kernel of ours drops alike.

@@ -32,6 +32,7 @@ class SdpaKernel(Kernel):
     name: ClassVar[str] = "sdpa"
     twice_differentiable: ClassVar[bool] = False
     seeds_dropout: ClassVar[bool] = False
+    isolates_queries: ClassVar[bool] = True
 
     def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         reasons: list[Refusal] = []
