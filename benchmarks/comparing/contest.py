@@ -19,7 +19,7 @@ from .results import OURS, Result
 
 __all__ = ["Case", "Contest", "TimedCase", "enter", "largest_difference", "scale_difference"]
 
-#: Threads of OpenMP spin for up to 15 ms after a call; what is timed next should have both cores.
+#: Threads of OpenMP spin for up to 15 ms after a call; the next call should have all cores.
 REST = 0.02
 
 

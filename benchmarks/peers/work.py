@@ -26,7 +26,7 @@ class AttentionWork:
     """Attention over (batch, heads, length, head_dim).
 
     Args:
-        length: L, and S unless `key_length` says otherwise.
+        length: L, and S unless `key_length` is given.
         key_length: S. Default L.
         batch, heads: B, H. Default 1 and 8.
         head_dim: D. Default 64.
