@@ -96,7 +96,7 @@ def test_a_failure_of_our_own_is_raised() -> None:
         case.measure(rounds=3)
 
 
-def test_only_a_part_of_the_outputs_is_compared_if_the_contest_says_so() -> None:
+def test_only_a_part_of_the_outputs_is_compared_if_the_contest_chooses_one() -> None:
     ways = Contest({OURS: constant(1.0, 5.0), "other": constant(1.0, 7.0)}, compared=lambda outputs: (outputs[0][:1],))
     assert TimedCase("somewhere", "L=7", lambda: ways).measure(rounds=3).differences == {"other": 0.0}
 
