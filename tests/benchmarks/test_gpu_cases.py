@@ -1,4 +1,4 @@
-"""The GPU's measurements, run on the CPU at small lengths: they compare equal results, and the command without one."""
+"""The GPU's measurements, run on the CPU at small lengths: equal results, and the command without a GPU."""
 
 from __future__ import annotations
 
