@@ -54,7 +54,7 @@ def chosen_architectures(names: list[str]) -> list[Architecture]:
 
 
 def run(chosen: list[Architecture], jobs: int, seconds: float, keep: Path | None) -> list[Outcome]:
-    """Compare the chosen architectures; what the file says of others stays as long as the versions are the same."""
+    """Compare the chosen architectures; the outcomes of others are kept as long as the versions are the same."""
     kept: dict[str, Outcome] = {}
     if keep is not None and keep.exists() and (before := read(keep))[0] == versions():
         kept = {outcome.name: outcome for outcome in before[1]}

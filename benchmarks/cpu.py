@@ -1,55 +1,42 @@
-"""Clearhead beside everybody else on this machine's CPU: every peer in one process, timed in turn, held against bars.
+"""Clearhead beside other implementations of attention on this machine's CPU, timed in turn in one process.
 
     python -m benchmarks.cpu [--only PATTERN] [--rounds 7] [--json FILE] [--docs]
     python -m benchmarks.cpu --show FILE [FILE ...] [--docs]
 
 Peers: SDPA, FlexAttention compiled, x-transformers, transformers' eager attention, ONNX Runtime, OpenVINO and
-`nn.MultiheadAttention`; ``pip install -c constraints.txt -e ".[bench]"`` brings those that are not PyTorch's. One that
-is not installed is left out by name. Beside them run two ceilings: matrix products, and reading memory. Before anybody
-is timed their results are compared with Clearhead's; a different result is named, and makes the command fail. The whole
-table takes about twenty minutes, most of which FlexAttention spends compiling.
+`nn.MultiheadAttention`; ``pip install -c constraints.txt -e ".[bench]"`` installs those that are not PyTorch's. A peer
+that is not installed is skipped, with a remark. Two ceilings are timed in the same rounds: matrix products, and reading
+memory. Results are compared with Clearhead's before timing; a different result is reported, and makes the command fail.
+The whole table takes about twenty minutes, most of which FlexAttention spends compiling.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
-import re
 from pathlib import Path
 
-import torch
-
-from benchmarks.comparing import Case, Result, read, write
-from benchmarks.comparing.options import comparison_options
+from benchmarks.comparing.command import comparison_options, fail_if_wrong, measure_or_show
 from benchmarks.comparing.page import fill
-from benchmarks.comparing.pictures import draw_bars, draw_rates
-from benchmarks.comparing.tables import markdown, show
+from benchmarks.comparing.pictures import draw_rates, draw_ratios
+from benchmarks.comparing.tables import markdown
 from benchmarks.cpu_cases import all_cases
 from benchmarks.cpu_cases.attention import FORWARD, FORWARD_BACKWARD
 from benchmarks.cpu_cases.ceilings import GEMM
-from benchmarks.timing import console, machine, progress
+from benchmarks.cpu_cases.modules import THEIRS
+from benchmarks.cpu_cases.text import TRANSFORMERS_SDPA
+from benchmarks.peers import SDPA
+from benchmarks.timing import console, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "cpu.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
-RATES, BARS = ROOT / "docs" / "images" / "cpu-rates.png", ROOT / "docs" / "images" / "cpu-bars.png"
-PICTURES = f"""![What is measured as a share of every bar](images/{BARS.name})
+RATES, RATIOS = ROOT / "docs" / "images" / "cpu-rates.png", ROOT / "docs" / "images" / "cpu-ratios.png"
+PICTURES = f"""![Speed relative to PyTorch's](images/{RATIOS.name})
 
 ![GFLOP/s over the length](images/{RATES.name})"""
+#: PyTorch's own, which the picture of ratios takes as 1.
+REFERENCES = (SDPA, THEIRS, TRANSFORMERS_SDPA)
 PEERS = ("transformers", "x-transformers", "onnxruntime", "openvino")
-
-
-def measure(cases: list[Case], rounds: int, keep: Path | None) -> list[Result]:
-    """Measure in order, say how each case went, and keep what there is so far."""
-    results: list[Result] = []
-    for case in progress(cases, "measuring"):
-        result = case.measure(rounds)
-        results.append(result)
-        verdicts = ", ".join(f"{verdict.bar}: {verdict.text}" for verdict in result.verdicts)
-        console.print(f"{case.section}, {case.name} ({result.kernel or 'mixed'}): {verdicts}", highlight=False)
-        if keep is not None:
-            write(keep, described_machine(), results)
-    return results
 
 
 def described_machine() -> str:
@@ -63,37 +50,17 @@ def described_machine() -> str:
     return ", ".join([machine(), *versions])
 
 
-def arguments() -> argparse.Namespace:
+def main() -> None:
     writes = f"write tables and pictures into {PAGE.relative_to(ROOT)}"
     parser = comparison_options(__doc__.splitlines()[0], rounds=7, results=RESULTS, writes=writes)
-    parser.add_argument("--list", action="store_true", help="name the work and stop")
-    return parser.parse_args()
-
-
-def main() -> None:
-    chosen = arguments()
-    pattern = re.compile(chosen.only, re.IGNORECASE)
-    cases = [case for case in all_cases() if pattern.search(f"{case.section}, {case.name}")]
-    if chosen.list:
-        console.print("\n".join(f"{case.section}, {case.name}" for case in cases), highlight=False)
-        return
-    if not cases:
-        raise SystemExit(f"--only {chosen.only!r} matches nothing; --list names the work")
-    if chosen.show:
-        where, results = read(chosen.show)
-        results = [result for result in results if pattern.search(f"{result.section}, {result.name}")]
-    else:
-        torch.manual_seed(0)
-        keep = chosen.json or (None if chosen.only else RESULTS)
-        where, results = described_machine(), measure(cases, chosen.rounds, keep)
-    show(console, where, results)
+    chosen = parser.parse_args()
+    where, results = measure_or_show(chosen, all_cases(), described_machine(), RESULTS)
     if chosen.docs:
         draw_rates(results, (FORWARD, FORWARD_BACKWARD), GEMM, RATES)
-        draw_bars(results, BARS)
+        draw_ratios(results, REFERENCES, RATIOS)
         fill(PAGE, "cpu", f"{PICTURES}\n\n{markdown(where, results)}")
-        console.print(f"written: {PAGE}, {RATES}, {BARS}")
-    if any(result.wrong for result in results):
-        raise SystemExit("some results differ from Clearhead's by more than the tolerance; they are named above")
+        console.print(f"written: {PAGE}, {RATES}, {RATIOS}")
+    fail_if_wrong(results)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python -m benchmarks.decoding [--length 4096] [--steps 1000]
 
-The first table times one query row against a full cache; all ways are timed in turn in one process, and the bar for
-Clearhead is a ratio of 2. The second runs two decodings of `--steps` tokens, one from an empty cache and one that ends
-at `--length`. After each step (write the token, attend) the same cache is merely read, by summing keys and values; the
-bar is that steps grow with the cache as reading it does, so the last column must not rise along a decoding.
+The first table times one query row against a full cache; all ways are timed in turn in one process. The second runs
+two decodings of `--steps` tokens, one from an empty cache and one that ends at `--length`. After each step (write the
+token, attend) the same cache is merely read, by summing keys and values; the steps are bound by reading the cache where
+the last column does not rise along a decoding.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clearhead
-from benchmarks.comparing import OURS, Case, Contest, Speedup, TimedCase, enter
+from benchmarks.comparing import OURS, Case, Contest, TimedCase, enter
 from benchmarks.module import twins
 from benchmarks.peers.work import Outputs, Unsupported, Way
 from clearhead._layer.plan import KERNELS
@@ -65,7 +65,6 @@ def _module_cases(device: str, lengths: tuple[int, ...], heads: int) -> Iterator
                     section,
                     str(setting),
                     lambda setting=setting: _module_contest(setting),
-                    (Speedup(1.0, (THEIRS,)),),
                     tolerance=tolerance,
                 )
 
@@ -111,7 +110,7 @@ def _module_contest(setting: Setting) -> Contest:
 
 
 def _forced(kernel: str, run: Callable[[], Outputs]) -> Callable[[], Outputs]:
-    """The same on one kernel, asked once whether it takes the call."""
+    """The same on one kernel, called once to learn whether it supports the call."""
     if kernel not in {each.name for each in KERNELS}:
         raise Unsupported("Clearhead has no such kernel")
 
@@ -131,7 +130,7 @@ def _record_cases(device: str, lengths: tuple[int, ...], heads: int) -> Iterator
         setting = Setting(device, length, heads, torch.float32)
         section = f"attention + entropy, received, max_logit, top-8, B={setting.batch} H={setting.heads} D={HEAD_DIM}"
         prepare = _preparing(setting)
-        yield TimedCase(section, f"float32, L={length}", prepare, (Speedup(1.0, (EAGER,)),), tolerance=1e-3)
+        yield TimedCase(section, f"float32, L={length}", prepare, tolerance=1e-3)
 
 
 def _preparing(setting: Setting) -> Callable[[], Contest]:
@@ -139,7 +138,7 @@ def _preparing(setting: Setting) -> Callable[[], Contest]:
 
 
 class Attend(nn.Module):
-    """Somebody's model: one attention and nothing else."""
+    """A model of one attention and nothing else."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value)

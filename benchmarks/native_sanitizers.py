@@ -23,7 +23,7 @@ FLAGS = ["-std=gnu++17", "-O1", "-g", "-fopenmp", "-fPIC", "-shared", "-fno-omit
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 TESTS = [
     "tests/native",
-    "tests/masks/test_reach.py",
+    "tests/masks/test_coverage.py",
     *(f"tests/kernels/test_native{part}.py" for part in ("", "_blocks", "_bias", "_few_rows")),
     "tests/inspection/test_statistics_native.py",
 ]
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
             **os.environ,
             "PYTHONPATH": folder,
             "LD_PRELOAD": f"{library('libasan.so')} {library('libubsan.so')}",
-            "ASAN_OPTIONS": "detect_leaks=0",  # Python itself lets go of much at its end only
+            "ASAN_OPTIONS": "detect_leaks=0",  # Python frees much only when it exits
             "UBSAN_OPTIONS": "print_stacktrace=1",
             "OMP_NUM_THREADS": "1",
         }

@@ -6,8 +6,8 @@ Every point runs in a process of its own: first the model alone, then the model 
 Reported is how far the second run raises the peak resident memory of the process over that of the first, in megabytes
 (10⁶ bytes), the statistics themselves included. `attention_statistics` stands beside it without any model, so that
 nothing it needs can hide in memory that a model had and gave back. `nn.MultiheadAttention(need_weights=True)` runs as
-long as its (B, H, L, S) tensors fit into the memory that is free. The bar for the record is growth linear in L, below
-200 MB at 64k. The curve is written to docs/images/record-memory.png.
+long as its (B, H, L, S) tensors fit into the memory that is free. The curve is written to
+docs/images/record-memory.png.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks.record_time [--length 4096]
 
 All ways are timed in turn in one process. The last column is the time relative to PyTorch's
-`F.scaled_dot_product_attention`; the bar for attention with its statistics is 4.5.
+`F.scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SDPA = "F.scaled_dot_product_attention"
 
 
 class Attend(torch.nn.Module):
-    """Somebody's model: one attention and nothing else."""
+    """A model of one attention and nothing else."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value)

@@ -44,7 +44,7 @@ def samples(
         rounds: how many rounds at most; at least three are run.
         budget: seconds after which no further round starts.
         repeats: calls per figure, for calls too short for the clock.
-        rest: seconds of sleep before each way, in which the threads of the one before stop spinning.
+        rest: seconds of sleep before each way, until the threads of the previous call stop spinning.
     """
     times: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():

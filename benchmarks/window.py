@@ -2,10 +2,9 @@
 
     python -m benchmarks.window [--length 16384] [--rounds 5]
 
-All ways of the first table are timed in turn in one process; the bar is a ratio of 10 between full causal attention and
-the window, each on the kernel that Clearhead chooses. The second table shows how the window's cost grows: the time of
-a forward pass, and the growth of the peak resident memory of a process of its own, forward alone (with its output) and
-forward and backward (with its gradients).
+All ways of the first table are timed in turn in one process, on the kernel that Clearhead chooses unless it is named.
+The second table shows how the window's cost grows: the time of a forward pass, and the growth of the peak resident
+memory of a process of its own, forward alone (with its output) and forward and backward (with its gradients).
 """
 
 from __future__ import annotations

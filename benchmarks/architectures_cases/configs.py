@@ -62,7 +62,7 @@ def _value(config: PreTrainedConfig, name: str) -> Any:
 
 
 def _fit_heads(config: PreTrainedConfig, smaller: dict[str, Any], fields: dict[str, Any]) -> None:
-    """As many key/value heads as query heads where it was so, and the size of a head where nothing else says it."""
+    """As many key/value heads as query heads where it was so, and the size of a head where nothing else gives it."""
     heads, kv_heads = _value(config, "num_attention_heads"), _value(config, "num_key_value_heads")
     if heads == kv_heads and "num_key_value_heads" in smaller and "num_attention_heads" in smaller:
         smaller["num_key_value_heads"] = smaller["num_attention_heads"]

@@ -88,7 +88,7 @@ def _combinations(config: PreTrainedConfig, names: tuple[str, ...], makers: list
 
 
 def _with_placeholders(model: PreTrainedModel, values: Inputs) -> Inputs:
-    """Add as many placeholder tokens to the text as the model says an image or a sound needs."""
+    """Add as many placeholder tokens to the text as the model expects for an image or a sound."""
     try:
         run(model, values)
         return values

@@ -147,11 +147,6 @@ def _queries(config: PreTrainedConfig) -> Candidates:
     yield _noise(BATCH, 6, width)
 
 
-def _encoder_states(config: PreTrainedConfig) -> Candidates:
-    width = _number(_read([config], "encoder_hidden_size", "cross_attention_hidden_size", "hidden_size", default=32))
-    yield _noise(BATCH, 5, width)
-
-
 def _feature_mask(config: PreTrainedConfig) -> Candidates:
     frames = next(_features(config)).shape[-1]
     yield torch.ones(BATCH, frames, dtype=torch.long)

@@ -14,7 +14,7 @@ __all__ = ["markdown", "show"]
 STATUSES = {
     "agrees": "computes with Clearhead, as eager attention does",
     "keeps eager": "computes attention with code of its own, whatever is set, and gives the same with Clearhead set",
-    "refused": "at least one route or request raises an error that says so; all others agree",
+    "refused": "at least one route or request is refused with an error; all others agree",
     "differs": "gives something else than eager attention",
     "not built": "no tiny random model, or no input for it",
 }

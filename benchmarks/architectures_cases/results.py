@@ -26,7 +26,7 @@ class Finding:
         route, observation: where.
         value: how far from eager attention, relative to the largest.
         text: the tensor with the largest difference, the tensors missing, or the first line of the error.
-        refused: whether an error says that this cannot be computed.
+        refused: whether it was refused with an error.
         sdpa, double: how far SDPA, and float64 with eager attention, are from eager attention.
     """
 

@@ -1,21 +1,14 @@
-"""Contests: ways to do the same work, timed in turn, compared with each other and held against bars."""
+"""Contests: ways to do the same work, compared with each other and timed in turn."""
 
-from .bars import OURS, Bar, Growth, Slower, Speedup, UtilisedShare
 from .contest import Case, Contest, TimedCase, enter, scale_difference
-from .results import Result, Verdict, read, write
+from .results import OURS, Result, read, write
 
 __all__ = [
     "OURS",
-    "Bar",
     "Case",
     "Contest",
-    "Growth",
     "Result",
-    "Slower",
-    "Speedup",
     "TimedCase",
-    "UtilisedShare",
-    "Verdict",
     "enter",
     "read",
     "scale_difference",

@@ -14,32 +14,31 @@ import torch
 from benchmarks.peers.work import Outputs, Unsupported, Way
 from benchmarks.timing import samples
 
-from .bars import OURS, Bar
 from .load import with_load
-from .results import Result
+from .results import OURS, Result
 
 __all__ = ["Case", "Contest", "TimedCase", "enter", "largest_difference", "scale_difference"]
 
-#: Threads of OpenMP spin for up to 15 ms after a call; what is timed next should have both cores.
+#: Threads of OpenMP spin for up to 15 ms after a call; the next call should have all cores.
 REST = 0.02
 
 
 @final
 @dataclass
 class Contest:
-    """Who takes part. A way that returns no tensors is timed and compared with nobody.
+    """Ways to do one piece of work. A way that returns no tensors is timed, not compared.
 
     Args:
         ways: one call each, by name; the first is what the others are compared with.
         amounts: work done by one call, in flops or bytes, where a rate makes sense.
-        left_out: who does not take part, and why.
-        kernel: what Clearhead computes with.
+        skipped: the ways that are not measured, and why.
+        kernel: the kernel that Clearhead chooses.
         compared: the part of a call's outputs that is compared.
     """
 
     ways: dict[str, Way] = field(default_factory=dict)
     amounts: dict[str, float] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
     kernel: str = ""
     compared: Callable[[Outputs], Outputs] = lambda outputs: outputs
 
@@ -62,7 +61,7 @@ def largest_difference(ours: Outputs, theirs: Outputs) -> float:
 
 
 def scale_difference(ours: Outputs, theirs: Outputs) -> float:
-    """Relative distance of the root mean squares: for dropout, where everybody drops other weights."""
+    """Relative distance of the root mean squares: for dropout, whose masks differ between implementations."""
     pairs = zip(ours, theirs, strict=True)
     return max(abs(b.double().square().mean().sqrt() / a.double().square().mean().sqrt() - 1).item() for a, b in pairs)
 
@@ -75,17 +74,15 @@ class TimedCase(Case):
     Args:
         section, name: which work.
         prepare: builds the contest, which may take long (FlexAttention is compiled); nothing of it is timed.
-        bars: what to hold the times against.
-        rate_unit: ``"GFLOP/s"`` or ``"GB/s"``, where the contest says amounts.
-        tolerance: how far results may lie from Clearhead's.
-        difference: how far they lie.
+        rate_unit: ``"GFLOP/s"`` or ``"GB/s"``, where the contest holds amounts.
+        tolerance: the largest difference from Clearhead's result that is allowed.
+        difference: how the difference of two results is measured.
         repeats: calls per figure, for calls too short for the clock.
     """
 
     section: str
     name: str
     prepare: Callable[[], Contest]
-    bars: tuple[Bar, ...] = ()
     rate_unit: str = ""
     tolerance: float = 1e-5
     difference: Callable[[Outputs, Outputs], float] = largest_difference
@@ -113,13 +110,12 @@ class TimedCase(Case):
             contest.kernel,
             differences,
             self.tolerance,
-            contest.left_out,
-            tuple(bar.judge(medians, rates) for bar in self.bars),
+            contest.skipped,
             load,
         )
 
     def _compare(self, contest: Contest) -> dict[str, float]:
-        """Call everybody once; who cannot after all is left out with what it said."""
+        """Call every way once; one that raises is skipped, with its error as the reason."""
         torch.manual_seed(0)
         differences: dict[str, float] = {}
         ours: Outputs = ()
@@ -130,7 +126,7 @@ class TimedCase(Case):
                 if name == OURS:
                     raise
                 del contest.ways[name]
-                contest.left_out[name] = _shortened(error)
+                contest.skipped[name] = _shortened(error)
                 continue
             seen = contest.compared(tuple(tensor.detach() for tensor in outputs))
             if name == OURS:
@@ -141,14 +137,14 @@ class TimedCase(Case):
 
 
 def enter(contest: Contest, name: str, build: Callable[[], Way], amount: float | None = None) -> None:
-    """Let somebody take part, or note why not: not installed, or not able to."""
+    """Add a way to the contest, or note why it is skipped: not installed, or not supported."""
     try:
         contest.ways[name] = build()
     except Unsupported as reason:
-        contest.left_out[name] = str(reason)
+        contest.skipped[name] = str(reason)
         return
     except ModuleNotFoundError as error:
-        contest.left_out[name] = f"not installed: {error.name}"
+        contest.skipped[name] = f"not installed: {error.name}"
         return
     if amount is not None:
         contest.amounts[name] = amount

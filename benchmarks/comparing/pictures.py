@@ -1,22 +1,20 @@
-"""Two pictures of the results: rates over the length, and how much of every bar is reached."""
+"""Two pictures of the results: rates over the length, and speeds relative to PyTorch's."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from .bars import OURS
-from .results import Result
+from .results import OURS, Result
 
-__all__ = ["draw_bars", "draw_rates"]
+__all__ = ["draw_rates", "draw_ratios"]
 
-#: Okabe and Ito's colours, which the colour-blind can tell apart; ours is always the first.
+#: Okabe and Ito's colours, distinct to colour-blind readers; Clearhead has the first.
 COLOURS = ("#0072b2", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#999999")
-MET, MISSED = "#0072b2", "#d55e00"
 
 
 def draw_rates(results: list[Result], sections: tuple[str, ...], ceilings: tuple[str, ...], path: Path) -> None:
-    """GFLOP/s of everybody over L, one panel per section, the better ceiling as a line."""
+    """GFLOP/s of every implementation over L, one panel per section, the better ceiling as a line."""
     plt = _pyplot()
     chosen = [[result for result in results if result.section == section and result.rates] for section in sections]
     figure, panels = plt.subplots(
@@ -47,28 +45,44 @@ def draw_rates(results: list[Result], sections: tuple[str, ...], ceilings: tuple
     _save(figure, path)
 
 
-def draw_bars(results: list[Result], path: Path) -> None:
-    """What is measured as a share of every bar; right of 1 it is met."""
+def draw_ratios(results: list[Result], references: tuple[str, ...], path: Path) -> None:
+    """Speed relative to PyTorch's on a logarithmic axis: one row per piece of work, one mark per implementation.
+
+    Args:
+        results: those in milliseconds are drawn.
+        references: PyTorch's ways; of each result the first that was measured counts as 1.
+        path: of the picture.
+    """
     plt = _pyplot()
-    lines = [
-        (f"{result.section}, {result.name}: {verdict.bar}", verdict.reached)
-        for result in results
-        for verdict in result.verdicts
-        if verdict.reached is not None
-    ]
-    figure, axes = plt.subplots(figsize=(10, 1 + 0.22 * len(lines)), dpi=120)
-    for place, (_, reached) in enumerate(reversed(lines)):
-        axes.plot([1, reached], [place, place], color="0.8", lw=1.5, zorder=1)
-        axes.plot(reached, place, "o", color=MET if reached >= 1 else MISSED, zorder=2)
+    rows = []
+    for result in results:
+        reference = next((result.figures[name] for name in references if name in result.figures), None)
+        if reference is not None and result.unit == "ms":
+            names = [name for name in (*result.ratios, OURS) if _is_drawn(name, references)]
+            rows.append((result, {name: reference / result.figures[name] for name in names}))
+    names = list(dict.fromkeys([OURS, *(name for _, speeds in rows for name in speeds)]))
+    figure, axes = plt.subplots(figsize=(9, 1.6 + 0.22 * len(rows)), dpi=120)
+    for name, colour in zip(names, COLOURS, strict=False):
+        points = [(speeds[name], len(rows) - at) for at, (_, speeds) in enumerate(rows) if name in speeds]
+        size, order = (42, 3) if name == OURS else (16, 2)
+        axes.scatter(*zip(*points, strict=True), s=size, color=colour, label=name, zorder=order)
     axes.axvline(1, color="0.3", lw=1)
-    axes.set_yticks(range(len(lines)), [text for text, _ in reversed(lines)], fontsize=7)
+    labels = [f"{result.section}, {result.name}" for result, _ in reversed(rows)]
+    axes.set_yticks(range(1, len(rows) + 1), labels, fontsize=7)
     axes.set_xscale("log", base=2)
-    ticks = (0.125, 0.25, 0.5, 0.8, 1, 1.25, 2, 4)
+    ticks = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_xlabel("measured ÷ bar")
-    axes.set_ylim(-0.7, len(lines) - 0.3)
-    axes.grid(visible=True, axis="x", color="0.93")
+    axes.set_xlabel("speed relative to PyTorch (1: as fast; right of it: faster)")
+    axes.set_ylim(0.3, len(rows) + 0.7)
+    axes.grid(visible=True, color="0.93")
+    axes.set_axisbelow(True)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1), ncols=4, fontsize=8, frameon=False)
     _save(figure, path)
+
+
+def _is_drawn(name: str, references: tuple[str, ...]) -> bool:
+    """Variants of Clearhead's own ("Clearhead, …", "Clearhead without …") are in the tables only."""
+    return name == OURS or (name not in references and not name.startswith((f"{OURS},", f"{OURS} without")))
 
 
 def _pyplot() -> Any:

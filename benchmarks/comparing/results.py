@@ -8,47 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
-__all__ = ["Result", "Verdict", "read", "write"]
+__all__ = ["OURS", "Result", "read", "write"]
 
-
-@final
-@dataclass(frozen=True)
-class Verdict:
-    """One bar and what was measured against it.
-
-    Args:
-        bar: the bar in words.
-        target: its number.
-        at_least: whether the number must be reached; otherwise it must not be exceeded.
-        value: what was measured; ``None`` if a way it needs was left out.
-    """
-
-    bar: str
-    target: float
-    at_least: bool
-    value: float | None
-
-    @property
-    def met(self) -> bool | None:
-        if self.value is None:
-            return None
-        return self.value >= self.target if self.at_least else self.value <= self.target
-
-    @property
-    def reached(self) -> float | None:
-        """The share of the bar that was reached: 1 or more where it is met."""
-        if self.value is None:
-            return None
-        return self.value / self.target if self.at_least else self.target / self.value
-
-    @property
-    def text(self) -> str:
-        if self.value is None:
-            return "not measured"
-        if self.met:
-            return "met"
-        by = 1 - self.value / self.target if self.at_least else self.value / self.target - 1
-        return f"missed by {by:.0%}"
+OURS = "Clearhead"
 
 
 @final
@@ -61,12 +23,11 @@ class Result:
         unit: of `figures`: ``"ms"`` or ``"MB"``.
         figures: the median of every way.
         spreads: lower and upper quartile of every way.
-        rates: what each way gets done per second, in `rate_unit`.
-        kernel: what `clearhead.explain` says runs it.
+        rates: work per second of each way, in `rate_unit`.
+        kernel: the kernel that `clearhead.explain` names.
         differences: each way's largest distance from Clearhead's result, relative to the largest entry.
-        tolerance: how far it may be.
-        left_out: who is missing, and why.
-        verdicts: the bars.
+        tolerance: the largest difference allowed.
+        skipped: the ways that were not measured, and why.
         load: the share of all processors' time that other programs took while it was timed; ``None`` if unknown.
     """
 
@@ -80,14 +41,30 @@ class Result:
     kernel: str = ""
     differences: dict[str, float] = field(default_factory=dict)
     tolerance: float = 0.0
-    left_out: dict[str, str] = field(default_factory=dict)
-    verdicts: tuple[Verdict, ...] = ()
+    skipped: dict[str, str] = field(default_factory=dict)
     load: float | None = None
 
     @property
     def wrong(self) -> dict[str, float]:
         """Ways whose result is not Clearhead's; a NaN is one of them."""
         return {name: value for name, value in self.differences.items() if not value <= self.tolerance}
+
+    @property
+    def ceilings(self) -> list[str]:
+        """Ways that have a rate but no result of their own: they measure what the machine can do."""
+        return [name for name in self.rates if name != OURS and name not in self.differences]
+
+    @property
+    def share(self) -> float | None:
+        """Clearhead's rate as a share of the highest ceiling's; ``None`` where no ceiling was measured."""
+        ceilings = [self.rates[name] for name in self.ceilings]
+        return self.rates[OURS] / max(ceilings) if ceilings else None
+
+    @property
+    def ratios(self) -> dict[str, float]:
+        """The time (or memory) of every other way divided by Clearhead's: above 1, Clearhead needs less."""
+        others = [name for name in self.figures if name != OURS and name not in self.ceilings]
+        return {name: self.figures[name] / self.figures[OURS] for name in others}
 
 
 def write(path: Path, machine: str, results: list[Result]) -> None:
@@ -117,6 +94,5 @@ def read(paths: list[Path]) -> tuple[str, list[Result]]:
 
 
 def _result(entry: dict[str, Any]) -> Result:
-    verdicts = tuple(Verdict(**verdict) for verdict in entry.pop("verdicts"))
     spreads = {name: (low, high) for name, (low, high) in entry.pop("spreads").items()}
-    return Result(**entry, spreads=spreads, verdicts=verdicts)
+    return Result(**entry, spreads=spreads)

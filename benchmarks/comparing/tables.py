@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from .bars import OURS
-from .results import Result
+from .results import OURS, Result
 
-__all__ = ["markdown", "show"]
+__all__ = ["grid", "markdown", "remarks", "show", "summary"]
 
 #: Up to this share of the processors' time, other programs are taken for the system's own.
 QUIET = 0.05
@@ -19,23 +18,30 @@ Grid = tuple[list[str], list[list[str]]]
 
 
 def show(console: Console, machine: str, results: list[Result]) -> None:
-    """Print times per section, then the bars, then what to know about them."""
+    """Print one table per section, then remarks about the figures."""
     for section in sections(results):
-        unit = section[0].unit
-        _print(console, f"{section[0].section}, {unit} (ratio to {OURS})", times(section))
-    _print(console, f"bars; {machine}", bars(results))
+        _print(console, f"{section[0].section} (×: relative to {OURS})", grid(section))
+    console.print(machine, highlight=False, soft_wrap=True)
     for line in remarks(results):
         console.print(line, highlight=False, soft_wrap=True)
 
 
 def markdown(machine: str, results: list[Result]) -> str:
-    """The same tables as Markdown: bars first, then the times of every section."""
-    parts = [f"Measured on: {machine}.", _markdown(bars(results))]
+    """The same tables as Markdown."""
+    parts = [f"Measured on: {machine}."]
     for section in sections(results):
-        parts += [f"### {section[0].section}", f"{_unit(section[0])}; in brackets the ratio to {OURS}."]
-        parts.append(_markdown(times(section)))
+        parts += [f"### {section[0].section}", _markdown(grid(section))]
     lines = [f"* {line}" for line in remarks(results)]
-    return "\n\n".join([*parts, "### What to know about these figures", "\n".join(lines)]) + "\n"
+    return "\n\n".join([*parts, "### Remarks on these figures", "\n".join(lines)]) + "\n"
+
+
+def summary(result: Result) -> str:
+    """One line: Clearhead's figure and the ratios to it."""
+    ratios = ", ".join(f"{name} {ratio:.2f}×" for name, ratio in result.ratios.items())
+    return (
+        f"{result.section}, {result.name} ({result.kernel or 'mixed'}): {_figure(result)} {result.unit}"
+        f"{'; ' if ratios else ''}{ratios}"
+    )
 
 
 def sections(results: list[Result]) -> list[list[Result]]:
@@ -46,34 +52,27 @@ def sections(results: list[Result]) -> list[list[Result]]:
     return list(found.values())
 
 
-def times(section: list[Result]) -> Grid:
-    """One line per result, one column per way."""
-    names = list(dict.fromkeys(name for result in section for name in result.figures))
-    names.sort(key=lambda name: name != OURS)
-    header = ["work", "kernel", *names]
+def grid(section: list[Result]) -> Grid:
+    """One line per result: Clearhead's figure, every other way's ratio to it, and its share of the ceiling."""
+    names = list(dict.fromkeys(name for result in section for name in result.ratios))
+    header = ["work", "kernel", f"{OURS}, {section[0].unit}", *names]
     rows = []
     for result in section:
-        cells = [_figure(result, name) for name in names]
-        rows.append([result.name, result.kernel or "–", *cells])
+        ratios = [f"{result.ratios[name]:.2f}×" if name in result.ratios else "–" for name in names]
+        rows.append([result.name, result.kernel or "–", _figure(result), *ratios])
     if any(result.rates for result in section):
         header.append(f"{OURS}, {section[0].rate_unit}")
         for row, result in zip(rows, section, strict=True):
             row.append(f"{result.rates[OURS]:.0f}" if OURS in result.rates else "–")
+    if any(result.share is not None for result in section):
+        header.append("share of the ceiling")
+        for row, result in zip(rows, section, strict=True):
+            row.append("–" if result.share is None else f"{result.share:.0%}")
     return header, rows
 
 
-def bars(results: Iterable[Result]) -> Grid:
-    """One line per bar: what was asked, what was measured, and by how much it was missed."""
-    rows = []
-    for result in results:
-        for verdict in result.verdicts:
-            value = "–" if verdict.value is None else f"{verdict.value:.2f}"
-            rows.append([result.section, result.name, result.kernel or "–", verdict.bar, value, verdict.text])
-    return ["work", "", "kernel", "bar", "measured", ""], rows
-
-
 def remarks(results: Iterable[Result]) -> list[str]:
-    """What to know about the figures: results that differ, work measured under load, and who is missing, and why."""
+    """Results that differ, work measured under load, and the ways that were not measured, with the reason."""
     results = list(results)
     lines = []
     for result in results:
@@ -90,27 +89,20 @@ def remarks(results: Iterable[Result]) -> list[str]:
             lines.append(
                 f"NOT QUIET: other programs took {result.load:.0%} of the processors: {result.section}, {result.name}"
             )
-    missing: dict[tuple[str, str], list[str]] = {}
+    missing: dict[tuple[str, str], dict[str, list[str]]] = {}
     for result in results:
-        for name, reason in result.left_out.items():
-            missing.setdefault((name, reason), []).append(f"{result.section}, {result.name}")
+        for name, reason in result.skipped.items():
+            missing.setdefault((name, reason), {}).setdefault(result.section, []).append(result.name)
     for (name, reason), works in missing.items():
-        lines.append(f"{name} left out ({reason}): {'; '.join(works)}")
+        where = "; ".join(f"{section} ({' / '.join(names)})" for section, names in works.items())
+        lines.append(f"{name} not measured ({reason}): {where}")
     return lines
 
 
-def _figure(result: Result, name: str) -> str:
-    if name not in result.figures:
-        return "–"
-    value = result.figures[name]
+def _figure(result: Result) -> str:
+    value = result.figures[OURS]
     digits = 3 if value < 1 else 2 if value < 100 else 0
-    text = f"{value:.{digits}f}"
-    is_work = name in result.differences or (result.unit == "MB" and name != OURS)
-    return f"{text} ({value / result.figures[OURS]:.2f}×)" if is_work and OURS in result.figures else text
-
-
-def _unit(result: Result) -> str:
-    return "Median milliseconds" if result.unit == "ms" else "Megabytes"
+    return f"{value:.{digits}f}"
 
 
 def _print(console: Console, title: str, grid: Grid) -> None:

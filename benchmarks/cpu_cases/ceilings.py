@@ -1,4 +1,4 @@
-"""What the machine gives: the rate of matrix products, and of reading memory."""
+"""Ceilings: the rate of matrix products, and of reading memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE = 2048
 
 
 def add_gemm(contest: Contest, dtype: torch.dtype) -> None:
-    """Let the two matrix products take part, with their flops, so that every round measures the ceiling too."""
+    """Add the two matrix products with their flops, so that every round measures the ceiling too."""
     left, right = torch.randn(SIZE, SIZE).to(dtype), torch.randn(SIZE, SIZE).to(dtype)
 
     def mm() -> Outputs:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clearhead
-from benchmarks.comparing import OURS, Contest, Slower, TimedCase, enter
+from benchmarks.comparing import OURS, Contest, TimedCase, enter
 from benchmarks.peers import SDPA
 from benchmarks.peers.work import AttentionWork, Outputs, draw
 
@@ -22,15 +22,14 @@ ALONE = f"{OURS}, attention alone"
 
 
 class Attend(nn.Module):
-    """Somebody's model: one attention and nothing else."""
+    """A model of one attention and nothing else."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(query, key, value)
 
 
 def inspecting_cases() -> Iterator[TimedCase]:
-    bars = (Slower(1.0, SDPA), Slower(2.0, ALONE))
-    yield TimedCase("attention + entropy, received, max_logit, top-8", "L=4096", _contest, bars)
+    yield TimedCase("attention + entropy, received, max_logit, top-8", "L=4096", _contest)
 
 
 def _contest() -> Contest:

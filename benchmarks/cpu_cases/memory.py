@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from benchmarks.comparing import OURS, Case, Growth, Result
+from benchmarks.comparing import OURS, Case, Result
 from benchmarks.memory import growth_of_peak, in_a_process
 from benchmarks.peers import SDPA
 from benchmarks.peers.pytorch import sdpa
@@ -23,7 +23,8 @@ WAYS = {OURS: ours, SDPA: sdpa}
 
 
 def memory_cases() -> Iterator[Case]:
-    yield MemoryCase("forward + backward, dropout 0.1", f"peak memory, L={LENGTHS[0]} and {LENGTHS[1]}")
+    for length in LENGTHS:
+        yield MemoryCase("forward + backward, dropout 0.1", f"peak memory, L={length}", length)
 
 
 @final
@@ -33,17 +34,12 @@ class MemoryCase(Case):
 
     section: str
     name: str
+    length: int
 
     def measure(self, rounds: int) -> Result:
-        figures = {}
-        for way in WAYS:
-            for length in LENGTHS:
-                figures[_named(way, length)] = in_a_process(peak_growth, way, length)
-        # Twice the length: 2 is linear, 4 quadratic.
-        bar = Growth(2.5, _named(OURS, LENGTHS[0]), _named(OURS, LENGTHS[1]))
-        work = _work(LENGTHS[0])
-        kernel = kernel_of(work, draw(work))
-        return Result(self.section, self.name, "MB", figures, kernel=kernel, verdicts=(bar.judge(figures, {}),))
+        figures = {way: in_a_process(peak_growth, way, self.length) for way in WAYS}
+        work = _work(self.length)
+        return Result(self.section, self.name, "MB", figures, kernel=kernel_of(work, draw(work)))
 
 
 def peak_growth(way: str, length: int) -> float:
@@ -58,7 +54,3 @@ def peak_growth(way: str, length: int) -> float:
 
 def _work(length: int) -> AttentionWork:
     return AttentionWork(length, dropout_p=0.1, backward=True)
-
-
-def _named(way: str, length: int) -> str:
-    return f"{way}, L={length}"

@@ -1,4 +1,4 @@
-"""Who else computes attention: one function per peer, from a piece of work and its operands to one timed call.
+"""Other implementations of attention: one function per peer, from a piece of work and its operands to one timed call.
 
 A peer that cannot do the work raises `Unsupported` with the reason; one that is not installed raises ImportError.
 """

@@ -11,7 +11,7 @@ from .work import AttentionWork, Operands, Unsupported, Way, with_backward
 
 __all__ = ["eager", "x_transformers"]
 
-#: Eager attention holds several (B, H, L, S) tensors at a time; from here on it is left out.
+#: Eager attention holds several (B, H, L, S) tensors at a time; beyond this it is skipped.
 MOST_SCORE_BYTES = 1.2e9
 
 

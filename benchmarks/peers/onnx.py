@@ -27,7 +27,7 @@ def onnx_runtime(work: AttentionWork, operands: Operands) -> Way:
         raise Unsupported("its operator takes float32 alone on CPUs")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    # Threads that spin after a call would take the cores from whatever is timed next.
+    # Threads that spin after a call would occupy the cores during the next call.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     arrays = _arrays(work, operands)
     shapes = {name: array.shape for name, array in arrays.items()}

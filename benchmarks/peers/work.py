@@ -1,4 +1,4 @@
-"""One piece of attention to be computed, the tensors it is computed on, and how a peer says that it cannot."""
+"""One piece of attention to be computed, its operands, and the error for what a peer does not support."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Way = Callable[[], Outputs]
 
 
 class Unsupported(Exception):
-    """A peer does not do a piece of work and is left out; the text says why."""
+    """A peer does not support a piece of work and is skipped; the text is the reason."""
 
 
 @final
@@ -26,7 +26,7 @@ class AttentionWork:
     """Attention over (batch, heads, length, head_dim).
 
     Args:
-        length: L, and S unless `key_length` says otherwise.
+        length: L, and S unless `key_length` is given.
         key_length: S. Default L.
         batch, heads: B, H. Default 1 and 8.
         head_dim: D. Default 64.

@@ -1,4 +1,4 @@
-"""The GPU's measurements, run on the CPU at small lengths: they compare equal results, and say when there is no GPU."""
+"""The GPU's measurements, run on the CPU at small lengths: equal results, and the command without a GPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SMALL = all_cases("cpu", lengths=(13,), heads=2)
 def test_every_case_runs_and_compares_equal_results(case: Case) -> None:
     result = case.measure(rounds=3)
     assert not result.wrong
-    assert result.verdicts[0].value is not None
+    assert result.ratios
 
 
-def test_without_a_gpu_the_command_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_command_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["benchmarks.gpu"])
     with pytest.raises(SystemExit, match=r"^no GPU: torch.cuda.is_available\(\) is False"):
