@@ -1,1 +1,1 @@
-"""What an attention call is: its spec, its operands, heads, dropout, and who observes it."""
+"""What an attention call is: its spec, its operands, heads, dropout, and its observers."""

@@ -128,4 +128,4 @@ class Cache(ABC):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """Hear, after attention, who looked at what `update` returned: what an evicting cache learns from."""
+        """Receive, after attention, the queries that attended to what `update` returned; eviction goes by them."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import threading
 from collections.abc import Iterable
-from types import ModuleType, TracebackType
+from types import ModuleType
 
+from .._environment import Forced, forcing
 from ..errors import ArgumentError, explain_problem
 
 __all__ = ["extension", "instruction_set", "instruction_sets", "use_instruction_set", "why_missing"]
@@ -79,25 +79,21 @@ def instruction_sets() -> tuple[str, ...]:
     return tuple(_numbers())
 
 
-class _Forced(threading.local):
-    name: str | None = None
-
-
-_forced = _Forced()
+_forced: Forced[str] = Forced()
 
 
 def instruction_set() -> str | None:
     """The one that calls from this thread run on: the first, or that of `use_instruction_set`; ``None`` without one."""
-    return _forced.name or next(iter(_numbers()), None)
+    return _forced.value or next(iter(_numbers()), None)
 
 
 def instruction_set_number() -> int:
     """The same as the compiled module counts them."""
     sets = _numbers()
-    return sets[_forced.name] if _forced.name is not None else next(iter(sets.values()))
+    return sets[_forced.stack[-1]] if _forced.stack else next(iter(sets.values()))
 
 
-class use_instruction_set:
+class use_instruction_set(forcing[str]):
     """Run the native kernel on a chosen instruction set inside a ``with`` block, in this thread; for tests.
 
     Args:
@@ -116,12 +112,4 @@ class use_instruction_set:
     def __init__(self, name: str) -> None:
         if name not in _numbers():
             raise ArgumentError(_unknown("name", name, _numbers()))
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._before, _forced.name = _forced.name, self._name
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        _forced.name = self._before
+        super().__init__(_forced, name)

@@ -17,7 +17,8 @@ from .._call.observers import is_computing
 from .._call.spec import AttentionCall, build_call
 from .._environment import autocast_off, cast_for_autocast, graph_break, is_vmapped
 from ..masks._base import Mask
-from ..nn._convention import Sizes, hidden_mask
+from ..masks._grid import Grid
+from ..nn._convention import hidden_mask
 from ..nn._projection import append_keys, project
 from ..nn.functional import translate
 from ._grouping import regroup
@@ -151,14 +152,14 @@ def _read_mha(*args: Any, **kwargs: Any) -> AttentionCall:
     keys = k.shape[1]
     k, v = append_keys(k, v, given["bias_k"], given["bias_v"], given["add_zero_attn"])
     heads = given["num_heads"]
-    sizes = Sizes(q.shape[0], heads, q.shape[1], keys, k.shape[1] - keys)
+    grid = Grid(q.shape[0], heads, q.shape[1], keys, q.device)
     padding = given["key_padding_mask"]
     if padding is not None and padding.dim() == 1:
         padding = padding.unsqueeze(0)
     attn_mask, causal = given["attn_mask"], False
     if given["is_causal"] and padding is None and not given["need_weights"]:
         attn_mask, causal = None, True  # PyTorch takes the hint and drops the mask here
-    mask = hidden_mask(attn_mask, padding, causal, sizes)
+    mask = hidden_mask(attn_mask, padding, causal, grid, k.shape[1] - keys)
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))  # (N, H, L or S, D)
     return _call(*cast_for_autocast(q, k, v), mask=mask, scale=None)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,57 +10,55 @@ from .._checks import FLOATS, strided
 from ..errors import DTypeError, ShapeError, explain_problem, shape_text
 from ..masks import bias, causal, drop
 from ..masks._base import Mask, Not, Or, all_of
+from ..masks._grid import Grid
 from ..masks._positional import prefix
 from ._sharing import shared_in_forward
 
-__all__ = ["Sizes", "hidden_mask"]
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """N, H, L, S of a call, and how many always visible keys the module appends to the S."""
-
-    batch_size: int
-    num_heads: int
-    query_length: int
-    key_length: int
-    appended: int
+__all__ = ["hidden_mask"]
 
 
 def hidden_mask(
-    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, sizes: Sizes
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, grid: Grid, appended: int = 0
 ) -> Mask | None:
-    """Combine `nn.MultiheadAttention`'s three ways to hide keys; a key must be allowed by all of them."""
+    """Combine `nn.MultiheadAttention`'s three ways to hide keys; a key must be allowed by all of them.
+
+    Args:
+        attn_mask, key_padding_mask, is_causal: as for `nn.MultiheadAttention`.
+        grid: N, H, L and S, without the keys that the module appends.
+        appended: how many always visible keys it appends to the S.
+    """
     tensors = attn_mask, key_padding_mask
     if attn_mask is key_padding_mask is None:
-        return _translated(attn_mask, key_padding_mask, is_causal, sizes)
-    return shared_in_forward(tensors, (is_causal, sizes), lambda: _translated(*tensors, is_causal, sizes))
+        return _translated(attn_mask, key_padding_mask, is_causal, grid, appended)
+    return shared_in_forward(
+        tensors, (is_causal, grid, appended), lambda: _translated(*tensors, is_causal, grid, appended)
+    )
 
 
 def _translated(
-    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, sizes: Sizes
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, grid: Grid, appended: int = 0
 ) -> Mask | None:
     parts: list[Mask | None] = []
     if is_causal:
-        parts.append(causal() if sizes.appended == 0 else Or(causal(), Not(prefix(sizes.key_length))))
+        parts.append(causal() if appended == 0 else Or(causal(), Not(prefix(grid.key_length))))
     if attn_mask is not None:
         _require_bool_or_float("attn_mask", attn_mask)
-        parts.append(_tensor_mask(_four_dimensional(attn_mask, sizes), sizes))
+        parts.append(_tensor_mask(_four_dimensional(attn_mask, grid), appended))
     if key_padding_mask is not None:
         _require_bool_or_float("key_padding_mask", key_padding_mask)
-        parts.append(_tensor_mask(_per_key(key_padding_mask, sizes), sizes))
+        parts.append(_tensor_mask(_per_key(key_padding_mask, grid), appended))
     return all_of(parts)
 
 
-def _tensor_mask(tensor: Tensor, sizes: Sizes) -> Mask:
-    if sizes.appended:
-        tensor = F.pad(tensor, (0, sizes.appended))  # False and 0.0 both leave the appended keys visible
+def _tensor_mask(tensor: Tensor, appended: int) -> Mask:
+    if appended:
+        tensor = F.pad(tensor, (0, appended))  # False and 0.0 both leave the appended keys visible
     return bias(tensor) if tensor.is_floating_point() else drop(tensor)
 
 
-def _four_dimensional(attn_mask: Tensor, sizes: Sizes) -> Tensor:
+def _four_dimensional(attn_mask: Tensor, grid: Grid) -> Tensor:
     """(L, S), (N·H, L, S), (N, L, S) or (N, H, L, S) → (1 or N, 1 or H, L, S)."""
-    batch, heads, length, keys = sizes.batch_size, sizes.num_heads, sizes.query_length, sizes.key_length
+    batch, heads, length, keys = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
     shape = tuple(attn_mask.shape)
     if shape == (length, keys):
         return attn_mask[None, None]
@@ -83,9 +79,9 @@ def _four_dimensional(attn_mask: Tensor, sizes: Sizes) -> Tensor:
     )
 
 
-def _per_key(key_padding_mask: Tensor, sizes: Sizes) -> Tensor:
+def _per_key(key_padding_mask: Tensor, grid: Grid) -> Tensor:
     """(N, S), or (S,) without a batch → (N, 1, 1, S)."""
-    expected = (sizes.batch_size, sizes.key_length)
+    expected = (grid.batch_size, grid.key_length)
     if tuple(key_padding_mask.shape) != expected:
         raise ShapeError(
             explain_problem(

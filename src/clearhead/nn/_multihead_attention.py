@@ -15,7 +15,8 @@ from .._layer.layer import Layer, Project
 from .._layer.packing import Costs
 from .._layer.unmodified import fits_weight
 from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
-from ._convention import Sizes, hidden_mask
+from ..masks._grid import Grid
+from ._convention import hidden_mask
 from ._errors import also_pytorchs
 from ._projection import append_keys, project
 
@@ -176,8 +177,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         appended = (self.bias_k is not None) + bool(self.add_zero_attn)
         mask = None
         if attn_mask is not None or key_padding_mask is not None or is_causal:
-            sizes = Sizes(q.shape[0], self.num_heads, q.shape[1], k.shape[1], appended)
-            mask = hidden_mask(attn_mask, key_padding_mask, is_causal, sizes)
+            grid = Grid(q.shape[0], self.num_heads, q.shape[1], k.shape[1], q.device)
+            mask = hidden_mask(attn_mask, key_padding_mask, is_causal, grid, appended)
         layer = Layer(
             self._project(sequence_first, environment),
             self.out_proj,

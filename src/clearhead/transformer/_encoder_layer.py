@@ -116,7 +116,7 @@ class EncoderLayer(Layer):
 
         Args:
             x: (B, L, E); with a cache, only the new tokens.
-            mask: who may attend to whom, as for `MultiHeadAttention`. Default: everything visible.
+            mask: which keys each query may attend to, as for `MultiHeadAttention`. Default: everything visible.
             positions, cache, need_weights, average_attn_weights: as for `MultiHeadAttention`. Positions and cache
                 reach the attention only when given.
 
