@@ -455,3 +455,40 @@ def test_dropout_is_drawn_in_every_call() -> None:
     once, again = (attend(given, dropout_p=0.5) for _ in range(2))
     assert not torch.equal(once, again)
     torch.testing.assert_close(attend(given), attend(given, dropout_p=0.0), rtol=0, atol=0)
+
+
+def _negated(*shape: int) -> Tensor:
+    """A lazily negated view, whose rows are not contiguous."""
+    return torch.randn(*shape, dtype=torch.complex64).conj().imag
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (
+            (torch.randn(1, 2, 5, 8),) * 3,
+            masks.bias(torch.randn(5, 5)) & masks.bias(torch.randn(5, 5).double()),
+        ),
+        lambda: ((torch.randn(1, 2, 5, 8),) * 3, masks.bias(_negated(5, 5))),
+        lambda: ((_negated(2, 3, 5, 1),) * 3, None),
+        lambda: ((_negated(2, 3, 5, 7),) * 3, masks.causal()),
+    ],
+    ids=["biases of two dtypes", "a negated bias", "negated inputs of one number", "negated inputs"],
+)
+def test_tensors_that_memory_does_not_show_as_they_are(make: Callable[[], Any]) -> None:
+    (query, key, value), mask = make()
+    found = clearhead.attention(query, key, value, mask)
+    with clearhead.use_kernel("reference"):
+        exact = clearhead.attention(query, key, value, mask)
+    torch.testing.assert_close(found, exact, rtol=0, atol=2e-6)
+
+
+def test_a_projection_whose_bias_is_no_parameter_is_called() -> None:
+    module = clearhead.MultiHeadAttention(12, 3)
+    bias, x = module.q_proj.bias.detach().clone() + 1, torch.randn(2, 5, 12)
+    with torch.no_grad():
+        module.q_proj.bias += 1
+    expected = module(x)
+    del module.q_proj.bias
+    module.q_proj.register_buffer("bias", bias)
+    assert torch.equal(module(x), expected)

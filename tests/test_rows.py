@@ -310,3 +310,31 @@ def test_half_precision_and_autocast(dtype: torch.dtype) -> None:
     torch.testing.assert_close(half.float(), attention_varlen(*given, *bounds), rtol=3e-2, atol=3e-2)
     with torch.autocast("cpu", dtype=dtype):
         assert torch.equal(attention_varlen(*given, *bounds), half)
+
+
+def test_second_derivatives_drop_the_same_weights() -> None:
+    x, bounds = torch.randn(13, 2, 8), torch.tensor([0, 5, 13])
+    gradients: list[Tensor] = []
+    for create_graph in (False, True):
+        query = x.clone().requires_grad_()
+        torch.manual_seed(3)
+        output = clearhead.attention_varlen(query, query, query, bounds, bounds, masks.causal(), dropout_p=0.5)
+        gradients += torch.autograd.grad(output.square().sum(), query, create_graph=create_graph)
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-4)
+
+
+def test_running_lengths_of_any_stride_are_read_once() -> None:
+    x, bounds = torch.randn(7, 2, 4, requires_grad=True), torch.tensor([0, 1, 3, 1, 7, 1])[::2]
+    output = clearhead.attention_varlen(x, x, x, bounds, bounds)
+    expected = clearhead.attention_varlen(x, x, x, bounds.clone(), bounds.clone())
+    assert torch.equal(output, expected)
+    (exact,) = torch.autograd.grad(expected.square().sum(), x)
+    bounds[1] = 5  # after the forward pass
+    (found,) = torch.autograd.grad(output.square().sum(), x)
+    assert torch.equal(found, exact)
+
+
+def test_a_prepared_mask_is_refused() -> None:
+    x, bounds = torch.randn(5, 2, 4), torch.tensor([0, 5])
+    with pytest.raises(clearhead.errors.ArgumentError, match=r"mask: expected a mask that is not prepared"):
+        clearhead.attention_varlen(x, x, x, bounds, bounds, masks.causal().prepare(5))

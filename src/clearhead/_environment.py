@@ -105,27 +105,21 @@ class Environment(NamedTuple):
         tracing: a graph is being recorded (`torch.compile`, `torch.export`, `torch.jit.trace`): sizes are symbols.
         transformed: inside `torch.func` transforms or forward-mode derivatives.
         dispatching: a `TorchDispatchMode` sees every operation.
-        overridden: a `TorchFunctionMode` sees every call of PyTorch.
         autocast: enabled for some device.
-        saved_hooks: hooks on saved tensors, as activation checkpointing and offloading set.
         module_hooks: global hooks on modules.
         gradients: whether gradients are recorded.
         observed: recorders or interventions see the call.
         kernel: forced by `use_kernel`, or ``None``.
-        linear: GEMM backend forced by `use_linear`, or ``None``.
     """
 
     tracing: bool
     transformed: bool
     dispatching: bool
-    overridden: bool
     autocast: bool
-    saved_hooks: bool
     module_hooks: bool
     gradients: bool
     observed: bool
     kernel: Any
-    linear: str | None
 
     @property
     def is_plain(self) -> bool:
@@ -151,9 +145,7 @@ def _one() -> int:
 
 _transforms: Callable[[], bool] = _found("_C._are_functorch_transforms_active", _yes)
 _dispatch_modes: Callable[[], int] = _found("_C._len_torch_dispatch_stack", _one)
-_function_modes: Callable[[], int] = _found("_C._len_torch_function_stack", _one)
 _any_autocast: Callable[[], bool] = _found("_C._is_any_autocast_enabled", _yes)
-_saved_hooks: Callable[[bool], object] = _found("_C._autograd._top_saved_tensors_default_hooks", _yes)
 _graph_task: Callable[[], int] = _found("_C._current_graph_task_id", lambda: -1)
 _legacy_batched: Callable[[Tensor], bool] = _found("_C._functorch.is_legacy_batchedtensor", lambda _: False)
 _global_hooks: Callable[[], bool] = _found("nn.modules.module._has_any_global_hook", _yes)
@@ -167,19 +159,16 @@ def read_environment() -> Environment:
     """The environment of the call that runs now."""
     if is_tracing():  # what a graph holds must not depend on what else surrounds its first call
         grad = torch.is_grad_enabled()
-        return Environment(True, False, False, False, False, False, False, grad, False, kernels.value, linears.value)
+        return Environment(True, False, False, False, False, grad, False, kernels.value)
     return Environment(
         False,
         is_transformed(),
         _dispatch_modes() > 0,
-        _function_modes() > 0,
         _any_autocast(),
-        _saved_hooks(True) is not None,
         _global_hooks(),
         torch.is_grad_enabled(),
         bool(state.observers) and not state.computing and bool(listening()),
         kernels.value,
-        linears.value,
     )
 
 

@@ -25,23 +25,23 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(0, 1 << 62, (), dtype=torch.int64, device=device)
 
 
-def dropout_factors(seed: Tensor, p: float, block: Block, dtype: torch.dtype) -> Tensor:
+def dropout_factors(seed: Tensor, p: float, block: Block, dtype: torch.dtype, first_item: int = 0) -> Tensor:
     """What a block's weights are multiplied with: 0 where dropped, 1/(1 − p) where kept, (b, h, l, s).
 
     The probability is rounded to a multiple of 2⁻¹⁶, and the factor uses the rounded one, so the mean is exact.
     """
     threshold = round(p * _LEVELS)
     if threshold == _LEVELS:
-        return torch.zeros_like(_bits(seed, block), dtype=dtype)
-    return (_bits(seed, block) >= threshold).to(dtype).mul_(_LEVELS / (_LEVELS - threshold))
+        return torch.zeros_like(_bits(seed, block, first_item), dtype=dtype)
+    return (_bits(seed, block, first_item) >= threshold).to(dtype).mul_(_LEVELS / (_LEVELS - threshold))
 
 
-def _bits(seed: Tensor, block: Block) -> Tensor:
+def _bits(seed: Tensor, block: Block, first_item: int) -> Tensor:
     """16 random bits for every entry of the block, int64 (b, h, l, s)."""
     start, stop = _ends(block.columns, block.grid.key_length)
     first_group, last_group = start // _LANES, (stop + _LANES - 1) // _LANES
     groups = torch.arange(first_group, last_group, device=seed.device)  # (g,)
-    streams = block.b * block.grid.num_heads + block.h  # (b, h, 1, 1)
+    streams = (block.b + first_item) * block.grid.num_heads + block.h  # (b, h, 1, 1)
     words = philox4x32((groups, block.i, streams, torch.zeros_like(groups)), seed)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     shape = torch.broadcast_shapes(*(half.shape for half in halves))

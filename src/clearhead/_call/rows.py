@@ -16,6 +16,7 @@ from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain
 from ..masks._base import Mask, Sizes
 from ..masks._grid import ALL, Block, Grid, Index
 from ..masks._positional import Causal
+from ..masks._prepared import PreparedMask
 from ..masks._structure import UNKNOWN, RowRanges, Structure
 from ..masks._tensors import as_mask
 
@@ -106,11 +107,16 @@ def require_within(mask: Mask | Tensor | None) -> Mask | None:
     """The mask of packed documents.
 
     Raises:
-        ArgumentError: for ``causal("bottom_right")``, which has no corner to join here.
+        ArgumentError: for ``causal("bottom_right")``, which has no corner to join here, and for a prepared mask.
     """
     if mask is None:
         return None
     checked = as_mask(mask)
+    if isinstance(checked, PreparedMask):
+        fix = "Pass the mask itself: within documents it counts from the first token of each."
+        raise ArgumentError(
+            explain_problem("mask", expected="a mask that is not prepared", got="prepare(...)", fix=fix)
+        )
     for part in checked.parts():
         if isinstance(part, Causal) and part.align != "top_left":
             fix = "Packed documents are causal from their first tokens: masks.causal()."
@@ -205,7 +211,8 @@ def _boundaries(name: str, bounds: object, what: str, x: Tensor) -> Tensor:
     if bounds.device != x.device:
         fix = f"Move it with .to({str(x.device)!r})."
         raise DeviceError(explain_problem(name, expected=f"the {what}'s {x.device}", got=str(bounds.device), fix=fix))
-    return bounds.long()
+    # A copy: what is written to the caller's tensor later must not change a backward pass.
+    return bounds.to(torch.int64).clone(memory_format=torch.contiguous_format)
 
 
 def _checked(name: str, bounds: Tensor, count: int) -> tuple[int, ...]:

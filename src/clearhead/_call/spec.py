@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, NoReturn, cast
 
@@ -147,6 +147,7 @@ class AttentionCall:
         query_positions, key_positions: as in `Grid`.
         rows: the documents of a call of one batch item, within which the mask counts; or ``None``.
         dropout_seed: int64 scalar; drawn once when a kernel of ours drops weights.
+        first_item: which item of a larger batch the first one is, for dropout.
     """
 
     spec: AttentionSpec
@@ -159,6 +160,7 @@ class AttentionCall:
     key_positions: Tensor | int | None = None
     rows: Rows | None = None
     dropout_seed: Tensor | None = None
+    first_item: int = 0
     grid_: Grid | None = field(default=None, init=False, repr=False)
     coverage_: Coverage | None = field(default=None, init=False, repr=False)
 
@@ -226,7 +228,7 @@ class AttentionCall:
         Tensors that were one (self-attention, a bias used twice) are told apart when views are given.
         """
         spec, mask, has_sinks, coverage = self.spec, self.mask, self.sinks is not None, self.coverage_
-        rest = (self.query_positions, self.key_positions, self.rows, self.dropout_seed)
+        rest = (self.query_positions, self.key_positions, self.rows, self.dropout_seed, self.first_item)
 
         def build(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> AttentionCall:
             tensors = iter(others)
@@ -243,6 +245,18 @@ class AttentionCall:
         call = replace(self, spec=self.spec._replace(lse=lse))
         call.coverage_ = self.coverage_
         return call
+
+    def each_document(self) -> Iterator[AttentionCall]:
+        """The documents of a call whose mask is rules about positions, as calls that drop what the whole drops."""
+        if self.rows is None:
+            yield self
+            return
+        spec = self.spec._replace(documents=None)
+        for document, (queries, keys) in enumerate(self.rows.slices()):
+            parts = self.query[:, :, queries], self.key[:, :, keys], self.value[:, :, keys]
+            yield AttentionCall(
+                spec, *parts, self.mask, self.sinks, dropout_seed=self.dropout_seed, first_item=document
+            )
 
     def as_one_document(self) -> AttentionCall:
         """A call of documents as one of T × Tk scores whose mask hides other documents."""

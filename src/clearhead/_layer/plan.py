@@ -18,6 +18,7 @@ from .._call.spec import (
     NO_SINK,
     AttentionCall,
     AttentionSpec,
+    Layout,
     Results,
     WeightsWanted,
     quick_spec,
@@ -255,6 +256,8 @@ def plan_of(call: AttentionCall, environment: Environment) -> Plan:
 
 def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) -> Plan:
     mask, grid = call.mask, call.grid
+    if spec.negative:
+        return _resolving
     if spec.documents is not None:
         if spec.tracing:
             return lambda call: _plan(call.as_one_document().spec, call.as_one_document(), environment)(
@@ -276,6 +279,14 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
     if spec.needs_gradients and not kernel.twice_differentiable and not spec.tracing:
         compute = _with_second_derivatives(kernel.name, compute)
     return _with_weights(compute) if wants_weights and not together else compute
+
+
+def _resolving(call: AttentionCall) -> Results:
+    """A call of lazily negated views, whose numbers are written out first: kernels read memory."""
+    query, key, value = (tensor.resolve_neg().contiguous() for tensor in (call.query, call.key, call.value))
+    layouts = (Layout(tuple(tensor.shape), tensor.stride()) for tensor in (query, key, value))
+    spec = call.spec._replace(**dict(zip(("query", "key", "value"), layouts, strict=True)), negative=False)
+    return run_call(replace(call, spec=spec, query=query, key=key, value=value), read_environment())
 
 
 def _with_seed(compute: Plan) -> Plan:
@@ -376,7 +387,7 @@ def _choose(call: AttentionCall, forced: Kernel | None) -> Kernel:
 
 def _preferred(call: AttentionCall) -> Kernel:
     spec, mask, grid = call.spec, call.mask, call.grid
-    # Nothing here may depend on gradients: what checkpointing computes again must be the same to the last bit.
+    # Apart from a bias that learns, nothing here depends on gradients: what checkpointing computes again is the same.
     for kernel in KERNELS:
         if not (kernel.refusals(spec, mask, grid) or kernel.reservations(spec, mask, grid)):
             return kernel

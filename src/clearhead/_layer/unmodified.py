@@ -37,6 +37,7 @@ def is_unmodified(module: nn.Module, environment: Environment | None = None) -> 
         or is_compiled(module)
         or "forward" in own
         or own["_parameters"].get("weight") is None
+        or "bias" not in own["_parameters"]
     )
 
 

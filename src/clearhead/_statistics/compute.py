@@ -18,7 +18,7 @@ from .arguments import DEFAULT, Per, counted_queries, make_options, require_name
 from .definitions import STATISTICS, Options, Statistic
 from .native import native_results
 from .result import AttentionStatistics
-from .rows import Rows
+from .rows import BlockRows
 
 __all__ = ["attention_statistics", "compute_statistics", "exact_weights"]
 
@@ -149,7 +149,7 @@ def _results_by_blocks(
     sees = torch.zeros(shape, dtype=torch.bool, device=call.query.device)
     for block, place, query, key in score_blocks(call, dtype=exact_dtype(call)):
         part = None if column is None else column[block.batch, :, place]
-        block_rows = Rows(call, block, place, query, key, part)
+        block_rows = BlockRows(call, block, place, query, key, part)
         sees[block.batch, block.heads, place] = (block_rows.largest > float("-inf")).squeeze(-1)
         for statistic in gathered:
             statistic.add(block_rows)
@@ -168,7 +168,7 @@ def exact_weights(call: AttentionCall, rows: Tensor | None) -> Tensor:
             return native
         result = call.query.new_zeros(shape, dtype=call.compute_dtype)
         for block, place, query, key in score_blocks(call, chosen, exact_dtype(call)):
-            part = Rows(call, block, place, query, key, None)
+            part = BlockRows(call, block, place, query, key, None)
             result[block.batch, block.heads, place, part.columns] = part.weights
     return result
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._call.spec import AttentionCall
 from ..kernels._blocks import LongSum, grouped, long_product
 from ..masks._grid import take
-from .rows import GROUP, Rows
+from .rows import GROUP, BlockRows
 
 __all__ = ["STATISTICS", "Options", "Statistic", "TopK", "mean_of_tiles"]
 
@@ -67,7 +67,7 @@ class Statistic(ABC):
         self.column_shape = (grid.batch_size, grid.num_heads, grid.key_length)
 
     @abstractmethod
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: BlockRows) -> None:
         """Add a block."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Statistic(ABC):
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.call.compute_dtype, device=self.call.query.device)
 
-    def put(self, target: Tensor, rows: Rows, value: Tensor) -> None:
+    def put(self, target: Tensor, rows: BlockRows, value: Tensor) -> None:
         """Write (b, h, l, 1) into a (B, H, L) tensor."""
         target[rows.block.batch, rows.block.heads, rows.place] = value.squeeze(-1)
 
@@ -96,7 +96,7 @@ class Entropy(Statistic):
         super().__init__(call, options, counted)
         self._entropy, self._normalized = self.zeros(*self.row_shape), self.zeros(*self.row_shape)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: BlockRows) -> None:
         # −Σ p ln p = Σ p · ln total − Σ p (s − shift), with s − shift = −∞ only where p = 0.
         floor = torch.finfo(rows.shifted.dtype).min
         shifted = rows.shifted if self.call.mask is None else rows.shifted.clamp(min=floor)
@@ -127,7 +127,7 @@ class Received(Statistic):
         super().__init__(call, options, counted)
         self._received, self._viewers = LongSum(self.zeros(*self.column_shape)), self.zeros(*self.column_shape)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: BlockRows) -> None:
         where = (rows.block.batch, rows.block.heads, slice(None), rows.columns)
         self._received.run.unsqueeze(2)[where] += long_product(rows.share, rows.terms)  # (b, h, 1, s)
         self._received.end_block()
@@ -156,7 +156,7 @@ class MaxLogit(Statistic):
         super().__init__(call, options, counted)
         self._largest = self.zeros(*self.row_shape[:2]).fill_(float("-inf"))
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: BlockRows) -> None:
         largest = rows.largest if rows.counted is None else rows.largest.masked_fill(~rows.counted, float("-inf"))
         where = (rows.block.batch, rows.block.heads)
         self._largest[where] = torch.maximum(self._largest[where], largest.amax((-2, -1)).to(self._largest.dtype))
@@ -176,7 +176,7 @@ class Confidence(Statistic):
         super().__init__(call, options, counted)
         self._confidence = self.zeros(*self.row_shape)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: BlockRows) -> None:
         self.put(self._confidence, rows, (rows.largest - rows.shift).exp().to(rows.total.dtype) / rows.total)
 
     def result(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class TopKeys(Statistic):
         self._weights = self.zeros(*self.row_shape, self._count)
         self._indices = torch.full(self._weights.shape, -1, device=self._weights.device)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: BlockRows) -> None:
         count = min(self._count, rows.width)
         if count == 0:
             return
@@ -226,7 +226,7 @@ class Sink(Statistic):
             seen = torch.ones(1, 1, self.call.grid.key_length, 1, dtype=torch.bool, device=self.call.query.device)
         return (seen & (seen.cumsum(2) <= self.options.sink_keys)).to(self.call.compute_dtype)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: BlockRows) -> None:
         first = take(take(self._first, 0, rows.block.batch), 1, rows.block.heads)[:, :, rows.columns]  # (…, s, 1)
         self.put(self._sink, rows, rows.terms @ first / rows.total)
 
@@ -245,7 +245,7 @@ class Distance(Statistic):
         super().__init__(call, options, counted)
         self._distance = self.zeros(*self.row_shape)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: BlockRows) -> None:
         away = (rows.block.q - rows.block.k).abs().to(rows.terms.dtype)  # (1 or b, 1, l, s)
         self.put(self._distance, rows, torch.linalg.vecdot(rows.terms, away)[..., None] / rows.total)
 
@@ -269,7 +269,7 @@ class Offset(Statistic):
         shape = (*self.row_shape[:2], len(options.offsets))
         self._sums, self._counts = LongSum(self.zeros(*shape)), self.zeros(*shape)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: BlockRows) -> None:
         for place, offset in enumerate(self.options.offsets):
             values, there = self._stripe(rows, offset)  # (b, h, l, 1 or s)
             if rows.counted is not None:
@@ -280,7 +280,7 @@ class Offset(Statistic):
             self._counts[where] += there.sum((-2, -1))
         self._sums.end_block()
 
-    def _stripe(self, rows: Rows, offset: int) -> tuple[Tensor, Tensor]:
+    def _stripe(self, rows: BlockRows, offset: int) -> tuple[Tensor, Tensor]:
         """Shifted scores on one diagonal and whether the key is there and visible."""
         shift = self.call.grid.shift
         if shift is None:
@@ -315,7 +315,7 @@ class Map(Statistic):
         self._columns = min(options.map_size, call.grid.key_length)
         self._map = LongSum(self.zeros(*self.row_shape[:2], self._rows, self._columns))
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: BlockRows) -> None:
         row_tiles = rows.block.i.flatten() * self._rows // max(1, self.call.grid.query_length)  # (l,)
         pooled = self._pool_columns(rows)  # (b, h, l, R)
         weight = rows.counted if rows.counted is not None else torch.ones_like(rows.total[:, :1], dtype=torch.bool)
@@ -327,7 +327,7 @@ class Map(Statistic):
         target += torch.zeros_like(target).index_add_(2, row_tiles, pooled)
         self._map.end_block()
 
-    def _pool_columns(self, rows: Rows) -> Tensor:
+    def _pool_columns(self, rows: BlockRows) -> Tensor:
         tiles = rows.block.j.flatten() * self._columns // max(1, self.call.grid.key_length)  # (s,)
         if self.options.map_pooling == "mass":
             member = tiles[:, None] == torch.arange(self._columns, device=tiles.device)  # (s, R)
@@ -367,7 +367,7 @@ class HeadAverage(Statistic):
         super().__init__(call, options, counted)
         self._average = self.zeros(self.row_shape[0], self.row_shape[2], self.column_shape[2])
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: BlockRows) -> None:
         self._average[rows.block.batch, rows.place, rows.columns] += rows.weights.sum(1) / self.row_shape[1]
 
     def result(self) -> dict[str, Any]:
@@ -384,7 +384,7 @@ class Output(Statistic):
         super().__init__(call, options, counted)
         self._output = call.query.new_zeros(*self.row_shape, call.value.shape[-1])
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: BlockRows) -> None:
         self._output[rows.block.batch, rows.block.heads, rows.place] = _mixed_values(rows).to(self._output.dtype)
 
     def result(self) -> dict[str, Any]:
@@ -402,14 +402,14 @@ class OutputNorm(Statistic):
         super().__init__(call, options, counted)
         self._norm = self.zeros(*self.row_shape)
 
-    def add(self, rows: Rows) -> None:
+    def add(self, rows: BlockRows) -> None:
         self.put(self._norm, rows, torch.linalg.vector_norm(_mixed_values(rows), dim=-1, keepdim=True))
 
     def result(self) -> dict[str, Any]:
         return {"output_norm": self._norm}
 
 
-def _mixed_values(rows: Rows) -> Tensor:
+def _mixed_values(rows: BlockRows) -> Tensor:
     """Σ_j p_ij v_j of a block, (b, h, l, Dv)."""
     call, heads = rows.call, rows.block.heads
     kv_heads = slice(heads.start // call.group, heads.stop // call.group)
@@ -417,7 +417,7 @@ def _mixed_values(rows: Rows) -> Tensor:
     return grouped(rows.terms, value) / rows.total
 
 
-def _largest_columns(rows: Rows, count: int) -> tuple[Tensor, Tensor]:
+def _largest_columns(rows: BlockRows, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest shifted scores of every row and their columns, (b, h, l, count).
 
     Groups of 64 keys are ranked by their largest score first; the largest keys lie in the `count` best groups.

@@ -12,7 +12,7 @@ from .._checks import is_probability, items, number, shown
 from .._weights import row_numbers
 from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem
 from ..kernels._blocks import score_blocks
-from .rows import Rows
+from .rows import BlockRows
 
 __all__ = ["rollout"]
 
@@ -82,7 +82,7 @@ def _through(call: AttentionCall, rows: Tensor) -> Tensor:
     """The product r A with the head average, (B, t, L)."""
     result = torch.zeros_like(rows)
     for block, place, query, key in score_blocks(call):
-        part = Rows(call, block, place, query, key, None)
+        part = BlockRows(call, block, place, query, key, None)
         spread = rows[block.batch, None, :, place] @ part.weights  # (b, h, t, s)
         result[block.batch, :, part.columns] += spread.sum(1) / call.grid.num_heads
     return result

@@ -11,12 +11,12 @@ from .._call.spec import AttentionCall
 from ..kernels._blocks import block_scores
 from ..masks._grid import Block
 
-__all__ = ["GROUP", "Rows"]
+__all__ = ["GROUP", "BlockRows"]
 
 GROUP = 64  # neighbouring keys whose largest score is kept, to find the top-k quickly
 
 
-class Rows:
+class BlockRows:
     """Some heads' whole rows of the score matrix, restricted to the columns the mask leaves.
 
     Scores come in the dtype of query and key (see `exact_dtype`); what is left after the largest score is taken off

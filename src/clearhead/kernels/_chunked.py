@@ -101,7 +101,7 @@ def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
                 weights, block_lse = block_weights(call, block, scores)
                 span.query(lse)[:, :, rows] = block_lse.squeeze(-1)
             if call.dropout_seed is not None:
-                weights *= dropout_factors(call.dropout_seed, call.dropout_p, block, weights.dtype)
+                weights *= dropout_factors(call.dropout_seed, call.dropout_p, block, weights.dtype, call.first_item)
             span.query(output)[:, :, rows] = grouped(weights, value[:, :, part]).to(output.dtype)
     return output
 
@@ -138,7 +138,7 @@ def _backward(
             scores_gradient = grouped(gradient, rows_value, workspace=gradient_workspace)  # dp (b, h, l, s)
             dropped = weights
             if call.dropout_seed is not None:
-                factors = dropout_factors(call.dropout_seed, call.dropout_p, block, dtype)
+                factors = dropout_factors(call.dropout_seed, call.dropout_p, block, dtype, call.first_item)
                 dropped = weights * factors
                 scores_gradient *= factors
             span_value_gradient.run[:, :, part] += grouped_transposed(dropped, gradient, key.shape[1])

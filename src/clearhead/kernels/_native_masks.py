@@ -57,7 +57,8 @@ def _lower(mask: Mask, grid: Grid) -> Lowered:
     for tensor in tensors:
         visible = tensor if visible is None else visible & tensor
     for added in found.biases:
-        bias = added.float() if bias is None else bias + added
+        added = added.float().resolve_neg()  # which are read as they lie in memory
+        bias = added if bias is None else bias + added
     return Lowered(band.low, band.high, band.stop, None if rows is None else _within(rows, grid), visible, bias)
 
 

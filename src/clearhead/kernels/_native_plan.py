@@ -222,7 +222,7 @@ class NativePlan:
         if output_gradient.is_neg() or output_gradient.stride(-1) != 1:
             output_gradient = output_gradient.resolve_neg().contiguous()
         if lse_gradient is not None:
-            lse_gradient = lse_gradient.float().contiguous()
+            lse_gradient = lse_gradient.float().resolve_neg().contiguous()
         query, key, value = self._as_read(query, key, value)
         self._backward(
             *self._call(query, key, value, output, lse, extras),

@@ -36,7 +36,7 @@ def reference_results(call: AttentionCall) -> Results:
     weights, lse = reference_weights(call)  # (B, H, L, S), (B, H, L)
     if call.dropout_seed is not None:
         block = Block(call.grid)
-        weights = weights * dropout_factors(call.dropout_seed, call.dropout_p, block, weights.dtype)
+        weights = weights * dropout_factors(call.dropout_seed, call.dropout_p, block, weights.dtype, call.first_item)
     num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
     mixed = fold_group(weights, num_kv_heads) @ call.value.to(call.compute_dtype)  # (B, Hkv, G·L, Dv)
     output = unfold_group(mixed, num_heads).to(call.query.dtype)  # (B, H, L, Dv)
