@@ -55,6 +55,7 @@ class LayerPicture:
         numbers: statistic → (H,), means over the queries that see a key.
         crops: head → exact weights.
         word_entropy: (H, words), as `Crop`'s, where the map is exact.
+        signed: whether all of this is a difference, with numbers below 0.
     """
 
     name: str
@@ -72,6 +73,7 @@ class LayerPicture:
     numbers: dict[str, Tensor]
     crops: dict[int, Crop] = field(default_factory=dict[int, Crop])
     word_entropy: Tensor | None = None
+    signed: bool = False
 
     @property
     def exact(self) -> bool:

@@ -69,6 +69,7 @@ def given(weights: Sequence[Tensor], names: Sequence[str] | None = None) -> Give
 class Given(Mapping[str, Sequence[AttentionStatistics]]):
     """Statistics of weights that were given; see `given`."""
 
+    from ._comparison import compare
     from ._html import page
     from ._record_plots import plot_heads, plot_map, plot_received, plot_rollout
 

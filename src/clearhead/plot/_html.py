@@ -28,7 +28,7 @@ from ._tokens import Texts, as_texts
 
 __all__ = ["Page", "PageMaker", "page"]
 
-SCRIPTS = ("data", "color", "grids", "overview", "text", "map", "margins", "view", "pointer", "main")
+SCRIPTS = ("data", "color", "grids", "overview", "text", "map", "margins", "view", "pointer", "compared", "main")
 
 
 @dataclass(frozen=True)
@@ -172,13 +172,21 @@ class PageMaker:
         self._items.append(description)
         self._streams.append(stream)
 
-    def page(self, place: tuple[int, int, int], *, title: str, statistic: str = "maps") -> Page:
+    def page(
+        self,
+        place: tuple[int, int, int],
+        *,
+        title: str,
+        statistic: str = "maps",
+        compared: dict[str, Any] | None = None,
+    ) -> Page:
         """The finished page.
 
         Args:
             place: section, layer and head that are shown first, as places in the items.
             title: as in `page`.
             statistic: what the overview shows at first: ``"maps"``, or a statistic's name.
+            compared: how the items are views of the same, see `clearhead.plot._comparison_page`. Default: they are not.
         """
         shown_title = printable([title])[0]
         data = {
@@ -189,6 +197,7 @@ class PageMaker:
             "layer": place[1],
             "head": place[2],
             "statistic": statistic,
+            "compared": compared,
         }
         style, script = _part("page.css"), "".join(_part(f"page_{name}.js") for name in SCRIPTS)
         script = f'"use strict";\n(async () => {{\n{script}}})();\n'

@@ -10,7 +10,7 @@ from torch import Tensor
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
 from ._heads import KINDS, HeadSummary, summarize
 from ._labels import layer_labels, printable
-from ._packing import Packer
+from ._packing import Encoding, Packer
 from ._scale import scale_end
 from ._tokens import Tokens
 from ._words import has_pieces
@@ -18,6 +18,10 @@ from ._words import has_pieces
 __all__ = ["ScaleEnds", "describe_item", "describe_section"]
 
 SAMPLES = 20_000
+
+#: Encodings of single weights, tiles, shares and nats: as they are, and of differences.
+_POSITIVE: tuple[Encoding, ...] = ("units", "roots8", "roots16", "thousandths")
+_SIGNED: tuple[Encoding, ...] = ("signed", "signed_roots8", "signed", "signed_thousandths")
 
 
 def describe_section(picture: SectionPicture) -> dict[str, Any]:
@@ -39,19 +43,23 @@ class ScaleEnds:
     """Where the colour scales of a section's tiles and of its single weights end, over all items."""
 
     def __init__(self) -> None:
-        self._tiles: list[Tensor] = []
-        self._cells: list[Tensor] = []
+        self._samples: dict[str, list[Tensor]] = {"tile": [], "cell": [], "changedTile": [], "changedCell": []}
 
     def add(self, picture: SectionPicture) -> None:
         """Take a sample of one item's weights."""
         for layer in picture.layers:
-            self._tiles.append(_sample(layer.map))
-            self._cells += [_sample(crop.weights) for crop in layer.crops.values()]
+            tile, cell = ("changedTile", "changedCell") if layer.signed else ("tile", "cell")
+            self._samples[tile].append(_sample(layer.map).abs())
+            self._samples[cell] += [_sample(crop.weights).abs() for crop in layer.crops.values()]
 
     def describe(self) -> dict[str, float]:
         """The ends, for the section's description."""
-        tiles = scale_end(self._tiles)
-        return {"tileEnd": tiles, "cellEnd": scale_end(self._cells) if self._cells else tiles}
+        ends: dict[str, float] = {}
+        for tile, cell in (("tile", "cell"), ("changedTile", "changedCell")):
+            tiles, cells = self._samples[tile], self._samples[cell]
+            if tiles:
+                ends |= {f"{tile}End": scale_end(tiles), f"{cell}End": scale_end(cells or tiles)}
+        return ends
 
 
 def describe_item(item: ItemPicture) -> tuple[dict[str, Any], str]:
@@ -90,34 +98,38 @@ class _Texts:
 
 def _layer(layer: LayerPicture, summaries: Sequence[HeadSummary], packer: Packer) -> dict[str, Any]:
     queries = max(layer.queries[1] - layer.queries[0], 1)
+    units, roots8, roots16, nats = _SIGNED if layer.signed else _POSITIVE
     return {
+        "signed": layer.signed,
         "size": list(layer.size),
         "origin": [layer.queries[0], layer.keys[0]],
         "grid": list(layer.map.shape[1:]),
-        "map": packer.add(layer.map, "units" if layer.exact else "roots8"),
-        "entropy": packer.add(layer.entropy, "thousandths"),
-        "received": packer.add(layer.received / queries, "roots16"),
+        "map": packer.add(layer.map, units if layer.exact else roots8),
+        "entropy": packer.add(layer.entropy, nats),
+        "received": packer.add(layer.received / queries, roots16),
         "count": layer.indices.shape[2],
         "indices": packer.add(layer.indices, "index"),
-        "weights": packer.add(layer.weights, "units"),
-        "wordEntropy": _optional(layer.word_entropy, packer),
-        "crops": {str(layer.heads.index(head)): _crop(crop, packer) for head, crop in layer.crops.items()},
+        "weights": packer.add(layer.weights, units),
+        "wordEntropy": _optional(layer.word_entropy, nats, packer),
+        "crops": {
+            str(layer.heads.index(head)): _crop(crop, (units, nats), packer) for head, crop in layer.crops.items()
+        },
         "kinds": [KINDS[summary.kind] for summary in summaries],
         "numbers": {name: [_rounded(value) for value in values.tolist()] for name, values in layer.numbers.items()},
     }
 
 
-def _crop(crop: Crop, packer: Packer) -> dict[str, Any]:
+def _crop(crop: Crop, encodings: tuple[Encoding, Encoding], packer: Packer) -> dict[str, Any]:
     return {
         "queries": list(crop.queries),
         "keys": list(crop.keys),
-        "weights": packer.add(crop.weights, "units"),
-        "wordEntropy": _optional(crop.word_entropy, packer),
+        "weights": packer.add(crop.weights, encodings[0]),
+        "wordEntropy": _optional(crop.word_entropy, encodings[1], packer),
     }
 
 
-def _optional(values: Tensor | None, packer: Packer) -> list[Any] | None:
-    return None if values is None else packer.add(values, "thousandths")
+def _optional(values: Tensor | None, nats: Encoding, packer: Packer) -> list[Any] | None:
+    return None if values is None else packer.add(values, nats)
 
 
 def _sample(weights: Tensor) -> Tensor:

@@ -9,6 +9,9 @@
     roots8: [1, (n) => (n / 255) ** 2],
     roots16: [2, (n) => (n / 65535) ** 2],
     thousandths: [2, (n) => n / 1000],
+    signed: [2, (n) => n / 32767 - 1],
+    signed_roots8: [1, (n) => Math.sign(n - 127) * ((n - 127) / 127) ** 2],
+    signed_thousandths: [2, (n) => (n - 32767) / 1000],
     index: [4, (n) => (n === 4294967295 ? -1 : n)],
   };
 
@@ -16,7 +19,8 @@
 
   async function streamOf(item) {
     if (!streams.has(item)) {
-      streams.clear(); // one text at a time is held unpacked
+      // One text at a time is held unpacked, in all its views.
+      if (streams.size >= (data.compared ? data.compared.views.length : 1)) streams.delete(streams.keys().next().value);
       streams.set(item, await inflated(byId("stream-" + item).textContent));
     }
     return streams.get(item);

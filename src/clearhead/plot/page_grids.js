@@ -105,7 +105,7 @@
     const largest = (query) =>
       [...columns.names.keys()]
         .map((key) => ({ key, weight: values[query * width + key] }))
-        .sort((a, b) => b.weight - a.weight)
+        .sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight))
         .slice(0, 8);
     return { rows, columns, grids: [grid], whole: true, entropy, received, largest, words: null };
   }

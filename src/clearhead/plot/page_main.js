@@ -1,6 +1,7 @@
   // ---- what is shown, and the controls --------------------------------------------------------------------------
 
   const state = {
+    number: data.compared ? data.compared.views.length - 1 : 0, // of the item
     item: null, // its description
     bytes: null, // and its numbers
     section: data.section,
@@ -22,6 +23,7 @@
   async function showItem(number) {
     state.bytes = await streamOf(number);
     state.item = data.items[number];
+    state.number = number;
     const texts = state.item.texts.length;
     const length = state.item.sections.map((section) => state.item.texts[section.queries].names.length);
     const heads = data.sections.flatMap((section) => section.layers.map((layer) => layer.heads.length));
@@ -68,6 +70,7 @@
     byId("map").setAttribute("aria-label", `Weights of layer ${label}, head ${heads[head]}. The arrow keys move from cell to cell.`);
     markChosen();
     tell(layer, head);
+    drawViews();
     const found = headOf(state.bytes, state.item, state.section, layer, head);
     changeHead(state.words && found.words ? found.words() : found);
   }
@@ -123,19 +126,22 @@
   }
 
   function redraw() {
-    colors = shades();
+    readColors();
     drawOverview();
+    drawViews();
     drawMap();
     show(state.query, state.key);
   }
 
   function buildControls() {
+    const views = data.compared ? data.compared.views.length : 1;
     data.items.forEach((item, number) => {
+      if (number % views) return; // another view of the same text
       const option = element("option", item.label);
       option.value = number;
       byId("item").append(option);
     });
-    byId("item-control").hidden = data.items.length < 2;
+    byId("item-control").hidden = data.items.length < 2 * views;
     data.sections.forEach((section, index) => {
       const button = element("button", section.title);
       button.type = "button";
@@ -146,7 +152,7 @@
   }
 
   function listen() {
-    byId("item").addEventListener("change", (event) => showItem(Number(event.target.value)));
+    byId("item").addEventListener("change", (event) => showItem(Number(event.target.value) + viewNumber()));
     byId("words").addEventListener("change", (event) => {
       state.words = event.target.checked;
       choose(state.layer, state.head);
@@ -173,6 +179,8 @@
   }
 
   buildControls();
+  buildViews();
   listen();
-  await showItem(0);
+  await showItem(viewNumber());
+  drawViews();
   document.documentElement.dataset.ready = "true";

@@ -53,7 +53,7 @@
     if (shaded.head === state.current && shaded.query === query && shaded.colors === colors) return;
     shaded = { head: state.current, query, colors };
     const weights = knownRow(query);
-    const { cellEnd } = data.sections[state.section];
+    const { cellEnd } = scaleEnds();
     [...textOf("keys").children].forEach((span, key) => {
       const color = colorOf(weights[key], cellEnd);
       span.style.background = weights[key] ? css(color) : "";
@@ -79,7 +79,9 @@
 
   function showList(query) {
     const { rows, columns, largest } = state.current;
-    byId("list-title").replaceChildren("what ", element("b", rows.names[query]), " looks at most");
+    byId("list-title").replaceChildren(
+      ...(isSigned() ? ["where ", element("b", rows.names[query]), " changes most"] : ["what ", element("b", rows.names[query]), " looks at most"]),
+    );
     byId("list").replaceChildren(...largest(query).map(({ key, weight }) => listed(columns.names[key], weight)));
   }
 
@@ -87,7 +89,7 @@
     const item = element("li");
     const bar = element("span", "", "bar");
     const filled = document.createElement("i");
-    filled.style.width = Math.min(100, 100 * weight) + "%";
+    filled.style.width = Math.min(100, 100 * Math.abs(weight)) + "%";
     bar.append(filled);
     item.append(element("span", name), element("span", precise(weight), "weight"), bar);
     return item;
@@ -107,7 +109,7 @@
     const found = look(state.current, query, at);
     byId("readout").replaceChildren(
       element("b", rows.names[query]),
-      key === null ? " looks most at " : " → ",
+      key === null ? (isSigned() ? " changes most at " : " looks most at ") : " → ",
       element("b", columns.names[at]),
       " ",
       element("span", found.tile === undefined ? precise(found.weight) : tileText(found), "weight"),
@@ -122,6 +124,7 @@
   }
 
   function showDetails(query, key) {
+    if (isSigned()) return showChange(query, key);
     const { rows, columns, entropy, received } = state.current;
     const share = received[key] / rows.names.length;
     byId("details").textContent =
