@@ -11,6 +11,8 @@ import typer
 
 from ..errors import ArgumentError, ClearheadError, explain_problem
 from ._errors import UsageProblem, warn
+from ._look_against import look_at_both, require_against
+from ._output import Outcome, deliver
 
 if TYPE_CHECKING:
     from ._demo import TextModel
@@ -51,6 +53,19 @@ def look(
             show_default="entropy, and maps",
         ),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="TEXT", help="Another text, to see beside the first.", show_default=False),
+    ] = None,
+    against_model: Annotated[
+        str | None,
+        typer.Option(
+            "--against-model",
+            metavar="NAME_OR_PATH",
+            help="Another model of the same shape, to see beside the first.",
+            show_default="--model",
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for attention.png and attention.html.")] = Path(),
     html: Annotated[
         Path | None, typer.Option("--html", help="Where to write the page.", show_default="attention.html in --out")
@@ -80,6 +95,9 @@ def look(
 
     A text that is longer than the model takes is read in windows, each sharing an eighth of its tokens with the next;
     numbers per head are means over all of them.
+
+    With --against or --against-model both runs are shown, and their difference; the head shown large is the one that
+    differs most.
     """
     content = _read_text(text, file)
     paths = {
@@ -91,6 +109,11 @@ def look(
     to_stdout = json is not None and str(json) == "-"
     if out.exists() and not out.is_dir():
         raise ArgumentError(explain_problem("--out", expected="a folder", got=f"a file, {out}"))
+    if against is not None or against_model is not None:
+        require_against(against, against_model, stat)
+        texts, models = (content, against or content), (model, against_model or model)
+        _show(lambda step: look_at_both(texts, models, layer=layer, head=head, step=step), paths, json)
+        return
     with _progress() as step:
         step("loading the model", 1)
         from . import _demo as demo
@@ -146,6 +169,20 @@ def _target(option: str, path: Path | None, unwanted: bool, default: Path) -> Pa
 
 
 Step = Callable[[str, int], Callable[[], None]]
+
+
+def _show(make: Callable[[Step], Outcome], paths: dict[str, Path | None], json: Path | None) -> None:
+    """Write the files that are wanted of an outcome, and print it; or only its numbers."""
+    to_stdout = json is not None and str(json) == "-"
+    with _progress() as step:
+        step("loading the model", 1)
+        outcome = make(step)
+        written = deliver(outcome, {**paths, "json": None if to_stdout else json}, step)
+    if to_stdout:
+        print(outcome.as_json())
+        return
+    outcome.show()
+    print(*(f"wrote {path}" for path in written), sep="\n", end="\n" if written else "")
 
 
 def _write_png(path: Path | None, seen: Seen, title: str, stat: str | None, step: Step) -> list[Path]:

@@ -22,7 +22,7 @@ from ._demo import TextModel
 from ._errors import UsageProblem, warn
 from ._windows import Window
 
-__all__ = ["STATISTICS", "ChosenHead", "Seen", "see"]
+__all__ = ["RECORDED", "STATISTICS", "ChosenHead", "Seen", "record_window", "see"]
 
 #: What the overview can show, and which statistic of a record it is.
 STATISTICS = {
@@ -112,7 +112,7 @@ def see(
     numbers: list[dict[str, list[list[float]]]] = []
     heads: list[ChosenHead] = []
     for window in windows:
-        rec = _record(loaded, window, statistics)
+        rec = record_window(loaded, window, statistics)
         item = replace(collect(rec, [window.tokens])[0], label=f"tokens {window.first}–{window.last}")
         summaries.append(summarize(item.sections[0]))
         if first is None:
@@ -158,7 +158,8 @@ def _range(count: int) -> str:
     return f"0 to {count - 1}, counted from 0"
 
 
-def _record(loaded: TextModel, window: Window, statistics: Sequence[str]) -> Recorded:
+def record_window(loaded: TextModel, window: Window, statistics: Sequence[str]) -> Recorded:
+    """Run the model on a window and record it, queries and keys too; where that is not possible, its own weights."""
     if not loaded.clearhead:
         return given(_own_weights(loaded, window))
     with warnings.catch_warnings(record=True) as caught:

@@ -40,6 +40,10 @@ class ComparedItem:
     views: list[ItemPicture]
     places: list[dict[str, list[list[int]]]]
 
+    def labelled(self, label: str) -> ComparedItem:
+        """The same under a name."""
+        return replace(self, views=[replace(view, label=label) for view in self.views])
+
 
 def comparison_page(comparison: Comparison, labels: Sequence[str], title: str) -> Page:
     """See `Comparison.page`."""
@@ -53,24 +57,29 @@ def comparison_page(comparison: Comparison, labels: Sequence[str], title: str) -
     return views.page(names, by=comparison.by, note=comparison.note, ranked=comparison.ranked(), title=title)
 
 
-def compared_items(comparison: Comparison) -> list[ComparedItem]:
-    """Every batch item of a comparison, with every weight of the most different head."""
+def compared_items(comparison: Comparison, large: tuple[str, int] | None = None) -> list[ComparedItem]:
+    """Every batch item of a comparison.
+
+    Args:
+        comparison: of two records.
+        large: module of the first record and number of the head that keeps every weight. Default: the most different.
+    """
     sides = [collect(rec, texts) for rec, texts in zip(comparison.records, comparison.texts, strict=True)]
     scores = comparison.scores()
-    name, head, _ = comparison.ranked()[0]
+    name, head = large or comparison.ranked()[0][:2]
     for side, rec in enumerate(comparison.records):
         module = (name, comparison.modules[name])[side]
         with contextlib.suppress(RecordError):  # queries and keys were not kept
             sides[side] = with_crops(rec, sides[side], [(module, head)])
-    large = comparison.records[0][name][0].heads.index(head)
+    place_of_head = comparison.records[0][name][0].heads.index(head)
     result: list[ComparedItem] = []
     for first, second, place in zip(*sides, item_places(comparison.records[0]), strict=False):
         if comparison.by != "divergence":
             result.append(ComparedItem([first, second], []))
             continue
         views = [_with_scores(view, first, scores) for view in (first, second)]
-        views.append(difference_picture(comparison, first, second, place, scores, (name, large)))
-        result.append(ComparedItem(views, _places(comparison, first, place)))
+        views.append(difference_picture(comparison, first, second, place, scores, (name, place_of_head)))
+        result.append(ComparedItem(views, _places(comparison, first, place)).labelled(first.label))
     return result
 
 
@@ -96,10 +105,19 @@ class Views:
         """Append an item; all have equally many views."""
         self._count = len(item.views)
         for number, view in enumerate(item.views):
-            self._maker.add(replace(view, label=item.views[0].label))
+            self._maker.add(view)
             self._places.append(item.places if number == 2 else None)
 
-    def page(self, labels: Sequence[str], *, by: str, note: str, ranked: Sequence[Ranked], title: str) -> Page:
+    def page(
+        self,
+        labels: Sequence[str],
+        *,
+        by: str,
+        note: str,
+        ranked: Sequence[Ranked],
+        title: str,
+        large: tuple[str, int] | None = None,
+    ) -> Page:
         """The finished page.
 
         Args:
@@ -107,6 +125,7 @@ class Views:
             by, note: as the comparison's.
             ranked: heads, the most different first.
             title: as in `Comparison.page`.
+            large: the head that is shown at first. Default: the most different.
         """
         places = [
             (*self._layers[name], self._heads[name].index(head), round(value, 4))
@@ -119,7 +138,9 @@ class Views:
             "note": note,
             "ranked": places,
         }
-        return self._maker.page(places[0][:3], title=title, compared=compared)
+        name, head = large or ranked[0][:2]
+        first = (*self._layers[name], self._heads[name].index(head))
+        return self._maker.page(first, title=title, compared=compared)
 
 
 def _with_scores(item: ItemPicture, first: ItemPicture, scores: dict[str, Tensor]) -> ItemPicture:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,7 +139,7 @@ def draw_comparison(
         each.xaxis.tick_top()
         label_tokens(each.xaxis, keys, turn=90, size=9)
         label_tokens(each.yaxis, queries, turn=0, size=9)
-        name = "second − first" if changed else f"{('first', 'second')[number]}: {shortened(labels[number], 44)}"
+        name = "second − first" if changed else _wrapped(f"{('first', 'second')[number]}: {labels[number]}", side)
         each.set_xlabel(name, color=INK, fontsize=10, fontfamily=fonts(), parse_math=False)
         plain_frame(each)
         place_of_bar = {"ax": each, "orientation": "horizontal", "shrink": 0.9, "aspect": 40, "pad": 0.02}
@@ -153,6 +154,12 @@ def draw_comparison(
     _draw_scores(lower, scores, layer_names, place, NAMES.get(by, f"change of {by}"))
     figure.supxlabel(f"{note}\n{NOTE}", x=0.01, ha="left", color=QUIET, fontsize=9)
     return figure
+
+
+def _wrapped(text: str, inches: float) -> str:
+    """A label on at most three lines that fit below axes of that width."""
+    lines = wrap(shortened(text, 200), max(16, round(11 * inches)))
+    return "\n".join(lines[:3])
 
 
 def _large(layer: LayerPicture, head: int) -> Tensor:
@@ -174,7 +181,7 @@ def _change_bar(figure: Any, image: Any, end: float, place: dict[str, Any]) -> N
         labels=[f"{part * end:+.2g}".replace("-", "−") if part else "0" for part in parts],
     )
     bar.ax.tick_params(length=2, labelsize=8, labelcolor=QUIET, color=QUIET)
-    bar.ax.set_xlabel("second − first", color=QUIET, fontsize=9, loc="left")
+    bar.ax.set_xlabel("change of a weight", color=QUIET, fontsize=9, loc="left")
     for spine in bar.ax.spines.values():
         spine.set_color(FRAME)
 
@@ -193,7 +200,7 @@ def _draw_scores(
     for row, values in enumerate(scores):
         for column, value in enumerate(values):
             ink = "white" if value / end > 0.55 else INK
-            axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7.5, color=ink)
+            axes.text(column, row, f"{value:.3f}", ha="center", va="center", fontsize=7.5, color=ink)
     axes.add_patch(Rectangle((place[1] - 0.5, place[0] - 0.5), 1, 1, fill=False, edgecolor=MARK, linewidth=2))
     label_tokens(axes.xaxis, [str(head) for head in range(table.shape[1])], turn=0, size=8)
     label_tokens(axes.yaxis, list(labels), turn=0, size=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from torch import Tensor
 
@@ -134,14 +134,15 @@ def weight_bar(figure: Any, image: AxesImage, *, end: float = 1.0, caption: str,
     return bar
 
 
-def save_figure(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path | BinaryIO, *, kind: str | None = None) -> Path | BinaryIO:
     """Write a figure to a file, without warnings about glyphs that no installed font has (they show as boxes).
 
     Args:
         figure: any.
-        path: ends in ``.png``, ``.svg`` or ``.pdf``.
+        path: ends in ``.png``, ``.svg`` or ``.pdf``; or an open binary file.
+        kind: one of these without the dot. Default: from the path.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=150, format=kind)
     return path
