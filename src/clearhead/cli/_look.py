@@ -12,6 +12,7 @@ import typer
 from ..errors import ArgumentError, ClearheadError, explain_problem
 from ._errors import UsageProblem, warn
 from ._look_against import look_at_both, require_against
+from ._look_image import look_at_image, require_image
 from ._output import Outcome, deliver
 
 if TYPE_CHECKING:
@@ -66,6 +67,12 @@ def look(
             show_default="--model",
         ),
     ] = None,
+    image: Annotated[
+        Path | None,
+        typer.Option(
+            "--image", help="A picture instead of a text, for a vision model named by --model.", show_default=False
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for attention.png and attention.html.")] = Path(),
     html: Annotated[
         Path | None, typer.Option("--html", help="Where to write the page.", show_default="attention.html in --out")
@@ -98,8 +105,9 @@ def look(
 
     With --against or --against-model both runs are shown, and their difference; the head shown large is the one that
     differs most.
+
+    With --image, a vision model is run on a picture: what the class token and every patch look at, over the picture.
     """
-    content = _read_text(text, file)
     paths = {
         "png": _target("--png", png, no_png, out / "attention.png"),
         "html": _target("--html", html, no_html, out / "attention.html"),
@@ -109,6 +117,12 @@ def look(
     to_stdout = json is not None and str(json) == "-"
     if out.exists() and not out.is_dir():
         raise ArgumentError(explain_problem("--out", expected="a folder", got=f"a file, {out}"))
+    if image is not None:
+        texts = {"TEXT": text, "--file": file, "--against": against, "--against-model": against_model}
+        name = require_image(model, **texts)
+        _show(lambda step: look_at_image(image, name, layer=layer, head=head, statistic=stat, step=step), paths, json)
+        return
+    content = _read_text(text, file)
     if against is not None or against_model is not None:
         require_against(against, against_model, stat)
         texts, models = (content, against or content), (model, against_model or model)

@@ -30,6 +30,6 @@ class Drawable:
     __slots__ = ()
 
     if TYPE_CHECKING:
-        from ..plot import compare, page, plot_heads, plot_map, plot_received, plot_rollout
+        from ..plot import compare, page, plot_heads, plot_image, plot_map, plot_received, plot_rollout
     else:
-        compare, page, plot_heads, plot_map, plot_received, plot_rollout = (_Method() for _ in range(6))
+        compare, page, plot_heads, plot_image, plot_map, plot_received, plot_rollout = (_Method() for _ in range(7))

@@ -14,6 +14,7 @@ Example:
 from ._comparison import Comparison, compare
 from ._given import given
 from ._html import Page, page
+from ._image_plots import plot_image
 from ._record_plots import plot_heads, plot_map, plot_received, plot_rollout
 from ._tokens import Tokens, read_tokens
 
@@ -25,6 +26,7 @@ __all__ = [
     "given",
     "page",
     "plot_heads",
+    "plot_image",
     "plot_map",
     "plot_received",
     "plot_rollout",

@@ -21,6 +21,7 @@ from ..errors import ArgumentError, DTypeError, FileError, RecordError, ShapeErr
 from ._collect import ItemPicture, collect
 from ._crops import CropRequest, with_crops
 from ._heads import summarize
+from ._image_items import with_pictures
 from ._labels import printable
 from ._page_contents import ScaleEnds, describe_item, describe_section
 from ._protocol import Recorded, require_record
@@ -28,7 +29,20 @@ from ._tokens import Texts, as_texts
 
 __all__ = ["Page", "PageMaker", "page"]
 
-SCRIPTS = ("data", "color", "grids", "overview", "text", "map", "margins", "view", "pointer", "compared", "main")
+SCRIPTS = (
+    "data",
+    "color",
+    "grids",
+    "overview",
+    "text",
+    "picture",
+    "map",
+    "margins",
+    "view",
+    "pointer",
+    "compared",
+    "main",
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +110,8 @@ def page(
     crops: Sequence[CropRequest] | None = None,
     labels: Sequence[str] | None = None,
     title: str = "Attention",
+    image: Any = None,
+    processor: Any = None,
 ) -> Page:
     """Make one self-contained HTML page of a record: every head as a thumbnail, one large, weights under the pointer.
 
@@ -115,6 +131,11 @@ def page(
             text. Default: the head that is large at first, if queries and keys were kept.
         labels: what to call the batch items. Default: item 0, item 1, …
         title: of the page, also shown in it; the model's name for instance.
+        image: what a vision model was shown, or a list with one per batch item: the page has the picture in place of a
+            text, and its patches are the tokens. See `clearhead.plot.plot_image` for what is taken. Every weight must
+            be known then: record with ``keep="queries_keys"``. Where a model has more than a page holds, patches are
+            taken together.
+        processor: as for `clearhead.plot.plot_image`.
 
     Raises:
         RecordError: if the record lacks what the page needs.
@@ -131,7 +152,10 @@ def page(
     """
     require_record(rec)
     text("title", title)
-    items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
+    if image is None:
+        items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
+    else:
+        items = with_pictures(rec, image, processor, tokens, key_tokens)
     if labels is not None:
         labels = [
             text("labels", label, "a list of strings") for label in items_of("labels", labels, "a list of strings")
@@ -140,9 +164,9 @@ def page(
             raise ShapeError(explain_problem("labels", expected=f"{len(items)}, one per item", got=str(len(labels))))
         items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
     place = _place(rec, items, layer, head)
-    if crops is not None:
+    if crops is not None and image is None:
         items = with_crops(rec, items, crops)
-    else:
+    elif image is None:
         large = items[0].sections[place[0]].layers[place[1]]
         with contextlib.suppress(RecordError):  # queries and keys were not kept, and no crop was requested
             items = with_crops(rec, items, [(large.name, large.heads[place[2]])])

@@ -13,7 +13,7 @@ from torch import Tensor
 __all__ = ["ENCODINGS", "Encoding", "Packer"]
 
 Encoding = Literal[
-    "units", "roots8", "roots16", "thousandths", "index", "signed", "signed_roots8", "signed_thousandths"
+    "units", "roots8", "roots16", "thousandths", "index", "signed", "signed_roots8", "signed_thousandths", "bytes"
 ]
 
 #: Name → (bytes per number, number to integer). `page_data.js` has the inverses.
@@ -27,6 +27,7 @@ ENCODINGS: dict[Encoding, tuple[int, Callable[[Tensor], Tensor]]] = {
     "signed": (2, lambda x: x.clamp(-1, 1) * 32_767 + 32_767),
     "signed_roots8": (1, lambda x: x.clamp(-1, 1).abs().sqrt() * x.sign() * 127 + 127),
     "signed_thousandths": (2, lambda x: x.clamp(-32.767, 32.767) * 1000 + 32_767),
+    "bytes": (1, lambda x: x),
     "index": (4, lambda x: torch.where(x < 0, 2**32 - 1, x)),
 }
 

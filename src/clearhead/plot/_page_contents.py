@@ -11,6 +11,7 @@ from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
 from ._heads import KINDS, HeadSummary, summarize
 from ._labels import layer_labels, printable
 from ._packing import Encoding, Packer
+from ._patches import Tiles
 from ._scale import scale_end
 from ._tokens import Tokens
 from ._words import has_pieces
@@ -71,9 +72,22 @@ def describe_item(item: ItemPicture) -> tuple[dict[str, Any], str]:
         layers = [_layer(layer, heads, packer) for layer, heads in zip(picture.layers, summaries, strict=True)]
         queries, keys = texts.number(picture.queries), texts.number(picture.keys)
         sections.append(
-            {"queries": queries, "keys": keys, "start": _first_query(picture), "layers": layers},
+            {"queries": queries, "keys": keys, "start": _first_query(picture), "layers": layers}
+            | _patches(picture.tiles),
         )
-    return {"label": printable([item.label])[0], "texts": texts.descriptions, "sections": sections}, packer.finish()
+    description = {"label": printable([item.label])[0], "texts": texts.descriptions, "sections": sections}
+    if item.picture is not None:
+        description["picture"] = {"size": list(item.picture.shape[1:]), "pixels": packer.add(item.picture, "bytes")}
+    return description, packer.finish()
+
+
+def _patches(tiles: Tiles | None) -> dict[str, Any]:
+    """Where a section's keys lie on the picture: how many are no patches, rows and columns, and a tile's pixels."""
+    if tiles is None:
+        return {}
+    cell = [side * tiles.side for side in tiles.layout.patch]
+    patches = {"prefix": len(tiles.layout.prefix), "grid": list(tiles.grid), "cell": cell, "side": tiles.side}
+    return {"patches": patches}
 
 
 class _Texts:
@@ -104,7 +118,7 @@ def _layer(layer: LayerPicture, summaries: Sequence[HeadSummary], packer: Packer
         "size": list(layer.size),
         "origin": [layer.queries[0], layer.keys[0]],
         "grid": list(layer.map.shape[1:]),
-        "map": packer.add(layer.map, units if layer.exact else roots8),
+        "map": packer.add(layer.map, units if layer.exact and not layer.rounded else roots8),
         "entropy": packer.add(layer.entropy, nats),
         "received": packer.add(layer.received / queries, roots16),
         "count": layer.indices.shape[2],
@@ -144,5 +158,9 @@ def _rounded(value: float) -> float | None:
 def _first_query(picture: SectionPicture) -> int:
     """The query the page starts with: in the middle of the text, and no special token if there is another."""
     length = len(picture.queries)
+    if picture.tiles is not None:
+        has_class = picture.tiles.layout.queries is not None or picture.tiles.layout.prefix
+        rows, columns = picture.tiles.grid
+        return 0 if has_class else rows // 2 * columns + columns // 2
     order = sorted(range(length), key=lambda place: abs(place - 2 * length // 3))
     return next((place for place in order if not picture.queries.special[place]), order[0] if order else 0)

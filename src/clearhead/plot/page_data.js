@@ -12,6 +12,7 @@
     signed: [2, (n) => n / 32767 - 1],
     signed_roots8: [1, (n) => Math.sign(n - 127) * ((n - 127) / 127) ** 2],
     signed_thousandths: [2, (n) => (n - 32767) / 1000],
+    bytes: [1, (n) => n],
     index: [4, (n) => (n === 4294967295 ? -1 : n)],
   };
 

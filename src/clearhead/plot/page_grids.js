@@ -35,6 +35,7 @@
       rows,
       columns,
       exact,
+      rounded: exact && layer.map[0] === "roots8",
       pooling,
       values: decoded(bytes, layer.map, head * rows * columns, rows * columns),
       row: (query) => Math.floor(((query + firstQuery) * rows) / length),
@@ -121,9 +122,10 @@
   /** What is known about one weight: itself, or the tile it lies in. */
   function look(head, query, key) {
     const grid = gridAt(head, query, key);
-    if (grid.exact) return { weight: weightAt(grid, query, key) };
+    if (grid.exact && !grid.rounded) return { weight: weightAt(grid, query, key) };
     const listed = head.largest(query).find((entry) => entry.key === key);
     if (listed) return { weight: listed.weight };
+    if (grid.exact) return { weight: weightAt(grid, query, key), rounded: true };
     const [row, column] = [grid.row(query), grid.column(key)];
     const [rows, columns] = [head.rows.names.length, head.columns.names.length];
     return {

@@ -48,7 +48,7 @@
     }
     byId("statistic").replaceChildren(
       ...["maps", ...data.sections[section].statistics].map((name) => {
-        const option = element("option", name);
+        const option = element("option", name === "maps" && patchesOf() ? "over the picture" : name);
         option.value = name;
         option.selected = name === state.statistic;
         return option;

@@ -97,6 +97,7 @@
     const button = thumbnail(layer, head);
     const [canvas, label] = button.children;
     label.textContent = "";
+    if (patchesOf()) return drawPictureThumbnail(canvas, layer, head);
     paintHead(canvas, state, layer, head, THUMBNAIL);
   }
 
@@ -149,6 +150,7 @@
     eachHead((layer, head) => {
       const [canvas, label] = thumbnail(layer, head).children;
       canvas.width = canvas.height = 1;
+      canvas.style.aspectRatio = "";
       const share = high > low ? ((valueOf(layer, head) ?? low) - low) / (high - low) : 0;
       const color = isSigned() ? changes[Math.round(255 * (0.1 + 0.8 * share))] : colors[Math.round(255 * (0.04 + 0.8 * share))];
       fill(canvas, () => color);

@@ -10,7 +10,9 @@
   function buildTexts() {
     const { rows, columns } = state.current;
     shaded = {};
-    if (isSame()) {
+    if (patchesOf()) {
+      buildPicture();
+    } else if (isSame()) {
       byId("texts").replaceChildren(buildText("both", columns, "The text"));
     } else {
       byId("texts").replaceChildren(
@@ -50,11 +52,13 @@
   }
 
   function shadeText(query) {
-    if (shaded.head === state.current && shaded.query === query && shaded.colors === colors) return;
-    shaded = { head: state.current, query, colors };
+    const key = patchesOf() ? state.shown.key : null; // which is outlined in a picture only
+    if (shaded.head === state.current && shaded.query === query && shaded.key === key && shaded.colors === colors) return;
+    shaded = { head: state.current, query, key, colors };
+    if (patchesOf()) shadePicture(query);
     const weights = knownRow(query);
     const { cellEnd } = scaleEnds();
-    [...textOf("keys").children].forEach((span, key) => {
+    [...(textOf("keys")?.children ?? [])].forEach((span, key) => {
       const color = colorOf(weights[key], cellEnd);
       span.style.background = weights[key] ? css(color) : "";
       span.style.color = weights[key] ? readableOn(color) : "";
@@ -63,8 +67,10 @@
   }
 
   function markToken(box, place) {
+    if (!box) return;
     box.querySelector(".query")?.classList.remove("query");
     const mark = box.children[place];
+    if (!mark) return; // a patch of a picture
     mark.classList.add("query");
     const [top, height] = [mark.offsetTop, mark.offsetHeight]; // within the box
     if (top < box.scrollTop || top + height > box.scrollTop + box.clientHeight) box.scrollTop = top - 40;
@@ -72,7 +78,7 @@
 
   function markSpan() {
     const span = state.span && state.span.columns;
-    [...textOf("keys").children].forEach((mark, key) => {
+    [...(textOf("keys")?.children ?? [])].forEach((mark, key) => {
       mark.classList.toggle("selected", Boolean(span && key >= span[0] && key <= span[1]));
     });
   }
@@ -112,7 +118,7 @@
       key === null ? (isSigned() ? " changes most at " : " looks most at ") : " → ",
       element("b", columns.names[at]),
       " ",
-      element("span", found.tile === undefined ? precise(found.weight) : tileText(found), "weight"),
+      element("span", found.tile === undefined ? (found.rounded ? "about " : "") + precise(found.weight) : tileText(found), "weight"),
     );
     showDetails(query, at);
   }
