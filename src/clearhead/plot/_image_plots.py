@@ -294,6 +294,8 @@ def draw_image_sheet(
     figure = Figure(figsize=(2 * side + thumbnail * most + 1.4, low + 1.7), facecolor="white", layout="constrained")
     widths = (side, side, thumbnail * most + 0.4)
     plain, large, small = figure.subplots(1, 3, width_ratios=widths)
+    for axes in (plain, large, small):
+        axes.set_anchor("N")
     plain.imshow(picture.permute(1, 2, 0).numpy(), interpolation="nearest")
     plain.set_xticks([])
     plain.set_yticks([])
