@@ -135,7 +135,7 @@ def test_the_class_token_is_shown_first_and_hovering_shows_a_patch(picture: tupl
     row = rec.weights(1, 0)[0, 8]
     assert text_of(shown, "readout").startswith("patch 2, 1 looks most at ")
     assert text_of(shown, "readout").endswith(f"{row.max():.4f}")
-    script = "canvas => [...canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data]"
+    script = "canvas => canvas.toDataURL()"
     before = shown.locator("#overview canvas").first.evaluate(script)
     shown.mouse.move(*patch_at(shown, 0, 2))
     assert shown.locator("#overview canvas").first.evaluate(script) != before, "thumbnails follow"

@@ -109,7 +109,7 @@ def plot_image(
         weight_bar(axes.figure, image_drawn, end=end, caption=WEIGHT, ax=axes)
         return axes
     most = max(len(each) for each in looks)
-    axes = new_axes(ax, (min(1.2 + 0.9 * most, 15), min(1.2 + 0.9 * len(looks), 15)))
+    axes = new_axes(ax, (min(1.2 + 0.9 * most, 15), min(max(1.2 + 0.9 * len(looks), 3.6), 15)))
     end = scale_end(looks)
     _draw_thumbnails(axes, picture, looks, [layouts[name] for name in names], labels, end)
     where = "every head" if layer is None else f"layer {labels[0]}"

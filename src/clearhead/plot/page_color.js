@@ -38,9 +38,11 @@
     return `rgb(${color & 255} ${(color >> 8) & 255} ${(color >> 16) & 255})`;
   }
 
+  /** Black or white, whichever contrasts more (WCAG): at least 4.5 : 1 on any colour. */
   function readableOn(color) {
-    const light = 0.299 * (color & 255) + 0.587 * ((color >> 8) & 255) + 0.114 * ((color >> 16) & 255);
-    return light > 140 ? "#10151c" : "#ffffff";
+    const parts = [0, 8, 16].map((shift) => ((color >> shift) & 255) / 255);
+    const [red, green, blue] = parts.map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000000" : "#ffffff";
   }
 
   /** A printed scale: `place` says where between 0 and 1 a tick stands. */
