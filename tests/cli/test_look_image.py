@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,12 @@ def test_models_that_take_no_pictures(model_folder: Callable[[str], Path], tmp_p
     for file in model_folder("mpnet").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     assert "expected a model that runs on pictures alone" in fails(look("--image", "photo.jpg", "--model", "odd"), 1)
+
+
+def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    line = fails(look("--image", "photo.jpg", "--model", "x"), 1)
+    assert "this command needs PIL. Install it with: pip install 'clearhead[plot]'" in line
 
 
 def test_folders_that_cannot_be_written(vision_folder: Callable[[str], str]) -> None:

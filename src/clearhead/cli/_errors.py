@@ -14,7 +14,7 @@ __all__ = ["OneLineErrors", "UsageProblem", "warn"]
 
 WRONG_USAGE, FAILED, STOPPED = 2, 1, 130
 
-EXTRAS = {"matplotlib": "plot", "rich": "cli", "transformers": "hf"}
+EXTRAS = {"PIL": "plot", "matplotlib": "plot", "rich": "cli", "transformers": "hf"}
 
 
 class UsageProblem(ClearheadError):
