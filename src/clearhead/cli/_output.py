@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +91,6 @@ def write_whole(files: Mapping[str, tuple[Path, bytes]]) -> None:
 
 
 def _picture(figure: Any, path: Path | None) -> bytes:
-    from ..plot._ink import save_figure
+    from ..plot._ink import figure_bytes
 
-    target = BytesIO()
-    save_figure(figure, target, kind="png" if path is None else path.suffix.lower()[1:])
-    return target.getvalue()
+    return figure_bytes(figure, "png" if path is None else path.suffix.lower()[1:])

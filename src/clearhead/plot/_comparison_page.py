@@ -13,7 +13,7 @@ from .._checks import items as items_of
 from .._checks import text
 from ..errors import RecordError, ShapeError, explain_problem
 from ._collect import ItemPicture, collect, item_places
-from ._comparison import Comparison
+from ._compared_records import ComparedRecords
 from ._crops import with_crops
 from ._difference_picture import difference_picture
 from ._html import Page, PageMaker
@@ -45,7 +45,7 @@ class ComparedItem:
         return replace(self, views=[replace(view, label=label) for view in self.views])
 
 
-def comparison_page(comparison: Comparison, labels: Sequence[str], title: str) -> Page:
+def comparison_page(comparison: ComparedRecords, labels: Sequence[str], title: str) -> Page:
     """See `Comparison.page`."""
     text("title", title)
     names = [text("labels", label, "two strings") for label in items_of("labels", labels, "two strings")]
@@ -57,7 +57,7 @@ def comparison_page(comparison: Comparison, labels: Sequence[str], title: str) -
     return views.page(names, by=comparison.by, note=comparison.note, ranked=comparison.ranked(), title=title)
 
 
-def compared_items(comparison: Comparison, large: tuple[str, int] | None = None) -> list[ComparedItem]:
+def compared_items(comparison: ComparedRecords, large: tuple[str, int] | None = None) -> list[ComparedItem]:
     """Every batch item of a comparison.
 
     Args:
@@ -90,7 +90,7 @@ class Views:
         comparison: of the first item.
     """
 
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self, comparison: ComparedRecords) -> None:
         self._maker = PageMaker()
         self._layers = {
             name: (number, index)
@@ -158,7 +158,7 @@ def _with_scores(item: ItemPicture, first: ItemPicture, scores: dict[str, Tensor
     return replace(item, sections=sections)
 
 
-def _places(comparison: Comparison, item: ItemPicture, place: tuple[int, int]) -> list[dict[str, list[list[int]]]]:
+def _places(comparison: ComparedRecords, item: ItemPicture, place: tuple[int, int]) -> list[dict[str, list[list[int]]]]:
     alignments = [comparison.alignment(section.section.layers[0], *place) for section in item.sections]
     return [
         {

@@ -12,7 +12,7 @@ from torch import Tensor
 from .._checks import shown
 from ..errors import ArgumentError, explain_problem
 from ._collect import LayerPicture, SectionPicture
-from ._comparison import Comparison
+from ._compared_records import ComparedRecords
 from ._ink import (
     FRAME,
     GAMMA,
@@ -51,7 +51,7 @@ def change_colors() -> Colormap:
     return LinearSegmentedColormap.from_list("clearhead-changes", CHANGES)
 
 
-def plot_comparison(comparison: Comparison, statistic: str | None, ax: Axes | None) -> Axes:
+def plot_comparison(comparison: ComparedRecords, statistic: str | None, ax: Axes | None) -> Axes:
     """See `Comparison.plot_heads`."""
     if statistic is not None and (not isinstance(statistic, str) or statistic not in comparison.differences):
         known = ", ".join(comparison.differences) or "none"
@@ -119,7 +119,8 @@ def draw_comparison(
     low = 0.26 * len(scores) + 0.7
     size = ((side + 1.6) * len(pictures) + 0.6, side + low + 3.4)
     figure = Figure(figsize=size, facecolor="white", layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=(side + 2.4, low))
+    parts: Any = figure.subfigures(2, 1, height_ratios=(side + 2.4, low))
+    upper, lower = parts
     end = scale_end(weights[:2])
     axes = upper.subplots(1, len(pictures), squeeze=False)[0]
     for number, (each, shown_weights, (queries, keys)) in enumerate(zip(axes, weights, texts, strict=True)):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._alignment import Alignment, Pairs
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
-from ._comparison import Comparison
+from ._compared_records import ComparedRecords
 from ._crops import CROP_SIDE
 from ._divergence import row_pairs
 from ._tokens import Tokens
@@ -19,7 +19,7 @@ __all__ = ["difference_picture"]
 
 
 def difference_picture(
-    comparison: Comparison,
+    comparison: ComparedRecords,
     first: ItemPicture,
     second: ItemPicture,
     place: tuple[int, int],
@@ -42,7 +42,7 @@ def difference_picture(
 
 
 def _section(
-    comparison: Comparison,
+    comparison: ComparedRecords,
     parts: tuple[SectionPicture, SectionPicture],
     place: tuple[int, int],
     scores: dict[str, Tensor],
@@ -62,8 +62,11 @@ def _section(
 
 
 def _chosen(tokens: Tokens, pairs: Pairs) -> Tokens:
+    places = pairs.first
     return Tokens(
-        *([values[place] for place in pairs.first] for values in (tokens.names, tokens.special, tokens.words))
+        [tokens.names[place] for place in places],
+        [tokens.special[place] for place in places],
+        [tokens.words[place] for place in places],
     )
 
 
@@ -72,7 +75,7 @@ class _Differences:
 
     def __init__(
         self,
-        comparison: Comparison,
+        comparison: ComparedRecords,
         name: str,
         place: tuple[int, int],
         texts: tuple[Tokens, Tokens],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -27,6 +28,7 @@ __all__ = [
     "NOTE",
     "QUIET",
     "colors",
+    "figure_bytes",
     "fonts",
     "label_tokens",
     "new_axes",
@@ -134,15 +136,26 @@ def weight_bar(figure: Any, image: AxesImage, *, end: float = 1.0, caption: str,
     return bar
 
 
-def save_figure(figure: Figure, path: Path | BinaryIO, *, kind: str | None = None) -> Path | BinaryIO:
+def save_figure(figure: Figure, path: Path) -> Path:
     """Write a figure to a file, without warnings about glyphs that no installed font has (they show as boxes).
 
     Args:
         figure: any.
-        path: ends in ``.png``, ``.svg`` or ``.pdf``; or an open binary file.
-        kind: one of these without the dot. Default: from the path.
+        path: ends in ``.png``, ``.svg`` or ``.pdf``.
     """
+    path.write_bytes(figure_bytes(figure, path.suffix[1:].lower()))
+    return path
+
+
+def figure_bytes(figure: Figure, kind: str) -> bytes:
+    """A figure as the contents of a file, without warnings about glyphs that no installed font has.
+
+    Args:
+        figure: any.
+        kind: ``"png"``, ``"svg"`` or ``"pdf"``.
+    """
+    target = BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure.savefig(path, dpi=150, format=kind)
-    return path
+        figure.savefig(target, dpi=150, format=kind)
+    return target.getvalue()

@@ -75,7 +75,11 @@ def describe_item(item: ItemPicture) -> tuple[dict[str, Any], str]:
             {"queries": queries, "keys": keys, "start": _first_query(picture), "layers": layers}
             | _patches(picture.tiles),
         )
-    description = {"label": printable([item.label])[0], "texts": texts.descriptions, "sections": sections}
+    description: dict[str, Any] = {
+        "label": printable([item.label])[0],
+        "texts": texts.descriptions,
+        "sections": sections,
+    }
     if item.picture is not None:
         description["picture"] = {"size": list(item.picture.shape[1:]), "pixels": packer.add(item.picture, "bytes")}
     return description, packer.finish()

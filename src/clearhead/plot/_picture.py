@@ -103,11 +103,10 @@ def _processed(image: Any, processor: Any) -> Any:
     if not callable(processor):
         expected = "an image processor of transformers, or a function"
         raise DTypeError(explain_problem("processor", expected=expected, got=shown(processor)))
-    if hasattr(processor, "image_processor"):
-        processor = processor.image_processor
-    if not hasattr(processor, "preprocess"):
-        return processor(image)
-    return processor(images=image, return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"][0]
+    own: Any = getattr(processor, "image_processor", processor)  # of a processor of texts and pictures
+    if not hasattr(own, "preprocess"):
+        return own(image)
+    return own(images=image, return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"][0]
 
 
 def _expected() -> str:
