@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, explain_problem
-from ..plot._patches import PatchLayout
+
+if TYPE_CHECKING:
+    from ..plot._patches import PatchLayout
 
 __all__ = ["find_layout", "picture_size"]
 
@@ -87,6 +89,8 @@ def _of_timm(module: nn.Module, size: tuple[int, int]) -> PatchLayout | None:
 
 
 def _layout(prefix: list[str], patch: tuple[int, int], size: tuple[int, int]) -> PatchLayout:
+    from ..plot._patches import PatchLayout
+
     return PatchLayout(tuple(prefix), (size[0] // patch[0], size[1] // patch[1]), patch, size)
 
 

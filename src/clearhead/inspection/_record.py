@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +31,15 @@ from .._statistics.rollout import rollout
 from .._statistics.summary import Summary, fold, summarize
 from .._weights import Queries, checked_queries, row_numbers
 from ..errors import ArgumentError, RecordError, UnknownNameError, explain_problem
-from ..plot._patches import PatchLayout
 from ._capture import CaptureMode, obstacle
 from ._drawing import Drawable
 from ._naming import ModuleNames, uncompiled
 from ._padding import PaddingFinder
 from ._patch_layout import find_layout, picture_size
 from ._unseen import Unseen
+
+if TYPE_CHECKING:
+    from ..plot._patches import PatchLayout
 
 __all__ = ["Calls", "record"]
 
