@@ -42,8 +42,9 @@ from ..errors import (
 )
 from ..masks._prepared import shared
 from ._lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
+from ._trainer import AttentionMonitorCallback
 
-__all__ = ["attention_forward", "make_mask", "register"]
+__all__ = ["AttentionMonitorCallback", "attention_forward", "make_mask", "register"]
 
 NAME = "clearhead"
 #: What errors call the arguments, to what transformers calls them.
