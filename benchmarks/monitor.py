@@ -3,8 +3,8 @@
     python -m benchmarks.monitor [--steps 200] [--every 100]
 
 A BERT of MiniLM's sizes (random weights, attention ``clearhead``) is trained with AdamW on B=8 texts of L=128 tokens,
-with the default statistics. *A measured step* is timed beside an ordinary one, in turn. *A run* is two trainings in turn,
-step by step, one of them monitored, so that a machine that slows down slows both; their times are sums.
+with the default statistics. *A measured step* is timed beside an ordinary one, in turn. *A run* is two trainings in
+turn, step by step, one of them monitored, so that a machine that slows down slows both; their times are sums.
 """
 
 from __future__ import annotations
