@@ -329,7 +329,7 @@ def test_every_error_is_also_one_of_pythons() -> None:
         "ShapeError": ValueError,
         "UnknownNameError": KeyError,
     }
-    assert set(errors.__all__) == {"ClearheadError", "UnseenAttentionWarning", *bases}
+    assert set(errors.__all__) == {"AttentionHealthWarning", "ClearheadError", "UnseenAttentionWarning", *bases}
     for name, base in bases.items():
         assert issubclass(getattr(errors, name), ClearheadError)
         assert issubclass(getattr(errors, name), base)

@@ -167,7 +167,8 @@ def test_copies_of_a_model_are_not_watched(copied: Any, model: Stack, x: Tensor,
 
 
 def test_an_upgraded_model_with_padding(kept: Kept) -> None:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, dropout=0.0, batch_first=True), 2)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).requires_grad_(False)
     clearhead.upgrade(model)
     before = hooks(model)
     x, hidden = torch.randn(2, 5, WIDTH), torch.tensor([[False] * 5, [False, False, True, True, True]])
