@@ -17,7 +17,7 @@ from ._layer.positions import PositionPart
 from ._multihead_checks import cache_dtype, require_cache, require_features, require_mask, require_parts
 from .caches._base import Cache, Positions, unchanged_if_refused
 from .caches._kv import KVCache
-from .errors import ArgumentError, ShapeError, explain_problem, shape_text
+from .errors import ArgumentError, ShapeError, shape_text
 from .masks._base import Mask
 
 __all__ = ["MultiHeadLatentAttention"]
@@ -297,11 +297,11 @@ class MultiHeadLatentAttention(nn.Module):
         if isinstance(x, Tensor) and x.is_nested:
             expected = f"a padded tensor (B, length, {self.embed_dim})"
             fix = "Use torch.nested.to_padded_tensor(...) and masks.lengths(...)."
-            raise ShapeError(explain_problem(name, expected=expected, got="a nested one", fix=fix))
+            raise ShapeError(name, expected=expected, got="a nested one", fix=fix)
         if isinstance(x, Tensor) and (x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim):
             expected = f"(B, length, {self.embed_dim}), or (length, {self.embed_dim}) without a batch"
             fix = "Inputs have embed_dim features, and the batch comes first."
-            raise ShapeError(explain_problem(name, expected=expected, got=shape_text(x.shape), fix=fix))
+            raise ShapeError(name, expected=expected, got=shape_text(x.shape), fix=fix)
         require_features(name, x, self.kv_down)
 
     def extra_repr(self) -> str:
@@ -345,12 +345,10 @@ def _one_source(query: Tensor, key: Tensor | None, value: Tensor | None) -> Tens
     source = query if key is None else key
     if value is not None and value is not source:
         raise ArgumentError(
-            explain_problem(
-                "value",
-                expected="the same tensor as key, or None",
-                got="another tensor" if key is not None else "a tensor, and no key",
-                fix="One latent gives keys and values both; MultiHeadAttention takes them apart.",
-            )
+            "value",
+            expected="the same tensor as key, or None",
+            got="another tensor" if key is not None else "a tensor, and no key",
+            fix="One latent gives keys and values both; MultiHeadAttention takes them apart.",
         )
     return source
 
@@ -359,16 +357,14 @@ def _require_together(query: Tensor, key: Tensor) -> None:
     if query.dim() != key.dim() or query.shape[:-2] != key.shape[:-2]:
         got = f"query {shape_text(query.shape)}, key {shape_text(key.shape)}"
         fix = "Inputs are (B, length, features)."
-        raise ShapeError(explain_problem("query, key", expected="equal batch sizes B, or no batch", got=got, fix=fix))
+        raise ShapeError("query, key", expected="equal batch sizes B, or no batch", got=got, fix=fix)
 
 
 def _require_q_norm(q_norm: nn.Module | None, q_lora_rank: int | None) -> None:
     if q_norm is not None and q_lora_rank is None:
         raise ArgumentError(
-            explain_problem(
-                "q_norm",
-                expected="None without q_lora_rank",
-                got=type(q_norm).__name__,
-                fix="It normalises the queries' latent: give q_lora_rank too.",
-            )
+            "q_norm",
+            expected="None without q_lora_rank",
+            got=type(q_norm).__name__,
+            fix="It normalises the queries' latent: give q_lora_rank too.",
         )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ._call.heads import split_heads
 from ._environment import is_tracing
 from ._layer.layer import Form
-from .errors import ArgumentError, explain_problem
+from .errors import ArgumentError
 
 __all__ = ["UpWeights", "absorbed", "absorbing_is_less", "expanded", "up_weights"]
 
@@ -96,10 +96,8 @@ def _weight(module: nn.Module) -> Tensor | None:
 
 def _has_bias(module: nn.Module) -> ArgumentError:
     return ArgumentError(
-        explain_problem(
-            "kv_up",
-            expected="a projection without a bias",
-            got=f"a {type(module).__name__} with one",
-            fix="The absorbed form, which runs with a cache, multiplies by its matrix alone.",
-        )
+        "kv_up",
+        expected="a projection without a bias",
+        got=f"a {type(module).__name__} with one",
+        fix="The absorbed form, which runs with a cache, multiplies by its matrix alone.",
     )

@@ -29,7 +29,7 @@ from ._multihead_checks import (
 )
 from .caches._base import Cache, Positions, unchanged_if_refused
 from .caches._kv import KVCache
-from .errors import ArgumentError, explain_problem
+from .errors import ArgumentError
 from .masks._base import Mask, all_of
 from .masks._tensors import as_mask
 
@@ -113,12 +113,10 @@ class MultiHeadAttention(nn.Module):
         self.head_dim = whole_head_dim(embed_dim, num_heads) if head_dim is None else size("head_dim", head_dim)
         if num_heads % self.num_kv_heads:
             raise ArgumentError(
-                explain_problem(
-                    "num_kv_heads",
-                    expected=f"a divisor of num_heads = {num_heads}",
-                    got=str(num_kv_heads),
-                    fix="Every key/value head serves the same number of query heads.",
-                )
+                "num_kv_heads",
+                expected=f"a divisor of num_heads = {num_heads}",
+                got=str(num_kv_heads),
+                fix="Every key/value head serves the same number of query heads.",
             )
         self.scale = None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
         self.dropout = number("dropout", dropout, "a probability in [0, 1]", is_probability)

@@ -12,7 +12,7 @@ from ._checks import strided
 from ._environment import autocast_off, cast_for_autocast, read_environment
 from ._layer.packing import attend_rows
 from ._layer.plan import finished
-from .errors import ShapeError, explain_problem, shape_text
+from .errors import ShapeError, shape_text
 from .masks._base import Mask
 
 __all__ = ["attention_varlen"]
@@ -132,4 +132,4 @@ def _require_packed(**given: Tensor) -> None:
         if strided(name, tensor).dim() != 3:
             fix = "Batches with padding go into clearhead.attention; here documents lie end to end."
             heads = "(T, H, D)" if name == "query" else "(Tk, Hkv, D)"
-            raise ShapeError(explain_problem(name, expected=heads, got=shape_text(tensor.shape), fix=fix))
+            raise ShapeError(name, expected=heads, got=shape_text(tensor.shape), fix=fix)

@@ -27,7 +27,7 @@ from .._call.spec import (
 )
 from .._checks import shown
 from .._environment import Environment, autocast_off, cast_for_autocast, forcing, kernels, read_environment
-from ..errors import ArgumentError, KernelError, explain_problem
+from ..errors import ArgumentError, KernelError
 from ..kernels._base import Kernel, Plan
 from ..kernels._chunked import ChunkedKernel
 from ..kernels._flex import FlexKernel
@@ -415,6 +415,4 @@ def _named(name: str) -> Kernel:
     for kernel in KERNELS:
         if isinstance(name, str) and kernel.name == name:
             return kernel
-    raise ArgumentError(
-        explain_problem("name", expected=f"one of {', '.join(kernel.name for kernel in KERNELS)}", got=shown(name))
-    )
+    raise ArgumentError("name", expected=f"one of {', '.join(kernel.name for kernel in KERNELS)}", got=shown(name))

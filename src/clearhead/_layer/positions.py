@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .._call.caching import Cache, KeyValues, Positions
-from ..errors import ShapeError, explain_problem
+from ..errors import ShapeError
 from ..masks._base import Mask, all_of
 from ..masks._check import as_positions
 from ..masks._positional import Present
@@ -48,12 +48,10 @@ def apply_position(position: PositionPart | None, q: Tensor, k: Tensor, places: 
         return q, k
     if q.shape[2] != k.shape[2]:
         raise ShapeError(
-            explain_problem(
-                "key",
-                expected=f"the query's length {q.shape[2]}: a position part turns both by the same positions",
-                got=f"{k.shape[2]}",
-                fix="Use position= in self-attention, and a module without it for cross-attention.",
-            )
+            "key",
+            expected=f"the query's length {q.shape[2]}: a position part turns both by the same positions",
+            got=f"{k.shape[2]}",
+            fix="Use position= in self-attention, and a module without it for cross-attention.",
         )
     return position(q, k, places)
 
