@@ -30,8 +30,7 @@ from ._multihead_checks import (
 from .caches._base import Cache, Positions, unchanged_if_refused
 from .caches._kv import KVCache
 from .errors import ArgumentError
-from .masks._base import Mask, all_of
-from .masks._tensors import as_mask
+from .masks._base import Mask
 
 __all__ = ["MultiHeadAttention"]
 
@@ -43,9 +42,9 @@ class MultiHeadAttention(nn.Module):
 
         head_h = attention(query Wq_h, key Wk_h, value Wv_h);  output = concat(head_1 … head_H) Wo
 
-    (Vaswani et al., "Attention is all you need", 2017.) The four projections are ordinary `Linear` submodules,
-    called as modules, so hooks, LoRA and quantisation on them take effect, and each can be replaced. What newer models
-    do differently comes in as parts: a position part, norms, a mask, a cache.
+    (Vaswani et al., "Attention is all you need", 2017.) The four projections are ordinary `Linear` submodules:
+    hooks, LoRA and quantisation on them take effect, and each can be replaced. What newer models do differently comes
+    in as parts: a position part, norms, a mask, a cache.
 
     Args:
         embed_dim: E, the size of the output, and of the query unless `qdim` says otherwise.
@@ -300,8 +299,8 @@ class MultiHeadAttention(nn.Module):
         ):
             require_features(name, x, projection)
         layer = self._layer(tokens[0], environment)
-        combined = all_of([self.mask, None if mask is None else as_mask(mask)])
-        mixed = layer.run_rows(*tokens, rows, combined, lambda: rows.query_positions, environment)
+        positions = 0 if self.position is None else rows.query_positions
+        mixed = layer.run_rows(*tokens, rows, layer.combined(mask), environment, positions=positions)
         return jagged(apply_linear(self.out_proj, mixed, environment))
 
     def extra_repr(self) -> str:

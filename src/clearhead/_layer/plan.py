@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._call.dropout import draw_seed
 from .._call.observers import computing, notify
-from .._call.rows import Rows, mask_of_document
+from .._call.rows import Rows, mask_of_document, require_within
 from .._call.spec import (
     NO_SINK,
     AttentionCall,
@@ -42,10 +42,9 @@ __all__ = [
     "KERNELS",
     "Explanation",
     "PlanCache",
-    "attend",
+    "Show",
     "attend_arguments",
     "explain_call",
-    "finished",
     "plan_of",
     "plans",
     "run_call",
@@ -98,6 +97,9 @@ class PlanCache:
 
 
 plans = PlanCache(256)
+
+#: Shows a call and its output to the observers of this thread in another form than its own.
+Show = Callable[[AttentionCall, Tensor], None]
 
 
 class use_kernel(forcing[Kernel]):
@@ -171,13 +173,17 @@ def attend_arguments(
     key_positions: Tensor | int | None = None,
     return_lse: bool = False,
     weights: WeightsWanted = None,
+    rows: Rows | None = None,
+    show: Show | None = None,
 ) -> Results:
     """Compute `attention`, and weights if they are wanted, in an environment that was read before.
 
-    Arguments whose spec has a plan were validated when it was made.
+    With `rows`, query, key and value are (1, H, T, D), (1, Hkv, Tk, D) and (1, Hkv, Tk, Dv), and each document attends
+    to itself alone. Arguments whose spec has a plan were validated when it was made.
     """
     if (
         environment.is_plain
+        and rows is None
         and softcap is None
         and sinks is None
         and return_lse is False
@@ -198,7 +204,7 @@ def attend_arguments(
             query,
             key,
             value,
-            mask,
+            mask if rows is None else require_within(mask),
             scale=scale,
             dropout_p=dropout_p,
             softcap=softcap,
@@ -207,12 +213,13 @@ def attend_arguments(
             key_positions=key_positions,
             return_lse=return_lse,
             weights=weights,
+            rows=rows,
             environment=environment,
         )
-        return finished(attend(call, environment), sinks is not None, query.dim() == 3)
+        return _finished(_attend(call, environment, show), sinks is not None, query.dim() == 3)
 
 
-def finished(results: Results, has_sinks: bool, unbatched: bool) -> Results:
+def _finished(results: Results, has_sinks: bool, unbatched: bool) -> Results:
     """Results as they are returned: lse of −∞ where the sink is none, and no batch where there was none."""
     output, lse, weights = results
     if lse is not None and has_sinks:
@@ -223,17 +230,18 @@ def finished(results: Results, has_sinks: bool, unbatched: bool) -> Results:
     return Results(output, lse, weights)
 
 
-def attend(call: AttentionCall, environment: Environment | None = None) -> Results:
+def _attend(call: AttentionCall, environment: Environment, show: Show | None) -> Results:
     """Compute a validated call, autocast being off, and show its output to the observers of this thread."""
-    environment = read_environment() if environment is None else environment
     if not environment.observed:
         return run_call(call, environment)
     with computing():
         results = run_call(call, environment)
         with torch.no_grad():  # what checkpointing computes again, without observers, must save the same
+            if show is not None:
+                show(call, results.output)
+                return results
             shown_call = zero_hidden(call.as_one_document())
-        output = notify(shown_call, results.output)
-    return results._replace(output=output)
+        return results._replace(output=notify(shown_call, results.output))
 
 
 def run_call(call: AttentionCall, environment: Environment) -> Results:
