@@ -221,6 +221,17 @@ class AttentionCall:
         return (self.query, self.key, self.value, *sinks, *self.bias_tensors)
 
     @property
+    def read_again(self) -> tuple[Tensor, ...]:
+        """What a backward pass reads beside `inputs`: the tensors of mask and positions.
+
+        Functions save them through autograd, which refuses a backward pass after they were written to.
+        """
+        masks = () if self.mask is None else self.mask.tensors()
+        positions = (each for each in (self.query_positions, self.key_positions) if isinstance(each, Tensor))
+        # Inference tensors cannot be saved: writes to them are not counted.
+        return tuple(tensor for tensor in (*masks, *positions) if not tensor.is_inference())
+
+    @property
     def rebuild(self) -> Callable[..., AttentionCall]:
         """A function that makes the same call of other inputs, in the order of `inputs`.
 

@@ -203,12 +203,13 @@ class _Native(torch.autograd.Function):
         ctx.rebuild, ctx.lower, ctx.weights = call.rebuild, lower, weights
         ctx.set_materialize_grads(False)
         exact, lse, found = _compute(call, lower(call), weights, True, True)
-        ctx.save_for_backward(exact, lse, *inputs)
+        ctx.save_for_backward(exact, lse, *inputs, *call.read_again)
+        ctx.count = 2 + len(inputs)
         return exact.to(call.query.dtype), cast(Tensor, lse).float(), found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        output, lse, *inputs = ctx.saved_tensors
+        output, lse, *inputs = ctx.saved_tensors[: ctx.count]
         weights: WeightsWanted = ctx.weights
 
         def own() -> list[Tensor | None]:

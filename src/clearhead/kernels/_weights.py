@@ -45,13 +45,13 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, chosen: _Chosen, *inputs: Tensor) -> Tensor:
-        ctx.rebuild, ctx.chosen = call.rebuild, chosen
-        ctx.save_for_backward(*inputs)
+        ctx.rebuild, ctx.chosen, ctx.count = call.rebuild, chosen, len(inputs)
+        ctx.save_for_backward(*inputs, *call.read_again)
         return _forward(call, chosen)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inputs: tuple[Tensor, ...] = ctx.saved_tensors
+        inputs: tuple[Tensor, ...] = ctx.saved_tensors[: ctx.count]
 
         def call_of(query: Tensor, key: Tensor, *rest: Tensor) -> AttentionCall:
             return ctx.rebuild(query, key, key, *rest)

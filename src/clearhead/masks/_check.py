@@ -158,14 +158,7 @@ def _require_rows(name: str, positions: Tensor | int | None, batch: int, heads: 
 
 
 def _device_of(mask: Mask) -> torch.device | None:
-    for part in mask.parts():
-        for value in (*part.bias_tensors(), *vars(part).values()):
-            found = (
-                value.device if isinstance(value, Tensor) else _device_of(value) if isinstance(value, Mask) else None
-            )
-            if found is not None:
-                return found
-    return None
+    return next((tensor.device for tensor in (*mask.bias_tensors(), *mask.tensors())), None)
 
 
 def _per_item(seen: Tensor, grid: Grid) -> Tensor:
