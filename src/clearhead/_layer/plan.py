@@ -28,7 +28,7 @@ from .._call.spec import (
 from .._checks import shown
 from .._environment import Environment, autocast_off, cast_for_autocast, forcing, kernels, read_environment
 from ..errors import ArgumentError, KernelError
-from ..kernels._base import Kernel, Plan
+from ..kernels._base import Kernel, Plan, Refusal
 from ..kernels._chunked import ChunkedKernel
 from ..kernels._flex import FlexKernel
 from ..kernels._native import NativeKernel
@@ -286,7 +286,7 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
         compute = _with_zeros(compute, not (only_values and kernel.isolates_queries))
     if spec.needs_gradients and not kernel.twice_differentiable and not spec.tracing:
         compute = _with_second_derivatives(kernel.name, compute)
-    return _with_weights(compute) if wants_weights and not together else compute
+    return _with_weights(compute, environment.kernel) if wants_weights and not together else compute
 
 
 def _resolving(call: AttentionCall) -> Results:
@@ -312,9 +312,9 @@ def _with_second_derivatives(name: str, compute: Plan) -> Plan:
     return lambda call: allow_second_derivatives(name, call, compute(call))
 
 
-def _with_weights(compute: Plan) -> Plan:
+def _with_weights(compute: Plan, forced: Kernel | None) -> Plan:
     def both(call: AttentionCall) -> Results:
-        weights = compute_weights(zero_hidden(call), None, call.spec.weights == "average")
+        weights = compute_weights(zero_hidden(call), None, call.spec.weights == "average", forced)
         return compute(call)._replace(weights=weights)
 
     return both
@@ -381,16 +381,22 @@ def _choose(call: AttentionCall, forced: Kernel | None) -> Kernel:
     """
     if forced is None:
         return _preferred(call)
-    spec, mask, grid = call.spec, call.mask, call.grid
-    refusals = forced.refusals(spec, mask, grid)
+    refusals = _refusals(forced, call)
     if refusals:
         reasons = "; ".join(str(reason) for reason in refusals)
-        able = [kernel.name for kernel in KERNELS if not kernel.refusals(spec, mask, grid)]
+        able = [kernel.name for kernel in KERNELS if not _refusals(kernel, call)]
         raise KernelError(
             f"use_kernel({forced.name!r}): this kernel cannot run the call: {reasons}. "
             f"Leave the choice to Clearhead, or force one that can: {', '.join(able)}."
         )
     return forced
+
+
+def _refusals(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
+    """Every reason against a call on this kernel alone."""
+    request = call.spec, call.mask, call.grid
+    against_weights = () if call.spec.weights is None else kernel.weights_refusals(*request)
+    return kernel.refusals(*request) + against_weights
 
 
 def _preferred(call: AttentionCall) -> Kernel:

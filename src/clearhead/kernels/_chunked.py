@@ -46,6 +46,9 @@ class ChunkedKernel(Kernel):
             return (Refusal("its own backward cannot be transformed by torch.func or derived forwards"),)
         return ()
 
+    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        return ()
+
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         return _compute_with_gradients if spec.needs_gradients else _compute
 

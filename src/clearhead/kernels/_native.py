@@ -47,6 +47,11 @@ class NativeKernel(Kernel):
             return ()
         return (Refusal("it was built without OpenMP and would run on one thread"),)
 
+    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        if spec.tracing or not refuses_statistics(spec, mask, grid):
+            return ()
+        return (Refusal("it gives weights neither of large computed masks nor to a TorchDispatchMode"),)
+
     def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
         # Whatever the gradients: what checkpointing computes again must be the same to the last bit.
         if spec.dropout_p or spec.dtype != torch.float32 or spec.tracing or spec.transformed:
