@@ -16,8 +16,9 @@ from ..errors import DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 from ..masks._check import as_positions
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
-from ..masks._grid import Grid
+from ..masks._grid import Block, Grid
 from ..masks._tensors import as_mask
+from .dropout import dropout_factors
 from .rows import Rows, within_rows
 
 __all__ = [
@@ -45,6 +46,10 @@ class Layout(NamedTuple):
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Layout:
+        return Layout(tuple(tensor.shape), tensor.stride())
 
 
 class AttentionSpec(NamedTuple):
@@ -165,36 +170,6 @@ class AttentionCall:
     coverage_: Coverage | None = field(default=None, init=False, repr=False)
 
     @property
-    def scale(self) -> float:
-        return self.spec.scale
-
-    @property
-    def softcap(self) -> float | None:
-        return self.spec.softcap
-
-    @property
-    def dropout_p(self) -> float:
-        return self.spec.dropout_p
-
-    @property
-    def return_lse(self) -> bool:
-        return self.spec.lse
-
-    @property
-    def needs_gradients(self) -> bool:
-        return bool(self.spec.gradients)
-
-    @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.query.shape[1] // self.key.shape[1]
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """float64 stays float64; everything else is scored and accumulated in float32."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
-
-    @property
     def grid(self) -> Grid:
         """Sizes and positions for the mask."""
         if self.grid_ is None:
@@ -219,6 +194,10 @@ class AttentionCall:
         """Every tensor that gradients may be asked for."""
         sinks = () if self.sinks is None else (self.sinks,)
         return (self.query, self.key, self.value, *sinks, *self.bias_tensors)
+
+    def dropout_factors(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """What a block's weights are multiplied with, (b, h, l, s); for a call that has a seed."""
+        return dropout_factors(cast(Tensor, self.dropout_seed), self.spec.dropout_p, block, dtype, self.first_item)
 
     @property
     def read_again(self) -> tuple[Tensor, ...]:

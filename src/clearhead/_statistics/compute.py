@@ -131,7 +131,7 @@ def compute_statistics(
     sees = results.pop("sees")
     if per == "kv_head":
         _reduce_heads(results, names, call)
-        sees = sees.unflatten(1, (call.key.shape[1], call.group)).any(2)
+        sees = sees.unflatten(1, (call.key.shape[1], call.spec.group)).any(2)
     results["hidden_queries"] = (~sees).sum(-1)
     results["sees"] = sees
     if counted is None:
@@ -166,7 +166,7 @@ def exact_weights(call: AttentionCall, rows: Tensor | None) -> Tensor:
         native = None if exact_dtype(call) != torch.float32 or is_tracing() else native_weights(call, chosen, False)
         if native is not None:
             return native
-        result = call.query.new_zeros(shape, dtype=call.compute_dtype)
+        result = call.query.new_zeros(shape, dtype=call.spec.compute_dtype)
         for block, place, query, key in score_blocks(call, chosen, exact_dtype(call)):
             part = BlockRows(call, block, place, query, key, None)
             result[block.batch, block.heads, place, part.columns] = part.weights
@@ -176,4 +176,4 @@ def exact_weights(call: AttentionCall, rows: Tensor | None) -> Tensor:
 def _reduce_heads(results: dict[str, Any], names: Sequence[str], call: AttentionCall) -> None:
     for statistic in names:
         for name in STATISTICS[statistic].per_head:
-            results[name] = results[name].unflatten(1, (call.key.shape[1], call.group)).mean(2)
+            results[name] = results[name].unflatten(1, (call.key.shape[1], call.spec.group)).mean(2)

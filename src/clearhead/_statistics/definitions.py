@@ -75,7 +75,7 @@ class Statistic(ABC):
         """The finished tensors by attribute name."""
 
     def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.call.compute_dtype, device=self.call.query.device)
+        return torch.zeros(shape, dtype=self.call.spec.compute_dtype, device=self.call.query.device)
 
     def put(self, target: Tensor, rows: BlockRows, value: Tensor) -> None:
         """Write (b, h, l, 1) into a (B, H, L) tensor."""
@@ -224,7 +224,7 @@ class Sink(Statistic):
         seen = self.call.coverage.keys
         if seen is None:
             seen = torch.ones(1, 1, self.call.grid.key_length, 1, dtype=torch.bool, device=self.call.query.device)
-        return (seen & (seen.cumsum(2) <= self.options.sink_keys)).to(self.call.compute_dtype)
+        return (seen & (seen.cumsum(2) <= self.options.sink_keys)).to(self.call.spec.compute_dtype)
 
     def add(self, rows: BlockRows) -> None:
         first = take(take(self._first, 0, rows.block.batch), 1, rows.block.heads)[:, :, rows.columns]  # (…, s, 1)
@@ -412,7 +412,7 @@ class OutputNorm(Statistic):
 def _mixed_values(rows: BlockRows) -> Tensor:
     """Σ_j p_ij v_j of a block, (b, h, l, Dv)."""
     call, heads = rows.call, rows.block.heads
-    kv_heads = slice(heads.start // call.group, heads.stop // call.group)
+    kv_heads = slice(heads.start // call.spec.group, heads.stop // call.spec.group)
     value = call.value[rows.block.batch, kv_heads, rows.columns].to(rows.terms.dtype)
     return grouped(rows.terms, value) / rows.total
 

@@ -66,7 +66,9 @@ def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, res
     if index is None:
         raise DTypeError("targets", expected="token numbers", got="None")
     query = calls[0].query
-    rows = torch.zeros(calls[0].grid.batch_size, len(index), length, dtype=calls[0].compute_dtype, device=query.device)
+    rows = torch.zeros(
+        calls[0].grid.batch_size, len(index), length, dtype=calls[0].spec.compute_dtype, device=query.device
+    )
     rows[:, torch.arange(len(index)), index] = 1  # (B, t, L)
     with torch.no_grad():
         for call in reversed(calls):

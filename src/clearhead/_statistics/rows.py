@@ -67,7 +67,7 @@ class BlockRows:
     @cached_property
     def shifted(self) -> Tensor:
         """Scores less their shift, in the compute dtype, (b, h, l, s)."""
-        return self._scores.sub_(self.shift).to(self.call.compute_dtype)
+        return self._scores.sub_(self.shift).to(self.call.spec.compute_dtype)
 
     @cached_property
     def terms(self) -> Tensor:

@@ -45,7 +45,7 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> Any:
         ctx.kernel_name = kernel_name
-        ctx.rebuild, ctx.draws_dropout = call.rebuild, call.dropout_p > 0 and call.dropout_seed is None
+        ctx.rebuild, ctx.draws_dropout = call.rebuild, call.spec.dropout_p > 0 and call.dropout_seed is None
         ctx.inputs = len(tensors) - count
         ctx.save_for_backward(*tensors[count:], *call.read_again)
         results = tuple(tensor.view_as(tensor) for tensor in tensors[:count])

@@ -31,7 +31,7 @@ def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool, for
     name = None if forced is None else forced.name
     if is_tracing() or is_transformed() or name == "reference":
         return weights_by_operations(call, rows, average)
-    natively = name in (None, "native") and call.compute_dtype == torch.float32
+    natively = name in (None, "native") and call.spec.compute_dtype == torch.float32
     chosen = _Chosen(rows if rows is None else rows.to(call.query.device), average, natively)
     inputs = weights_inputs(call)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
@@ -82,7 +82,7 @@ def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
         return native
     batch, heads, keys = call.grid.batch_size, call.grid.num_heads, call.grid.key_length
     shape = (batch, chosen.count(call), keys) if chosen.average else (batch, heads, chosen.count(call), keys)
-    result = call.query.new_zeros(shape, dtype=call.compute_dtype)
+    result = call.query.new_zeros(shape, dtype=call.spec.compute_dtype)
     for block, place, query, key in score_blocks(call, chosen.rows):
         weights, _ = block_weights(call, block, block_scores(call, block, query, key)[0])
         if chosen.average:
