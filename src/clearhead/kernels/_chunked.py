@@ -46,6 +46,9 @@ class ChunkedKernel(Kernel):
             return (Refusal("its own backward cannot be transformed by torch.func or derived forwards"),)
         return ()
 
+    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        return ()
+
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         return _compute_with_gradients if spec.needs_gradients else _compute
 
@@ -67,14 +70,14 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         lse = _empty_lse(call)
         output = _forward(call, lse)
-        ctx.rebuild = call.rebuild
+        ctx.rebuild, ctx.count = call.rebuild, 1 + len(inputs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(lse, *inputs)
+        ctx.save_for_backward(lse, *inputs, *call.read_again)
         return output, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        lse, *inputs = ctx.saved_tensors
+        lse, *inputs = ctx.saved_tensors[: ctx.count]
 
         def own() -> tuple[Tensor, ...]:
             return _backward(ctx.rebuild(*inputs), lse, *gradients)

@@ -47,6 +47,11 @@ class NativeKernel(Kernel):
             return ()
         return (Refusal("it was built without OpenMP and would run on one thread"),)
 
+    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        if spec.tracing or not refuses_statistics(spec, mask, grid):
+            return ()
+        return (Refusal("it gives weights neither of large computed masks nor to a TorchDispatchMode"),)
+
     def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
         # Whatever the gradients: what checkpointing computes again must be the same to the last bit.
         if spec.dropout_p or spec.dtype != torch.float32 or spec.tracing or spec.transformed:
@@ -203,12 +208,13 @@ class _Native(torch.autograd.Function):
         ctx.rebuild, ctx.lower, ctx.weights = call.rebuild, lower, weights
         ctx.set_materialize_grads(False)
         exact, lse, found = _compute(call, lower(call), weights, True, True)
-        ctx.save_for_backward(exact, lse, *inputs)
+        ctx.save_for_backward(exact, lse, *inputs, *call.read_again)
+        ctx.count = 2 + len(inputs)
         return exact.to(call.query.dtype), cast(Tensor, lse).float(), found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        output, lse, *inputs = ctx.saved_tensors
+        output, lse, *inputs = ctx.saved_tensors[: ctx.count]
         weights: WeightsWanted = ctx.weights
 
         def own() -> list[Tensor | None]:

@@ -27,6 +27,9 @@ class ReferenceKernel(Kernel):
     def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         return ()
 
+    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        return ()
+
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         return reference_results
 
