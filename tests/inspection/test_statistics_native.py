@@ -25,7 +25,17 @@ from tests.support.statistics_oracle import TOLERANCES, Oracle, compare
 
 from .test_statistics import compare_generated
 
-_NUMBERS = ("entropy", "received", "max_logit", "confidence", "top_k", "output_norm", "map", "head_average")
+_NUMBERS = (
+    "entropy",
+    "received",
+    "max_logit",
+    "raw_max_logit",
+    "confidence",
+    "top_k",
+    "output_norm",
+    "map",
+    "head_average",
+)
 NATIVE = (*_NUMBERS, "output")
 
 pytestmark = needs_native
@@ -155,11 +165,14 @@ def test_a_row_that_is_not_a_number_stays_alone(instructions: str) -> None:
     query, key = torch.randn(1, 2, 101, 8), torch.randn(1, 2, 1031, 8)
     clean = clearhead.attention_statistics(query, key, statistics=("entropy", "confidence", "top_k"))
     query[0, 1, 17, 3] = torch.nan
-    found = clearhead.attention_statistics(query, key, statistics=("entropy", "confidence", "top_k", "max_logit"))
+    found = clearhead.attention_statistics(
+        query, key, statistics=("entropy", "confidence", "top_k", "max_logit", "raw_max_logit")
+    )
     rows = torch.arange(101) != 17
     assert found.entropy[0, 1, 17].isnan()
     assert found.confidence[0, 1, 17].isnan()
     assert found.max_logit.isnan().tolist() == [[False, True]]
+    assert found.raw_max_logit.isnan().tolist() == [[False, True]]
     assert torch.equal(found.entropy[:, :, rows], clean.entropy[:, :, rows])
     assert torch.equal(found.top_k.indices[:, :, rows], clean.top_k.indices[:, :, rows])
 

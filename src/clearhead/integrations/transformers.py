@@ -44,8 +44,9 @@ from ..masks._prepared import shared
 from ._cache_for import cache_for
 from ._cache_layers import BoundedLayer
 from ._lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
+from ._trainer import AttentionMonitorCallback
 
-__all__ = ["attention_forward", "cache_for", "make_mask", "register"]
+__all__ = ["AttentionMonitorCallback", "attention_forward", "cache_for", "make_mask", "register"]
 
 NAME = "clearhead"
 #: What errors call the arguments, to what transformers calls them.
