@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 __all__ = [
     "ArgumentError",
+    "AttentionHealthWarning",
     "CacheError",
     "CheckpointError",
     "ClearheadError",
@@ -95,6 +96,10 @@ class RecordError(ClearheadError, RuntimeError):
 
 class UnseenAttentionWarning(UserWarning):
     """A module attended in a way that cannot be recorded; its attention is not in the record."""
+
+
+class AttentionHealthWarning(UserWarning):
+    """Attention that is being trained does what goes with unstable training: its entropy collapses, its logits grow."""
 
 
 def explain_problem(argument: str, *, expected: str, got: str, fix: str = "") -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .._call.caching import Cache, KeyValues, Positions
 from .._call.heads import merge_heads, split_heads
 from .._call.rows import Rows
-from .._call.spec import WeightsWanted
+from .._call.spec import Results, WeightsWanted
 from .._environment import Environment, cast_for_autocast
 from ..masks._base import Mask
 from ..masks._tensors import as_mask
@@ -112,32 +112,28 @@ class Layer:
         mask = self.combined(mask)
         if positions is None and cache is None:
             if mask is not None and weights is None:
-                found = self._run_unpadded(query, key, value, mask, environment)
-                if found is not None:
-                    return found, None
-            q, k, v = self._projected(query, key, value, 0, environment)
+                output = self._run_unpadded(query, key, value, mask, environment)
+                if output is not None:
+                    return output, None
+            q, k, v = self.projected(query, key, value, 0, environment)
             known, at, keys_at = KeyValues(k, v), None, None
         else:
             at = positions_of_queries(positions, cache, query.shape[-2])
             # Where the keys are too, in self-attention, and where a position part rotates both by the same positions.
             own = at if cache is None and (key is query or self.position is not None) else None
-            found = None if cache is None else cache.get()
-            if found is None:
-                q, k, v = self._projected(query, key, value, at, environment)
+            held = None if cache is None else cache.get()
+            if held is None:
+                q, k, v = self.projected(query, key, value, at, environment)
                 known = KeyValues(k, v) if cache is None else cache.update(k, v, at)
             else:
-                q, known = self._query_heads(self.project(query, None, None)[0]), found
+                q, known = self._query_heads(self.project(query, None, None)[0]), held
                 if environment.autocast:
                     (q,) = cast_for_autocast(q)
             keys_at = positions_of_keys(known, own, self.num_heads)
             mask = with_hidden(mask, known, at)
-        form = Form(q, known.key, known.value)
-        if self.forms is not None:
-            form = self.forms.of(q, known.key, cached=cache is not None)
+        form = None if self.forms is None else self.forms.of(q, known.key, cached=cache is not None)
         results = attend_arguments(
-            form.query,
-            form.key,
-            form.value,
+            *((q, known.key, known.value) if form is None else (form.query, form.key, form.value)),
             mask,
             environment,
             query_positions=at,
@@ -145,12 +141,20 @@ class Layer:
             weights=weights,
             **self._options,
         )
-        mixed = results.output if form.finish is None else form.finish(results.output)  # (B, H, L, Dv)
-        output = self._project_out(mixed, query.dim() == 3, environment)
+        found = self.finished(results, form, query.dim() == 3, environment)
         if cache is not None and at is not None:
             self._observe(cache, q, known, mask, at)
-        found_weights = results.weights
-        return output, found_weights if found_weights is None or query.dim() == 3 else found_weights.squeeze(0)
+        return found
+
+    def finished(
+        self, results: Results, form: Form | None, batched: bool, environment: Environment
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output after the output projection, and the weights; without a batch where the inputs have none."""
+        mixed, weights = results.output, results.weights  # (B, H, L, Dv)
+        if form is not None and form.finish is not None:
+            mixed = form.finish(mixed)
+        output = self._project_out(mixed, batched, environment)
+        return output, weights if weights is None or batched else weights.squeeze(0)
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
         """The module's own mask and the call's."""
@@ -162,7 +166,7 @@ class Layer:
     def _options(self) -> dict[str, Any]:
         return {"scale": self.scale, "dropout_p": self.dropout_p, "softcap": self.softcap, "sinks": self.sinks}
 
-    def _projected(
+    def projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions, environment: Environment
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv), at their positions."""
@@ -196,7 +200,7 @@ class Layer:
             positions: (T,) of the tokens, for a position part.
             show: shows the call to observers, who otherwise see all documents as one item.
         """
-        q, k, v = self._projected(query, key, value, positions, environment)  # (1, H, T, D) …
+        q, k, v = self.projected(query, key, value, positions, environment)  # (1, H, T, D) …
         results = attend_arguments(q, k, v, mask, environment, rows=rows, show=show, **self._options)
         return results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
 

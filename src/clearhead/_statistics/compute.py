@@ -59,6 +59,7 @@ def attention_statistics(
             * ``entropy`` −Σ_j p ln p in nats (B, H, L), and ``normalized_entropy``, divided by ln(visible keys)
             * ``received`` Σ_i p (B, H, S), and ``received_mean``, per query that sees the key
             * ``max_logit`` the largest score (B, H), signed
+            * ``raw_max_logit`` the largest scale · q·k (B, H), signed: before soft-cap and bias, masked keys left out
             * ``confidence`` max_j p (B, H, L)
             * ``top_k`` the largest weights of each query, ``.indices`` and ``.weights`` (B, H, L, k)
             * ``sink`` the mass on the first `sink_keys` visible keys (B, H, L)
@@ -71,7 +72,7 @@ def attention_statistics(
               it comes from the same pass, which costs less than two
             * ``output_norm`` ‖Σ_j p v‖ (B, H, L)
         query_mask: bool or 0/1 (B, L); queries marked 0 (padding) are left out of ``received``, ``max_logit``,
-            ``offset`` and ``map``. Default: all count.
+            ``raw_max_logit``, ``offset`` and ``map``. Default: all count.
         queries: which queries ``rows`` means; default all.
         top_k, map_size, map_pooling, sink_keys, offsets: see above; `map_pooling` is ``"mass"`` or ``"max"``.
         per: ``"kv_head"`` averages over the query heads of each key/value head; name the statistics then, because the

@@ -86,13 +86,17 @@ class ModuleNames:
 
     def _entering(self, name: str) -> Any:
         def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if threading.get_ident() != self._thread:
-                return
-            if not self._running:
-                self.root_arguments = (args, kwargs)
-            self._running.append(name)
+            self.enter(name, args, kwargs)
 
         return entering
+
+    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that a module of this name begins to run with these arguments."""
+        if threading.get_ident() != self._thread:
+            return
+        if not self._running:
+            self.root_arguments = (args, kwargs)
+        self._running.append(name)
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread and self._running:
