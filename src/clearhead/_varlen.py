@@ -7,15 +7,16 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from ._call.rows import read_rows
+from ._call.rows import Rows, read_rows
+from ._call.spec import Results
 from ._checks import strided
-from ._environment import autocast_off, cast_for_autocast, read_environment
+from ._environment import Environment, autocast_off, cast_for_autocast, read_environment
 from ._layer.packing import attend_rows
 from ._layer.plan import finished
 from .errors import ShapeError, explain_problem, shape_text
 from .masks._base import Mask
 
-__all__ = ["attention_varlen"]
+__all__ = ["attend_documents", "attention_varlen"]
 
 
 @overload
@@ -105,14 +106,45 @@ def attention_varlen(
     """
     environment = read_environment()
     _require_packed(query=query, key=key, value=value)
-    rows = read_rows(cu_seqlens_q, cu_seqlens_k, query, key)
+    results = attend_documents(
+        query.transpose(0, 1)[None],  # (1, H, T, D)
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        read_rows(cu_seqlens_q, cu_seqlens_k, query, key),
+        mask,
+        environment,
+        scale=scale,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        sinks=sinks,
+        return_lse=return_lse,
+    )
+    output = results.output[0].transpose(0, 1)  # (T, H, Dv)
+    return output if results.lse is None else (output, results.lse[0].transpose(0, 1))
+
+
+def attend_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: Rows,
+    mask: Mask | Tensor | None,
+    environment: Environment,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Results:
+    """`attention_varlen` of (1, H, T, D), (1, Hkv, Tk, D) and (1, Hkv, Tk, Dv), whose running lengths were read."""
     if environment.autocast:
         query, key, value = cast_for_autocast(query, key, value)
     with autocast_off(query) if environment.autocast else nullcontext():
         results = attend_rows(
-            query.transpose(0, 1)[None],  # (1, H, T, D)
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
+            query,
+            key,
+            value,
             rows,
             mask,
             environment,
@@ -122,9 +154,7 @@ def attention_varlen(
             sinks=sinks,
             return_lse=return_lse,
         )
-    output, lse, _ = finished(results, sinks is not None, True)
-    output = output.transpose(0, 1)  # (T, H, Dv)
-    return output if lse is None else (output, lse.transpose(0, 1))
+    return finished(results, sinks is not None, False)
 
 
 def _require_packed(**given: Tensor) -> None:
