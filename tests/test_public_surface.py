@@ -36,7 +36,7 @@ SURFACE = {
     """,
     "clearhead.inspection": "",
     "clearhead.integrations": "",
-    "clearhead.integrations.transformers": "AttentionMonitorCallback attention_forward make_mask register",
+    "clearhead.integrations.transformers": "AttentionMonitorCallback attention_forward cache_for make_mask register",
     "clearhead.kernels": "Kernel Refusal",
     "clearhead.masks": """
         Mask MaskReport PreparedMask bias causal documents drop keep lengths mask_mod prefix sliding_window

@@ -5,7 +5,9 @@ Nothing of Clearhead's is used here. Which keys a query sees arrives as a bool t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -69,7 +71,7 @@ class Oracle:
     query_positions: Tensor | None = None
     key_positions: Tensor | None = None
 
-    @property
+    @cached_property
     def products(self) -> Tensor:
         """scale · q·k (B, H, L, S), also where hidden."""
         query, key = self.query.detach().double(), self.key.detach().double()
@@ -89,7 +91,7 @@ class Oracle:
             scores = scores + self.bias.detach().double()
         return torch.where(self.visible, scores, -torch.inf)
 
-    @property
+    @cached_property
     def p(self) -> Tensor:
         """The weights (B, H, L, S)."""
         scores = self.scores
@@ -158,20 +160,11 @@ class Oracle:
         return torch.stack(columns, -1)
 
     def map(self, size: int, pooling: str) -> Tensor:
-        batch, heads, length, count = self.visible.shape
-        rows, columns = min(size, length), min(size, count)
-        row_tile = [i * rows // length for i in range(length)]
-        column_tile = [j * columns // count for j in range(count)]
-        result, p = torch.zeros(batch, heads, rows, columns, dtype=torch.float64), self.p
-        for b in range(batch):
-            for r in range(rows):
-                queries = [i for i in range(length) if row_tile[i] == r and bool(self.counts[b, 0, i, 0])]
-                for c in range(columns):
-                    tile = p[b][:, queries][:, :, [j for j in range(count) if column_tile[j] == c]]
-                    if queries:
-                        pooled = tile.sum(-1).mean(-1) if pooling == "mass" else tile.amax((-2, -1))
-                        result[b, :, r, c] = pooled
-        return result
+        pool = Tensor.sum if pooling == "mass" else Tensor.amax
+        pooled = _pool(_pool(self.p * self.counts, size, pool).mT, size, pool).mT  # (B, H, rows, columns)
+        if pooling == "max":
+            return pooled
+        return pooled / _pool(self.counts.double().mT, size, Tensor.sum).mT.clamp(min=1)
 
     def head_average(self) -> Tensor:
         return self.p.mean(1)
@@ -194,6 +187,17 @@ class Oracle:
         queries = torch.arange(length) if self.query_positions is None else self.query_positions
         keys = torch.arange(count) if self.key_positions is None else self.key_positions
         return queries.expand(batch, length), keys.expand(batch, count)
+
+
+def _pool(x: Tensor, size: int, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """The last axis in `size` tiles as even as possible, each reduced to one number."""
+    count = x.shape[-1]
+    tiles = min(size, count)
+    tile = torch.arange(count) * tiles // max(1, count)
+    pooled = x.new_zeros(*x.shape[:-1], tiles)
+    for number in range(tiles):
+        pooled[..., number] = reduce(x[..., tile == number], -1)
+    return pooled
 
 
 def compare(found: object, oracle: Oracle, *, exact: float | None = None) -> None:

@@ -132,7 +132,7 @@ def compute_statistics(
     sees = results.pop("sees")
     if per == "kv_head":
         _reduce_heads(results, names, call)
-        sees = sees.unflatten(1, (call.key.shape[1], call.group)).any(2)
+        sees = sees.unflatten(1, (call.key.shape[1], call.spec.group)).any(2)
     results["hidden_queries"] = (~sees).sum(-1)
     results["sees"] = sees
     if counted is None:
@@ -158,23 +158,25 @@ def _results_by_blocks(
     return {**results, "sees": sees}
 
 
-def exact_weights(call: AttentionCall, rows: Tensor | None) -> Tensor:
-    """Weights of chosen rows, (B, H, n, S), without gradients, from scores in `exact_dtype`."""
+def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = None) -> Tensor:
+    """Weights of chosen rows, (B, H, n, S) or (B, n, S) of one head, without gradients, scored in `exact_dtype`."""
     count = call.grid.query_length if rows is None else len(rows)
     shape = (call.grid.batch_size, call.grid.num_heads, count, call.grid.key_length)
     chosen = None if rows is None else rows.to(call.query.device)
     with torch.no_grad(), autocast_off(call.query):
-        native = None if exact_dtype(call) != torch.float32 or is_tracing() else native_weights(call, chosen, False)
-        if native is not None:
-            return native
-        result = call.query.new_zeros(shape, dtype=call.compute_dtype)
+        if call.spec.compute_dtype == torch.float32 and not is_tracing():
+            exact = exact_dtype(call) == torch.float64
+            native = native_weights(call, chosen, False, head=head, exact=exact)
+            if native is not None:
+                return native if head is None else native[:, 0]
+        result = call.query.new_zeros(shape, dtype=call.spec.compute_dtype)
         for block, place, query, key in score_blocks(call, chosen, exact_dtype(call)):
             part = BlockRows(call, block, place, query, key, None)
             result[block.batch, block.heads, place, part.columns] = part.weights
-    return result
+        return result if head is None else result[:, head]
 
 
 def _reduce_heads(results: dict[str, Any], names: Sequence[str], call: AttentionCall) -> None:
     for statistic in names:
         for name in STATISTICS[statistic].per_head:
-            results[name] = results[name].unflatten(1, (call.key.shape[1], call.group)).mean(2)
+            results[name] = results[name].unflatten(1, (call.key.shape[1], call.spec.group)).mean(2)

@@ -18,7 +18,7 @@ from ..kernels._blocks import LongSum, grouped, long_product
 from ..masks._grid import take
 from .rows import GROUP, BlockRows
 
-__all__ = ["STATISTICS", "Options", "Statistic", "TopK", "mean_of_tiles"]
+__all__ = ["STATISTICS", "Options", "Statistic", "TopK", "mean_of_tiles", "sink_marks"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Statistic(ABC):
         """The finished tensors by attribute name."""
 
     def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.call.compute_dtype, device=self.call.query.device)
+        return torch.zeros(shape, dtype=self.call.spec.compute_dtype, device=self.call.query.device)
 
     def put(self, target: Tensor, rows: BlockRows, value: Tensor) -> None:
         """Write (b, h, l, 1) into a (B, H, L) tensor."""
@@ -238,13 +238,7 @@ class Sink(Statistic):
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         super().__init__(call, options, counted)
         self._sink = self.zeros(*self.row_shape)
-        self._first = self._first_keys()  # (1 or B, 1 or H, S, 1)
-
-    def _first_keys(self) -> Tensor:
-        seen = self.call.coverage.keys
-        if seen is None:
-            seen = torch.ones(1, 1, self.call.grid.key_length, 1, dtype=torch.bool, device=self.call.query.device)
-        return (seen & (seen.cumsum(2) <= self.options.sink_keys)).to(self.call.compute_dtype)
+        self._first = sink_marks(call, options.sink_keys).to(call.spec.compute_dtype)
 
     def add(self, rows: BlockRows) -> None:
         first = take(take(self._first, 0, rows.block.batch), 1, rows.block.heads)[:, :, rows.columns]  # (…, s, 1)
@@ -252,6 +246,14 @@ class Sink(Statistic):
 
     def result(self) -> dict[str, Any]:
         return {"sink": self._sink}
+
+
+def sink_marks(call: AttentionCall, count: int) -> Tensor:
+    """Bool (1 or B, 1 or H, S, 1): the first `count` keys that any query of the item sees."""
+    seen = call.coverage.keys
+    if seen is None:
+        seen = torch.ones(1, 1, call.grid.key_length, 1, dtype=torch.bool, device=call.query.device)
+    return seen & (seen.cumsum(2) <= count)
 
 
 @final
@@ -440,7 +442,7 @@ def _raise_to(target: Tensor, rows: BlockRows, largest: Tensor) -> None:
 def _mixed_values(rows: BlockRows) -> Tensor:
     """Σ_j p_ij v_j of a block, (b, h, l, Dv)."""
     call, heads = rows.call, rows.block.heads
-    kv_heads = slice(heads.start // call.group, heads.stop // call.group)
+    kv_heads = slice(heads.start // call.spec.group, heads.stop // call.spec.group)
     value = call.value[rows.block.batch, kv_heads, rows.columns].to(rows.terms.dtype)
     return grouped(rows.terms, value) / rows.total
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import shown
-from ..errors import UnknownNameError, explain_problem
+from ..errors import UnknownNameError
 from .definitions import TopK
 from .result import AttentionStatistics
 
@@ -41,7 +41,7 @@ class Summary:
     def __getitem__(self, statistic: str) -> dict[str, Tensor]:
         if not isinstance(statistic, str) or statistic not in self.values:
             known = ", ".join(map(repr, self.values)) or "none"
-            raise UnknownNameError(explain_problem("statistic", expected=f"one of {known}", got=shown(statistic)))
+            raise UnknownNameError("statistic", expected=f"one of {known}", got=shown(statistic))
         return self.values[statistic]
 
     def __str__(self) -> str:
