@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ._checks import FLOATS, module, strided
 from ._environment import autocast_is_on, cast_for_autocast, is_tracing
 from ._layer.linear import Linear
-from ._layer.unmodified import fits_weight
+from ._layer.unmodified import inputs_fit
 from .caches._base import Cache
 from .caches._cross import CrossKVCache
 from .errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
@@ -44,27 +44,16 @@ def complete(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[T
 
 def require_inputs(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise unless the projections can take the inputs and these belong together."""
-    if not is_tracing() and _fit(module, query, key, value):
-        return
+    modules = module.__dict__["_modules"]
+    projections = [modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
+    if not is_tracing() and all(type(projection) in (Linear, nn.Linear) for projection in projections):
+        q, k, v = (projection.__dict__["_parameters"].get("weight") for projection in projections)
+        if inputs_fit(query, key, value, (q, k, v)):
+            return
     require_features("query", query, module.q_proj)
     require_features("key", key, module.k_proj)
     require_features("value", value, module.v_proj)
     _require_together(query, key, value)
-
-
-def _fit(module: Any, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether nothing is wrong with ordinary inputs of linear projections."""
-    projections = module.__dict__["_modules"]
-    for name, x in (("q_proj", query), ("k_proj", key), ("v_proj", value)):
-        projection = projections.get(name)
-        if type(projection) not in (Linear, nn.Linear):
-            return False
-        if not fits_weight(x, projection.__dict__["_parameters"].get("weight")):
-            return False
-    if key is query and value is query:
-        return True
-    same = query.dim() == key.dim() == value.dim() and key.shape[-2] == value.shape[-2]
-    return same and (query.dim() == 2 or query.shape[0] == key.shape[0] == value.shape[0])
 
 
 def require_parts(position: object, **modules: object) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._checks import FLOATS, flag, is_probability, number, strided
+from .._checks import FLOATS, PLAIN, flag, is_probability, number, strided
 from .._environment import Environment, read_environment
 from ..errors import DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
@@ -265,7 +265,6 @@ class AttentionCall:
         return replace(self, spec=spec, mask=mask, query_positions=q_positions, key_positions=k_positions, rows=None)
 
 
-_PLAIN = (Tensor, nn.Parameter)
 _NUMBERS = (float, int)
 
 
@@ -286,7 +285,7 @@ def quick_spec(
     Returns:
         ``None`` where arguments have to be looked at one by one.
     """
-    if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
+    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         return None
     if type(dropout_p) not in _NUMBERS or not (scale is None or type(scale) is float):
         return None
@@ -440,7 +439,7 @@ def zero_hidden(call: AttentionCall, queries: bool = True) -> AttentionCall:
 
 
 def _subclass(*tensors: Tensor) -> str | None:
-    return next((type(tensor).__name__ for tensor in tensors if type(tensor) not in _PLAIN), None)
+    return next((type(tensor).__name__ for tensor in tensors if type(tensor) not in PLAIN), None)
 
 
 def _strides(tensor: Tensor, environment: Environment) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._checks import flag, kind, require_factory, shown, size, strided_or_jagged
+from .._checks import PLAIN, flag, kind, require_factory, shown, size, strided_or_jagged
 from .._environment import (
     autocast_is_on,
     forcing,
@@ -145,7 +145,7 @@ def eager_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
 
 def _on_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     forced = linears.stack
-    if not forced and not (_is_plain(input) and _is_plain(weight) and _is_worth_it(input, weight)):
+    if not forced and not (type(input) in PLAIN and type(weight) in PLAIN and _is_worth_it(input, weight)):
         return F.linear(input, weight, bias)
     against = _against(input, weight, bias)
     if forced and against:
@@ -211,11 +211,6 @@ def _processor_maker() -> str:
         return described.rsplit(", ", 1)[-1] or platform.machine()
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Not a subclass, whose sizes and products mean what its own `__torch_function__` makes of them."""
-    return type(tensor) is Tensor or type(tensor) is nn.Parameter
-
-
 def _is_worth_it(input: Tensor, weight: Tensor) -> bool:
     return input.dim() > 0 and not uses_pytorch(input.numel() // max(input.shape[-1], 1), weight.numel())
 
@@ -231,7 +226,7 @@ def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         return "oneDNN is not available or switched off"
     given = (input, weight) if bias is None else (input, weight, bias)
     for tensor in given:
-        if not _is_plain(tensor):
+        if type(tensor) not in PLAIN:
             return f"it knows nothing of {type(tensor).__name__}"
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return "all tensors have to be dense, of float32 and on the CPU"
