@@ -194,10 +194,6 @@ class Bias(Mask):
     def sizes(self) -> Sizes:
         return tensor_sizes(self.tensor)
 
-    @property
-    def has_bias(self) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"bias({shape_text(self.tensor.shape)})"
 
