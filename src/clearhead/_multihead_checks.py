@@ -60,7 +60,7 @@ def require_parts(position: object, **modules: object) -> None:
     """Raise unless the position part can be called and the others are modules."""
     if isinstance(position, Mask):
         fix = "It biases scores: pass it as mask=."
-        raise MaskTypeError("position", expected="what turns q and k", got=position.describe(), fix=fix)
+        raise MaskTypeError("position", expected="what rotates q and k", got=position.describe(), fix=fix)
     if position is not None and not callable(position):
         expected = "a callable (q, k, positions) -> (q, k), such as positions.Rotary"
         raise DTypeError("position", expected=expected, got=type(position).__name__)
@@ -70,7 +70,7 @@ def require_parts(position: object, **modules: object) -> None:
 
 
 def require_cache(cache: object, position: object) -> None:
-    """Raise unless keys can be remembered there, as this module's position part turns them."""
+    """Raise unless the cache holds keys as this module's position part rotates them."""
     if cache is not None and not isinstance(cache, Cache):
         got = cache.__name__ if isinstance(cache, type) else type(cache).__name__
         fix = "module.make_cache(batch_size, max_length) makes one."

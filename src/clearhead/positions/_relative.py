@@ -178,6 +178,6 @@ class _Table(_Bucketed):
 def _block_buckets(buckets: Tensor, block: Block) -> Tensor:
     """Bucket numbers, (1 or b, 1 or h, l, s)."""
     farthest = buckets.shape[0] // 2
-    places = (block.k - block.q).clamp(-farthest, farthest) + farthest
+    distances = (block.k - block.q).clamp(-farthest, farthest) + farthest
     # Selecting from a flat list takes half the time of indexing.
-    return buckets.index_select(0, places.flatten()).view(places.shape)
+    return buckets.index_select(0, distances.flatten()).view(distances.shape)

@@ -49,7 +49,7 @@ def find_natively(structure: Structure, grid: Grid) -> Found | None:
 
 
 def _tensors(structure: Structure) -> list[Tensor]:
-    """What hides besides the band, (1 or B, 1 or H, 1 or L, 1 or S) each; none where that cannot be told."""
+    """What hides besides the band, (1 or B, 1 or H, 1 or L, 1 or S) each; none where that is not known."""
     if not structure.exact or structure.rows is not None:
         return []
     found = [*structure.tensors, *structure.biases]
