@@ -58,7 +58,7 @@ class MultiHeadAttention(nn.Module):
         out_bias: whether the output projection has one. Default as `bias`.
         scale: factor of the scores. Default 1/√D.
         dropout: probability that a weight is dropped in training. Default 0.
-        position: turns queries and keys by their positions, ``(q, k, positions) -> (q, k)``, such as
+        position: rotates queries and keys by their positions, ``(q, k, positions) -> (q, k)``, such as
             `clearhead.positions.Rotary`. Default: none.
         q_norm, k_norm: modules applied to every head's query (B, H, L, D) and key (B, Hkv, S, D) before the
             position part, such as ``nn.RMSNorm(head_dim)`` (Qwen3). Default: none.
