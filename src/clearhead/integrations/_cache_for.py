@@ -365,7 +365,7 @@ def _windows(config: Any) -> list[int | None]:
 
 def _full(served: PreTrainedModel, max_length: int | None) -> Cache:
     # transformers' own choice of the layers that need no more than a window.
-    dynamic = DynamicCache(config=served.config.get_text_config(decoder=True)).layers
+    dynamic = DynamicCache(config=served.get_decoder().config).layers
     layers = [FullLayer(max_length) if type(each) is DynamicLayer else each for each in dynamic]
     if any(type(each) not in (FullLayer, DynamicSlidingWindowLayer) for each in layers):
         raise ArgumentError(
