@@ -19,6 +19,7 @@ from torch import Tensor, nn
 __all__ = [
     "Environment",
     "Forced",
+    "all_gather_single",
     "any_autocast",
     "as_written",
     "autocast_is_on",
@@ -49,6 +50,7 @@ __all__ = [
     "mark_static",
     "onednn_linear",
     "read_environment",
+    "reduce_scatter_single",
     "sizes_apart",
     "skips_idle_hook",
     "state",
@@ -371,3 +373,10 @@ has_wrappers = disabled_torch_function is not None and _wrap is not None
 def wrapper_of(kind: type[Wrapper], shape: tuple[int, ...], **options: Any) -> Wrapper:
     """A tensor of a subclass that has a shape, a dtype and a device, but no values; see `has_wrappers`."""
     return cast(Wrapper, cast(Any, _wrap)(kind, shape, **options))
+
+
+#: Collectives by their names since PyTorch 2.13, where the older ones warn.
+all_gather_single: Any = _found("distributed.all_gather_single", _found("distributed.all_gather_into_tensor", None))
+reduce_scatter_single: Any = _found(
+    "distributed.reduce_scatter_single", _found("distributed.reduce_scatter_tensor", None)
+)

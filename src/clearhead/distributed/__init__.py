@@ -1,0 +1,8 @@
+"""Attention over several processes, on `torch.distributed`: heads split by tensor parallelism, sequences by context
+parallelism, with every mask exact.
+"""  # noqa: D205
+
+from ._sequence import gather_sequence, shard_sequence
+from ._tensor import tensor_parallel
+
+__all__ = ["gather_sequence", "shard_sequence", "tensor_parallel"]
