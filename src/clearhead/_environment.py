@@ -49,6 +49,7 @@ __all__ = [
     "listening",
     "mark_static",
     "onednn_linear",
+    "outside_graphs",
     "read_environment",
     "reduce_scatter_single",
     "sizes_apart",
@@ -60,6 +61,7 @@ __all__ = [
 Choice = TypeVar("Choice")
 Wrapper = TypeVar("Wrapper", bound=Tensor)
 Kind = TypeVar("Kind", bound=nn.Module)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Forced(threading.local, Generic[Choice]):
@@ -335,6 +337,12 @@ def mark_static(tensor: Tensor, dim: int) -> None:
 def graph_break() -> None:
     """End the graph that is being traced here."""
     getattr(torch._dynamo, "graph_break", _yes)()  # pyright: ignore
+
+
+def outside_graphs(function: Function) -> Function:
+    """Decorator: `torch.compile` ends its graph before the function, and runs it and all that it calls as it is."""
+    disable: Any = torch.compiler.disable
+    return disable(function)
 
 
 def sizes_apart() -> AbstractContextManager[None]:

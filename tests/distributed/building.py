@@ -140,7 +140,7 @@ class _Collectives(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own collectives come by afterwards
         kind = func._overloadpacket.__name__.strip("_")
-        if func.namespace in ("c10d", "_c10d_functional") and not kind.startswith("wait"):
+        if func.namespace in ("c10d", "_c10d_functional") and not kind.startswith(("wait", "wrap")):
             self.counts[kind] = self.counts.get(kind, 0) + 1
         return func(*args, **(kwargs or {}))
 

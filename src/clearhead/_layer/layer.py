@@ -116,7 +116,7 @@ class Layer:
             found = self._run_unpadded(query, key, value, mask, environment)
             if found is not None:
                 return found, None
-        q, k, v = self._projected(query, key, value, 0, environment)
+        q, k, v = self.projected(query, key, value, 0, environment)
         combined = self.mask if mask is None else as_mask(mask)
         if mask is not None and self.mask is not None:
             combined = self.mask & as_mask(mask)
@@ -135,7 +135,7 @@ class Layer:
             sinks=self.sinks,
             weights=weights,
         )
-        return self._finished(results, form, query.dim() == 3, environment)
+        return self.finished(results, form, query.dim() == 3, environment)
 
     def _run_placed(
         self,
@@ -154,7 +154,7 @@ class Layer:
         # Where the keys stand too, in self-attention, and where a position part turns both by the same positions.
         own = places if cache is None and (key is query or self.position is not None) else None
         if known is None:
-            q, k, v = self._projected(query, key, value, places, environment)
+            q, k, v = self.projected(query, key, value, places, environment)
             known = KeyValues(k, v) if cache is None else cache.update(k, v, places)
         else:
             q = self._query_heads(self.project(query, None, None)[0])
@@ -176,12 +176,12 @@ class Layer:
             key_positions=positions_of_keys(known, own, self.num_heads),
             weights=weights,
         )
-        found = self._finished(results, form, query.dim() == 3, environment)
+        found = self.finished(results, form, query.dim() == 3, environment)
         if cache is not None:
             self._observe(cache, q, known, combined, places)
         return found
 
-    def _projected(
+    def projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, places: Positions, environment: Environment
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv), at their positions."""
@@ -193,9 +193,10 @@ class Layer:
             q, k, v = cast_for_autocast(q, k, v)
         return q, k, v
 
-    def _finished(
+    def finished(
         self, results: Results, form: Form | None, batched: bool, environment: Environment
     ) -> tuple[Tensor, Tensor | None]:
+        """The output after the output projection, and the weights; without a batch where the inputs have none."""
         mixed, weights = results.output, results.weights  # (B, H, L, Dv)
         if form is not None and form.finish is not None:
             mixed = form.finish(mixed)

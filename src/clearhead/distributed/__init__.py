@@ -2,7 +2,8 @@
 parallelism, with every mask exact.
 """  # noqa: D205
 
+from ._context import context_parallel
 from ._sequence import gather_sequence, shard_sequence
 from ._tensor import tensor_parallel
 
-__all__ = ["gather_sequence", "shard_sequence", "tensor_parallel"]
+__all__ = ["context_parallel", "gather_sequence", "shard_sequence", "tensor_parallel"]

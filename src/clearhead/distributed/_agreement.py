@@ -23,6 +23,7 @@ __all__ = ["Gathered", "agree", "fingerprint", "group_of", "require_equal", "req
 
 _FACTS = 32  # int64 numbers of facts in a record
 _TEXT = 640  # bytes of a refusal's text in a record
+_READABLE = 1 << 40  # larger facts are fingerprints
 
 #: What each process of the group sent, by name.
 Gathered = list[dict[str, int]]
@@ -102,8 +103,11 @@ def require_equal(where: str, gathered: Gathered, names: Sequence[str], fix: str
     for name in names:
         values = [facts[name] for facts in gathered]
         if len(set(values)) > 1:
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            readable = all(abs(value) < _READABLE for value in values)
+            got = str(values) if readable else f"another in process {other} of the group than in process 0"
             raise DistributedError(
-                explain_problem(f"{where}: {name}", expected="the same in every process", got=str(values), fix=fix)
+                explain_problem(f"{where}: {name}", expected="the same in every process", got=got, fix=fix)
             )
 
 

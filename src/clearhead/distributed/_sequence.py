@@ -76,6 +76,7 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: L
         >>> from clearhead.distributed import gather_sequence, shard_sequence
     """
     group, problem = group_of(mesh)
+    problem = cast("Exception | None", problem)
     facts = {"dim": 0, "layout": 0, "dtype": 0, "shape": 0, "length": 0}
     if problem is None:
         try:
@@ -84,7 +85,7 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: L
             words = dim, LAYOUTS.index(layout), fingerprint(str(tensor.dtype)), fingerprint(others), tensor.shape[dim]
             facts = dict(zip(facts, words, strict=True))
         except Exception as error:
-            problem = cast(Exception, error)
+            problem = error
     device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
     gathered = agree("gather_sequence", group, device, facts, problem)
     if len(gathered) == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar, final
+from typing import TypeVar, cast, final
 
 import torch
 from torch import Tensor
@@ -145,7 +145,7 @@ class PartMask(Mask):
 
     def _moved(self, block: Block) -> Block:
         grid = block.grid
-        heads = _moved(block.heads, self._first_head, grid.num_heads)
+        heads = cast(slice, _moved(block.heads, self._first_head, grid.num_heads))
         if self._place is None:
             return Block(self._whole(grid), block.batch, heads, block.rows, block.columns)
         rows = _moved(block.rows, self._place.first_row, grid.query_length)
