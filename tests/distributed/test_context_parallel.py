@@ -19,7 +19,7 @@ from .comparing import compare_in_parts
 from .meshes import line, square
 from .processes import Processes
 
-METHODS = ("heads", "gather")
+METHODS = ("heads", "gather", "ring")
 PARTS: list[dict[str, Any]] = [
     {},
     {"position": "rotary", "sinks": True},
@@ -45,7 +45,9 @@ def test_every_mask_is_exact(two: Processes, method: str, layout: Layout) -> Non
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("method", "kv_heads", "length"), [("heads", 2, 3), ("gather", 1, 13), ("heads", 8, 19)])
+@pytest.mark.parametrize(
+    ("method", "kv_heads", "length"), [("heads", 2, 3), ("gather", 1, 13), ("ring", 8, 19), ("ring", 2, 3)]
+)
 def test_four_processes_and_fewer_positions(
     four: Processes, method: str, layout: Layout, kv_heads: int, length: int
 ) -> None:
@@ -133,7 +135,9 @@ def _with_heads(layout: Layout, kv_heads: int, method: str) -> None:
     compare_in_parts(encoder(kv_heads=kv_heads), mesh["cp"], x, mask=masks.causal(), **options)
 
 
-@pytest.mark.parametrize(("layout", "kv_heads", "method"), [("zigzag", 8, "heads"), ("contiguous", 1, "gather")])
+@pytest.mark.parametrize(
+    ("layout", "kv_heads", "method"), [("zigzag", 8, "heads"), ("contiguous", 1, "gather"), ("zigzag", 2, "ring")]
+)
 def test_with_heads_split_too(four: Processes, layout: Layout, kv_heads: int, method: str) -> None:
     four.run(_with_heads, layout, kv_heads, method)
 
@@ -283,7 +287,7 @@ def _refused_everywhere() -> None:
         context_parallel(module, mesh)
     with pytest.raises(ClearheadError, match="got one after context_parallel"):
         tensor_parallel(module, mesh)
-    with pytest.raises(ClearheadError, match=r"method: expected 'auto', 'heads' or 'gather', got 'ulysses'"):
+    with pytest.raises(ClearheadError, match=r"method: expected 'auto', 'heads', 'gather' or 'ring', got 'ulysses'"):
         context_parallel(attention(4), mesh, method="ulysses")  # type: ignore[arg-type]
     with pytest.raises(ClearheadError, match="expected a MultiHeadAttention, or a layer"):
         context_parallel(torch.nn.Linear(2, 2), mesh)  # type: ignore[type-var]

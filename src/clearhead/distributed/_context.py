@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -32,13 +31,14 @@ from ._agreement import agree, fingerprint, group_of, require_equal, require_lay
 from ._finding import attention_parts
 from ._layout import Layout, Parts
 from ._methods import Whole, by_gathering, by_heads, heads_divide
+from ._ring import Ring, by_ring
 from ._sequence import parts_of
 
 __all__ = ["Method", "context_parallel"]
 
 Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
-Method = Literal["auto", "heads", "gather"]
-METHODS: tuple[Method, ...] = ("auto", "heads", "gather")
+Method = Literal["auto", "heads", "gather", "ring"]
+METHODS: tuple[Method, ...] = ("auto", "heads", "gather", "ring")
 
 _WHERE = "context_parallel"
 _SAME = "All processes of the mesh make the same call, each with its part of the sequence."
@@ -63,8 +63,9 @@ def context_parallel(
             `tensor_parallel` if both are used.
         mesh: one-dimensional, as ``mesh["cp"]`` of a larger one; W processes. With one the module stays as it is.
         method: ``"heads"``: an exchange after which each process has some heads of the whole sequence; W divides H, and
-            divides Hkv or is divided by it. ``"gather"``: every process gathers all keys and values. Default
-            ``"auto"``: heads where they divide, else gather. A call that returns weights gathers in any case.
+            divides Hkv or is divided by it. ``"gather"``: every process gathers all keys and values.
+            ``"ring"``: keys and values travel around, and no process holds those of more than two. Default ``"auto"``:
+            heads where they divide, else gather. A call that returns weights gathers in any case.
         layout: of all sequences; see `shard_sequence`. Default ``"contiguous"``.
 
     Returns:
@@ -246,15 +247,16 @@ class _Sequence:
         whole = Whole(self.group, self.rank, queries, keys, combined, places, own, layer.sinks)
         q, k, v = layer.projected(query, key, value, self._places(places, queries, query.device), environment)
 
+        options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap}
+        if self.method == "ring" and wanted is None:
+            return layer.finished(by_ring(q, k, v, Ring(whole, environment, options)), None, True, environment)
+
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, sinks: Tensor | None) -> Results:
-            options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "sinks": sinks}
-            return attend_arguments(q, k, v, mask, environment, weights=wanted, **options)
+            return attend_arguments(q, k, v, mask, environment, weights=wanted, sinks=sinks, **options)
 
-        return layer.finished(self._method(layer, wanted)(q, k, v, whole, attend), None, True, environment)
-
-    def _method(self, layer: Layer, wanted: WeightsWanted) -> Callable[..., Results]:
         divides = heads_divide(layer.num_heads, layer.num_kv_heads, self.world)
-        return by_heads if wanted is None and self.method != "gather" and divides else by_gathering
+        exchanged = by_heads if wanted is None and self.method != "gather" and divides else by_gathering
+        return layer.finished(exchanged(q, k, v, whole, attend), None, True, environment)
 
     def _places(self, places: Positions | None, queries: Parts, device: torch.device) -> Positions:
         """The positions of this process's queries: an int where they count up."""
