@@ -6,7 +6,8 @@ their gradients. float16 and bfloat16 gradients are summed in float32, as one pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -15,10 +16,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._environment import all_gather_single, reduce_scatter_single
+from ..errors import ClearheadError, DistributedError
 
-__all__ = ["all_reduce_max", "all_to_all", "from_every_rank", "gather_rows", "sum_of_gradients"]
+__all__ = ["all_reduce_max", "all_to_all", "from_every_rank", "gather_rows", "step", "sum_of_gradients"]
 
 Group = dist.ProcessGroup
+
+
+@contextmanager
+def step(name: str) -> Generator[None, None, None]:
+    """Name the step in which a collective fails, as it does within the group's time-out if a process has ended.
+
+    Raises:
+        DistributedError: for what `torch.distributed` raises inside the block.
+    """
+    try:
+        yield
+    except ClearheadError:
+        raise
+    except RuntimeError as error:
+        fix = "Another process has ended, or waits in another call; look at what it said first."
+        raise DistributedError(f"context_parallel: {name}: the exchange failed. {fix} ({error})") from error
 
 
 def from_every_rank(x: Tensor, group: Group) -> Tensor:
@@ -40,14 +58,16 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: int, group: Group) -> Tensor:
         ctx.count, ctx.group = x.shape[0], group
-        return from_every_rank(_filled(x, rows), group)
+        with step("forward: all-gather"):
+            return from_every_rank(_filled(x, rows), group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
         summed = gradient.to(_sum_dtype(gradient)).contiguous()
         found = summed.new_empty((1, *summed.shape[1:]))
-        reduce_scatter_single(found, summed, group=ctx.group)
+        with step("backward: reduce-scatter"):
+            reduce_scatter_single(found, summed, group=ctx.group)
         return found[0, : ctx.count].to(gradient.dtype), None, None
 
 
@@ -60,11 +80,13 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchanged(x, sent, received, group)
+        with step("forward: all-to-all"):
+            return _exchanged(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+        with step("backward: all-to-all"):
+            return _exchanged(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def _exchanged(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:

@@ -20,6 +20,7 @@ from .._environment import Environment
 from .._layer.plan import attend_arguments
 from ..kernels._some_keys import gradients_of_some_keys, merge_some_keys
 from ..masks._base import Mask
+from ._collectives import step
 from ._methods import Whole
 
 __all__ = ["Ring", "by_ring"]
@@ -171,27 +172,32 @@ def _packed(whole: Whole, k: Tensor, v: Tensor) -> Tensor:
 def _around(whole: Whole, own: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Whose keys and values are here, and these, beginning with this process's own; the next ones come meanwhile."""
     world, here = whole.keys.world_size, own
-    for step in range(world):
+    for turn in range(world):
         coming, works = None, []
-        if step < world - 1:
+        if turn < world - 1:
             coming, works = _shift(whole, here)
-        yield (whole.rank - step) % world, here
-        for work in works:
-            work.wait()
+        yield (whole.rank - turn) % world, here
+        _wait(works)
         here = here if coming is None else coming
 
 
 def _shifted(whole: Whole, x: Tensor) -> Tensor:
     """What the process before this one holds, this one's going to the process after it."""
     coming, works = _shift(whole, x)
-    for work in works:
-        work.wait()
+    _wait(works)
     return coming
 
 
 def _shift(whole: Whole, x: Tensor) -> tuple[Tensor, list[Any]]:
     world, group = whole.keys.world_size, whole.group
-    after, before = (dist.get_global_rank(group, (whole.rank + step) % world) for step in (1, -1))
+    after, before = (dist.get_global_rank(group, (whole.rank + next) % world) for next in (1, -1))
     coming = torch.empty_like(x)
     operations = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, coming, before, group)]
-    return coming, dist.batch_isend_irecv(operations)
+    with step("ring"):
+        return coming, dist.batch_isend_irecv(operations)
+
+
+def _wait(works: list[Any]) -> None:
+    with step("ring"):
+        for work in works:
+            work.wait()

@@ -265,7 +265,8 @@ class _Plan:
         """A module on tensors that are placed so, before and after it."""
         if placements:
             self._add_parameters(name, module, placements)
-            self.changes.append(lambda mesh: _hook(module, partial(_placed, mesh, input), _local))
+            output = _whole_output if input.is_replicate() else _local
+            self.changes.append(lambda mesh: _hook(module, partial(_placed, mesh, input), output))
 
     def _add_head_norm(self, name: str, norm: nn.Module | None, heads: int, dim: int, splits: bool) -> None:
         if norm is None:
@@ -359,7 +360,12 @@ def _own_features(own: slice, output: Any) -> Tensor:
 
 
 def _summed_output(output: Any) -> Tensor:
-    return output.redistribute(placements=[Replicate()]).to_local()
+    return _whole_output(output.redistribute(placements=[Replicate()]))
+
+
+def _whole_output(output: Any) -> Tensor:
+    """What leaves a part; no view, which `fully_shard` warns of where it is what a module returns."""
+    return output.to_local().clone()
 
 
 def _kind(part: object) -> str:
