@@ -31,7 +31,6 @@ __all__ = [
     "fused_sdpa_choice",
     "graph_break",
     "has_avx2",
-    "has_global_hooks",
     "has_onednn_linear",
     "has_wrappers",
     "in_backward",
@@ -208,11 +207,6 @@ def listening() -> tuple[Any, ...]:
     if not in_backward():
         return state.observers
     return tuple(observer for observer in state.observers if observer.recomputing)
-
-
-def has_global_hooks() -> bool:
-    """Whether hooks are registered on all modules."""
-    return _global_hooks()
 
 
 def is_compiled(module: nn.Module) -> bool:

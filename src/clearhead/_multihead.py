@@ -31,8 +31,8 @@ from ._multihead_checks import (
 )
 from .caches._base import Cache, Positions, unchanged_if_refused
 from .caches._kv import KVCache
-from .errors import ArgumentError, explain_problem
-from .masks._base import Mask, all_of
+from .errors import ArgumentError
+from .masks._base import Mask
 from .masks._tensors import as_mask
 
 __all__ = ["MultiHeadAttention"]
@@ -45,9 +45,9 @@ class MultiHeadAttention(nn.Module):
 
         head_h = attention(query Wq_h, key Wk_h, value Wv_h);  output = concat(head_1 … head_H) Wo
 
-    (Vaswani et al., "Attention is all you need", 2017.) The four projections are ordinary `Linear` submodules,
-    called as modules, so hooks, LoRA and quantisation on them take effect, and each can be replaced. What newer models
-    do differently comes in as parts: a position part, norms, a mask, a cache.
+    (Vaswani et al., "Attention is all you need", 2017.) The four projections are ordinary `Linear` submodules:
+    hooks, LoRA and quantisation on them take effect, and each can be replaced. What newer models do differently comes
+    in as parts: a position part, norms, a mask, a cache.
 
     Args:
         embed_dim: E, the size of the output, and of the query unless `qdim` says otherwise.
@@ -119,12 +119,10 @@ class MultiHeadAttention(nn.Module):
         self.head_dim = whole_head_dim(embed_dim, num_heads) if head_dim is None else size("head_dim", head_dim)
         if num_heads % self.num_kv_heads:
             raise ArgumentError(
-                explain_problem(
-                    "num_kv_heads",
-                    expected=f"a divisor of num_heads = {num_heads}",
-                    got=str(num_kv_heads),
-                    fix="Every key/value head serves the same number of query heads.",
-                )
+                "num_kv_heads",
+                expected=f"a divisor of num_heads = {num_heads}",
+                got=str(num_kv_heads),
+                fix="Every key/value head serves the same number of query heads.",
             )
         self.scale = None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
         self.dropout = number("dropout", dropout, "a probability in [0, 1]", is_probability)
@@ -326,8 +324,8 @@ class MultiHeadAttention(nn.Module):
         ):
             require_features(name, x, projection)
         layer = self.layer(tokens[0], environment)
-        combined = all_of([self.mask, None if mask is None else as_mask(mask)])
-        mixed = layer.run_rows(*tokens, rows, combined, lambda: rows.query_positions, environment)
+        positions = 0 if self.position is None else rows.query_positions
+        mixed = layer.run_rows(*tokens, rows, layer.combined(mask), environment, positions=positions)
         return jagged(apply_linear(self.out_proj, mixed, environment))
 
     def extra_repr(self) -> str:

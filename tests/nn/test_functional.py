@@ -176,7 +176,7 @@ def test_without_features_every_key_has_the_same_weight() -> None:
     )
 
 
-@settings(max_examples=settings.default.max_examples * 5)
+@settings(max_examples=settings.default.max_examples * 2)
 @given(st.data())
 def test_generated(data: st.DataObject) -> None:
     """Any number of leading sizes, each dropped or set to 1 for some of the tensors, with any mask that broadcasts."""

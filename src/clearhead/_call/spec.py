@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from .._checks import FLOATS, flag, is_probability, number, strided
 from .._environment import Environment, read_environment
-from ..errors import DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 from ..masks._check import as_positions
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
-from ..masks._grid import Grid
+from ..masks._grid import Block, Grid
 from ..masks._tensors import as_mask
+from .dropout import dropout_factors
 from .rows import Rows, within_rows
 
 __all__ = [
@@ -45,6 +46,10 @@ class Layout(NamedTuple):
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Layout:
+        return Layout(tuple(tensor.shape), tensor.stride())
 
 
 class AttentionSpec(NamedTuple):
@@ -165,36 +170,6 @@ class AttentionCall:
     coverage_: Coverage | None = field(default=None, init=False, repr=False)
 
     @property
-    def scale(self) -> float:
-        return self.spec.scale
-
-    @property
-    def softcap(self) -> float | None:
-        return self.spec.softcap
-
-    @property
-    def dropout_p(self) -> float:
-        return self.spec.dropout_p
-
-    @property
-    def return_lse(self) -> bool:
-        return self.spec.lse
-
-    @property
-    def needs_gradients(self) -> bool:
-        return bool(self.spec.gradients)
-
-    @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.query.shape[1] // self.key.shape[1]
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """float64 stays float64; everything else is scored and accumulated in float32."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
-
-    @property
     def grid(self) -> Grid:
         """Sizes and positions for the mask."""
         if self.grid_ is None:
@@ -219,6 +194,21 @@ class AttentionCall:
         """Every tensor that gradients may be asked for."""
         sinks = () if self.sinks is None else (self.sinks,)
         return (self.query, self.key, self.value, *sinks, *self.bias_tensors)
+
+    def dropout_factors(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """What a block's weights are multiplied with, (b, h, l, s); for a call that has a seed."""
+        return dropout_factors(cast(Tensor, self.dropout_seed), self.spec.dropout_p, block, dtype, self.first_item)
+
+    @property
+    def read_again(self) -> tuple[Tensor, ...]:
+        """What a backward pass reads beside `inputs`: the tensors of mask and positions.
+
+        Functions save them through autograd, which refuses a backward pass after they were written to.
+        """
+        masks = () if self.mask is None else self.mask.tensors()
+        positions = (each for each in (self.query_positions, self.key_positions) if isinstance(each, Tensor))
+        # Inference tensors cannot be saved: writes to them are not counted.
+        return tuple(tensor for tensor in (*masks, *positions) if not tensor.is_inference())
 
     @property
     def rebuild(self) -> Callable[..., AttentionCall]:
@@ -462,12 +452,10 @@ def _require_tensors(given: dict[str, Tensor]) -> None:
         strided(name, tensor)
         if tensor.dtype not in FLOATS:
             raise DTypeError(
-                explain_problem(
-                    name,
-                    expected="float64, float32, bfloat16 or float16",
-                    got=str(tensor.dtype),
-                    fix="Convert it, for example with .float().",
-                )
+                name,
+                expected="float64, float32, bfloat16 or float16",
+                got=str(tensor.dtype),
+                fix="Convert it, for example with .float().",
             )
 
 
@@ -481,23 +469,19 @@ def _require_shapes(given: dict[str, Tensor]) -> None:
     for name, tensor in given.items():
         if tensor.dim() not in (3, 4):
             raise ShapeError(
-                explain_problem(
-                    name,
-                    expected="(B, H, L, D), or (H, L, D) for all without a batch",
-                    got=shape_text(tensor.shape),
-                    fix="clearhead.split_heads turns (B, L, H·D) into (B, H, L, D).",
-                )
+                name,
+                expected="(B, H, L, D), or (H, L, D) for all without a batch",
+                got=shape_text(tensor.shape),
+                fix="clearhead.split_heads turns (B, L, H·D) into (B, H, L, D).",
             )
     if query.dim() == 4 and any(tensor.shape[0] != query.shape[0] for tensor in given.values()):
         _mismatch("batch sizes (B)", given, "Repeat the smaller with .expand, or check that they belong together.")
     if key.shape[-1] != query.shape[-1]:
         raise ShapeError(
-            explain_problem(
-                "key",
-                expected=f"head_dim D = {query.shape[-1]} as in query {shape_text(query.shape)}",
-                got=shape_text(key.shape),
-                fix="Project both to the same size; only values may have another.",
-            )
+            "key",
+            expected=f"head_dim D = {query.shape[-1]} as in query {shape_text(query.shape)}",
+            got=shape_text(key.shape),
+            fix="Project both to the same size; only values may have another.",
         )
     value = given.get("value", key)
     if value.shape[-3] != key.shape[-3]:
@@ -507,18 +491,16 @@ def _require_shapes(given: dict[str, Tensor]) -> None:
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(
-            explain_problem(
-                "key",
-                expected=f"a head count that divides the query's H = {heads}",
-                got=f"Hkv = {kv_heads} in {shape_text(key.shape)}",
-                fix="Heads are the second dimension: (B, H, L, D), not (B, L, H, D).",
-            )
+            "key",
+            expected=f"a head count that divides the query's H = {heads}",
+            got=f"Hkv = {kv_heads} in {shape_text(key.shape)}",
+            fix="Heads are the second dimension: (B, H, L, D), not (B, L, H, D).",
         )
 
 
 def _mismatch(what: str, given: dict[str, Tensor], fix: str) -> NoReturn:
     shapes = ", ".join(f"{name} {shape_text(tensor.shape)}" for name, tensor in given.items())
-    raise ShapeError(explain_problem(", ".join(given), expected=f"equal {what}", got=shapes, fix=fix))
+    raise ShapeError(", ".join(given), expected=f"equal {what}", got=shapes, fix=fix)
 
 
 def _require_same(given: dict[str, Tensor]) -> None:
@@ -526,12 +508,10 @@ def _require_same(given: dict[str, Tensor]) -> None:
     for name, tensor in given.items():
         if tensor.dtype != query.dtype:
             raise DTypeError(
-                explain_problem(
-                    name,
-                    expected=f"query's dtype {query.dtype}",
-                    got=str(tensor.dtype),
-                    fix=f"Convert it with .to({query.dtype}).",
-                )
+                name,
+                expected=f"query's dtype {query.dtype}",
+                got=str(tensor.dtype),
+                fix=f"Convert it with .to({query.dtype}).",
             )
         _require_device(name, tensor, query)
 
@@ -539,12 +519,10 @@ def _require_same(given: dict[str, Tensor]) -> None:
 def _require_device(name: str, tensor: Tensor, query: Tensor) -> None:
     if tensor.device != query.device:
         raise DeviceError(
-            explain_problem(
-                name,
-                expected=f"query's device {query.device}",
-                got=str(tensor.device),
-                fix=f"Move it with .to({str(query.device)!r}).",
-            )
+            name,
+            expected=f"query's device {query.device}",
+            got=str(tensor.device),
+            fix=f"Move it with .to({str(query.device)!r}).",
         )
 
 
@@ -558,12 +536,10 @@ def _positions(name: str, positions: object, tensor: Tensor, *, heads: int | Non
     if not fits or (result.dim() == 3 and result.shape[1] != heads):
         per_head = "" if heads is None else f" or ({batch}, {heads}, {length})"
         raise ShapeError(
-            explain_problem(
-                name,
-                expected=f"shape ({length},) or ({batch}, {length}){per_head}",
-                got=shape_text(cast(Tensor, positions).shape),
-                fix="Give every query, or every key, its absolute position.",
-            )
+            name,
+            expected=f"shape ({length},) or ({batch}, {length}){per_head}",
+            got=shape_text(cast(Tensor, positions).shape),
+            fix="Give every query, or every key, its absolute position.",
         )
     return result
 
@@ -598,15 +574,13 @@ def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     heads = query.shape[1]
     expected = f"a float tensor ({heads},)"
     if strided("sinks", sinks, expected).dtype not in FLOATS:
-        raise DTypeError(explain_problem("sinks", expected=expected, got=str(sinks.dtype)))
+        raise DTypeError("sinks", expected=expected, got=str(sinks.dtype))
     if tuple(sinks.shape) != (heads,):
         raise ShapeError(
-            explain_problem(
-                "sinks",
-                expected=f"one logit per query head, ({heads},)",
-                got=shape_text(sinks.shape),
-                fix="Grouped heads have one sink per query head too.",
-            )
+            "sinks",
+            expected=f"one logit per query head, ({heads},)",
+            got=shape_text(sinks.shape),
+            fix="Grouped heads have one sink per query head too.",
         )
     _require_device("sinks", sinks, query)
     # A sink of −∞ is none, and would be the whole softmax of a query that sees no key.

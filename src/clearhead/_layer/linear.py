@@ -22,7 +22,7 @@ from .._environment import (
     linears,
     onednn_linear,
 )
-from ..errors import ArgumentError, DeviceError, DTypeError, KernelError, ShapeError, explain_problem
+from ..errors import ArgumentError, DeviceError, DTypeError, KernelError, ShapeError
 
 __all__ = [
     "Linear",
@@ -61,7 +61,7 @@ class use_linear(forcing[str]):
 
     def __init__(self, name: Backend) -> None:
         if not isinstance(name, str) or name not in BACKENDS:
-            raise ArgumentError(explain_problem("name", expected=f"one of {', '.join(BACKENDS)}", got=shown(name)))
+            raise ArgumentError("name", expected=f"one of {', '.join(BACKENDS)}", got=shown(name))
         super().__init__(linears, name)
 
 
@@ -107,14 +107,14 @@ def require_input(name: str, x: object, layer: nn.Module) -> None:
     x, own = strided_or_jagged(name, x), cast(nn.Linear, layer)
     if x.dim() == 0 or x.shape[-1] != own.in_features:
         expected = f"(…, {own.in_features})"
-        raise ShapeError(explain_problem(name, expected=expected, got=kind(x)))
+        raise ShapeError(name, expected=expected, got=kind(x))
     dtype, device = own.weight.dtype, own.weight.device
     if x.dtype != dtype and not (autocast_is_on(x) and x.is_floating_point()):
         fix = f"Convert it with .to({dtype}), or the module."
-        raise DTypeError(explain_problem(name, expected=f"the module's dtype {dtype}", got=str(x.dtype), fix=fix))
+        raise DTypeError(name, expected=f"the module's dtype {dtype}", got=str(x.dtype), fix=fix)
     if x.device != device:
         fix = "Move the input or the module with .to(...)."
-        raise DeviceError(explain_problem(name, expected=f"the module's device {device}", got=str(x.device), fix=fix))
+        raise DeviceError(name, expected=f"the module's device {device}", got=str(x.device), fix=fix)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .._environment import Environment, has_global_hooks, is_compiled, is_tracing
+from .._environment import Environment, is_compiled, read_environment
 from .linear import Linear, eager_linear
 
 __all__ = ["apply_linear", "fits_weight", "is_unmodified"]
@@ -17,13 +17,11 @@ __all__ = ["apply_linear", "fits_weight", "is_unmodified"]
 _FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, nn.Linear, NonDynamicallyQuantizableLinear)}
 
 
-def is_unmodified(module: nn.Module, environment: Environment | None = None) -> bool:
-    """Whether calling a module computes x Wᵀ + b of its own parameters and does nothing else.
+def is_unmodified(module: nn.Module) -> bool:
+    """Whether calling a module computes x Wᵀ + b of its own parameters and does nothing else, but for global hooks.
 
     It does more with hooks, a replaced or compiled ``forward``, parametrizations or a subclass, such as LoRA's.
     """
-    if has_global_hooks() if environment is None else environment.module_hooks:
-        return False
     kind: Any = type(module)
     forward = _FORWARDS.get(kind)
     if forward is None or forward is not kind.forward:
@@ -56,8 +54,8 @@ def fits_weight(x: object, weight: object) -> bool:
 
 def apply_linear(module: nn.Module, x: Tensor, environment: Environment | None = None) -> Tensor:
     """What ``module(x)`` returns, without the cost of calling a module that was not modified."""
-    tracing = is_tracing() if environment is None else environment.tracing
-    if tracing or not is_unmodified(module, environment):
+    environment = environment or read_environment()
+    if environment.tracing or environment.module_hooks or not is_unmodified(module):
         return module(x)
     parameters = module.__dict__["_parameters"]
     return eager_linear()(x, cast(Tensor, parameters["weight"]), parameters["bias"])

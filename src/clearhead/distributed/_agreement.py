@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._checks import choice
-from ..errors import ArgumentError, ClearheadError, DistributedError, explain_problem
+from ..errors import ArgumentError, ClearheadError, DistributedError
 from ._collectives import from_every_rank
 from ._layout import LAYOUTS
 
@@ -106,9 +106,7 @@ def require_equal(where: str, gathered: Gathered, names: Sequence[str], fix: str
             other = next(rank for rank, value in enumerate(values) if value != values[0])
             readable = all(abs(value) < _READABLE for value in values)
             got = str(values) if readable else f"another in process {other} of the group than in process 0"
-            raise DistributedError(
-                explain_problem(f"{where}: {name}", expected="the same in every process", got=got, fix=fix)
-            )
+            raise DistributedError(f"{where}: {name}", expected="the same in every process", got=got, fix=fix)
 
 
 def group_of(mesh: object) -> tuple[dist.ProcessGroup, ClearheadError | None]:
@@ -116,10 +114,10 @@ def group_of(mesh: object) -> tuple[dist.ProcessGroup, ClearheadError | None]:
     problem: ClearheadError | None = None
     if not isinstance(mesh, DeviceMesh):
         fix = 'torch.distributed.device_mesh.init_device_mesh("cpu", (4,)) makes one.'
-        problem = ArgumentError(explain_problem("mesh", expected="a DeviceMesh", got=type(mesh).__name__, fix=fix))
+        problem = ArgumentError("mesh", expected="a DeviceMesh", got=type(mesh).__name__, fix=fix)
     elif mesh.ndim != 1:
         fix = 'Take one dimension of it, as mesh["cp"].'
-        problem = ArgumentError(explain_problem("mesh", expected="one dimension", got=f"{mesh.ndim}", fix=fix))
+        problem = ArgumentError("mesh", expected="one dimension", got=f"{mesh.ndim}", fix=fix)
     else:
         return mesh.get_group(), None
     if not (dist.is_available() and dist.is_initialized()):

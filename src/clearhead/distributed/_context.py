@@ -18,10 +18,10 @@ from .._checks import FLOATS, choice, flag
 from .._environment import Environment, outside_graphs, read_environment
 from .._layer.layer import Layer
 from .._layer.plan import attend_arguments
-from .._layer.positions import combined_mask, positions_of_queries
+from .._layer.positions import positions_of_queries, with_hidden
 from .._multihead import MultiHeadAttention
 from .._multihead_checks import complete, require_inputs
-from ..errors import ArgumentError, ClearheadError, KernelError, RecordError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, ClearheadError, KernelError, RecordError, ShapeError, shape_text
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._tensors import as_mask
@@ -124,17 +124,15 @@ def _checked(name: str, module: MultiHeadAttention, method: str, world: int) -> 
     """What is equal in every process of an attention that can be split; raise for one that cannot."""
     if module.sequence_shard is not None:
         expected, fix = "an attention that was not split before", "Call context_parallel once."
-        raise ArgumentError(explain_problem(name, expected=expected, got="one after context_parallel", fix=fix))
+        raise ArgumentError(name, expected=expected, got="one after context_parallel", fix=fix)
     shard = module.head_shard
     heads = (module.num_heads, module.num_kv_heads) if shard is None else (shard.num_heads, shard.num_kv_heads)
     if method == "heads" and not heads_divide(*heads, world):
         raise ArgumentError(
-            explain_problem(
-                "method",
-                expected=f'"heads" where the mesh\'s W = {world} divides H, and divides Hkv or is divided by it',
-                got=f"H = {heads[0]}, Hkv = {heads[1]} in {name}",
-                fix='Use method="gather", for any number of heads.',
-            )
+            "method",
+            expected=f'"heads" where the mesh\'s W = {world} divides H, and divides Hkv or is divided by it',
+            got=f"H = {heads[0]}, Hkv = {heads[1]} in {name}",
+            fix='Use method="gather", for any number of heads.',
         )
     return name, heads, module.head_dim, module.dropout, module.sinks is not None
 
@@ -233,19 +231,18 @@ class _Sequence:
         self, layer: Layer, request: _Request, queries: Parts, keys: Parts, environment: Environment
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value, mask, positions, wanted, _ = request
-        places = None if positions is None else positions_of_queries(positions, None, queries.length)
-        if isinstance(places, Tensor) and places.shape[-1] != queries.length:
+        at = None if positions is None else positions_of_queries(positions, None, queries.length)
+        if isinstance(at, Tensor) and at.shape[-1] != queries.length:
             expected = f"positions of the whole sequence, ({queries.length},) or (B, {queries.length})"
-            raise ShapeError(explain_problem("positions", expected=expected, got=shape_text(places.shape)))
-        # Where the keys stand too; as in `Layer`.
-        own = places if key is query or layer.position is not None else None
-        unplaced = KeyValues(query, query)  # of a call without a cache
-        combined = combined_mask(layer.mask, mask, unplaced, 0 if places is None else places)
+            raise ShapeError("positions", expected=expected, got=shape_text(at.shape))
+        # Where the keys are too; as in `Layer`.
+        own = at if key is query or layer.position is not None else None
+        combined = with_hidden(layer.combined(mask), KeyValues(query, query), 0 if at is None else at)
         if combined is not None:  # before anything is exchanged, and in every process alike
             sizes = query.shape[0], layer.num_heads, queries.length, keys.length
-            combined.validate(Grid(*sizes, query.device, places, own))
-        whole = Whole(self.group, self.rank, queries, keys, combined, places, own, layer.sinks)
-        q, k, v = layer.projected(query, key, value, self._places(places, queries, query.device), environment)
+            combined.validate(Grid(*sizes, query.device, at, own))
+        whole = Whole(self.group, self.rank, queries, keys, combined, at, own, layer.sinks)
+        q, k, v = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
 
         options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap}
         if self.method == "ring" and wanted is None:
@@ -258,11 +255,11 @@ class _Sequence:
         exchanged = by_heads if wanted is None and self.method != "gather" and divides else by_gathering
         return layer.finished(exchanged(q, k, v, whole, attend), None, True, environment)
 
-    def _places(self, places: Positions | None, queries: Parts, device: torch.device) -> Positions:
+    def _positions(self, at: Positions | None, queries: Parts, device: torch.device) -> Positions:
         """The positions of this process's queries: an int where they count up."""
-        if isinstance(places, Tensor):
-            return queries.take(places, -1, self.rank)
-        first, runs = places or 0, queries.runs(self.rank)
+        if isinstance(at, Tensor):
+            return queries.take(at, -1, self.rank)
+        first, runs = at or 0, queries.runs(self.rank)
         if len(runs) < 2:
             return first + (runs[0].start if runs else 0)
         return queries.positions(self.rank, device) + first
@@ -275,7 +272,7 @@ def _require_plain(module: MultiHeadAttention, environment: Environment, cache: 
     """Raise for what a call on parts of a sequence does not have."""
     if cache is not None:
         fix = "Decode with a module that was not split."
-        raise ArgumentError(explain_problem("cache", expected="None", got=type(cache).__name__, fix=fix))
+        raise ArgumentError("cache", expected="None", got=type(cache).__name__, fix=fix)
     if environment.observed:
         raise RecordError(f"{_WHERE}: a recorder or an intervention sees parts of calls only. Use it on one process.")
     if environment.transformed:
@@ -283,7 +280,7 @@ def _require_plain(module: MultiHeadAttention, environment: Environment, cache: 
     if module.training and module.dropout:
         fix = "Set module.dropout = 0.0, and drop what the output projection returns instead."
         got = f"{module.dropout}"
-        raise ArgumentError(explain_problem("dropout", expected="0 for weights of several processes", got=got, fix=fix))
+        raise ArgumentError("dropout", expected="0 for weights of several processes", got=got, fix=fix)
 
 
 def _read(
@@ -301,7 +298,7 @@ def _read(
     average = flag("average_attn_weights", average_attn_weights)
     if isinstance(query, Tensor) and query.is_nested:
         fix = "Pad them and pass masks.lengths(...)."
-        raise ArgumentError(explain_problem("query", expected="a padded tensor", got="a jagged one", fix=fix))
+        raise ArgumentError("query", expected="a padded tensor", got="a jagged one", fix=fix)
     key, value = complete(query, key, value)
     require_inputs(module, query, key, value)
     own = None if mask is None else as_mask(mask)
@@ -353,7 +350,7 @@ def _enter(sequence: _Sequence, module: nn.Module, inputs: tuple[Any, ...], opti
         if given.get("cache") is not None:
             fix = "Decode with a module that was not split."
             got = type(given["cache"]).__name__
-            raise ArgumentError(explain_problem("cache", expected="None", got=got, fix=fix))
+            raise ArgumentError("cache", expected="None", got=got, fix=fix)
         for name in ("need_weights", "average_attn_weights"):
             flag(name, given.get(name, False))
         for name in ("mask", "memory_mask"):

@@ -6,7 +6,7 @@ from torch import nn
 
 from .._latent import MultiHeadLatentAttention
 from .._multihead import MultiHeadAttention
-from ..errors import DTypeError, explain_problem
+from ..errors import DTypeError
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer
 
 __all__ = ["attention_parts"]
@@ -53,4 +53,4 @@ def _unfit(where: str, name: str, module: object) -> DTypeError:
     if isinstance(module, MultiHeadLatentAttention):
         fix = "Its latents belong to no head: every process would project and hold all of them."
     expected = "a MultiHeadAttention, or a layer or stack of clearhead.transformer made of them"
-    return DTypeError(explain_problem(f"{where}: {name}", expected=expected, got=type(module).__name__, fix=fix))
+    return DTypeError(f"{where}: {name}", expected=expected, got=type(module).__name__, fix=fix)

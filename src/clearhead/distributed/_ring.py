@@ -75,7 +75,9 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         q, own, output, lse, sinks, *biases = ctx.saved_tensors
         ring: Ring = ctx.ring
         whole, dtype = ring.whole, output.dtype

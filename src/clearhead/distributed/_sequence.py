@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._checks import integer, strided
-from ..errors import ArgumentError, DistributedError, explain_problem, shape_text
+from ..errors import ArgumentError, DistributedError, shape_text
 from ._agreement import Gathered, agree, fingerprint, group_of, require_equal, require_layout
 from ._collectives import gather_rows
 from ._layout import LAYOUTS, Layout, Parts
@@ -108,7 +108,7 @@ def parts_of(where: str, gathered: Gathered, name: str, layout: Layout) -> Parts
     if lengths != parts.lengths:
         expected = f"lengths {shape_text(parts.lengths)} of {parts.length} positions, as shard_sequence cuts them"
         fix = f'Cut every sequence with shard_sequence(tensor, mesh, layout="{layout}").'
-        raise DistributedError(explain_problem(f"{where}: {name}", expected=expected, got=shape_text(lengths), fix=fix))
+        raise DistributedError(f"{where}: {name}", expected=expected, got=shape_text(lengths), fix=fix)
     return parts
 
 
@@ -120,6 +120,6 @@ def _require(tensor: object, mesh: object, dim: object, layout: object) -> int:
     require_layout(layout)
     dims = strided("tensor", tensor).dim()
     if dims == 0:
-        raise ArgumentError(explain_problem("tensor", expected="a dimension to cut", got="a tensor of none"))
+        raise ArgumentError("tensor", expected="a dimension to cut", got="a tensor of none")
     expected = f"an int from {-dims} to {dims - 1}, a dimension of the tensor"
     return integer("dim", dim, least=-dims, most=dims - 1, expected=expected) % dims

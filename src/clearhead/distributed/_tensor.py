@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from .._multihead import MultiHeadAttention
-from ..errors import ArgumentError, ClearheadError, DTypeError, explain_problem
+from ..errors import ArgumentError, ClearheadError, DTypeError
 from ..masks._base import And, Mask
 from ..masks._part import part_of
 from ..positions import RelativeBias
@@ -175,36 +175,32 @@ class _Plan:
                 self._add_norm(name, part, Replicate(), {key: Replicate() for key, _ in part.named_parameters()})
             else:
                 fix = "Feed-forward parts are FeedForward or SwiGLU, and norms nn.LayerNorm or nn.RMSNorm."
-                raise DTypeError(explain_problem(name, expected="a part that can be split", got=_kind(part), fix=fix))
+                raise DTypeError(name, expected="a part that can be split", got=_kind(part), fix=fix)
 
     def require_all(self, module: nn.Module) -> None:
         """Raise for a parameter that no change covers: it would be trained apart on every process."""
         for name, parameter in module.named_parameters():
             if id(parameter) not in self.covered:
                 raise ArgumentError(
-                    explain_problem(
-                        f"module.{name}",
-                        expected="a parameter of a projection, norm, sink or relative bias",
-                        got=f"a {parameter.dtype} parameter that cannot be split",
-                        fix="Leave the part that holds it out, or replace it.",
-                    )
+                    f"module.{name}",
+                    expected="a parameter of a projection, norm, sink or relative bias",
+                    got=f"a {parameter.dtype} parameter that cannot be split",
+                    fix="Leave the part that holds it out, or replace it.",
                 )
 
     def _add_attention(self, name: str, module: MultiHeadAttention) -> None:
         if module.head_shard is not None or module.sequence_shard is not None:
             before = _WHERE if module.head_shard is not None else "context_parallel"
             fix = "Split every module once, over heads first and over sequences then."
-            raise ArgumentError(explain_problem(name, expected="a whole attention", got=f"one after {before}", fix=fix))
+            raise ArgumentError(name, expected="a whole attention", got=f"one after {before}", fix=fix)
         heads, kv_heads, world = module.num_heads, module.num_kv_heads, self.world
         shares = kv_heads % world == 0
         if heads % world or not (shares or world % kv_heads == 0):
             raise ArgumentError(
-                explain_problem(
-                    f"{name}: num_heads, num_kv_heads",
-                    expected=f"H a multiple of the mesh's W = {world}, and Hkv a multiple or a divisor of it",
-                    got=f"H = {heads}, Hkv = {kv_heads}",
-                    fix="Use a mesh of another size.",
-                )
+                f"{name}: num_heads, num_kv_heads",
+                expected=f"H a multiple of the mesh's W = {world}, and Hkv a multiple or a divisor of it",
+                got=f"H = {heads}, Hkv = {kv_heads}",
+                fix="Use a mesh of another size.",
             )
         local, local_kv = heads // world, kv_heads // world if shares else 1
         first = self.rank * local
@@ -251,13 +247,13 @@ class _Plan:
         """A linear layer whose parameters are placed so, and replicated otherwise."""
         if not isinstance(module, nn.Linear):
             expected, fix = "a linear layer", "Split the module before its projections are replaced."
-            raise DTypeError(explain_problem(name, expected=expected, got=_kind(module), fix=fix))
+            raise DTypeError(name, expected=expected, got=_kind(module), fix=fix)
         for key, placement in placements.items():
             parameter = getattr(module, key, None)
             if parameter is not None and parameter.shape[cast(Shard, placement).dim] % self.world:
                 size = parameter.shape[cast(Shard, placement).dim]
                 expected, fix = f"a multiple of the mesh's W = {self.world} features", "Use a mesh of another size."
-                raise ArgumentError(explain_problem(name, expected=expected, got=str(size), fix=fix))
+                raise ArgumentError(name, expected=expected, got=str(size), fix=fix)
         self._add_parameters(name, module, placements)
         self.changes.append(lambda mesh: _hook(module, partial(_placed, mesh, input), output))
 
@@ -277,7 +273,7 @@ class _Plan:
             if tuple(parameter.shape) != (dim,) and not (per_head and splits):
                 expected = f"parameters ({dim},) of all heads" + (f", or of each head ({heads}, …)" if splits else "")
                 got = f"{key} {tuple(parameter.shape)}"
-                raise ArgumentError(explain_problem(name, expected=expected, got=got))
+                raise ArgumentError(name, expected=expected, got=got)
             placements[key] = Shard(0) if per_head else Replicate()
         self._add_norm(name, norm, Shard(1), placements)
 
@@ -290,7 +286,7 @@ class _Plan:
         parameter: Any = getattr(owner, key)
         if isinstance(parameter, DTensor):
             fix = "Split every module once, before fully_shard."
-            raise ArgumentError(explain_problem(name, expected="a plain parameter", got="a DTensor", fix=fix))
+            raise ArgumentError(name, expected="a plain parameter", got="a DTensor", fix=fix)
         self.words.append((name, tuple(parameter.shape), str(parameter.dtype), str(placement)))
         if id(parameter) not in self.covered:  # a relative bias may belong to several layers
             self.covered.add(id(parameter))
@@ -299,7 +295,7 @@ class _Plan:
     def _require_plain(self, name: str, part: object) -> None:
         if isinstance(part, nn.Module) and list(part.parameters()):
             fix = "Its gradient would be another on every process."
-            raise ArgumentError(explain_problem(name, expected="a part that learns nothing", got=_kind(part), fix=fix))
+            raise ArgumentError(name, expected="a part that learns nothing", got=_kind(part), fix=fix)
 
     @staticmethod
     def _split_output(output: Any) -> Tensor:

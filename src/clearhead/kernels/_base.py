@@ -87,6 +87,13 @@ class Kernel(ABC):
         wants them and `gives_weights` says so.
         """
 
+    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        """Every reason against weights of calls that it can run; read where `use_kernel` forces this kernel.
+
+        Elsewhere weights that do not come with the output are computed in a pass of their own.
+        """
+        return (Refusal("it gives no weights"),)
+
     def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
         """Whether output and weights come from one pass."""
         return False

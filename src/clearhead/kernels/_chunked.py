@@ -10,7 +10,6 @@ from typing import Any, ClassVar, cast, final
 import torch
 from torch import Tensor
 
-from .._call.dropout import dropout_factors
 from .._call.spec import AttentionCall, AttentionSpec, Results
 from ..masks._base import Mask
 from ..masks._grid import Grid
@@ -47,18 +46,21 @@ class ChunkedKernel(Kernel):
             return (Refusal("its own backward cannot be transformed by torch.func or derived forwards"),)
         return ()
 
+    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        return ()
+
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         return _compute_with_gradients if spec.needs_gradients else _compute
 
 
 def _compute(call: AttentionCall) -> Results:
-    lse = _empty_lse(call) if call.return_lse else None
+    lse = _empty_lse(call) if call.spec.lse else None
     return Results(_forward(call, lse), lse)
 
 
 def _compute_with_gradients(call: AttentionCall) -> Results:
     output, lse = cast("tuple[Tensor, Tensor]", _Chunked.apply(call, *call.inputs))
-    return Results(output, lse if call.return_lse else None)
+    return Results(output, lse if call.spec.lse else None)
 
 
 class _Chunked(torch.autograd.Function):
@@ -68,14 +70,14 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         lse = _empty_lse(call)
         output = _forward(call, lse)
-        ctx.rebuild = call.rebuild
+        ctx.rebuild, ctx.count = call.rebuild, 1 + len(inputs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(lse, *inputs)
+        ctx.save_for_backward(lse, *inputs, *call.read_again)
         return output, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        lse, *inputs = ctx.saved_tensors
+        lse, *inputs = ctx.saved_tensors[: ctx.count]
 
         def own() -> tuple[Tensor, ...]:
             return _backward(ctx.rebuild(*inputs), lse, *gradients)
@@ -84,7 +86,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _empty_lse(call: AttentionCall) -> Tensor:
-    return call.query.new_empty(call.query.shape[:3], dtype=call.compute_dtype)
+    return call.query.new_empty(call.query.shape[:3], dtype=call.spec.compute_dtype)
 
 
 def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
@@ -102,7 +104,7 @@ def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
                 weights, block_lse = block_weights(call, block, scores)
                 span.query(lse)[:, :, rows] = block_lse.squeeze(-1)
             if call.dropout_seed is not None:
-                weights *= dropout_factors(call.dropout_seed, call.dropout_p, block, weights.dtype, call.first_item)
+                weights *= call.dropout_factors(block, weights.dtype)
             span.query(output)[:, :, rows] = grouped(weights, value[:, :, part]).to(output.dtype)
     return output
 
@@ -134,7 +136,7 @@ def _backward(
     ds = p (dp − δ + dl). δ is summed from the block's own row and not taken as dO·o, whose o may be rounded; where
     the call does not hold all keys, it is `of_all_keys`, as `lse` is.
     """
-    dtype = call.compute_dtype
+    dtype = call.spec.compute_dtype
     if output_gradient is None:
         output_gradient = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
     if lse_gradient is None:
@@ -163,7 +165,7 @@ def _backward(
             scores_gradient = grouped(gradient, rows_value, workspace=gradient_workspace)  # dp (b, h, l, s)
             dropped = weights
             if call.dropout_seed is not None:
-                factors = dropout_factors(call.dropout_seed, call.dropout_p, block, dtype, call.first_item)
+                factors = call.dropout_factors(block, dtype)
                 dropped = weights * factors
                 scores_gradient *= factors
             span_value_gradient.run[:, :, part] += grouped_transposed(dropped, gradient, key.shape[1])
@@ -177,7 +179,7 @@ def _backward(
                 call.mask.add_bias_gradients([sums.run for sums in bias_gradients], block, scores_gradient)
             if squashed is not None:
                 scores_gradient.mul_(1 - squashed.square())
-            scores_gradient.mul_(call.scale)
+            scores_gradient.mul_(call.spec.scale)
             span.query(query_gradient)[:, :, rows] = grouped(scores_gradient, rows_key).to(query_gradient.dtype)
             span_key_gradient.run[:, :, part] += grouped_transposed(scores_gradient, rows_query, key.shape[1])
             for sums in (span_key_gradient, span_value_gradient, *bias_gradients):
@@ -191,7 +193,7 @@ def _backward(
 
 def _span_tensors(call: AttentionCall, span: HeadSpan) -> tuple[Tensor, Tensor, Tensor]:
     """The span's query, key and value in the compute dtype, laid out for matrix products."""
-    dtype = call.compute_dtype
+    dtype = call.spec.compute_dtype
     return (
         span.query(call.query).to(dtype),
         span.key(call.key).to(dtype).contiguous(),

@@ -33,6 +33,7 @@ class WeightStatistics:
         counted: bool (B, L), contiguous: the queries that sums over queries take in. ``None``: all.
         largest: (B, H, L), the largest score, −∞ where nothing is seen.
         visible: (B, H, L), how many keys are seen.
+        raw: (B, H, L), the largest scale · q·k of the keys that are seen, before soft-cap and bias; else −∞.
         entropy: (B, H, L), in nats.
         confidence: (B, H, L), the largest weight.
         norm: (B, H, L), lengths of the outputs; needs `output`.
@@ -49,6 +50,7 @@ class WeightStatistics:
     counted: Tensor | None
     largest: Tensor
     visible: Tensor
+    raw: Tensor | None = None
     entropy: Tensor | None = None
     confidence: Tensor | None = None
     norm: Tensor | None = None
@@ -118,7 +120,7 @@ def _gather(
         return request.query.new_empty(batch, heads, *shape, dtype=torch.float32)
 
     found = WeightStatistics(None if counted is None else counted.contiguous(), empty(length), empty(length))
-    for name in wanted & {"entropy", "confidence", "norm"}:
+    for name in wanted & {"raw", "entropy", "confidence", "norm"}:
         setattr(found, name, empty(length))
     if "received" in wanted:
         found.received, found.viewers = empty(keys).zero_(), empty(keys).zero_()
@@ -139,7 +141,7 @@ def _gather(
 
 def _wanted(found: WeightStatistics) -> dict[str, Tensor | int | tuple[int, ...] | None]:
     """By the names of ``Statistics`` in ``_native/problem.h``."""
-    names = ("counted", "largest", "visible", "entropy", "confidence", "norm", "received", "viewers")
+    names = ("counted", "largest", "visible", "raw", "entropy", "confidence", "norm", "received", "viewers")
     wanted = {name: getattr(found, name) for name in (*names, "top_weights", "top_keys", "weights", "map")}
     if found.top_weights is not None:
         wanted["top"] = found.top_weights.shape[-1]

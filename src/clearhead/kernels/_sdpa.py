@@ -166,8 +166,9 @@ def _fold_mask(mask: Tensor, call: AttentionCall) -> Tensor:
     """(1 or B, 1 or H, 1 or L, 1 or S) → (1 or B, 1 or Hkv, 1 or G·L, 1 or S)."""
     if mask.shape[1] == 1 and mask.shape[2] == 1:
         return mask
-    heads = mask.unflatten(1, (-1, call.group)) if mask.shape[1] != 1 else mask[:, :, None]  # (…, 1 or G, 1 or L, …)
-    rows = heads.expand(-1, -1, call.group, call.query.shape[2], -1)
+    group = call.spec.group
+    heads = mask.unflatten(1, (-1, group)) if mask.shape[1] != 1 else mask[:, :, None]  # (…, 1 or G, 1 or L, …)
+    rows = heads.expand(-1, -1, group, call.query.shape[2], -1)
     return rows.flatten(2, 3)
 
 
@@ -204,7 +205,7 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
     an empty softmax, forward or backward.
     """
     masked = call.coverage.masked_queries
-    visible, found = additive(mask, call.grid, call.compute_dtype)
+    visible, found = additive(mask, call.grid, call.spec.compute_dtype)
     if visible is not None and found is None and is_tracing():  # a graph is smaller with a bool tensor
         found = visible if masked is None else visible | masked
     elif visible is not None:

@@ -80,6 +80,16 @@ class Mask(ABC):
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
         """Add a block's score gradient (b, h, l, s) to the gradient of each of `bias_tensors`."""
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that it holds, and those of masks that it is made of, but for what closures hold."""
+        found: list[Tensor] = []
+        for value in vars(self).values():
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, Mask):
+                found += value.tensors()
+        return tuple(found)
+
     def validate(self, grid: Grid) -> None:
         """Raise if the mask does not fit a call of these sizes."""
 
@@ -309,6 +319,9 @@ class And(Mask):
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
         return And(tuple(part.with_bias_tensors(tensors) for part in self._parts))
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for part in self._parts for tensor in part.tensors())
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
         start = 0

@@ -9,7 +9,7 @@ from typing import TypeVar, cast, final
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, explain_problem
+from ..errors import ShapeError
 from ._base import Mask, Sizes
 from ._grid import ALL, Block, Grid, Index, take
 from ._structure import Band, RowRanges, Structure
@@ -85,7 +85,7 @@ class PartMask(Mask):
         for name, end, most in zip("HLS", ends[::2], ends[1::2], strict=False):
             if end > most:
                 expected, got = f"a call within {name} = {most} of the whole", f"one that ends at {end}"
-                raise ShapeError(explain_problem("mask", expected=expected, got=got))
+                raise ShapeError("mask", expected=expected, got=got)
         self._mask.validate(whole)
 
     def sizes(self) -> Sizes:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._environment import is_tracing, is_transformed
-from ..errors import ArgumentError, DeviceError, ShapeError, explain_problem
+from ..errors import ArgumentError, DeviceError, ShapeError
 from ._base import And, Mask, Sizes
 from ._grid import Block, Grid
 from ._lowering import chosen_cell
@@ -77,31 +77,25 @@ class PreparedMask(Mask):
         own = self._grid
         if grid.device != own.device:
             raise DeviceError(
-                explain_problem(
-                    "mask prepare(...)",
-                    expected=f"a call on {own.device}, for which it was prepared",
-                    got=f"one on {grid.device}",
-                )
+                "mask prepare(...)",
+                expected=f"a call on {own.device}, for which it was prepared",
+                got=f"one on {grid.device}",
             )
         expected, came = self._sizes_of(own), self._sizes_of(grid)
         if expected != came:
             raise ShapeError(
-                explain_problem(
-                    "mask prepare(...)",
-                    expected=f"the sizes it was prepared for, {_sizes_text(expected)}",
-                    got=_sizes_text(came),
-                    fix="Prepare the mask for each grid, with batch_size= and num_heads= where it depends on them.",
-                )
+                "mask prepare(...)",
+                expected=f"the sizes it was prepared for, {_sizes_text(expected)}",
+                got=_sizes_text(came),
+                fix="Prepare the mask for each grid, with batch_size= and num_heads= where it depends on them.",
             )
         for name in ("query_positions", "key_positions"):
             if not _equal_positions(getattr(own, name), getattr(grid, name)):
                 raise ArgumentError(
-                    explain_problem(
-                        "mask prepare(...)",
-                        expected=f"the {name} it was prepared for",
-                        got="other positions",
-                        fix=f"Pass the call's {name} to prepare as well.",
-                    )
+                    "mask prepare(...)",
+                    expected=f"the {name} it was prepared for",
+                    got="other positions",
+                    fix=f"Pass the call's {name} to prepare as well.",
                 )
 
     def sizes(self) -> Sizes:
@@ -230,12 +224,10 @@ def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool) -> Prepar
     """
     if any(tensor.requires_grad for tensor in mask.bias_tensors()):
         raise ArgumentError(
-            explain_problem(
-                "mask",
-                expected="a mask without a bias that requires grad",
-                got=mask.describe(),
-                fix="A bias that learns is not prepared: pass it as it is, combined with & in each call.",
-            )
+            "mask",
+            expected="a mask without a bias that requires grad",
+            got=mask.describe(),
+            fix="A bias that learns is not prepared: pass it as it is, combined with & in each call.",
         )
     mask.validate(grid)
     with torch.inference_mode(False), torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import flag, require_factory
-from ..errors import ArgumentError, explain_problem
+from ..errors import ArgumentError
 from ..masks._base import Mask, Sizes
 from ..masks._grid import Block, Grid
 from ._checks import require_device, require_heads, whole
@@ -140,20 +140,16 @@ class RelativeBias(nn.Module, Mask):
         least = 4 if self.bidirectional else 2
         if self.num_buckets < least or (self.bidirectional and self.num_buckets % 2):
             raise ArgumentError(
-                explain_problem(
-                    "num_buckets",
-                    expected="an even number ≥ 4, half for each direction" if self.bidirectional else "an int ≥ 2",
-                    got=str(self.num_buckets),
-                )
+                "num_buckets",
+                expected="an even number ≥ 4, half for each direction" if self.bidirectional else "an int ≥ 2",
+                got=str(self.num_buckets),
             )
         single = self.num_buckets // least
         if self.max_distance <= single:
             raise ArgumentError(
-                explain_problem(
-                    "max_distance",
-                    expected=f"more than {single}, the distances that {self.num_buckets} buckets tell apart one by one",
-                    got=str(self.max_distance),
-                )
+                "max_distance",
+                expected=f"more than {single}, the distances that {self.num_buckets} buckets tell apart one by one",
+                got=str(self.max_distance),
             )
 
 
