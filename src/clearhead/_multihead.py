@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor, nn
 
+from ._call.dropout import DropoutOrigin
 from ._call.sharding import HeadShard, SequenceShard
 from ._call.spec import WeightsWanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
@@ -285,6 +286,10 @@ class MultiHeadAttention(nn.Module):
             heads, kv_heads, mask = shard.num_heads, shard.num_kv_heads, shard.mask(mask)
             sinks = None if sinks is None else shard.local(sinks)
         inner, kv_inner = heads * self.head_dim, kv_heads * self.head_dim
+        dropout_p = self.dropout if self.training else 0.0
+        origin = DropoutOrigin(self.num_heads, shard.first) if shard is not None and dropout_p else None
+        # As documents weights are dropped by another count, which parts of a module do not follow.
+        costs = Costs((query.shape[-1] + self.embed_dim) * inner, 2 * self.embed_dim * kv_inner, 2 * inner)
         modules: dict[str, Any] = self._modules  # attributes of modules are looked up slowly
 
         def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
@@ -305,14 +310,15 @@ class MultiHeadAttention(nn.Module):
             heads,
             kv_heads,
             self.scale,
-            self.dropout if self.training else 0.0,
+            dropout_p,
             self.softcap,
             sinks,
             self.q_norm,
             self.k_norm,
             self.position,
             mask,
-            Costs((query.shape[-1] + self.embed_dim) * inner, 2 * self.embed_dim * kv_inner, 2 * inner),
+            costs if origin is None else None,
+            origin=origin,
         )
 
     def _run_jagged(
@@ -324,6 +330,10 @@ class MultiHeadAttention(nn.Module):
         ):
             require_features(name, x, projection)
         layer = self.layer(tokens[0], environment)
+        if layer.origin is not None:
+            fix = "Pad them and pass masks.lengths(...), or set module.dropout = 0.0."
+            expected = "padded inputs where heads are split over processes and weights are dropped"
+            raise ArgumentError("query", expected=expected, got="a jagged tensor", fix=fix)
         positions = 0 if self.position is None else rows.query_positions
         mixed = layer.run_rows(*tokens, rows, layer.combined(mask), environment, positions=positions)
         return jagged(apply_linear(self.out_proj, mixed, environment))

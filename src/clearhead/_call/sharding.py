@@ -16,8 +16,12 @@ class HeadShard(Protocol):
     """Which heads of a module this process computes, and how tensors enter and leave it.
 
     Args:
+        first: of this process's heads.
         num_heads, num_kv_heads: of this process.
     """
+
+    @property
+    def first(self) -> int: ...
 
     @property
     def num_heads(self) -> int: ...

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._call.caching import Cache, KeyValues, Positions
+from .._call.dropout import draw_seed
 from .._call.spec import Results, WeightsWanted
 from .._checks import FLOATS, choice, flag
 from .._environment import Environment, outside_graphs, read_environment
@@ -78,8 +79,11 @@ def context_parallel(
         DistributedError: if another process raises one of these, or has another module.
 
     A call of the module raises what it raises on one process, and on every process: `DistributedError` where another
-    one refused it, or where parts do not belong together. With a cache, jagged inputs, recorders, `torch.func` or
-    dropout of weights it raises `ArgumentError`, `RecordError` or `KernelError`.
+    one refused it, or where parts do not belong together. With a cache, jagged inputs, recorders, `torch.func`, or
+    dropout of weights on a forced kernel of PyTorch's, it raises `ArgumentError`, `RecordError` or `KernelError`.
+
+    Dropped weights are those of one process, whatever W, method and layout: they follow from the first process's seed
+    and the places of batch item, head, query and key in the whole.
 
     Example:
         >>> import torch, torch.distributed as dist, clearhead
@@ -172,8 +176,9 @@ _EQUAL: tuple[str, ...] = (
     "kernel",
     "mask",
     "positions",
+    "dropout",
 )
-_NAMES: tuple[str, ...] = (*_EQUAL, "query", "key")
+_NAMES: tuple[str, ...] = (*_EQUAL, "query", "key", "seed")
 
 
 @dataclass(frozen=True)
@@ -221,14 +226,24 @@ class _Sequence:
         request = cast(_Request, request)
         queries = parts_of(_WHERE, gathered, "query", self.layout)
         keys = queries if request.key is request.query else parts_of(_WHERE, gathered, "key", self.layout)
-        layer = module.layer(request.query, environment)
-        output, weights = self._compute(layer, request, queries, keys, environment)
+        layer, dropout = module.layer(request.query, environment), None
+        if layer.dropout_p:
+            seed = torch.tensor(gathered[0]["seed"], device=request.query.device)
+            first = 0 if module.head_shard is None else module.head_shard.first
+            dropout = layer.dropout_p, seed, module.num_heads, first
+        output, weights = self._compute(layer, request, queries, keys, dropout, environment)
         if request.batched:
             return output, weights
         return output.squeeze(0), None if weights is None else weights.squeeze(0)
 
     def _compute(
-        self, layer: Layer, request: _Request, queries: Parts, keys: Parts, environment: Environment
+        self,
+        layer: Layer,
+        request: _Request,
+        queries: Parts,
+        keys: Parts,
+        dropout: tuple[float, Tensor, int, int] | None,
+        environment: Environment,
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value, mask, positions, wanted, _ = request
         at = None if positions is None else positions_of_queries(positions, None, queries.length)
@@ -241,15 +256,16 @@ class _Sequence:
         if combined is not None:  # before anything is exchanged, and in every process alike
             sizes = query.shape[0], layer.num_heads, queries.length, keys.length
             combined.validate(Grid(*sizes, query.device, at, own))
-        whole = Whole(self.group, self.rank, queries, keys, combined, at, own, layer.sinks)
+        whole = Whole(self.group, self.rank, queries, keys, combined, at, own, layer.num_heads, layer.sinks, dropout)
         q, k, v = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
 
         options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap}
         if self.method == "ring" and wanted is None:
             return layer.finished(by_ring(q, k, v, Ring(whole, environment, options)), None, True, environment)
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, sinks: Tensor | None) -> Results:
-            return attend_arguments(q, k, v, mask, environment, weights=wanted, sinks=sinks, **options)
+        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, place: tuple[int, int, int]) -> Results:
+            own = options | whole.dropout_at(*place)
+            return attend_arguments(q, k, v, whole.mask_at(*place), environment, weights=wanted, sinks=sinks, **own)
 
         divides = heads_divide(layer.num_heads, layer.num_kv_heads, self.world)
         exchanged = by_heads if wanted is None and self.method != "gather" and divides else by_gathering
@@ -277,10 +293,12 @@ def _require_plain(module: MultiHeadAttention, environment: Environment, cache: 
         raise RecordError(f"{_WHERE}: a recorder or an intervention sees parts of calls only. Use it on one process.")
     if environment.transformed:
         raise KernelError(f"{_WHERE}: torch.func and forward-mode derivatives do not follow exchanges.")
-    if module.training and module.dropout:
-        fix = "Set module.dropout = 0.0, and drop what the output projection returns instead."
-        got = f"{module.dropout}"
-        raise ArgumentError("dropout", expected="0 for weights of several processes", got=got, fix=fix)
+    kernel = environment.kernel
+    if module.training and module.dropout and kernel is not None and not kernel.seeds_dropout:
+        raise KernelError(
+            f"{_WHERE}: use_kernel({kernel.name!r}) would drop other weights in every process. "
+            "Leave the choice to Clearhead, or set module.dropout = 0.0."
+        )
 
 
 def _read(
@@ -335,8 +353,11 @@ def _facts(module: MultiHeadAttention, request: _Request, environment: Environme
         fingerprint(getattr(environment.kernel, "name", None)),
         fingerprint(None if mask is None else (mask.describe(), str(mask.sizes()))),
         fingerprint(of_positions),
+        fingerprint(module.dropout),
         query.shape[1],
         key.shape[1],
+        # Every process draws, so that what it draws next does not depend on its place; the first one's seed counts.
+        int(draw_seed(query.device)) if module.training and module.dropout else 0,
     )
 
 

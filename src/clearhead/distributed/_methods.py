@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._call.dropout import DropoutOrigin
 from .._call.spec import Results
 from ..masks._base import Mask
 from ..masks._part import Place, part_of
@@ -21,8 +23,8 @@ from ._layout import Parts
 
 __all__ = ["Attend", "Whole", "by_gathering", "by_heads", "heads_divide"]
 
-#: Attention of query, key and value with a mask, and of sinks (H,); all else is settled.
-Attend = Callable[[Tensor, Tensor, Tensor, "Mask | None", "Tensor | None"], Results]
+#: Attention of query, key and value, of sinks (H,), and of first head, row and column in the whole.
+Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None", tuple[int, int, int]], Results]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Whole:
         queries, keys: which positions each process holds.
         mask: of all queries and keys, and of the heads that are given.
         query_positions, key_positions: of all, as in `Grid`.
+        num_heads: H, of the module's heads that this process computes.
         sinks: (H,), or ``None``.
+        dropout: probability, seed, heads of the whole module, and the first of this process; or ``None``.
     """
 
     group: dist.ProcessGroup
@@ -45,13 +49,22 @@ class Whole:
     mask: Mask | None
     query_positions: Tensor | int | None
     key_positions: Tensor | int | None
+    num_heads: int
     sinks: Tensor | None
+    dropout: tuple[float, Tensor, int, int] | None = None
 
-    def mask_at(self, heads: int, first_head: int = 0, row: int = 0, column: int = 0) -> Mask | None:
-        """The mask of a call whose first query and key stand there; `heads` is H."""
+    def mask_at(self, head: int, row: int, column: int) -> Mask | None:
+        """The mask of a call whose first head, query and key are these of the whole."""
         lengths = self.queries.length, self.keys.length
         place = Place(*lengths, row, column, self.query_positions, self.key_positions)
-        return part_of(self.mask, heads, first_head, place)
+        return part_of(self.mask, self.num_heads, head, place)
+
+    def dropout_at(self, head: int, row: int, column: int) -> dict[str, Any]:
+        """What such a call draws its dropout from, as `attend_arguments` takes it."""
+        if self.dropout is None:
+            return {}
+        p, seed, total, first = self.dropout
+        return {"dropout_p": p, "dropout_seed": seed, "origin": DropoutOrigin(total, first + head, row, column)}
 
 
 def by_gathering(q: Tensor, k: Tensor, v: Tensor, whole: Whole, attend: Attend) -> Results:
@@ -69,8 +82,7 @@ def by_gathering(q: Tensor, k: Tensor, v: Tensor, whole: Whole, attend: Attend) 
     # A process without queries computes an empty call: the others wait for its part of the keys' gradients.
     for run in whole.queries.runs(whole.rank) or (slice(0, 0),):
         count = run.stop - run.start
-        mask = whole.mask_at(q.shape[1], row=run.start)
-        found.append(attend(q[:, :, start : start + count], keys, values, mask, whole.sinks))
+        found.append(attend(q[:, :, start : start + count], keys, values, whole.sinks, (0, run.start, 0)))
         start += count
     return _in_a_row(found)
 
@@ -119,7 +131,7 @@ def by_heads(q: Tensor, k: Tensor, v: Tensor, whole: Whole, attend: Attend) -> R
         for index, (part, width) in enumerate(zip(parts, widths, strict=True))
     )  # (B, H / W, L, D), (B, Hkv / W or 1, S, D) and (…, Dv)
     sinks = None if whole.sinks is None else whole.sinks[first : first + heads]
-    results = attend(q_all, k_all, v_all, whole.mask_at(q.shape[1], first), sinks)
+    results = attend(q_all, k_all, v_all, sinks, (first, 0, 0))
     return Results(_rows_back(results.output, whole, v.shape[3]))
 
 

@@ -64,13 +64,17 @@ class _Ring(torch.autograd.Function):
             for block in _blocks(whole, q, part, keys, k.shape[3]):
                 rows = block.rows
                 arguments = block.query, block.key, block.value, block.mask, environment
-                results = attend_arguments(*arguments, return_lse=True, **ring.options)
+                options = ring.options | whole.dropout_at(*block.place)
+                results = attend_arguments(*arguments, return_lse=True, **options)
                 merge_some_keys(output[:, :, rows], lse[:, :, rows], results.output, cast(Tensor, results.lse))
         if sinks is not None:
             nothing = output.new_zeros(()).expand(output.shape)
             merge_some_keys(output, lse, nothing, sinks.to(dtype)[None, :, None].expand(lse.shape))
         ctx.ring, ctx.key_dim = ring, k.shape[3]
-        ctx.save_for_backward(q, own, output, lse, sinks, *biases)
+        # The mask's tensors are saved for autograd to notice writes to them.
+        held = () if whole.mask is None else whole.mask.tensors()
+        ctx.count = 5 + len(biases)
+        ctx.save_for_backward(q, own, output, lse, sinks, *biases, *(x for x in held if not x.is_inference()))
         return output.to(q.dtype)
 
     @staticmethod
@@ -78,7 +82,7 @@ class _Ring(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q, own, output, lse, sinks, *biases = ctx.saved_tensors
+        q, own, output, lse, sinks, *biases = ctx.saved_tensors[: ctx.count]
         ring: Ring = ctx.ring
         whole, dtype = ring.whole, output.dtype
         (of_output,) = gradients
@@ -122,6 +126,7 @@ class _Block:
         query, key, value: (B, H, l, D), (B, Hkv, s, D), (B, Hkv, s, Dv).
         mask: of them.
         rows, columns: which of this process's queries, and of the keys that are here.
+        place: first head, row and column in the whole.
     """
 
     query: Tensor
@@ -130,6 +135,7 @@ class _Block:
     mask: Mask | None
     rows: slice
     columns: slice
+    place: tuple[int, int, int]
 
 
 def _blocks(whole: Whole, q: Tensor, part: Tensor, holder: int, key_dim: int) -> Iterator[_Block]:
@@ -137,8 +143,9 @@ def _blocks(whole: Whole, q: Tensor, part: Tensor, holder: int, key_dim: int) ->
     key, value = part[..., :key_dim].permute(1, 2, 0, 3), part[..., key_dim:].permute(1, 2, 0, 3)
     for rows, first_row in _places(whole.queries.runs(whole.rank)):
         for columns, first_column in _places(whole.keys.runs(holder)):
-            mask = whole.mask_at(q.shape[1], row=first_row, column=first_column)
-            block = _Block(q[:, :, rows], key[:, :, columns], value[:, :, columns], mask, rows, columns)
+            place = 0, first_row, first_column
+            mask = whole.mask_at(*place)
+            block = _Block(q[:, :, rows], key[:, :, columns], value[:, :, columns], mask, rows, columns, place)
             if mask is None or _may_see(mask, block):
                 yield block
 
@@ -161,7 +168,8 @@ def _may_see(mask: Mask, block: _Block) -> bool:
 
 def _call(ring: Ring, block: _Block) -> AttentionCall:
     arguments = block.query, block.key, block.value, block.mask
-    return validate_call(*arguments, environment=ring.environment._replace(gradients=False), **ring.options)
+    options = ring.options | ring.whole.dropout_at(*block.place)
+    return validate_call(*arguments, environment=ring.environment._replace(gradients=False), **options)
 
 
 def _packed(whole: Whole, k: Tensor, v: Tensor) -> Tensor:

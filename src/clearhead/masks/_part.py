@@ -76,6 +76,11 @@ class PartMask(Mask):
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
         self._mask.add_bias_gradients(gradients, self._moved(block), scores_gradient)
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        place = self._place
+        positions = () if place is None else (place.query_positions, place.key_positions)
+        return *self._mask.tensors(), *(each for each in positions if isinstance(each, Tensor))
+
     def validate(self, grid: Grid) -> None:
         whole = self._whole(grid)
         ends = self._first_head + grid.num_heads, whole.num_heads
