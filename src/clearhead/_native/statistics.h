@@ -4,33 +4,12 @@
 //   3. sums over the rows of a panel, now that each row's total is known.
 // QKᵀ is computed once, and the weights leave the panel only as what is wanted.
 #pragma once
+#include "exact.h"
 #include "largest.h"
 #include "maps.h"
+#include "places.h"
 
 namespace clearhead::ISA {
-
-// Counts what each row sees and, in `viewers`, the counted rows that see each key of a part.
-template <int V, MaskForm FORM>
-static void count_visible(ScorePanel& panel, int64_t count, const TileMask& mask, float* viewers) {
-    if (FORM == MaskForm::none) {
-        float rows = 0;
-        for (int64_t lane = 0; lane < panel.tile.rows.count; lane++) rows += panel.counted[lane];
-        for (int lane = 0; lane < V * LANES; lane++) panel.visible[lane] += static_cast<float>(count);
-        for (int64_t j = 0; viewers && j < count; j++) viewers[j] += rows;
-        return;
-    }
-    const auto where_seen = [&](int64_t j, int v, Floats x) {
-        return masked<FORM, V>(Floats{}, mask, j, v) > splat(-INFINITY) ? x : Floats{};
-    };
-    Floats counted[V];
-    for (int v = 0; v < V; v++) {
-        Floats visible = load(panel.visible + v * LANES);
-        counted[v] = load(panel.counted + v * LANES);
-        for (int64_t j = 0; j < count; j++) visible += where_seen(j, v, splat(1.f));
-        store(panel.visible + v * LANES, visible);
-    }
-    if (viewers) add_columns<V>(count, viewers, [&](int64_t j, int v) { return where_seen(j, v, counted[v]); });
-}
 
 // The scores of a part and the row maxima of its pieces.
 template <int V, class T>
@@ -142,7 +121,8 @@ static void finish_rows(const Problem& p, const Statistics& s, ScorePanel& panel
     for (int64_t lane = 0; lane < rows.count; lane++) {
         const int64_t place = p.row_place(batch, rows.head[lane], rows.row[lane]);
         const double sum = panel.tile.sum[lane], ln2 = LN_OF_2;
-        const double row_max = sum == 0 ? -INFINITY : sum != sum ? NAN : panel.tile.row_max[lane] * ln2;
+        const double highest = panel.tile.row_max[lane] + panel.shift[lane];
+        const double row_max = sum == 0 ? -INFINITY : sum != sum ? NAN : highest * ln2;
         double factor = sum == 0 ? 0 : 1 / sum, entropy = sum == 0 ? 0 : log(sum), lse = row_max + entropy;
         if (p.sinks && sum != 0) {  // one more term of the total: with shift the larger of row maximum and sink,
             const double sink = p.sinks[rows.head[lane]], shift = row_max < sink ? sink : row_max;
@@ -227,7 +207,8 @@ static void receive(const Problem& p, const ScorePanel* panels, int64_t count, c
 
 static int64_t keys_of_panel(const Problem& p) { return round_up(p.keys, BLOCK); }
 
-static int64_t panels_together(const Problem& p) {
+static int64_t panels_together(const Problem& p, const Statistics& s) {
+    if (s.exact) return 1;
     return larger(1, smaller(MOST_TILES, PANEL_FLOATS / (TILE * keys_of_panel(p) + 1)));
 }
 
@@ -240,7 +221,8 @@ static int64_t panel_size(const Problem& p, const Statistics& s) {
 
 static int64_t statistics_scratch(const Problem& p, const Statistics& s) {
     const int64_t block = (BLOCK + GROUP) * larger(p.dim, width_of_output(p)) + MASK_SCRATCH_FLOATS;
-    return panels_together(p) * panel_size(p, s) + block + 64;
+    const int64_t exact = s.exact ? exact_scratch(p, keys_of_panel(p)) : 0;
+    return panels_together(p, s) * panel_size(p, s) + block + exact + 64;
 }
 
 template <class T>
@@ -268,6 +250,7 @@ static void open_panel(const Problem& p, const Statistics& s, const Task& task, 
     for (int lane = 0; lane < TILE; lane++) {
         const bool there = lane < rows.count;
         panel.inner[lane] = panel.total_inner[lane] = panel.visible[lane] = panel.factor[lane] = 0;
+        panel.shift[lane] = 0;
         panel.counted[lane] = there && (!s.counted || s.counted[batch * p.rows + rows.row[lane]]);
     }
 }
@@ -309,11 +292,14 @@ static void each_block(const Problem& p, const View& view, int64_t columns, int6
 // it begins with what the first has left in the cache.
 template <class T>
 static void work_through(const Problem& p, const Statistics& s, const Task& task, ScorePanel* panels, int64_t count,
-                         const TaskSums& sums, float* block_rows, const MaskScratch& room) {
+                         const TaskSums& sums, float* block_rows, const MaskScratch& room, const ExactScores& exact) {
     const int64_t b = task.batch, width = width_of_output(p), run = run_length(keys_of_panel(p) / BLOCK);
     const auto score = [&](ScorePanel& panel, const Part<T>& part) {
         float* seen_by = sums.viewers ? sums.viewers + part.start : nullptr;
-        by_vectors(panel.tile.rows.vectors, [&](auto v) { score_part<v.value>(p, panel, b, part, room, seen_by); });
+        by_vectors(panel.tile.rows.vectors, [&](auto v) {
+            if (s.exact) return score_exactly<v.value>(p, panel, b, part, room, exact, seen_by);
+            score_part<v.value>(p, panel, b, part, room, seen_by);
+        });
     };
     const auto weigh = [&](ScorePanel& panel, const Part<T>& part) {
         if (!panel.seen[panel.number(part.block)]) return;
@@ -323,7 +309,10 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
             if (width) mix_part<v.value>(panel, part, width);
         });
     };
+    if (s.exact) widen_query(p, panels[0], exact);
     each_block<T>(p, p.key, p.dim, p.dim, task, panels, count, false, block_rows, score);
+    if (s.exact) by_vectors(panels[0].tile.rows.vectors, [&](auto v) { store_shifted<v.value>(panels[0], exact); });
+    for (int64_t n = 0; s.stripes && n < count; n++) find_stripes(p, s, panels[n], b);
     for (int64_t n = 0; s.top && n < count; n++) expect_largest(panels[n]);
     each_block<T>(p, p.value, p.value_dim, width, task, panels, count, true, width ? block_rows : nullptr, weigh);
     for (int64_t n = 0; n < count; n++) {
@@ -331,9 +320,12 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
         finish_rows(p, s, panels[n], b);
         if (s.top) write_largest(p, s, panels[n], b);
         if (width) write_output<T>(p, s, panels[n], b);
+        if (s.sink) write_sink(p, s, panels[n], b);
+        if (s.stripes) write_stripes(p, s, panels[n], b);
         by_vectors(panels[n].tile.rows.vectors, [&](auto v) {
             if (s.weights.data) write_weights<v.value>(p, s, panels[n], b);
             if (sums.map) pool<v.value>(p, s, panels[n], sums);
+            if (s.distance) write_distance<v.value>(p, s, panels[n], b);
         });
     }
     if (sums.received) receive(p, panels, count, sums);
@@ -342,16 +334,17 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
 template <class T>
 static void statistics_typed(const Problem& p, const Statistics& s, const Task& task, const TaskSums& sums,
                              float* scratch) {
-    const int64_t together = panels_together(p);
+    const int64_t together = panels_together(p, s);
     float* block_rows = take(scratch, (BLOCK + GROUP) * larger(p.dim, width_of_output(p)));
     const MaskScratch room = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
+    const ExactScores exact = s.exact ? exact_scores(p, keys_of_panel(p), scratch) : ExactScores();
     for (int64_t row = task.row_start; row < task.row_stop;) {
         ScorePanel panels[MOST_TILES];
         float* rest = scratch;
         int64_t count = 0;
         for (; count < together && row < task.row_stop; count++, row += TILE)
             open_panel<T>(p, s, task, row, rest, panels[count]);
-        work_through<T>(p, s, task, panels, count, sums, block_rows, room);
+        work_through<T>(p, s, task, panels, count, sums, block_rows, room, exact);
     }
 }
 

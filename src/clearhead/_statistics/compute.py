@@ -158,20 +158,22 @@ def _results_by_blocks(
     return {**results, "sees": sees}
 
 
-def exact_weights(call: AttentionCall, rows: Tensor | None) -> Tensor:
-    """Weights of chosen rows, (B, H, n, S), without gradients, from scores in `exact_dtype`."""
+def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = None) -> Tensor:
+    """Weights of chosen rows, (B, H, n, S) or (B, n, S) of one head, without gradients, scored in `exact_dtype`."""
     count = call.grid.query_length if rows is None else len(rows)
     shape = (call.grid.batch_size, call.grid.num_heads, count, call.grid.key_length)
     chosen = None if rows is None else rows.to(call.query.device)
     with torch.no_grad(), autocast_off(call.query):
-        native = None if exact_dtype(call) != torch.float32 or is_tracing() else native_weights(call, chosen, False)
-        if native is not None:
-            return native
+        if call.spec.compute_dtype == torch.float32 and not is_tracing():
+            exact = exact_dtype(call) == torch.float64
+            native = native_weights(call, chosen, False, head=head, exact=exact)
+            if native is not None:
+                return native if head is None else native[:, 0]
         result = call.query.new_zeros(shape, dtype=call.spec.compute_dtype)
         for block, place, query, key in score_blocks(call, chosen, exact_dtype(call)):
             part = BlockRows(call, block, place, query, key, None)
             result[block.batch, block.heads, place, part.columns] = part.weights
-    return result
+        return result if head is None else result[:, head]
 
 
 def _reduce_heads(results: dict[str, Any], names: Sequence[str], call: AttentionCall) -> None:

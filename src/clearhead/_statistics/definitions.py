@@ -18,7 +18,7 @@ from ..kernels._blocks import LongSum, grouped, long_product
 from ..masks._grid import take
 from .rows import GROUP, BlockRows
 
-__all__ = ["STATISTICS", "Options", "Statistic", "TopK", "mean_of_tiles"]
+__all__ = ["STATISTICS", "Options", "Statistic", "TopK", "mean_of_tiles", "sink_marks"]
 
 
 @dataclass(frozen=True)
@@ -238,13 +238,7 @@ class Sink(Statistic):
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         super().__init__(call, options, counted)
         self._sink = self.zeros(*self.row_shape)
-        self._first = self._first_keys()  # (1 or B, 1 or H, S, 1)
-
-    def _first_keys(self) -> Tensor:
-        seen = self.call.coverage.keys
-        if seen is None:
-            seen = torch.ones(1, 1, self.call.grid.key_length, 1, dtype=torch.bool, device=self.call.query.device)
-        return (seen & (seen.cumsum(2) <= self.options.sink_keys)).to(self.call.spec.compute_dtype)
+        self._first = sink_marks(call, options.sink_keys).to(call.spec.compute_dtype)
 
     def add(self, rows: BlockRows) -> None:
         first = take(take(self._first, 0, rows.block.batch), 1, rows.block.heads)[:, :, rows.columns]  # (…, s, 1)
@@ -252,6 +246,14 @@ class Sink(Statistic):
 
     def result(self) -> dict[str, Any]:
         return {"sink": self._sink}
+
+
+def sink_marks(call: AttentionCall, count: int) -> Tensor:
+    """Bool (1 or B, 1 or H, S, 1): the first `count` keys that any query of the item sees."""
+    seen = call.coverage.keys
+    if seen is None:
+        seen = torch.ones(1, 1, call.grid.key_length, 1, dtype=torch.bool, device=call.query.device)
+    return seen & (seen.cumsum(2) <= count)
 
 
 @final

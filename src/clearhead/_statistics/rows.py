@@ -63,9 +63,9 @@ class BlockRows:
     def raw_largest(self) -> Tensor:
         """Largest scale · q·k of the visible keys, before soft-cap and bias, −∞ where none is, (b, h, l, 1)."""
         mask = self.call.mask
-        if self.width == 0 or (self.call.softcap is None and (mask is None or not mask.has_bias)):
+        if self.width == 0 or (self.call.spec.softcap is None and (mask is None or not mask.has_bias)):
             return self.largest
-        raw = grouped(self._query, self._key.transpose(-2, -1), self.call.scale)  # (b, h, l, s)
+        raw = grouped(self._query, self._key.transpose(-2, -1), self.call.spec.scale)  # (b, h, l, s)
         return raw.masked_fill_(self._scores == float("-inf"), float("-inf")).amax(-1, keepdim=True)
 
     @cached_property

@@ -280,9 +280,8 @@ class record(Drawable, Mapping[str, Calls]):
             ArgumentError: for a layer, head or row that is not there.
         """
         kept = self.kept_call(layer, call)
-        with torch.no_grad():
-            weights = exact_weights(kept, row_numbers(queries, kept.grid.query_length, "queries"))
-        return weights if head is None else weights[:, index("head", head, weights.shape[1])]
+        head = None if head is None else index("head", head, kept.grid.num_heads) % kept.grid.num_heads
+        return exact_weights(kept, row_numbers(queries, kept.grid.query_length, "queries"), head)
 
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
         """The recorded query and key of one call with its mask; values are not kept, the key stands in for them.
