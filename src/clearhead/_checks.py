@@ -19,6 +19,7 @@ __all__ = [
     "FLOATS",
     "INTEGERS",
     "LARGEST",
+    "PLAIN",
     "choice",
     "flag",
     "index",
@@ -40,6 +41,8 @@ __all__ = [
     "with_values",
 ]
 
+#: Types of tensors whose values lie in memory; what others mean is up to their `__torch_function__`.
+PLAIN = (Tensor, nn.Parameter)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 #: The largest size, count or position: more fits no memory, and sums of a few such numbers stay within 64 bits.

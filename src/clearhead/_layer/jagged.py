@@ -40,7 +40,7 @@ def read_jagged(
 
     Args:
         query, key, value: the inputs of self-attention or cross-attention.
-        side_by_side: whether each key has to stand beside a query, for a position part that turns both.
+        side_by_side: whether each key has to stand beside a query, for a position part.
 
     Returns:
         Query, key and value, (T, features), (Tk, features); where the rows lie; and a function that makes (T, features)
@@ -76,7 +76,7 @@ def read_jagged(
 
 def _require_side_by_side(rows: Rows) -> None:
     if not is_tracing() and not torch.equal(rows.query_positions, rows.key_positions):
-        expected = "the query's lengths: a position part turns both by the same positions"
+        expected = "the query's lengths: a position part rotates both by the same positions"
         fix = "Use position= in self-attention, and a module without it for cross-attention."
         raise ShapeError("key", expected=expected, got="others", fix=fix)
 

@@ -46,7 +46,7 @@ def apply_position(position: PositionPart, q: Tensor, k: Tensor, positions: Posi
     if q.shape[2] != k.shape[2]:
         raise ShapeError(
             "key",
-            expected=f"the query's length {q.shape[2]}: a position part turns both by the same positions",
+            expected=f"the query's length {q.shape[2]}: a position part rotates both by the same positions",
             got=f"{k.shape[2]}",
             fix="Use position= in self-attention, and a module without it for cross-attention.",
         )
