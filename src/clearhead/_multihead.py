@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from ._call.caching import Cache, Positions
 from ._call.spec import WeightsWanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
 from ._environment import Environment, read_environment
@@ -27,7 +28,7 @@ from ._multihead_checks import (
     require_parts,
     whole_head_dim,
 )
-from .caches._base import Cache, Positions, unchanged_if_refused
+from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
 from .errors import ArgumentError
 from .masks._base import Mask
