@@ -24,6 +24,7 @@ __all__ = [
     "require_inputs",
     "require_mask",
     "require_parts",
+    "unfit_projections",
     "whole_head_dim",
 ]
 
@@ -142,6 +143,17 @@ def _require_together(query: Tensor, key: Tensor, value: Tensor) -> None:
     got = f"query {shape_text(query.shape)}, key {shape_text(key.shape)}, value {shape_text(value.shape)}"
     fix = "Inputs are (B, length, features)."
     raise ShapeError("query, key, value", expected=problem, got=got, fix=fix)
+
+
+def unfit_projections(found: tuple[Tensor, Tensor, Tensor], inner: int, kv_inner: int) -> ShapeError:
+    """The error for projections that do not give the features of the module's heads."""
+    got = " and ".join(str(each.shape[-1]) for each in found)
+    fix = (
+        "A projection that was replaced has to give as many; one that was split over processes by hand computes "
+        "other heads than the module counts: use clearhead.distributed.tensor_parallel."
+    )
+    expected = f"H·D = {inner} features of queries, and Hkv·D = {kv_inner} of keys and of values"
+    return ShapeError("q_proj, k_proj, v_proj", expected=expected, got=got, fix=fix)
 
 
 def whole_head_dim(embed_dim: int, num_heads: int) -> int:

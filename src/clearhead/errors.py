@@ -16,6 +16,7 @@ __all__ = [
     "ClearheadError",
     "DTypeError",
     "DeviceError",
+    "DistributedError",
     "FileError",
     "KernelError",
     "MaskTypeError",
@@ -88,6 +89,10 @@ class CacheError(ClearheadError, RuntimeError):
 
 class CheckpointError(ClearheadError, ValueError):
     """Weights on disk are not the ones that were expected."""
+
+
+class DistributedError(ClearheadError, RuntimeError):
+    """The processes of a group cannot make a call together."""
 
 
 class RecordError(ClearheadError, RuntimeError):

@@ -18,7 +18,7 @@ from ..masks._check import as_positions
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid
 from ..masks._tensors import as_mask
-from .dropout import dropout_factors
+from .dropout import DropoutOrigin, dropout_factors
 from .rows import Rows, within_rows
 
 __all__ = [
@@ -69,6 +69,7 @@ class AttentionSpec(NamedTuple):
         softcap: c in s ← c·tanh(s/c), or ``None``.
         sinks: whether there are sinks.
         dropout_p: probability that a weight is dropped, in [0, 1].
+        origin: where the call begins in the one whose weights it drops; ``None`` where it is the whole.
         gradients: which of the call's inputs want one, in the order of `AttentionCall.inputs`; empty if none does.
         lse: whether the log-sum-exp is returned.
         weights: which weights are returned.
@@ -91,6 +92,7 @@ class AttentionSpec(NamedTuple):
     softcap: float | None
     sinks: bool
     dropout_p: float
+    origin: DropoutOrigin | None
     gradients: tuple[bool, ...]
     lse: bool
     weights: WeightsWanted
@@ -197,7 +199,8 @@ class AttentionCall:
 
     def dropout_factors(self, block: Block, dtype: torch.dtype) -> Tensor:
         """What a block's weights are multiplied with, (b, h, l, s); for a call that has a seed."""
-        return dropout_factors(cast(Tensor, self.dropout_seed), self.spec.dropout_p, block, dtype, self.first_item)
+        spec, seed = self.spec, cast(Tensor, self.dropout_seed)
+        return dropout_factors(seed, spec.dropout_p, block, dtype, self.first_item, spec.origin)
 
     @property
     def read_again(self) -> tuple[Tensor, ...]:
@@ -322,6 +325,7 @@ def quick_spec(
         None,
         False,
         cast(float, dropout_p),
+        None,
         gradients,
         lse,
         weights,
@@ -358,6 +362,8 @@ def validate_call(
     return_lse: bool = False,
     weights: WeightsWanted = None,
     rows: Rows | None = None,
+    origin: DropoutOrigin | None = None,
+    dropout_seed: Tensor | None = None,
     environment: Environment | None = None,
 ) -> AttentionCall:
     """Check `attention`'s arguments, and add a batch of one where there is none.
@@ -394,6 +400,7 @@ def validate_call(
         _softcap(softcap, query),
         sinks is not None,
         _dropout(dropout_p),
+        origin if dropout_p else None,
         _gradients(inputs, environment._replace(gradients=torch.is_grad_enabled())),
         flag("return_lse", return_lse),
         weights,
@@ -402,7 +409,7 @@ def validate_call(
         environment.transformed,
         environment.dispatching,
     )
-    call = AttentionCall(spec, query, key, value, checked, sinks, q_positions, k_positions, rows)
+    call = AttentionCall(spec, query, key, value, checked, sinks, q_positions, k_positions, rows, dropout_seed)
     if checked is not None:
         if rows is None:
             checked.validate(call.grid)

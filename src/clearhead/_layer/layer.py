@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from .._call.caching import Cache, KeyValues, Positions
+from .._call.dropout import DropoutOrigin
 from .._call.heads import merge_heads, split_heads
 from .._call.rows import Rows
 from .._call.spec import Results, WeightsWanted
@@ -68,6 +69,7 @@ class Layer:
         costs: of a token and of a pair, for leaving padding out; ``None`` never does.
         batch_first: whether memory holds (B, L, E) rather than (L, B, E). Tensors are (B, L, E) either way.
         forms: how attention is computed of the projections, where it is not of them as they are.
+        origin: where these heads begin in those of the whole module, for dropout.
     """
 
     project: Project
@@ -85,6 +87,7 @@ class Layer:
     costs: Costs | None = None
     batch_first: bool = True
     forms: Forms | None = None
+    origin: DropoutOrigin | None = None
 
     def run(
         self,
@@ -164,7 +167,8 @@ class Layer:
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"scale": self.scale, "dropout_p": self.dropout_p, "softcap": self.softcap, "sinks": self.sinks}
+        of_scores = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+        return {"dropout_p": self.dropout_p, "origin": self.origin, **of_scores}
 
     def projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions, environment: Environment

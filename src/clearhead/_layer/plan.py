@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._call.dropout import draw_seed
+from .._call.dropout import DropoutOrigin, draw_seed
 from .._call.observers import computing, notify
 from .._call.rows import Rows, mask_of_document, require_within
 from .._call.spec import (
@@ -174,16 +174,20 @@ def attend_arguments(
     return_lse: bool = False,
     weights: WeightsWanted = None,
     rows: Rows | None = None,
+    origin: DropoutOrigin | None = None,
+    dropout_seed: Tensor | None = None,
     show: Show | None = None,
 ) -> Results:
     """Compute `attention`, and weights if they are wanted, in an environment that was read before.
 
     With `rows`, query, key and value are (1, H, T, D), (1, Hkv, Tk, D) and (1, Hkv, Tk, Dv), and each document attends
-    to itself alone. Arguments whose spec has a plan were validated when it was made.
+    to itself alone. With an `origin` and a seed the call drops what the larger one does of which it is a part.
+    Arguments whose spec has a plan were validated when it was made.
     """
     if (
         environment.is_plain
         and rows is None
+        and origin is None
         and softcap is None
         and sinks is None
         and return_lse is False
@@ -214,6 +218,8 @@ def attend_arguments(
             return_lse=return_lse,
             weights=weights,
             rows=rows,
+            origin=origin,
+            dropout_seed=dropout_seed,
             environment=environment,
         )
         return _finished(_attend(call, environment, show), sinks is not None, query.dim() == 3)
@@ -299,6 +305,8 @@ def _resolving(call: AttentionCall) -> Results:
 
 def _with_seed(compute: Plan) -> Plan:
     def seeded(call: AttentionCall) -> Results:
+        if call.dropout_seed is not None:  # drawn for all parts of a larger call
+            return compute(call)
         return compute(replace(call, dropout_seed=draw_seed(call.query.device)))
 
     return seeded

@@ -73,7 +73,7 @@ class monitor:
             unstable training (Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse",
             2023). Once if heads' ``max_logit`` or ``raw_max_logit`` is above its own: logits that grow make weights
             almost one-hot, and the loss diverges (Dehghani et al., "Scaling Vision Transformers to 22 Billion
-            Parameters", 2023, section 2.1). Only what is among `statistics` is looked at. The papers give no
+            Parameters", 2023). Only what is among `statistics` is looked at. The papers give no
             thresholds; 100 is that of QK-Clip (Kimi Team, "Kimi K2", 2025).
         UnseenAttentionWarning: as `record`, at the first measured step.
 

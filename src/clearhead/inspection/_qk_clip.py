@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ def _of_latent(module: MultiHeadLatentAttention) -> list[_Rows]:
 
 
 def _of_torch(module: nn.MultiheadAttention) -> list[_Rows]:
-    name = "in_proj_weight" if module._qkv_same_embed_dim else "q_proj_weight"  # pyright: ignore[reportPrivateUsage]
+    name = "in_proj_weight" if module.in_proj_weight is not None else "q_proj_weight"
     parts = [_own(module, name, "")]
     if module.in_proj_bias is not None:
         parts.append(_own(module, "in_proj_bias", ""))
@@ -155,8 +155,7 @@ def _linear(name: str, projection: nn.Module) -> list[Tensor]:
 
 def _own(module: nn.Module, name: str, prefix: str) -> Tensor:
     """A parameter that nothing computes from others, as parametrizations and pruning do."""
-    parameters: dict[str, Any] = module.__dict__["_parameters"]
-    parameter = parameters.get(name)
+    parameter = dict(module.named_parameters(recurse=False)).get(name)
     if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS:
         got = "none of its own" if parameter is None else f"a {type(parameter).__name__} of {parameter.dtype}"
         raise _not_plain(f"{prefix}{name}", got)

@@ -303,7 +303,8 @@ def _require_used(kind: str, given: dict[str, Any]) -> None:
     """Raise unless the arguments are those of the kind, and within their bounds."""
     used = _ARGUMENTS[kind]
     for name, value in given.items():
-        if name not in used and value is not _DEFAULTS[name] and value != _DEFAULTS[name]:
+        default = _DEFAULTS[name]
+        if name not in used and not (type(value) is type(default) and value == default):
             of = " and ".join(repr(each) for each, names in _ARGUMENTS.items() if name in names)
             fix = f"{name} is for {of}."
             raise ArgumentError(name, expected=f"nothing for kind={kind!r}", got=shown(value), fix=fix)
@@ -351,7 +352,7 @@ def _windows(config: Any) -> list[int | None]:
 
 def _full(served: PreTrainedModel, max_length: int | None) -> Cache:
     # transformers' own choice of the layers that need no more than a window.
-    dynamic = DynamicCache(config=served.config.get_text_config(decoder=True)).layers
+    dynamic = DynamicCache(config=served.get_decoder().config).layers
     layers = [FullLayer(max_length) if type(each) is DynamicLayer else each for each in dynamic]
     if any(type(each) not in (FullLayer, DynamicSlidingWindowLayer) for each in layers):
         raise ArgumentError(

@@ -25,6 +25,7 @@ __all__ = [
     "LongSum",
     "Workspace",
     "block_scores",
+    "block_share",
     "block_weights",
     "drop_subnormal",
     "exact_dtype",
@@ -236,6 +237,12 @@ def block_softmax(call: AttentionCall, block: Block, scores: Tensor) -> Tensor:
     if call.sinks is not None or call.coverage.masked_queries is not None or scores.shape[-1] == 0:
         return block_weights(call, block, scores)[0]
     return drop_subnormal(call, _softmax(scores))
+
+
+def block_share(call: AttentionCall, scores: Tensor, lse: Tensor) -> Tensor:
+    """The weights of keys that are not all that a row sees, in place, from the lse (b, h, l) of all of them."""
+    lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # of a row that sees none, whose scores are −∞
+    return drop_subnormal(call, scores.sub_(lse[..., None]).exp_())
 
 
 def _softmax(scores: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from ._blocks import (
     LongSum,
     Workspace,
     block_scores,
+    block_share,
     block_softmax,
     block_weights,
     grouped,
@@ -28,7 +29,7 @@ from ._blocks import (
 )
 from ._second_order import backward_pass, recompute_by_reference, sinks_gradient
 
-__all__ = ["ChunkedKernel"]
+__all__ = ["ChunkedKernel", "gradients_of_some_keys"]
 
 
 @final
@@ -108,13 +109,32 @@ def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
     return output
 
 
+def gradients_of_some_keys(
+    call: AttentionCall, lse: Tensor, correction: Tensor, output_gradient: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of a call that holds some of the keys of a larger one, in the order of `call.inputs` without sinks.
+
+    Args:
+        call: without sinks.
+        lse: (B, H, L) of all keys, sinks included.
+        correction: δ = dO·o (B, H, L) of all keys.
+        output_gradient: dO (B, H, L, Dv).
+    """
+    return _backward(call, lse, output_gradient, None, correction)
+
+
 def _backward(
-    call: AttentionCall, lse: Tensor, output_gradient: Tensor | None, lse_gradient: Tensor | None
+    call: AttentionCall,
+    lse: Tensor,
+    output_gradient: Tensor | None,
+    lse_gradient: Tensor | None,
+    of_all_keys: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, sinks (if any) and every bias tensor, in the order of `call.inputs`.
 
     With dO the output's gradient, dp = dO vᵀ (dropped as p was), δ = Σ_j p dp and dl that of lse:
-    ds = p (dp − δ + dl). δ is summed from the block's own row and not taken as dO·o, whose o may be rounded.
+    ds = p (dp − δ + dl). δ is summed from the block's own row and not taken as dO·o, whose o may be rounded; where
+    the call does not hold all keys, it is `of_all_keys`, as `lse` is.
     """
     dtype = call.spec.compute_dtype
     if output_gradient is None:
@@ -134,7 +154,12 @@ def _backward(
             part = block.columns
             rows_query, rows_key = query[:, :, rows], key[:, :, part]
             scores, squashed = block_scores(call, block, rows_query, rows_key, workspace)
-            weights = block_softmax(call, block, scores)  # from lse they would have its rounding as a relative error
+            if of_all_keys is None:
+                weights = block_softmax(
+                    call, block, scores
+                )  # from lse they would have its rounding as a relative error
+            else:
+                weights = block_share(call, scores, span.query(lse)[:, :, rows])
             gradient = span.query(output_gradient)[:, :, rows].to(dtype)
             rows_value = value[:, :, part].transpose(-2, -1)
             scores_gradient = grouped(gradient, rows_value, workspace=gradient_workspace)  # dp (b, h, l, s)
@@ -144,8 +169,11 @@ def _backward(
                 dropped = weights * factors
                 scores_gradient *= factors
             span_value_gradient.run[:, :, part] += grouped_transposed(dropped, gradient, key.shape[1])
-            delta = torch.linalg.vecdot(weights, scores_gradient) - span.query(lse_gradient)[:, :, rows]
-            span.query(correction)[:, :, rows] = delta
+            if of_all_keys is None:
+                delta = torch.linalg.vecdot(weights, scores_gradient) - span.query(lse_gradient)[:, :, rows]
+                span.query(correction)[:, :, rows] = delta
+            else:
+                delta = span.query(of_all_keys)[:, :, rows]
             scores_gradient.sub_(delta[..., None]).mul_(weights)  # ds
             if call.mask is not None:
                 call.mask.add_bias_gradients([sums.run for sums in bias_gradients], block, scores_gradient)

@@ -20,7 +20,7 @@ from ._native_support import learnt_shape, native_refusals, refuses_statistics
 from ._second_order import allow_second_derivatives, backward_pass, recompute_by_reference, sinks_gradient
 from ._weights_gradient import weights_by_operations, weights_gradients
 
-__all__ = ["NativeKernel", "arguments_of"]
+__all__ = ["NativeKernel", "arguments_of", "native_gradients_of_some_keys"]
 
 _WORTH_THREADS = 1 << 20  # multiplications of scores that take longer on one thread than PyTorch's kernel on several
 
@@ -235,6 +235,22 @@ class _Native(torch.autograd.Function):
             return *results, weights_by_operations(call, None, weights == "average")
 
         return backward_pass(ctx, gradients, inputs, own, recompute)
+
+
+def native_gradients_of_some_keys(
+    call: AttentionCall, output: Tensor, lse: Tensor, output_gradient: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value of a call that holds some of the keys of a larger one.
+
+    Args:
+        call: without sinks and biases that learn, which `native_refusals` has nothing against.
+        output: (B, H, L, Dv) of all keys, in float32.
+        lse: (B, H, L) of all keys, sinks included, in float64.
+        output_gradient: (B, H, L, Dv).
+    """
+    native, inputs = _prepare_every_time(call), (call.query, call.key, call.value)
+    query, key, value, _ = native.wide().backward(*inputs, output, lse, output_gradient, None, native.extras)
+    return query, key, value
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

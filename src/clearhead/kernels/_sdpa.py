@@ -44,6 +44,8 @@ class SdpaKernel(Kernel):
             reasons.append(Refusal("its causal path gives NaN for a scale of 0 or below"))
         if spec.sinks:
             reasons.append(Refusal("it has no sinks"))
+        if spec.origin is not None:
+            reasons.append(Refusal("every process would drop other weights"))
         if spec.empty:
             reasons.append(Refusal("a size is 0"))
         if any(spec.gradients[3 + spec.sinks :]):
