@@ -10,8 +10,6 @@ from typer.core import TyperGroup
 
 from ..errors import ClearheadError
 
-__all__ = ["OneLineErrors", "UsageProblem", "warn"]
-
 WRONG_USAGE, FAILED, STOPPED = 2, 1, 130
 
 EXTRAS = {"matplotlib": "plot", "rich": "cli", "transformers": "hf"}

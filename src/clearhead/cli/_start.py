@@ -6,8 +6,6 @@ import gc
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-__all__ = ["collecting_later"]
-
 
 @contextmanager
 def collecting_later() -> Generator[Callable[[], None]]:

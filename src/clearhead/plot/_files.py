@@ -7,8 +7,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["whole_file"]
-
 
 @contextmanager
 def whole_file(path: Path) -> Generator[Path]:

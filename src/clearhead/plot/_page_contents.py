@@ -118,9 +118,7 @@ def _layer(
         "bins": [entropy.shape[1], received.shape[1]],
         **_rows(entropy, received, layer.indices[..., :count], layer.weights[..., :count], packer),
         "whole": {
-            str(head): _rows(
-                *(values[head] for values in (layer.entropy, shares, layer.indices, layer.weights)), packer
-            )
+            str(head): _rows(layer.entropy[head], shares[head], layer.indices[head], layer.weights[head], packer)
             for head in heads
         },
         "wordEntropy": _optional(layer.word_entropy if exact else None, packer),
