@@ -4,8 +4,8 @@ The profile ``ci`` generates the same calls in every run and on every machine, s
 HYPOTHESIS_PROFILE=full spends the larger budget and draws anew.
 
 CLEARHEAD_TEST_ISA names the best instruction set of the native kernel (``none``: it was not built),
-CLEARHEAD_TEST_VENDOR the processor's vendor as it names itself (``GenuineIntel``, ``AuthenticAMD``); by default both are
-those of this machine. PyTorch's own is forced with its ATEN_CPU_CAPABILITY.
+CLEARHEAD_TEST_VENDOR the processor's vendor as it names itself (``GenuineIntel``, ``AuthenticAMD``); by default both
+are those of this machine. PyTorch's own is forced with its ATEN_CPU_CAPABILITY.
 """
 
 from __future__ import annotations
