@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from clearhead.kernels._native_plan import Extras, NativePlan, layout_of
+from clearhead._call.spec import Layout
+from clearhead.kernels._native_plan import Extras, NativePlan
 from tests.support.native import needs_native, on_every_set
 
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 13, 7
@@ -74,8 +75,8 @@ NAMES = ["band", "spans", "padding", "padding, bias", "padding, causal", "cells"
 def run(
     options: dict[str, Any], given: dict[str, Tensor], tensors: tuple[Tensor, ...], gradient: Tensor, **more: Any
 ) -> dict[str, Tensor]:
-    layouts = {name: layout_of(tensor) for name, tensor in given.items() if name != "last"}
-    plan = NativePlan(tensors[0].dtype, *map(layout_of, tensors), scale=0.4, wide=True, **layouts, **options, **more)
+    layouts = {name: Layout.of(tensor) for name, tensor in given.items() if name != "last"}
+    plan = NativePlan(tensors[0].dtype, *map(Layout.of, tensors), scale=0.4, wide=True, **layouts, **options, **more)
     extras, lse = Extras(**given), plan.empty_lse(tensors[0])
     output = plan.forward(*tensors, extras, lse)
     dq, dk, dv, correction = plan.backward(*tensors, output, lse, gradient, None, extras)
@@ -116,8 +117,8 @@ def test_the_gradient_of_a_bias_is_not_counted_twice(instructions: str) -> None:
     shapes = ((HEADS, length, DIM), (HEADS, count, DIM), (HEADS, count, VALUE_DIM), (HEADS, length, VALUE_DIM))
     query, key, value, gradient = (torch.randn(BATCH, *shape) for shape in shapes)
     keys = ~seen[:1].any(-2)[..., None].expand(BATCH, -1, -1, -1)
-    layouts = [layout_of(tensor) for tensor in (query, key, value)]
-    plan = NativePlan(torch.float32, *layouts, scale=0.4, bias=layout_of(bias), bias_gradient=tuple(bias.shape))
+    layouts = [Layout.of(tensor) for tensor in (query, key, value)]
+    plan = NativePlan(torch.float32, *layouts, scale=0.4, bias=Layout.of(bias), bias_gradient=tuple(bias.shape))
     extras, found = Extras(bias=bias), []
     for poison in (0.0, torch.nan):
         tensors = (query, key.masked_fill(keys, poison), value.masked_fill(keys, poison))
@@ -134,7 +135,7 @@ def test_statistics_are_not_counted_twice(average: bool, instructions: str) -> N
     seen = _padding(length, count)
     shapes = ((HEADS, length, DIM), (KV_HEADS, count, DIM), (KV_HEADS, count, VALUE_DIM))
     query, key, value = (torch.randn(BATCH, *shape) for shape in shapes)
-    plan = NativePlan(torch.float32, *map(layout_of, (query, key, value)), scale=0.4, visible=layout_of(seen))
+    plan = NativePlan(torch.float32, *map(Layout.of, (query, key, value)), scale=0.4, visible=Layout.of(seen))
     found: list[list[Tensor]] = []
     for poison in (0.0, torch.nan):
         hidden = ~seen.transpose(2, 3)

@@ -181,12 +181,32 @@ def test_the_same_bits_with_and_without_gradients_and_watched(ran: list[str]) ->
 def test_others_get_two_passes(ran: list[str]) -> None:
     x = torch.randn(2, 3, 7, 5)
     attention_with_weights(x, x, x, dropout_p=0.5)
-    with clearhead.use_kernel("reference"):
-        attention_with_weights(x, x, x)
     attention_with_weights(x.bfloat16(), x.bfloat16(), x.bfloat16())
-    assert ran.count("native_weights") == 3
+    assert ran.count("native_weights") == 2
     attention_with_weights(x.double(), x.double(), x.double())
-    assert ran.count("native_weights") == 3
+    for forced in ("chunked", "reference"):
+        with clearhead.use_kernel(forced):
+            attention_with_weights(x, x, x)
+    assert ran.count("native_weights") == 2
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
+@pytest.mark.parametrize("name", ["causal", "keep"])
+def test_a_forced_kernel_computes_weights_too(name: str, average: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = {"causal": masks.causal(), "keep": masks.keep(torch.ones(7, 7).tril(-1).bool())}[name]
+    x = torch.randn(2, 3, 7, 5, requires_grad=True)
+    expected = attention_with_weights(*(x.double(),) * 3, mask, average_attn_weights=average)
+    monkeypatch.setattr(clearhead.kernels._native_statistics, "refuses", lambda call: pytest.fail("native"))
+    for forced in ("chunked", "reference"):
+        with clearhead.use_kernel(forced):
+            found = attention_with_weights(x, x, x, mask, average_attn_weights=average)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+            first, second = (torch.autograd.grad(each.square().sum(), x, retain_graph=True)[0] for each in (one, other))
+            torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
+    message = r"use_kernel\('sdpa'\): this kernel cannot run the call: it gives no weights. Leave the choice"
+    with clearhead.use_kernel("sdpa"), pytest.raises(clearhead.errors.KernelError, match=message):
+        attention_with_weights(x, x, x, mask)
 
 
 def test_half_inputs_give_float32_weights(instructions: str) -> None:

@@ -19,6 +19,7 @@ EVERY = (
     "entropy",
     "received",
     "max_logit",
+    "raw_max_logit",
     "confidence",
     "top_k",
     "sink",
@@ -36,6 +37,7 @@ TOLERANCES = {
     "received": (1e-5, 1e-6),
     "received_mean": (1e-5, 1e-6),
     "max_logit": (1e-5, 1e-5),
+    "raw_max_logit": (1e-5, 1e-5),
     "distance": (1e-5, 1e-5),
     "output": (1e-5, 1e-5),
     "output_norm": (1e-5, 1e-5),
@@ -70,14 +72,19 @@ class Oracle:
     key_positions: Tensor | None = None
 
     @cached_property
-    def scores(self) -> Tensor:
-        """s (B, H, L, S), −∞ where hidden."""
+    def products(self) -> Tensor:
+        """scale · q·k (B, H, L, S), also where hidden."""
         query, key = self.query.detach().double(), self.key.detach().double()
         unseen_queries, unseen_keys = ~self.visible.any(-1), ~self.visible.any(-2)
         key = key.repeat_interleave(query.shape[1] // max(1, key.shape[1]), 1)
         query, key = query.masked_fill(unseen_queries[..., None], 0), key.masked_fill(unseen_keys[..., None], 0)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        scores = torch.einsum("bhid,bhjd->bhij", query, key) * scale
+        return torch.einsum("bhid,bhjd->bhij", query, key) * scale
+
+    @property
+    def scores(self) -> Tensor:
+        """s (B, H, L, S), −∞ where hidden."""
+        scores = self.products
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.bias is not None:
@@ -116,7 +123,13 @@ class Oracle:
         return torch.where(viewers > 0, self.received() / viewers, 0.0)
 
     def max_logit(self) -> Tensor:
-        scores = torch.where(self.counts, self.scores, -torch.inf).flatten(2)
+        return self._largest(self.scores)
+
+    def raw_max_logit(self) -> Tensor:
+        return self._largest(torch.where(self.visible, self.products, -torch.inf))
+
+    def _largest(self, scores: Tensor) -> Tensor:
+        scores = torch.where(self.counts, scores, -torch.inf).flatten(2)
         return torch.cat([scores, scores.new_full((*scores.shape[:2], 1), -torch.inf)], -1).amax(-1)
 
     def confidence(self) -> Tensor:
