@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Literal, overload
 
 from torch import Tensor
 
-from ._call.rows import Rows, read_rows
-from ._call.spec import Results
+from ._call.rows import read_rows
 from ._checks import strided
-from ._environment import Environment, autocast_off, cast_for_autocast, read_environment
-from ._layer.packing import attend_rows
-from ._layer.plan import finished
-from .errors import ShapeError, explain_problem, shape_text
+from ._environment import read_environment
+from ._layer.plan import attend_arguments
+from .errors import ShapeError, shape_text
 from .masks._base import Mask
 
-__all__ = ["attend_documents", "attention_varlen"]
+__all__ = ["attention_varlen"]
 
 
 @overload
@@ -104,57 +101,23 @@ def attention_varlen(
         >>> torch.allclose(found[3:], alone.transpose(0, 1), atol=1e-6)
         True
     """
-    environment = read_environment()
     _require_packed(query=query, key=key, value=value)
-    results = attend_documents(
+    rows = read_rows(cu_seqlens_q, cu_seqlens_k, query, key)
+    output, lse, _ = attend_arguments(
         query.transpose(0, 1)[None],  # (1, H, T, D)
         key.transpose(0, 1)[None],
         value.transpose(0, 1)[None],
-        read_rows(cu_seqlens_q, cu_seqlens_k, query, key),
         mask,
-        environment,
+        read_environment(),
         scale=scale,
         dropout_p=dropout_p,
         softcap=softcap,
         sinks=sinks,
         return_lse=return_lse,
+        rows=rows,
     )
-    output = results.output[0].transpose(0, 1)  # (T, H, Dv)
-    return output if results.lse is None else (output, results.lse[0].transpose(0, 1))
-
-
-def attend_documents(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: Rows,
-    mask: Mask | Tensor | None,
-    environment: Environment,
-    *,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-) -> Results:
-    """`attention_varlen` of (1, H, T, D), (1, Hkv, Tk, D) and (1, Hkv, Tk, Dv), whose running lengths were read."""
-    if environment.autocast:
-        query, key, value = cast_for_autocast(query, key, value)
-    with autocast_off(query) if environment.autocast else nullcontext():
-        results = attend_rows(
-            query,
-            key,
-            value,
-            rows,
-            mask,
-            environment,
-            scale=scale,
-            dropout_p=dropout_p,
-            softcap=softcap,
-            sinks=sinks,
-            return_lse=return_lse,
-        )
-    return finished(results, sinks is not None, False)
+    output = output.squeeze(0).transpose(0, 1)  # (T, H, Dv)
+    return output if lse is None else (output, lse.squeeze(0).transpose(0, 1))
 
 
 def _require_packed(**given: Tensor) -> None:
@@ -162,4 +125,4 @@ def _require_packed(**given: Tensor) -> None:
         if strided(name, tensor).dim() != 3:
             fix = "Batches with padding go into clearhead.attention; here documents lie end to end."
             heads = "(T, H, D)" if name == "query" else "(Tk, Hkv, D)"
-            raise ShapeError(explain_problem(name, expected=heads, got=shape_text(tensor.shape), fix=fix))
+            raise ShapeError(name, expected=heads, got=shape_text(tensor.shape), fix=fix)

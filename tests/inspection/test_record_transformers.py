@@ -20,7 +20,18 @@ from tests.support.statistics_oracle import Oracle, compare
 
 from .small_models import VOCABULARY, enlivened, padding, small, small_bart, token_ids
 
-STATISTICS = ("entropy", "received", "max_logit", "confidence", "top_k", "sink", "distance", "offset", "map")
+STATISTICS = (
+    "entropy",
+    "received",
+    "max_logit",
+    "raw_max_logit",
+    "confidence",
+    "top_k",
+    "sink",
+    "distance",
+    "offset",
+    "map",
+)
 OPTIONS: dict[str, Any] = {
     "statistics": (*STATISTICS, "head_average", "output_norm"),
     "top_k": 8,
@@ -85,7 +96,7 @@ def compare_all(rec: Any, model: nn.Module, handed: list[Handed], visible: Any, 
         for found, call in zip(rec[name], calls, strict=True):
             batch, heads, length, _ = call.query.shape
             seen = visible(call).expand(batch, heads, length, call.key.shape[2])
-            compare(found, Oracle(call.query, call.key, seen, call.value, scale=call.scale, counted=counted(call)))
+            compare(found, Oracle(call.query, call.key, seen, call.value, scale=call.spec.scale, counted=counted(call)))
 
 
 @both

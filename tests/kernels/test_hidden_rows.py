@@ -144,3 +144,20 @@ def test_the_lowest_number_hides_nothing(kernel: str, length: int) -> None:
     torch.testing.assert_close(output[:, :, -1], value.mean(2))
     assert length == 1 or torch.equal(output[:, :, 0], value[:, :, 0])
     assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))
+
+
+@pytest.mark.parametrize("kernel", ["native", "chunked", "reference"])
+@pytest.mark.parametrize("rubbish", [0.0, torch.nan], ids=str)
+def test_sinks_learn_from_the_lse_of_a_query_that_sees_nothing(kernel: str, rubbish: float) -> None:
+    """Its log-sum-exp is the sink, whatever is stored in the keys it does not see."""
+    if kernel == "native" and not instruction_sets():
+        pytest.skip("the native kernel is not built here")
+    query, key, value = inputs(rubbish)
+    sinks = torch.arange(HEADS, dtype=torch.float32).requires_grad_()
+    output_gradient, lse_gradient = torch.ones_like(query), torch.randn(query.shape[:3])
+    with clearhead.use_kernel(kernel):
+        output, lse = clearhead.attention(query, key, value, MASKS["keys"](), sinks=sinks, return_lse=True)
+    torch.autograd.backward([output, lse], [output_gradient, lse_gradient])
+    problem = Problem(query, key, value, lambda b, h, i, j: bool(VISIBLE[b, j]), sinks=sinks)
+    *_, expected = gradients(solve(problem), output_gradient, lse_gradient)
+    torch.testing.assert_close(sinks.grad.double(), expected, rtol=0, atol=1e-5)

@@ -51,6 +51,9 @@ class Contents:
             zlib.decompress(base64.b64decode(elements.texts[f"stream-{item}"]))
             for item in range(len(self.data["items"]))
         ]
+        for item, stream in zip(self.data["items"], self._streams, strict=True):
+            first, length = item.pop("description")
+            item |= json.loads(stream[first : first + length])
 
     def layer(self, item: int, section: int, layer: int) -> dict[str, Any]:
         return self.data["items"][item]["sections"][section]["layers"][layer]

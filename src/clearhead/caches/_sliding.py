@@ -91,6 +91,24 @@ class SlidingKVCache(Cache):
         """How many tokens it has taken, padding included; it holds the last ones only."""
         return self._length
 
+    @property
+    def positions(self) -> Tensor:
+        """(B, S): where the keys in the ring stand, in the order of its slots; −1 where nothing stands."""
+        if self._rows is not None:
+            return self._rows.positions
+        held = self._ring_positions(self._length, self._furthest)[:, : self._in_use]
+        return held.expand(self._buffers.key.shape[0], -1)
+
+    @property
+    def key(self) -> Tensor:
+        """(B, Hkv, S, D), those in the ring: a view."""
+        return self._buffers.key[:, :, : self._in_use]
+
+    @property
+    def value(self) -> Tensor:
+        """(B, Hkv, S, Dv), likewise."""
+        return self._buffers.value[:, :, : self._in_use]
+
     def next_positions(self, count: int) -> Positions:
         integer("count", count, least=0)
         if self._rows is None:
@@ -157,6 +175,11 @@ class SlidingKVCache(Cache):
     def __repr__(self) -> str:
         batch, heads, _, dim = self._buffers.key.shape
         return f"SlidingKVCache(window={self.window}, {self._length} tokens taken, B={batch}, Hkv={heads}, D={dim})"
+
+    @property
+    def _in_use(self) -> int:
+        """How many slots were ever written, or all of them once rows differ."""
+        return self._slots if self._rows is not None else min(self._furthest, self._slots)
 
     def _append(self, key: Tensor, value: Tensor, start: int, stop: int) -> KeyValues:
         """All rows alike: token n goes into slot n mod slots."""

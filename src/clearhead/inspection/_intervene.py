@@ -221,7 +221,7 @@ class _Editor:
 class _Gates:
     """Multiplies every head's output with a gate of one per example."""
 
-    recomputing = False
+    recomputing = True
 
     def __init__(self, running: ModuleNames) -> None:
         self._running = running

@@ -28,6 +28,8 @@ class Carried(NamedTuple):
 
     mask: Mask | None
     """Shared by the layers of a forward; ``None`` for causal with the last query at the last key."""
+    cache: Any = None
+    """The cache that says instead, where every layer and head holds keys of its own (`BoundedCache`)."""
 
 
 class _LazyMask(Tensor):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .._environment import read_environment
 from .._layer.linear import Linear, describe_backend, eager_linear
 from .._layer.unmodified import is_unmodified
 
@@ -58,7 +57,7 @@ def _why_not(module: nn.Linear) -> str | None:
         return "it is Clearhead's already"
     if kind is not nn.Linear:
         return f"{kind.__module__}.{kind.__qualname__} is a subclass with code of its own"
-    if not is_unmodified(module, read_environment()._replace(module_hooks=False)):
+    if not is_unmodified(module):
         return "it has hooks, a parametrization, or a forward of its own"
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
         return f"its weight is a {type(weight).__name__}"

@@ -27,11 +27,10 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import output_capturing
 
 from .. import masks
-from .._attention import attention
 from .._call.rows import Rows, within_rows
 from .._checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, size, strided
 from .._environment import read_environment
-from .._varlen import attend_documents
+from .._layer.plan import attend_arguments
 from .._weights import attention_weights
 from ..errors import (
     ArgumentError,
@@ -44,10 +43,13 @@ from ..errors import (
     shape_text,
 )
 from ..masks._prepared import shared
+from ._cache_for import cache_for
+from ._cache_layers import BoundedLayer
 from ._lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
 from ._packed_row import rows_of
+from ._trainer import AttentionMonitorCallback
 
-__all__ = ["attention_forward", "make_mask", "register"]
+__all__ = ["AttentionMonitorCallback", "attention_forward", "cache_for", "make_mask", "register"]
 
 NAME = "clearhead"
 #: What errors call the arguments, to what transformers calls them.
@@ -181,7 +183,11 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     if not hasattr(module, "training"):
         raise DTypeError(explain_problem("module", expected="a torch.nn.Module", got=shown(module)))
-    if attention_mask is not None:
+    held = _held_layer(module, attention_mask)
+    if held is not None:
+        pattern, places = _seen_of_held(held, query.shape[1])
+        shared |= places
+    elif attention_mask is not None:
         pattern = _given_mask(attention_mask, query, key)
     else:
         pattern = _causal(query, key) if is_causal is not None and flag("is_causal", is_causal) else None
@@ -192,15 +198,15 @@ def _attend(
         pattern = _both(pattern, masks.bias(position_bias))
     rows = rows_of(query, key, *boundaries)
     dropout_p = dropout if module.training else 0.0
-    if rows is None:
-        output = attention(query, key, value, pattern, dropout_p=dropout_p, **shared)
-    else:
-        environment = read_environment()
-        output = attend_documents(query, key, value, rows, pattern, environment, dropout_p=dropout_p, **shared).output
+    environment = read_environment()
+    output = attend_arguments(query, key, value, pattern, environment, rows=rows, dropout_p=dropout_p, **shared).output
     output = output.transpose(1, 2).contiguous()  # (B, L, H, Dv)
-    if not _weights_wanted(module, output_attentions):
-        return output, None
-    return output, attention_weights(query, key, _within(rows, pattern, shared), **shared).to(query.dtype)
+    weights = None
+    if _weights_wanted(module, output_attentions):
+        weights = attention_weights(query, key, _within(rows, pattern, shared), **shared).to(query.dtype)
+    if held is not None:
+        held.observe(query, key, **{name: shared[name] for name in ("scale", "softcap", "sinks")})
+    return output, weights
 
 
 def make_mask(
@@ -342,6 +348,20 @@ def _given_mask(given: Tensor, query: Tensor, key: Tensor) -> masks.Mask | None:
             fix="Give 4-D masks as bool.",
         )
     )
+
+
+def _held_layer(module: Any, given: Tensor | None) -> BoundedLayer | None:
+    """The layer of a cache whose heads hold keys of their own, which the mask brings."""
+    carried = carried_by(given) if isinstance(given, Tensor) else None
+    return None if carried is None or carried.cache is None else carried.cache.layers[module.layer_idx]
+
+
+def _seen_of_held(held: BoundedLayer, num_heads: int) -> tuple[masks.Mask, dict[str, Any]]:
+    """What its queries see of its keys, and the positions of both."""
+    mask, positions, keys = held.seen
+    if keys is not None and keys.dim() == 3:
+        keys = keys.repeat_interleave(num_heads // keys.shape[1], 1)  # (B, H, S)
+    return mask, {"query_positions": positions, "key_positions": keys}
 
 
 def _last_positions(query: Tensor, key: Tensor) -> dict[str, int]:

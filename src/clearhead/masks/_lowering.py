@@ -1,4 +1,4 @@
-"""From the description of a mask to what a kernel takes; the only place where masks become tensors."""
+"""From the description of a mask to what a kernel takes."""
 
 from __future__ import annotations
 

@@ -15,10 +15,11 @@ from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture, item_plac
 from ._protocol import Recorded
 from ._words import has_pieces, merge_words, row_entropy
 
-__all__ = ["CROP_SIDE", "CropRequest", "cut_crop", "with_crops"]
+__all__ = ["CROPS", "CROP_SIDE", "CropRequest", "cut_crop", "with_crops", "with_crops_of"]
 
 CropRequest = tuple[int | str, int] | tuple[int | str, int, slice, slice]
 
+CROPS = "a list of (layer, head) or (layer, head, queries, keys)"
 #: A head given without slices is cut to so many queries and keys; 1024 × 1024 weights are about 1 MB of page.
 CROP_SIDE = 1024
 ROWS_AT_A_TIME = 128
@@ -37,12 +38,15 @@ def with_crops(rec: Recorded, items: Sequence[ItemPicture], crops: Sequence[Crop
         RecordError: if queries and keys were not kept.
         ArgumentError: for a layer or head that is not there.
     """
-    crops = items_of("crops", crops, "a list of (layer, head) or (layer, head, queries, keys)")
-    result: list[ItemPicture] = []
-    for picture, place in zip(items, item_places(rec), strict=True):
-        sections = [_with_crops(rec, section, place, crops) for section in picture.sections]
-        result.append(replace(picture, sections=sections))
-    return result
+    crops = items_of("crops", crops, CROPS)
+    return [with_crops_of(rec, picture, number, crops) for number, picture in enumerate(items)]
+
+
+def with_crops_of(rec: Recorded, picture: ItemPicture, number: int, crops: Sequence[CropRequest]) -> ItemPicture:
+    """Add the exact weights of some heads to one item, whose number is counted over calls."""
+    place = item_places(rec)[number]
+    sections = [_with_crops(rec, section, place, crops) for section in picture.sections]
+    return replace(picture, sections=sections)
 
 
 def _with_crops(

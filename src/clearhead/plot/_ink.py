@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._checks import shown
 from ..errors import DTypeError, explain_problem
+from ._files import whole_file
 from ._labels import printable, shortened
 
 if TYPE_CHECKING:
@@ -135,7 +136,9 @@ def weight_bar(figure: Any, image: AxesImage, *, end: float = 1.0, caption: str,
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure to a file, without warnings about glyphs that no installed font has (they show as boxes).
+    """Write a figure to a file that appears whole or not at all.
+
+    There are no warnings about glyphs that no installed font has (they show as boxes).
 
     Args:
         figure: any.
@@ -143,5 +146,6 @@ def save_figure(figure: Figure, path: Path) -> Path:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure.savefig(path, dpi=150)
+        with whole_file(path) as part:
+            figure.savefig(part, dpi=150)
     return path

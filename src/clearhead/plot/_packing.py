@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import zlib
 from collections.abc import Callable
 from typing import Any, Literal
@@ -54,6 +55,14 @@ class Packer:
         planes = torch.stack([(numbers >> (8 * byte)) & 255 for byte in range(width)]).to(torch.uint8)
         self._parts.append(self._deflate.compress(planes.numpy().tobytes()))
         self._size += planes.numel()
+        return place
+
+    def add_json(self, data: Any) -> list[int]:
+        """Append data as JSON; returns its first byte and how many there are."""
+        text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+        place = [self._size, len(text)]
+        self._parts.append(self._deflate.compress(text))
+        self._size += len(text)
         return place
 
     def finish(self) -> str:

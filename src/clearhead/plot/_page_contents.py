@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
+from ._detail import Detail, pooled_map, pooled_rows
 from ._heads import KINDS, HeadSummary, summarize
 from ._labels import layer_labels, printable
 from ._packing import Packer
@@ -54,18 +55,28 @@ class ScaleEnds:
         return {"tileEnd": tiles, "cellEnd": scale_end(self._cells) if self._cells else tiles}
 
 
-def describe_item(item: ItemPicture) -> tuple[dict[str, Any], str]:
-    """One item's description and its stream."""
+def describe_item(item: ItemPicture, detail: Detail, chosen: Collection[tuple[str, int]]) -> tuple[list[int], str]:
+    """One item's stream, and where in it its description begins and how long it is.
+
+    Args:
+        item: what to describe.
+        detail: how closely.
+        chosen: modules and heads that keep all that is known of their rows.
+    """
     packer, texts = Packer(), _Texts()
     sections: list[dict[str, Any]] = []
     for picture in item.sections:
         summaries = summarize(picture)
-        layers = [_layer(layer, heads, packer) for layer, heads in zip(picture.layers, summaries, strict=True)]
+        layers = [
+            _layer(layer, heads, packer, detail, [head for name, head in chosen if name == layer.name])
+            for layer, heads in zip(picture.layers, summaries, strict=True)
+        ]
         queries, keys = texts.number(picture.queries), texts.number(picture.keys)
         sections.append(
             {"queries": queries, "keys": keys, "start": _first_query(picture), "layers": layers},
         )
-    return {"label": printable([item.label])[0], "texts": texts.descriptions, "sections": sections}, packer.finish()
+    place = packer.add_json({"texts": texts.descriptions, "sections": sections})
+    return place, packer.finish()
 
 
 class _Texts:
@@ -88,22 +99,44 @@ class _Texts:
         return len(self._kept) - 1
 
 
-def _layer(layer: LayerPicture, summaries: Sequence[HeadSummary], packer: Packer) -> dict[str, Any]:
-    queries = max(layer.queries[1] - layer.queries[0], 1)
+def _layer(
+    layer: LayerPicture, summaries: Sequence[HeadSummary], packer: Packer, detail: Detail, chosen: Sequence[int]
+) -> dict[str, Any]:
+    tiles = pooled_map(layer, detail.side)
+    shares = layer.received / max(layer.queries[1] - layer.queries[0], 1)
+    entropy, received = pooled_rows(layer.entropy, detail.bins), pooled_rows(shares, detail.bins)
+    count = min(layer.indices.shape[2], detail.top)
+    crops = layer.crops if detail.crops else {}
+    exact = tiles is layer.map and layer.exact
+    whole = entropy is layer.entropy and received is shares and count == layer.indices.shape[2]
+    heads = [] if whole else [layer.heads.index(head) for head in chosen if head in layer.heads]
     return {
         "size": list(layer.size),
         "origin": [layer.queries[0], layer.keys[0]],
-        "grid": list(layer.map.shape[1:]),
-        "map": packer.add(layer.map, "units" if layer.exact else "roots8"),
-        "entropy": packer.add(layer.entropy, "thousandths"),
-        "received": packer.add(layer.received / queries, "roots16"),
-        "count": layer.indices.shape[2],
-        "indices": packer.add(layer.indices, "index"),
-        "weights": packer.add(layer.weights, "units"),
-        "wordEntropy": _optional(layer.word_entropy, packer),
-        "crops": {str(layer.heads.index(head)): _crop(crop, packer) for head, crop in layer.crops.items()},
+        "grid": list(tiles.shape[1:]),
+        "map": packer.add(tiles, "units" if exact else "roots8"),
+        "bins": [entropy.shape[1], received.shape[1]],
+        **_rows(entropy, received, layer.indices[..., :count], layer.weights[..., :count], packer),
+        "whole": {
+            str(head): _rows(
+                *(values[head] for values in (layer.entropy, shares, layer.indices, layer.weights)), packer
+            )
+            for head in heads
+        },
+        "wordEntropy": _optional(layer.word_entropy if exact else None, packer),
+        "crops": {str(layer.heads.index(head)): _crop(crop, packer) for head, crop in crops.items()},
         "kinds": [KINDS[summary.kind] for summary in summaries],
         "numbers": {name: [_rounded(value) for value in values.tolist()] for name, values in layer.numbers.items()},
+    }
+
+
+def _rows(entropy: Tensor, received: Tensor, indices: Tensor, weights: Tensor, packer: Packer) -> dict[str, Any]:
+    return {
+        "entropy": packer.add(entropy, "thousandths"),
+        "received": packer.add(received, "roots16"),
+        "count": indices.shape[-1],
+        "indices": packer.add(indices, "index"),
+        "weights": packer.add(weights, "units"),
     }
 
 

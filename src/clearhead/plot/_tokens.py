@@ -124,8 +124,10 @@ def read_tokens(tokenizer: Any, ids: Sequence[int], *, words: Sequence[int | Non
     known = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     special = [number in known for number in ids]
     guessed = _guess_words(stored, special)
+    whole = list(zip(ids, stored, special, strict=True))
+    names = {each: _readable(tokenizer, *each) for each in set(whole)}
     return Tokens(
-        [_readable(tokenizer, *each) for each in zip(ids, stored, special, strict=True)],
+        [names[each] for each in whole],
         special,
         guessed if words is None else _usable(words, guessed),
     )

@@ -11,15 +11,14 @@
     thousandths: [2, (n) => n / 1000],
     index: [4, (n) => (n === 4294967295 ? -1 : n)],
   };
+  const ROOTS = Float64Array.from({ length: 256 }, (_, n) => DECODERS.roots8[1](n));
 
-  const streams = new Map();
-
-  async function streamOf(item) {
-    if (!streams.has(item)) {
-      streams.clear(); // one text at a time is held unpacked
-      streams.set(item, await inflated(byId("stream-" + item).textContent));
-    }
-    return streams.get(item);
+  /** One item's numbers, and the description of them that lies among them. */
+  async function unpacked(number) {
+    const [first, length] = data.items[number].description;
+    const bytes = await inflated(byId("stream-" + number).textContent);
+    const text = new TextDecoder().decode(bytes.subarray(first, first + length));
+    return { bytes, item: JSON.parse(text) };
   }
 
   async function inflated(text) {
@@ -32,11 +31,16 @@
   function decoded(bytes, [encoding, first, length], from = 0, count = length) {
     const [width, meaning] = DECODERS[encoding];
     const numbers = new Float64Array(count);
+    if (encoding === "roots8") {
+      for (let i = 0; i < count; i++) numbers[i] = ROOTS[bytes[first + from + i]];
+      return numbers;
+    }
     for (let plane = width - 1; plane >= 0; plane--) {
       const start = first + plane * length + from;
       for (let i = 0; i < count; i++) numbers[i] = numbers[i] * 256 + bytes[start + i];
     }
-    return numbers.map(meaning);
+    for (let i = 0; i < count; i++) numbers[i] = meaning(numbers[i]);
+    return numbers;
   }
 
   function element(name, text = "", kind = "") {

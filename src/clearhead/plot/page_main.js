@@ -20,8 +20,7 @@
   };
 
   async function showItem(number) {
-    state.bytes = await streamOf(number);
-    state.item = data.items[number];
+    Object.assign(state, await unpacked(number)); // one text at a time is held unpacked
     const texts = state.item.texts.length;
     const length = state.item.sections.map((section) => state.item.texts[section.queries].names.length);
     const heads = data.sections.flatMap((section) => section.layers.map((layer) => layer.heads.length));
@@ -172,6 +171,8 @@
     });
   }
 
+  byId("notes").textContent = data.notes.join(" ");
+  byId("notes").hidden = !data.notes.length;
   buildControls();
   listen();
   await showItem(0);

@@ -86,7 +86,14 @@
     return mark;
   }
 
+  const labelWidths = new WeakMap(); // of long texts worth remembering
+
   function labelWidth(names) {
+    if (!labelWidths.has(names)) labelWidths.set(names, widthOf(names));
+    return labelWidths.get(names);
+  }
+
+  function widthOf(names) {
     const widths = names.map((name) => [...shortened(name)].reduce((sum, c) => sum + (c > "\u1100" ? 14 : 7.6), 0));
     return Math.ceil(widths.reduce((most, width) => Math.max(most, width), 0)) + 14;
   }
@@ -151,7 +158,8 @@
     const { grids, whole } = state.current;
     const notes = [];
     if (!whole) {
-      notes.push("Tiles of several tokens; weights that are among their query’s largest are known exactly.");
+      const listed = state.current.listed ? "; weights that are among their query’s largest are known exactly" : "";
+      notes.push(`Tiles of several tokens${listed}.`);
       if (grids[0].exact) {
         const [first, last] = [grids[0].rowStart(0), grids[0].columnStart(0)];
         notes.push(

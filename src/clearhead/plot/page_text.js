@@ -1,6 +1,7 @@
   // ---- the text, and what one token looks at -----------------------------------------------------------------
 
   let shaded = {};
+  const texts = new Map(); // side → the box and its tokens
 
   function isSame() {
     return data.sections[state.section].same;
@@ -10,6 +11,7 @@
   function buildTexts() {
     const { rows, columns } = state.current;
     shaded = {};
+    texts.clear();
     if (isSame()) {
       byId("texts").replaceChildren(buildText("both", columns, "The text"));
     } else {
@@ -27,60 +29,88 @@
     box.tabIndex = 0;
     box.setAttribute("role", "application");
     box.setAttribute("aria-label", title + ", token by token");
-    axis.names.forEach((name, place) => {
+    const tokens = axis.names.map((name, place) => {
       const span = element("span", name);
       span.dataset.place = place;
-      box.append(span);
+      return span;
     });
+    box.append(...tokens);
+    texts.set(side, { box, tokens, query: null, span: null });
     listenToText(box, side);
     return box;
   }
 
   function textOf(side) {
-    return document.querySelector(`.text.${side}`) || document.querySelector(".text.both");
+    return texts.get(side) || texts.get("both");
   }
 
-  /** The weights of a row, as far as they are known one by one. */
-  function knownRow(query) {
-    const { columns, grids, largest, whole } = state.current;
-    const weights = new Float64Array(columns.names.length);
-    if (whole) weights.forEach((_, key) => (weights[key] = weightAt(grids[0], query, key)));
-    else for (const { key, weight } of largest(query)) weights[key] = weight;
-    return weights;
+  /** What colours the keys of a row: its weights as far as they are known one by one, else its tiles. */
+  function shadesOf(query) {
+    const { columns, grids, largest, listed, whole } = state.current;
+    const { cellEnd, tileEnd } = data.sections[state.section];
+    const shades = new Map();
+    if (whole) {
+      for (let key = 0; key < columns.names.length; key++) {
+        const weight = weightAt(grids[0], query, key);
+        if (weight) shades.set(key, colorOf(weight, cellEnd));
+      }
+    } else if (listed) {
+      for (const { key, weight } of largest(query)) if (weight) shades.set(key, colorOf(weight, cellEnd));
+    } else {
+      for (const { keys, weight } of largestTiles(state.current, query)) {
+        for (let key = keys[0]; key <= keys[1]; key++) shades.set(key, colorOf(weight, tileEnd));
+      }
+    }
+    return shades;
   }
 
+  /** Colour the text; of a long one only what changes. */
   function shadeText(query) {
     if (shaded.head === state.current && shaded.query === query && shaded.colors === colors) return;
-    shaded = { head: state.current, query, colors };
-    const weights = knownRow(query);
-    const { cellEnd } = data.sections[state.section];
-    [...textOf("keys").children].forEach((span, key) => {
-      const color = colorOf(weights[key], cellEnd);
-      span.style.background = weights[key] ? css(color) : "";
-      span.style.color = weights[key] ? readableOn(color) : "";
-    });
+    const shades = shadesOf(query);
+    const { tokens } = textOf("keys");
+    for (const key of (shaded.shades || new Map()).keys()) {
+      if (!shades.has(key)) tokens[key].style.background = tokens[key].style.color = "";
+    }
+    for (const [key, color] of shades) {
+      if (shaded.shades?.get(key) === color) continue;
+      tokens[key].style.background = css(color);
+      tokens[key].style.color = readableOn(color);
+    }
+    shaded = { head: state.current, query, colors, shades };
     markToken(textOf("queries"), query);
   }
 
-  function markToken(box, place) {
-    box.querySelector(".query")?.classList.remove("query");
-    const mark = box.children[place];
+  function markToken(text, place) {
+    const { box, tokens } = text;
+    tokens[text.query]?.classList.remove("query");
+    text.query = place;
+    const mark = tokens[place];
     mark.classList.add("query");
     const [top, height] = [mark.offsetTop, mark.offsetHeight]; // within the box
     if (top < box.scrollTop || top + height > box.scrollTop + box.clientHeight) box.scrollTop = top - 40;
   }
 
   function markSpan() {
-    const span = state.span && state.span.columns;
-    [...textOf("keys").children].forEach((mark, key) => {
-      mark.classList.toggle("selected", Boolean(span && key >= span[0] && key <= span[1]));
-    });
+    const text = textOf("keys");
+    const [before, after] = [text.span, (state.span && state.span.columns) || null];
+    const within = (range, key) => Boolean(range) && key >= range[0] && key <= range[1];
+    for (const range of [before, after]) {
+      if (!range) continue;
+      for (let key = range[0]; key <= range[1]; key++) {
+        if (within(before, key) !== within(after, key)) text.tokens[key].classList.toggle("selected", within(after, key));
+      }
+    }
+    text.span = after;
   }
 
   function showList(query) {
     const { rows, columns, largest } = state.current;
     byId("list-title").replaceChildren("what ", element("b", rows.names[query]), " looks at most");
-    byId("list").replaceChildren(...largest(query).map(({ key, weight }) => listed(columns.names[key], weight)));
+    const items = state.current.listed
+      ? largest(query).map(({ key, weight }) => listed(columns.names[key], weight))
+      : largestTiles(state.current, query).map(({ keys, weight }) => listed(quoted(columns.names, keys), weight));
+    byId("list").replaceChildren(...items);
   }
 
   function listed(name, weight) {
@@ -97,7 +127,19 @@
 
   function showReadout(query, key) {
     const { rows, columns, largest } = state.current;
-    const best = largest(query)[0];
+    const tile = state.current.listed ? null : largestTiles(state.current, query)[0];
+    const best = tile ? { key: tile.keys[0] } : largest(query)[0];
+    if (key === null && tile) {
+      byId("readout").replaceChildren(
+        element("b", rows.names[query]),
+        " and its neighbours look most at ",
+        element("b", quoted(columns.names, tile.keys)),
+        " ",
+        element("span", `${precise(tile.weight)} (keys ${tile.keys[0]}–${tile.keys[1]})`, "weight"),
+      );
+      showDetails(query, tile.keys[0]);
+      return;
+    }
     if (key === null && !best) {
       byId("readout").replaceChildren(element("b", rows.names[query]), " sees nothing");
       byId("details").textContent = "";
@@ -122,11 +164,12 @@
   }
 
   function showDetails(query, key) {
-    const { rows, columns, entropy, received } = state.current;
+    const { rows, columns, entropy, received, pooled } = state.current;
     const share = received[key] / rows.names.length;
+    const about = pooled ? "about " : "";
     byId("details").textContent =
-      `query ${query} · entropy ${entropy[query].toFixed(2)} nats   ·   ` +
-      `key ${key} · receives ${brief(received[key])} from ${rows.names.length} queries, ${(100 * share).toFixed(1)} %` +
+      `query ${query} · entropy ${about}${entropy[query].toFixed(2)} nats   ·   ` +
+      `key ${key} · receives ${about}${brief(received[key])} from ${rows.names.length} queries, ${(100 * share).toFixed(1)} %` +
       ` (${(100 / columns.names.length).toFixed(1)} % if all were alike)`;
   }
 

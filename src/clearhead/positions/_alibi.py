@@ -64,10 +64,6 @@ class ALiBi(Mask):
     def sizes(self) -> Sizes:
         return Sizes(num_heads=self.num_heads)
 
-    @property
-    def has_bias(self) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"ALiBi({self.num_heads})"
 
