@@ -25,7 +25,7 @@ def linears_to_swap(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, s
         if why is None and _is_part_of_lora(model, name):
             why = "it is part of an adapter"
         if why is None and prefers_pytorch:
-            why = f"its GEMM stays {describe_backend()}"
+            why = f"the GEMM stays {describe_backend()}"
         if why is None:
             swapped[name] = module
         else:

@@ -106,9 +106,9 @@ def downgrade(model: nn.Module) -> UpgradeReport:
     Example:
         >>> import torch, clearhead
         >>> model = torch.nn.TransformerEncoderLayer(12, 3, batch_first=True)
-        >>> _ = clearhead.upgrade(model)
+        >>> _ = clearhead.upgrade(model, linears=False)
         >>> print(clearhead.downgrade(model))
-        downgraded: 1 attention module(s)...
+        downgraded: 1 attention module(s)
           self_attn
     """
     _require_module(model)
