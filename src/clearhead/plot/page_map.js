@@ -38,13 +38,17 @@
       lines: places(canvas.height, view.row, view.rows, grid.row),
       across: places(canvas.width, view.column, view.columns, grid.column),
     }));
-    fill(canvas, (at) => {
-      const y = Math.floor(at / canvas.width);
-      const x = at - y * canvas.width;
-      for (const { grid, end, lines, across } of lookups) {
-        if (lines[y] >= 0 && across[x] >= 0) return colorOf(grid.values[lines[y] * grid.columns + across[x]], end);
+    fill(canvas, (pixels) => {
+      for (let y = 0; y < canvas.height; y++) {
+        // The coarsest first: what a finer grid knows goes over it.
+        for (const { grid, end, lines, across } of [...lookups].reverse()) {
+          if (lines[y] < 0) continue;
+          const [values, row, to] = [grid.values, lines[y] * grid.columns, y * canvas.width];
+          for (let x = 0; x < across.length; x++) {
+            if (across[x] >= 0) pixels[to + x] = colorOf(values[row + across[x]], end);
+          }
+        }
       }
-      return 0;
     });
     state.tiled = !lookups[0].grid.exact || !lookups[0].lines.some((place) => place >= 0) || !lookups[0].across.some((place) => place >= 0);
     return state.tiled ? tileEnd : cellEnd;
