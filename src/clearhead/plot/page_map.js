@@ -30,11 +30,11 @@
   /** Every pixel asks the finest grid that knows its place; a grid finer than the pixels would lose weights. */
   function paintCells(canvas, ratio) {
     const { view, current } = state;
-    const { tileEnd, cellEnd } = data.sections[state.section];
+    const { tileEnd, ownEnd, cellEnd } = data.sections[state.section];
     const visible = current.grids.filter((grid) => state.cell * ratio >= 0.99 || grid === current.grids.at(-1));
     const lookups = visible.map((grid) => ({
       grid,
-      end: grid.exact ? cellEnd : tileEnd,
+      end: grid.exact ? cellEnd : grid.own ? ownEnd : tileEnd,
       lines: places(canvas.height, view.row, view.rows, grid.row),
       across: places(canvas.width, view.column, view.columns, grid.column),
     }));
@@ -51,7 +51,7 @@
       }
     });
     state.tiled = !lookups[0].grid.exact || !lookups[0].lines.some((place) => place >= 0) || !lookups[0].across.some((place) => place >= 0);
-    return state.tiled ? tileEnd : cellEnd;
+    return state.tiled ? lookups.at(-1).end : cellEnd;
   }
 
   function places(pixels, first, count, place) {
@@ -60,8 +60,8 @@
 
   function drawMapScale(end) {
     const layer = state.item.sections[state.section].layers[state.layer];
-    const single = { ...layer, grid: layer.size };
-    const caption = scaleCaption(state.tiled ? layer : single);
+    const { rows, columns } = state.current.grids.at(-1);
+    const caption = scaleCaption({ ...layer, grid: state.tiled ? [rows, columns] : layer.size });
     drawScale("map-scale", weightTicks(end), caption);
     const { tileEnd } = data.sections[state.section];
     byId("map-scale").hidden = state.statistic === "maps" && end === tileEnd && caption === scaleCaption(layer);
