@@ -98,8 +98,16 @@
     text.query = place;
     const mark = tokens[place];
     mark.classList.add("query");
-    const [top, height] = [mark.offsetTop, mark.offsetHeight]; // within the box
-    if (top < box.scrollTop || top + height > box.scrollTop + box.clientHeight) box.scrollTop = top - 40;
+    // Twice: parts of a long text that come into view may turn out longer or shorter than was expected.
+    if (scrollTo(box, mark)) scrollTo(box, mark);
+  }
+
+  function scrollTo(box, mark) {
+    const [outer, inner] = [box.getBoundingClientRect(), mark.getBoundingClientRect()];
+    const top = inner.top - outer.top; // within the box
+    const outside = top < 0 || top + inner.height > box.clientHeight;
+    if (outside) box.scrollTop += top - 40;
+    return outside;
   }
 
   function markSpan() {
