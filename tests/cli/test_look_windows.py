@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from clearhead.cli import _demo as demo
+from clearhead.cli._seeing import parts_of, see
 from clearhead.cli._windows import cut_into_windows
 
 from .looking import contents, look
@@ -93,11 +95,11 @@ def test_the_default_model_takes_512_tokens() -> None:
     assert (windows[0].tokens.names[0], windows[0].tokens.names[-1]) == ("[CLS]", "[SEP]")
 
 
-def test_a_bar_counts_windows_in_a_terminal() -> None:
+def test_a_bar_counts_equal_parts_and_the_time_that_is_left() -> None:
     import pty
 
     leader, follower = pty.openpty()
-    command = [sys.executable, "-c", "from clearhead.cli import main; main()", "look", "a b c " * 300, "--no-png"]
+    command = [sys.executable, "-c", "from clearhead.cli import main; main()", "look", "a b c " * 900, "--no-png"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=follower, env=environment)
     os.close(follower)
@@ -109,5 +111,19 @@ def test_a_bar_counts_windows_in_a_terminal() -> None:
         pass
     os.close(leader)
     assert process.wait() == 0
-    assert b"running it on 2 windows" in shown
-    assert b"1/2" in shown
+    lines = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).replace("\r", "\n").splitlines()
+    running = [line for line in lines if "running it on 6 windows" in line]
+    portions = [int(found[1]) for line in running if (found := re.search(r"(\d+) %", line))]
+    assert portions == sorted(portions)
+    assert len(set(portions)) > 3, "not window by window: layer by layer"
+    assert all(re.search(r"left [\d:-]+$", line.rstrip()) for line in running)
+    assert lines[-1].strip() == "", "the bar goes away"
+
+
+def test_parts_are_counted_before_and_advance_as_often() -> None:
+    loaded = demo.load_text_model(None)
+    for count, batches in ((10, 1), (700, 2), (1500, 2)):
+        windows = cut_into_windows(loaded, "one two three " * (count // 3))
+        done: list[None] = []
+        see(loaded, windows, next_part=lambda done=done: done.append(None))
+        assert len(done) == parts_of(loaded, windows) == 7 * batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import pytest
@@ -18,13 +19,16 @@ from clearhead._call.spec import AttentionCall
 from clearhead._statistics.result import AttentionStatistics
 from clearhead.kernels._native_statistics import WeightStatistics
 from tests.support.calls import Call, calls
-from tests.support.native import fewer_unless_best, needs_native
+from tests.support.native import fewer_unless_best, needs_native, on_every_set
 from tests.support.native_cases import CASES, Case
 from tests.support.statistics_oracle import TOLERANCES, Oracle, compare
 
 from .test_statistics import compare_generated
 
-_NUMBERS = ("entropy", "received", "max_logit", "confidence", "top_k", "output_norm", "map", "head_average")
+_NUMBERS = (
+    *("entropy", "received", "max_logit", "raw_max_logit", "confidence", "top_k", "output_norm", "map", "head_average"),
+    *("sink", "distance", "offset"),
+)
 NATIVE = (*_NUMBERS, "output")
 
 pytestmark = needs_native
@@ -46,13 +50,15 @@ def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
     return asked
 
 
-@pytest.fixture(name="always")
-def _always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Native statistics for short calls too, whose scores would be float64."""
-    monkeypatch.setattr(clearhead.kernels._blocks, "EXACT_KEYS", -1)
+@pytest.fixture(name="scores", params=["float32", "float64"])
+def _scores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Scores of short calls in float32, which have long ones, or in double precision."""
+    if request.param == "float32":
+        monkeypatch.setattr(clearhead.kernels._blocks, "EXACT_KEYS", -1)
+    return request.param
 
 
-def test_generated_calls_equal_the_oracle(instructions: str, always: None, ran: list[frozenset[str]]) -> None:
+def test_generated_calls_equal_the_oracle(instructions: str, scores: str, ran: list[frozenset[str]]) -> None:
     total: list[Call] = []
 
     @fewer_unless_best(instructions)
@@ -65,9 +71,8 @@ def test_generated_calls_equal_the_oracle(instructions: str, always: None, ran: 
     assert len(ran) > len(total) / 2
 
 
-def numbers(
-    case: Case, dtype: torch.dtype, counted: Tensor | None, map_pooling: Literal["mass", "max"]
-) -> AttentionStatistics:
+def numbers(case: Case, dtype: torch.dtype, map_pooling: Literal["mass", "max"]) -> AttentionStatistics:
+    counted = torch.rand(case.batch, case.length, generator=torch.Generator().manual_seed(3)) > 0.3
     inputs = {name: tensor.detach().to(dtype) for name, tensor in case.inputs().items()}
     mask = case.mask(case.batch, case.kv_heads * case.group, case.length, case.count)
     options: dict[str, Any] = {name: value for name, value in case.options.items() if name != "dropout_p"}
@@ -81,22 +86,25 @@ def numbers(
         statistics=(*NATIVE, "rows"),
         queries=[case.length - 1, *range(0, case.length, 7), 0],
         map_size=29,
+        sink_keys=3,
+        offsets=(-1, 0, 5, -37, 10_000),
         map_pooling=map_pooling,
         **options,
     )
 
 
-@pytest.mark.parametrize("map_pooling", ["mass", "max"])
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("dropout")])
+@on_every_set({"name": [name for name in CASES if not name.startswith("dropout")]}, {"map_pooling": ["mass", "max"]})
 def test_several_tiles_and_blocks(
-    name: str, map_pooling: Literal["mass", "max"], instructions: str, always: None, ran: list[frozenset[str]]
+    name: str, map_pooling: Literal["mass", "max"], instructions: str, scores: str, ran: list[frozenset[str]]
 ) -> None:
     """Every kind of mask, soft-cap, scale, sinks and grouped heads, as from float64."""
-    case = CASES[name]
-    counted = torch.rand(case.batch, case.length) > 0.3
-    exact = numbers(case, torch.float64, counted, map_pooling)
-    close(numbers(case, torch.float32, counted, map_pooling), exact)
+    close(numbers(CASES[name], torch.float32, map_pooling), exact_numbers(CASES[name], map_pooling))
     assert len(ran) == 1
+
+
+@functools.lru_cache(maxsize=128)
+def exact_numbers(case: Case, map_pooling: Literal["mass", "max"]) -> AttentionStatistics:
+    return numbers(case, torch.float64, map_pooling)
 
 
 def close(found: AttentionStatistics, exact: AttentionStatistics) -> None:
@@ -117,7 +125,7 @@ def close(found: AttentionStatistics, exact: AttentionStatistics) -> None:
 )
 def test_long_calls_run_natively(mask: masks.Mask | None, instructions: str, ran: list[frozenset[str]]) -> None:
     query, key, value = torch.randn(2, 4, 53, 16), torch.randn(2, 2, 1031, 16), torch.randn(2, 2, 1031, 5)
-    found = clearhead.attention_statistics(query, key, mask, value=value, statistics=(*NATIVE, "distance"), top_k=11)
+    found = clearhead.attention_statistics(query, key, mask, value=value, statistics=NATIVE, top_k=11)
     visible = torch.ones(53, 1031, dtype=torch.bool)
     if mask is not None:
         visible = mask.dense(53, 1031)[0, 0]
@@ -154,11 +162,14 @@ def test_a_row_that_is_not_a_number_stays_alone(instructions: str) -> None:
     query, key = torch.randn(1, 2, 101, 8), torch.randn(1, 2, 1031, 8)
     clean = clearhead.attention_statistics(query, key, statistics=("entropy", "confidence", "top_k"))
     query[0, 1, 17, 3] = torch.nan
-    found = clearhead.attention_statistics(query, key, statistics=("entropy", "confidence", "top_k", "max_logit"))
+    found = clearhead.attention_statistics(
+        query, key, statistics=("entropy", "confidence", "top_k", "max_logit", "raw_max_logit")
+    )
     rows = torch.arange(101) != 17
     assert found.entropy[0, 1, 17].isnan()
     assert found.confidence[0, 1, 17].isnan()
     assert found.max_logit.isnan().tolist() == [[False, True]]
+    assert found.raw_max_logit.isnan().tolist() == [[False, True]]
     assert torch.equal(found.entropy[:, :, rows], clean.entropy[:, :, rows])
     assert torch.equal(found.top_k.indices[:, :, rows], clean.top_k.indices[:, :, rows])
 
@@ -191,13 +202,60 @@ def test_sharp_rows_name_keys_whose_weight_is_zero(instructions: str) -> None:
 
 def test_what_is_left_stays_with_python(ran: list[frozenset[str]]) -> None:
     query, key = torch.randn(1, 2, 5, 4), torch.randn(1, 2, 1031, 4)
-    both = clearhead.attention_statistics(query, key, statistics=("distance", "entropy", "top_k"), top_k=65)
-    alone = clearhead.attention_statistics(query, key, statistics=("distance",))
-    assert torch.equal(both.distance, alone.distance)
+    both = clearhead.attention_statistics(query, key, statistics=("sink", "entropy", "top_k"), top_k=65, sink_keys=65)
+    alone = clearhead.attention_statistics(query, key, statistics=("sink",), sink_keys=65)
+    assert torch.equal(both.sink, alone.sink)
     assert ran == [frozenset({"entropy"})]
-    clearhead.attention_statistics(query, key[:, :, :1024], statistics=NATIVE[:5])
+    placed = clearhead.attention_statistics(
+        query, key, query_positions=torch.arange(5)[None], statistics=("distance", "offset", "entropy")
+    )
+    assert ran[1:] == [frozenset({"entropy"})], "distances between positions that are tensors"
+    torch.testing.assert_close(
+        placed.distance, clearhead.attention_statistics(query, key, statistics="distance").distance
+    )
+    del ran[:]
     clearhead.attention_statistics(query.double(), key.double(), statistics=NATIVE[:5])
-    assert len(ran) == 1, "short calls and float64 are scored in float64"
+    assert not ran, "float64 is scored in float64"
+
+
+def test_short_calls_are_as_exact_as_from_float64(instructions: str, ran: list[frozenset[str]]) -> None:
+    """Scores up to 90, whose rounding in float32 alone would be 4e-6 of a weight."""
+    query, key = 3 * torch.randn(2, 4, 201, 64), torch.randn(2, 2, 1024, 64)
+    for softcap, bias in ((None, None), (30.0, None), (None, 30 * torch.randn(1, 4, 201, 1024))):
+        mask = None if bias is None else masks.bias(bias)
+        found = clearhead.attention_statistics(query, key, mask, softcap=softcap, statistics=("rows", "confidence"))
+        exact = clearhead.attention_statistics(
+            query.double(), key.double(), mask, softcap=softcap, statistics=("rows", "confidence")
+        )
+        for name in ("rows", "confidence"):
+            torch.testing.assert_close(getattr(found, name).double(), getattr(exact, name), rtol=0, atol=6e-7)
+    assert len(ran) == 3
+
+
+@pytest.mark.parametrize("shift", [0, 7])
+def test_places_count_from_the_first_query(shift: int, instructions: str, scores: str) -> None:
+    query, key = torch.randn(1, 2, 61, 8), torch.randn(1, 2, 131, 8)
+    found = clearhead.attention_statistics(
+        query, key, query_positions=shift, statistics=("distance", "offset"), offsets=(-1, -200, 69, 130)
+    )
+    weights = clearhead.attention_weights(query.double(), key.double())
+    rows, columns = torch.arange(61)[:, None] + shift, torch.arange(131)
+    distance = (weights * (rows - columns).abs()).sum(-1)
+    torch.testing.assert_close(found.distance.double(), distance, rtol=1e-5, atol=1e-5)
+    for place, offset in enumerate((-1, -200, 69, 130)):
+        there = columns == rows + offset
+        mean = (weights * there).sum((-2, -1)) / max(int(there.sum()), 1)
+        torch.testing.assert_close(found.offset[..., place].double(), mean, rtol=0, atol=1e-6)
+
+
+def test_a_hidden_key_at_an_offset_is_not_counted_and_a_weight_of_zero_is(instructions: str, scores: str) -> None:
+    query, key = torch.ones(1, 1, 3, 1), torch.tensor([0.0, 500.0, 0.0])[None, None, :, None]
+    visible = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 1, 0]])[None].bool()
+    found = clearhead.attention_statistics(
+        query, key, visible, scale=1.0, statistics=("offset", "sink"), offsets=(0, -1)
+    )
+    assert found.offset[0, 0].tolist() == [0.5, 1.0]  # (0, 1) and (2 → 1 alone: 1 does not see 0)
+    assert found.sink.tolist() == [[[0.0, 0.0, 0.0]]]
 
 
 def test_the_same_bits_whatever_the_threads() -> None:

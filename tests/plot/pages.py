@@ -13,6 +13,7 @@ from torch import Tensor
 
 MEANINGS = {
     "units": (2, lambda n: n / 10_000),
+    "roots6": (1, lambda n: (n / 63) ** 2),
     "roots8": (1, lambda n: (n / 255) ** 2),
     "roots16": (2, lambda n: (n / 65_535) ** 2),
     "thousandths": (2, lambda n: n / 1000),
@@ -55,6 +56,9 @@ class Contents:
             zlib.decompress(base64.b64decode(elements.texts[f"stream-{item}"]))
             for item in range(len(self.data["items"]))
         ]
+        for item, stream in zip(self.data["items"], self._streams, strict=True):
+            first, length = item.pop("description")
+            item |= json.loads(stream[first : first + length])
 
     def layer(self, item: int, section: int, layer: int) -> dict[str, Any]:
         return self.data["items"][item]["sections"][section]["layers"][layer]

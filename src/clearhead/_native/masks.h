@@ -50,8 +50,8 @@ INLINE MaskScratch mask_scratch(float* scratch) {
 }
 
 // A bias in units of log 2. The lowest number stays one, where −∞ would hide: models use it for "as little as possible".
-INLINE Floats in_units_of_log2(Floats bias) {
-    return bias == splat(-INFINITY) ? bias : larger(splat(LOWEST), LOG2E * bias);
+INLINE Floats in_units_of_log2(Floats bias, float unit = LOG2E) {
+    return bias == splat(-INFINITY) ? bias : larger(splat(LOWEST), unit * bias);
 }
 
 // The bias of one row from column j on, in units of log 2.
@@ -228,7 +228,7 @@ static __attribute__((noinline)) void load_some_transposed(const float* const (&
 // Writes the bias of a tile, −∞ where a bit is not set (if there are any), and returns its coverage.
 template <int V>
 static Coverage bias_of_tile(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
-                          const uint32_t* bits, float* to) {
+                          const uint32_t* bits, float* to, float unit) {
     Floats best = splat(-INFINITY);
     for (int v = 0; v < V; v++) {
         const float* from[LANES];
@@ -244,7 +244,7 @@ static Coverage bias_of_tile(const Problem& p, const Rows& rows, int64_t batch, 
             const int64_t key = j - start;
 #pragma GCC unroll 16
             for (int r = 0; r < LANES; r++) {
-                Floats added = in_units_of_log2(square[r]);
+                Floats added = in_units_of_log2(square[r], unit);
                 if (bits) added = hide(added, bits[v * BLOCK + key + r]);
                 best = larger(added, best);
                 store(to + ((key + r) * V + v) * LANES, added);
@@ -270,10 +270,10 @@ INLINE TileMask read_packed(const Problem& p, const Rows& rows, int64_t start) {
     return {coverage, reinterpret_cast<const uint32_t*>(block + 16) + skipped, nullptr};
 }
 
-// What a tile sees of the keys [start, stop).
+// What a tile sees of the keys [start, stop); a bias times `unit`.
 template <int V>
 static TileMask tile_mask(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
-                   const MaskScratch& room) {
+                   const MaskScratch& room, float unit = LOG2E) {
     if (rows.masks) return read_packed<V>(p, rows, start);
     Coverage coverage = Coverage::everything;
     bool marks = p.visible.data != nullptr;
@@ -287,7 +287,7 @@ static TileMask tile_mask(const Problem& p, const Rows& rows, int64_t batch, int
                       : bits_of_tile<V, false>(p, rows, batch, start, stop - start, room.bits);
     const uint32_t* bits = coverage == Coverage::some ? room.bits : nullptr;
     if (coverage == Coverage::nothing || !p.bias.data) return {coverage, bits, nullptr};
-    coverage = bias_of_tile<V>(p, rows, batch, start, stop, bits, room.numbers);
+    coverage = bias_of_tile<V>(p, rows, batch, start, stop, bits, room.numbers, unit);
     return {coverage, nullptr, room.numbers};
 }
 

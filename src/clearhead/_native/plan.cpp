@@ -87,7 +87,8 @@ void read_documents(NamedArguments& args, PlanObject& plan) {
 void read_plan(NamedArguments& args, PlanObject& plan) {
     Problem& p = plan.problem;
     read_sizes(args, p);
-    p.scale = static_cast<float>(args.real_or("scale", 1)), p.softcap = static_cast<float>(args.real_or("softcap", 0));
+    p.exact_scale = args.real_or("scale", 1), p.exact_softcap = args.real_or("softcap", 0);
+    p.scale = static_cast<float>(p.exact_scale), p.softcap = static_cast<float>(p.exact_softcap);
     matrix(args, "query", p.query), matrix(args, "key", p.key), matrix(args, "value", p.value);
     matrix(args, "output", p.output);
     matrix(args, "query_gradient", p.query_gradient, &p.query);
@@ -213,6 +214,7 @@ PyObject* backward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
 void read_wanted(NamedArguments& args, Statistics& s) {
     s.counted = args.address<const uint8_t>("counted");
     s.largest = args.address<float>("largest"), s.visible = args.address<float>("visible");
+    s.raw = args.address<float>("raw");
     s.entropy = args.address<float>("entropy"), s.confidence = args.address<float>("confidence");
     s.norm = args.address<float>("norm");
     s.received = args.address<float>("received"), s.viewers = args.address<float>("viewers");
@@ -222,6 +224,12 @@ void read_wanted(NamedArguments& args, Statistics& s) {
     matrix(args, "weights_strides", s.weights, &s.weights);
     s.map = args.address<float>("map"), s.map_max = args.flag("map_max");
     s.map_rows = args.integer_or("map_rows", 0, 0), s.map_columns = args.integer_or("map_columns", 0, 0);
+    s.sink = args.address<float>("sink"), s.first_keys = args.address<const int32_t>("first_keys");
+    s.sink_keys = args.integer_or("sink_keys", 0, 0);
+    s.distance = args.address<float>("distance"), s.shift = args.integer_or("shift", 0);
+    s.stripes = args.address<float>("stripes"), s.offsets = args.address<const int64_t>("offsets");
+    s.offset_count = args.integer_or("offset_count", 0, 0);
+    s.exact = args.flag("exact");
 }
 
 // Then by name what is wanted of the weights.

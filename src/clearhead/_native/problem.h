@@ -42,6 +42,7 @@ struct Problem {
     Type type;
     int64_t batch, heads, kv_heads, rows, keys, dim, value_dim;
     float scale, softcap;  // softcap 0: none
+    double exact_scale, exact_softcap;  // the same, for scores in double precision
     View query, key, value, output;
     bool wide_output;    // the output is float32 whatever the type
     double* lse;         // (B, H, L), natural logarithm; null in a forward pass that does not return it
@@ -79,6 +80,7 @@ struct Problem {
 struct Statistics {
     const uint8_t* counted;      // (B, L): the queries that sums over queries take in; null for all
     float *largest, *visible;    // (B, H, L): the largest score, −∞ where nothing is seen; how many keys are seen
+    float* raw;                  // (B, H, L): the largest scale · q·k of what is seen, before soft-cap and bias
     float *entropy, *confidence; // (B, H, L)
     float* norm;                 // (B, H, L), of outputs that are written too
     float *received, *viewers;   // (B, H, S), both or neither
@@ -88,6 +90,14 @@ struct Statistics {
     float* map;           // (B, H, map_rows, map_columns), zero at first: row i goes to tile i · map_rows / L, and so do keys
     int64_t map_rows, map_columns;
     bool map_max;       // the largest weight of a tile instead of the sum of what counted rows give it
+    float* sink;        // (B, H, L): the sum of the weights of some keys
+    const int32_t* first_keys;  // (B, H, sink_keys): which keys; −1 is none
+    int64_t sink_keys;
+    float* distance;  // (B, H, L): Σ p |i + shift − j|
+    float* stripes;   // (B, H, L, offset_count): the weight of key i + shift + offset, −1 where the row sees no such key
+    const int64_t* offsets;
+    int64_t offset_count, shift;
+    bool exact;       // scores in double precision; for rows whose scores fit the cache
 
     bool averages(const Problem& p) const { return weights.data && weights.head == 0 && p.heads > 1; }
     int64_t map_row(const Problem& p, int64_t row) const { return row * map_rows / p.rows; }

@@ -28,7 +28,9 @@ struct ScorePanel {
     int64_t start, stop;            // every key that any row may see, multiples of GROUP
     float *scores, *row_maxima;          // (keys × V·LANES), later the weights; (pieces × V·LANES)
     int32_t* seen;                  // of each block: whether any row sees any of it
+    float* raw_max;                 // row maxima before soft-cap and bias (V·LANES), or null
     int64_t summed;                 // blocks of this run
+    double shift[TILE];             // what scores in double precision are stored less of, in units of log 2; else 0
     float inner[TILE];              // Σ e^(s − row maximum) · (s − row maximum), in units of log 2
     float total_inner[TILE];        // of the runs before
     float visible[TILE];            // how many keys each row sees
@@ -102,6 +104,29 @@ INLINE void add_columns(int64_t count, float* to, const Cell& cell) {
     int64_t j = 0;
     for (; j + LANES <= count; j += LANES) add_some_columns<V, LANES>(j, to, cell);
     if (j < count) add_some_columns<V, GROUP>(j, to, cell);
+}
+
+// Counts what each row sees and, in `viewers`, the counted rows that see each key of a part.
+template <int V, MaskForm FORM>
+static void count_visible(ScorePanel& panel, int64_t count, const TileMask& mask, float* viewers) {
+    if (FORM == MaskForm::none) {
+        float rows = 0;
+        for (int64_t lane = 0; lane < panel.tile.rows.count; lane++) rows += panel.counted[lane];
+        for (int lane = 0; lane < V * LANES; lane++) panel.visible[lane] += static_cast<float>(count);
+        for (int64_t j = 0; viewers && j < count; j++) viewers[j] += rows;
+        return;
+    }
+    const auto where_seen = [&](int64_t j, int v, Floats x) {
+        return masked<FORM, V>(Floats{}, mask, j, v) > splat(-INFINITY) ? x : Floats{};
+    };
+    Floats counted[V];
+    for (int v = 0; v < V; v++) {
+        Floats visible = load(panel.visible + v * LANES);
+        counted[v] = load(panel.counted + v * LANES);
+        for (int64_t j = 0; j < count; j++) visible += where_seen(j, v, splat(1.f));
+        store(panel.visible + v * LANES, visible);
+    }
+    if (viewers) add_columns<V>(count, viewers, [&](int64_t j, int v) { return where_seen(j, v, counted[v]); });
 }
 
 }  // namespace clearhead::ISA

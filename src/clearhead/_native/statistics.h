@@ -4,33 +4,12 @@
 //   3. sums over the rows of a panel, now that each row's total is known.
 // QKᵀ is computed once, and the weights leave the panel only as what is wanted.
 #pragma once
+#include "exact.h"
 #include "largest.h"
 #include "maps.h"
+#include "places.h"
 
 namespace clearhead::ISA {
-
-// Counts what each row sees and, in `viewers`, the counted rows that see each key of a part.
-template <int V, MaskForm FORM>
-static void count_visible(ScorePanel& panel, int64_t count, const TileMask& mask, float* viewers) {
-    if (FORM == MaskForm::none) {
-        float rows = 0;
-        for (int64_t lane = 0; lane < panel.tile.rows.count; lane++) rows += panel.counted[lane];
-        for (int lane = 0; lane < V * LANES; lane++) panel.visible[lane] += static_cast<float>(count);
-        for (int64_t j = 0; viewers && j < count; j++) viewers[j] += rows;
-        return;
-    }
-    const auto where_seen = [&](int64_t j, int v, Floats x) {
-        return masked<FORM, V>(Floats{}, mask, j, v) > splat(-INFINITY) ? x : Floats{};
-    };
-    Floats counted[V];
-    for (int v = 0; v < V; v++) {
-        Floats visible = load(panel.visible + v * LANES);
-        counted[v] = load(panel.counted + v * LANES);
-        for (int64_t j = 0; j < count; j++) visible += where_seen(j, v, splat(1.f));
-        store(panel.visible + v * LANES, visible);
-    }
-    if (viewers) add_columns<V>(count, viewers, [&](int64_t j, int v) { return where_seen(j, v, counted[v]); });
-}
 
 // The scores of a part and the row maxima of its pieces.
 template <int V, class T>
@@ -41,20 +20,33 @@ static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const
     if (mask.coverage == Coverage::nothing) return;
     float* kept = panel.maxima_of(part.block);
     const NextMasks none = {&panel.tile.rows, batch, 0, 0};
-    Floats best[V];
-    for (int v = 0; v < V; v++) best[v] = load(panel.tile.row_max + v * LANES);
+    Floats best[V], raw[V];
+    for (int v = 0; v < V; v++) {
+        best[v] = load(panel.tile.row_max + v * LANES);
+        raw[v] = panel.raw_max ? load(panel.raw_max + v * LANES) : Floats{};
+    }
     for (int64_t j = 0; j < part.count(); j += PIECE, kept += V * LANES) {
         fetch_next(part.next, j, PIECE, part.count());
         Floats row_maxima[V];
         for (int v = 0; v < V; v++) row_maxima[v] = splat(-INFINITY);
-        score_any<V>(p, panel.tile, part.rows + j * p.dim, smaller(PIECE, part.count() - j), from_key<V>(mask, j),
-                     none, panel.at(part.start + j), row_maxima);
+        const TileMask piece = from_key<V>(mask, j);
+        const float* keys = part.rows + j * p.dim;
+        float* to = panel.at(part.start + j);
+        const int64_t count = smaller(PIECE, part.count() - j);
+        if (panel.raw_max) {
+            score_any<V, true>(p, panel.tile, keys, count, piece, none, to, row_maxima, raw);
+        } else {
+            score_any<V>(p, panel.tile, keys, count, piece, none, to, row_maxima);
+        }
         for (int v = 0; v < V; v++) {
             store(kept + v * LANES, row_maxima[v]);
             best[v] = larger(row_maxima[v], best[v]);
         }
     }
-    for (int v = 0; v < V; v++) store(panel.tile.row_max + v * LANES, best[v]);
+    for (int v = 0; v < V; v++) {
+        store(panel.tile.row_max + v * LANES, best[v]);
+        if (panel.raw_max) store(panel.raw_max + v * LANES, raw[v]);
+    }
     by_form(mask, [&](auto form) { count_visible<V, form.value>(panel, part.count(), mask, viewers); });
 }
 
@@ -129,7 +121,8 @@ static void finish_rows(const Problem& p, const Statistics& s, ScorePanel& panel
     for (int64_t lane = 0; lane < rows.count; lane++) {
         const int64_t place = p.row_place(batch, rows.head[lane], rows.row[lane]);
         const double sum = panel.tile.sum[lane], ln2 = LN_OF_2;
-        const double row_max = sum == 0 ? -INFINITY : sum != sum ? NAN : panel.tile.row_max[lane] * ln2;
+        const double highest = panel.tile.row_max[lane] + panel.shift[lane];
+        const double row_max = sum == 0 ? -INFINITY : sum != sum ? NAN : highest * ln2;
         double factor = sum == 0 ? 0 : 1 / sum, entropy = sum == 0 ? 0 : log(sum), lse = row_max + entropy;
         if (p.sinks && sum != 0) {  // one more term of the total: with shift the larger of row maximum and sink,
             const double sink = p.sinks[rows.head[lane]], shift = row_max < sink ? sink : row_max;
@@ -143,6 +136,7 @@ static void finish_rows(const Problem& p, const Statistics& s, ScorePanel& panel
         if (p.lse) p.lse[place] = lse;
         panel.factor[lane] = static_cast<float>(factor);
         if (s.largest) s.largest[place] = static_cast<float>(row_max);
+        if (s.raw) s.raw[place] = static_cast<float>(sum != sum ? NAN : panel.raw_max[lane] * unit_of_raw(p));
         if (s.visible) s.visible[place] = panel.visible[lane];
         if (s.entropy) s.entropy[place] = static_cast<float>(entropy - panel.inner[lane] * ln2 * factor);
         if (s.confidence) s.confidence[place] = panel.factor[lane];
@@ -213,19 +207,22 @@ static void receive(const Problem& p, const ScorePanel* panels, int64_t count, c
 
 static int64_t keys_of_panel(const Problem& p) { return round_up(p.keys, BLOCK); }
 
-static int64_t panels_together(const Problem& p) {
+static int64_t panels_together(const Problem& p, const Statistics& s) {
+    if (s.exact) return 1;
     return larger(1, smaller(MOST_TILES, PANEL_FLOATS / (TILE * keys_of_panel(p) + 1)));
 }
 
-// Floats of one panel: scores, row maxima, which blocks are seen, queries, outputs and lists of the largest.
+// Floats of one panel: scores, row maxima, which blocks are seen, queries, outputs, lists of the largest and raw maxima.
 static int64_t panel_size(const Problem& p, const Statistics& s) {
     const int64_t keys = keys_of_panel(p), pieces = keys / PIECE;
-    return (keys + pieces + p.dim + 2 * width_of_output(p) + 4 * s.top + 32) * TILE + round_up(keys / BLOCK, 16);
+    const int64_t lists = 2 * Largest{s.top}.room(), raw_maxima = s.raw ? 1 : 0;
+    return (keys + pieces + p.dim + 2 * width_of_output(p) + lists + raw_maxima) * TILE + round_up(keys / BLOCK, 16);
 }
 
 static int64_t statistics_scratch(const Problem& p, const Statistics& s) {
     const int64_t block = (BLOCK + GROUP) * larger(p.dim, width_of_output(p)) + MASK_SCRATCH_FLOATS;
-    return panels_together(p) * panel_size(p, s) + block + 64;
+    const int64_t exact = s.exact ? exact_scratch(p, keys_of_panel(p)) : 0;
+    return panels_together(p, s) * panel_size(p, s) + block + exact + 64;
 }
 
 template <class T>
@@ -245,12 +242,15 @@ static void open_panel(const Problem& p, const Statistics& s, const Task& task, 
     panel.largest.count = s.top;
     panel.largest.scores = take(scratch, panel.largest.room() * TILE);
     panel.largest.keys = reinterpret_cast<int32_t*>(take(scratch, panel.largest.room() * TILE));
+    panel.raw_max = s.raw ? take(scratch, TILE) : nullptr;
+    for (int lane = 0; s.raw && lane < TILE; lane++) panel.raw_max[lane] = -INFINITY;
     rows_to_lanes<T>(p.query, rows, batch, p.dim, 1, panel.tile.query);
     clear_sums(panel.tile, width * TILE);
     panel.summed = 0;
     for (int lane = 0; lane < TILE; lane++) {
         const bool there = lane < rows.count;
         panel.inner[lane] = panel.total_inner[lane] = panel.visible[lane] = panel.factor[lane] = 0;
+        panel.shift[lane] = 0;
         panel.counted[lane] = there && (!s.counted || s.counted[batch * p.rows + rows.row[lane]]);
     }
 }
@@ -292,11 +292,14 @@ static void each_block(const Problem& p, const View& view, int64_t columns, int6
 // it begins with what the first has left in the cache.
 template <class T>
 static void work_through(const Problem& p, const Statistics& s, const Task& task, ScorePanel* panels, int64_t count,
-                         const TaskSums& sums, float* block_rows, const MaskScratch& room) {
+                         const TaskSums& sums, float* block_rows, const MaskScratch& room, const ExactScores& exact) {
     const int64_t b = task.batch, width = width_of_output(p), run = run_length(keys_of_panel(p) / BLOCK);
     const auto score = [&](ScorePanel& panel, const Part<T>& part) {
         float* seen_by = sums.viewers ? sums.viewers + part.start : nullptr;
-        by_vectors(panel.tile.rows.vectors, [&](auto v) { score_part<v.value>(p, panel, b, part, room, seen_by); });
+        by_vectors(panel.tile.rows.vectors, [&](auto v) {
+            if (s.exact) return score_exactly<v.value>(p, panel, b, part, room, exact, seen_by);
+            score_part<v.value>(p, panel, b, part, room, seen_by);
+        });
     };
     const auto weigh = [&](ScorePanel& panel, const Part<T>& part) {
         if (!panel.seen[panel.number(part.block)]) return;
@@ -306,7 +309,10 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
             if (width) mix_part<v.value>(panel, part, width);
         });
     };
+    if (s.exact) widen_query(p, panels[0], exact);
     each_block<T>(p, p.key, p.dim, p.dim, task, panels, count, false, block_rows, score);
+    if (s.exact) by_vectors(panels[0].tile.rows.vectors, [&](auto v) { store_shifted<v.value>(panels[0], exact); });
+    for (int64_t n = 0; s.stripes && n < count; n++) find_stripes(p, s, panels[n], b);
     for (int64_t n = 0; s.top && n < count; n++) expect_largest(panels[n]);
     each_block<T>(p, p.value, p.value_dim, width, task, panels, count, true, width ? block_rows : nullptr, weigh);
     for (int64_t n = 0; n < count; n++) {
@@ -314,9 +320,12 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
         finish_rows(p, s, panels[n], b);
         if (s.top) write_largest(p, s, panels[n], b);
         if (width) write_output<T>(p, s, panels[n], b);
+        if (s.sink) write_sink(p, s, panels[n], b);
+        if (s.stripes) write_stripes(p, s, panels[n], b);
         by_vectors(panels[n].tile.rows.vectors, [&](auto v) {
             if (s.weights.data) write_weights<v.value>(p, s, panels[n], b);
             if (sums.map) pool<v.value>(p, s, panels[n], sums);
+            if (s.distance) write_distance<v.value>(p, s, panels[n], b);
         });
     }
     if (sums.received) receive(p, panels, count, sums);
@@ -325,16 +334,17 @@ static void work_through(const Problem& p, const Statistics& s, const Task& task
 template <class T>
 static void statistics_typed(const Problem& p, const Statistics& s, const Task& task, const TaskSums& sums,
                              float* scratch) {
-    const int64_t together = panels_together(p);
+    const int64_t together = panels_together(p, s);
     float* block_rows = take(scratch, (BLOCK + GROUP) * larger(p.dim, width_of_output(p)));
     const MaskScratch room = mask_scratch(take(scratch, MASK_SCRATCH_FLOATS));
+    const ExactScores exact = s.exact ? exact_scores(p, keys_of_panel(p), scratch) : ExactScores();
     for (int64_t row = task.row_start; row < task.row_stop;) {
         ScorePanel panels[MOST_TILES];
         float* rest = scratch;
         int64_t count = 0;
         for (; count < together && row < task.row_stop; count++, row += TILE)
             open_panel<T>(p, s, task, row, rest, panels[count]);
-        work_through<T>(p, s, task, panels, count, sums, block_rows, room);
+        work_through<T>(p, s, task, panels, count, sums, block_rows, room, exact);
     }
 }
 

@@ -1,4 +1,4 @@
-"""Statistics that the native kernel computes for long calls on the CPU, as `statistics` would give them."""
+"""Statistics that the native kernel computes on the CPU, as `definitions` would give them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from .._call.spec import AttentionCall
 from .._environment import is_tracing
 from ..kernels._blocks import exact_dtype
 from ..kernels._native_statistics import MOST_KEYS_OF_A_QUERY, WeightStatistics, gather, refuses
-from .definitions import Options, TopK, mean_of_tiles
+from .definitions import Options, TopK, mean_of_tiles, sink_marks
 
-__all__ = ["native_results"]
+_MOST_SINK_KEYS = 64
 
 #: Statistics, and the result of the kernel that each is read from.
 _SOURCES = {
     "entropy": "entropy",
     "received": "received",
     "max_logit": "largest",
+    "raw_max_logit": "raw",
     "confidence": "confidence",
     "top_k": "top",
     "output": "output",
     "output_norm": "norm",
     "map": "map",
     "head_average": "head_average",
+    "sink": "sink",
+    "distance": "distance",
+    "offset": "stripes",
 }
 
 
@@ -35,11 +39,11 @@ def native_results(
 ) -> dict[str, Any]:
     """Those of the named statistics that the native kernel gives for this call, and ``sees``; empty if it gives none.
 
-    It scores in float32, so calls whose scores are float64 are not for it; see `exact_dtype`.
+    Float64 inputs are not for it. Calls of few keys are scored in double precision all the same; see `exact_dtype`.
     """
     top_k = min(options.top_k, call.grid.key_length)
-    chosen = [name for name in names if name in _SOURCES and (name != "top_k" or top_k <= MOST_KEYS_OF_A_QUERY)]
-    if not chosen or exact_dtype(call) != torch.float32 or is_tracing() or refuses(call):
+    chosen = [name for name in names if name in _SOURCES and _is_given(name, call, options)]
+    if not chosen or call.spec.compute_dtype != torch.float32 or is_tracing() or refuses(call):
         return {}
     found = gather(
         call,
@@ -48,11 +52,31 @@ def native_results(
         top_k=top_k,
         map_size=options.map_size,
         map_pooling=options.map_pooling,
+        first_keys=_first_keys(call, options) if "sink" in chosen else None,
+        offsets=options.offsets,
+        exact=exact_dtype(call) == torch.float64,
     )
     results = {"sees": found.largest > float("-inf")}
     for name in chosen:
         results |= _named(name, found)
     return results
+
+
+def _is_given(name: str, call: AttentionCall, options: Options) -> bool:
+    if name == "top_k":
+        return min(options.top_k, call.grid.key_length) <= MOST_KEYS_OF_A_QUERY
+    if name == "sink":
+        return options.sink_keys <= _MOST_SINK_KEYS
+    return name not in ("distance", "offset") or call.grid.shift is not None
+
+
+def _first_keys(call: AttentionCall, options: Options) -> Tensor:
+    """The first keys that any query of the item sees, (B, H, `sink_keys`); −1 where there are fewer."""
+    marks = sink_marks(call, options.sink_keys).squeeze(-1)  # (1 or B, 1 or H, S)
+    count = min(options.sink_keys, call.grid.key_length)
+    there, places = marks.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
+    first = places.masked_fill(there == 0, -1)[..., :count]
+    return first.expand(call.grid.batch_size, call.grid.num_heads, count)
 
 
 def _named(name: str, found: WeightStatistics) -> dict[str, Any]:
@@ -62,7 +86,9 @@ def _named(name: str, found: WeightStatistics) -> dict[str, Any]:
     if name == "received" and found.received is not None and found.viewers is not None:
         return {"received": found.received, "received_mean": found.received / found.viewers.clamp(min=1)}
     if name == "max_logit":
-        return {"max_logit": _max_logit(found)}
+        return {"max_logit": _largest_of_rows(found.largest, found.counted)}
+    if name == "raw_max_logit" and found.raw is not None:
+        return {"raw_max_logit": _largest_of_rows(found.raw, found.counted)}
     if name == "top_k" and found.top_keys is not None and found.top_weights is not None:
         return {"top_k": TopK(found.top_keys, found.top_weights)}
     if name == "map" and found.map is not None:
@@ -70,7 +96,19 @@ def _named(name: str, found: WeightStatistics) -> dict[str, Any]:
         return {"map": found.map if found.map_max else mean_of_tiles(found.map, found.counted, length)}
     if name == "head_average" and found.weights is not None:
         return {"head_average": found.weights[:, 0]}
-    return {name: {"confidence": found.confidence, "output": found.output, "output_norm": found.norm}[name]}
+    if name == "offset" and found.stripes is not None:
+        return {"offset": _mean_of_stripes(found.stripes, found.counted)}
+    plain = {"confidence": found.confidence, "sink": found.sink, "distance": found.distance}
+    return {name: {**plain, "output": found.output, "output_norm": found.norm}[name]}
+
+
+def _mean_of_stripes(stripes: Tensor, counted: Tensor | None) -> Tensor:
+    """Means over the counted queries that see the key at each offset, (B, H, offsets)."""
+    there = stripes >= 0
+    if counted is not None:
+        there &= counted[:, None, :, None]
+    sums = (stripes * there).sum(2, dtype=torch.float64)
+    return (sums / there.sum(2).clamp(min=1)).float()
 
 
 def _normalized(found: WeightStatistics) -> Tensor | None:
@@ -79,10 +117,10 @@ def _normalized(found: WeightStatistics) -> Tensor | None:
     return (found.entropy / found.visible.clamp(min=2).log()).masked_fill_(found.visible < 2, 0)
 
 
-def _max_logit(found: WeightStatistics) -> Tensor:
-    largest = found.largest
-    if found.counted is not None:
-        largest = largest.masked_fill(~found.counted[:, None], float("-inf"))
+def _largest_of_rows(largest: Tensor, counted: Tensor | None) -> Tensor:
+    """(B, H) of the counted rows of (B, H, L)."""
+    if counted is not None:
+        largest = largest.masked_fill(~counted[:, None], float("-inf"))
     if largest.shape[-1] == 0:
         return largest.new_full(largest.shape[:2], float("-inf"))
     return largest.amax(-1)

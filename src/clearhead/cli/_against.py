@@ -16,7 +16,7 @@ from ..plot._heads import HeadSummary, summarize
 from ..plot._html import Page
 from ._demo import TextModel
 from ._errors import UsageProblem
-from ._seeing import RECORDED, choose, record_window
+from ._seeing import RECORDED, choose, record_windows
 from ._windows import Window
 
 __all__ = ["Against", "see_both"]
@@ -97,7 +97,7 @@ def see_both(
         if views is None:
             _require_place(table, layer, head)
             large = _large(comparison, layer, head)
-            views = Views(comparison)
+            views = Views(comparison, len(pairs), [large])
             found.append(comparison)
         [item] = compared_items(comparison, large)
         if not pictures:
@@ -139,7 +139,9 @@ def _pairs(windows: tuple[Sequence[Window], Sequence[Window]]) -> tuple[list[tup
 
 
 def _compare(models: tuple[TextModel, TextModel], pair: tuple[Window, Window]) -> Comparison:
-    first, second = (record_window(model, window, RECORDED) for model, window in zip(models, pair, strict=True))
+    first, second = (
+        record_windows(model, [window], RECORDED, set()) for model, window in zip(models, pair, strict=True)
+    )
     try:
         return Comparison(first, second, [pair[0].tokens], [pair[1].tokens])
     except ShapeError as error:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
@@ -14,6 +15,7 @@ from ._errors import UsageProblem, warn
 from ._look_against import look_at_both, require_against
 from ._look_image import look_at_image, require_image
 from ._output import Outcome, deliver
+from ._start import collecting_later
 
 if TYPE_CHECKING:
     from ._demo import TextModel
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["look"]
 
 PICTURES = (".png", ".svg", ".pdf")
+TITLE = 400  # characters of the text, of which the picture shows fewer
 
 
 def look(
@@ -128,23 +131,32 @@ def look(
         texts, models = (content, against or content), (model, against_model or model)
         _show(lambda step: look_at_both(texts, models, layer=layer, head=head, step=step), paths, json)
         return
-    with _progress() as step:
-        step("loading the model", 1)
+    started = perf_counter()
+    with collecting_later() as is_loaded, _progress() as step:
+        step("loading the model")
         from . import _demo as demo
         from ._look_page import print_seen, seen_as_json
-        from ._seeing import STATISTICS, see
-        from ._windows import cut_into_windows
+        from ._seeing import STATISTICS, parts_of, see
+        from ._windows import cut_into_windows, unknown_note
 
         if stat is not None and stat not in STATISTICS:
             raise UsageProblem(explain_problem("--stat", expected=f"one of {', '.join(STATISTICS)}", got=stat))
         loaded = demo.load_text_model(model, notify=warn)
+        is_loaded()
+        loading = perf_counter() - started
+        step("reading the text")
         windows = cut_into_windows(loaded, content)
+        unknown = unknown_note(loaded, windows)
+        if unknown:
+            warn(unknown)
         running = "running it" if len(windows) == 1 else f"running it on {len(windows)} windows"
-        advance = step(running, len(windows))
-        seen = see(loaded, windows, layer=layer, head=head, statistic=stat, next_window=advance)
-        title = " ".join(content.split())
+        advance = step(running, parts_of(loaded, windows))
+        seen = see(
+            loaded, windows, layer=layer, head=head, statistic=stat, keep_chosen=json is not None, next_part=advance
+        )
+        title = " ".join(content[:TITLE].split())
         written = _write_png(paths["png"], seen, title, stat, step)
-        written += _write_html(paths["html"], loaded, seen, stat, step)
+        written += _write_html(paths["html"], loaded, seen, stat, [unknown] if unknown else [], step)
         if json is not None and not to_stdout:
             written += _written("--json", json, seen_as_json(loaded, seen))
     if to_stdout:
@@ -152,6 +164,7 @@ def look(
     else:
         print_seen(loaded, seen, statistic=stat, chosen=layer is not None and head is not None)
         print(*(f"wrote {path}" for path in written), sep="\n", end="\n" if written else "")
+        print(f"took {perf_counter() - started:.1f} s, {loading:.1f} s of them to load the model")
     if not loaded.clearhead:
         warn(f"{loaded.name} does not let its attention be replaced; these weights are from its own attention.")
 
@@ -182,14 +195,17 @@ def _target(option: str, path: Path | None, unwanted: bool, default: Path) -> Pa
     return None if unwanted else path or default
 
 
-Step = Callable[[str, int], Callable[[], None]]
+class Step(Protocol):
+    """Begins a step of the work, of so many equal parts if they can be counted; gives what to call after each."""
+
+    def __call__(self, description: str, parts: int | None = None) -> Callable[[], None]: ...
 
 
 def _show(make: Callable[[Step], Outcome], paths: dict[str, Path | None], json: Path | None) -> None:
     """Write the files that are wanted of an outcome, and print it; or only its numbers."""
     to_stdout = json is not None and str(json) == "-"
-    with _progress() as step:
-        step("loading the model", 1)
+    with collecting_later(), _progress() as step:
+        step("loading the model")
         outcome = make(step)
         written = deliver(outcome, {**paths, "json": None if to_stdout else json}, step)
     if to_stdout:
@@ -202,7 +218,7 @@ def _show(make: Callable[[Step], Outcome], paths: dict[str, Path | None], json: 
 def _write_png(path: Path | None, seen: Seen, title: str, stat: str | None, step: Step) -> list[Path]:
     if path is None:
         return []
-    step("drawing the picture", 1)
+    step("drawing the picture")
     from ..plot._ink import save_figure
     from ..plot._sheet import draw_sheet
 
@@ -212,19 +228,23 @@ def _write_png(path: Path | None, seen: Seen, title: str, stat: str | None, step
         return [save_figure(figure, path)]
 
 
-def _write_html(path: Path | None, loaded: TextModel, seen: Seen, stat: str | None, step: Step) -> list[Path]:
+def _write_html(
+    path: Path | None, loaded: TextModel, seen: Seen, stat: str | None, notes: Sequence[str], step: Step
+) -> list[Path]:
     if path is None:
         return []
-    step("writing the page", 1)
+    step("writing the page")
     shown = {None: "maps", "previous": "offset -1"}.get(stat, stat) or "maps"
-    page = seen.page.page((0, *seen.place), title=loaded.name, statistic=shown)
+    page = seen.page.page((0, *seen.place), title=loaded.name, statistic=shown, notes=notes)
     with _writing("--html", path):
         return [page.save(path)]
 
 
 def _written(option: str, path: Path, text: str) -> list[Path]:
-    with _writing(option, path):
-        path.write_text(text + "\n", encoding="utf-8")
+    from ..plot._files import whole_file
+
+    with _writing(option, path), whole_file(path) as part:
+        part.write_text(text + "\n", encoding="utf-8")
     return [path]
 
 
@@ -240,25 +260,28 @@ def _writing(option: str, path: Path) -> Generator[None]:
 
 @contextmanager
 def _progress() -> Generator[Step]:
-    """Show a bar on stderr while the steps go on, if that is a terminal.
-
-    Yields a function that begins a step of so many parts and returns one that counts them.
-    """
+    """Show on stderr what is at work, if that is a terminal; a bar and the time left where its parts are counted."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=1)
+    # Parts take equal times, so that the mean of all that are done is the best guess of those that are left.
+    bar = Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=3600
+    )
+    with bar as progress:
+        task = progress.add_task("", total=None)
 
-        def begin(description: str, parts: int) -> Callable[[], None]:
+        def begin(description: str, parts: int | None = None) -> Callable[[], None]:
             progress.reset(task, description=description, total=parts)
             return lambda: progress.advance(task)
 

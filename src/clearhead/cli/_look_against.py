@@ -42,7 +42,7 @@ def look_at_both(
     *,
     layer: int | None,
     head: int | None,
-    step: Callable[[str, int], Callable[[], None]],
+    step: Callable[..., Callable[[], None]],
 ) -> Outcome:
     """Load what is needed, run both and compare them."""
     from . import _demo as demo

@@ -50,7 +50,7 @@ def look_at_image(
     layer: int | None,
     head: int | None,
     statistic: str | None,
-    step: Callable[[str, int], Callable[[], None]],
+    step: Callable[..., Callable[[], None]],
 ) -> Outcome:
     """Load a vision model, run it on a picture and read off what its heads look at."""
     from ..plot._picture import open_picture
@@ -61,7 +61,7 @@ def look_at_image(
         raise UsageProblem(explain_problem("--stat", expected=f"one of {', '.join(STATISTICS)}", got=statistic))
     picture = open_picture(image)
     loaded = load_vision_model(model, notify=warn)
-    step("running it", 1)
+    step("running it")
     rec = record_picture(loaded, picture, statistic)
     looked = _Looked(loaded, rec, picture, image.name, layer, head, statistic)
     return Outcome(looked.figure, looked.page, looked.as_json, looked.show)
@@ -112,7 +112,7 @@ class _Looked:
 
         from ..plot._html import PageMaker
 
-        maker = PageMaker()
+        maker = PageMaker(1)
         maker.add(replace(self.item, picture=self.picture, label=self.name))
         shown = {None: "maps", "previous": "offset -1"}.get(self.statistic, self.statistic) or "maps"
         return maker.page((0, *self.place), title=self.title, statistic=shown).text

@@ -17,8 +17,6 @@ from ..plot._terminal import colored_tokens, overview, sparkline, top_keys
 from ._demo import TextModel
 from ._seeing import Seen
 
-__all__ = ["print_seen", "seen_as_json"]
-
 SPARKS = 72
 
 
@@ -72,10 +70,10 @@ def seen_as_json(loaded: TextModel, seen: Seen) -> str:
                 "last": window.last,
                 "tokens": list(window.tokens.names),
                 "special": list(window.tokens.special),
-                "entropy": _rounded(found.entropy),
-                "received": _rounded(found.received),
-                "top_keys": found.top_keys,
-                "top_weights": [_rounded(row) for row in found.top_weights],
+                "entropy": _rounded(found.entropy.tolist()),
+                "received": _rounded(found.received.tolist()),
+                "top_keys": found.top_keys.tolist(),
+                "top_weights": [_rounded(row) for row in found.top_weights.tolist()],
             }
             for window, found in zip(seen.windows, seen.chosen, strict=True)
         ],

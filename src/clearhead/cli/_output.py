@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ class Outcome:
     show: Callable[[], None]
 
 
-def deliver(outcome: Outcome, paths: Mapping[str, Path | None], step: Callable[[str, int], Any]) -> list[Path]:
+def deliver(outcome: Outcome, paths: Mapping[str, Path | None], step: Callable[[str], Any]) -> list[Path]:
     """Write the files of an outcome, all of them or none.
 
     Args:
@@ -54,7 +53,7 @@ def deliver(outcome: Outcome, paths: Mapping[str, Path | None], step: Callable[[
     for name, title in (("png", "drawing the picture"), ("html", "writing the page"), ("json", "writing the numbers")):
         path = paths[name]
         if path is not None:
-            step(title, 1)
+            step(title)
             files[f"--{name}"] = (path, makers[name]())
     write_whole(files)
     return [path for path, _ in files.values()]
@@ -69,25 +68,18 @@ def write_whole(files: Mapping[str, tuple[Path, bytes]]) -> None:
     Raises:
         ClearheadError: if one of them cannot be written; it names the option.
     """
-    begun: list[tuple[str, Path, Path]] = []
-    option, path = "", Path()
+    from ..plot._files import whole_file
+
+    begun, path = "", Path()
     try:
-        for option, (path, contents) in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                raise IsADirectoryError(21, os.strerror(21))
-            part = path.with_name(f".{path.name}.{os.getpid()}.part")
-            begun.append((option, path, part))
-            part.write_bytes(contents)
-        for option, path, part in begun:  # noqa: B007  # named in the error
-            part.replace(path)
+        with ExitStack() as stack:
+            for option, (path, contents) in files.items():
+                begun = option
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(whole_file(path)).write_bytes(contents)
     except (OSError, ValueError) as error:  # a null character in the name is a ValueError
         got = f"{path}: {getattr(error, 'strerror', None) or type(error).__name__}"
-        raise ClearheadError(explain_problem(option, expected="a file that can be written", got=got)) from error
-    finally:
-        for _, _, part in begun:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
+        raise ClearheadError(explain_problem(begun, expected="a file that can be written", got=got)) from error
 
 
 def _picture(figure: Any, path: Path | None) -> bytes:

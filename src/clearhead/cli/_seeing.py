@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -13,7 +14,7 @@ from ..errors import ArgumentError, ClearheadError, UnseenAttentionWarning, expl
 from ..inspection._record import record
 from ..integrations._hub import shortened
 from ..plot._collect import ItemPicture, LayerPicture, SectionPicture, collect
-from ..plot._crops import with_crops
+from ..plot._crops import with_crops_of
 from ..plot._given import given
 from ..plot._heads import HeadSummary, average, clearest_head, summarize
 from ..plot._html import PageMaker
@@ -22,7 +23,7 @@ from ._demo import TextModel
 from ._errors import UsageProblem, warn
 from ._windows import Window
 
-__all__ = ["RECORDED", "STATISTICS", "ChosenHead", "Seen", "record_window", "see"]
+__all__ = ["RECORDED", "STATISTICS", "ChosenHead", "Seen", "parts_of", "record_windows", "see"]
 
 #: What the overview can show, and which statistic of a record it is.
 STATISTICS = {
@@ -40,20 +41,24 @@ FROM_WEIGHTS = frozenset(STATISTICS) - {"max_logit", "output_norm"}
 PREVIOUS = "offset -1"
 
 
+#: Tokens of windows that run together; beyond, a batch saves nothing more and takes memory.
+TOKENS_AT_ONCE = 2048
+
+
 @dataclass(frozen=True)
 class ChosenHead:
     """One head on one window.
 
     Args:
-        entropy: of every query, in nats.
-        received: by every key, Σ over queries.
-        top_keys, top_weights: what every query looks at most; key −1 where there are fewer.
+        entropy: (L,) of every query, in nats.
+        received: (S,) by every key, Σ over queries.
+        top_keys, top_weights: (L, k), what every query looks at most; key −1 where there are fewer.
     """
 
-    entropy: list[float]
-    received: list[float]
-    top_keys: list[list[int]]
-    top_weights: list[list[float]]
+    entropy: torch.Tensor
+    received: torch.Tensor
+    top_keys: torch.Tensor
+    top_weights: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Seen:
         windows: all of them.
         summaries: per layer and head, over all windows.
         numbers: statistic → layer → head, over all windows.
-        chosen: the chosen head, per window.
+        chosen: the chosen head, per window; empty unless they were to be kept.
         place: the chosen layer and head.
         page: the page of all windows, but for its frame.
     """
@@ -86,7 +91,8 @@ def see(
     layer: int | None = None,
     head: int | None = None,
     statistic: str | None = None,
-    next_window: Callable[[], None] = lambda: None,
+    keep_chosen: bool = True,
+    next_part: Callable[[], None] = lambda: None,
 ) -> Seen:
     """Run the model on every window and fold what is seen.
 
@@ -95,7 +101,8 @@ def see(
         windows: from `cut_into_windows`.
         layer, head: the chosen ones. Default: the clearest in the first window.
         statistic: a key of `STATISTICS`.
-        next_window: called after each window.
+        keep_chosen: whether the chosen head's rows are kept for every window.
+        next_part: called as often as `parts_of` says, after equal parts of the work.
 
     Raises:
         UsageProblem: for a layer or head that is not there, or a statistic that this model's weights do not give.
@@ -105,29 +112,112 @@ def see(
     if statistic is not None and not loaded.clearhead and statistic not in FROM_WEIGHTS:
         expected = f"one of {', '.join(sorted(FROM_WEIGHTS))} for {loaded.name}, whose attention cannot be replaced"
         raise UsageProblem(explain_problem("--stat", expected=expected, got=statistic))
-    page = PageMaker()
-    first: SectionPicture | None = None
-    place = (0, 0)
-    summaries: list[list[list[HeadSummary]]] = []
-    numbers: list[dict[str, list[list[float]]]] = []
-    heads: list[ChosenHead] = []
-    for window in windows:
-        rec = record_window(loaded, window, statistics)
-        item = replace(collect(rec, [window.tokens])[0], label=f"tokens {window.first}–{window.last}")
-        summaries.append(summarize(item.sections[0]))
-        if first is None:
-            place = choose(summaries[0], layer, head)
-        chosen = item.sections[0].layers[place[0]]
-        item = with_crops(rec, [item], [(chosen.name, chosen.heads[place[1]])])[0]
-        first = first or item.sections[0]
-        numbers.append(_numbers(item))
-        heads.append(_chosen_head(chosen, place[1]))
-        page.add(item)
-        next_window()
-    if first is None:
+    seeing: _Folding | None = None
+    warned: set[str] = set()
+    blocks = blocks_of(loaded)
+    for batch in _batches(loaded, windows):
+        with _after_each(blocks, next_part):
+            rec = record_windows(loaded, batch, statistics, warned)
+        items = collect(rec, [window.tokens for window in batch])
+        if seeing is None:
+            place = choose(summarize(items[0].sections[0]), layer, head)
+            seeing = _Folding(len(windows), items[0], place, keep_chosen)
+        seeing.add(rec, items, batch)
+        next_part()
+    if seeing is None:
         raise ArgumentError(explain_problem("windows", expected="at least one", got="none"))
-    lengths = [len(window.tokens) for window in windows]
-    return Seen(first, list(windows), average(summaries), _averaged(numbers, lengths), heads, place, page)
+    return seeing.seen(windows)
+
+
+class _Folding:
+    """What is kept of the windows, one batch of them after the other.
+
+    Args:
+        count: how many windows there are.
+        item: the first.
+        place: the chosen layer and head.
+        keep_chosen: whether the chosen head's rows are kept for every window.
+    """
+
+    def __init__(self, count: int, item: ItemPicture, place: tuple[int, int], keep_chosen: bool) -> None:
+        self._place, self._keep_chosen = place, keep_chosen
+        layer = item.sections[0].layers[place[0]]
+        self._chosen = (layer.name, layer.heads[place[1]])
+        self._page = PageMaker(count, [self._chosen])
+        self._first: SectionPicture | None = None
+        self._summaries: list[list[HeadSummary]] = []
+        self._numbers: dict[str, list[list[float]]] = {}
+        self._length = 0
+        self._rows: list[ChosenHead] = []
+
+    def add(self, rec: Recorded, items: Sequence[ItemPicture], batch: Sequence[Window]) -> None:
+        """Take what is to be kept of a batch of windows."""
+        for number, (item, window) in enumerate(zip(items, batch, strict=True)):
+            item = replace(item, label=f"tokens {window.first}–{window.last}")
+            if self._page.takes_next:
+                item = with_crops_of(rec, item, number, [self._chosen])
+            section = item.sections[0]
+            self._first = self._first or section
+            self._page.add(item)
+            if self._keep_chosen:
+                self._rows.append(_chosen_head(section.layers[self._place[0]], self._place[1]))
+            found = summarize(section)
+            self._summaries = average([self._summaries, found]) if self._summaries else found
+            self._average(_numbers(item), len(window.tokens))
+
+    def _average(self, numbers: dict[str, list[list[float]]], length: int) -> None:
+        known = self._numbers or numbers
+        self._numbers = _averaged([known, numbers], [self._length, length])
+        self._length += length
+
+    def seen(self, windows: Sequence[Window]) -> Seen:
+        """All of it."""
+        first = cast(SectionPicture, self._first)
+        return Seen(first, list(windows), self._summaries, self._numbers, self._rows, self._place, self._page)
+
+
+def parts_of(loaded: TextModel, windows: Sequence[Window]) -> int:
+    """How many equal parts the work of `see` has."""
+    return (len(blocks_of(loaded)) + 1) * sum(1 for _ in _batches(loaded, windows))
+
+
+def blocks_of(loaded: TextModel) -> list[torch.nn.Module]:
+    """The longest row of modules of a model: its layers, each of which takes about the same time."""
+    rows = [list(module) for module in loaded.model.modules() if isinstance(module, torch.nn.ModuleList)]
+    return max(rows, key=len, default=[])
+
+
+@contextmanager
+def _after_each(blocks: Sequence[torch.nn.Module], advance: Callable[[], None]) -> Generator[None]:
+    """Call `advance` after each module has run; what has not run by the end counts too."""
+    left = len(blocks)
+
+    def ran(*_: object) -> None:
+        nonlocal left
+        if left > 0:
+            left -= 1
+            advance()
+
+    with ExitStack() as undo:
+        for block in blocks:
+            undo.callback(block.register_forward_hook(ran).remove)
+        yield
+    while left > 0:
+        ran()
+
+
+def _batches(loaded: TextModel, windows: Sequence[Window]) -> Generator[list[Window]]:
+    """Neighbouring windows of one length that run together, without any padding."""
+    batch: list[Window] = []
+    for window in windows:
+        length = len(window.tokens)
+        fits = loaded.clearhead and (len(batch) + 1) * length <= TOKENS_AT_ONCE
+        if batch and not (fits and len(batch[0].tokens) == length):
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch
 
 
 def choose(summaries: Sequence[Sequence[HeadSummary]], layer: int | None, head: int | None) -> tuple[int, int]:
@@ -150,41 +240,44 @@ def choose(summaries: Sequence[Sequence[HeadSummary]], layer: int | None, head: 
 
 
 def _chosen_head(layer: LayerPicture, head: int) -> ChosenHead:
-    fields = (layer.entropy, layer.received, layer.indices, layer.weights)
-    return ChosenHead(*(values[head].tolist() for values in fields))
+    fields = (layer.entropy, layer.received, layer.indices.int(), layer.weights)
+    return ChosenHead(*(values[head].clone() for values in fields))  # without the other heads
 
 
 def _range(count: int) -> str:
     return f"0 to {count - 1}, counted from 0"
 
 
-def record_window(loaded: TextModel, window: Window, statistics: Sequence[str]) -> Recorded:
-    """Run the model on a window and record it, queries and keys too; where that is not possible, its own weights."""
+def record_windows(loaded: TextModel, batch: Sequence[Window], statistics: Sequence[str], warned: set[str]) -> Recorded:
+    """Run the model on windows of one length and record it; where that is not possible, its own weights."""
     if not loaded.clearhead:
-        return given(_own_weights(loaded, window))
+        return given(_own_weights(loaded, batch))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UnseenAttentionWarning)
         with record(loaded.model, statistics, keep="queries_keys") as rec:
-            _run(loaded, window)
+            _run(loaded, batch)
     for warning in caught:
-        if issubclass(warning.category, UnseenAttentionWarning):
-            warn(str(warning.message))
+        text = str(warning.message)
+        if issubclass(warning.category, UnseenAttentionWarning) and text not in warned:
+            warned.add(text)
+            warn(text)
     return rec
 
 
-def _own_weights(loaded: TextModel, window: Window) -> list[torch.Tensor]:
-    outputs = _run(loaded, window, output_attentions=True)
-    length = len(window.tokens)
+def _own_weights(loaded: TextModel, batch: Sequence[Window]) -> list[torch.Tensor]:
+    outputs = _run(loaded, batch, output_attentions=True)
+    length = len(batch[0].tokens)
     weights = [layer for layer in getattr(outputs, "attentions", None) or () if layer is not None]
     if not weights or any(tuple(layer.shape[2:]) != (length, length) for layer in weights):
         raise _no_text_model(loaded, "none, or weights of other shapes")
     return weights
 
 
-def _run(loaded: TextModel, window: Window, **options: Any) -> Any:
+def _run(loaded: TextModel, batch: Sequence[Window], **options: Any) -> Any:
+    inputs = {name: torch.cat([window.inputs[name] for window in batch]) for name in batch[0].inputs}
     try:
         with torch.no_grad():
-            return loaded.model(**window.inputs, **options)
+            return loaded.model(**inputs, **options)
     except ClearheadError:
         raise
     except (AttributeError, TypeError, ValueError) as error:  # a model that needs images, audio, …

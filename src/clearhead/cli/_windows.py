@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, explain_problem
+from ..errors import ArgumentError
 from ..integrations._hub import without_noise
 from ..plot._tokens import Tokens, read_tokens
 from ._demo import TextModel
 
-__all__ = ["Window", "cut_into_windows", "overlap_of"]
+MANY_UNKNOWN = 0.1  # of a text's tokens
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,27 @@ def cut_into_windows(loaded: TextModel, text: str) -> list[Window]:
         windows.append(Window(inputs, Tokens(tokens.names, special, tokens.words), first, first + count - 1))
         first += count - overlap_of(loaded.max_tokens)
     if not windows or not windows[0].tokens.names:
-        raise ArgumentError(explain_problem("text", expected="at least one token", got="none"))
+        raise ArgumentError("text", expected="at least one token", got="none")
     return windows
+
+
+def unknown_note(loaded: TextModel, windows: Sequence[Window]) -> str | None:
+    """What to know of a text of which more than a tenth is unknown to the model's vocabulary; ``None`` of any other."""
+    unknown = loaded.tokenizer.unk_token_id
+    if unknown is None:
+        return None
+    count = found = 0
+    for window in windows:
+        ids = window.inputs["input_ids"][0].tolist()
+        ordinary = [number for number, special in zip(ids, window.tokens.special, strict=True) if not special]
+        count, found = count + len(ordinary), found + ordinary.count(unknown)
+    if found <= MANY_UNKNOWN * count:
+        return None
+    name = loaded.tokenizer.convert_ids_to_tokens(unknown)
+    return (
+        f"{loaded.name} does not know {100 * found / count:.0f} % of the tokens of this text; they are {name}, one "
+        "like the other. Look at it with a model of its language: --model NAME_OR_PATH."
+    )
 
 
 Part = tuple[list[int], list[bool], Sequence[int | None] | None, dict[str, Any]]
@@ -103,11 +122,11 @@ def _batch_of_one(encoded: Any, part: int) -> dict[str, Any]:
 
 def _require_text(text: str) -> None:
     if not text.strip():
-        raise ArgumentError(explain_problem("text", expected="some text", got="none"))
+        raise ArgumentError("text", expected="some text", got="none")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         got = f"{text[error.start]!a} at {error.start}"
         raise ArgumentError(
-            explain_problem("text", expected="Unicode text", got=got, fix="It was probably read from other bytes.")
+            "text", expected="Unicode text", got=got, fix="It was probably read from other bytes."
         ) from error

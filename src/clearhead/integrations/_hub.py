@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
+import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -46,22 +48,27 @@ def _read(name: str, companion: str, notify: Callable[[str], None]) -> tuple[Any
 
 @contextlib.contextmanager
 def without_noise() -> Generator[None]:
-    """Keep transformers and its hub from writing warnings and progress bars; leave its settings as they were."""
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging
+    """Keep transformers and what it imports from writing warnings and progress bars; leave all settings as they were.
 
-    verbosities = [(module, module.get_verbosity()) for module in (logging, hub_logging)]
-    bars = logging.is_progress_bar_enabled()
-    for module, _ in verbosities:
-        module.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers imports each optional library that it finds, and some of these write what they lack: torchao, for
+    instance, which of its extensions do not fit the PyTorch that is there. Errors are raised as ever.
+    """
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from transformers.utils import logging as its_logging
+
+            bars = its_logging.is_progress_bar_enabled()
+            its_logging.disable_progress_bar()
+            try:
+                yield
+            finally:
+                if bars:
+                    its_logging.enable_progress_bar()
     finally:
-        for module, verbosity in verbosities:
-            module.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
+        logging.disable(before)
 
 
 def _from_hub(name: str, companion: str, notify: Callable[[str], None]) -> tuple[Any, Any]:
@@ -88,10 +95,10 @@ def _require_on_hub(name: str) -> None:
 
 
 def _from_pretrained(path: str, companion: str, *, local: bool) -> tuple[Any, Any]:
-    import transformers
-
     options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     with without_noise():
+        import transformers
+
         try:
             tokenizer = getattr(transformers, companion).from_pretrained(path, **options)
             model = transformers.AutoModel.from_pretrained(

@@ -13,15 +13,6 @@ from ._native import arguments_of
 from ._native_plan import NativeArguments
 from ._native_support import native_refusals, reads_in_place, refuses_statistics
 
-__all__ = [
-    "MOST_KEYS_OF_A_QUERY",
-    "WeightStatistics",
-    "gather",
-    "native_weights",
-    "refuses",
-    "refuses_statistics",
-]
-
 MOST_KEYS_OF_A_QUERY = 64  # in top-k: longer lists are no longer short beside the scores
 
 
@@ -33,6 +24,7 @@ class WeightStatistics:
         counted: bool (B, L), contiguous: the queries that sums over queries take in. ``None``: all.
         largest: (B, H, L), the largest score, −∞ where nothing is seen.
         visible: (B, H, L), how many keys are seen.
+        raw: (B, H, L), the largest scale · q·k of the keys that are seen, before soft-cap and bias; else −∞.
         entropy: (B, H, L), in nats.
         confidence: (B, H, L), the largest weight.
         norm: (B, H, L), lengths of the outputs; needs `output`.
@@ -44,11 +36,19 @@ class WeightStatistics:
         weights: (B, H, L, S), or (B, 1, L, S) for their mean over the heads.
         map: (B, H, R, C), what tile ⌊i·R/L⌋, ⌊j·C/S⌋ gets of counted queries: the sum, or the largest weight.
         map_max: which of the two.
+        first_keys: int32 (B, H, t), keys whose weights are added up in `sink`; −1 is none.
+        sink: (B, H, L).
+        distance: (B, H, L), Σ p |i + shift − j|.
+        offsets: int64 (O,).
+        stripes: (B, H, L, O), the weight of key i + shift + offset, −1 where the row sees no such key.
+        shift: how far the first query stands after the first key.
+        exact: scores in double precision.
     """
 
     counted: Tensor | None
     largest: Tensor
     visible: Tensor
+    raw: Tensor | None = None
     entropy: Tensor | None = None
     confidence: Tensor | None = None
     norm: Tensor | None = None
@@ -60,6 +60,13 @@ class WeightStatistics:
     weights: Tensor | None = None
     map: Tensor | None = None
     map_max: bool = False
+    first_keys: Tensor | None = None
+    sink: Tensor | None = None
+    distance: Tensor | None = None
+    offsets: Tensor | None = None
+    stripes: Tensor | None = None
+    shift: int = 0
+    exact: bool = False
 
 
 def refuses(call: AttentionCall) -> bool:
@@ -76,6 +83,9 @@ def gather(
     top_k: int = 0,
     map_size: int = 0,
     map_pooling: Literal["mass", "max"] = "mass",
+    first_keys: Tensor | None = None,
+    offsets: tuple[int, ...] = (),
+    exact: bool = False,
 ) -> WeightStatistics:
     """Compute the fields that are named; `largest` and `visible` always are.
 
@@ -86,12 +96,35 @@ def gather(
         top_k: how many keys of each query.
         map_size: R and C at most.
         map_pooling: sums, or the largest weight.
+        first_keys: int (B, H, t), for ``sink``.
+        offsets: for ``stripes``, which needs positions that count up, as ``distance`` does.
+        exact: whether scores are computed in double precision, for calls of few keys: the scores of some rows are
+            kept in the cache.
     """
-    return _gather(arguments_of(call), wanted, counted, top_k, (map_size, map_size), map_pooling == "max")
+    found = _empty(arguments_of(call), wanted, counted, top_k, (map_size, map_size))
+    found.map_max, found.exact, found.shift = map_pooling == "max", exact, call.grid.shift or 0
+    batch, heads, length = found.largest.shape
+    if "sink" in wanted and first_keys is not None:
+        found.first_keys, found.sink = first_keys.int().contiguous(), torch.empty_like(found.largest)
+    if "distance" in wanted:
+        found.distance = torch.empty_like(found.largest)
+    if "stripes" in wanted:
+        found.offsets = torch.tensor(offsets, dtype=torch.int64)
+        found.stripes = found.largest.new_empty(batch, heads, length, len(offsets))
+    return _compute(arguments_of(call), found)
 
 
-def native_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor | None:
+def native_weights(
+    call: AttentionCall, rows: Tensor | None, average: bool, *, head: int | None = None, exact: bool = False
+) -> Tensor | None:
     """Weights of all rows, or of those numbered (n,): (B, H, n, S), or their mean over the heads (B, n, S), in float32.
+
+    Args:
+        call: which attention.
+        rows: numbers of rows, or ``None`` for all.
+        average: whether the mean over the heads is wanted.
+        head: the only one that is wanted, (B, 1, n, S). Default: all.
+        exact: as for `gather`.
 
     Returns:
         ``None`` where the kernel gives none.
@@ -99,26 +132,29 @@ def native_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> T
     if refuses(call) or (rows is not None and not reads_in_place(call.mask, call.grid)):
         return None
     request = arguments_of(call) if rows is None else _of_rows(arguments_of(call), rows)
-    weights = cast(Tensor, _gather(request, frozenset({"head_average" if average else "weights"}), None).weights)
+    if head is not None:
+        request = _of_head(request, head)
+    found = _empty(request, frozenset({"head_average" if average else "weights"}), None)
+    found.exact = exact
+    weights = cast(Tensor, _compute(request, found).weights)
     return weights[:, 0] if average else weights
 
 
-def _gather(
+def _empty(
     request: NativeArguments,
     wanted: frozenset[str],
     counted: Tensor | None,
     top_k: int = 0,
     map_size: tuple[int, int] = (0, 0),
-    map_max: bool = False,
 ) -> WeightStatistics:
+    """What is written, of the names that need no more of the call than its sizes."""
     (batch, heads, length, _), keys = request.query.shape, request.key.shape[2]
-    plan = request.plan()
 
     def empty(*shape: int) -> Tensor:
         return request.query.new_empty(batch, heads, *shape, dtype=torch.float32)
 
     found = WeightStatistics(None if counted is None else counted.contiguous(), empty(length), empty(length))
-    for name in wanted & {"entropy", "confidence", "norm"}:
+    for name in wanted & {"raw", "entropy", "confidence", "norm"}:
         setattr(found, name, empty(length))
     if "received" in wanted:
         found.received, found.viewers = empty(keys).zero_(), empty(keys).zero_()
@@ -126,21 +162,25 @@ def _gather(
         found.top_weights = empty(length, top_k)
         found.top_keys = found.top_weights.new_empty(found.top_weights.shape, dtype=torch.int64)
     if wanted & {"output", "norm"}:
-        found.output = plan.empty_output(request.query)
+        found.output = request.plan().empty_output(request.query)
     if wanted & {"weights", "head_average"}:
         matrices = heads if "weights" in wanted else 1
         found.weights = request.query.new_zeros(batch, matrices, length, keys, dtype=torch.float32)
     if "map" in wanted:
         found.map = empty(min(map_size[0], length), min(map_size[1], keys)).zero_()
-        found.map_max = map_max
-    plan.statistics(*request.inputs, request.extras, found.output, None, **_wanted(found))
+    return found
+
+
+def _compute(request: NativeArguments, found: WeightStatistics) -> WeightStatistics:
+    request.plan().statistics(*request.inputs, request.extras, found.output, None, **_wanted(found))
     return found
 
 
 def _wanted(found: WeightStatistics) -> dict[str, Tensor | int | tuple[int, ...] | None]:
     """By the names of ``Statistics`` in ``_native/problem.h``."""
-    names = ("counted", "largest", "visible", "entropy", "confidence", "norm", "received", "viewers")
-    wanted = {name: getattr(found, name) for name in (*names, "top_weights", "top_keys", "weights", "map")}
+    names = ("counted", "largest", "visible", "raw", "entropy", "confidence", "norm", "received", "viewers")
+    names += ("top_weights", "top_keys", "weights", "map", "first_keys", "sink", "distance", "offsets", "stripes")
+    wanted = {name: getattr(found, name) for name in (*names, "shift", "exact")}
     if found.top_weights is not None:
         wanted["top"] = found.top_weights.shape[-1]
     if found.weights is not None:
@@ -148,6 +188,10 @@ def _wanted(found: WeightStatistics) -> dict[str, Tensor | int | tuple[int, ...]
         wanted["weights_strides"] = (batch, 0 if matrices == 1 else found.weights.stride(1), found.weights.stride(2))
     if found.map is not None:
         wanted |= {"map_rows": found.map.shape[2], "map_columns": found.map.shape[3], "map_max": found.map_max}
+    if found.first_keys is not None:
+        wanted["sink_keys"] = found.first_keys.shape[-1]
+    if found.offsets is not None:
+        wanted["offset_count"] = len(found.offsets)
     return wanted
 
 
@@ -171,4 +215,22 @@ def _of_rows(request: NativeArguments, rows: Tensor) -> NativeArguments:
         last=last,
         low=-len(rows),
         high=keys,
+    )
+
+
+def _of_head(request: NativeArguments, head: int) -> NativeArguments:
+    """The request of one query head."""
+    group = request.query.shape[1] // request.key.shape[1]
+
+    def cut(tensor: Tensor | None, dim: int = 1) -> Tensor | None:
+        return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.narrow(dim, head, 1)
+
+    key, value = (tensor.narrow(1, head // group, 1) for tensor in (request.key, request.value))
+    return request._replace(
+        query=request.query.narrow(1, head, 1),
+        key=key,
+        value=value,
+        sinks=cut(request.sinks, 0),
+        visible=cut(request.visible),
+        bias=cut(request.bias),
     )

@@ -15,7 +15,8 @@ from ._comparison import Comparison, compare
 from ._given import given
 from ._html import Page, page
 from ._image_plots import plot_image
-from ._record_plots import plot_heads, plot_map, plot_received, plot_rollout
+from ._record_plots import plot_heads, plot_map, plot_received
+from ._rollout_plot import plot_rollout
 from ._tokens import Tokens, read_tokens
 
 __all__ = [

@@ -51,8 +51,9 @@ def comparison_page(comparison: ComparedRecords, labels: Sequence[str], title: s
     names = [text("labels", label, "two strings") for label in items_of("labels", labels, "two strings")]
     if len(names) != 2:
         raise ShapeError(explain_problem("labels", expected="two strings", got=str(len(names))))
-    views = Views(comparison)
-    for item in compared_items(comparison):
+    items = compared_items(comparison)
+    views = Views(comparison, len(items), [comparison.ranked()[0][:2]])
+    for item in items:
         views.add(item)
     return views.page(names, by=comparison.by, note=comparison.note, ranked=comparison.ranked(), title=title)
 
@@ -88,10 +89,14 @@ class Views:
 
     Args:
         comparison: of the first item.
+        count: how many items there are.
+        chosen: modules of the first record, and heads of them, that keep all that is known of their rows.
     """
 
-    def __init__(self, comparison: ComparedRecords) -> None:
-        self._maker = PageMaker()
+    def __init__(self, comparison: ComparedRecords, count: int, chosen: Sequence[tuple[str, int]]) -> None:
+        self._together = 3 if comparison.by == "divergence" else 2
+        large = {(name, head) for module, head in chosen for name in (module, comparison.modules[module])}
+        self._maker = PageMaker(count * self._together, large, together=self._together)
         self._layers = {
             name: (number, index)
             for number, section in enumerate(find_sections(comparison.records[0], two_texts=False))
@@ -99,14 +104,13 @@ class Views:
         }
         self._heads = {name: comparison.records[0][name][0].heads for name in self._layers}
         self._places: list[Any] = []
-        self._count = 2
 
     def add(self, item: ComparedItem) -> None:
         """Append an item; all have equally many views."""
-        self._count = len(item.views)
         for number, view in enumerate(item.views):
+            if self._maker.takes_next:
+                self._places.append(item.places if number == 2 else None)
             self._maker.add(view)
-            self._places.append(item.places if number == 2 else None)
 
     def page(
         self,
@@ -132,7 +136,7 @@ class Views:
             for name, head, value in ranked[:MOST_RANKED]
         ]
         compared = {
-            "views": [*printable(labels), "difference"][: self._count],
+            "views": [*printable(labels), "difference"][: self._together],
             "places": self._places,
             "by": by,
             "note": note,

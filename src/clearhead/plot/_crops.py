@@ -10,15 +10,14 @@ import torch
 
 from .._checks import items as items_of
 from .._checks import require_slice, shown
-from ..errors import ArgumentError, DTypeError, explain_problem
+from ..errors import ArgumentError, DTypeError
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture, item_places
 from ._protocol import Recorded
 from ._words import has_pieces, merge_words, row_entropy
 
-__all__ = ["CROP_SIDE", "CropRequest", "cut_crop", "with_crops"]
-
 CropRequest = tuple[int | str, int] | tuple[int | str, int, slice, slice]
 
+CROPS = "a list of (layer, head) or (layer, head, queries, keys)"
 #: A head given without slices is cut to so many queries and keys; 1024 × 1024 weights are about 1 MB of page.
 CROP_SIDE = 1024
 ROWS_AT_A_TIME = 128
@@ -37,12 +36,15 @@ def with_crops(rec: Recorded, items: Sequence[ItemPicture], crops: Sequence[Crop
         RecordError: if queries and keys were not kept.
         ArgumentError: for a layer or head that is not there.
     """
-    crops = items_of("crops", crops, "a list of (layer, head) or (layer, head, queries, keys)")
-    result: list[ItemPicture] = []
-    for picture, place in zip(items, item_places(rec), strict=True):
-        sections = [_with_crops(rec, section, place, crops) for section in picture.sections]
-        result.append(replace(picture, sections=sections))
-    return result
+    crops = items_of("crops", crops, CROPS)
+    return [with_crops_of(rec, picture, number, crops) for number, picture in enumerate(items)]
+
+
+def with_crops_of(rec: Recorded, picture: ItemPicture, number: int, crops: Sequence[CropRequest]) -> ItemPicture:
+    """Add the exact weights of some heads to one item, whose number is counted over calls."""
+    place = item_places(rec)[number]
+    sections = [_with_crops(rec, section, place, crops) for section in picture.sections]
+    return replace(picture, sections=sections)
 
 
 def _with_crops(
@@ -65,7 +67,7 @@ def _checked_crop(crop: object) -> tuple[Any, ...]:
     expected = "(layer, head) or (layer, head, queries, keys) with slices"
     parts = tuple(crop) if isinstance(crop, (tuple, list)) else ()
     if len(parts) not in (2, 4) or not all(isinstance(part, slice) for part in parts[2:]):
-        raise DTypeError(explain_problem("crops", expected=expected, got=shown(crop)))
+        raise DTypeError("crops", expected=expected, got=shown(crop))
     for part in parts[2:]:
         require_slice("crops", part)
     return parts
@@ -75,7 +77,7 @@ def require_head(head: object, heads: Sequence[int], where: str) -> None:
     """Raise unless it is one of the heads there are."""
     if isinstance(head, bool) or not isinstance(head, int) or head not in heads:
         known = ", ".join(map(str, heads))
-        raise ArgumentError(explain_problem("head", expected=f"one of {known}{where}", got=shown(head)))
+        raise ArgumentError("head", expected=f"one of {known}{where}", got=shown(head))
 
 
 def cut_crop(
@@ -99,7 +101,7 @@ def cut_crop(
         range(len(tokens))[part] for tokens, part in zip((picture.queries, picture.keys), slices, strict=True)
     )
     if queries.step != 1 or keys.step != 1:
-        raise ArgumentError(explain_problem("crops", expected="slices without a step", got=str(slices)))
+        raise ArgumentError("crops", expected="slices without a step", got=str(slices))
     rows = range(layer.queries[0] + queries.start, layer.queries[0] + queries.stop)
     columns = slice(layer.keys[0] + keys.start, layer.keys[0] + keys.stop)
     parts = [

@@ -73,7 +73,8 @@ class Given(Mapping[str, Sequence[AttentionStatistics]]):
     from ._comparison import compare
     from ._html import page
     from ._image_plots import plot_image
-    from ._record_plots import plot_heads, plot_map, plot_received, plot_rollout
+    from ._record_plots import plot_heads, plot_map, plot_received
+    from ._rollout_plot import plot_rollout
 
     def __init__(self, calls: dict[str, AttentionCall]) -> None:
         self._calls = calls

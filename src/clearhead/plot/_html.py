@@ -9,7 +9,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -19,7 +19,9 @@ from .._checks import integer, shown, text
 from .._checks import items as items_of
 from ..errors import ArgumentError, DTypeError, FileError, RecordError, ShapeError, explain_problem
 from ._collect import ItemPicture, collect
-from ._crops import CropRequest, with_crops
+from ._crops import CROPS, CropRequest, with_crops
+from ._detail import Detail, bytes_of_crops, details_for, least_bytes
+from ._files import whole_file
 from ._heads import summarize
 from ._image_items import with_pictures
 from ._labels import printable
@@ -28,6 +30,10 @@ from ._protocol import Recorded, require_record
 from ._tokens import Texts, as_texts
 
 __all__ = ["Page", "PageMaker", "page"]
+
+#: Characters of a page, and bytes of numbers that it has room for beside its own script, in base64.
+LIMIT = 5_000_000
+ROOM = (LIMIT - 150_000) * 3 // 4
 
 SCRIPTS = (
     "data",
@@ -68,7 +74,7 @@ class Page:
     height: int = 860
 
     def save(self, path: str | Path) -> Path:
-        """Write the page, in UTF-8.
+        """Write the page, in UTF-8; the file appears whole or not at all.
 
         Args:
             path: where to; the folder must exist.
@@ -83,7 +89,8 @@ class Page:
             raise DTypeError(explain_problem("path", expected="the path of a file", got=shown(path)))
         path = Path(path)
         try:
-            path.write_text(self.text, encoding="utf-8", newline="\n")
+            with whole_file(path) as part:
+                part.write_text(self.text, encoding="utf-8", newline="\n")
         except (OSError, ValueError) as error:  # a null character in the name is a ValueError
             expected = "a file that can be written, in a folder that is there"
             raise FileError(explain_problem("path", expected=expected, got=f"{shown(str(path))} ({error})")) from error
@@ -164,37 +171,91 @@ def page(
             raise ShapeError(explain_problem("labels", expected=f"{len(items)}, one per item", got=str(len(labels))))
         items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
     place = _place(rec, items, layer, head)
-    if crops is not None and image is None:
+    large = items[0].sections[place[0]].layers[place[1]]
+    chosen = {(large.name, large.heads[place[2]])}
+    if image is not None:
+        crops = None  # every weight is there
+    elif crops is not None:
+        crops = items_of("crops", crops, CROPS)
         items = with_crops(rec, items, crops)
-    elif image is None:
-        large = items[0].sections[place[0]].layers[place[1]]
+        chosen |= {(rec.name_of(crop[0]), crop[1]) for crop in crops}
+    else:
         with contextlib.suppress(RecordError):  # queries and keys were not kept, and no crop was requested
-            items = with_crops(rec, items, [(large.name, large.heads[place[2]])])
-    maker = PageMaker()
+            items = with_crops(rec, items, list(chosen))
+    maker = PageMaker(len(items), chosen, keeps_crops=crops is not None)
     for item in items:
         maker.add(item)
     return maker.page(place, title=title)
 
 
 class PageMaker:
-    """Makes a page of one batch item after the other, keeping each only as it will be in the file."""
+    """Makes a page of one batch item after the other, keeping each only as it will be in the file.
 
-    def __init__(self) -> None:
+    Args:
+        count: how many items there are. Where they are too many for the page, it holds some of them, evenly spread,
+            among them the first and the last.
+        chosen: names of modules, and heads of them, that keep all that is known of their rows.
+        keeps_crops: whether exact weights stay even if the page becomes larger than `LIMIT` by them.
+        together: how many neighbouring items are views of the same, and stay or are left out together.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        chosen: Collection[tuple[str, int]] = (),
+        *,
+        keeps_crops: bool = False,
+        together: int = 1,
+    ) -> None:
+        self._count, self._held, self._together = count, count, together
+        self._chosen = chosen
+        self._keeps_crops = keeps_crops
+        self._room = float(ROOM)
+        self._seen = 0
         self._sections: list[dict[str, Any]] = []
         self._ends: list[ScaleEnds] = []
         self._items: list[dict[str, Any]] = []
         self._streams: list[str] = []
 
+    @property
+    def takes_next(self) -> bool:
+        """Whether the page will hold the next item."""
+        if self._held == self._count:
+            return True
+        seen, held, count = (number // self._together for number in (self._seen, self._held, self._count))
+        return seen * (held - 1) % (count - 1) < held - 1
+
     def add(self, item: ItemPicture) -> None:
-        """Append an item; all have the same sections, layers and heads."""
+        """Append an item, or leave it out; all have the same sections, layers and heads."""
         if not self._sections:
             self._sections = [describe_section(picture) for picture in item.sections]
             self._ends = [ScaleEnds() for _ in item.sections]
+            if not self._keeps_crops:
+                held = max(2, int(ROOM / (self._together * least_bytes(item, self._chosen))))
+                self._held = min(self._count, held * self._together)
+        takes = self.takes_next
+        self._seen += 1
+        if not takes:
+            return
+        room = self._room / (self._held - len(self._items))
+        place, stream, detail = self._described(item, room)
         for ends, picture in zip(self._ends, item.sections, strict=True):
-            ends.add(picture)
-        description, stream = describe_item(item)
-        self._items.append(description)
+            ends.add(picture, detail, self._chosen)
+        self._room -= len(stream) * 3 / 4
+        self._items.append({"label": printable([item.label])[0], "description": place})
         self._streams.append(stream)
+
+    def _described(self, item: ItemPicture, room: float) -> tuple[list[int], str, Detail]:
+        """An item as closely as there is room for: where its description lies in its stream, and how closely."""
+        if self._keeps_crops:
+            room += bytes_of_crops(item)
+        # Patches next to each other in a row of tokens are not so on the picture: nothing of it is pooled.
+        details = details_for(item, self._chosen, room) if item.picture is None else iter([Detail()])
+        while True:
+            detail = next(details)
+            place, stream = describe_item(item, replace(detail, crops=detail.crops or self._keeps_crops), self._chosen)
+            if len(stream) * 3 / 4 <= room or detail.is_coarsest or item.picture is not None:
+                return place, stream, detail
 
     def page(
         self,
@@ -202,6 +263,7 @@ class PageMaker:
         *,
         title: str,
         statistic: str = "maps",
+        notes: Sequence[str] = (),
         compared: dict[str, Any] | None = None,
     ) -> Page:
         """The finished page.
@@ -210,11 +272,16 @@ class PageMaker:
             place: section, layer and head that are shown first, as places in the items.
             title: as in `page`.
             statistic: what the overview shows at first: ``"maps"``, or a statistic's name.
+            notes: sentences about all of it.
             compared: how the items are views of the same, see `clearhead.plot._comparison_page`. Default: they are not.
         """
         shown_title = printable([title])[0]
+        if len(self._items) < self._seen:
+            left_out = f"Of {self._seen} parts of the text this page holds {len(self._items)}, evenly spread."
+            notes = [*notes, left_out]
         data = {
             "title": shown_title,
+            "notes": printable(notes),
             "sections": [part | ends.describe() for part, ends in zip(self._sections, self._ends, strict=True)],
             "items": self._items,
             "section": place[0],

@@ -17,8 +17,8 @@ from ._tokens import Tokens
 
 __all__ = ["image_items", "layouts_of", "with_pictures"]
 
-#: Weights that a page holds of one batch item; one byte each before they are packed.
-MOST_WEIGHTS = 6_000_000
+#: Weights that a page holds of one batch item; at most one byte each before they are packed.
+MOST_WEIGHTS = 5_700_000
 ROWS_AT_A_TIME = 64
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._checks import shown
 from ..errors import DTypeError, explain_problem
+from ._files import whole_file
 from ._labels import printable, shortened
 
 if TYPE_CHECKING:
@@ -137,13 +138,16 @@ def weight_bar(figure: Any, image: AxesImage, *, end: float = 1.0, caption: str,
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure to a file, without warnings about glyphs that no installed font has (they show as boxes).
+    """Write a figure to a file that appears whole or not at all.
+
+    There are no warnings about glyphs that no installed font has (they show as boxes).
 
     Args:
         figure: any.
         path: ends in ``.png``, ``.svg`` or ``.pdf``.
     """
-    path.write_bytes(figure_bytes(figure, path.suffix[1:].lower()))
+    with whole_file(path) as part:
+        part.write_bytes(figure_bytes(figure, path.suffix[1:].lower()))
     return path
 
 

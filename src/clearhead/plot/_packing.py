@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import zlib
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,7 +14,16 @@ from torch import Tensor
 __all__ = ["ENCODINGS", "Encoding", "Packer"]
 
 Encoding = Literal[
-    "units", "roots8", "roots16", "thousandths", "index", "signed", "signed_roots8", "signed_thousandths", "bytes"
+    "units",
+    "roots6",
+    "roots8",
+    "roots16",
+    "thousandths",
+    "index",
+    "signed",
+    "signed_roots8",
+    "signed_thousandths",
+    "bytes",
 ]
 
 #: Name → (bytes per number, number to integer). `page_data.js` has the inverses.
@@ -21,6 +31,7 @@ Encoding = Literal[
 #: signed: differences of the same, in [−1, 1] or ± 32.767.
 ENCODINGS: dict[Encoding, tuple[int, Callable[[Tensor], Tensor]]] = {
     "units": (2, lambda x: x.clamp(0, 1) * 10_000),
+    "roots6": (1, lambda x: x.clamp(0, 1).sqrt() * 63),
     "roots8": (1, lambda x: x.clamp(0, 1).sqrt() * 255),
     "roots16": (2, lambda x: x.clamp(0, 1).sqrt() * 65_535),
     "thousandths": (2, lambda x: x.clamp(0, 65.535) * 1000),
@@ -61,6 +72,14 @@ class Packer:
         planes = torch.stack([(numbers >> (8 * byte)) & 255 for byte in range(width)]).to(torch.uint8)
         self._parts.append(self._deflate.compress(planes.numpy().tobytes()))
         self._size += planes.numel()
+        return place
+
+    def add_json(self, data: Any) -> list[int]:
+        """Append data as JSON; returns its first byte and how many there are."""
+        text = json.dumps(data, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+        place = [self._size, len(text)]
+        self._parts.append(self._deflate.compress(text))
+        self._size += len(text)
         return place
 
     def finish(self) -> str:

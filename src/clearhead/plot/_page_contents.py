@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
+from ._detail import Detail, pooled_map, pooled_rows
 from ._heads import KINDS, HeadSummary, summarize
 from ._labels import layer_labels, printable
 from ._packing import Encoding, Packer
@@ -19,10 +20,12 @@ from ._words import has_pieces
 __all__ = ["ScaleEnds", "describe_item", "describe_section"]
 
 SAMPLES = 20_000
+MOST_CLOSE = 250_000  # weights of a layer of a vision model that are held in 256 levels; of more in 64
 
-#: Encodings of single weights, tiles, shares and nats: as they are, and of differences.
-_POSITIVE: tuple[Encoding, ...] = ("units", "roots8", "roots16", "thousandths")
-_SIGNED: tuple[Encoding, ...] = ("signed", "signed_roots8", "signed", "signed_thousandths")
+#: Encodings of single weights, tiles, coarser tiles, shares and nats: as they are, and of differences.
+_POSITIVE: tuple[Encoding, ...] = ("units", "roots8", "roots6", "roots16", "thousandths")
+_SIGNED: tuple[Encoding, ...] = ("signed", "signed_roots8", "signed_roots8", "signed", "signed_thousandths")
+_CHANGED_ENDS = ("changedTileEnd", "changedOwnEnd", "changedCellEnd")
 
 
 def describe_section(picture: SectionPicture) -> dict[str, Any]:
@@ -41,48 +44,59 @@ def describe_section(picture: SectionPicture) -> dict[str, Any]:
 
 
 class ScaleEnds:
-    """Where the colour scales of a section's tiles and of its single weights end, over all items."""
+    """Where a section's colour scales end, over all items: of tiles, chosen heads' tiles and single weights."""
 
     def __init__(self) -> None:
-        self._samples: dict[str, list[Tensor]] = {"tile": [], "cell": [], "changedTile": [], "changedCell": []}
+        names = ("tile", "own", "cell")
+        self._samples: dict[bool, dict[str, list[Tensor]]] = {
+            signed: {name: [] for name in names} for signed in (False, True)
+        }
 
-    def add(self, picture: SectionPicture) -> None:
-        """Take a sample of one item's weights."""
+    def add(self, picture: SectionPicture, detail: Detail, chosen: Collection[tuple[str, int]]) -> None:
+        """Take a sample of one item's weights, as closely as they are shown."""
         for layer in picture.layers:
-            tile, cell = ("changedTile", "changedCell") if layer.signed else ("tile", "cell")
-            self._samples[tile].append(_sample(layer.map).abs())
-            self._samples[cell] += [_sample(crop.weights).abs() for crop in layer.crops.values()]
+            samples = self._samples[layer.signed]
+            samples["tile"].append(_sample(pooled_map(layer, detail.side)))
+            for head in _places(layer, chosen):
+                samples["cell" if layer.exact else "own"].append(_sample(layer.map[head]))
+            samples["cell"] += [_sample(crop.weights) for crop in layer.crops.values()]
 
     def describe(self) -> dict[str, float]:
-        """The ends, for the section's description."""
+        """The ends, for the section's description; those of differences are apart."""
         ends: dict[str, float] = {}
-        for tile, cell in (("tile", "cell"), ("changedTile", "changedCell")):
-            tiles, cells = self._samples[tile], self._samples[cell]
+        for kind, names in ((False, ("tileEnd", "ownEnd", "cellEnd")), (True, _CHANGED_ENDS)):
+            tiles, own, cells = self._samples[kind].values()
             if tiles:
-                ends |= {f"{tile}End": scale_end(tiles), f"{cell}End": scale_end(cells or tiles)}
+                ends |= dict(zip(names, (scale_end(each or tiles) for each in (tiles, own, cells)), strict=True))
         return ends
 
 
-def describe_item(item: ItemPicture) -> tuple[dict[str, Any], str]:
-    """One item's description and its stream."""
+def describe_item(item: ItemPicture, detail: Detail, chosen: Collection[tuple[str, int]]) -> tuple[list[int], str]:
+    """One item's stream, and where in it its description begins and how long it is.
+
+    Args:
+        item: what to describe.
+        detail: how closely.
+        chosen: modules and heads that keep all that is known of their rows.
+    """
     packer, texts = Packer(), _Texts()
     sections: list[dict[str, Any]] = []
     for picture in item.sections:
         summaries = summarize(picture)
-        layers = [_layer(layer, heads, packer) for layer, heads in zip(picture.layers, summaries, strict=True)]
+        layers = [
+            _layer(layer, heads, packer, detail, _places(layer, chosen))
+            for layer, heads in zip(picture.layers, summaries, strict=True)
+        ]
         queries, keys = texts.number(picture.queries), texts.number(picture.keys)
         sections.append(
             {"queries": queries, "keys": keys, "start": _first_query(picture), "layers": layers}
             | _patches(picture.tiles),
         )
-    description: dict[str, Any] = {
-        "label": printable([item.label])[0],
-        "texts": texts.descriptions,
-        "sections": sections,
-    }
+    description: dict[str, Any] = {"texts": texts.descriptions, "sections": sections}
     if item.picture is not None:
         description["picture"] = {"size": list(item.picture.shape[1:]), "pixels": packer.add(item.picture, "bytes")}
-    return description, packer.finish()
+    place = packer.add_json(description)
+    return place, packer.finish()
 
 
 def _patches(tiles: Tiles | None) -> dict[str, Any]:
@@ -114,26 +128,61 @@ class _Texts:
         return len(self._kept) - 1
 
 
-def _layer(layer: LayerPicture, summaries: Sequence[HeadSummary], packer: Packer) -> dict[str, Any]:
-    queries = max(layer.queries[1] - layer.queries[0], 1)
-    units, roots8, roots16, nats = _SIGNED if layer.signed else _POSITIVE
+def _layer(
+    layer: LayerPicture, summaries: Sequence[HeadSummary], packer: Packer, detail: Detail, chosen: Sequence[int]
+) -> dict[str, Any]:
+    tiles = pooled_map(layer, detail.side)
+    shares = layer.received / max(layer.queries[1] - layer.queries[0], 1)
+    entropy, received = pooled_rows(layer.entropy, detail.bins), pooled_rows(shares, detail.bins)
+    count = min(layer.indices.shape[2], detail.top)
+    crops = layer.crops if detail.crops else {}
+    exact = tiles is layer.map and layer.exact
+    whole = entropy is layer.entropy and received is shares and count == layer.indices.shape[2]
+    own = [] if whole and tiles is layer.map else chosen
+    units, roots8, roots6, _, nats = _SIGNED if layer.signed else _POSITIVE
+    if layer.rounded:
+        units = roots6 if layer.map.numel() > MOST_CLOSE else roots8
+    signed = layer.signed
     return {
-        "signed": layer.signed,
+        "signed": signed,
         "size": list(layer.size),
         "origin": [layer.queries[0], layer.keys[0]],
-        "grid": list(layer.map.shape[1:]),
-        "map": packer.add(layer.map, units if layer.exact and not layer.rounded else roots8),
-        "entropy": packer.add(layer.entropy, nats),
-        "received": packer.add(layer.received / queries, roots16),
-        "count": layer.indices.shape[2],
-        "indices": packer.add(layer.indices, "index"),
-        "weights": packer.add(layer.weights, units),
-        "wordEntropy": _optional(layer.word_entropy, nats, packer),
-        "crops": {
-            str(layer.heads.index(head)): _crop(crop, (units, nats), packer) for head, crop in layer.crops.items()
+        "grid": list(tiles.shape[1:]),
+        "map": packer.add(tiles, units if exact else roots8 if tiles is layer.map else roots6),
+        "bins": [entropy.shape[1], received.shape[1]],
+        **_rows(entropy, received, layer.indices[..., :count], layer.weights[..., :count], packer, signed),
+        "own": {
+            str(head): {
+                "grid": list(layer.map.shape[1:]),
+                "map": packer.add(layer.map[head], units if layer.exact else roots8),
+                **_rows(
+                    *(values[head] for values in (layer.entropy, shares, layer.indices, layer.weights)), packer, signed
+                ),
+            }
+            for head in own
         },
+        "wordEntropy": _optional(layer.word_entropy if exact else None, nats, packer),
+        "crops": {str(layer.heads.index(head)): _crop(crop, (units, nats), packer) for head, crop in crops.items()},
         "kinds": [KINDS[summary.kind] for summary in summaries],
         "numbers": {name: [_rounded(value) for value in values.tolist()] for name, values in layer.numbers.items()},
+    }
+
+
+def _places(layer: LayerPicture, chosen: Collection[tuple[str, int]]) -> list[int]:
+    """Places of the chosen heads among the layer's."""
+    return [layer.heads.index(head) for name, head in chosen if name == layer.name and head in layer.heads]
+
+
+def _rows(
+    entropy: Tensor, received: Tensor, indices: Tensor, weights: Tensor, packer: Packer, signed: bool
+) -> dict[str, Any]:
+    units, _, _, shares, nats = _SIGNED if signed else _POSITIVE
+    return {
+        "entropy": packer.add(entropy, nats),
+        "received": packer.add(received, shares),
+        "count": indices.shape[-1],
+        "indices": packer.add(indices, "index"),
+        "weights": packer.add(weights, units),
     }
 
 
@@ -152,7 +201,7 @@ def _optional(values: Tensor | None, nats: Encoding, packer: Packer) -> list[Any
 
 def _sample(weights: Tensor) -> Tensor:
     flat = weights.flatten()
-    return flat[:: max(1, flat.numel() // SAMPLES)].clone()
+    return flat[:: max(1, flat.numel() // SAMPLES)].abs()
 
 
 def _rounded(value: float) -> float | None:

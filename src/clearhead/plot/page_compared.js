@@ -1,6 +1,14 @@
   // ---- two side by side: the views of a comparison ------------------------------------------------------------
 
   const VIEW_PIXELS = 150;
+  const otherViews = new Map(); // number → an item, unpacked, beside the one that is shown
+
+  async function viewOf(number) {
+    const first = state.number - viewNumber();
+    for (const known of otherViews.keys()) if (known < first || known >= first + viewCount()) otherViews.delete(known);
+    if (!otherViews.has(number)) otherViews.set(number, await unpacked(number));
+    return otherViews.get(number);
+  }
 
   /** Whether what is shown is a difference. */
   function isSigned() {
@@ -8,12 +16,18 @@
   }
 
   function scaleEnds(signed = isSigned()) {
-    const { tileEnd, cellEnd, changedTileEnd, changedCellEnd } = data.sections[state.section];
-    return signed ? { tileEnd: changedTileEnd, cellEnd: changedCellEnd } : { tileEnd, cellEnd };
+    const ends = data.sections[state.section];
+    if (!signed) return ends;
+    return { tileEnd: ends.changedTileEnd, ownEnd: ends.changedOwnEnd, cellEnd: ends.changedCellEnd };
+  }
+
+  /** How many views there are of every text. */
+  function viewCount() {
+    return data.compared ? data.compared.views.length : 1;
   }
 
   function viewNumber() {
-    return data.compared ? state.number % data.compared.views.length : 0;
+    return state.number % viewCount();
   }
 
   function buildViews() {
@@ -57,9 +71,9 @@
     const first = state.number - viewNumber();
     const { layer, head, section } = state;
     for (const [view, button] of [...byId("views").children].entries()) {
-      const bytes = await streamOf(first + view);
+      const shown = await viewOf(first + view);
       if (state.layer !== layer || state.head !== head || state.section !== section) return; // another was chosen since
-      paintHead(button.firstChild, { bytes, item: data.items[first + view] }, layer, head, VIEW_PIXELS);
+      paintHead(button.firstChild, shown, layer, head, VIEW_PIXELS);
       button.setAttribute("aria-pressed", String(view === viewNumber()));
     }
     for (const button of byId("ranked-list").querySelectorAll("button")) {
@@ -116,10 +130,10 @@
     const { entropy, received } = state.current;
     const first = state.number - viewNumber();
     const texts = [0, 1].map((view) => {
-      const bytes = streams.get(first + view);
+      const other = otherViews.get(first + view);
       const places = ["queries", "keys"].map((side, at) => placesOf(side)[view][at ? key : query]);
-      if (!bytes || state.current.rows.words) return "";
-      const found = look(headOf(bytes, data.items[first + view], state.section, state.layer, state.head), ...places);
+      if (!other || state.current.rows.words) return "";
+      const found = look(headOf(other.bytes, other.item, state.section, state.layer, state.head), ...places);
       const weight = found.tile === undefined ? plain(found.weight) : `in a tile of ${plain(found.tile)}`;
       return `${data.compared.views[view]} ${weight}   ·   `;
     });

@@ -6,6 +6,7 @@
   // Bytes per number and its meaning; packing.py has the inverses.
   const DECODERS = {
     units: [2, (n) => n / 10000],
+    roots6: [1, (n) => (n / 63) ** 2],
     roots8: [1, (n) => (n / 255) ** 2],
     roots16: [2, (n) => (n / 65535) ** 2],
     thousandths: [2, (n) => n / 1000],
@@ -15,20 +16,23 @@
     bytes: [1, (n) => n],
     index: [4, (n) => (n === 4294967295 ? -1 : n)],
   };
+  const BYTES = {};
+  for (const [name, [width, meaning]] of Object.entries(DECODERS)) {
+    if (width === 1) BYTES[name] = Float64Array.from({ length: 256 }, (_, n) => meaning(n));
+  }
 
-  const streams = new Map();
-
-  async function streamOf(item) {
-    if (!streams.has(item)) {
-      // One text at a time is held unpacked, in all its views.
-      if (streams.size >= (data.compared ? data.compared.views.length : 1)) streams.delete(streams.keys().next().value);
-      streams.set(item, await inflated(byId("stream-" + item).textContent));
-    }
-    return streams.get(item);
+  /** One item's numbers, and the description of them that lies among them. */
+  async function unpacked(number) {
+    const [first, length] = data.items[number].description;
+    const bytes = await inflated(byId("stream-" + number).textContent);
+    const text = new TextDecoder().decode(bytes.subarray(first, first + length));
+    return { bytes, item: JSON.parse(text) };
   }
 
   async function inflated(text) {
-    const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+    const characters = atob(text);
+    const bytes = new Uint8Array(characters.length);
+    for (let at = 0; at < bytes.length; at++) bytes[at] = characters.charCodeAt(at);
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
     return new Uint8Array(await new Response(stream).arrayBuffer());
   }
@@ -37,11 +41,16 @@
   function decoded(bytes, [encoding, first, length], from = 0, count = length) {
     const [width, meaning] = DECODERS[encoding];
     const numbers = new Float64Array(count);
+    if (width === 1) {
+      for (let i = 0; i < count; i++) numbers[i] = BYTES[encoding][bytes[first + from + i]];
+      return numbers;
+    }
     for (let plane = width - 1; plane >= 0; plane--) {
       const start = first + plane * length + from;
       for (let i = 0; i < count; i++) numbers[i] = numbers[i] * 256 + bytes[start + i];
     }
-    return numbers.map(meaning);
+    for (let i = 0; i < count; i++) numbers[i] = meaning(numbers[i]);
+    return numbers;
   }
 
   function element(name, text = "", kind = "") {

@@ -3,24 +3,33 @@
   // one or two: every weight where they are there, and tiles.
 
   function headOf(bytes, item, section, layer, head) {
-    const place = item.sections[section];
-    const texts = [item.texts[place.queries], item.texts[place.keys]];
-    const found = place.layers[layer];
+    const picture = item.sections[section];
+    const texts = [item.texts[picture.queries], item.texts[picture.keys]];
+    const found = picture.layers[layer];
     const [rows, columns] = texts.map((text) => ({ names: text.names, words: null }));
-    const grids = [tiles(bytes, found, head, data.sections[section].pooling)];
+    // A chosen head has numbers of its own where the others are pooled.
+    const own = found.own[head];
+    const source = own || found;
+    const place = own ? 0 : head;
+    const grids = [tiles(bytes, { ...found, ...own }, place, data.sections[section].pooling)];
+    grids[0].own = Boolean(own);
     const crop = found.crops[head];
     if (crop) grids.unshift(cropped(bytes, crop));
     const whole = grids[0].exact && covers(grids[0], rows.names.length, columns.names.length);
-    const part = (what, names) => decoded(bytes, found[what], head * names.length, names.length);
+    const part = (what, names, bins) => spread(decoded(bytes, source[what], place * bins, bins), names.length);
+    const bins = own ? [rows.names.length, columns.names.length] : found.bins;
     const result = {
       rows,
       columns,
       grids,
       whole,
-      entropy: part("entropy", rows.names),
-      received: part("received", columns.names).map((share) => share * rows.names.length),
-      largest: largestOf(bytes, found, head, rows.names.length),
+      pooled: bins[0] < rows.names.length || bins[1] < columns.names.length,
+      entropy: part("entropy", rows.names, bins[0]),
+      received: part("received", columns.names, bins[1]).map((share) => share * rows.names.length),
+      largest: source.count ? largestOf(bytes, source, place, rows.names.length) : null,
     };
+    if (!result.largest) result.largest = whole ? (query) => largestOfRow(result, query) : () => [];
+    result.listed = whole || source.count > 0;
     const pieces = texts.some((text) => text.words);
     result.words = pieces && whole ? () => merged(result, texts, wordEntropy(bytes, found, head)) : null;
     return result;
@@ -35,7 +44,7 @@
       rows,
       columns,
       exact,
-      rounded: exact && layer.map[0] === "roots8",
+      rounded: exact && layer.map[0].startsWith("roots"),
       pooling,
       values: decoded(bytes, layer.map, head * rows * columns, rows * columns),
       row: (query) => Math.floor(((query + firstQuery) * rows) / length),
@@ -64,6 +73,12 @@
     return [0, rows - 1].every((query) => grid.row(query) >= 0) && [0, columns - 1].every((key) => grid.column(key) >= 0);
   }
 
+  /** Number ⌊i·bins/n⌋ of the bins for each of n tokens. */
+  function spread(numbers, count) {
+    if (numbers.length === count) return numbers;
+    return Float64Array.from({ length: count }, (_, at) => numbers[Math.floor((at * numbers.length) / count)]);
+  }
+
   function largestOf(bytes, layer, head, queries) {
     const { count } = layer;
     return (query) => {
@@ -78,6 +93,7 @@
   function wordEntropy(bytes, layer, head) {
     const crop = layer.crops[head];
     if (crop) return decoded(bytes, crop.wordEntropy);
+    if (!layer.wordEntropy) return null;
     const [, , length] = layer.wordEntropy;
     const count = length / (data.sections[state.section].layers[state.layer].heads.length);
     return decoded(bytes, layer.wordEntropy, head * count, count);
@@ -103,12 +119,41 @@
     const grid = { rows: height, columns: width, exact: true, values, row: same, column: same, rowStart: same, columnStart: same };
     const received = new Float64Array(width);
     values.forEach((value, at) => (received[at % width] += value));
-    const largest = (query) =>
-      [...columns.names.keys()]
-        .map((key) => ({ key, weight: values[query * width + key] }))
-        .sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight))
-        .slice(0, 8);
-    return { rows, columns, grids: [grid], whole: true, entropy, received, largest, words: null };
+    const result = { rows, columns, grids: [grid], whole: true, pooled: false, listed: true, received, words: null };
+    result.entropy = entropy || Float64Array.from({ length: height }, (_, row) => entropyOf(values, row * width, width));
+    result.largest = (query) => largestOfRow(result, query);
+    return result;
+  }
+
+  function entropyOf(values, first, count) {
+    let sum = 0;
+    for (let at = first; at < first + count; at++) if (values[at] > 0) sum -= values[at] * Math.log(values[at]);
+    return sum;
+  }
+
+  /** The largest weights of a row of which every weight is known. */
+  function largestOfRow(head, query) {
+    return [...head.columns.names.keys()]
+      .map((key) => ({ key, weight: weightAt(head.grids[0], query, key) }))
+      .sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight))
+      .slice(0, 8);
+  }
+
+  /** The tiles that a query's row of tiles has most in: first and last key, and the tile's weight. */
+  function largestTiles(head, query) {
+    const grid = head.grids.at(-1);
+    const row = grid.row(query) * grid.columns;
+    return Array.from({ length: grid.columns }, (_, column) => ({ column, weight: grid.values[row + column] }))
+      .filter(({ weight }) => weight)
+      .sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight))
+      .slice(0, 8)
+      .map(({ column, weight }) => ({ keys: keysOfTile(head, column), weight }))
+      .filter(({ keys }) => keys[0] <= keys[1]);
+  }
+
+  function keysOfTile(head, column) {
+    const grid = head.grids.at(-1);
+    return [Math.max(0, grid.columnStart(column)), Math.min(head.columns.names.length, grid.columnStart(column + 1)) - 1];
   }
 
   function weightAt(grid, query, key) {

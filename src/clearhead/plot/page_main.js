@@ -21,8 +21,7 @@
   };
 
   async function showItem(number) {
-    state.bytes = await streamOf(number);
-    state.item = data.items[number];
+    Object.assign(state, await unpacked(number)); // one text at a time is held unpacked, in all its views
     state.number = number;
     const texts = state.item.texts.length;
     const length = state.item.sections.map((section) => state.item.texts[section.queries].names.length);
@@ -31,7 +30,8 @@
     const what = data.sections.length > 1 ? "attention layers" : "layers";
     byId("facts").textContent =
       `${data.title} · ${heads.length} ${what} × ${least === most ? most : least + " to " + most} heads · ` +
-      (texts > 1 ? [...new Set(state.item.texts.map((text) => text.names.length))].join(" and ") : length[0]) + " tokens";
+      (texts > 1 ? [...new Set(state.item.texts.map((text) => text.names.length))].join(" and ") : length[0]) + " tokens" +
+      (data.items.length > viewCount() ? ` · text ${Math.floor(number / viewCount()) + 1} of ${data.items.length / viewCount()}` : "");
     byId("words-control").hidden = !state.item.texts.some((text) => text.words);
     showSection(state.section);
   }
@@ -134,7 +134,7 @@
   }
 
   function buildControls() {
-    const views = data.compared ? data.compared.views.length : 1;
+    const views = viewCount();
     data.items.forEach((item, number) => {
       if (number % views) return; // another view of the same text
       const option = element("option", item.label);
@@ -178,6 +178,8 @@
     });
   }
 
+  byId("notes").textContent = data.notes.join(" ");
+  byId("notes").hidden = !data.notes.length;
   buildControls();
   buildViews();
   listen();

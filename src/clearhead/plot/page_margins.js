@@ -13,11 +13,21 @@
     byId("received-title").replaceChildren("received", element("br"), `${from} ${brief(most[1])}`);
   }
 
+  function largestPerPixel(shares, pixels) {
+    const found = new Float64Array(pixels);
+    shares.forEach((share, at) => {
+      const pixel = Math.floor((at * pixels) / shares.length);
+      if (share > found[pixel]) found[pixel] = share;
+    });
+    return found;
+  }
+
   function drawBars(canvas, size, ratio, shares, upright) {
     [canvas.style.width, canvas.style.height] = size.map((pixels) => pixels + "px");
     [canvas.width, canvas.height] = size.map((pixels) => Math.round(pixels * ratio));
     const context = canvas.getContext("2d");
     const [along, across] = upright ? [canvas.height, canvas.width] : [canvas.width, canvas.height];
+    if (shares.length > along) shares = largestPerPixel(shares, along);
     const step = along / shares.length;
     const thick = Math.max(1, step > 6 ? step - Math.round(ratio) : step);
     const plain = getComputedStyle(document.body).getPropertyValue("--bar");

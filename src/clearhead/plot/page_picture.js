@@ -91,11 +91,17 @@
     reveal(state.query, state.key);
   }
 
+  function fillEach(canvas, colorAt) {
+    fill(canvas, (pixels) => {
+      for (let at = 0; at < pixels.length; at++) pixels[at] = colorAt(at);
+    });
+  }
+
   function drawPlain() {
     const [height, width] = state.item.picture.size;
     const { planes } = picturePixels();
     const canvas = document.querySelector(".picture .plain");
-    fill(canvas, (at) => {
+    fillEach(canvas, (at) => {
       const y = Math.floor((Math.floor(at / canvas.width) * height) / canvas.height);
       const x = Math.floor(((at % canvas.width) * width) / canvas.width);
       const place = y * width + x;
@@ -113,7 +119,7 @@
     const none = colorOf(0, end);
     const rows = places(canvas.height, 0, height, (line) => line);
     const columns = places(canvas.width, 0, width, (line) => line);
-    fill(canvas, (at) => {
+    fillEach(canvas, (at) => {
       const line = rows[Math.floor(at / canvas.width)];
       const across = columns[at % canvas.width];
       const [row, column] = [Math.floor(line / cell[0]), Math.floor(across / cell[1])];
@@ -134,7 +140,8 @@
   function shadePicture(query) {
     const { cellEnd } = scaleEnds();
     const canvas = document.querySelector(".picture .over");
-    paintOver(canvas, knownRow(query), cellEnd);
+    const { grids, columns } = state.current;
+    paintOver(canvas, columns.names.map((_, key) => weightAt(grids[0], query, key)), cellEnd);
     const { prefix } = patchesOf();
     const looking = isSame() ? query : state.shown.key;
     if (looking !== null && looking >= prefix) outlinePatch(canvas, looking - prefix);

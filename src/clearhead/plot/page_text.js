@@ -1,6 +1,8 @@
   // ---- the text, and what one token looks at -----------------------------------------------------------------
 
+  const PARAGRAPH = 600; // tokens
   let shaded = {};
+  const texts = new Map(); // side → the box and its tokens
 
   function isSame() {
     return data.sections[state.section].same;
@@ -10,6 +12,7 @@
   function buildTexts() {
     const { rows, columns } = state.current;
     shaded = {};
+    texts.clear();
     if (patchesOf()) {
       buildPicture();
     } else if (isSame()) {
@@ -29,66 +32,113 @@
     box.tabIndex = 0;
     box.setAttribute("role", "application");
     box.setAttribute("aria-label", title + ", token by token");
-    axis.names.forEach((name, place) => {
+    const tokens = axis.names.map((name, place) => {
       const span = element("span", name);
       span.dataset.place = place;
-      box.append(span);
+      return span;
     });
+    box.removeAttribute("dir"); // every token has its own, and a box would look at all of them for each
+    if (tokens.length <= PARAGRAPH) box.append(...tokens);
+    else for (let first = 0; first < tokens.length; first += PARAGRAPH) box.append(paragraph(tokens.slice(first, first + PARAGRAPH)));
+    texts.set(side, { box, tokens, query: null, span: null });
     listenToText(box, side);
     return box;
   }
 
+  /** Part of a long text, laid out when it comes into view. */
+  function paragraph(tokens) {
+    const part = document.createElement("div");
+    part.append(...tokens);
+    return part;
+  }
+
   function textOf(side) {
-    return document.querySelector(`.text.${side}`) || document.querySelector(".text.both");
+    return texts.get(side) || texts.get("both");
   }
 
-  /** The weights of a row, as far as they are known one by one. */
-  function knownRow(query) {
-    const { columns, grids, largest, whole } = state.current;
-    const weights = new Float64Array(columns.names.length);
-    if (whole) weights.forEach((_, key) => (weights[key] = weightAt(grids[0], query, key)));
-    else for (const { key, weight } of largest(query)) weights[key] = weight;
-    return weights;
+  /** What colours the keys of a row: its weights as far as they are known one by one, else its tiles. */
+  function shadesOf(query) {
+    const { columns, grids, largest, listed, whole } = state.current;
+    const { cellEnd, tileEnd } = scaleEnds();
+    const none = colorOf(0, cellEnd);
+    const shades = new Map();
+    if (whole) {
+      for (let key = 0; key < columns.names.length; key++) {
+        const weight = weightAt(grids[0], query, key);
+        const color = colorOf(weight, cellEnd);
+        if (color !== none) shades.set(key, color);
+      }
+    } else if (listed) {
+      for (const { key, weight } of largest(query)) if (weight) shades.set(key, colorOf(weight, cellEnd));
+    } else {
+      for (const { keys, weight } of largestTiles(state.current, query)) {
+        for (let key = keys[0]; key <= keys[1]; key++) shades.set(key, colorOf(weight, tileEnd));
+      }
+    }
+    return shades;
   }
 
+  /** Colour the text; of a long one only what changes. */
   function shadeText(query) {
     const key = patchesOf() ? state.shown.key : null; // which is outlined in a picture only
     if (shaded.head === state.current && shaded.query === query && shaded.key === key && shaded.colors === colors) return;
-    shaded = { head: state.current, query, key, colors };
     if (patchesOf()) shadePicture(query);
-    const weights = knownRow(query);
-    const { cellEnd } = scaleEnds();
-    [...(textOf("keys")?.children ?? [])].forEach((span, key) => {
-      const color = colorOf(weights[key], cellEnd);
-      span.style.background = weights[key] ? css(color) : "";
-      span.style.color = weights[key] ? readableOn(color) : "";
-    });
+    const shades = shadesOf(query);
+    const tokens = textOf("keys")?.tokens ?? []; // patches of a picture are none
+    for (const key of (shaded.shades || new Map()).keys()) {
+      if (!shades.has(key) && tokens[key]) tokens[key].style.background = tokens[key].style.color = "";
+    }
+    for (const [key, color] of shades) {
+      if (!tokens[key] || shaded.shades?.get(key) === color) continue;
+      tokens[key].style.background = css(color);
+      tokens[key].style.color = readableOn(color);
+    }
+    shaded = { head: state.current, query, key, colors, shades };
     markToken(textOf("queries"), query);
   }
 
-  function markToken(box, place) {
-    if (!box) return;
-    box.querySelector(".query")?.classList.remove("query");
-    const mark = box.children[place];
+  function markToken(text, place) {
+    if (!text) return;
+    const { box, tokens } = text;
+    tokens[text.query]?.classList.remove("query");
+    text.query = place;
+    const mark = tokens[place];
     if (!mark) return; // a patch of a picture
     mark.classList.add("query");
-    const [top, height] = [mark.offsetTop, mark.offsetHeight]; // within the box
-    if (top < box.scrollTop || top + height > box.scrollTop + box.clientHeight) box.scrollTop = top - 40;
+    // Twice: parts of a long text that come into view may turn out longer or shorter than was expected.
+    if (scrollTo(box, mark)) scrollTo(box, mark);
+  }
+
+  function scrollTo(box, mark) {
+    const [outer, inner] = [box.getBoundingClientRect(), mark.getBoundingClientRect()];
+    const top = inner.top - outer.top; // within the box
+    const outside = top < 0 || top + inner.height > box.clientHeight;
+    if (outside) box.scrollTop += top - 40;
+    return outside;
   }
 
   function markSpan() {
-    const span = state.span && state.span.columns;
-    [...(textOf("keys")?.children ?? [])].forEach((mark, key) => {
-      mark.classList.toggle("selected", Boolean(span && key >= span[0] && key <= span[1]));
-    });
+    const text = textOf("keys");
+    if (!text) return;
+    const [before, after] = [text.span, (state.span && state.span.columns) || null];
+    const within = (range, key) => Boolean(range) && key >= range[0] && key <= range[1];
+    for (const range of [before, after]) {
+      if (!range) continue;
+      for (let key = range[0]; key <= Math.min(range[1], text.tokens.length - 1); key++) {
+        if (within(before, key) !== within(after, key)) text.tokens[key].classList.toggle("selected", within(after, key));
+      }
+    }
+    text.span = after;
   }
 
   function showList(query) {
     const { rows, columns, largest } = state.current;
-    byId("list-title").replaceChildren(
-      ...(isSigned() ? ["where ", element("b", rows.names[query]), " changes most"] : ["what ", element("b", rows.names[query]), " looks at most"]),
-    );
-    byId("list").replaceChildren(...largest(query).map(({ key, weight }) => listed(columns.names[key], weight)));
+    const name = element("b", rows.names[query]);
+    byId("list-title").replaceChildren(...(isSigned() ? ["where ", name, " changes most"] : ["what ", name, " looks at most"]));
+    const items = state.current.listed
+      ? largest(query).map(({ key, weight }) => listed(columns.names[key], weight))
+      : largestTiles(state.current, query).map(({ keys, weight }) => listed(quoted(columns.names, keys), weight));
+    byId("list").replaceChildren(...items);
   }
 
   function listed(name, weight) {
@@ -105,7 +155,19 @@
 
   function showReadout(query, key) {
     const { rows, columns, largest } = state.current;
-    const best = largest(query)[0];
+    const tile = state.current.listed ? null : largestTiles(state.current, query)[0];
+    const best = tile ? { key: tile.keys[0] } : largest(query)[0];
+    if (key === null && tile) {
+      byId("readout").replaceChildren(
+        element("b", rows.names[query]),
+        " and its neighbours look most at ",
+        element("b", quoted(columns.names, tile.keys)),
+        " ",
+        element("span", `${precise(tile.weight)} (keys ${tile.keys[0]}–${tile.keys[1]})`, "weight"),
+      );
+      showDetails(query, tile.keys[0]);
+      return;
+    }
     if (key === null && !best) {
       byId("readout").replaceChildren(element("b", rows.names[query]), " sees nothing");
       byId("details").textContent = "";
@@ -131,11 +193,12 @@
 
   function showDetails(query, key) {
     if (isSigned()) return showChange(query, key);
-    const { rows, columns, entropy, received } = state.current;
+    const { rows, columns, entropy, received, pooled } = state.current;
     const share = received[key] / rows.names.length;
+    const about = pooled ? "about " : "";
     byId("details").textContent =
-      `query ${query} · entropy ${entropy[query].toFixed(2)} nats   ·   ` +
-      `key ${key} · receives ${brief(received[key])} from ${rows.names.length} queries, ${(100 * share).toFixed(1)} %` +
+      `query ${query} · entropy ${about}${entropy[query].toFixed(2)} nats   ·   ` +
+      `key ${key} · receives ${about}${brief(received[key])} from ${rows.names.length} queries, ${(100 * share).toFixed(1)} %` +
       ` (${(100 / columns.names.length).toFixed(1)} % if all were alike)`;
   }
 

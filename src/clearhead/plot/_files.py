@@ -1,0 +1,46 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["remove_unfinished", "whole_file"]
+
+_unfinished: set[Path] = set()
+
+
+@contextmanager
+def whole_file(path: Path) -> Generator[Path]:
+    """Give a file to write to that takes the name `path` when the block ends, and is gone if it fails or is stopped.
+
+    What has that name meanwhile stays as it is. A device or a pipe is written to itself.
+
+    Args:
+        path: where to; the folder must exist.
+
+    Raises:
+        OSError: if nothing can be written there.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(13, "Permission denied", str(path))
+    target = path.resolve()  # of a link: what it leads to
+    part = target.with_name(f".{target.stem}-{os.getpid()}{target.suffix}")
+    _unfinished.add(part)
+    try:
+        yield part
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+        _unfinished.discard(part)
+
+
+def remove_unfinished() -> None:
+    """Remove what `whole_file` has begun, for a process that ends without leaving its blocks."""
+    for part in tuple(_unfinished):
+        part.unlink(missing_ok=True)
