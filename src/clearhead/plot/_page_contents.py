@@ -150,13 +150,13 @@ def _layer(
         "grid": list(tiles.shape[1:]),
         "map": packer.add(tiles, units if exact else roots8 if tiles is layer.map else roots6),
         "bins": [entropy.shape[1], received.shape[1]],
-        **_rows(entropy, received, layer.indices[..., :count], layer.weights[..., :count], packer, signed),
+        **_rows((entropy, received, layer.indices[..., :count], layer.weights[..., :count]), packer, signed),
         "own": {
             str(head): {
                 "grid": list(layer.map.shape[1:]),
                 "map": packer.add(layer.map[head], units if layer.exact else roots8),
                 **_rows(
-                    *(values[head] for values in (layer.entropy, shares, layer.indices, layer.weights)), packer, signed
+                    [values[head] for values in (layer.entropy, shares, layer.indices, layer.weights)], packer, signed
                 ),
             }
             for head in own
@@ -173,9 +173,9 @@ def _places(layer: LayerPicture, chosen: Collection[tuple[str, int]]) -> list[in
     return [layer.heads.index(head) for name, head in chosen if name == layer.name and head in layer.heads]
 
 
-def _rows(
-    entropy: Tensor, received: Tensor, indices: Tensor, weights: Tensor, packer: Packer, signed: bool
-) -> dict[str, Any]:
+def _rows(rows: Sequence[Tensor], packer: Packer, signed: bool) -> dict[str, Any]:
+    """Entropies, shares received, and the largest weights: their indices and themselves."""
+    entropy, received, indices, weights = rows
     units, _, _, shares, nats = _SIGNED if signed else _POSITIVE
     return {
         "entropy": packer.add(entropy, nats),
