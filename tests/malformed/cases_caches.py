@@ -124,7 +124,7 @@ def _() -> Call:
 
 @once
 def _decoder() -> Any:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=7, **sizes)).eval()
     model.set_attn_implementation("clearhead")
     return model
