@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 import clearhead
@@ -213,10 +215,44 @@ def test_other_calls_keep_the_padded_path(unpadded: list[Any]) -> None:
     with torch.no_grad():
         module(x, mask=mask, cache=module.make_cache(B, S))
     torch.vmap(lambda one: module(one, mask=mask))(x[None])
-    with clearhead.record(module) as seen:
+    with clearhead.intervene(module, {("", 0): 0.0}):
         module(x, mask=mask)
     assert unpadded == []
-    assert [len(seen[name]) for name in seen] == [1]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_recorders_see_the_padded_batch(name: str, inputs: tuple[Tensor, Tensor], unpadded: list[Any]) -> None:
+    module = drawn(clearhead.MultiHeadAttention(E, H, num_kv_heads=KV).double())
+    with clearhead.record(module, statistics=("received", "entropy", "output")) as seen:
+        output = module(*inputs, mask=MASKS[name]())
+    assert torch.equal(output, module(*inputs, mask=MASKS[name]()))
+    assert len(unpadded) in (0, 2)
+    with clearhead.record(module, statistics=("received", "entropy", "output")) as expected:
+        module(*inputs, mask=MASKS[name]() & masks.keep(torch.ones(1, 1, dtype=torch.bool)))
+    for statistic in ("received", "entropy", "output"):
+        found, wanted = (getattr(record[""][0], statistic) for record in (seen, expected))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["lengths", "causal, left padding"])
+def test_checkpointing_computes_again_what_was_recorded(name: str, reentrant: bool, unpadded: list[Any]) -> None:
+    module, given = drawn(clearhead.MultiHeadAttention(E, H, dropout=0.5)), torch.randn(B, S, E)
+
+    def attend(x: Tensor) -> Tensor:
+        return module(x, mask=MASKS[name]())
+
+    found: list[list[Tensor]] = []
+    for checkpointed, recorded in ((False, False), (True, False), (True, True)):
+        torch.manual_seed(3)
+        x = given.clone().requires_grad_()
+        with clearhead.record(module) if recorded else nullcontext():
+            output = checkpoint(attend, x, use_reentrant=reentrant) if checkpointed else attend(x)
+        output.square().sum().backward()
+        found.append([output.detach(), cast(Tensor, x.grad)])
+    for each in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], each, strict=True))
+    assert len(unpadded) == 5
 
 
 def test_nan_in_padding_stays_there(unpadded: list[Any]) -> None:

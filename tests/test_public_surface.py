@@ -20,8 +20,8 @@ SURFACE = {
     "clearhead": """
         AttentionStatistics Explanation MultiHeadAttention MultiHeadLatentAttention Summary TopK UpgradeReport
         Walkthrough __version__ attention attention_statistics attention_varlen attention_weights caches checkpoints
-        downgrade errors explain head_importance intervene kernels masks merge_heads nn plot positions record
-        split_heads transformer upgrade use_kernel use_linear walkthrough
+        downgrade errors explain head_importance intervene kernels masks merge_heads monitor nn plot positions
+        qk_clip_ record split_heads transformer upgrade use_kernel use_linear walkthrough
     """,
     "clearhead.caches": """
         Cache CrossKVCache EvictingKVCache EvictionPolicy HeavyHitters Held KVCache KeyValues RandomEviction
@@ -29,13 +29,15 @@ SURFACE = {
     """,
     "clearhead.checkpoints": "NAMINGS Finding Naming from_transformers identify layers_from_transformers load save",
     "clearhead.cli": "main",
+    "clearhead.distributed": "context_parallel gather_sequence shard_sequence tensor_parallel",
     "clearhead.errors": """
-        ArgumentError CacheError CheckpointError ClearheadError DTypeError DeviceError FileError KernelError
-        MaskTypeError OutOfRangeError RecordError ShapeError UnknownNameError UnseenAttentionWarning
+        ArgumentError AttentionHealthWarning CacheError CheckpointError ClearheadError DTypeError DeviceError
+        DistributedError FileError KernelError MaskTypeError OutOfRangeError RecordError ShapeError UnknownNameError
+        UnseenAttentionWarning
     """,
     "clearhead.inspection": "",
     "clearhead.integrations": "",
-    "clearhead.integrations.transformers": "attention_forward make_mask register",
+    "clearhead.integrations.transformers": "AttentionMonitorCallback attention_forward cache_for make_mask register",
     "clearhead.kernels": "Kernel Refusal",
     "clearhead.masks": """
         Mask MaskReport PreparedMask bias causal documents drop keep lengths mask_mod prefix sliding_window

@@ -30,7 +30,7 @@ class Contest:
 
     Args:
         ways: one call each, by name; the first is what the others are compared with.
-        amounts: work done by one call, in flops or bytes, where a rate makes sense.
+        amounts: work done by one call, in flops, bytes or items, where a rate makes sense.
         skipped: the ways that are not measured, and why.
         kernel: the kernel that Clearhead chooses.
         compared: the part of a call's outputs that is compared.
@@ -74,10 +74,11 @@ class TimedCase(Case):
     Args:
         section, name: which work.
         prepare: builds the contest, which may take long (FlexAttention is compiled); nothing of it is timed.
-        rate_unit: ``"GFLOP/s"`` or ``"GB/s"``, where the contest holds amounts.
+        rate_unit: such as ``"GFLOP/s"`` or ``"GB/s"``, where the contest holds amounts.
         tolerance: the largest difference from Clearhead's result that is allowed.
         difference: how the difference of two results is measured.
         repeats: calls per figure, for calls too short for the clock.
+        rate_scale: how much work per second is one of `rate_unit`.
     """
 
     section: str
@@ -87,6 +88,7 @@ class TimedCase(Case):
     tolerance: float = 1e-5
     difference: Callable[[Outputs, Outputs], float] = largest_difference
     repeats: int = 1
+    rate_scale: float = 1e9
 
     def measure(self, rounds: int) -> Result:
         contest = self.prepare()
@@ -105,7 +107,7 @@ class TimedCase(Case):
             "ms",
             {name: seconds * 1e3 for name, seconds in medians.items()},
             {name: (low * 1e3, high * 1e3) for name, (low, _, high) in quartiles.items()},
-            {name: rate / 1e9 for name, rate in rates.items()},
+            {name: rate / self.rate_scale for name, rate in rates.items()},
             self.rate_unit if rates else "",
             contest.kernel,
             differences,

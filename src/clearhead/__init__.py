@@ -20,6 +20,8 @@ from ._varlen import attention_varlen
 from ._version import __version__
 from ._weights import attention_weights
 from .inspection._intervene import head_importance, intervene
+from .inspection._monitor import monitor
+from .inspection._qk_clip import qk_clip_
 from .inspection._record import record
 from .inspection._walkthrough import walkthrough
 from .inspection._walkthrough_result import Walkthrough
@@ -52,9 +54,11 @@ __all__ = [
     "kernels",
     "masks",
     "merge_heads",
+    "monitor",
     "nn",
     "plot",
     "positions",
+    "qk_clip_",
     "record",
     "split_heads",
     "transformer",

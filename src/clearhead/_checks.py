@@ -13,33 +13,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from .errors import ArgumentError, DeviceError, DTypeError, OutOfRangeError, explain_problem, shape_text
+from .errors import ArgumentError, DeviceError, DTypeError, OutOfRangeError, shape_text
 
-__all__ = [
-    "FLOATS",
-    "INTEGERS",
-    "LARGEST",
-    "choice",
-    "flag",
-    "index",
-    "integer",
-    "is_finite",
-    "is_probability",
-    "item_number",
-    "items",
-    "kind",
-    "module",
-    "number",
-    "require_factory",
-    "require_slice",
-    "shown",
-    "size",
-    "strided",
-    "strided_or_jagged",
-    "text",
-    "with_values",
-]
-
+#: Types of tensors whose values lie in memory; what others mean is up to their `__torch_function__`.
+PLAIN = (Tensor, nn.Parameter)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 #: The largest size, count or position: more fits no memory, and sums of a few such numbers stay within 64 bits.
@@ -79,7 +56,7 @@ def flag(name: str, value: object) -> bool:
     if value is None or numpys or (isinstance(value, (int, torch.SymBool)) and value in (0, 1)):
         return bool(value)
     fix = "Take it out of the tensor with .item()." if isinstance(value, Tensor) else ""
-    raise DTypeError(explain_problem(name, expected="True or False", got=shown(value), fix=fix))
+    raise DTypeError(name, expected="True or False", got=shown(value), fix=fix)
 
 
 def integer(
@@ -109,17 +86,17 @@ def integer(
     expected = expected or f"an int ≥ {least}"
     given = _whole(name, value, expected, got)
     if given < least:
-        raise ArgumentError(explain_problem(name, expected=expected, got=shown(value), fix=fix))
+        raise ArgumentError(name, expected=expected, got=shown(value), fix=fix)
     if given > most:
         bounded = f"{expected} and ≤ {LARGEST}" if most == LARGEST else expected
-        raise ArgumentError(explain_problem(name, expected=bounded, got=shown(value), fix=fix))
+        raise ArgumentError(name, expected=bounded, got=shown(value), fix=fix)
     return given
 
 
 def _whole(name: str, value: object, expected: str, got: Callable[[object], str]) -> int:
     """An int of Python's, or a traced one; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise DTypeError(explain_problem(name, expected=expected, got=got(value)))
+        raise DTypeError(name, expected=expected, got=got(value))
     return cast(int, value)
 
 
@@ -138,7 +115,7 @@ def index(name: str, value: object, count: int, expected: str = "") -> int:
     expected = expected or f"0 … {count - 1}"
     given = _whole(name, value, expected, shown)
     if not -count <= given < count:
-        raise ArgumentError(explain_problem(name, expected=expected, got=shown(value)))
+        raise ArgumentError(name, expected=expected, got=shown(value))
     return given
 
 
@@ -154,9 +131,9 @@ def require_slice(name: str, value: slice) -> None:
     """Raise unless its ends and its step are ints, or left out, and the step is not 0."""
     for part in (value.start, value.stop, value.step):
         if part is not None and (isinstance(part, bool) or not isinstance(part, (int, torch.SymInt))):
-            raise DTypeError(explain_problem(name, expected="a slice of ints", got=shown(value)))
+            raise DTypeError(name, expected="a slice of ints", got=shown(value))
     if value.step == 0:
-        raise ArgumentError(explain_problem(name, expected="a slice with a step that is not 0", got=shown(value)))
+        raise ArgumentError(name, expected="a slice with a step that is not 0", got=shown(value))
 
 
 def is_finite(value: float) -> bool:
@@ -178,11 +155,11 @@ def number(name: str, value: Any, expected: str, accept: Callable[[float], bool]
     """
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
         fix = "Take it out of the tensor with .item()." if isinstance(value, Tensor) else ""
-        raise DTypeError(explain_problem(name, expected=expected, got=type(value).__name__, fix=fix))
+        raise DTypeError(name, expected=expected, got=type(value).__name__, fix=fix)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ArgumentError(explain_problem(name, expected=f"{expected}; an int of 64 bits", got=shown(value)))
+        raise ArgumentError(name, expected=f"{expected}; an int of 64 bits", got=shown(value))
     if not accept(cast(float, value)):
-        raise ArgumentError(explain_problem(name, expected=expected, got=str(value)))
+        raise ArgumentError(name, expected=expected, got=str(value))
     return float(cast(float, value))
 
 
@@ -193,13 +170,13 @@ def strided(name: str, value: object, expected: str = "a torch.Tensor", fix: str
         DTypeError: for anything else.
     """
     if not isinstance(value, Tensor):
-        raise DTypeError(explain_problem(name, expected=expected, got=type(value).__name__, fix=fix))
+        raise DTypeError(name, expected=expected, got=type(value).__name__, fix=fix)
     if value.is_nested:
         fix = "Pad it with torch.nested.to_padded_tensor."
-        raise DTypeError(explain_problem(name, expected=expected, got="a nested tensor", fix=fix))
+        raise DTypeError(name, expected=expected, got="a nested tensor", fix=fix)
     if value.layout is not torch.strided:
         fix = "Convert it with .to_dense()."
-        raise DTypeError(explain_problem(name, expected=expected, got=f"a tensor of layout {value.layout}", fix=fix))
+        raise DTypeError(name, expected=expected, got=f"a tensor of layout {value.layout}", fix=fix)
     return value
 
 
@@ -218,21 +195,21 @@ def with_values(name: str, value: Tensor) -> Tensor:
     """
     if value.is_meta:
         fix = "What it hides depends on its numbers."
-        raise DeviceError(explain_problem(name, expected="a tensor with values", got="one on meta", fix=fix))
+        raise DeviceError(name, expected="a tensor with values", got="one on meta", fix=fix)
     return value
 
 
 def module(name: str, value: object, fix: str = "") -> nn.Module:
     """A module."""
     if not isinstance(value, nn.Module):
-        raise DTypeError(explain_problem(name, expected="a torch.nn.Module", got=type(value).__name__, fix=fix))
+        raise DTypeError(name, expected="a torch.nn.Module", got=type(value).__name__, fix=fix)
     return value
 
 
 def text(name: str, value: object, expected: str = "a string") -> str:
     """A string."""
     if not isinstance(value, str):
-        raise DTypeError(explain_problem(name, expected=expected, got=shown(value)))
+        raise DTypeError(name, expected=expected, got=shown(value))
     return value
 
 
@@ -245,7 +222,7 @@ def choice(name: str, value: object, choices: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in choices:
         *others, last = map(repr, choices)
         expected = f"{', '.join(others)} or {last}" if others else last
-        raise ArgumentError(explain_problem(name, expected=expected, got=shown(value)))
+        raise ArgumentError(name, expected=expected, got=shown(value))
     return value
 
 
@@ -257,11 +234,11 @@ def items(name: str, value: Iterable[Item], expected: str) -> list[Item]:
     """
     given: object = value
     if isinstance(given, (str, bytes)) or (isinstance(given, Tensor) and (given.dim() == 0 or not _is_plain(given))):
-        raise DTypeError(explain_problem(name, expected=expected, got=shown(value)))
+        raise DTypeError(name, expected=expected, got=shown(value))
     try:
         return list(value)
     except TypeError:
-        raise DTypeError(explain_problem(name, expected=expected, got=shown(value))) from None
+        raise DTypeError(name, expected=expected, got=shown(value)) from None
 
 
 def require_factory(device: object, dtype: object) -> None:
@@ -273,15 +250,13 @@ def require_factory(device: object, dtype: object) -> None:
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATS):
         expected = "torch.float64, float32, bfloat16 or float16"
-        raise DTypeError(explain_problem("dtype", expected=expected, got=shown(dtype)))
+        raise DTypeError("dtype", expected=expected, got=shown(dtype))
     if device is None:
         return
     try:
         torch.empty(0, device=cast(Any, device))
     except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError, OverflowError):
-        raise DeviceError(
-            explain_problem("device", expected="a device that this machine has", got=shown(device))
-        ) from None
+        raise DeviceError("device", expected="a device that this machine has", got=shown(device)) from None
 
 
 def _is_plain(value: Tensor) -> bool:

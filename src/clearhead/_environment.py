@@ -19,6 +19,7 @@ from torch import Tensor, nn
 __all__ = [
     "Environment",
     "Forced",
+    "all_gather_single",
     "any_autocast",
     "as_written",
     "autocast_is_on",
@@ -30,7 +31,6 @@ __all__ = [
     "fused_sdpa_choice",
     "graph_break",
     "has_avx2",
-    "has_global_hooks",
     "has_onednn_linear",
     "has_wrappers",
     "in_backward",
@@ -48,7 +48,9 @@ __all__ = [
     "listening",
     "mark_static",
     "onednn_linear",
+    "outside_graphs",
     "read_environment",
+    "reduce_scatter_single",
     "sizes_apart",
     "skips_idle_hook",
     "state",
@@ -58,6 +60,7 @@ __all__ = [
 Choice = TypeVar("Choice")
 Wrapper = TypeVar("Wrapper", bound=Tensor)
 Kind = TypeVar("Kind", bound=nn.Module)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Forced(threading.local, Generic[Choice]):
@@ -200,15 +203,10 @@ def in_backward() -> bool:
 
 
 def listening() -> tuple[Any, ...]:
-    """The observers that are told of calls now: in a backward pass only those that ask for recomputed calls."""
+    """The observers that are shown calls now: in a backward pass only those that change outputs."""
     if not in_backward():
         return state.observers
     return tuple(observer for observer in state.observers if observer.recomputing)
-
-
-def has_global_hooks() -> bool:
-    """Whether hooks are registered on all modules."""
-    return _global_hooks()
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -271,7 +269,7 @@ def any_autocast() -> bool:
 
 
 def _device_type(tensor: object) -> str:
-    """The device autocast is asked about; one that has none (meta) stands for the CPU."""
+    """The type of device whose autocast counts; for one without autocast (meta) the CPU's."""
     if isinstance(tensor, Tensor) and torch.amp.is_autocast_available(tensor.device.type):
         return tensor.device.type
     return "cpu"
@@ -335,6 +333,12 @@ def graph_break() -> None:
     getattr(torch._dynamo, "graph_break", _yes)()  # pyright: ignore
 
 
+def outside_graphs(function: Function) -> Function:
+    """Decorator: `torch.compile` ends its graph before the function, and runs it and all that it calls as it is."""
+    disable: Any = torch.compiler.disable
+    return disable(function)
+
+
 def sizes_apart() -> AbstractContextManager[None]:
     """Sizes that happen to be equal when a graph is compiled may differ later."""
     try:
@@ -371,3 +375,10 @@ has_wrappers = disabled_torch_function is not None and _wrap is not None
 def wrapper_of(kind: type[Wrapper], shape: tuple[int, ...], **options: Any) -> Wrapper:
     """A tensor of a subclass that has a shape, a dtype and a device, but no values; see `has_wrappers`."""
     return cast(Wrapper, cast(Any, _wrap)(kind, shape, **options))
+
+
+#: Collectives by their names since PyTorch 2.13, where the older ones warn.
+all_gather_single: Any = _found("distributed.all_gather_single", _found("distributed.all_gather_into_tensor", None))
+reduce_scatter_single: Any = _found(
+    "distributed.reduce_scatter_single", _found("distributed.reduce_scatter_tensor", None)
+)

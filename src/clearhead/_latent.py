@@ -8,19 +8,19 @@ from typing import Any, Literal, cast, final, overload
 import torch
 from torch import Tensor, nn
 
+from ._call.caching import Cache, Positions
 from ._call.spec import WeightsWanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
-from ._environment import cast_for_autocast, read_environment
+from ._environment import Environment, cast_for_autocast, read_environment
 from ._latent_forms import UpWeights, absorbed, absorbing_is_less, expanded, up_weights
 from ._layer.layer import Form, Layer
 from ._layer.positions import PositionPart
+from ._layer.unmodified import apply_linear
 from ._multihead_checks import cache_dtype, require_cache, require_features, require_mask, require_parts
-from .caches._base import Cache, Positions, unchanged_if_refused
+from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
-from .errors import ArgumentError, ShapeError, explain_problem, shape_text
+from .errors import ArgumentError, ShapeError, shape_text
 from .masks._base import Mask
-
-__all__ = ["MultiHeadLatentAttention"]
 
 
 @final
@@ -29,9 +29,9 @@ class MultiHeadLatentAttention(nn.Module):
 
     ::
 
-        c_j = norm(x_j Wc),  r_j = turn(x_j Wr)               latent (R) and rotary key (Dr), shared by all heads
+        c_j = norm(x_j Wc),  r_j = rotate(x_j Wr)             latent (R) and rotary key (Dr), shared by all heads
         a_ih = norm(x_i Wa) Wq_h = [a'_ih, a''_ih]            with q_lora_rank; without it  a_ih = x_i Wq_h
-        s_ijh = scale · (a'_ih · c_j Wk_h + turn(a''_ih) · r_j),   o_ih = Σ_j p_ijh c_j Wv_h,   output = concat(o_i) Wo
+        s_ijh = scale · (a'_ih · c_j Wk_h + rotate(a''_ih) · r_j),   o_ih = Σ_j p_ijh c_j Wv_h,  output = concat(o_i) Wo
 
     (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.) Two forms compute the same. The *expanded* one makes every head's
     keys c_j Wk_h and values c_j Wv_h and attends as usual: calls without a cache, and long prompts. The *absorbed* one
@@ -42,8 +42,8 @@ class MultiHeadLatentAttention(nn.Module):
     A cache holds [c_j, r_j] alone, as keys of one head: `make_cache`, or any of `clearhead.caches` with
     ``num_kv_heads=1, head_dim=cache_head_dim, value_head_dim=0``.
 
-    The projections are ordinary `Linear` submodules, called as modules, so hooks, LoRA and quantisation on them take
-    effect, and each can be replaced. In the absorbed form ``kv_up`` is not called on tokens: its weight is read, and of
+    The projections are ordinary `Linear` submodules: hooks, LoRA and quantisation on them take effect, and each can be
+    replaced. In the absorbed form ``kv_up`` is not called on tokens: its weight is read, and of
     what is no plain `Linear`, or has hooks, the matrix is found by calling it on the identity.
 
     Args:
@@ -51,7 +51,7 @@ class MultiHeadLatentAttention(nn.Module):
         num_heads: H.
         kv_lora_rank: R, the size of the latent.
         qk_nope_head_dim: Dn, features of a head's query and key without positions.
-        qk_rope_head_dim: Dr, features of a head's query, and of the one shared key, that `position` turns.
+        qk_rope_head_dim: Dr, features of a head's query, and of the one shared key, that `position` rotates.
         v_head_dim: Dv, features of a head's value.
         q_lora_rank: size of the queries' own latent; ``q_proj`` is then a sequence of ``down``, ``norm`` and ``up``.
             Default: none, ``q_proj`` is a `Linear`.
@@ -60,7 +60,7 @@ class MultiHeadLatentAttention(nn.Module):
         out_bias: whether the output projection has one. Default as `bias`.
         scale: factor of the scores. Default 1/√(Dn + Dr); DeepSeek multiplies it by YaRN's squared ``mscale``.
         dropout: probability that a weight is dropped in training. Default 0.
-        position: turns the rotary parts by their positions, ``(q (B, H, L, Dr), k (B, 1, L, Dr), positions) -> (q,
+        position: rotates the rotary parts by their positions, ``(q (B, H, L, Dr), k (B, 1, L, Dr), positions) -> (q,
             k)``, such as ``clearhead.positions.Rotary(qk_rope_head_dim)``. Default: none.
         q_norm, kv_norm: modules applied to the latents. Default ``nn.RMSNorm(rank, eps=1e-6)``.
         mask: a mask of the layer's own, which every call's mask is combined with. Default: none.
@@ -253,14 +253,27 @@ class MultiHeadLatentAttention(nn.Module):
                 source = _one_source(query, key, value)
                 self._require_input("key", source)
                 _require_together(query, source)
-            output, weights = self._layer().run(
+            output, weights = self._layer(environment).run(
                 query, source, source, mask, environment, positions=positions, cache=cache, weights=wanted
             )
         return output if weights is None else (output, weights)
 
-    def _layer(self) -> Layer:
+    def _layer(self, environment: Environment) -> Layer:
+        def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
+            """Queries (…, H·(Dn + Dr)), and latents beside rotary keys (…, R + Dr), which one cache entry holds."""
+            q = apply_linear(self.q_proj, query, environment)
+            if key is None:
+                return q, None, None
+            down = apply_linear(self.kv_down, key, environment)
+            latent, k_rope = down.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
+            latent = self.kv_norm(latent)
+            if latent.dtype != k_rope.dtype:
+                latent, k_rope = cast_for_autocast(latent, k_rope)
+            kept = torch.cat((latent, k_rope), -1)
+            return q, kept, kept[..., :0]
+
         return Layer(
-            self._project,
+            project,
             self.out_proj,
             self.num_heads,
             1,
@@ -268,23 +281,11 @@ class MultiHeadLatentAttention(nn.Module):
             self.dropout if self.training else 0.0,
             position=None if self.position is None else self._rotate,
             mask=self.mask,
-            forms=_Forms(self),
+            forms=_Forms(self, environment),
         )
 
-    def _project(self, query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
-        """Queries (…, H·(Dn + Dr)), and latents beside rotary keys (…, R + Dr), which one cache entry holds."""
-        q = self.q_proj(query)
-        if key is None:
-            return q, None, None
-        latent, k_rope = self.kv_down(key).split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
-        latent = self.kv_norm(latent)
-        if latent.dtype != k_rope.dtype:
-            latent, k_rope = cast_for_autocast(latent, k_rope)
-        kept = torch.cat((latent, k_rope), -1)
-        return q, kept, kept[..., :0]
-
     def _rotate(self, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """The position part turns the last Dr numbers of queries and keys."""
+        """The position part rotates the last Dr numbers of queries and keys."""
         rotary = self.qk_rope_head_dim
         (q_nope, q_rope), (latent, k_rope) = (x.split((x.shape[-1] - rotary, rotary), -1) for x in (q, k))
         q_rope, k_rope = cast(PositionPart, self.position)(q_rope, k_rope, positions)
@@ -297,11 +298,11 @@ class MultiHeadLatentAttention(nn.Module):
         if isinstance(x, Tensor) and x.is_nested:
             expected = f"a padded tensor (B, length, {self.embed_dim})"
             fix = "Use torch.nested.to_padded_tensor(...) and masks.lengths(...)."
-            raise ShapeError(explain_problem(name, expected=expected, got="a nested one", fix=fix))
+            raise ShapeError(name, expected=expected, got="a nested one", fix=fix)
         if isinstance(x, Tensor) and (x.dim() not in (2, 3) or x.shape[-1] != self.embed_dim):
             expected = f"(B, length, {self.embed_dim}), or (length, {self.embed_dim}) without a batch"
             fix = "Inputs have embed_dim features, and the batch comes first."
-            raise ShapeError(explain_problem(name, expected=expected, got=shape_text(x.shape), fix=fix))
+            raise ShapeError(name, expected=expected, got=shape_text(x.shape), fix=fix)
         require_features(name, x, self.kv_down)
 
     def extra_repr(self) -> str:
@@ -318,14 +319,15 @@ class _Forms:
     """The two forms of one module; see `_latent_forms`."""
 
     module: MultiHeadLatentAttention
+    environment: Environment
 
-    def of(self, query: Tensor, keys: Tensor, *, cached: bool, observed: bool) -> Form:
+    def of(self, query: Tensor, keys: Tensor, *, cached: bool) -> Form:
         """The form that multiplies less: every head's own keys and values, or the latents themselves."""
         q_nope, q_rope = query.split((self.module.qk_nope_head_dim, self.module.qk_rope_head_dim), -1)
         sizes = (self.module.kv_lora_rank, self.module.qk_nope_head_dim, self.module.v_head_dim)
         # An observer sees the heads' own values, not mixtures of latents.
-        if not cached or observed or not absorbing_is_less(query.shape[2], *sizes):
-            return expanded(self.module.kv_up, q_nope, q_rope, keys)
+        if not cached or self.environment.observed or not absorbing_is_less(query.shape[2], *sizes):
+            return expanded(self.module.kv_up, q_nope, q_rope, keys, self.environment)
         return absorbed(self._up_weights(q_nope), q_nope, q_rope, keys)
 
     def for_cache(self, cache: Cache, query: Tensor, keys: Tensor) -> Tensor | None:
@@ -345,12 +347,10 @@ def _one_source(query: Tensor, key: Tensor | None, value: Tensor | None) -> Tens
     source = query if key is None else key
     if value is not None and value is not source:
         raise ArgumentError(
-            explain_problem(
-                "value",
-                expected="the same tensor as key, or None",
-                got="another tensor" if key is not None else "a tensor, and no key",
-                fix="One latent gives keys and values both; MultiHeadAttention takes them apart.",
-            )
+            "value",
+            expected="the same tensor as key, or None",
+            got="another tensor" if key is not None else "a tensor, and no key",
+            fix="One latent gives keys and values both; MultiHeadAttention takes them apart.",
         )
     return source
 
@@ -359,16 +359,14 @@ def _require_together(query: Tensor, key: Tensor) -> None:
     if query.dim() != key.dim() or query.shape[:-2] != key.shape[:-2]:
         got = f"query {shape_text(query.shape)}, key {shape_text(key.shape)}"
         fix = "Inputs are (B, length, features)."
-        raise ShapeError(explain_problem("query, key", expected="equal batch sizes B, or no batch", got=got, fix=fix))
+        raise ShapeError("query, key", expected="equal batch sizes B, or no batch", got=got, fix=fix)
 
 
 def _require_q_norm(q_norm: nn.Module | None, q_lora_rank: int | None) -> None:
     if q_norm is not None and q_lora_rank is None:
         raise ArgumentError(
-            explain_problem(
-                "q_norm",
-                expected="None without q_lora_rank",
-                got=type(q_norm).__name__,
-                fix="It normalises the queries' latent: give q_lora_rank too.",
-            )
+            "q_norm",
+            expected="None without q_lora_rank",
+            got=type(q_norm).__name__,
+            fix="It normalises the queries' latent: give q_lora_rank too.",
         )

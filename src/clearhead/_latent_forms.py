@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from ._call.heads import split_heads
-from ._environment import is_tracing
+from ._checks import PLAIN
+from ._environment import Environment, is_tracing
 from ._layer.layer import Form
-from .errors import ArgumentError, explain_problem
-
-__all__ = ["UpWeights", "absorbed", "absorbing_is_less", "expanded", "up_weights"]
+from ._layer.unmodified import apply_linear, is_unmodified
+from .errors import ArgumentError
 
 
 class UpWeights(NamedTuple):
@@ -22,18 +22,19 @@ class UpWeights(NamedTuple):
     value: Tensor
 
 
-def expanded(kv_up: nn.Module, q_nope: Tensor, q_rope: Tensor, kept: Tensor) -> Form:
+def expanded(kv_up: nn.Module, q_nope: Tensor, q_rope: Tensor, kept: Tensor, environment: Environment) -> Form:
     """Every head's keys and values, Hkv = H.
 
     Args:
         kv_up: (…, R) → (…, H · (Dn + Dv)).
         q_nope: (B, H, L, Dn).
-        q_rope: (B, H, L, Dr), turned.
-        kept: (B, 1, S, R + Dr), latents and turned rotary keys.
+        q_rope: (B, H, L, Dr), rotated.
+        kept: (B, 1, S, R + Dr), latents and rotated keys.
+        environment: of the call.
     """
     heads, rotary = q_rope.shape[1], q_rope.shape[3]
     latent, k_rope = kept.split((kept.shape[3] - rotary, rotary), -1)
-    up = split_heads(kv_up(latent.squeeze(1)), heads)  # (B, H, S, Dn + Dv)
+    up = split_heads(apply_linear(kv_up, latent.squeeze(1), environment), heads)  # (B, H, S, Dn + Dv)
     k_nope, value = up.split((q_nope.shape[3], up.shape[3] - q_nope.shape[3]), -1)
     key = torch.cat((k_nope, k_rope.expand(-1, heads, -1, -1)), -1)  # (B, H, S, Dn + Dr)
     return Form(torch.cat((q_nope, q_rope), -1), key, value)
@@ -70,8 +71,12 @@ def up_weights(kv_up: nn.Module, num_heads: int, rank: int, nope: int, like: Ten
     Raises:
         ArgumentError: if it has a bias.
     """
-    weight = _weight(kv_up)
-    if weight is None:
+    # Tensors of other types, such as quantised ones, only support what `F.linear` calls.
+    if is_unmodified(kv_up) and type(kv_up.weight) in PLAIN:
+        if kv_up.bias is not None:
+            raise _has_bias(kv_up)
+        weight = cast(Tensor, kv_up.weight)
+    else:
         rows = torch.eye(rank + 1, rank, dtype=like.dtype, device=like.device)  # the last one zero
         moved = kv_up(rows)  # (R + 1, H · (Dn + Dv))
         if not is_tracing() and bool(moved[-1].any()):
@@ -81,25 +86,10 @@ def up_weights(kv_up: nn.Module, num_heads: int, rank: int, nope: int, like: Ten
     return UpWeights(both[:, :nope], both[:, nope:])
 
 
-def _weight(module: nn.Module) -> Tensor | None:
-    """The weight of a plain `Linear`; ``None`` if calling the module could give something else."""
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        return None
-    hooked = module._forward_hooks or module._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
-    # Tensors of other types, such as quantised ones, only know what `F.linear` asks of them.
-    if hooked or type(module.weight) not in (nn.Parameter, Tensor):
-        return None
-    if module.bias is not None:
-        raise _has_bias(module)
-    return module.weight
-
-
 def _has_bias(module: nn.Module) -> ArgumentError:
     return ArgumentError(
-        explain_problem(
-            "kv_up",
-            expected="a projection without a bias",
-            got=f"a {type(module).__name__} with one",
-            fix="The absorbed form, which runs with a cache, multiplies by its matrix alone.",
-        )
+        "kv_up",
+        expected="a projection without a bias",
+        got=f"a {type(module).__name__} with one",
+        fix="The absorbed form, which runs with a cache, multiplies by its matrix alone.",
     )

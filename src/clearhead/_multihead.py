@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 
+from ._call.caching import Cache, Positions
+from ._call.dropout import DropoutOrigin
+from ._call.sharding import HeadShard, SequenceShard
 from ._call.spec import WeightsWanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
 from ._environment import Environment, read_environment
@@ -25,12 +28,13 @@ from ._multihead_checks import (
     require_inputs,
     require_mask,
     require_parts,
+    unfit_projections,
     whole_head_dim,
 )
-from .caches._base import Cache, Positions, unchanged_if_refused
+from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
-from .errors import ArgumentError, explain_problem
-from .masks._base import Mask, all_of
+from .errors import ArgumentError
+from .masks._base import Mask
 from .masks._tensors import as_mask
 
 __all__ = ["MultiHeadAttention"]
@@ -43,9 +47,9 @@ class MultiHeadAttention(nn.Module):
 
         head_h = attention(query Wq_h, key Wk_h, value Wv_h);  output = concat(head_1 … head_H) Wo
 
-    (Vaswani et al., "Attention is all you need", 2017.) The four projections are ordinary `Linear` submodules,
-    called as modules, so hooks, LoRA and quantisation on them take effect, and each can be replaced. What newer models
-    do differently comes in as parts: a position part, norms, a mask, a cache.
+    (Vaswani et al., "Attention is all you need", 2017.) The four projections are ordinary `Linear` submodules:
+    hooks, LoRA and quantisation on them take effect, and each can be replaced. What newer models do differently comes
+    in as parts: a position part, norms, a mask, a cache.
 
     Args:
         embed_dim: E, the size of the output, and of the query unless `qdim` says otherwise.
@@ -59,7 +63,7 @@ class MultiHeadAttention(nn.Module):
         out_bias: whether the output projection has one. Default as `bias`.
         scale: factor of the scores. Default 1/√D.
         dropout: probability that a weight is dropped in training. Default 0.
-        position: turns queries and keys by their positions, ``(q, k, positions) -> (q, k)``, such as
+        position: rotates queries and keys by their positions, ``(q, k, positions) -> (q, k)``, such as
             `clearhead.positions.Rotary`. Default: none.
         q_norm, k_norm: modules applied to every head's query (B, H, L, D) and key (B, Hkv, S, D) before the
             position part, such as ``nn.RMSNorm(head_dim)`` (Qwen3). Default: none.
@@ -82,6 +86,10 @@ class MultiHeadAttention(nn.Module):
         >>> output.shape, weights.shape
         (torch.Size([2, 5, 12]), torch.Size([2, 5, 5]))
     """
+
+    #: Set by `clearhead.distributed`: the heads, and the part of the sequence, that are this process's.
+    head_shard: HeadShard | None = None
+    sequence_shard: SequenceShard | None = None
 
     def __init__(
         self,
@@ -113,12 +121,10 @@ class MultiHeadAttention(nn.Module):
         self.head_dim = whole_head_dim(embed_dim, num_heads) if head_dim is None else size("head_dim", head_dim)
         if num_heads % self.num_kv_heads:
             raise ArgumentError(
-                explain_problem(
-                    "num_kv_heads",
-                    expected=f"a divisor of num_heads = {num_heads}",
-                    got=str(num_kv_heads),
-                    fix="Every key/value head serves the same number of query heads.",
-                )
+                "num_kv_heads",
+                expected=f"a divisor of num_heads = {num_heads}",
+                got=str(num_kv_heads),
+                fix="Every key/value head serves the same number of query heads.",
             )
         self.scale = None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
         self.dropout = number("dropout", dropout, "a probability in [0, 1]", is_probability)
@@ -168,8 +174,10 @@ class MultiHeadAttention(nn.Module):
             batch_size: B.
             max_length: how many tokens it can hold.
         """
-        weight = self.k_proj.weight
-        sizes = batch_size, self.num_kv_heads, max_length, self.head_dim
+        weight, kv_heads = self.k_proj.weight, self.num_kv_heads
+        if self.head_shard is not None:
+            weight, kv_heads = self.head_shard.local(weight), self.head_shard.num_kv_heads
+        sizes = batch_size, kv_heads, max_length, self.head_dim
         return KVCache(*sizes, dtype=cache_dtype(weight), device=weight.device)
 
     @overload
@@ -240,16 +248,22 @@ class MultiHeadAttention(nn.Module):
             CacheError: if the cache is full, or gradients are asked for.
             And what `attention` raises.
         """
+        if self.sequence_shard is not None:
+            options = mask, positions, cache, need_weights, average_attn_weights
+            output, weights = self.sequence_shard.call(self, query, key, value, *options)
+            return output if weights is None else (output, weights)
         need_weights = flag("need_weights", need_weights)
         average_attn_weights = flag("average_attn_weights", average_attn_weights)
         environment = read_environment()
+        if self.head_shard is not None and mask is not None:
+            mask = self.head_shard.mask(as_mask(mask))
         if is_jagged(query, key, value):
             refuse_jagged(positions=positions, cache=cache, need_weights=need_weights)
             return self._run_jagged(query, *complete(query, key, value), mask, environment)
         if positions is None and cache is None:
             key, value = complete(query, key, value)
             require_inputs(self, query, key, value)
-            output, weights = self._layer(query, environment).run(
+            output, weights = self.layer(query, environment).run(
                 query, key, value, mask, environment, weights=_wanted(need_weights, average_attn_weights)
             )
             return output if weights is None else (output, weights)
@@ -260,37 +274,52 @@ class MultiHeadAttention(nn.Module):
                 key, value = complete(query, key, value)
                 require_inputs(self, query, key, value)
             wanted = _wanted(need_weights, average_attn_weights)
-            output, weights = self._layer(query, environment).run(
+            output, weights = self.layer(query, environment).run(
                 query, key, value, mask, environment, positions=positions, cache=cache, weights=wanted
             )
         return output if weights is None else (output, weights)
 
-    def _layer(self, query: Tensor, environment: Environment) -> Layer:
-        inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-
+    def layer(self, query: Tensor, environment: Environment) -> Layer:
+        """The call of this module for a query (B, L, qdim), as far as it does not depend on other arguments."""
+        shard = self.head_shard
+        heads, kv_heads, sinks, mask = self.num_heads, self.num_kv_heads, self.sinks, self.mask
+        if shard is not None:
+            heads, kv_heads, mask = shard.num_heads, shard.num_kv_heads, shard.mask(mask)
+            sinks = None if sinks is None else shard.local(sinks)
+        inner, kv_inner = heads * self.head_dim, kv_heads * self.head_dim
+        dropout_p = self.dropout if self.training else 0.0
+        origin = DropoutOrigin(self.num_heads, shard.first) if shard is not None and dropout_p else None
+        # As documents weights are dropped by another count, which parts of a module do not follow.
+        costs = Costs((query.shape[-1] + self.embed_dim) * inner, 2 * self.embed_dim * kv_inner, 2 * inner)
         modules: dict[str, Any] = self._modules  # attributes of modules are looked up slowly
 
         def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
+            if shard is not None:
+                query, key, value = cast("tuple[Tensor, Any, Any]", shard.enter(query, key, value))
             q = apply_linear(modules["q_proj"], query, environment)
             if key is None or value is None:
                 return q, None, None
             k = apply_linear(modules["k_proj"], key, environment)
-            return q, k, apply_linear(modules["v_proj"], value, environment)
+            v = apply_linear(modules["v_proj"], value, environment)
+            if q.shape[-1] != inner or k.shape[-1] != kv_inner or v.shape[-1] != kv_inner:
+                raise unfit_projections((q, k, v), inner, kv_inner)
+            return q, k, v
 
         return Layer(
             project,
             modules["out_proj"],
-            self.num_heads,
-            self.num_kv_heads,
+            heads,
+            kv_heads,
             self.scale,
-            self.dropout if self.training else 0.0,
+            dropout_p,
             self.softcap,
-            self.sinks,
+            sinks,
             self.q_norm,
             self.k_norm,
             self.position,
-            self.mask,
-            Costs((query.shape[-1] + self.embed_dim) * inner, 2 * self.embed_dim * kv_inner, 2 * inner),
+            mask,
+            costs if origin is None else None,
+            origin=origin,
         )
 
     def _run_jagged(
@@ -301,9 +330,13 @@ class MultiHeadAttention(nn.Module):
             ("query", "key", "value"), tokens, (self.q_proj, self.k_proj, self.v_proj), strict=True
         ):
             require_features(name, x, projection)
-        layer = self._layer(tokens[0], environment)
-        combined = all_of([self.mask, None if mask is None else as_mask(mask)])
-        mixed = layer.run_rows(*tokens, rows, combined, lambda: rows.query_positions, environment)
+        layer = self.layer(tokens[0], environment)
+        if layer.origin is not None:
+            fix = "Pad them and pass masks.lengths(...), or set module.dropout = 0.0."
+            expected = "padded inputs where heads are split over processes and weights are dropped"
+            raise ArgumentError("query", expected=expected, got="a jagged tensor", fix=fix)
+        positions = 0 if self.position is None else rows.query_positions
+        mixed = layer.run_rows(*tokens, rows, layer.combined(mask), environment, positions=positions)
         return jagged(apply_linear(self.out_proj, mixed, environment))
 
     def extra_repr(self) -> str:

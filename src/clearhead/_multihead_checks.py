@@ -7,13 +7,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ._call.caching import Cache
 from ._checks import FLOATS, module, strided
 from ._environment import autocast_is_on, cast_for_autocast, is_tracing
 from ._layer.linear import Linear
-from ._layer.unmodified import fits_weight
-from .caches._base import Cache
+from ._layer.unmodified import inputs_fit
 from .caches._cross import CrossKVCache
-from .errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError, explain_problem, shape_text
+from .errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
 from .masks._base import Mask
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "require_inputs",
     "require_mask",
     "require_parts",
+    "unfit_projections",
     "whole_head_dim",
 ]
 
@@ -33,12 +34,10 @@ def complete(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[T
     if key is None:
         if value is not None:
             raise ArgumentError(
-                explain_problem(
-                    "key",
-                    expected="a tensor, because value was given",
-                    got="None",
-                    fix="Leave both out for self-attention, or pass key too.",
-                )
+                "key",
+                expected="a tensor, because value was given",
+                got="None",
+                fix="Leave both out for self-attention, or pass key too.",
             )
         key = query
     return key, key if value is None else value
@@ -46,58 +45,43 @@ def complete(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[T
 
 def require_inputs(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise unless the projections can take the inputs and these belong together."""
-    if not is_tracing() and _fit(module, query, key, value):
-        return
+    modules = module.__dict__["_modules"]
+    projections = [modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
+    if not is_tracing() and all(type(projection) in (Linear, nn.Linear) for projection in projections):
+        q, k, v = (projection.__dict__["_parameters"].get("weight") for projection in projections)
+        if inputs_fit(query, key, value, (q, k, v)):
+            return
     require_features("query", query, module.q_proj)
     require_features("key", key, module.k_proj)
     require_features("value", value, module.v_proj)
     _require_together(query, key, value)
 
 
-def _fit(module: Any, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether nothing is wrong with ordinary inputs of linear projections."""
-    projections = module.__dict__["_modules"]
-    for name, x in (("q_proj", query), ("k_proj", key), ("v_proj", value)):
-        projection = projections.get(name)
-        if type(projection) not in (Linear, nn.Linear):
-            return False
-        if not fits_weight(x, projection.__dict__["_parameters"].get("weight")):
-            return False
-    if key is query and value is query:
-        return True
-    same = query.dim() == key.dim() == value.dim() and key.shape[-2] == value.shape[-2]
-    return same and (query.dim() == 2 or query.shape[0] == key.shape[0] == value.shape[0])
-
-
 def require_parts(position: object, **modules: object) -> None:
     """Raise unless the position part can be called and the others are modules."""
     if isinstance(position, Mask):
         fix = "It biases scores: pass it as mask=."
-        raise MaskTypeError(
-            explain_problem("position", expected="what turns q and k", got=position.describe(), fix=fix)
-        )
+        raise MaskTypeError("position", expected="what rotates q and k", got=position.describe(), fix=fix)
     if position is not None and not callable(position):
         expected = "a callable (q, k, positions) -> (q, k), such as positions.Rotary"
-        raise DTypeError(explain_problem("position", expected=expected, got=type(position).__name__))
+        raise DTypeError("position", expected=expected, got=type(position).__name__)
     for name, part in modules.items():
         if part is not None:
             module(name, part, "For example torch.nn.RMSNorm(head_dim).")
 
 
 def require_cache(cache: object, position: object) -> None:
-    """Raise unless keys can be remembered there, as this module's position part turns them."""
+    """Raise unless the cache holds keys as this module's position part rotates them."""
     if cache is not None and not isinstance(cache, Cache):
         got = cache.__name__ if isinstance(cache, type) else type(cache).__name__
         fix = "module.make_cache(batch_size, max_length) makes one."
-        raise DTypeError(explain_problem("cache", expected="a cache of clearhead.caches", got=got, fix=fix))
+        raise DTypeError("cache", expected="a cache of clearhead.caches", got=got, fix=fix)
     if isinstance(cache, CrossKVCache) and position is not None:
         raise ArgumentError(
-            explain_problem(
-                "cache",
-                expected="one of self-attention, because the module has position=",
-                got="a CrossKVCache",
-                fix="A memory's keys do not stand beside the queries: use a module without position=.",
-            )
+            "cache",
+            expected="one of self-attention, because the module has position=",
+            got="a CrossKVCache",
+            fix="A memory's keys do not stand beside the queries: use a module without position=.",
         )
 
 
@@ -110,47 +94,39 @@ def require_mask(mask: object) -> None:
     """Raise unless a layer's own mask fits calls of any size."""
     if mask is not None and not isinstance(mask, Mask):
         fix = "A tensor belongs to a call; give the layer a rule, such as masks.sliding_window(255, 0)."
-        raise MaskTypeError(explain_problem("mask", expected="a clearhead Mask", got=type(mask).__name__, fix=fix))
+        raise MaskTypeError("mask", expected="a clearhead Mask", got=type(mask).__name__, fix=fix)
 
 
 def require_features(name: str, x: object, projection: nn.Module) -> None:
     """Raise unless a projection can take the input; a projection that is no plain `Linear` judges for itself."""
     x = strided(name, x)
     if x.dtype not in FLOATS:
-        raise DTypeError(
-            explain_problem(name, expected="a floating point tensor", got=str(x.dtype), fix="Embed token ids first.")
-        )
+        raise DTypeError(name, expected="a floating point tensor", got=str(x.dtype), fix="Embed token ids first.")
     features = getattr(projection, "in_features", None)
     expected = features if isinstance(features, int) else "features"
     if x.dim() not in (2, 3) or (isinstance(features, int) and x.shape[-1] != features):
         raise ShapeError(
-            explain_problem(
-                name,
-                expected=f"(B, length, {expected}), or (length, {expected}) without a batch",
-                got=shape_text(x.shape),
-                fix=f"The module is batch first; the features of the {name} input are set by {name[0]}dim=.",
-            )
+            name,
+            expected=f"(B, length, {expected}), or (length, {expected}) without a batch",
+            got=shape_text(x.shape),
+            fix=f"The module is batch first; the features of the {name} input are set by {name[0]}dim=.",
         )
     if type(projection) not in (Linear, nn.Linear) or autocast_is_on(x):
         return
     weight = cast(Tensor, projection.weight)
     if x.dtype != weight.dtype:
         raise DTypeError(
-            explain_problem(
-                name,
-                expected=f"the module's dtype {weight.dtype}",
-                got=str(x.dtype),
-                fix=f"Convert the input with .to({weight.dtype}), or the module.",
-            )
+            name,
+            expected=f"the module's dtype {weight.dtype}",
+            got=str(x.dtype),
+            fix=f"Convert the input with .to({weight.dtype}), or the module.",
         )
     if x.device != weight.device:
         raise DeviceError(
-            explain_problem(
-                name,
-                expected=f"the module's device {weight.device}",
-                got=str(x.device),
-                fix="Move the input or the module with .to(...).",
-            )
+            name,
+            expected=f"the module's device {weight.device}",
+            got=str(x.device),
+            fix="Move the input or the module with .to(...).",
         )
 
 
@@ -166,18 +142,27 @@ def _require_together(query: Tensor, key: Tensor, value: Tensor) -> None:
         return
     got = f"query {shape_text(query.shape)}, key {shape_text(key.shape)}, value {shape_text(value.shape)}"
     fix = "Inputs are (B, length, features)."
-    raise ShapeError(explain_problem("query, key, value", expected=problem, got=got, fix=fix))
+    raise ShapeError("query, key, value", expected=problem, got=got, fix=fix)
+
+
+def unfit_projections(found: tuple[Tensor, Tensor, Tensor], inner: int, kv_inner: int) -> ShapeError:
+    """The error for projections that do not give the features of the module's heads."""
+    got = " and ".join(str(each.shape[-1]) for each in found)
+    fix = (
+        "A projection that was replaced has to give as many; one that was split over processes by hand computes "
+        "other heads than the module counts: use clearhead.distributed.tensor_parallel."
+    )
+    expected = f"H·D = {inner} features of queries, and Hkv·D = {kv_inner} of keys and of values"
+    return ShapeError("q_proj, k_proj, v_proj", expected=expected, got=got, fix=fix)
 
 
 def whole_head_dim(embed_dim: int, num_heads: int) -> int:
     """E / H, which must be whole."""
     if embed_dim % num_heads:
         raise ArgumentError(
-            explain_problem(
-                "embed_dim",
-                expected=f"a multiple of num_heads = {num_heads}",
-                got=str(embed_dim),
-                fix="Choose other sizes, or set head_dim yourself.",
-            )
+            "embed_dim",
+            expected=f"a multiple of num_heads = {num_heads}",
+            got=str(embed_dim),
+            fix="Choose other sizes, or set head_dim yourself.",
         )
     return embed_dim // num_heads

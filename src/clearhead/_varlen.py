@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Literal, overload
 
 from torch import Tensor
 
 from ._call.rows import read_rows
 from ._checks import strided
-from ._environment import autocast_off, cast_for_autocast, read_environment
-from ._layer.packing import attend_rows
-from ._layer.plan import finished
-from .errors import ShapeError, explain_problem, shape_text
+from ._environment import read_environment
+from ._layer.plan import attend_arguments
+from .errors import ShapeError, shape_text
 from .masks._base import Mask
-
-__all__ = ["attention_varlen"]
 
 
 @overload
@@ -103,28 +99,23 @@ def attention_varlen(
         >>> torch.allclose(found[3:], alone.transpose(0, 1), atol=1e-6)
         True
     """
-    environment = read_environment()
     _require_packed(query=query, key=key, value=value)
     rows = read_rows(cu_seqlens_q, cu_seqlens_k, query, key)
-    if environment.autocast:
-        query, key, value = cast_for_autocast(query, key, value)
-    with autocast_off(query) if environment.autocast else nullcontext():
-        results = attend_rows(
-            query.transpose(0, 1)[None],  # (1, H, T, D)
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
-            rows,
-            mask,
-            environment,
-            scale=scale,
-            dropout_p=dropout_p,
-            softcap=softcap,
-            sinks=sinks,
-            return_lse=return_lse,
-        )
-    output, lse, _ = finished(results, sinks is not None, True)
-    output = output.transpose(0, 1)  # (T, H, Dv)
-    return output if lse is None else (output, lse.transpose(0, 1))
+    output, lse, _ = attend_arguments(
+        query.transpose(0, 1)[None],  # (1, H, T, D)
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        mask,
+        read_environment(),
+        scale=scale,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        sinks=sinks,
+        return_lse=return_lse,
+        rows=rows,
+    )
+    output = output.squeeze(0).transpose(0, 1)  # (T, H, Dv)
+    return output if lse is None else (output, lse.squeeze(0).transpose(0, 1))
 
 
 def _require_packed(**given: Tensor) -> None:
@@ -132,4 +123,4 @@ def _require_packed(**given: Tensor) -> None:
         if strided(name, tensor).dim() != 3:
             fix = "Batches with padding go into clearhead.attention; here documents lie end to end."
             heads = "(T, H, D)" if name == "query" else "(Tk, Hkv, D)"
-            raise ShapeError(explain_problem(name, expected=heads, got=shape_text(tensor.shape), fix=fix))
+            raise ShapeError(name, expected=heads, got=shape_text(tensor.shape), fix=fix)

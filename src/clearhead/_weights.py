@@ -11,11 +11,9 @@ from torch import Tensor
 from ._call.spec import build_call
 from ._checks import FLOATS, INTEGERS, flag, items, require_slice, shown, strided, with_values
 from ._environment import autocast_off, cast_for_autocast, is_tracing
-from .errors import ArgumentError, DTypeError, explain_problem
+from .errors import ArgumentError, DTypeError
 from .kernels._weights import compute_weights
 from .masks._base import Mask
-
-__all__ = ["Queries", "attention_weights", "checked_queries", "row_numbers"]
 
 Queries = int | slice | Sequence[int] | Tensor
 
@@ -98,12 +96,12 @@ def checked_queries(name: str, queries: Queries | None) -> Queries | None:
     if isinstance(queries, int) and not isinstance(queries, bool):
         return queries
     if isinstance(queries, (bool, dict)):
-        raise DTypeError(explain_problem(name, expected=expected, got=shown(queries)))
+        raise DTypeError(name, expected=expected, got=shown(queries))
     numbers = items(name, queries, expected)
     for number in numbers:
         row = number.item() if isinstance(number, Tensor) and number.dim() == 0 and not number.is_meta else number
         if isinstance(row, bool) or not hasattr(row, "__index__") or getattr(row, "ndim", 0) != 0:
-            raise DTypeError(explain_problem(name, expected=expected, got=shown(queries)))
+            raise DTypeError(name, expected=expected, got=shown(queries))
     return [operator.index(number) for number in numbers]
 
 
@@ -112,7 +110,7 @@ def _row_tensor(name: str, rows: Tensor) -> Tensor:
     rows = with_values(name, strided(name, rows, expected))
     empty = rows.numel() == 0 and rows.dtype in FLOATS
     if rows.dim() > 1 or not (empty or rows.dtype == torch.bool or rows.dtype in INTEGERS):
-        raise DTypeError(explain_problem(name, expected=expected, got=shown(rows)))
+        raise DTypeError(name, expected=expected, got=shown(rows))
     return rows.long() if empty else rows
 
 
@@ -127,9 +125,7 @@ def row_numbers(
         return torch.tensor(range(length)[chosen], dtype=torch.int64)
     if isinstance(chosen, Tensor) and chosen.dtype == torch.bool:
         if tuple(chosen.shape) != (length,):
-            raise ArgumentError(
-                explain_problem(name, expected=f"a bool tensor ({length},)", got=f"{tuple(chosen.shape)}")
-            )
+            raise ArgumentError(name, expected=f"a bool tensor ({length},)", got=f"{tuple(chosen.shape)}")
         return chosen.nonzero().squeeze(-1)
     if isinstance(chosen, Tensor):
         rows = chosen.reshape(-1).long()
@@ -141,5 +137,5 @@ def row_numbers(
         fits, got = all(-length <= number < length for number in numbers), shown(numbers)
         rows = torch.tensor(numbers if fits else [], dtype=torch.int64)
     if not fits:
-        raise ArgumentError(explain_problem(name, expected=f"{below} {length}", got=got))
+        raise ArgumentError(name, expected=f"{below} {length}", got=got)
     return torch.where(rows < 0, rows + length, rows)

@@ -1,4 +1,4 @@
-"""The exceptions Clearhead raises, and the one way their messages are built.
+"""The exceptions Clearhead raises, whose messages are all built alike.
 
 Each of them is a `ValueError`, `TypeError` or `RuntimeError` as well, so code that catches PyTorch's or Python's
 own errors goes on working.
@@ -10,11 +10,13 @@ from collections.abc import Mapping
 
 __all__ = [
     "ArgumentError",
+    "AttentionHealthWarning",
     "CacheError",
     "CheckpointError",
     "ClearheadError",
     "DTypeError",
     "DeviceError",
+    "DistributedError",
     "FileError",
     "KernelError",
     "MaskTypeError",
@@ -27,7 +29,20 @@ __all__ = [
 
 
 class ClearheadError(Exception):
-    """Base of every error that Clearhead raises on purpose."""
+    """Base of every error that Clearhead raises on purpose.
+
+    Args:
+        argument: what is wrong, as the caller wrote it; without `expected` the whole message.
+        expected, got, fix: as for `explain_problem`.
+
+    Example:
+        >>> from clearhead.errors import ArgumentError
+        >>> str(ArgumentError("dropout_p", expected="a number in [0, 1]", got="1.5"))
+        'dropout_p: expected a number in [0, 1], got 1.5.'
+    """
+
+    def __init__(self, argument: str, *, expected: str = "", got: str = "", fix: str = "") -> None:
+        super().__init__(explain_problem(argument, expected=expected, got=got, fix=fix) if expected else argument)
 
 
 class ArgumentError(ClearheadError, ValueError):
@@ -76,12 +91,20 @@ class CheckpointError(ClearheadError, ValueError):
     """Weights on disk are not the ones that were expected."""
 
 
+class DistributedError(ClearheadError, RuntimeError):
+    """The processes of a group cannot make a call together."""
+
+
 class RecordError(ClearheadError, RuntimeError):
     """Nothing could be recorded, or a record does not hold what was requested of it."""
 
 
 class UnseenAttentionWarning(UserWarning):
     """A module attended in a way that cannot be recorded; its attention is not in the record."""
+
+
+class AttentionHealthWarning(UserWarning):
+    """Attention that is being trained does what goes with unstable training: its entropy collapses, its logits grow."""
 
 
 def explain_problem(argument: str, *, expected: str, got: str, fix: str = "") -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import clearhead
-from clearhead._call.observers import watched
+from clearhead._environment import state
 from clearhead.errors import ArgumentError, ShapeError
 
 from .attending import BATCH, HEAD_DIM, HEADS, LENGTH, VOCABULARY, WIDTH, Ours, kinds, llama, made, upgraded
@@ -66,7 +66,7 @@ def test_importance_leaves_the_model_as_it_was() -> None:
     assert model.training
     assert bool((projection.weight.grad == 1).all())
     assert model.attend.q_proj.weight.grad is None
-    assert not watched()
+    assert not state.observers
 
 
 def test_importance_with_frozen_parameters() -> None:

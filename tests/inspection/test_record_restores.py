@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import clearhead
-from clearhead._call.observers import watched
+from clearhead._environment import state
 from clearhead.errors import ArgumentError, ShapeError
 
 from .stacks import BATCH, HEADS, LENGTH, NAMES, WIDTH, Stack, hooks
@@ -22,10 +22,10 @@ from .stacks import BATCH, HEADS, LENGTH, NAMES, WIDTH, Stack, hooks
 def test_no_hooks_are_left(model: Stack, x: Tensor) -> None:
     with clearhead.record(model):
         assert hooks(model)
-        assert watched()
+        assert state.observers
         model(x)
     assert not hooks(model)
-    assert not watched()
+    assert not state.observers
 
 
 def test_the_users_own_hooks_stay(model: Stack, x: Tensor) -> None:
@@ -52,7 +52,7 @@ def test_exceptions_pass_and_restore_everything(where: str, model: Stack, x: Ten
         model(x)
         fail()
     assert hooks(model) == before
-    assert not watched()
+    assert not state.observers
     assert not torch.overrides._get_current_function_mode_stack()
     assert list(rec) == {"in the block": NAMES, "in the model": NAMES[:2], "in a hook": NAMES[:1]}[where]
 
@@ -70,7 +70,7 @@ def test_an_error_while_recording_is_the_blocks_error_and_restores_everything(mo
     with pytest.raises(ArgumentError, match="heads"), clearhead.record(model, heads=[7]):
         model(x)
     assert not hooks(model)
-    assert not watched()
+    assert not state.observers
 
 
 def test_two_threads_do_not_see_each_other() -> None:

@@ -20,7 +20,18 @@ from tests.support.statistics_oracle import Oracle, compare
 
 from .small_models import VOCABULARY, enlivened, padding, small, small_bart, token_ids
 
-STATISTICS = ("entropy", "received", "max_logit", "confidence", "top_k", "sink", "distance", "offset", "map")
+STATISTICS = (
+    "entropy",
+    "received",
+    "max_logit",
+    "raw_max_logit",
+    "confidence",
+    "top_k",
+    "sink",
+    "distance",
+    "offset",
+    "map",
+)
 OPTIONS: dict[str, Any] = {
     "statistics": (*STATISTICS, "head_average", "output_norm"),
     "top_k": 8,

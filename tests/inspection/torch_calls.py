@@ -13,7 +13,18 @@ from tests.support.statistics_oracle import Oracle
 
 BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 7, 11, 12, 3
 EVEN_HEADS = 4  # PyTorch's inference fast path wants an even number
-STATISTICS = ("entropy", "received", "max_logit", "confidence", "top_k", "sink", "distance", "offset", "head_average")
+STATISTICS = (
+    "entropy",
+    "received",
+    "max_logit",
+    "raw_max_logit",
+    "confidence",
+    "top_k",
+    "sink",
+    "distance",
+    "offset",
+    "head_average",
+)
 EXACT = 1e-10
 
 modes = pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import clearhead
 
-__all__ = ["KEYS", "SCALES", "VALUES", "Adversary", "exact_numbers", "float32_numbers", "require_accurate"]
+__all__ = ["KEYS", "SCALES", "VALUES", "Adversary", "exact_numbers", "numbers", "reference_numbers", "require_accurate"]
 
 Numbers = dict[str, Tensor]
 
@@ -101,16 +102,19 @@ def numbers(case: Adversary, kernel: str, dtype: torch.dtype, exact: bool = Fals
     return {"output": output.detach(), "lse": lse.detach(), **dict(zip(names, found, strict=True))}
 
 
+@functools.lru_cache(maxsize=256)
 def exact_numbers(case: Adversary, dtype: torch.dtype = torch.float32) -> Numbers:
     """The same from `reference` in float64."""
     return numbers(case, "reference", dtype, exact=True)
 
 
-def float32_numbers(case: Adversary, kernel: str) -> Numbers:
-    """The same from one kernel in float32."""
-    return numbers(case, kernel, torch.float32)
+@functools.lru_cache(maxsize=256)
+def reference_numbers(case: Adversary, dtype: torch.dtype = torch.float32) -> Numbers:
+    """The same from `reference` in the dtype."""
+    return numbers(case, "reference", dtype)
 
 
+@functools.lru_cache(maxsize=256)
 def magnitudes(case: Adversary) -> tuple[dict[str, float], float]:
     """What one rounding of every term changes in each kind of number, in units of that rounding; the largest |logit|.
 
@@ -139,8 +143,9 @@ def magnitudes(case: Adversary) -> tuple[dict[str, float], float]:
     return {name: float(x.max()) for name, x in sums.items()}, float(logits.abs().max())
 
 
-def require_accurate(case: Adversary, found: Numbers, reference: Numbers, exact: Numbers) -> None:
+def require_accurate(case: Adversary, found: Numbers) -> None:
     """At most four times `reference`'s error; and 1e-5 where |logits| ≤ 10, up to 32,768 terms."""
+    reference, exact = reference_numbers(case), exact_numbers(case)
     sizes, largest_logit = magnitudes(case)
     for name, expected in exact.items():
         error, by_reference = (float((x[name].double() - expected).abs().max()) for x in (found, reference))

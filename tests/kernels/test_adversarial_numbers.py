@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import pytest
@@ -12,12 +11,12 @@ from hypothesis import strategies as st
 
 import clearhead
 from clearhead import masks
-from clearhead._native import instruction_sets, use_instruction_set
+from clearhead._native import use_instruction_set
 from tests.support.comparing import require_half_as_good
-from tests.support.native import needs_native
+from tests.support.native import SETS, needs_native, on_every_set
 from tests.support.native_cases import Case, close_to_exact
 
-from .adversarial import KEYS, SCALES, VALUES, Adversary, exact_numbers, float32_numbers, numbers, require_accurate
+from .adversarial import KEYS, SCALES, VALUES, Adversary, exact_numbers, numbers, reference_numbers, require_accurate
 
 #: Rows and keys: few and many of either, those of decoding, tiles and blocks that are not full.
 SIZES = [(61, 129), (64, 2053), (49, 8209), (13, 8192), (3, 8192), (1, 32768), (8209, 61)]
@@ -25,7 +24,11 @@ LONG = [(49, 32768), (12, 32768), (32768, 61)]
 LONGEST = [(17, 131072), (2, 131072), (131072, 13)]
 
 
-@pytest.fixture(name="kernel", params=["chunked", *instruction_sets()])
+#: For `on_every_set`: which kernels run everything, and which run every case once.
+KERNELS = ("kernel", ("chunked", *SETS[:1]), SETS[1:])
+
+
+@pytest.fixture(name="kernel", params=["chunked", *SETS])
 def _kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """`chunked`, and `native` on each instruction set of this machine."""
     if request.param == "chunked":
@@ -35,14 +38,8 @@ def _kernel(request: pytest.FixtureRequest) -> Iterator[str]:
         yield "native"
 
 
-@functools.lru_cache(maxsize=256)
-def expected(case: Adversary) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The numbers of `reference` in float32 and in float64, the same for every kernel that is compared."""
-    return float32_numbers(case, "reference"), exact_numbers(case)
-
-
 def compare(case: Adversary, kernel: str) -> None:
-    require_accurate(case, float32_numbers(case, kernel), *expected(case))
+    require_accurate(case, numbers(case, kernel, torch.float32))
 
 
 def cases(sizes: list[tuple[int, int]]) -> st.SearchStrategy[Adversary]:
@@ -70,8 +67,7 @@ def test_drawn_calls(kernel: str) -> None:
     check()
 
 
-@pytest.mark.parametrize("size", LONG, ids=str)
-@pytest.mark.parametrize("keys", KEYS)
+@on_every_set({"keys": KEYS}, {"size": LONG}, *KERNELS)
 def test_long_calls(keys: str, size: tuple[int, int], kernel: str) -> None:
     values = sorted(VALUES)[sorted(KEYS).index(keys) % len(VALUES)]
     compare(Adversary(keys, values, *size, 1e-2 if keys == "normal" else 1.0, upstream="of one sign"), kernel)
@@ -91,13 +87,13 @@ def test_every_long_call(keys: str, values: str, scale: float, size: tuple[int, 
     compare(Adversary(keys, values, *size, scale, upstream=values), kernel)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", [(49, 8209), (3, 8192), (2053, 61)], ids=str)
-@pytest.mark.parametrize("keys", KEYS)
+@on_every_set(
+    {"keys": KEYS, "dtype": [torch.bfloat16, torch.float16]}, {"size": [(49, 8209), (3, 8192), (2053, 61)]}, *KERNELS
+)
 def test_half_precision(keys: str, size: tuple[int, int], dtype: torch.dtype, kernel: str) -> None:
     case = Adversary(keys, "of one sign", *size)
-    found, reference = (numbers(case, name, dtype) for name in (kernel, "reference"))
-    require_half_as_good(found, reference, exact_numbers(case, dtype), dtype)
+    found = numbers(case, kernel, dtype)
+    require_half_as_good(found, reference_numbers(case, dtype), exact_numbers(case, dtype), dtype)
 
 
 @needs_native

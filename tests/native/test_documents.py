@@ -10,8 +10,9 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
+from clearhead._call.spec import Layout
 from clearhead._native import instruction_sets
-from clearhead.kernels._native_plan import Extras, NativePlan, layout_of
+from clearhead.kernels._native_plan import Extras, NativePlan
 
 SETS = instruction_sets()
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 13, 7
@@ -44,7 +45,7 @@ def inputs(dtype: torch.dtype, rows: list[int] = ROWS, keys: list[int] = KEYS) -
 
 
 def made(tensors: tuple[Tensor, ...], documents: int = len(ROWS), **options: Any) -> NativePlan:
-    return NativePlan(tensors[0].dtype, *map(layout_of, tensors), scale=0.4, wide=True, documents=documents, **options)
+    return NativePlan(tensors[0].dtype, *map(Layout.of, tensors), scale=0.4, wide=True, documents=documents, **options)
 
 
 def extras_of(sinks: Tensor | None = None, **more: Tensor) -> Extras:
@@ -200,7 +201,7 @@ def test_the_same_as_a_batch() -> None:
     with clearhead.use_kernel("chunked"):
         plain = clearhead.attention(*batch, masks.causal(), scale=0.4)
     undropped = made(packed, documents=4, high=0).forward(*packed, extras._replace(seed=None))
-    one = NativePlan(torch.float32, *map(layout_of, batch), scale=0.4, high=0, dropout_p=0.2)
+    one = NativePlan(torch.float32, *map(Layout.of, batch), scale=0.4, high=0, dropout_p=0.2)
     expected = one.forward(*batch, Extras(seed=torch.tensor(3)))
     assert torch.equal(output.view(HEADS, 4, 61, DIM).transpose(0, 1), expected)
     torch.testing.assert_close(undropped.view(HEADS, 4, 61, DIM).transpose(0, 1), plain, rtol=0, atol=1e-5)

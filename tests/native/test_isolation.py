@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from clearhead._native import instruction_sets
-from clearhead.kernels._native_plan import Extras, NativePlan, layout_of
+from clearhead._call.spec import Layout
+from clearhead.kernels._native_plan import Extras, NativePlan
+from tests.support.native import needs_native, on_every_set
 
-SETS = instruction_sets()
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 13, 7
 SIZES = [(5, 11), (61, 307), (1, 67), (3, 4999)]
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+pytestmark = needs_native
 
 
 def _padding(length: int, count: int) -> Tensor:
@@ -74,26 +75,22 @@ NAMES = ["band", "spans", "padding", "padding, bias", "padding, causal", "cells"
 def run(
     options: dict[str, Any], given: dict[str, Tensor], tensors: tuple[Tensor, ...], gradient: Tensor, **more: Any
 ) -> dict[str, Tensor]:
-    layouts = {name: layout_of(tensor) for name, tensor in given.items() if name != "last"}
-    plan = NativePlan(tensors[0].dtype, *map(layout_of, tensors), scale=0.4, wide=True, **layouts, **options, **more)
+    layouts = {name: Layout.of(tensor) for name, tensor in given.items() if name != "last"}
+    plan = NativePlan(tensors[0].dtype, *map(Layout.of, tensors), scale=0.4, wide=True, **layouts, **options, **more)
     extras, lse = Extras(**given), plan.empty_lse(tensors[0])
     output = plan.forward(*tensors, extras, lse)
     dq, dk, dv, correction = plan.backward(*tensors, output, lse, gradient, None, extras)
     return {"output": output, "lse": lse, "query": dq, "key": dk, "value": dv, "correction": correction}
 
 
-@pytest.mark.parametrize(
-    ("poison", "options"),
-    [(torch.nan, {}), (torch.inf, {}), (3e38, {"softcap": 1.5})],
-    ids=["nan", "inf", "large, soft-cap"],
+@on_every_set(
+    {"name": NAMES, "dtype": [torch.float32, torch.bfloat16]}, {"sizes": SIZES, "poison": [torch.nan, torch.inf, 3e38]}
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", NAMES)
 def test_nothing_of_it_is_seen(
-    name: str, sizes: tuple[int, int], dtype: torch.dtype, options: dict[str, Any], poison: float, instructions: str
+    name: str, dtype: torch.dtype, sizes: tuple[int, int], poison: float, instructions: str
 ) -> None:
     length, count = sizes
+    options = {"softcap": 1.5} if math.isfinite(poison) else {}
     band, given, seen = case_of(name, length, count)
     torch.manual_seed(3)
     shapes = ((HEADS, length, DIM), (KV_HEADS, count, DIM), (KV_HEADS, count, VALUE_DIM), (HEADS, length, VALUE_DIM))
@@ -120,8 +117,8 @@ def test_the_gradient_of_a_bias_is_not_counted_twice(instructions: str) -> None:
     shapes = ((HEADS, length, DIM), (HEADS, count, DIM), (HEADS, count, VALUE_DIM), (HEADS, length, VALUE_DIM))
     query, key, value, gradient = (torch.randn(BATCH, *shape) for shape in shapes)
     keys = ~seen[:1].any(-2)[..., None].expand(BATCH, -1, -1, -1)
-    layouts = [layout_of(tensor) for tensor in (query, key, value)]
-    plan = NativePlan(torch.float32, *layouts, scale=0.4, bias=layout_of(bias), bias_gradient=tuple(bias.shape))
+    layouts = [Layout.of(tensor) for tensor in (query, key, value)]
+    plan = NativePlan(torch.float32, *layouts, scale=0.4, bias=Layout.of(bias), bias_gradient=tuple(bias.shape))
     extras, found = Extras(bias=bias), []
     for poison in (0.0, torch.nan):
         tensors = (query, key.masked_fill(keys, poison), value.masked_fill(keys, poison))
@@ -138,7 +135,7 @@ def test_statistics_are_not_counted_twice(average: bool, instructions: str) -> N
     seen = _padding(length, count)
     shapes = ((HEADS, length, DIM), (KV_HEADS, count, DIM), (KV_HEADS, count, VALUE_DIM))
     query, key, value = (torch.randn(BATCH, *shape) for shape in shapes)
-    plan = NativePlan(torch.float32, *map(layout_of, (query, key, value)), scale=0.4, visible=layout_of(seen))
+    plan = NativePlan(torch.float32, *map(Layout.of, (query, key, value)), scale=0.4, visible=Layout.of(seen))
     found: list[list[Tensor]] = []
     for poison in (0.0, torch.nan):
         hidden = ~seen.transpose(2, 3)

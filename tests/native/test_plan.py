@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from clearhead._call.spec import Layout
 from clearhead._native import extension, instruction_sets
-from clearhead.kernels._native_plan import Extras, NativePlan, layout_of
+from clearhead.kernels._native_plan import Extras, NativePlan
 
 pytestmark = pytest.mark.skipif(extension is None, reason="the extension was not built here")
 
@@ -64,7 +65,7 @@ def test_what_is_wrong_is_named(changes: dict[str, Any], error: type[Exception],
 
 def test_calls_give_what_the_plan_was_made_for() -> None:
     x = torch.randn(2, 3, 5, 4)
-    plan = NativePlan(x.dtype, layout_of(x), layout_of(x), layout_of(x), scale=0.5)
+    plan = NativePlan(x.dtype, Layout.of(x), Layout.of(x), Layout.of(x), scale=0.5)
     with pytest.raises(ValueError, match="the plan was made without visible"):
         plan.forward(x, x, x, Extras(visible=torch.ones(1, 1, 1, 5, dtype=torch.bool)))
     with pytest.raises(TypeError, match="unknown argument 'entorpy'"):
@@ -75,7 +76,7 @@ def test_inputs_within_one_tensor_and_rows_with_gaps() -> None:
     together = torch.randn(2, 5, 3, 3, 4)  # (B, L, 3, H, D)
     query, key, value = (part.transpose(1, 2) for part in together.unbind(2))
     step = query.stride(2) // 3 * together.element_size()
-    layouts = [layout_of(part) for part in (query, key, value)]
+    layouts = [Layout.of(part) for part in (query, key, value)]
     apart = NativePlan(query.dtype, *layouts, scale=0.5)
     within = NativePlan(query.dtype, *layouts, scale=0.5, offsets=(0, step, 2 * step))
     expected, lse = apart.forward(query, key, value, lse=(lse := apart.empty_lse(query))), lse
@@ -89,7 +90,7 @@ def test_inputs_within_one_tensor_and_rows_with_gaps() -> None:
     for found, one in zip(gradient.unbind(2), exact[:3], strict=True):
         assert torch.equal(found.transpose(1, 2), one)
     gaps = [torch.stack([part, part], -1)[..., 0] for part in (query, key, value)]
-    spaced = NativePlan(query.dtype, *map(layout_of, gaps), scale=0.5)
+    spaced = NativePlan(query.dtype, *map(Layout.of, gaps), scale=0.5)
     torch.testing.assert_close(spaced.forward(*gaps), expected)
 
 

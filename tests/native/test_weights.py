@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -15,17 +16,16 @@ import clearhead.kernels._weights
 from clearhead import masks
 from clearhead._call.spec import WeightsWanted
 from clearhead._environment import read_environment
-from clearhead._native import instruction_sets
 from clearhead.kernels._native_statistics import native_weights
 from clearhead.kernels._weights import compute_weights
+from tests.support.native import needs_native, on_every_set
 from tests.support.native_cases import CASES, Case
 
-SETS = instruction_sets()
 EVERY = [name for name in CASES if not name.startswith("dropout")]
 #: Masks that would have to be written down, which is not done for a few rows.
 NOT_IN_PLACE = ("where", "scattered documents")
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+pytestmark = needs_native
 
 
 @pytest.fixture(name="ran")
@@ -68,13 +68,13 @@ def arguments_of(case: Case, dtype: torch.dtype) -> tuple[dict[str, Tensor], dic
     return inputs, {**options, "mask": mask, "sinks": inputs.get("sinks")}
 
 
-@pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
-@pytest.mark.parametrize("name", EVERY)
+@on_every_set({"name": EVERY}, {"average": [False, True]})
 def test_equal_those_of_float64(name: str, average: bool, instructions: str, ran: list[str]) -> None:
     case = CASES[name]
     chosen = [case.length - 1, *range(0, case.length, 5), 0]
     for queries in (None, chosen):
-        found, exact = (_weights(case, dtype, queries, average) for dtype in (torch.float32, torch.float64))
+        found, exact = _weights(case, torch.float32, queries, average), _exact_weights(case, average)
+        exact = exact if queries is None else exact[..., queries, :]
         torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6)
         assert torch.equal(found[exact == 0], torch.zeros_like(found[exact == 0])), "hidden keys weigh nothing"
     assert len(ran) == (1 if name in NOT_IN_PLACE else 2)
@@ -87,8 +87,12 @@ def _weights(case: Case, dtype: torch.dtype, queries: list[int] | None, average:
     )
 
 
-@pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
-@pytest.mark.parametrize("name", EVERY)
+@functools.lru_cache(maxsize=128)
+def _exact_weights(case: Case, average: bool) -> Tensor:
+    return _weights(case, torch.float64, None, average)
+
+
+@on_every_set({"name": EVERY}, {"average": [False, True]})
 def test_one_pass_gives_what_two_give(name: str, average: bool, instructions: str, ran: list[str]) -> None:
     inputs, options = arguments_of(CASES[name], torch.float32)
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
@@ -101,13 +105,17 @@ def test_one_pass_gives_what_two_give(name: str, average: bool, instructions: st
     torch.testing.assert_close(weights, exact, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("of", ["output", "weights", "both"])
-@pytest.mark.parametrize("name", EVERY)
+@on_every_set({"name": EVERY}, {"of": ["both", "output", "weights"]})
 def test_gradients_equal_those_of_float64(name: str, of: str, instructions: str) -> None:
-    exact = _gradients(CASES[name], torch.float64, of)
+    exact = _exact_gradients(CASES[name], of)
     for found, expected in zip(_gradients(CASES[name], torch.float32, of), exact, strict=True):
         atol = 1e-5 * max(1.0, float(expected.abs().max()))
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=atol)
+
+
+@functools.lru_cache(maxsize=256)
+def _exact_gradients(case: Case, of: str) -> tuple[Tensor, ...]:
+    return _gradients(case, torch.float64, of)
 
 
 def _gradients(case: Case, dtype: torch.dtype, of: str, *, create_graph: bool = False) -> tuple[Tensor, ...]:
@@ -173,12 +181,32 @@ def test_the_same_bits_with_and_without_gradients_and_watched(ran: list[str]) ->
 def test_others_get_two_passes(ran: list[str]) -> None:
     x = torch.randn(2, 3, 7, 5)
     attention_with_weights(x, x, x, dropout_p=0.5)
-    with clearhead.use_kernel("reference"):
-        attention_with_weights(x, x, x)
     attention_with_weights(x.bfloat16(), x.bfloat16(), x.bfloat16())
-    assert ran.count("native_weights") == 3
+    assert ran.count("native_weights") == 2
     attention_with_weights(x.double(), x.double(), x.double())
-    assert ran.count("native_weights") == 3
+    for forced in ("chunked", "reference"):
+        with clearhead.use_kernel(forced):
+            attention_with_weights(x, x, x)
+    assert ran.count("native_weights") == 2
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["per head", "average"])
+@pytest.mark.parametrize("name", ["causal", "keep"])
+def test_a_forced_kernel_computes_weights_too(name: str, average: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = {"causal": masks.causal(), "keep": masks.keep(torch.ones(7, 7).tril(-1).bool())}[name]
+    x = torch.randn(2, 3, 7, 5, requires_grad=True)
+    expected = attention_with_weights(*(x.double(),) * 3, mask, average_attn_weights=average)
+    monkeypatch.setattr(clearhead.kernels._native_statistics, "refuses", lambda call: pytest.fail("native"))
+    for forced in ("chunked", "reference"):
+        with clearhead.use_kernel(forced):
+            found = attention_with_weights(x, x, x, mask, average_attn_weights=average)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-6)
+            first, second = (torch.autograd.grad(each.square().sum(), x, retain_graph=True)[0] for each in (one, other))
+            torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
+    message = r"use_kernel\('sdpa'\): this kernel cannot run the call: it gives no weights. Leave the choice"
+    with clearhead.use_kernel("sdpa"), pytest.raises(clearhead.errors.KernelError, match=message):
+        attention_with_weights(x, x, x, mask)
 
 
 def test_half_inputs_give_float32_weights(instructions: str) -> None:

@@ -22,8 +22,8 @@ from tests.support.torch_oracle import Meant, assert_equal, explicit_bias, gradi
 
 ATTN_MASKS = ("none", "(L, S)", "(N·H, L, S)", "(N, L, S)", "(N, H, L, S)", "the causal one")
 CELLS = list(itertools.product(ATTN_MASKS, (False, True), (False, True), (False, True)))
-#: 45 calls in each of 48 cells: 2,160 in the ordinary run.
-PER_CELL = max(1, settings.default.max_examples * 9 // 8)
+#: 15 calls in each of 48 cells: 720 in the ordinary run.
+PER_CELL = max(1, settings.default.max_examples * 3 // 8)
 
 _calls: Counter[str] = Counter()
 
@@ -230,10 +230,8 @@ def test_enough_calls_were_compared() -> None:
         f"{_calls['hidden rows']} with queries that see no key"
     )
     assert calls >= len(CELLS) * PER_CELL
-    if PER_CELL >= 45:
-        assert calls >= 2000
-        assert _calls["same arguments"] >= 400
-        assert _calls["hidden rows"] >= 100
+    assert _calls["same arguments"] >= calls // 6
+    assert _calls["hidden rows"] >= calls // 24
 
 
 @pytest.mark.parametrize("training", [True, False])

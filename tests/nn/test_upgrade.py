@@ -375,7 +375,7 @@ def test_the_options_of_a_module_survive() -> None:
 
 def test_the_report_reads_well() -> None:
     model = nn.ModuleDict({"encoder": encoder(), "own": OwnAttention(E, H)})
-    assert str(clearhead.upgrade(model)) == (
+    assert str(clearhead.upgrade(model, linears=False)) == (
         "upgraded: 2 attention module(s)\n"
         "  encoder.layers.0.self_attn\n"
         "  encoder.layers.1.self_attn\n"
@@ -390,4 +390,4 @@ def test_the_report_reads_well() -> None:
     )
     module = nn.MultiheadAttention(E, H)
     assert str(clearhead.upgrade(module)) == "upgraded: 1 attention module(s)\n  (the model itself)"
-    assert str(clearhead.upgrade(nn.Linear(2, 2))) == "upgraded: 0 attention module(s)"
+    assert str(clearhead.upgrade(nn.Linear(2, 2), linears=False)) == "upgraded: 0 attention module(s)"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
 import pytest
 from hypothesis import settings
 
 from clearhead._native import instruction_sets
+from tests.support.budgets import in_turn
 
-__all__ = ["SETS", "fewer_unless_best", "needs_native"]
+__all__ = ["SETS", "fewer_unless_best", "needs_native", "on_every_set"]
 
 SETS = instruction_sets()
 
@@ -18,3 +22,18 @@ def fewer_unless_best(instructions: str) -> settings:
     """All instruction sets share their source, so the best one gets the whole budget and the others a third."""
     budget = settings.default.max_examples
     return settings(max_examples=budget if instructions == SETS[0] else budget // 3)
+
+
+def on_every_set(
+    cases: Mapping[str, Iterable[Any]],
+    turns: Mapping[str, Iterable[Any]],
+    fixture: str = "instructions",
+    whole: Sequence[str] = SETS[:1],
+    rest: Sequence[str] = SETS[1:],
+) -> pytest.MarkDecorator:
+    """Parametrize by `cases`, `turns` and instruction sets, whose source is one.
+
+    The best set runs the whole product; the others run the product of `cases`, each with the next of `turns`.
+    """
+    sets = {fixture: (*whole, *rest)}
+    return in_turn({**sets, **cases}, turns, whole=lambda name, *_: name in whole, indirect=[fixture])

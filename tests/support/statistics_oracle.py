@@ -5,7 +5,9 @@ Nothing of Clearhead's is used here. Which keys a query sees arrives as a bool t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ EVERY = (
     "entropy",
     "received",
     "max_logit",
+    "raw_max_logit",
     "confidence",
     "top_k",
     "sink",
@@ -34,6 +37,7 @@ TOLERANCES = {
     "received": (1e-5, 1e-6),
     "received_mean": (1e-5, 1e-6),
     "max_logit": (1e-5, 1e-5),
+    "raw_max_logit": (1e-5, 1e-5),
     "distance": (1e-5, 1e-5),
     "output": (1e-5, 1e-5),
     "output_norm": (1e-5, 1e-5),
@@ -67,22 +71,27 @@ class Oracle:
     query_positions: Tensor | None = None
     key_positions: Tensor | None = None
 
-    @property
-    def scores(self) -> Tensor:
-        """s (B, H, L, S), −∞ where hidden."""
+    @cached_property
+    def products(self) -> Tensor:
+        """scale · q·k (B, H, L, S), also where hidden."""
         query, key = self.query.detach().double(), self.key.detach().double()
         unseen_queries, unseen_keys = ~self.visible.any(-1), ~self.visible.any(-2)
         key = key.repeat_interleave(query.shape[1] // max(1, key.shape[1]), 1)
         query, key = query.masked_fill(unseen_queries[..., None], 0), key.masked_fill(unseen_keys[..., None], 0)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        scores = torch.einsum("bhid,bhjd->bhij", query, key) * scale
+        return torch.einsum("bhid,bhjd->bhij", query, key) * scale
+
+    @property
+    def scores(self) -> Tensor:
+        """s (B, H, L, S), −∞ where hidden."""
+        scores = self.products
         if self.softcap is not None:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         if self.bias is not None:
             scores = scores + self.bias.detach().double()
         return torch.where(self.visible, scores, -torch.inf)
 
-    @property
+    @cached_property
     def p(self) -> Tensor:
         """The weights (B, H, L, S)."""
         scores = self.scores
@@ -114,7 +123,13 @@ class Oracle:
         return torch.where(viewers > 0, self.received() / viewers, 0.0)
 
     def max_logit(self) -> Tensor:
-        scores = torch.where(self.counts, self.scores, -torch.inf).flatten(2)
+        return self._largest(self.scores)
+
+    def raw_max_logit(self) -> Tensor:
+        return self._largest(torch.where(self.visible, self.products, -torch.inf))
+
+    def _largest(self, scores: Tensor) -> Tensor:
+        scores = torch.where(self.counts, scores, -torch.inf).flatten(2)
         return torch.cat([scores, scores.new_full((*scores.shape[:2], 1), -torch.inf)], -1).amax(-1)
 
     def confidence(self) -> Tensor:
@@ -145,20 +160,11 @@ class Oracle:
         return torch.stack(columns, -1)
 
     def map(self, size: int, pooling: str) -> Tensor:
-        batch, heads, length, count = self.visible.shape
-        rows, columns = min(size, length), min(size, count)
-        row_tile = [i * rows // length for i in range(length)]
-        column_tile = [j * columns // count for j in range(count)]
-        result, p = torch.zeros(batch, heads, rows, columns, dtype=torch.float64), self.p
-        for b in range(batch):
-            for r in range(rows):
-                queries = [i for i in range(length) if row_tile[i] == r and bool(self.counts[b, 0, i, 0])]
-                for c in range(columns):
-                    tile = p[b][:, queries][:, :, [j for j in range(count) if column_tile[j] == c]]
-                    if queries:
-                        pooled = tile.sum(-1).mean(-1) if pooling == "mass" else tile.amax((-2, -1))
-                        result[b, :, r, c] = pooled
-        return result
+        pool = Tensor.sum if pooling == "mass" else Tensor.amax
+        pooled = _pool(_pool(self.p * self.counts, size, pool).mT, size, pool).mT  # (B, H, rows, columns)
+        if pooling == "max":
+            return pooled
+        return pooled / _pool(self.counts.double().mT, size, Tensor.sum).mT.clamp(min=1)
 
     def head_average(self) -> Tensor:
         return self.p.mean(1)
@@ -181,6 +187,17 @@ class Oracle:
         queries = torch.arange(length) if self.query_positions is None else self.query_positions
         keys = torch.arange(count) if self.key_positions is None else self.key_positions
         return queries.expand(batch, length), keys.expand(batch, count)
+
+
+def _pool(x: Tensor, size: int, reduce: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """The last axis in `size` tiles as even as possible, each reduced to one number."""
+    count = x.shape[-1]
+    tiles = min(size, count)
+    tile = torch.arange(count) * tiles // max(1, count)
+    pooled = x.new_zeros(*x.shape[:-1], tiles)
+    for number in range(tiles):
+        pooled[..., number] = reduce(x[..., tile == number], -1)
+    return pooled
 
 
 def compare(found: object, oracle: Oracle, *, exact: float | None = None) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._checks import integer, strided
-from ..errors import ShapeError, explain_problem, shape_text
-
-__all__ = ["fold_group", "merge_heads", "split_heads", "unfold_group"]
+from ..errors import ShapeError, shape_text
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -34,11 +32,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
     integer("num_heads", num_heads, least=1)
     if x.dim() not in (2, 3) or x.shape[-1] % num_heads:
         raise ShapeError(
-            explain_problem(
-                "x",
-                expected=f"(B, L, H·D) with H = {num_heads} heads dividing the last size",
-                got=shape_text(x.shape),
-            )
+            "x", expected=f"(B, L, H·D) with H = {num_heads} heads dividing the last size", got=shape_text(x.shape)
         )
     return x.unflatten(-1, (num_heads, x.shape[-1] // num_heads)).transpose(-3, -2)  # (B, H, L, D)
 
@@ -62,7 +56,7 @@ def merge_heads(x: Tensor) -> Tensor:
     """
     strided("x", x)
     if x.dim() not in (3, 4):
-        raise ShapeError(explain_problem("x", expected="(B, H, L, D) or (H, L, D)", got=shape_text(x.shape)))
+        raise ShapeError("x", expected="(B, H, L, D) or (H, L, D)", got=shape_text(x.shape))
     return x.transpose(-3, -2).flatten(-2)  # (B, L, H·D)
 
 

@@ -11,15 +11,13 @@ from torch import Tensor
 from .._environment import listening, state
 from .spec import AttentionCall
 
-__all__ = ["Observer", "computing", "is_computing", "notify", "observing", "watched"]
-
 
 class Observer(Protocol):
-    """Something that is told of every attention call of its thread.
+    """Something that is shown every attention call of its thread.
 
     Args:
-        recomputing: whether it is told of calls that activation checkpointing repeats in a backward pass: what changes
-            outputs has to change them again, what counts calls must not count them twice.
+        recomputing: whether it changes outputs. Then it is also shown the calls that activation checkpointing repeats
+            in a backward pass, to change them again; what only reads calls must not count them twice.
     """
 
     @property
@@ -30,9 +28,9 @@ class Observer(Protocol):
         ...
 
 
-def watched() -> bool:
-    """Whether any observer is told of a call that runs now in this thread."""
-    return bool(state.observers) and bool(listening())
+def changes_outputs() -> bool:
+    """Whether an observer of this thread changes outputs; the same in a recomputation as in the forward pass."""
+    return any(observer.recomputing for observer in state.observers)
 
 
 def is_computing() -> bool:

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from .._checks import strided, with_values
 from .._environment import is_tracing
-from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
-from ..masks._base import Mask, Sizes
+from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_text
+from ..masks._base import Mask, Wrapping
 from ..masks._grid import ALL, Block, Grid, Index
 from ..masks._positional import Causal
 from ..masks._prepared import PreparedMask
 from ..masks._structure import UNKNOWN, RowRanges, Structure
 from ..masks._tensors import as_mask
-
-__all__ = ["Rows", "mask_of_document", "read_rows", "require_within", "within_rows"]
 
 
 @dataclass(frozen=True)
@@ -88,12 +86,10 @@ def read_rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, key: Te
     )
     if len(bounds[0]) != len(bounds[1]):
         raise ArgumentError(
-            explain_problem(
-                "cu_seqlens_k",
-                expected=f"as many documents as cu_seqlens_q has, {len(bounds[0]) - 1}",
-                got=str(len(bounds[1]) - 1),
-                fix="A document without keys repeats its boundary.",
-            )
+            "cu_seqlens_k",
+            expected=f"as many documents as cu_seqlens_q has, {len(bounds[0]) - 1}",
+            got=str(len(bounds[1]) - 1),
+            fix="A document without keys repeats its boundary.",
         )
     tokens = (query.shape[0], key.shape[0])
     if is_tracing():
@@ -114,13 +110,11 @@ def require_within(mask: Mask | Tensor | None) -> Mask | None:
     checked = as_mask(mask)
     if isinstance(checked, PreparedMask):
         fix = "Pass the mask itself: within documents it counts from the first token of each."
-        raise ArgumentError(
-            explain_problem("mask", expected="a mask that is not prepared", got="prepare(...)", fix=fix)
-        )
+        raise ArgumentError("mask", expected="a mask that is not prepared", got="prepare(...)", fix=fix)
     for part in checked.parts():
         if isinstance(part, Causal) and part.align != "top_left":
             fix = "Packed documents are causal from their first tokens: masks.causal()."
-            raise ArgumentError(explain_problem("mask", expected="causal()", got=part.describe(), fix=fix))
+            raise ArgumentError("mask", expected="causal()", got=part.describe(), fix=fix)
     return checked
 
 
@@ -157,37 +151,19 @@ class _SameDocument(Mask):
 
 
 @final
-class _OfDocument(Mask):
+class _OfDocument(Wrapping):
     """Some rows and columns of another mask's scores."""
 
     def __init__(self, mask: Mask, whole: Grid, rows: slice, columns: slice) -> None:
-        self._mask, self._whole, self._rows, self._columns = mask, whole, rows, columns
+        super().__init__(mask)
+        self._whole, self._rows, self._columns = whole, rows, columns
 
-    def _moved(self, block: Block) -> Block:
+    def place(self, block: Block) -> Block:
         rows, columns = _moved(block.rows, self._rows), _moved(block.columns, self._columns)
         return replace(block, grid=self._whole, rows=rows, columns=columns)
 
-    def visible(self, block: Block) -> Tensor | None:
-        return self._mask.visible(self._moved(block))
-
-    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
-        return self._mask.bias(self._moved(block), dtype)
-
-    def bias_tensors(self) -> tuple[Tensor, ...]:
-        return self._mask.bias_tensors()
-
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
         return _OfDocument(self._mask.with_bias_tensors(tensors), self._whole, self._rows, self._columns)
-
-    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        self._mask.add_bias_gradients(gradients, self._moved(block), scores_gradient)
-
-    @property
-    def has_bias(self) -> bool:
-        return self._mask.has_bias
-
-    def sizes(self) -> Sizes:
-        return Sizes()
 
     def describe(self) -> str:
         return f"{self._mask.describe()} of one document"
@@ -205,12 +181,12 @@ def _boundaries(name: str, bounds: object, what: str, x: Tensor) -> Tensor:
     expected = "an int32 or int64 tensor (n + 1,)"
     bounds = strided(name, bounds, expected)
     if bounds.dtype not in (torch.int32, torch.int64):
-        raise DTypeError(explain_problem(name, expected=expected, got=str(bounds.dtype)))
+        raise DTypeError(name, expected=expected, got=str(bounds.dtype))
     if bounds.dim() != 1 or bounds.shape[0] < 1:
-        raise ShapeError(explain_problem(name, expected="(n + 1,) for n documents", got=shape_text(bounds.shape)))
+        raise ShapeError(name, expected="(n + 1,) for n documents", got=shape_text(bounds.shape))
     if bounds.device != x.device:
         fix = f"Move it with .to({str(x.device)!r})."
-        raise DeviceError(explain_problem(name, expected=f"the {what}'s {x.device}", got=str(bounds.device), fix=fix))
+        raise DeviceError(name, expected=f"the {what}'s {x.device}", got=str(bounds.device), fix=fix)
     # A copy: what is written to the caller's tensor later must not change a backward pass.
     return bounds.to(torch.int64).clone(memory_format=torch.contiguous_format)
 
@@ -219,15 +195,15 @@ def _checked(name: str, bounds: Tensor, count: int) -> tuple[int, ...]:
     """The boundaries as numbers. An accelerator is waited for here: blocks can only be skipped by known numbers."""
     numbers: list[int] = with_values(name, bounds).tolist()
     if numbers[0] != 0:
-        raise ArgumentError(explain_problem(name, expected="boundaries from 0 on", got=f"a first one of {numbers[0]}"))
+        raise ArgumentError(name, expected="boundaries from 0 on", got=f"a first one of {numbers[0]}")
     for place, (before, after) in enumerate(pairwise(numbers), 1):
         if after < before:
             got = f"{before}, {after} at {place - 1} and {place}"
             fix = "Give running totals of the lengths, not the lengths."
-            raise ArgumentError(explain_problem(name, expected="boundaries that do not decrease", got=got, fix=fix))
+            raise ArgumentError(name, expected="boundaries that do not decrease", got=got, fix=fix)
     if numbers[-1] != count:
         what = "T, the number of query tokens" if name == "cu_seqlens_q" else "Tk, the number of key tokens"
         expected = f"a last boundary of {count}: {what}"
         fix = "Every token belongs to a document; padding at the end is a document of its own."
-        raise ArgumentError(explain_problem(name, expected=expected, got=str(numbers[-1]), fix=fix))
+        raise ArgumentError(name, expected=expected, got=str(numbers[-1]), fix=fix)
     return tuple(numbers)

@@ -8,16 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._checks import FLOATS, flag, is_probability, number, strided
+from .._checks import FLOATS, PLAIN, flag, is_probability, number, strided
 from .._environment import Environment, read_environment
-from ..errors import DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 from ..masks._check import as_positions
 from ..masks._coverage import COVERS_ALL, Coverage, coverage
-from ..masks._grid import Grid
+from ..masks._grid import Block, Grid
 from ..masks._tensors import as_mask
+from .dropout import DropoutOrigin, dropout_factors
 from .rows import Rows, within_rows
 
 __all__ = [
@@ -46,6 +47,10 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
+    @staticmethod
+    def of(tensor: Tensor) -> Layout:
+        return Layout(tuple(tensor.shape), tensor.stride())
+
 
 class AttentionSpec(NamedTuple):
     """Everything about a call but its tensors: hashable, the key of a cached plan.
@@ -64,6 +69,7 @@ class AttentionSpec(NamedTuple):
         softcap: c in s ← c·tanh(s/c), or ``None``.
         sinks: whether there are sinks.
         dropout_p: probability that a weight is dropped, in [0, 1].
+        origin: where the call begins in the one whose weights it drops; ``None`` where it is the whole.
         gradients: which of the call's inputs want one, in the order of `AttentionCall.inputs`; empty if none does.
         lse: whether the log-sum-exp is returned.
         weights: which weights are returned.
@@ -86,6 +92,7 @@ class AttentionSpec(NamedTuple):
     softcap: float | None
     sinks: bool
     dropout_p: float
+    origin: DropoutOrigin | None
     gradients: tuple[bool, ...]
     lse: bool
     weights: WeightsWanted
@@ -165,42 +172,12 @@ class AttentionCall:
     coverage_: Coverage | None = field(default=None, init=False, repr=False)
 
     @property
-    def scale(self) -> float:
-        return self.spec.scale
-
-    @property
-    def softcap(self) -> float | None:
-        return self.spec.softcap
-
-    @property
-    def dropout_p(self) -> float:
-        return self.spec.dropout_p
-
-    @property
-    def return_lse(self) -> bool:
-        return self.spec.lse
-
-    @property
-    def needs_gradients(self) -> bool:
-        return bool(self.spec.gradients)
-
-    @property
-    def group(self) -> int:
-        """Query heads per key/value head."""
-        return self.query.shape[1] // self.key.shape[1]
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """float64 stays float64; everything else is scored and accumulated in float32."""
-        return torch.float64 if self.query.dtype == torch.float64 else torch.float32
-
-    @property
     def grid(self) -> Grid:
         """Sizes and positions for the mask."""
         if self.grid_ is None:
             (batch, heads, length, _), keys = self.query.shape, self.key.shape[2]
-            places = (self.query_positions, self.key_positions)
-            self.grid_ = Grid(batch, heads, length, keys, self.query.device, *places)
+            positions = (self.query_positions, self.key_positions)
+            self.grid_ = Grid(batch, heads, length, keys, self.query.device, *positions)
         return self.grid_
 
     @property
@@ -220,12 +197,28 @@ class AttentionCall:
         sinks = () if self.sinks is None else (self.sinks,)
         return (self.query, self.key, self.value, *sinks, *self.bias_tensors)
 
+    def dropout_factors(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """What a block's weights are multiplied with, (b, h, l, s); for a call that has a seed."""
+        spec, seed = self.spec, cast(Tensor, self.dropout_seed)
+        return dropout_factors(seed, spec.dropout_p, block, dtype, self.first_item, spec.origin)
+
+    @property
+    def read_again(self) -> tuple[Tensor, ...]:
+        """What a backward pass reads beside `inputs`: the tensors of mask and positions.
+
+        Functions save them through autograd, which refuses a backward pass after they were written to.
+        """
+        masks = () if self.mask is None else self.mask.tensors()
+        positions = (each for each in (self.query_positions, self.key_positions) if isinstance(each, Tensor))
+        # Inference tensors cannot be saved: writes to them are not counted.
+        return tuple(tensor for tensor in (*masks, *positions) if not tensor.is_inference())
+
     @property
     def rebuild(self) -> Callable[..., AttentionCall]:
         """A function that makes the same call of other inputs, in the order of `inputs`.
 
         It holds none of this call's own: for a backward pass only autograd may hold them, so that it can free them.
-        Tensors that were one (self-attention, a bias used twice) are told apart when views are given.
+        Tensors that were one (self-attention, a bias used twice) get gradients of their own when views are given.
         """
         spec, mask, has_sinks, coverage = self.spec, self.mask, self.sinks is not None, self.coverage_
         rest = (self.query_positions, self.key_positions, self.rows, self.dropout_seed, self.first_item)
@@ -275,7 +268,6 @@ class AttentionCall:
         return replace(self, spec=spec, mask=mask, query_positions=q_positions, key_positions=k_positions, rows=None)
 
 
-_PLAIN = (Tensor, nn.Parameter)
 _NUMBERS = (float, int)
 
 
@@ -296,12 +288,12 @@ def quick_spec(
     Returns:
         ``None`` where arguments have to be looked at one by one.
     """
-    if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
+    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         return None
     if type(dropout_p) not in _NUMBERS or not (scale is None or type(scale) is float):
         return None
-    for place in positions:
-        if place is not None and type(place) is not int:
+    for each in positions:
+        if each is not None and type(each) is not int:
             return None
     try:
         shape = query.shape
@@ -333,6 +325,7 @@ def quick_spec(
         None,
         False,
         cast(float, dropout_p),
+        None,
         gradients,
         lse,
         weights,
@@ -369,6 +362,8 @@ def validate_call(
     return_lse: bool = False,
     weights: WeightsWanted = None,
     rows: Rows | None = None,
+    origin: DropoutOrigin | None = None,
+    dropout_seed: Tensor | None = None,
     environment: Environment | None = None,
 ) -> AttentionCall:
     """Check `attention`'s arguments, and add a batch of one where there is none.
@@ -405,6 +400,7 @@ def validate_call(
         _softcap(softcap, query),
         sinks is not None,
         _dropout(dropout_p),
+        origin if dropout_p else None,
         _gradients(inputs, environment._replace(gradients=torch.is_grad_enabled())),
         flag("return_lse", return_lse),
         weights,
@@ -413,7 +409,7 @@ def validate_call(
         environment.transformed,
         environment.dispatching,
     )
-    call = AttentionCall(spec, query, key, value, checked, sinks, q_positions, k_positions, rows)
+    call = AttentionCall(spec, query, key, value, checked, sinks, q_positions, k_positions, rows, dropout_seed)
     if checked is not None:
         if rows is None:
             checked.validate(call.grid)
@@ -433,24 +429,24 @@ def zero_hidden(call: AttentionCall, queries: bool = True) -> AttentionCall:
     NaN or inf stored there then reaches neither outputs nor gradients, whatever the kernel. Queries may be left as they
     are for a kernel that isolates them.
     """
-    seen = call.coverage
-    if seen is COVERS_ALL or (seen.queries is None and seen.keys is None):
+    covered = call.coverage
+    if covered is COVERS_ALL or (covered.queries is None and covered.keys is None):
         return call
     query, key, value = call.query, call.key, call.value
-    if queries and seen.masked_queries is not None:
-        query = query.masked_fill(seen.masked_queries, 0)
-    masked = seen.masked_keys_of(key.shape[1])
+    if queries and covered.masked_queries is not None:
+        query = query.masked_fill(covered.masked_queries, 0)
+    masked = covered.masked_keys_of(key.shape[1])
     if masked is not None:
         same = key is value
         key = key.masked_fill(masked, 0)
         value = key if same else value.masked_fill(masked, 0)
     zeroed = replace(call, query=query, key=key, value=value)
-    zeroed.grid_, zeroed.coverage_ = call.grid_, seen
+    zeroed.grid_, zeroed.coverage_ = call.grid_, covered
     return zeroed
 
 
 def _subclass(*tensors: Tensor) -> str | None:
-    return next((type(tensor).__name__ for tensor in tensors if type(tensor) not in _PLAIN), None)
+    return next((type(tensor).__name__ for tensor in tensors if type(tensor) not in PLAIN), None)
 
 
 def _strides(tensor: Tensor, environment: Environment) -> tuple[int, ...]:
@@ -462,12 +458,10 @@ def _require_tensors(given: dict[str, Tensor]) -> None:
         strided(name, tensor)
         if tensor.dtype not in FLOATS:
             raise DTypeError(
-                explain_problem(
-                    name,
-                    expected="float64, float32, bfloat16 or float16",
-                    got=str(tensor.dtype),
-                    fix="Convert it, for example with .float().",
-                )
+                name,
+                expected="float64, float32, bfloat16 or float16",
+                got=str(tensor.dtype),
+                fix="Convert it, for example with .float().",
             )
 
 
@@ -481,23 +475,19 @@ def _require_shapes(given: dict[str, Tensor]) -> None:
     for name, tensor in given.items():
         if tensor.dim() not in (3, 4):
             raise ShapeError(
-                explain_problem(
-                    name,
-                    expected="(B, H, L, D), or (H, L, D) for all without a batch",
-                    got=shape_text(tensor.shape),
-                    fix="clearhead.split_heads turns (B, L, H·D) into (B, H, L, D).",
-                )
+                name,
+                expected="(B, H, L, D), or (H, L, D) for all without a batch",
+                got=shape_text(tensor.shape),
+                fix="clearhead.split_heads turns (B, L, H·D) into (B, H, L, D).",
             )
     if query.dim() == 4 and any(tensor.shape[0] != query.shape[0] for tensor in given.values()):
         _mismatch("batch sizes (B)", given, "Repeat the smaller with .expand, or check that they belong together.")
     if key.shape[-1] != query.shape[-1]:
         raise ShapeError(
-            explain_problem(
-                "key",
-                expected=f"head_dim D = {query.shape[-1]} as in query {shape_text(query.shape)}",
-                got=shape_text(key.shape),
-                fix="Project both to the same size; only values may have another.",
-            )
+            "key",
+            expected=f"head_dim D = {query.shape[-1]} as in query {shape_text(query.shape)}",
+            got=shape_text(key.shape),
+            fix="Project both to the same size; only values may have another.",
         )
     value = given.get("value", key)
     if value.shape[-3] != key.shape[-3]:
@@ -507,18 +497,16 @@ def _require_shapes(given: dict[str, Tensor]) -> None:
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(
-            explain_problem(
-                "key",
-                expected=f"a head count that divides the query's H = {heads}",
-                got=f"Hkv = {kv_heads} in {shape_text(key.shape)}",
-                fix="Heads are the second dimension: (B, H, L, D), not (B, L, H, D).",
-            )
+            "key",
+            expected=f"a head count that divides the query's H = {heads}",
+            got=f"Hkv = {kv_heads} in {shape_text(key.shape)}",
+            fix="Heads are the second dimension: (B, H, L, D), not (B, L, H, D).",
         )
 
 
 def _mismatch(what: str, given: dict[str, Tensor], fix: str) -> NoReturn:
     shapes = ", ".join(f"{name} {shape_text(tensor.shape)}" for name, tensor in given.items())
-    raise ShapeError(explain_problem(", ".join(given), expected=f"equal {what}", got=shapes, fix=fix))
+    raise ShapeError(", ".join(given), expected=f"equal {what}", got=shapes, fix=fix)
 
 
 def _require_same(given: dict[str, Tensor]) -> None:
@@ -526,12 +514,10 @@ def _require_same(given: dict[str, Tensor]) -> None:
     for name, tensor in given.items():
         if tensor.dtype != query.dtype:
             raise DTypeError(
-                explain_problem(
-                    name,
-                    expected=f"query's dtype {query.dtype}",
-                    got=str(tensor.dtype),
-                    fix=f"Convert it with .to({query.dtype}).",
-                )
+                name,
+                expected=f"query's dtype {query.dtype}",
+                got=str(tensor.dtype),
+                fix=f"Convert it with .to({query.dtype}).",
             )
         _require_device(name, tensor, query)
 
@@ -539,12 +525,10 @@ def _require_same(given: dict[str, Tensor]) -> None:
 def _require_device(name: str, tensor: Tensor, query: Tensor) -> None:
     if tensor.device != query.device:
         raise DeviceError(
-            explain_problem(
-                name,
-                expected=f"query's device {query.device}",
-                got=str(tensor.device),
-                fix=f"Move it with .to({str(query.device)!r}).",
-            )
+            name,
+            expected=f"query's device {query.device}",
+            got=str(tensor.device),
+            fix=f"Move it with .to({str(query.device)!r}).",
         )
 
 
@@ -558,12 +542,10 @@ def _positions(name: str, positions: object, tensor: Tensor, *, heads: int | Non
     if not fits or (result.dim() == 3 and result.shape[1] != heads):
         per_head = "" if heads is None else f" or ({batch}, {heads}, {length})"
         raise ShapeError(
-            explain_problem(
-                name,
-                expected=f"shape ({length},) or ({batch}, {length}){per_head}",
-                got=shape_text(cast(Tensor, positions).shape),
-                fix="Give every query, or every key, its absolute position.",
-            )
+            name,
+            expected=f"shape ({length},) or ({batch}, {length}){per_head}",
+            got=shape_text(cast(Tensor, positions).shape),
+            fix="Give every query, or every key, its absolute position.",
         )
     return result
 
@@ -598,15 +580,13 @@ def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:
     heads = query.shape[1]
     expected = f"a float tensor ({heads},)"
     if strided("sinks", sinks, expected).dtype not in FLOATS:
-        raise DTypeError(explain_problem("sinks", expected=expected, got=str(sinks.dtype)))
+        raise DTypeError("sinks", expected=expected, got=str(sinks.dtype))
     if tuple(sinks.shape) != (heads,):
         raise ShapeError(
-            explain_problem(
-                "sinks",
-                expected=f"one logit per query head, ({heads},)",
-                got=shape_text(sinks.shape),
-                fix="Grouped heads have one sink per query head too.",
-            )
+            "sinks",
+            expected=f"one logit per query head, ({heads},)",
+            got=shape_text(sinks.shape),
+            fix="Grouped heads have one sink per query head too.",
         )
     _require_device("sinks", sinks, query)
     # A sink of −∞ is none, and would be the whole softmax of a query that sees no key.

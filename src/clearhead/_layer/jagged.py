@@ -11,10 +11,8 @@ from torch import Tensor
 from .._call.rows import Rows, read_rows
 from .._checks import with_values
 from .._environment import is_rows_of, is_tracing
-from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem
+from ..errors import ArgumentError, DTypeError, ShapeError
 from ..masks._base import Mask
-
-__all__ = ["is_jagged", "read_jagged", "refuse_jagged"]
 
 
 def is_jagged(*tensors: Tensor | None) -> bool:
@@ -29,7 +27,7 @@ def is_jagged(*tensors: Tensor | None) -> bool:
     for name, tensor in nested:
         if tensor.layout != torch.jagged:
             fix = "Make it with torch.nested.nested_tensor(..., layout=torch.jagged)."
-            raise ShapeError(explain_problem(name, expected="the layout torch.jagged", got=str(tensor.layout), fix=fix))
+            raise ShapeError(name, expected="the layout torch.jagged", got=str(tensor.layout), fix=fix)
     return bool(nested)
 
 
@@ -40,7 +38,7 @@ def read_jagged(
 
     Args:
         query, key, value: the inputs of self-attention or cross-attention.
-        side_by_side: whether each key has to stand beside a query, for a position part that turns both.
+        side_by_side: whether each key has to stand beside a query, for a position part.
 
     Returns:
         Query, key and value, (T, features), (Tk, features); where the rows lie; and a function that makes (T, features)
@@ -53,20 +51,16 @@ def read_jagged(
     given = {"query": query, "key": key, "value": value}
     for name, tensor in given.items():
         if not isinstance(tensor, Tensor):
-            raise DTypeError(explain_problem(name, expected="a jagged tensor, like query", got=type(tensor).__name__))
+            raise DTypeError(name, expected="a jagged tensor, like query", got=type(tensor).__name__)
         with_values(name, tensor)
         if not tensor.is_nested or not is_rows_of(tensor):
             fix = "Give query, key and value jagged alike, without holes, or pad them all and pass masks.lengths(...)."
             got = "a jagged tensor of another shape" if tensor.is_nested else "a padded tensor"
-            raise ShapeError(explain_problem(name, expected="a jagged (B, lengths, features) tensor", got=got, fix=fix))
+            raise ShapeError(name, expected="a jagged (B, lengths, features) tensor", got=got, fix=fix)
         if tensor.shape[0] != query.shape[0]:
-            raise ShapeError(
-                explain_problem(name, expected=f"the query's {query.shape[0]} rows", got=str(tensor.shape[0]))
-            )
+            raise ShapeError(name, expected=f"the query's {query.shape[0]} rows", got=str(tensor.shape[0]))
     if value.values().shape[0] != key.values().shape[0]:
-        raise ShapeError(
-            explain_problem("value", expected="the key's lengths", got="others", fix="Each key needs its value.")
-        )
+        raise ShapeError("value", expected="the key's lengths", got="others", fix="Each key needs its value.")
     offsets: Tensor = cast(Any, query).offsets()
     rows = read_rows(offsets, cast(Any, key).offsets(), query.values(), key.values())
     if side_by_side and key is not query:
@@ -80,9 +74,9 @@ def read_jagged(
 
 def _require_side_by_side(rows: Rows) -> None:
     if not is_tracing() and not torch.equal(rows.query_positions, rows.key_positions):
-        expected = "the query's lengths: a position part turns both by the same positions"
+        expected = "the query's lengths: a position part rotates both by the same positions"
         fix = "Use position= in self-attention, and a module without it for cross-attention."
-        raise ShapeError(explain_problem("key", expected=expected, got="others", fix=fix))
+        raise ShapeError("key", expected=expected, got="others", fix=fix)
 
 
 def refuse_jagged(**given: object) -> None:
@@ -92,4 +86,4 @@ def refuse_jagged(**given: object) -> None:
             fix = "Use torch.nested.to_padded_tensor(...) and masks.lengths(...)."
             expected = "nothing beside jagged inputs"
             got = value.describe() if isinstance(value, Mask) else type(value).__name__
-            raise ArgumentError(explain_problem(name, expected=expected, got=got, fix=fix))
+            raise ArgumentError(name, expected=expected, got=got, fix=fix)

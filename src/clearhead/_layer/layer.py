@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from .._call.caching import Cache, KeyValues, Positions
+from .._call.dropout import DropoutOrigin
 from .._call.heads import merge_heads, split_heads
 from .._call.rows import Rows
 from .._call.spec import Results, WeightsWanted
-from .._environment import Environment, autocast_off, cast_for_autocast
-from ..masks._base import Mask, all_of
+from .._environment import Environment, cast_for_autocast
+from ..masks._base import Mask
 from ..masks._tensors import as_mask
-from .packing import Costs, attend_rows, unpad
-from .plan import attend_arguments
-from .positions import PositionPart, apply_position, combined_mask, positions_of_keys, positions_of_queries
+from .packing import Costs, unpad
+from .plan import Show, attend_arguments
+from .positions import PositionPart, apply_position, positions_of_keys, positions_of_queries, with_hidden
 from .unmodified import apply_linear
 
 __all__ = ["Form", "Forms", "Layer", "Project"]
@@ -45,7 +45,7 @@ class Form:
 class Forms(Protocol):
     """How attention is computed of projections that are not queries, keys and values yet (latent attention)."""
 
-    def of(self, query: Tensor, keys: Tensor, *, cached: bool, observed: bool) -> Form:
+    def of(self, query: Tensor, keys: Tensor, *, cached: bool) -> Form:
         """The form for these queries and what the projections, or the cache, gave for keys."""
         ...
 
@@ -69,6 +69,7 @@ class Layer:
         costs: of a token and of a pair, for leaving padding out; ``None`` never does.
         batch_first: whether memory holds (B, L, E) rather than (L, B, E). Tensors are (B, L, E) either way.
         forms: how attention is computed of the projections, where it is not of them as they are.
+        origin: where these heads begin in those of the whole module, for dropout.
     """
 
     project: Project
@@ -86,6 +87,7 @@ class Layer:
     costs: Costs | None = None
     batch_first: bool = True
     forms: Forms | None = None
+    origin: DropoutOrigin | None = None
 
     def run(
         self,
@@ -110,97 +112,75 @@ class Layer:
             cache: takes the new keys and values, and gives all that are attended to.
             weights: which.
         """
-        if positions is not None or cache is not None:
-            return self._run_placed(query, key, value, mask, environment, positions, cache, weights)
-        if mask is not None and weights is None:
-            found = self._run_unpadded(query, key, value, mask, environment)
-            if found is not None:
-                return found, None
-        q, k, v = self._projected(query, key, value, 0, environment)
-        combined = self.mask if mask is None else as_mask(mask)
-        if mask is not None and self.mask is not None:
-            combined = self.mask & as_mask(mask)
-        form = None if self.forms is None else self._form(q, k, False, environment)
-        if form is not None:
-            q, k, v = form.query, form.key, form.value
-        results = attend_arguments(
-            q,
-            k,
-            v,
-            combined,
-            environment,
-            scale=self.scale,
-            dropout_p=self.dropout_p,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            weights=weights,
-        )
-        return self._finished(results, form, query.dim() == 3, environment)
-
-    def _run_placed(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        mask: Mask | Tensor | None,
-        environment: Environment,
-        positions: Positions | None,
-        cache: Cache | None,
-        weights: WeightsWanted,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The same at explicit positions, or with a cache."""
-        known = None if cache is None else cache.get()
-        places = positions_of_queries(positions, cache, query.shape[-2])
-        # Where the keys stand too, in self-attention, and where a position part turns both by the same positions.
-        own = places if cache is None and (key is query or self.position is not None) else None
-        if known is None:
-            q, k, v = self._projected(query, key, value, places, environment)
-            known = KeyValues(k, v) if cache is None else cache.update(k, v, places)
+        mask = self.combined(mask)
+        if positions is None and cache is None:
+            if mask is not None and weights is None:
+                output = self._run_unpadded(query, key, value, mask, environment)
+                if output is not None:
+                    return output, None
+            q, k, v = self.projected(query, key, value, 0, environment)
+            known, at, keys_at = KeyValues(k, v), None, None
         else:
-            q = self._query_heads(self.project(query, None, None)[0])
-            if environment.autocast:
-                (q,) = cast_for_autocast(q)
-        combined = combined_mask(self.mask, mask, known, places)
-        form = self._form(q, known.key, cache is not None, environment)
+            at = positions_of_queries(positions, cache, query.shape[-2])
+            # Where the keys are too, in self-attention, and where a position part rotates both by the same positions.
+            own = at if cache is None and (key is query or self.position is not None) else None
+            held = None if cache is None else cache.get()
+            if held is None:
+                q, k, v = self.projected(query, key, value, at, environment)
+                known = KeyValues(k, v) if cache is None else cache.update(k, v, at)
+            else:
+                q, known = self._query_heads(self.project(query, None, None)[0]), held
+                if environment.autocast:
+                    (q,) = cast_for_autocast(q)
+            keys_at = positions_of_keys(known, own, self.num_heads)
+            mask = with_hidden(mask, known, at)
+        form = None if self.forms is None else self.forms.of(q, known.key, cached=cache is not None)
         results = attend_arguments(
-            q if form is None else form.query,
-            known.key if form is None else form.key,
-            known.value if form is None else form.value,
-            combined,
+            *((q, known.key, known.value) if form is None else (form.query, form.key, form.value)),
+            mask,
             environment,
-            scale=self.scale,
-            dropout_p=self.dropout_p,
-            softcap=self.softcap,
-            sinks=self.sinks,
-            query_positions=places,
-            key_positions=positions_of_keys(known, own, self.num_heads),
+            query_positions=at,
+            key_positions=keys_at,
             weights=weights,
+            **self._options,
         )
-        found = self._finished(results, form, query.dim() == 3, environment)
-        if cache is not None:
-            self._observe(cache, q, known, combined, places)
+        found = self.finished(results, form, query.dim() == 3, environment)
+        if cache is not None and at is not None:
+            self._observe(cache, q, known, mask, at)
         return found
 
-    def _projected(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, places: Positions, environment: Environment
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv), at their positions."""
-        q, k, v = self.project(query, key, value)
-        q, k, v = self._query_heads(q), self._key_heads(k), _heads(v, self.num_kv_heads)
-        if self.position is not None:
-            q, k = apply_position(self.position, q, k, places)
-        if environment.autocast:
-            q, k, v = cast_for_autocast(q, k, v)
-        return q, k, v
-
-    def _finished(
+    def finished(
         self, results: Results, form: Form | None, batched: bool, environment: Environment
     ) -> tuple[Tensor, Tensor | None]:
+        """The output after the output projection, and the weights; without a batch where the inputs have none."""
         mixed, weights = results.output, results.weights  # (B, H, L, Dv)
         if form is not None and form.finish is not None:
             mixed = form.finish(mixed)
         output = self._project_out(mixed, batched, environment)
         return output, weights if weights is None or batched else weights.squeeze(0)
+
+    def combined(self, mask: Mask | Tensor | None) -> Mask | None:
+        """The module's own mask and the call's."""
+        if mask is None or self.mask is None:
+            return self.mask if mask is None else as_mask(mask)
+        return self.mask & as_mask(mask)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        of_scores = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
+        return {"dropout_p": self.dropout_p, "origin": self.origin, **of_scores}
+
+    def projected(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions, environment: Environment
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv), at their positions."""
+        q, k, v = self.project(query, key, value)
+        q, k, v = self._query_heads(q), self._key_heads(k), _heads(v, self.num_kv_heads)
+        if self.position is not None:
+            q, k = apply_position(self.position, q, k, positions)
+        if environment.autocast:
+            q, k, v = cast_for_autocast(q, k, v)
+        return q, k, v
 
     def run_rows(
         self,
@@ -208,58 +188,46 @@ class Layer:
         key: Tensor,
         value: Tensor,
         rows: Rows,
-        mask: Mask | Tensor | None,
-        positions: Callable[[], Tensor],
+        mask: Mask | None,
         environment: Environment,
+        *,
+        positions: Positions = 0,
+        show: Show | None = None,
     ) -> Tensor:
-        """Attention within rows of tokens (T, features), up to the output projection: (T, H·Dv)."""
-        q, k, v = self.project(query, key, value)
-        q, k, v = self._query_heads(q), self._key_heads(k), _heads(v, self.num_kv_heads)  # (1, H, T, D) …
-        if self.position is not None:
-            q, k = apply_position(self.position, q, k, positions())
-        if environment.autocast:
-            q, k, v = cast_for_autocast(q, k, v)
-        with autocast_off(q) if environment.autocast else nullcontext():
-            results = attend_rows(
-                q,
-                k,
-                v,
-                rows,
-                mask,
-                environment,
-                scale=self.scale,
-                dropout_p=self.dropout_p,
-                softcap=self.softcap,
-                sinks=self.sinks,
-            )
+        """Attention within rows of tokens (T, features), up to the output projection: (T, H·Dv).
+
+        Args:
+            query, key, value: (T, features), or (Tk, features).
+            rows: where the documents begin.
+            mask: the module's and the call's.
+            environment: of the call.
+            positions: (T,) of the tokens, for a position part.
+            show: shows the call to observers, who otherwise see all documents as one item.
+        """
+        q, k, v = self.projected(query, key, value, positions, environment)  # (1, H, T, D) …
+        results = attend_arguments(q, k, v, mask, environment, rows=rows, show=show, **self._options)
         return results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
 
     def _run_unpadded(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        mask: Mask | Tensor | None,
-        environment: Environment,
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, mask: Mask, environment: Environment
     ) -> Tensor | None:
         """The output of a padded batch, computed without its padding where that is faster."""
-        if self.costs is None or mask is None or query.dim() != 3 or key is None or value is None:
+        if self.costs is None or query.dim() != 3 or key is None or value is None:
             return None
         if self.position is not None and key.shape[1] != query.shape[1]:
             return None
-        combined = all_of([self.mask, as_mask(mask)])
-        if combined is None:
-            return None
-        unpadded = unpad(combined, query, key, self.num_heads, self.costs, environment)
+        unpadded = unpad(mask, query, key, self.num_heads, self.costs, environment)
         if unpadded is None or (self.position is not None and unpadded.queries is not unpadded.keys):
             return None
-        tokens = unpadded.tokens(query, key, value)
-        mixed = self.run_rows(*tokens, unpadded.rows, unpadded.mask, lambda: unpadded.positions, environment)
-
-        def project_out(module: nn.Module, x: Tensor) -> Tensor:
-            return apply_linear(module, x, environment)
-
-        return unpadded.project_out(mixed, self.out_proj, project_out, batch_first=self.batch_first)
+        mixed = self.run_rows(
+            *unpadded.tokens(query, key, value),
+            unpadded.rows,
+            unpadded.rest,
+            environment,
+            positions=0 if self.position is None else unpadded.positions,
+            show=unpadded.show,
+        )
+        return unpadded.project_out(mixed, self.out_proj, environment, batch_first=self.batch_first)
 
     def _query_heads(self, q: Tensor) -> Tensor:
         q = _heads(q, self.num_heads)
@@ -268,11 +236,6 @@ class Layer:
     def _key_heads(self, k: Tensor) -> Tensor:
         k = _heads(k, self.num_kv_heads)
         return k if self.k_norm is None else self.k_norm(k)
-
-    def _form(self, q: Tensor, keys: Tensor, cached: bool, environment: Environment) -> Form | None:
-        if self.forms is None:
-            return None
-        return self.forms.of(q, keys, cached=cached, observed=environment.observed)
 
     def _project_out(self, mixed: Tensor, batched: bool, environment: Environment) -> Tensor:
         """(B, H, L, Dv) → (B, L, E), or (L, E) of the only item; in memory as the inputs."""
@@ -283,11 +246,10 @@ class Layer:
         merged = mixed.permute(2, 0, 1, 3).flatten(2)  # (L, B, H·Dv)
         return apply_linear(self.out_proj, merged, environment).transpose(0, 1)
 
-    def _observe(self, cache: Cache, q: Tensor, known: KeyValues, mask: Mask | None, places: Positions) -> None:
+    def _observe(self, cache: Cache, q: Tensor, known: KeyValues, mask: Mask | None, positions: Positions) -> None:
         query = q if self.forms is None else self.forms.for_cache(cache, q, known.key)
         if query is not None:
-            options: dict[str, Any] = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
-            cache.observe(query, known, mask, places, **options)
+            cache.observe(query, known, mask, positions, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
 
 
 def _heads(x: Tensor, num_heads: int) -> Tensor:

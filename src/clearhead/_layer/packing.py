@@ -6,7 +6,6 @@ leaving them out is exact. It is done where the arithmetic that it saves outweig
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import cast
@@ -14,50 +13,17 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from .._call.rows import Rows, require_within
-from .._call.spec import Results, validate_call
+from .._call.observers import changes_outputs, notify
+from .._call.rows import Rows
+from .._call.spec import AttentionCall, build_call
 from .._environment import Environment
 from ..masks._base import Mask, all_of
 from ..masks._grid import Grid
 from ..masks._positional import Causal, SlidingWindow
-from .plan import attend
-from .unmodified import is_unmodified
-
-__all__ = ["Costs", "Unpadded", "attend_rows", "unpad"]
+from .unmodified import apply_linear, is_unmodified
 
 #: Multiplications saved per batch item that pay for taking tokens out and putting them back.
 _WORTH_UNPADDING = 1 << 23
-
-
-def attend_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    rows: Rows,
-    mask: Mask | Tensor | None,
-    environment: Environment,
-    *,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-) -> Results:
-    """Attention within each document of (1, H, T, D), (1, Hkv, Tk, D) and (1, Hkv, Tk, Dv), autocast being off."""
-    call = validate_call(
-        query,
-        key,
-        value,
-        require_within(mask),
-        scale=scale,
-        dropout_p=dropout_p,
-        softcap=softcap,
-        sinks=sinks,
-        return_lse=return_lse,
-        rows=rows,
-        environment=environment,
-    )
-    return attend(call, environment)
 
 
 @dataclass(frozen=True)
@@ -100,6 +66,14 @@ class _Tokens:
             return x.transpose(0, 1).flatten(0, 1).index_select(0, rows % length * batch + rows // length)
         return x.flatten(0, 1).index_select(0, rows)
 
+    def put_back(self, x: Tensor) -> Tensor:
+        """(1, H, T, D) → (B, H, length, D), zeros for padding."""
+        tokens, batch = x[0].transpose(0, 1), len(self.counts)  # (T, H, D)
+        if self.rows is not None:
+            whole = tokens.new_zeros(batch * self.length, *tokens.shape[1:])
+            tokens = whole.index_copy(0, self.rows, tokens)
+        return tokens.unflatten(0, (batch, self.length)).transpose(1, 2)
+
 
 @dataclass(frozen=True)
 class Unpadded:
@@ -107,14 +81,16 @@ class Unpadded:
 
     Args:
         queries, keys: the tokens.
-        mask: what else hides keys: rules about positions.
-        rows: where each item begins among them.
+        mask: of the batch.
+        rest: what hides keys beside its padding: rules about positions.
+        rows: where each item begins among the tokens.
         shape: B and L.
     """
 
     queries: _Tokens
     keys: _Tokens
-    mask: Mask | None
+    mask: Mask
+    rest: Mask | None
     rows: Rows
     shape: tuple[int, int]
 
@@ -132,43 +108,50 @@ class Unpadded:
         alike = query is key and (self.queries is self.keys or self.queries.rows is self.keys.rows is None)
         return k if alike else self.queries.take(query), k, v
 
-    def project_out(
-        self,
-        mixed: Tensor,
-        out_proj: nn.Module,
-        project: Callable[[nn.Module, Tensor], Tensor],
-        *,
-        batch_first: bool,
-    ) -> Tensor:
+    def show(self, call: AttentionCall, output: Tensor) -> None:
+        """Show observers the call of the padded batch and its output.
+
+        Only to those that leave outputs as they are: `unpad` takes no tokens out under others.
+        """
+        spec, queries, keys = call.spec, self.queries.put_back, self.keys.put_back
+        padded = build_call(
+            queries(call.query),
+            keys(call.key),
+            keys(call.value),
+            self.mask,
+            scale=spec.scale,
+            dropout_p=spec.dropout_p,
+            softcap=spec.softcap,
+            sinks=call.sinks,
+        )
+        notify(padded, queries(output))
+
+    def project_out(self, mixed: Tensor, out_proj: nn.Module, environment: Environment, *, batch_first: bool) -> Tensor:
         """(T, H·Dv) → (B, L, E), in memory (L, B, E) unless `batch_first`; ``out_proj(0)`` for padding."""
-        batch, length = self.shape
-        rows = self.queries.rows
+        (batch, length), rows = self.shape, self.queries.rows
         if not batch_first:
             if rows is None:
                 mixed = mixed.view(batch, length, -1).transpose(0, 1).flatten(0, 1)
             else:
                 rows = rows % length * batch + rows // length
-            return self._filled(mixed, rows, (length, batch), out_proj, project).transpose(0, 1)
-        return self._filled(mixed, rows, (batch, length), out_proj, project)
+        shape = (batch, length) if batch_first else (length, batch)
+        whole = _filled(mixed, rows, shape, out_proj, environment)
+        return whole if batch_first else whole.transpose(0, 1)
 
-    @staticmethod
-    def _filled(
-        mixed: Tensor,
-        rows: Tensor | None,
-        shape: tuple[int, int],
-        out_proj: nn.Module,
-        project: Callable[[nn.Module, Tensor], Tensor],
-    ) -> Tensor:
-        if rows is None:
-            return project(out_proj, mixed.view(*shape, -1))
-        count = shape[0] * shape[1]
-        if is_unmodified(out_proj):  # of zeros it makes its bias
-            short, bias = project(out_proj, mixed), cast("Tensor | None", out_proj.bias)
-            filled = short.new_zeros(()) if bias is None else bias.to(short.dtype)
-            whole = filled.expand(count, short.shape[1]).index_copy(0, rows, short)
-            return whole.view(*shape, -1)
-        whole = mixed.new_zeros(count, mixed.shape[1]).index_copy(0, rows, mixed)
-        return project(out_proj, whole.view(*shape, -1))
+
+def _filled(
+    mixed: Tensor, rows: Tensor | None, shape: tuple[int, int], out_proj: nn.Module, environment: Environment
+) -> Tensor:
+    """(T, H·Dv) → (*shape, E), projected; `rows` are the places of the tokens, ``None`` for all."""
+    if rows is None:
+        return apply_linear(out_proj, mixed.view(*shape, -1), environment)
+    count = shape[0] * shape[1]
+    if is_unmodified(out_proj):  # of zeros it makes its bias
+        short, bias = apply_linear(out_proj, mixed, environment), cast("Tensor | None", out_proj.bias)
+        filled = short.new_zeros(()) if bias is None else bias.to(short.dtype)
+        return filled.expand(count, short.shape[1]).index_copy(0, rows, short).view(*shape, -1)
+    whole = mixed.new_zeros(count, mixed.shape[1]).index_copy(0, rows, mixed)
+    return apply_linear(out_proj, whole.view(*shape, -1), environment)
 
 
 def unpad(
@@ -185,9 +168,12 @@ def unpad(
 
     Returns:
         ``None`` where there is no padding, where leaving it out would not be faster, where values must not be looked
-        at, and where the mask is no more than marks per token and rules about positions.
+        at, where the mask says more than marks per token and rules about positions, and where an observer changes
+        outputs. Recorders change nothing: what checkpointing computes again, after they have left, must be the same.
     """
-    if not (query.is_cpu and key.is_cpu) or environment.observed or environment.tracing or environment.transformed:
+    if not (query.is_cpu and key.is_cpu) or environment.tracing or environment.transformed:
+        return None
+    if environment.observed and changes_outputs():
         return None
     batch, length, keys_length = query.shape[0], query.shape[1], key.shape[1]
     whole = costs.of(length, keys_length, length * keys_length)
@@ -195,21 +181,21 @@ def unpad(
         return None
     grid = Grid(batch, num_heads, length, keys_length, query.device)
     mask.validate(grid)
-    seeing, seen, rest = _marks(mask, grid)
-    if (seeing is None and seen is None) or not _are_local(rest):
+    real_queries, real_keys, rest = _marks(mask, grid)
+    if (real_queries is None and real_keys is None) or not _are_local(rest):
         return None
-    if seen is not None and any(isinstance(part, Causal) for part in rest):
+    if real_keys is not None and any(isinstance(part, Causal) for part in rest):
         # Queries before the first key are fully masked; without them left-padded items begin with a key each.
-        after = torch.arange(length, device=seen.device) >= seen.int().argmax(1, keepdim=True)
-        seeing = after if seeing is None else seeing & after
-    keys, queries = _tokens(seen, batch, keys_length), _tokens(seeing, batch, length)
+        after = torch.arange(length, device=real_keys.device) >= real_keys.int().argmax(1, keepdim=True)
+        real_queries = after if real_queries is None else real_queries & after
+    keys, queries = _tokens(real_keys, batch, keys_length), _tokens(real_queries, batch, length)
     if rest and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None
     pairs = sum(query * key for query, key in zip(queries.counts, keys.counts, strict=True))
     if batch * whole - costs.of(sum(queries.counts), sum(keys.counts), pairs) < batch * _WORTH_UNPADDING:
         return None
     rows = _rows(queries.counts, keys.counts, query.device)
-    return Unpadded(_unless_equal(queries, keys), keys, all_of([*rest]), rows, (batch, length))
+    return Unpadded(_unless_equal(queries, keys), keys, mask, all_of([*rest]), rows, (batch, length))
 
 
 def _rows(queries: list[int], keys: list[int], device: torch.device) -> Rows:
@@ -219,7 +205,7 @@ def _rows(queries: list[int], keys: list[int], device: torch.device) -> Rows:
 
 
 def _begin_alike(queries: _Tokens, keys: _Tokens) -> bool:
-    """Whether positions count from the same place among an item's queries and keys."""
+    """Whether positions start alike among an item's queries and keys."""
     return all(
         first == start or not (count and keyed)
         for first, start, count, keyed in zip(queries.starts, keys.starts, queries.counts, keys.counts, strict=True)
@@ -227,9 +213,9 @@ def _begin_alike(queries: _Tokens, keys: _Tokens) -> bool:
 
 
 def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[Mask]]:
-    """Which queries see a key and which keys are seen, (1 or B, length), by marks; and the other parts."""
-    seeing: Tensor | None = None
-    seen: Tensor | None = None
+    """Queries and keys that are not padding by the bool masks, (1 or B, length) each; and the other parts."""
+    real_queries: Tensor | None = None
+    real_keys: Tensor | None = None
     rest: list[Mask] = []
     for part in mask.parts():
         marks = part.structure(grid).marks(grid)
@@ -238,10 +224,10 @@ def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[M
             continue
         queries, keys = marks
         if queries is not None:
-            seeing = queries if seeing is None else seeing & queries
+            real_queries = queries if real_queries is None else real_queries & queries
         if keys is not None:
-            seen = keys if seen is None else seen & keys
-    return seeing, seen, rest
+            real_keys = keys if real_keys is None else real_keys & keys
+    return real_queries, real_keys, rest
 
 
 def _are_local(rest: list[Mask]) -> bool:

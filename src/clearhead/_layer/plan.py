@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._call.dropout import draw_seed
+from .._call.dropout import DropoutOrigin, draw_seed
 from .._call.observers import computing, notify
-from .._call.rows import Rows, mask_of_document
+from .._call.rows import Rows, mask_of_document, require_within
 from .._call.spec import (
     NO_SINK,
     AttentionCall,
@@ -27,8 +27,8 @@ from .._call.spec import (
 )
 from .._checks import shown
 from .._environment import Environment, autocast_off, cast_for_autocast, forcing, kernels, read_environment
-from ..errors import ArgumentError, KernelError, explain_problem
-from ..kernels._base import Kernel, Plan
+from ..errors import ArgumentError, KernelError
+from ..kernels._base import Kernel, Plan, Refusal
 from ..kernels._chunked import ChunkedKernel
 from ..kernels._flex import FlexKernel
 from ..kernels._native import NativeKernel
@@ -42,10 +42,9 @@ __all__ = [
     "KERNELS",
     "Explanation",
     "PlanCache",
-    "attend",
+    "Show",
     "attend_arguments",
     "explain_call",
-    "finished",
     "plan_of",
     "plans",
     "run_call",
@@ -99,13 +98,16 @@ class PlanCache:
 
 plans = PlanCache(256)
 
+#: Shows a call and its output to the observers of this thread in another form than its own.
+Show = Callable[[AttentionCall, Tensor], None]
+
 
 class use_kernel(forcing[Kernel]):
     """Force one kernel inside a ``with`` block, in this thread; it raises instead of falling back.
 
     Args:
         name: ``"native"``, ``"sdpa"``, ``"chunked"``, ``"flex"`` or ``"reference"``. ``"flex"`` is compiled for each
-            kind of call, which takes seconds, and is never chosen by itself.
+            new signature of a call, which takes seconds, and is never chosen by itself.
 
     Raises:
         ArgumentError: for an unknown name. Inside the block, `KernelError` where the kernel refuses a call.
@@ -171,13 +173,21 @@ def attend_arguments(
     key_positions: Tensor | int | None = None,
     return_lse: bool = False,
     weights: WeightsWanted = None,
+    rows: Rows | None = None,
+    origin: DropoutOrigin | None = None,
+    dropout_seed: Tensor | None = None,
+    show: Show | None = None,
 ) -> Results:
     """Compute `attention`, and weights if they are wanted, in an environment that was read before.
 
+    With `rows`, query, key and value are (1, H, T, D), (1, Hkv, Tk, D) and (1, Hkv, Tk, Dv), and each document attends
+    to itself alone. With an `origin` and a seed the call drops what the larger one does of which it is a part.
     Arguments whose spec has a plan were validated when it was made.
     """
     if (
         environment.is_plain
+        and rows is None
+        and origin is None
         and softcap is None
         and sinks is None
         and return_lse is False
@@ -198,7 +208,7 @@ def attend_arguments(
             query,
             key,
             value,
-            mask,
+            mask if rows is None else require_within(mask),
             scale=scale,
             dropout_p=dropout_p,
             softcap=softcap,
@@ -207,12 +217,15 @@ def attend_arguments(
             key_positions=key_positions,
             return_lse=return_lse,
             weights=weights,
+            rows=rows,
+            origin=origin,
+            dropout_seed=dropout_seed,
             environment=environment,
         )
-        return finished(attend(call, environment), sinks is not None, query.dim() == 3)
+        return _finished(_attend(call, environment, show), sinks is not None, query.dim() == 3)
 
 
-def finished(results: Results, has_sinks: bool, unbatched: bool) -> Results:
+def _finished(results: Results, has_sinks: bool, unbatched: bool) -> Results:
     """Results as they are returned: lse of −∞ where the sink is none, and no batch where there was none."""
     output, lse, weights = results
     if lse is not None and has_sinks:
@@ -223,17 +236,18 @@ def finished(results: Results, has_sinks: bool, unbatched: bool) -> Results:
     return Results(output, lse, weights)
 
 
-def attend(call: AttentionCall, environment: Environment | None = None) -> Results:
+def _attend(call: AttentionCall, environment: Environment, show: Show | None) -> Results:
     """Compute a validated call, autocast being off, and show its output to the observers of this thread."""
-    environment = read_environment() if environment is None else environment
     if not environment.observed:
         return run_call(call, environment)
     with computing():
         results = run_call(call, environment)
         with torch.no_grad():  # what checkpointing computes again, without observers, must save the same
+            if show is not None:
+                show(call, results.output)
+                return results
             shown_call = zero_hidden(call.as_one_document())
-        output = notify(shown_call, results.output)
-    return results._replace(output=output)
+        return results._replace(output=notify(shown_call, results.output))
 
 
 def run_call(call: AttentionCall, environment: Environment) -> Results:
@@ -278,7 +292,7 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
         compute = _with_zeros(compute, not (only_values and kernel.isolates_queries))
     if spec.needs_gradients and not kernel.twice_differentiable and not spec.tracing:
         compute = _with_second_derivatives(kernel.name, compute)
-    return _with_weights(compute) if wants_weights and not together else compute
+    return _with_weights(compute, environment.kernel) if wants_weights and not together else compute
 
 
 def _resolving(call: AttentionCall) -> Results:
@@ -291,6 +305,8 @@ def _resolving(call: AttentionCall) -> Results:
 
 def _with_seed(compute: Plan) -> Plan:
     def seeded(call: AttentionCall) -> Results:
+        if call.dropout_seed is not None:  # drawn for all parts of a larger call
+            return compute(call)
         return compute(replace(call, dropout_seed=draw_seed(call.query.device)))
 
     return seeded
@@ -304,9 +320,9 @@ def _with_second_derivatives(name: str, compute: Plan) -> Plan:
     return lambda call: allow_second_derivatives(name, call, compute(call))
 
 
-def _with_weights(compute: Plan) -> Plan:
+def _with_weights(compute: Plan, forced: Kernel | None) -> Plan:
     def both(call: AttentionCall) -> Results:
-        weights = compute_weights(zero_hidden(call), None, call.spec.weights == "average")
+        weights = compute_weights(zero_hidden(call), None, call.spec.weights == "average", forced)
         return compute(call)._replace(weights=weights)
 
     return both
@@ -373,16 +389,22 @@ def _choose(call: AttentionCall, forced: Kernel | None) -> Kernel:
     """
     if forced is None:
         return _preferred(call)
-    spec, mask, grid = call.spec, call.mask, call.grid
-    refusals = forced.refusals(spec, mask, grid)
+    refusals = _refusals(forced, call)
     if refusals:
         reasons = "; ".join(str(reason) for reason in refusals)
-        able = [kernel.name for kernel in KERNELS if not kernel.refusals(spec, mask, grid)]
+        able = [kernel.name for kernel in KERNELS if not _refusals(kernel, call)]
         raise KernelError(
             f"use_kernel({forced.name!r}): this kernel cannot run the call: {reasons}. "
             f"Leave the choice to Clearhead, or force one that can: {', '.join(able)}."
         )
     return forced
+
+
+def _refusals(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
+    """Every reason against a call on this kernel alone."""
+    request = call.spec, call.mask, call.grid
+    against_weights = () if call.spec.weights is None else kernel.weights_refusals(*request)
+    return kernel.refusals(*request) + against_weights
 
 
 def _preferred(call: AttentionCall) -> Kernel:
@@ -415,6 +437,4 @@ def _named(name: str) -> Kernel:
     for kernel in KERNELS:
         if isinstance(name, str) and kernel.name == name:
             return kernel
-    raise ArgumentError(
-        explain_problem("name", expected=f"one of {', '.join(kernel.name for kernel in KERNELS)}", got=shown(name))
-    )
+    raise ArgumentError("name", expected=f"one of {', '.join(kernel.name for kernel in KERNELS)}", got=shown(name))

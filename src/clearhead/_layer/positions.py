@@ -1,4 +1,4 @@
-"""Positions of the queries and keys of a layer's call, and the masks that are combined in it."""
+"""Positions of the queries and keys of a layer's call, and what they hide."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .._call.caching import Cache, KeyValues, Positions
-from ..errors import ShapeError, explain_problem
+from ..errors import ShapeError
 from ..masks._base import Mask, all_of
 from ..masks._check import as_positions
 from ..masks._positional import Present
-from ..masks._tensors import as_mask
 from ..positions._checks import require_in_range
 
-__all__ = ["PositionPart", "apply_position", "combined_mask", "positions_of_keys", "positions_of_queries"]
-
-#: Turns queries (B, H, L, D) and keys (B, Hkv, L, D) by their positions, as `clearhead.positions.Rotary` does.
+#: Rotates queries (B, H, L, D) and keys (B, Hkv, L, D) by their positions, as `clearhead.positions.Rotary` does.
 PositionPart = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
 
 
@@ -38,29 +35,23 @@ def positions_of_keys(known: KeyValues, own: Positions | None, num_heads: int) -
     return found if found.dim() == 2 else found.repeat_interleave(num_heads // found.shape[1], 1)  # (B, H, S)
 
 
-def apply_position(position: PositionPart | None, q: Tensor, k: Tensor, places: Positions) -> tuple[Tensor, Tensor]:
-    """Queries (B, H, L, D) and keys (B, Hkv, L, D) as a position part turns them.
+def apply_position(position: PositionPart, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+    """Queries (B, H, L, D) and keys (B, Hkv, L, D), rotated by a position part.
 
     Raises:
         ShapeError: if there are more keys than queries or fewer.
     """
-    if position is None:
-        return q, k
     if q.shape[2] != k.shape[2]:
         raise ShapeError(
-            explain_problem(
-                "key",
-                expected=f"the query's length {q.shape[2]}: a position part turns both by the same positions",
-                got=f"{k.shape[2]}",
-                fix="Use position= in self-attention, and a module without it for cross-attention.",
-            )
+            "key",
+            expected=f"the query's length {q.shape[2]}: a position part rotates both by the same positions",
+            got=f"{k.shape[2]}",
+            fix="Use position= in self-attention, and a module without it for cross-attention.",
         )
-    return position(q, k, places)
+    return position(q, k, positions)
 
 
-def combined_mask(layers: Mask | None, calls: Mask | Tensor | None, known: KeyValues, places: Positions) -> Mask | None:
-    """Everything that hides: the layer's mask, the call's, the cache's, and padding."""
-    parts = [layers, None if calls is None else as_mask(calls), known.mask]
-    if isinstance(places, Tensor) and known.mask is None:
-        parts.append(Present())
-    return all_of(parts)
+def with_hidden(mask: Mask | None, known: KeyValues, positions: Positions) -> Mask | None:
+    """A mask, and what the cache or padding at position −1 hides."""
+    padding = Present() if isinstance(positions, Tensor) and known.mask is None else None
+    return all_of([mask, known.mask, padding])

@@ -8,22 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .._environment import Environment, has_global_hooks, is_compiled, is_tracing
+from .._checks import PLAIN
+from .._environment import Environment, is_compiled, read_environment
 from .linear import Linear, eager_linear
-
-__all__ = ["apply_linear", "fits_weight", "is_unmodified"]
 
 #: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.
 _FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, nn.Linear, NonDynamicallyQuantizableLinear)}
 
 
-def is_unmodified(module: nn.Module, environment: Environment | None = None) -> bool:
-    """Whether calling a module computes x Wᵀ + b of its own parameters and does nothing else.
+def is_unmodified(module: nn.Module) -> bool:
+    """Whether calling a module computes x Wᵀ + b of its own parameters and does nothing else, but for global hooks.
 
     It does more with hooks, a replaced or compiled ``forward``, parametrizations or a subclass, such as LoRA's.
     """
-    if has_global_hooks() if environment is None else environment.module_hooks:
-        return False
     kind: Any = type(module)
     forward = _FORWARDS.get(kind)
     if forward is None or forward is not kind.forward:
@@ -41,12 +38,27 @@ def is_unmodified(module: nn.Module, environment: Environment | None = None) -> 
     )
 
 
-def fits_weight(x: object, weight: object) -> bool:
-    """Whether an ordinary (B, L, features) or (L, features) tensor can be multiplied with a weight as it is.
+def inputs_fit(
+    query: Tensor, key: Tensor, value: Tensor, weights: tuple[object, object, object], batch_dim: int = 0
+) -> bool:
+    """Whether ordinary inputs can be multiplied with three weights as they are, and belong to one batch.
 
     Checks of arguments one by one, with an error for each, are made where it is not so.
     """
-    if type(x) is not Tensor or not (type(weight) is Tensor or type(weight) is nn.Parameter):
+    if not _fits_weight(query, weights[0]):
+        return False
+    itself = key is query and value is query
+    if itself and weights[0] is weights[1] is weights[2]:
+        return True
+    if not (_fits_weight(key, weights[1]) and _fits_weight(value, weights[2])):
+        return False
+    same = query.dim() == key.dim() == value.dim() and key.shape[:-1] == value.shape[:-1]
+    return itself or (same and (query.dim() == 2 or query.shape[batch_dim] == key.shape[batch_dim]))
+
+
+def _fits_weight(x: object, weight: object) -> bool:
+    """Whether an ordinary (B, L, features) or (L, features) tensor can be multiplied with a weight as it is."""
+    if type(x) is not Tensor or not isinstance(weight, Tensor) or type(weight) not in PLAIN:
         return False
     if x.layout is not torch.strided or x.is_nested or x.dtype is not weight.dtype or x.device != weight.device:
         return False
@@ -56,8 +68,8 @@ def fits_weight(x: object, weight: object) -> bool:
 
 def apply_linear(module: nn.Module, x: Tensor, environment: Environment | None = None) -> Tensor:
     """What ``module(x)`` returns, without the cost of calling a module that was not modified."""
-    tracing = is_tracing() if environment is None else environment.tracing
-    if tracing or not is_unmodified(module, environment):
+    environment = environment or read_environment()
+    if environment.tracing or environment.module_hooks or not is_unmodified(module):
         return module(x)
     parameters = module.__dict__["_parameters"]
     return eager_linear()(x, cast(Tensor, parameters["weight"]), parameters["bias"])

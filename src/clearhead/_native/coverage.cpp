@@ -246,8 +246,13 @@ void Isolated::clear_gradients() const {
     const Problem& p = problem_;
     for (int64_t b = 0; b < p.batch; b++) {
         for (int64_t h = 0; hidden_.rows && h < p.heads; h++)
-            for (int64_t i = 0; i < p.rows; i++)
-                if (!row_seen(b, h, i)) clear_row(p.query_gradient, b, h, i, p.dim, p.bytes());
+            for (int64_t i = 0; i < p.rows; i++) {
+                if (row_seen(b, h, i)) continue;
+                clear_row(p.query_gradient, b, h, i, p.dim, p.bytes());
+                // Its lse is that of the sink alone, and δ is zero.
+                const int64_t place = p.row_place(b, h, i);
+                p.correction[place] = p.lse_gradient ? -p.lse_gradient[place] : 0;
+            }
         for (int64_t h = 0; hidden_.keys && h < p.kv_heads; h++)
             for (int64_t j = 0; j < p.keys; j++) {
                 if (key_seen(b, h, j)) continue;

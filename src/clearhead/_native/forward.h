@@ -51,10 +51,14 @@ static void end_run(SomeTile& tile, int64_t floats) {
 // Whether sums over the keys are of more than one run.
 INLINE bool has_totals(const Problem& p) { return p.keys > RUN * BLOCK; }
 
+// What the largest products are counted in, before soft-cap and bias: it costs the scores no other multiplication.
+INLINE double unit_of_raw(const Problem& p) { return p.softcap != 0 ? static_cast<double>(p.softcap) : LN_OF_2; }
+
 // Scores in units of log 2, into `to`; returns the row maxima of the rows, which stay in memory: the sums need every register.
-template <int V, MaskForm FORM, bool CAPPED>
+// With RAW also the maxima of the products of what is seen, in `unit_of_raw`.
+template <int V, MaskForm FORM, bool CAPPED, bool RAW>
 INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t count, const TileMask& mask,
-                  const NextMasks& next, float* to, Floats (&row_maxima)[V]) {
+                  const NextMasks& next, float* to, Floats (&row_maxima)[V], [[maybe_unused]] Floats* raw_maxima) {
     const float factor = CAPPED ? p.scale / p.softcap : p.scale * LOG2E;
     for (int64_t j = 0; j < count; j += STEP) {
         if (next.start < next.stop) next.fetch(p, j / STEP, count / STEP);
@@ -66,21 +70,24 @@ INLINE void score(const Problem& p, const Tile& tile, const float* keys, int64_t
             for (int v = 0; v < V; v++) {
                 const int64_t place = ((j + t) * V + v) * LANES;
                 Floats x = rounded(acc[t][v] * factor);
+                [[maybe_unused]] const Floats raw = x;
                 if (CAPPED) x = tanh(x) * (p.softcap * LOG2E);
                 x = masked<FORM, V>(x, mask, j + t, v);
                 row_maxima[v] = larger(x, row_maxima[v]);
+                if (RAW) raw_maxima[v] = larger(x > splat(-INFINITY) ? raw : x, raw_maxima[v]);
                 store(to + place, x);
             }
         }
     }
 }
 
-template <int V>
+template <int V, bool RAW = false>
 static void score_any(const Problem& p, const Tile& tile, const float* keys, int64_t count, const TileMask& mask,
-                      const NextMasks& next, float* to, Floats (&row_maxima)[V]) {
+                      const NextMasks& next, float* to, Floats (&row_maxima)[V], Floats* raw_maxima = nullptr) {
     by_form(mask, [&](auto form) {
-        if (p.softcap != 0) return score<V, form(), true>(p, tile, keys, count, mask, next, to, row_maxima);
-        return score<V, form(), false>(p, tile, keys, count, mask, next, to, row_maxima);
+        if (p.softcap != 0)
+            return score<V, form(), true, RAW>(p, tile, keys, count, mask, next, to, row_maxima, raw_maxima);
+        return score<V, form(), false, RAW>(p, tile, keys, count, mask, next, to, row_maxima, raw_maxima);
     });
 }
 

@@ -214,6 +214,7 @@ PyObject* backward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
 void read_wanted(NamedArguments& args, Statistics& s) {
     s.counted = args.address<const uint8_t>("counted");
     s.largest = args.address<float>("largest"), s.visible = args.address<float>("visible");
+    s.raw = args.address<float>("raw");
     s.entropy = args.address<float>("entropy"), s.confidence = args.address<float>("confidence");
     s.norm = args.address<float>("norm");
     s.received = args.address<float>("received"), s.viewers = args.address<float>("viewers");

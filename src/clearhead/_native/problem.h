@@ -80,6 +80,7 @@ struct Problem {
 struct Statistics {
     const uint8_t* counted;      // (B, L): the queries that sums over queries take in; null for all
     float *largest, *visible;    // (B, H, L): the largest score, −∞ where nothing is seen; how many keys are seen
+    float* raw;                  // (B, H, L): the largest scale · q·k of what is seen, before soft-cap and bias
     float *entropy, *confidence; // (B, H, L)
     float* norm;                 // (B, H, L), of outputs that are written too
     float *received, *viewers;   // (B, H, S), both or neither

@@ -28,6 +28,7 @@ struct ScorePanel {
     int64_t start, stop;            // every key that any row may see, multiples of GROUP
     float *scores, *row_maxima;          // (keys × V·LANES), later the weights; (pieces × V·LANES)
     int32_t* seen;                  // of each block: whether any row sees any of it
+    float* raw_max;                 // row maxima before soft-cap and bias (V·LANES), or null
     int64_t summed;                 // blocks of this run
     double shift[TILE];             // what scores in double precision are stored less of, in units of log 2; else 0
     float inner[TILE];              // Σ e^(s − row maximum) · (s − row maximum), in units of log 2

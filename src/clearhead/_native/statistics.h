@@ -20,20 +20,33 @@ static void score_part(const Problem& p, ScorePanel& panel, int64_t batch, const
     if (mask.coverage == Coverage::nothing) return;
     float* kept = panel.maxima_of(part.block);
     const NextMasks none = {&panel.tile.rows, batch, 0, 0};
-    Floats best[V];
-    for (int v = 0; v < V; v++) best[v] = load(panel.tile.row_max + v * LANES);
+    Floats best[V], raw[V];
+    for (int v = 0; v < V; v++) {
+        best[v] = load(panel.tile.row_max + v * LANES);
+        raw[v] = panel.raw_max ? load(panel.raw_max + v * LANES) : Floats{};
+    }
     for (int64_t j = 0; j < part.count(); j += PIECE, kept += V * LANES) {
         fetch_next(part.next, j, PIECE, part.count());
         Floats row_maxima[V];
         for (int v = 0; v < V; v++) row_maxima[v] = splat(-INFINITY);
-        score_any<V>(p, panel.tile, part.rows + j * p.dim, smaller(PIECE, part.count() - j), from_key<V>(mask, j),
-                     none, panel.at(part.start + j), row_maxima);
+        const TileMask piece = from_key<V>(mask, j);
+        const float* keys = part.rows + j * p.dim;
+        float* to = panel.at(part.start + j);
+        const int64_t count = smaller(PIECE, part.count() - j);
+        if (panel.raw_max) {
+            score_any<V, true>(p, panel.tile, keys, count, piece, none, to, row_maxima, raw);
+        } else {
+            score_any<V>(p, panel.tile, keys, count, piece, none, to, row_maxima);
+        }
         for (int v = 0; v < V; v++) {
             store(kept + v * LANES, row_maxima[v]);
             best[v] = larger(row_maxima[v], best[v]);
         }
     }
-    for (int v = 0; v < V; v++) store(panel.tile.row_max + v * LANES, best[v]);
+    for (int v = 0; v < V; v++) {
+        store(panel.tile.row_max + v * LANES, best[v]);
+        if (panel.raw_max) store(panel.raw_max + v * LANES, raw[v]);
+    }
     by_form(mask, [&](auto form) { count_visible<V, form.value>(panel, part.count(), mask, viewers); });
 }
 
@@ -123,6 +136,7 @@ static void finish_rows(const Problem& p, const Statistics& s, ScorePanel& panel
         if (p.lse) p.lse[place] = lse;
         panel.factor[lane] = static_cast<float>(factor);
         if (s.largest) s.largest[place] = static_cast<float>(row_max);
+        if (s.raw) s.raw[place] = static_cast<float>(sum != sum ? NAN : panel.raw_max[lane] * unit_of_raw(p));
         if (s.visible) s.visible[place] = panel.visible[lane];
         if (s.entropy) s.entropy[place] = static_cast<float>(entropy - panel.inner[lane] * ln2 * factor);
         if (s.confidence) s.confidence[place] = panel.factor[lane];
@@ -198,10 +212,11 @@ static int64_t panels_together(const Problem& p, const Statistics& s) {
     return larger(1, smaller(MOST_TILES, PANEL_FLOATS / (TILE * keys_of_panel(p) + 1)));
 }
 
-// Floats of one panel: scores, row maxima, which blocks are seen, queries, outputs and lists of the largest.
+// Floats of one panel: scores, row maxima, which blocks are seen, queries, outputs, lists of the largest and raw maxima.
 static int64_t panel_size(const Problem& p, const Statistics& s) {
     const int64_t keys = keys_of_panel(p), pieces = keys / PIECE;
-    return (keys + pieces + p.dim + 2 * width_of_output(p) + 4 * s.top + 32) * TILE + round_up(keys / BLOCK, 16);
+    const int64_t lists = 2 * Largest{s.top}.room(), raw_maxima = s.raw ? 1 : 0;
+    return (keys + pieces + p.dim + 2 * width_of_output(p) + lists + raw_maxima) * TILE + round_up(keys / BLOCK, 16);
 }
 
 static int64_t statistics_scratch(const Problem& p, const Statistics& s) {
@@ -227,6 +242,8 @@ static void open_panel(const Problem& p, const Statistics& s, const Task& task, 
     panel.largest.count = s.top;
     panel.largest.scores = take(scratch, panel.largest.room() * TILE);
     panel.largest.keys = reinterpret_cast<int32_t*>(take(scratch, panel.largest.room() * TILE));
+    panel.raw_max = s.raw ? take(scratch, TILE) : nullptr;
+    for (int lane = 0; s.raw && lane < TILE; lane++) panel.raw_max[lane] = -INFINITY;
     rows_to_lanes<T>(p.query, rows, batch, p.dim, 1, panel.tile.query);
     clear_sums(panel.tile, width * TILE);
     panel.summed = 0;

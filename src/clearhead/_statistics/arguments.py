@@ -11,19 +11,8 @@ from torch import Tensor
 
 from .._call.spec import AttentionCall
 from .._checks import INTEGERS, LARGEST, choice, items, shown, strided, with_values
-from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from .definitions import STATISTICS, Options
-
-__all__ = [
-    "DEFAULT",
-    "Per",
-    "counted_queries",
-    "make_options",
-    "query_marks",
-    "require_names",
-    "require_per",
-    "whole_numbers",
-]
 
 Per = Literal["query_head", "kv_head"]
 DEFAULT = ("entropy", "received", "max_logit", "top_k")
@@ -41,12 +30,10 @@ def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]
     names = (statistics,) if isinstance(statistics, str) else tuple(items("statistics", statistics, expected))
     for name in names:
         if not isinstance(name, str) or name not in known:
-            raise ArgumentError(explain_problem("statistics", expected=expected, got=shown(name)))
+            raise ArgumentError("statistics", expected=expected, got=shown(name))
     for name in ("output", "output_norm"):
         if name in names and not has_value:
-            raise ArgumentError(
-                explain_problem("statistics", expected=f"value= for {name!r}", got="no value", fix="Pass value=.")
-            )
+            raise ArgumentError("statistics", expected=f"value= for {name!r}", got="no value", fix="Pass value=.")
     return tuple(dict.fromkeys(names))
 
 
@@ -60,7 +47,7 @@ def make_options(
     """
     for name, number in (("top_k", top_k), ("map_size", map_size), ("sink_keys", sink_keys)):
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= LARGEST:
-            raise ArgumentError(explain_problem(name, expected="an int ≥ 1", got=shown(number)))
+            raise ArgumentError(name, expected="an int ≥ 1", got=shown(number))
     choice("map_pooling", map_pooling, ("mass", "max"))
     return Options(top_k, map_size, map_pooling, sink_keys, whole_numbers("offsets", offsets))
 
@@ -75,9 +62,9 @@ def whole_numbers(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
     try:
         whole = tuple(index(number) for number in items(name, numbers, expected))
     except (TypeError, RuntimeError):  # tensors on meta have no numbers
-        raise ArgumentError(explain_problem(name, expected=expected, got=shown(numbers))) from None
+        raise ArgumentError(name, expected=expected, got=shown(numbers)) from None
     if not all(-LARGEST <= number <= LARGEST for number in whole):
-        raise ArgumentError(explain_problem(name, expected=f"{expected} of at most {LARGEST}", got=shown(numbers)))
+        raise ArgumentError(name, expected=f"{expected} of at most {LARGEST}", got=shown(numbers))
     return whole
 
 
@@ -92,12 +79,10 @@ def require_per(per: Per, names: Sequence[str]) -> None:
     verb = "have" if len(unaveraged) > 1 else "has"
     if per == "kv_head" and unaveraged:
         raise ArgumentError(
-            explain_problem(
-                "per",
-                expected=f"'query_head' for {' and '.join(unaveraged)}, which {verb} no average over heads",
-                got="'kv_head'",
-                fix=f"Write statistics={tuple(name for name in names if name not in unaveraged)}.",
-            )
+            "per",
+            expected=f"'query_head' for {' and '.join(unaveraged)}, which {verb} no average over heads",
+            got="'kv_head'",
+            fix=f"Write statistics={tuple(name for name in names if name not in unaveraged)}.",
         )
 
 
@@ -112,9 +97,7 @@ def counted_queries(query_mask: Tensor | None, call: AttentionCall) -> Tensor | 
     expected = (call.grid.batch_size, call.grid.query_length)
     query_mask = query_marks(query_mask)
     if tuple(query_mask.shape) != expected:
-        raise ShapeError(
-            explain_problem("query_mask", expected=f"(B, L) = {expected}", got=shape_text(query_mask.shape))
-        )
+        raise ShapeError("query_mask", expected=f"(B, L) = {expected}", got=shape_text(query_mask.shape))
     return query_mask.to(device=call.query.device, dtype=torch.bool)
 
 
@@ -127,5 +110,5 @@ def query_marks(query_mask: object) -> Tensor:
     expected = "a bool or 0/1 tensor (B, L)"
     marks = with_values("query_mask", strided("query_mask", query_mask, expected))
     if marks.dtype != torch.bool and marks.dtype not in INTEGERS:
-        raise DTypeError(explain_problem("query_mask", expected=expected, got=str(marks.dtype)))
+        raise DTypeError("query_mask", expected=expected, got=str(marks.dtype))
     return marks

@@ -20,8 +20,6 @@ from .native import native_results
 from .result import AttentionStatistics
 from .rows import BlockRows
 
-__all__ = ["attention_statistics", "compute_statistics", "exact_weights"]
-
 
 def attention_statistics(
     query: Tensor,
@@ -60,6 +58,7 @@ def attention_statistics(
             * ``entropy`` −Σ_j p ln p in nats (B, H, L), and ``normalized_entropy``, divided by ln(visible keys)
             * ``received`` Σ_i p (B, H, S), and ``received_mean``, per query that sees the key
             * ``max_logit`` the largest score (B, H), signed
+            * ``raw_max_logit`` the largest scale · q·k (B, H), signed: before soft-cap and bias, masked keys left out
             * ``confidence`` max_j p (B, H, L)
             * ``top_k`` the largest weights of each query, ``.indices`` and ``.weights`` (B, H, L, k)
             * ``sink`` the mass on the first `sink_keys` visible keys (B, H, L)
@@ -72,7 +71,7 @@ def attention_statistics(
               it comes from the same pass, which costs less than two
             * ``output_norm`` ‖Σ_j p v‖ (B, H, L)
         query_mask: bool or 0/1 (B, L); queries marked 0 (padding) are left out of ``received``, ``max_logit``,
-            ``offset`` and ``map``. Default: all count.
+            ``raw_max_logit``, ``offset`` and ``map``. Default: all count.
         queries: which queries ``rows`` means; default all.
         top_k, map_size, map_pooling, sink_keys, offsets: see above; `map_pooling` is ``"mass"`` or ``"max"``.
         per: ``"kv_head"`` averages over the query heads of each key/value head; name the statistics then, because the
@@ -132,7 +131,7 @@ def compute_statistics(
     sees = results.pop("sees")
     if per == "kv_head":
         _reduce_heads(results, names, call)
-        sees = sees.unflatten(1, (call.key.shape[1], call.group)).any(2)
+        sees = sees.unflatten(1, (call.key.shape[1], call.spec.group)).any(2)
     results["hidden_queries"] = (~sees).sum(-1)
     results["sees"] = sees
     if counted is None:
@@ -164,12 +163,12 @@ def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = N
     shape = (call.grid.batch_size, call.grid.num_heads, count, call.grid.key_length)
     chosen = None if rows is None else rows.to(call.query.device)
     with torch.no_grad(), autocast_off(call.query):
-        if call.compute_dtype == torch.float32 and not is_tracing():
+        if call.spec.compute_dtype == torch.float32 and not is_tracing():
             exact = exact_dtype(call) == torch.float64
             native = native_weights(call, chosen, False, head=head, exact=exact)
             if native is not None:
                 return native if head is None else native[:, 0]
-        result = call.query.new_zeros(shape, dtype=call.compute_dtype)
+        result = call.query.new_zeros(shape, dtype=call.spec.compute_dtype)
         for block, place, query, key in score_blocks(call, chosen, exact_dtype(call)):
             part = BlockRows(call, block, place, query, key, None)
             result[block.batch, block.heads, place, part.columns] = part.weights
@@ -179,4 +178,4 @@ def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = N
 def _reduce_heads(results: dict[str, Any], names: Sequence[str], call: AttentionCall) -> None:
     for statistic in names:
         for name in STATISTICS[statistic].per_head:
-            results[name] = results[name].unflatten(1, (call.key.shape[1], call.group)).mean(2)
+            results[name] = results[name].unflatten(1, (call.key.shape[1], call.spec.group)).mean(2)

@@ -18,8 +18,6 @@ from ..kernels._blocks import LongSum, grouped, long_product
 from ..masks._grid import take
 from .rows import GROUP, BlockRows
 
-__all__ = ["STATISTICS", "Options", "Statistic", "TopK", "mean_of_tiles", "sink_marks"]
-
 
 @dataclass(frozen=True)
 class Options:
@@ -75,7 +73,7 @@ class Statistic(ABC):
         """The finished tensors by attribute name."""
 
     def zeros(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=self.call.compute_dtype, device=self.call.query.device)
+        return torch.zeros(shape, dtype=self.call.spec.compute_dtype, device=self.call.query.device)
 
     def put(self, target: Tensor, rows: BlockRows, value: Tensor) -> None:
         """Write (b, h, l, 1) into a (B, H, L) tensor."""
@@ -157,12 +155,32 @@ class MaxLogit(Statistic):
         self._largest = self.zeros(*self.row_shape[:2]).fill_(float("-inf"))
 
     def add(self, rows: BlockRows) -> None:
-        largest = rows.largest if rows.counted is None else rows.largest.masked_fill(~rows.counted, float("-inf"))
-        where = (rows.block.batch, rows.block.heads)
-        self._largest[where] = torch.maximum(self._largest[where], largest.amax((-2, -1)).to(self._largest.dtype))
+        _raise_to(self._largest, rows, rows.largest)
 
     def result(self) -> dict[str, Any]:
         return {"max_logit": self._largest}
+
+
+@final
+class RawMaxLogit(Statistic):
+    """max scale · q_i·k_j over i ∈ Q and the keys j that query i sees (B, H), signed; −∞ if nothing is visible.
+
+    Before soft-cap and bias: what scaling the query projection scales too, which is what `qk_clip_` needs (Kimi Team,
+    "Kimi K2: Open agentic intelligence", 2025, section 2.1). A key under a bias of −∞ is masked and left out.
+    """
+
+    name: ClassVar[str] = "raw_max_logit"
+    per_head: ClassVar[tuple[str, ...]] = ("raw_max_logit",)
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
+        super().__init__(call, options, counted)
+        self._largest = self.zeros(*self.row_shape[:2]).fill_(float("-inf"))
+
+    def add(self, rows: BlockRows) -> None:
+        _raise_to(self._largest, rows, rows.raw_largest)
+
+    def result(self) -> dict[str, Any]:
+        return {"raw_max_logit": self._largest}
 
 
 @final
@@ -218,7 +236,7 @@ class Sink(Statistic):
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         super().__init__(call, options, counted)
         self._sink = self.zeros(*self.row_shape)
-        self._first = sink_marks(call, options.sink_keys).to(call.compute_dtype)
+        self._first = sink_marks(call, options.sink_keys).to(call.spec.compute_dtype)
 
     def add(self, rows: BlockRows) -> None:
         first = take(take(self._first, 0, rows.block.batch), 1, rows.block.heads)[:, :, rows.columns]  # (…, s, 1)
@@ -411,10 +429,18 @@ class OutputNorm(Statistic):
         return {"output_norm": self._norm}
 
 
+def _raise_to(target: Tensor, rows: BlockRows, largest: Tensor) -> None:
+    """Raise the largest of each head (B, H) to those of a block's counted rows (b, h, l, 1)."""
+    if rows.counted is not None:
+        largest = largest.masked_fill(~rows.counted, float("-inf"))
+    where = (rows.block.batch, rows.block.heads)
+    target[where] = torch.maximum(target[where], largest.amax((-2, -1)).to(target.dtype))
+
+
 def _mixed_values(rows: BlockRows) -> Tensor:
     """Σ_j p_ij v_j of a block, (b, h, l, Dv)."""
     call, heads = rows.call, rows.block.heads
-    kv_heads = slice(heads.start // call.group, heads.stop // call.group)
+    kv_heads = slice(heads.start // call.spec.group, heads.stop // call.spec.group)
     value = call.value[rows.block.batch, kv_heads, rows.columns].to(rows.terms.dtype)
     return grouped(rows.terms, value) / rows.total
 
@@ -441,6 +467,7 @@ STATISTICS: dict[str, type[Statistic]] = {
         Entropy,
         Received,
         MaxLogit,
+        RawMaxLogit,
         Confidence,
         TopKeys,
         Sink,

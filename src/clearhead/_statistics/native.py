@@ -14,8 +14,6 @@ from ..kernels._blocks import exact_dtype
 from ..kernels._native_statistics import MOST_KEYS_OF_A_QUERY, WeightStatistics, gather, refuses
 from .definitions import Options, TopK, mean_of_tiles, sink_marks
 
-__all__ = ["native_results"]
-
 _MOST_SINK_KEYS = 64
 
 #: Statistics, and the result of the kernel that each is read from.
@@ -23,6 +21,7 @@ _SOURCES = {
     "entropy": "entropy",
     "received": "received",
     "max_logit": "largest",
+    "raw_max_logit": "raw",
     "confidence": "confidence",
     "top_k": "top",
     "output": "output",
@@ -44,7 +43,7 @@ def native_results(
     """
     top_k = min(options.top_k, call.grid.key_length)
     chosen = [name for name in names if name in _SOURCES and _is_given(name, call, options)]
-    if not chosen or call.compute_dtype != torch.float32 or is_tracing() or refuses(call):
+    if not chosen or call.spec.compute_dtype != torch.float32 or is_tracing() or refuses(call):
         return {}
     found = gather(
         call,
@@ -87,7 +86,9 @@ def _named(name: str, found: WeightStatistics) -> dict[str, Any]:
     if name == "received" and found.received is not None and found.viewers is not None:
         return {"received": found.received, "received_mean": found.received / found.viewers.clamp(min=1)}
     if name == "max_logit":
-        return {"max_logit": _max_logit(found)}
+        return {"max_logit": _largest_of_rows(found.largest, found.counted)}
+    if name == "raw_max_logit" and found.raw is not None:
+        return {"raw_max_logit": _largest_of_rows(found.raw, found.counted)}
     if name == "top_k" and found.top_keys is not None and found.top_weights is not None:
         return {"top_k": TopK(found.top_keys, found.top_weights)}
     if name == "map" and found.map is not None:
@@ -116,10 +117,10 @@ def _normalized(found: WeightStatistics) -> Tensor | None:
     return (found.entropy / found.visible.clamp(min=2).log()).masked_fill_(found.visible < 2, 0)
 
 
-def _max_logit(found: WeightStatistics) -> Tensor:
-    largest = found.largest
-    if found.counted is not None:
-        largest = largest.masked_fill(~found.counted[:, None], float("-inf"))
+def _largest_of_rows(largest: Tensor, counted: Tensor | None) -> Tensor:
+    """(B, H) of the counted rows of (B, H, L)."""
+    if counted is not None:
+        largest = largest.masked_fill(~counted[:, None], float("-inf"))
     if largest.shape[-1] == 0:
         return largest.new_full(largest.shape[:2], float("-inf"))
     return largest.amax(-1)

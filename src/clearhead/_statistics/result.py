@@ -11,11 +11,9 @@ from torch import Tensor
 
 from .._call.spec import AttentionCall
 from .._checks import shown
-from ..errors import ArgumentError, UnknownNameError, explain_problem
+from ..errors import ArgumentError, UnknownNameError
 from .arguments import Per, whole_numbers
 from .definitions import STATISTICS, Options, TopK
-
-__all__ = ["AttentionStatistics"]
 
 
 class AttentionStatistics:
@@ -73,7 +71,7 @@ class AttentionStatistics:
         """Sum of a statistic per query over the counted queries that see a key, and their number: (H,) each."""
         if not isinstance(name, str) or name not in self.results:
             known = ", ".join(self.results)
-            raise UnknownNameError(explain_problem("name", expected=f"one of {known}", got=shown(name)))
+            raise UnknownNameError("name", expected=f"one of {known}", got=shown(name))
         values = self.results[name]
         seeing = self.results["sees"] & self.counted[:, None]  # (B, H, L)
         return (values * seeing).sum((0, 2)), seeing.sum((0, 2))
@@ -83,11 +81,9 @@ class AttentionStatistics:
         present = self.head_count
         heads = whole_numbers("heads", heads)
         if not heads:
-            raise ArgumentError(explain_problem("heads", expected="at least one head", got="none"))
+            raise ArgumentError("heads", expected="at least one head", got="none")
         if not all(-present <= head < present for head in heads):
-            raise ArgumentError(
-                explain_problem("heads", expected=f"numbers in 0 … {present - 1}", got=str(list(heads)))
-            )
+            raise ArgumentError("heads", expected=f"numbers in 0 … {present - 1}", got=str(list(heads)))
         places = torch.tensor([head % present for head in heads], device=self.counted.device)
         results = {
             name: tensor if name == "head_average" else _select_heads(tensor, places)

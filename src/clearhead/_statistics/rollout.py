@@ -10,11 +10,9 @@ from torch import Tensor
 from .._call.spec import AttentionCall
 from .._checks import is_probability, items, number, shown
 from .._weights import row_numbers
-from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem
+from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels._blocks import score_blocks
 from .rows import BlockRows
-
-__all__ = ["rollout"]
 
 
 def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, residual: float = 0.5) -> Tensor:
@@ -43,34 +41,32 @@ def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, res
     calls = items("calls", calls, "a list of calls")
     for call in calls:
         if not isinstance(call, AttentionCall):
-            raise DTypeError(explain_problem("calls", expected="calls of a record, kept_call(...)", got=shown(call)))
+            raise DTypeError("calls", expected="calls of a record, kept_call(...)", got=shown(call))
     if not calls:
-        raise ArgumentError(explain_problem("layers", expected="at least one layer", got="none"))
+        raise ArgumentError("layers", expected="at least one layer", got="none")
     length = calls[0].grid.query_length
     for place, call in enumerate(calls):
         if (call.grid.query_length, call.grid.key_length) != (length, length):
             raise ShapeError(
-                explain_problem(
-                    "layers",
-                    expected=f"self-attention over the same L = {length} tokens in every layer",
-                    got=f"{call.grid.query_length} queries and {call.grid.key_length} keys in layer {place}",
-                    fix="Record or choose the self-attention layers of one stack only.",
-                )
+                "layers",
+                expected=f"self-attention over the same L = {length} tokens in every layer",
+                got=f"{call.grid.query_length} queries and {call.grid.key_length} keys in layer {place}",
+                fix="Record or choose the self-attention layers of one stack only.",
             )
         if call.grid.batch_size != calls[0].grid.batch_size:
             raise ShapeError(
-                explain_problem(
-                    "layers",
-                    expected=f"the same batch size B = {calls[0].grid.batch_size} in every layer",
-                    got=f"B = {call.grid.batch_size} in layer {place}",
-                    fix="Layers that see parts of the batch, such as windows of an image, have no rollout together.",
-                )
+                "layers",
+                expected=f"the same batch size B = {calls[0].grid.batch_size} in every layer",
+                got=f"B = {call.grid.batch_size} in layer {place}",
+                fix="Layers that see parts of the batch, such as windows of an image, have no rollout together.",
             )
     index = row_numbers(targets, length, "targets", "token numbers below")
     if index is None:
-        raise DTypeError(explain_problem("targets", expected="token numbers", got="None"))
+        raise DTypeError("targets", expected="token numbers", got="None")
     query = calls[0].query
-    rows = torch.zeros(calls[0].grid.batch_size, len(index), length, dtype=calls[0].compute_dtype, device=query.device)
+    rows = torch.zeros(
+        calls[0].grid.batch_size, len(index), length, dtype=calls[0].spec.compute_dtype, device=query.device
+    )
     rows[:, torch.arange(len(index)), index] = 1  # (B, t, L)
     with torch.no_grad():
         for call in reversed(calls):

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from .._call.spec import AttentionCall
-from ..kernels._blocks import block_scores
+from ..kernels._blocks import block_scores, grouped
 from ..masks._grid import Block
-
-__all__ = ["GROUP", "BlockRows"]
 
 GROUP = 64  # neighbouring keys whose largest score is kept, to find the top-k quickly
 
@@ -38,6 +36,7 @@ class BlockRows:
         self.block = block
         self.place = place
         self.counted = counted
+        self._query, self._key = query, key
         self._scores = block_scores(call, block, query, key)[0]  # (b, h, l, s), −∞ where hidden
         self.group_maxima = _group_maxima(self._scores)  # (b, h, l, ⌈s / 64⌉)
 
@@ -59,6 +58,15 @@ class BlockRows:
         return self.group_maxima.amax(-1, keepdim=True)
 
     @cached_property
+    def raw_largest(self) -> Tensor:
+        """Largest scale · q·k of the visible keys, before soft-cap and bias, −∞ where none is, (b, h, l, 1)."""
+        mask = self.call.mask
+        if self.width == 0 or (self.call.spec.softcap is None and (mask is None or not mask.has_bias)):
+            return self.largest
+        raw = grouped(self._query, self._key.transpose(-2, -1), self.call.spec.scale)  # (b, h, l, s)
+        return raw.masked_fill_(self._scores == float("-inf"), float("-inf")).amax(-1, keepdim=True)
+
+    @cached_property
     def shift(self) -> Tensor:
         """What is subtracted before exp: the largest score or the sink, finite, (b, h, l, 1)."""
         shift = self.largest if self._sinks is None else torch.maximum(self.largest, self._sinks)
@@ -67,7 +75,7 @@ class BlockRows:
     @cached_property
     def shifted(self) -> Tensor:
         """Scores less their shift, in the compute dtype, (b, h, l, s)."""
-        return self._scores.sub_(self.shift).to(self.call.compute_dtype)
+        return self._scores.sub_(self.shift).to(self.call.spec.compute_dtype)
 
     @cached_property
     def terms(self) -> Tensor:

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from .._checks import shown
-from ..errors import UnknownNameError, explain_problem
+from ..errors import UnknownNameError
 from .definitions import TopK
 from .result import AttentionStatistics
-
-__all__ = ["Summary", "fold", "summarize"]
 
 #: Statistics per query, averaged over counted queries for the table.
 _PER_QUERY = ("entropy", "normalized_entropy", "confidence", "sink", "distance", "output_norm")
@@ -41,7 +39,7 @@ class Summary:
     def __getitem__(self, statistic: str) -> dict[str, Tensor]:
         if not isinstance(statistic, str) or statistic not in self.values:
             known = ", ".join(map(repr, self.values)) or "none"
-            raise UnknownNameError(explain_problem("statistic", expected=f"one of {known}", got=shown(statistic)))
+            raise UnknownNameError("statistic", expected=f"one of {known}", got=shown(statistic))
         return self.values[statistic]
 
     def __str__(self) -> str:
@@ -49,15 +47,16 @@ class Summary:
 
 
 def summarize(recorded: Mapping[str, Sequence[AttentionStatistics]]) -> Summary:
-    """Average statistics per query over counted queries, and take the largest logit, per module and head."""
+    """Average statistics per query over counted queries, and take the largest logits, per module and head."""
     values: dict[str, dict[str, Tensor]] = {}
     for module, calls in recorded.items():
         for statistic in _PER_QUERY:
             if statistic in calls[0].names:
                 values.setdefault(statistic, {})[module] = _weighted_mean(calls, statistic)
-        if "max_logit" in calls[0].names:
-            largest = torch.stack([call.max_logit.amax(0) for call in calls]).amax(0)
-            values.setdefault("max_logit", {})[module] = largest
+        for statistic in ("max_logit", "raw_max_logit"):
+            if statistic in calls[0].names:
+                largest = torch.stack([call.results[statistic].amax(0) for call in calls]).amax(0)
+                values.setdefault(statistic, {})[module] = largest
         if "offset" in calls[0].names:
             for place, offset in enumerate(calls[0].options.offsets):
                 mean = torch.cat([call.offset[..., place] for call in calls]).mean(0)

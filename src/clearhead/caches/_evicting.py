@@ -9,16 +9,15 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from .._call.caching import Cache, KeyValues, Positions
 from .._checks import integer
 from .._statistics.compute import attention_statistics
-from ..errors import DTypeError, explain_problem
+from ..errors import DTypeError
 from ..masks._base import Mask
 from ..masks._positional import Present
-from ._base import Buffers, Cache, KeyValues, Positions, checked_indices, require_sizes
+from ._base import Buffers, checked_indices, require_sizes
 from ._kv import checked_lengths, spelt_out
 from ._policies import EvictionPolicy, HeavyHitters, Held
-
-__all__ = ["EvictingKVCache"]
 
 
 class _Slots(NamedTuple):
@@ -86,9 +85,7 @@ class EvictingKVCache(Cache):
         policy = HeavyHitters() if policy is None else policy
         if not isinstance(policy, EvictionPolicy):
             fix = "Choose one of clearhead.caches, or subclass EvictionPolicy."
-            raise DTypeError(
-                explain_problem("policy", expected="an EvictionPolicy", got=type(policy).__name__, fix=fix)
-            )
+            raise DTypeError("policy", expected="an EvictionPolicy", got=type(policy).__name__, fix=fix)
         self.budget = budget
         self.policy = policy
         self._buffers = Buffers(batch_size, num_kv_heads, budget + 1, head_dim, value_head_dim, dtype, device)
@@ -104,6 +101,16 @@ class EvictingKVCache(Cache):
         """(B, Hkv, S): where the keys it holds stand, in the order of their slots; −1 where nothing stands."""
         return self._slots.positions
 
+    @property
+    def key(self) -> Tensor:
+        """(B, Hkv, S, D), those it holds."""
+        return self._slots.key
+
+    @property
+    def value(self) -> Tensor:
+        """(B, Hkv, S, Dv), likewise."""
+        return self._slots.value
+
     def next_positions(self, count: int) -> Positions:
         integer("count", count, least=0)
         if self._rows is None:
@@ -113,7 +120,7 @@ class EvictingKVCache(Cache):
 
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
         self._buffers.check(key, value)
-        self._evict()
+        self.evict()
         batch, heads, count, _ = key.shape
         places = self.next_positions(count) if positions is None else positions
         placed = spelt_out(places, batch, count, key.device)  # (B, L)
@@ -142,12 +149,13 @@ class EvictingKVCache(Cache):
         sinks: Tensor | None,
     ) -> None:
         if self.policy.needs_received:
-            key = cached.key
-            group = query.shape[1] // key.shape[1]
+            # By the cache's own heads: what is held may be a latent from which the keys of all heads are made.
+            heads = self._slots.received.shape[1]
+            group = query.shape[1] // heads
             held = cached.positions
             found = attention_statistics(
                 query,
-                key,
+                cached.key,
                 mask,
                 scale=scale,
                 softcap=softcap,
@@ -156,8 +164,24 @@ class EvictingKVCache(Cache):
                 key_positions=None if held is None else held.repeat_interleave(group, 1),
                 statistics=("received",),
             ).received
-            self._slots.received.add_(found.unflatten(1, (key.shape[1], group)).sum(2))  # (B, Hkv, S)
-        self._evict()
+            self._slots.received.add_(found.unflatten(1, (heads, group)).sum(2))  # (B, Hkv, S)
+        self.evict()
+
+    def evict(self) -> None:
+        """Bring what is held down to the budget, as `observe` does once attention has used it."""
+        held = self._slots.positions
+        if held.shape[2] <= self.budget:
+            return
+        known = Held(held, self._slots.received, self.budget)
+        rank = self.policy.rank(known).to(torch.float64)
+        rank = rank.masked_fill(known.newest, float("inf")).masked_fill(held < 0, float("-inf"))
+        self._in_order = False
+        if held.shape[2] == self.budget + 1:
+            victim = rank.argmin(-1, keepdim=True)  # (B, Hkv, 1)
+            self._slots = _Slots(*(_replaced(tensor, victim) for tensor in self._slots))
+        else:
+            kept = rank.topk(self.budget, -1).indices.sort(-1).values  # (B, Hkv, budget)
+            self._slots = self._stored(_Slots(*(_gathered(tensor, kept) for tensor in self._slots)))
 
     def saved(self, count: int) -> Callable[[], None]:
         kept = deepcopy(vars(self), {id(self.policy): self.policy})
@@ -165,7 +189,7 @@ class EvictingKVCache(Cache):
 
     def reorder(self, indices: Tensor) -> None:
         indices = checked_indices(indices, self._buffers.key)
-        self._evict()
+        self.evict()
         held = self._slots.positions.shape[2]
         self._buffers.reorder(indices, held)
         rest = (tensor.index_select(0, indices) for tensor in self._slots[2:])
@@ -183,7 +207,7 @@ class EvictingKVCache(Cache):
         longest = int(kept.max()) if isinstance(kept, Tensor) else kept
         if longest == 0:
             return self.reset()
-        self._evict()
+        self.evict()
         slots = self._slots
         gone = slots.columns >= (kept[:, None, None] if isinstance(kept, Tensor) else kept)
         slots.positions.masked_fill_(gone, -1)
@@ -220,22 +244,6 @@ class EvictingKVCache(Cache):
             return _Slots(key, value, *rest)
         self._buffers.key[:, :, start:stop], self._buffers.value[:, :, start:stop] = new.key, new.value
         return _Slots(self._buffers.key[:, :, :stop], self._buffers.value[:, :, :stop], *rest)
-
-    def _evict(self) -> None:
-        """Bring what is held down to the budget."""
-        held = self._slots.positions
-        if held.shape[2] <= self.budget:
-            return
-        known = Held(held, self._slots.received, self.budget)
-        rank = self.policy.rank(known).to(torch.float64)
-        rank = rank.masked_fill(known.newest, float("inf")).masked_fill(held < 0, float("-inf"))
-        self._in_order = False
-        if held.shape[2] == self.budget + 1:
-            victim = rank.argmin(-1, keepdim=True)  # (B, Hkv, 1)
-            self._slots = _Slots(*(_replaced(tensor, victim) for tensor in self._slots))
-        else:
-            kept = rank.topk(self.budget, -1).indices.sort(-1).values  # (B, Hkv, budget)
-            self._slots = self._stored(_Slots(*(_gathered(tensor, kept) for tensor in self._slots)))
 
     def _stored(self, held: _Slots) -> _Slots:
         """The same in the preallocated buffers."""

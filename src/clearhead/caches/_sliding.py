@@ -9,13 +9,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from .._call.caching import Cache, KeyValues, Positions
 from .._checks import integer, shown
-from ..errors import CacheError, explain_problem
+from ..errors import CacheError
 from ..masks._positional import Present, sliding_window
-from ._base import Buffers, Cache, KeyValues, Positions, checked_indices, require_sizes
+from ._base import Buffers, checked_indices, require_sizes
 from ._kv import checked_lengths, spelt_out
-
-__all__ = ["SlidingKVCache"]
 
 _FAR = 1 << 62  # no limit to the right: that is for the causal mask to say
 
@@ -91,6 +90,24 @@ class SlidingKVCache(Cache):
         """How many tokens it has taken, padding included; it holds the last ones only."""
         return self._length
 
+    @property
+    def positions(self) -> Tensor:
+        """(B, S): where the keys in the ring stand, in the order of its slots; −1 where nothing stands."""
+        if self._rows is not None:
+            return self._rows.positions
+        held = self._ring_positions(self._length, self._furthest)[:, : self._in_use]
+        return held.expand(self._buffers.key.shape[0], -1)
+
+    @property
+    def key(self) -> Tensor:
+        """(B, Hkv, S, D), those in the ring: a view."""
+        return self._buffers.key[:, :, : self._in_use]
+
+    @property
+    def value(self) -> Tensor:
+        """(B, Hkv, S, Dv), likewise."""
+        return self._buffers.value[:, :, : self._in_use]
+
     def next_positions(self, count: int) -> Positions:
         integer("count", count, least=0)
         if self._rows is None:
@@ -157,6 +174,11 @@ class SlidingKVCache(Cache):
     def __repr__(self) -> str:
         batch, heads, _, dim = self._buffers.key.shape
         return f"SlidingKVCache(window={self.window}, {self._length} tokens taken, B={batch}, Hkv={heads}, D={dim})"
+
+    @property
+    def _in_use(self) -> int:
+        """How many slots were ever written, or all of them once rows differ."""
+        return self._slots if self._rows is not None else min(self._furthest, self._slots)
 
     def _append(self, key: Tensor, value: Tensor, start: int, stop: int) -> KeyValues:
         """All rows alike: token n goes into slot n mod slots."""
@@ -267,4 +289,4 @@ class _Rows:
 
 def _forgotten(expected: str, got: object) -> CacheError:
     fix = "Make the cache with max_crop= as many tokens as you take back, or reset() it."
-    return CacheError(explain_problem("length", expected=expected, got=str(got), fix=fix))
+    return CacheError("length", expected=expected, got=str(got), fix=fix)

@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from .._checks import size
 from .._latent import MultiHeadLatentAttention
 from .._multihead import MultiHeadAttention
-from ..errors import ArgumentError, CheckpointError, explain_problem, shape_text
+from ..errors import ArgumentError, CheckpointError, shape_text
 from ._namings import Naming
 from ._sources import Tensors
 from ._unpack import Projections, unpack
-
-__all__ = ["Attention", "Block", "Layer", "Reading"]
 
 Attention = MultiHeadAttention | MultiHeadLatentAttention
 
@@ -89,11 +87,9 @@ class Layer:
         """A setting of the configuration, which must be there."""
         if not hasattr(self.config, name):
             raise ArgumentError(
-                explain_problem(
-                    "config",
-                    expected=f"the setting {name}, as configurations of {self.config.model_type} have it",
-                    got=f"a {type(self.config).__name__} without it",
-                )
+                "config",
+                expected=f"the setting {name}, as configurations of {self.config.model_type} have it",
+                got=f"a {type(self.config).__name__} without it",
             )
         return getattr(self.config, name)
 
@@ -170,7 +166,7 @@ class Layer:
         if left:
             fix = "Merge adapters first, and leave out what has nothing to do with attention."
             expected = f"nothing but what {self.config.model_type} has under {self.prefix!r}"
-            raise CheckpointError(explain_problem("source", expected=expected, got=", ".join(left), fix=fix))
+            raise CheckpointError("source", expected=expected, got=", ".join(left), fix=fix)
 
     def _has_bias(self, role: str) -> bool:
         own = self.block.bias if role != "output" or self.block.out_bias is None else self.block.out_bias
@@ -194,7 +190,7 @@ class Layer:
 
     def _missing(self, keys: list[str]) -> CheckpointError:
         expected = f"what {self.config.model_type} with this configuration has under {self.prefix!r}"
-        return CheckpointError(explain_problem("source", expected=expected, got=f"no {', '.join(keys)}"))
+        return CheckpointError("source", expected=expected, got=f"no {', '.join(keys)}")
 
 
 #: Reads arguments of `MultiHeadAttention` from a layer.
@@ -203,4 +199,4 @@ Reading = Callable[[Layer], dict[str, Any]]
 
 def _does_not_fit(what: str, expected: str, got: str) -> CheckpointError:
     fix = "Does the configuration (hidden_size, num_attention_heads, …) belong to these weights (source)?"
-    return CheckpointError(explain_problem(what, expected=expected, got=got, fix=fix))
+    return CheckpointError(what, expected=expected, got=got, fix=fix)

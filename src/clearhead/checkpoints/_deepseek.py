@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from .._latent import MultiHeadLatentAttention
-from ..errors import ArgumentError, CheckpointError, explain_problem, shape_text
+from ..errors import ArgumentError, CheckpointError, shape_text
 from ..positions import rotary_from_config
-
-__all__ = ["latent_from_transformers"]
 
 #: Our submodules by transformers' names, which the original checkpoints have too.
 _NAMES = {
@@ -76,7 +74,7 @@ def latent_from_transformers(config: Any, tensors: Mapping[str, Tensor], prefix:
         if tuple(own[name].shape) != shape:
             fix = "Does the configuration belong to these weights?"
             got = shape_text(tuple(own[name].shape))
-            raise CheckpointError(explain_problem(prefix + name, expected=shape_text(shape), got=got, fix=fix))
+            raise CheckpointError(prefix + name, expected=shape_text(shape), got=got, fix=fix)
     copies = {
         ours: own[name].detach().clone(memory_format=torch.contiguous_format) for name, (ours, _) in wanted.items()
     }
@@ -91,11 +89,11 @@ def _empty(config: Any) -> MultiHeadLatentAttention:
     kind = getattr(config, "model_type", None)
     if kind not in _MODELS:
         expected = f"one of {', '.join(_MODELS)}"
-        raise ArgumentError(explain_problem("config.model_type", expected=expected, got=repr(kind)))
+        raise ArgumentError("config.model_type", expected=expected, got=repr(kind))
     heads, kv_heads = _setting(config, "num_attention_heads"), _setting(config, "num_key_value_heads")
     if kv_heads not in (None, heads):
         expected = f"num_attention_heads = {heads}, for every head has keys of its own"
-        raise ArgumentError(explain_problem("config.num_key_value_heads", expected=expected, got=repr(kv_heads)))
+        raise ArgumentError("config.num_key_value_heads", expected=expected, got=repr(kv_heads))
     rotary = _setting(config, "qk_rope_head_dim")
     position = rotary_from_config(
         _setting(config, "rope_parameters"),
@@ -133,7 +131,7 @@ def _sharpening(config: Any) -> float:
 def _setting(config: Any, name: str) -> Any:
     if not hasattr(config, name):
         expected = f"the setting {name}, as configurations of {config.model_type} have it"
-        raise ArgumentError(explain_problem("config", expected=expected, got=f"a {type(config).__name__} without it"))
+        raise ArgumentError("config", expected=expected, got=f"a {type(config).__name__} without it")
     return getattr(config, name)
 
 
@@ -149,16 +147,12 @@ def _require_names(wanted: set[str], found: set[str], config: Any, prefix: str) 
         return
     quantised = any(name.endswith("_scale_inv") for name in unexpected)
     raise CheckpointError(
-        explain_problem(
-            "tensors",
-            expected=f"what {config.model_type} with this configuration has under {prefix!r}",
-            got="; ".join(
-                f"{word} {', '.join(names)}" for word, names in (("no", missing), ("also", unexpected)) if names
-            ),
-            fix="The weights are quantised: convert them to bfloat16 first."
-            if quantised
-            else "Does the configuration belong to these weights?",
-        )
+        "tensors",
+        expected=f"what {config.model_type} with this configuration has under {prefix!r}",
+        got="; ".join(f"{word} {', '.join(names)}" for word, names in (("no", missing), ("also", unexpected)) if names),
+        fix="The weights are quantised: convert them to bfloat16 first."
+        if quantised
+        else "Does the configuration belong to these weights?",
     )
 
 

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, explain_problem
-
-__all__ = ["read_file"]
+from ..errors import CheckpointError
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
@@ -25,19 +23,17 @@ def read_file(path: Path) -> Mapping[str, Any]:
     read = _READERS.get(path.suffix)
     if read is None:
         raise CheckpointError(
-            explain_problem(
-                "source",
-                expected="a file that ends in " + ", ".join(_READERS),
-                got=f"{path}",
-                fix="A sharded checkpoint is given one of its files at a time.",
-            )
+            "source",
+            expected="a file that ends in " + ", ".join(_READERS),
+            got=f"{path}",
+            fix="A sharded checkpoint is given one of its files at a time.",
         )
     if not path.is_file():
-        raise CheckpointError(explain_problem("source", expected="a file", got=f"{path}, which is none"))
+        raise CheckpointError("source", expected="a file", got=f"{path}, which is none")
     content = read(path)
     if not isinstance(content, Mapping):
         expected = "a file with a state dict, names and tensors"
-        raise CheckpointError(explain_problem("source", expected=expected, got=f"{type(content).__name__} in {path}"))
+        raise CheckpointError("source", expected=expected, got=f"{type(content).__name__} in {path}")
     return content
 
 
@@ -47,12 +43,10 @@ def _read_safetensors(path: Path) -> object:
         from safetensors.torch import load_file
     except ImportError as error:
         raise CheckpointError(
-            explain_problem(
-                "source",
-                expected="the package safetensors, to read .safetensors files",
-                got="no such package here",
-                fix='Install it with pip install "clearhead[hf]".',
-            )
+            "source",
+            expected="the package safetensors, to read .safetensors files",
+            got="no such package here",
+            fix='Install it with pip install "clearhead[hf]".',
         ) from error
     try:
         return load_file(path)
@@ -76,7 +70,7 @@ def _read_torch(path: Path) -> object:
 def _unreadable(path: Path, error: Exception, expected: str, fix: str = "") -> CheckpointError:
     said = str(error).strip().splitlines()
     got = f"{path}, which fails with {type(error).__name__}" + (f" ({said[0].rstrip('. ')})" if said else "")
-    return CheckpointError(explain_problem("source", expected=expected, got=got, fix=fix))
+    return CheckpointError("source", expected=expected, got=got, fix=fix)
 
 
 _READERS: dict[str, Callable[[Path], object]] = {

@@ -7,15 +7,13 @@ import math
 
 from .._checks import is_finite, number, shown
 from .._multihead import MultiHeadAttention
-from ..errors import ArgumentError, CheckpointError, DTypeError, explain_problem
+from ..errors import ArgumentError, CheckpointError, DTypeError
 from ._fill import fill
 from ._finding import Finding
 from ._namings import Naming, Role, namings_called
 from ._recognise import recognise
 from ._settings import Settings, read_settings
 from ._sources import Source, read_source
-
-__all__ = ["identify", "load"]
 
 _LOGGER = logging.getLogger("clearhead")
 _INPUTS: tuple[Role, ...] = ("query", "key", "value")
@@ -103,7 +101,7 @@ def load(
     tensors, module = read_source(source)
     for name, number_of in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         if number_of is not None and not isinstance(number_of, (int, float)):
-            raise DTypeError(explain_problem(name, expected="an int ≥ 1", got=shown(number_of)))
+            raise DTypeError(name, expected="an int ≥ 1", got=shown(number_of))
     scale = None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
     finding, projections = recognise(tensors, namings_called(naming), prefix)
     _require_place(finding)
@@ -134,31 +132,27 @@ def load(
 def _require_place(finding: Finding) -> None:
     if finding.obstacles:
         raise CheckpointError(
-            explain_problem(
-                "source",
-                expected=f"nothing but attention under {finding.prefix!r}, named as {finding.naming.name}",
-                got="; ".join(f"{finding.prefix}{key} ({reason})" for key, reason in finding.obstacles.items()),
-                fix="Leave keys that have nothing to do with attention out of the state dict.",
-            )
+            "source",
+            expected=f"nothing but attention under {finding.prefix!r}, named as {finding.naming.name}",
+            got="; ".join(f"{finding.prefix}{key} ({reason})" for key, reason in finding.obstacles.items()),
+            fix="Leave keys that have nothing to do with attention out of the state dict.",
         )
 
 
 def _heads(given: int | None, settings: Settings) -> int:
     heads = settings.num_heads if given is None else given
     if heads is None:
-        raise ArgumentError(
-            explain_problem("num_heads", expected="an int ≥ 1", got="None", fix="Shapes of weights do not say it.")
-        )
+        raise ArgumentError("num_heads", expected="an int ≥ 1", got="None", fix="Shapes of weights do not say it.")
     if settings.num_heads not in (None, heads):
         expected = f"{settings.num_heads}, which is what the module says"
-        raise ArgumentError(explain_problem("num_heads", expected=expected, got=shown(heads)))
+        raise ArgumentError("num_heads", expected=expected, got=shown(heads))
     return heads
 
 
 def _head_dim(heads: int, finding: Finding) -> int:
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or finding.inner_dim % heads:
         expected = f"a divisor of {finding.inner_dim}, the features of the queries"
-        raise ArgumentError(explain_problem("num_heads", expected=expected, got=shown(heads)))
+        raise ArgumentError("num_heads", expected=expected, got=shown(heads))
     return finding.inner_dim // heads
 
 
@@ -169,10 +163,10 @@ def _kv_heads(given: int | None, finding: Finding, heads: int, head_dim: int) ->
             f"a number of heads under which {finding.inner_dim} features of queries and {finding.kv_inner_dim} of keys "
             "are whole heads of one size, the one number a multiple of the other"
         )
-        raise ArgumentError(explain_problem("num_heads", expected=expected, got=str(heads)))
+        raise ArgumentError("num_heads", expected=expected, got=str(heads))
     if given not in (None, kv_heads):
         expected = f"{kv_heads}, as the shapes say for num_heads = {heads}"
-        raise ArgumentError(explain_problem("num_kv_heads", expected=expected, got=shown(given)))
+        raise ArgumentError("num_kv_heads", expected=expected, got=shown(given))
     return kv_heads
 
 

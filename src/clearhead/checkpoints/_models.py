@@ -9,12 +9,10 @@ from typing import Any
 from torch import nn
 
 from .._checks import shown, size, text
-from ..errors import ArgumentError, CheckpointError, DTypeError, explain_problem
+from ..errors import ArgumentError, CheckpointError, DTypeError
 from ._architectures import ARCHITECTURES
 from ._blocks import Attention, Block, Layer
 from ._sources import Source, Tensors, read_source
-
-__all__ = ["from_transformers", "layers_from_transformers"]
 
 _LOGGER = logging.getLogger("clearhead")
 
@@ -124,7 +122,7 @@ def _open(source: Source, config: Any, part: str | None) -> _Model:
     if not isinstance(getattr(config, blocks[0].layers, None), int):
         expected = f"the setting {blocks[0].layers}, as configurations of {config.model_type} have it"
         got = f"a {type(config).__name__} without it"
-        raise ArgumentError(explain_problem("config", expected=expected, got=got))
+        raise ArgumentError("config", expected=expected, got=got)
     size(f"config.{blocks[0].layers}", getattr(config, blocks[0].layers))
     return _Model(tensors, config, blocks, module is None or module.training)
 
@@ -133,42 +131,38 @@ def _blocks_of(config: Any, part: str | None) -> tuple[Block, ...]:
     """The ways in which the model may store the part."""
     if config is None:
         fix = "Weights do not say which model they belong to: pass config=model.config."
-        raise ArgumentError(explain_problem("config", expected="the model's configuration", got="None", fix=fix))
+        raise ArgumentError("config", expected="the model's configuration", got="None", fix=fix)
     model_type = getattr(config, "model_type", None)
     if not isinstance(model_type, str):
         raise DTypeError(
-            explain_problem(
-                "config",
-                expected="a configuration of transformers, an object with model_type",
-                got=type(config).__name__,
-                fix="transformers.AutoConfig.from_pretrained reads a config.json." if isinstance(config, dict) else "",
-            )
+            "config",
+            expected="a configuration of transformers, an object with model_type",
+            got=type(config).__name__,
+            fix="transformers.AutoConfig.from_pretrained reads a config.json." if isinstance(config, dict) else "",
         )
     if model_type not in ARCHITECTURES:
         raise ArgumentError(
-            explain_problem(
-                "config.model_type",
-                expected=f"one of {', '.join(ARCHITECTURES)}",
-                got=repr(model_type),
-                fix="Of other models checkpoints.load reads the weights; what else they do is then yours to say.",
-            )
+            "config.model_type",
+            expected=f"one of {', '.join(ARCHITECTURES)}",
+            got=repr(model_type),
+            fix="Of other models checkpoints.load reads the weights; what else they do is then yours to say.",
         )
     known = ARCHITECTURES[model_type]
     wanted = "self" if part is None else text("part", part)
     found = tuple(block for block in known if block.part == wanted)
     if not found:
         parts = " or ".join(repr(name) for name in dict.fromkeys(block.part for block in known))
-        raise ArgumentError(explain_problem("part", expected=f"{parts} in {model_type}", got=repr(part)))
+        raise ArgumentError("part", expected=f"{parts} in {model_type}", got=repr(part))
     return found
 
 
 def _checked_layer(layer: object, model: _Model) -> int:
     if isinstance(layer, bool) or not isinstance(layer, int):
         fix = "layers_from_transformers reads all layers."
-        raise DTypeError(explain_problem("layer", expected="an int", got=type(layer).__name__, fix=fix))
+        raise DTypeError("layer", expected="an int", got=type(layer).__name__, fix=fix)
     if not 0 <= layer < model.count:
         expected = f"0 … {model.count - 1}, the layers of the model"
-        raise ArgumentError(explain_problem("layer", expected=expected, got=shown(layer)))
+        raise ArgumentError("layer", expected=expected, got=shown(layer))
     return layer
 
 
@@ -181,15 +175,13 @@ def _find(model: _Model, number: int) -> tuple[Block, str]:
     if found:
         fix = "Pass the one model that you mean, not what contains several."
         got = "several, under " + ", ".join(repr(root + block.path.format(layer=number)) for block, root in found)
-        raise CheckpointError(explain_problem("source", expected=f"one {paths[0]!r}", got=got, fix=fix))
+        raise CheckpointError("source", expected=f"one {paths[0]!r}", got=got, fix=fix)
     names = list(model.tensors)
     raise CheckpointError(
-        explain_problem(
-            "source",
-            expected=f"attention of {model.config.model_type} under " + " or ".join(map(repr, paths)),
-            got=", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "no names",
-            fix="Pass the whole model, or all of its state dict; a sharded checkpoint by the file that has the layer.",
-        )
+        "source",
+        expected=f"attention of {model.config.model_type} under " + " or ".join(map(repr, paths)),
+        got=", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "no names",
+        fix="Pass the whole model, or all of its state dict; a sharded checkpoint by the file that has the layer.",
     )
 
 

@@ -8,9 +8,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from .._checks import flag, items, shown, text
-from ..errors import ArgumentError, DTypeError, explain_problem
-
-__all__ = ["NAMINGS", "ROLES", "Entry", "Naming", "Projection", "Role", "namings_called"]
+from ..errors import ArgumentError, DTypeError
 
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
@@ -210,16 +208,14 @@ def namings_called(naming: str | Naming | None) -> tuple[Naming, ...]:
         return (naming,)
     if not isinstance(naming, str):
         expected = "the name of a naming, or a clearhead.checkpoints.Naming"
-        raise DTypeError(explain_problem("naming", expected=expected, got=type(naming).__name__))
+        raise DTypeError("naming", expected=expected, got=type(naming).__name__)
     found = tuple(known for known in NAMINGS if known.name == naming)
     if not found:
         names = ", ".join(dict.fromkeys(known.name for known in NAMINGS))
         raise ArgumentError(
-            explain_problem(
-                "naming",
-                expected=f"one of {names}",
-                got=shown(naming),
-                fix="For other names build one with clearhead.checkpoints.Naming.of_linears.",
-            )
+            "naming",
+            expected=f"one of {names}",
+            got=shown(naming),
+            fix="For other names build one with clearhead.checkpoints.Naming.of_linears.",
         )
     return found

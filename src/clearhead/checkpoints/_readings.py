@@ -7,24 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import masks
-from ..errors import ArgumentError, explain_problem
+from ..errors import ArgumentError
 from ..positions import ALiBi, RelativeBias, rotary_from_config
 from ._blocks import Layer, Reading
 from ._fill import parameter
-
-__all__ = [
-    "alibi",
-    "alternating_window",
-    "gpt2_scale",
-    "head_norms",
-    "query_scale",
-    "relative_bias",
-    "rotary",
-    "sinks",
-    "softcap",
-    "unscaled",
-    "window",
-]
 
 
 def rotary(layer: Layer) -> dict[str, Any]:
@@ -85,11 +71,9 @@ def alternating_window(layer: Layer) -> dict[str, Any]:
     if kind == "sliding_attention" and layer.setting("sliding_window") is not None:
         return window(layer)
     raise ArgumentError(
-        explain_problem(
-            "config",
-            expected=f"layer_types[{layer.number}] full_attention, or sliding_attention with a sliding_window",
-            got=f"{kind!r} and sliding_window = {layer.setting('sliding_window')}",
-        )
+        "config",
+        expected=f"layer_types[{layer.number}] full_attention, or sliding_attention with a sliding_window",
+        got=f"{kind!r} and sliding_window = {layer.setting('sliding_window')}",
     )
 
 
@@ -130,10 +114,8 @@ def _rms_norm(weight: Tensor, eps: float) -> nn.RMSNorm:
 def _require_causal(layer: Layer) -> None:
     if getattr(layer.config, "use_bidirectional_attention", None):
         raise ArgumentError(
-            explain_problem(
-                "config",
-                expected="windows that look back",
-                got="use_bidirectional_attention = True",
-                fix="Build the layer yourself, with mask=masks.sliding_window(size - 1, size - 1).",
-            )
+            "config",
+            expected="windows that look back",
+            got="use_bidirectional_attention = True",
+            fix="Build the layer yourself, with mask=masks.sliding_window(size - 1, size - 1).",
         )

@@ -9,12 +9,10 @@ from difflib import SequenceMatcher
 from torch import Tensor
 
 from .._checks import text
-from ..errors import CheckpointError, explain_problem
+from ..errors import CheckpointError
 from ._finding import Finding, describe
 from ._namings import Naming
 from ._unpack import Projections, unpack
-
-__all__ = ["recognise"]
 
 
 def recognise(
@@ -35,12 +33,10 @@ def recognise(
         prefixes = [prefix]
     if len(prefixes) > 1:
         raise CheckpointError(
-            explain_problem(
-                "source",
-                expected="one attention block",
-                got=f"{len(prefixes)}, under " + ", ".join(repr(at) for at in sorted(prefixes, key=_natural)),
-                fix="Choose one with prefix=.",
-            )
+            "source",
+            expected="one attention block",
+            got=f"{len(prefixes)}, under " + ", ".join(repr(at) for at in sorted(prefixes, key=_natural)),
+            fix="Choose one with prefix=.",
         )
     return _only_fit(tensors, [naming for at, naming in places if at == prefixes[0]], prefixes[0])
 
@@ -77,12 +73,10 @@ def _only_fit(tensors: Mapping[str, Tensor], namings: list[Naming], prefix: str)
             fits.append((describe(tensors, naming, prefix, projections), projections))
     if len(fits) > 1:
         raise CheckpointError(
-            explain_problem(
-                "source",
-                expected="one naming",
-                got=f"keys under {prefix!r} that fit " + ", ".join(found.naming.name for found, _ in fits),
-                fix="Choose one with naming=.",
-            )
+            "source",
+            expected="one naming",
+            got=f"keys under {prefix!r} that fit " + ", ".join(found.naming.name for found, _ in fits),
+            fix="Choose one with naming=.",
         )
     if not fits:
         raise errors[0]
@@ -104,12 +98,10 @@ def _nothing_found(tensors: Mapping[str, Tensor], namings: tuple[Naming, ...], p
             '{"query": linear, "key": linear, "value": linear, "output": linear}.'
         )
     return CheckpointError(
-        explain_problem(
-            "source",
-            expected="the names of an attention block" + (f" under {prefix!r}" if prefix else ""),
-            got=", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "no names",
-            fix=fix.strip(),
-        )
+        "source",
+        expected="the names of an attention block" + (f" under {prefix!r}" if prefix else ""),
+        got=", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "no names",
+        fix=fix.strip(),
     )
 
 

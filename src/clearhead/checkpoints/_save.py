@@ -7,11 +7,9 @@ from torch import Tensor, nn
 
 from .._checks import text
 from .._multihead import MultiHeadAttention
-from ..errors import CheckpointError, DTypeError, explain_problem
+from ..errors import CheckpointError, DTypeError
 from ._namings import ROLES, Entry, Naming, Projection, namings_called
 from ._unpack import Projections
-
-__all__ = ["save"]
 
 
 def save(module: MultiHeadAttention, naming: str | Naming, *, prefix: str = "") -> dict[str, Tensor]:
@@ -46,12 +44,10 @@ def save(module: MultiHeadAttention, naming: str | Naming, *, prefix: str = "") 
     problems = [_problem(layout, projections) for layout in layouts]
     if all(problems):
         raise CheckpointError(
-            explain_problem(
-                "module",
-                expected=f"sizes that the naming {layouts[0].name} has a place for",
-                got="; ".join(dict.fromkeys(problems)),
-                fix="A naming of four separate weights, such as o_proj, takes every size.",
-            )
+            "module",
+            expected=f"sizes that the naming {layouts[0].name} has a place for",
+            got="; ".join(dict.fromkeys(problems)),
+            fix="A naming of four separate weights, such as o_proj, takes every size.",
         )
     prefix = text("prefix", prefix)
     prefix = prefix if not prefix or prefix.endswith(".") else f"{prefix}."
@@ -62,17 +58,15 @@ def save(module: MultiHeadAttention, naming: str | Naming, *, prefix: str = "") 
 def _projections(module: object) -> Projections:
     if not isinstance(module, MultiHeadAttention):
         expected = "a clearhead.MultiHeadAttention"
-        raise DTypeError(explain_problem("module", expected=expected, got=type(module).__name__))
+        raise DTypeError("module", expected=expected, got=type(module).__name__)
     linears = (module.q_proj, module.k_proj, module.v_proj, module.out_proj)
     for name, linear in zip(("q_proj", "k_proj", "v_proj", "out_proj"), linears, strict=True):
         if not isinstance(linear, nn.Linear) or nn.utils.parametrize.is_parametrized(linear):
             raise CheckpointError(
-                explain_problem(
-                    f"module.{name}",
-                    expected="a plain nn.Linear",
-                    got=type(linear).__name__,
-                    fix="Merge adapters and remove parametrizations first.",
-                )
+                f"module.{name}",
+                expected="a plain nn.Linear",
+                got=type(linear).__name__,
+                fix="Merge adapters and remove parametrizations first.",
             )
     return {role: Projection(linear.weight, linear.bias) for role, linear in zip(ROLES, linears, strict=True)}
 

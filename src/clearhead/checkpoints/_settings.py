@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .._multihead import MultiHeadAttention
-from ..errors import CheckpointError, explain_problem
-
-__all__ = ["Settings", "read_settings"]
+from ..errors import CheckpointError
 
 _HEADS = ("num_heads", "nums_head", "nhead", "num_attention_heads", "n_heads", "n_head", "h")
 _DROPOUT = ("attention_dropout", "attn_dropout", "att_dropout", "attn_drop", "dropout")
@@ -54,19 +52,15 @@ def _numbers(places: list[nn.Module], names: tuple[str, ...]) -> Iterator[int | 
 def _require_plain(block: nn.Module) -> None:
     if getattr(block, "add_zero_attn", False):
         raise CheckpointError(
-            explain_problem(
-                "source",
-                expected="attention over the given keys alone",
-                got="a module with add_zero_attn",
-                fix="clearhead.nn.MultiheadAttention has it: use clearhead.upgrade(model).",
-            )
+            "source",
+            expected="attention over the given keys alone",
+            got="a module with add_zero_attn",
+            fix="clearhead.nn.MultiheadAttention has it: use clearhead.upgrade(model).",
         )
     if getattr(block, "attn_logit_softcapping", None) is not None:
         raise CheckpointError(
-            explain_problem(
-                "source",
-                expected="attention without soft-capping",
-                got="a module with attn_logit_softcapping",
-                fix="checkpoints.from_transformers reads it from the configuration of the model.",
-            )
+            "source",
+            expected="attention without soft-capping",
+            got="a module with attn_logit_softcapping",
+            fix="checkpoints.from_transformers reads it from the configuration of the model.",
         )

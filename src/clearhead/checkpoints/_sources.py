@@ -10,10 +10,8 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from .._checks import shown
-from ..errors import CheckpointError, DTypeError, explain_problem
+from ..errors import CheckpointError, DTypeError
 from ._files import read_file
-
-__all__ = ["Source", "Tensors", "read_source"]
 
 Source = nn.Module | Mapping[str, Tensor | nn.Linear] | str | os.PathLike[str]
 Tensors = dict[str, Tensor]
@@ -43,7 +41,7 @@ def read_source(source: Source) -> Contents:
     if isinstance(source, str | os.PathLike):
         return Contents(_flat(read_file(Path(source))), None)
     expected = "a module, a state dict, a mapping of the four projections, or the path of a file"
-    raise DTypeError(explain_problem("source", expected=expected, got=type(source).__name__))
+    raise DTypeError("source", expected=expected, got=type(source).__name__)
 
 
 def _flat(mapping: Mapping[str, object]) -> Tensors:
@@ -52,23 +50,19 @@ def _flat(mapping: Mapping[str, object]) -> Tensors:
         if not isinstance(name, str):
             fix = "Its keys are the names of the tensors."
             got = f"a key {shown(name)}"
-            raise CheckpointError(
-                explain_problem("source", expected="a state dict with strings as keys", got=got, fix=fix)
-            )
+            raise CheckpointError("source", expected="a state dict with strings as keys", got=got, fix=fix)
         if isinstance(value, nn.Module):
             tensors |= value.state_dict(prefix=f"{name}.")
         elif isinstance(value, Tensor):
             tensors[f"{name}.weight" if name in _BY_HAND else name] = value
         elif not name.endswith("_extra_state"):
             raise CheckpointError(
-                explain_problem(
-                    "source",
-                    expected="a state dict, with a tensor under every name",
-                    got=f"{type(value).__name__} under {name!r}",
-                    fix=f"If the state dict lies inside, pass source[{name!r}]; read a file with "
-                    "torch.load(path, weights_only=True) first."
-                    if isinstance(value, Mapping)
-                    else "",
-                )
+                "source",
+                expected="a state dict, with a tensor under every name",
+                got=f"{type(value).__name__} under {name!r}",
+                fix=f"If the state dict lies inside, pass source[{name!r}]; read a file with "
+                "torch.load(path, weights_only=True) first."
+                if isinstance(value, Mapping)
+                else "",
             )
     return tensors

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from .._checks import strided
-from ..errors import CheckpointError, DTypeError, explain_problem, shape_text
+from ..errors import CheckpointError, DTypeError, shape_text
 from ._namings import ROLES, Entry, Naming, Projection, Role
-
-__all__ = ["Projections", "unpack"]
 
 Projections = Mapping[Role, Projection]
 
@@ -41,9 +39,7 @@ def _require_plain(key: str, tensor: Tensor, dimensions: int) -> Tensor:
     except DTypeError as error:
         raise CheckpointError(*error.args) from None
     if tensor.dim() != dimensions or tensor.numel() == 0 or not tensor.is_floating_point():
-        raise CheckpointError(
-            explain_problem(key, expected=expected, got=f"{tensor.dtype} of shape {shape_text(tensor.shape)}")
-        )
+        raise CheckpointError(key, expected=expected, got=f"{tensor.dtype} of shape {shape_text(tensor.shape)}")
     return tensor
 
 
@@ -51,7 +47,7 @@ def _split(prefix: str, entry: Entry, tensor: Tensor) -> dict[Role, Tensor]:
     count = len(entry.holds)
     if tensor.shape[0] % count:
         expected = f"{', '.join(entry.holds)} of one size, so an output size that {count} divides"
-        raise CheckpointError(explain_problem(prefix + entry.key, expected=expected, got=shape_text(tensor.shape)))
+        raise CheckpointError(prefix + entry.key, expected=expected, got=shape_text(tensor.shape))
     return dict(zip(entry.holds, tensor.chunk(count), strict=True))
 
 
@@ -70,10 +66,8 @@ def _require_fit(naming: Naming, prefix: str, projections: Projections) -> None:
     if problems:
         where = f" under {prefix!r}" if prefix else ""
         raise CheckpointError(
-            explain_problem(
-                "source",
-                expected=f"sizes that fit together in the naming {naming.name}{where}",
-                got="; ".join(problems),
-                fix="Stored as (in, out), a weight has to be transposed first." if not naming.transposed else "",
-            )
+            "source",
+            expected=f"sizes that fit together in the naming {naming.name}{where}",
+            got="; ".join(problems),
+            fix="Stored as (in, out), a weight has to be transposed first." if not naming.transposed else "",
         )

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from .._environment import as_written, calls_uncompiled
-from ..errors import ArgumentError, explain_problem
-
-__all__ = ["ModuleNames", "uncompiled"]
+from .._layer.unmodified import is_unmodified
+from ..errors import ArgumentError
 
 
 @contextmanager
@@ -56,19 +55,22 @@ class ModuleNames:
 
     @contextmanager
     def following(self) -> Generator[ModuleNames, None, None]:
-        """Attach hooks to every module inside the block, and take every one of them away after it."""
+        """Attach hooks to every module inside the block, and take every one of them away after it.
+
+        But for unmodified linear layers: nothing attends in them, and layers multiply with their parameters themselves.
+        """
         self._thread = threading.get_ident()
         handles: list[Any] = []
         try:
             for name, module in self.model.named_modules():
+                if is_unmodified(module):
+                    continue
                 if isinstance(module, torch.jit.ScriptModule):
                     raise ArgumentError(
-                        explain_problem(
-                            "model",
-                            expected="modules that run in Python",
-                            got=f"{name or 'the model itself'!r}, which is TorchScript",
-                            fix="Take the model as it was before torch.jit.",
-                        )
+                        "model",
+                        expected="modules that run in Python",
+                        got=f"{name or 'the model itself'!r}, which is TorchScript",
+                        fix="Take the model as it was before torch.jit.",
                     )
                 handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(self._leaving, always_call=True))
@@ -80,13 +82,17 @@ class ModuleNames:
 
     def _entering(self, name: str) -> Any:
         def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if threading.get_ident() != self._thread:
-                return
-            if not self._running:
-                self.root_arguments = (args, kwargs)
-            self._running.append(name)
+            self.enter(name, args, kwargs)
 
         return entering
+
+    def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note that a module of this name begins to run with these arguments."""
+        if threading.get_ident() != self._thread:
+            return
+        if not self._running:
+            self.root_arguments = (args, kwargs)
+        self._running.append(name)
 
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread and self._running:

@@ -157,26 +157,39 @@ class record(Drawable, Mapping[str, Calls]):
         self._stack = ExitStack()
 
     def __enter__(self) -> record:
-        self._stack.enter_context(uncompiled(self._running.model))
-        self._stack.enter_context(self._running.following())
-        self._stack.enter_context(observing(self))
-        self._stack.enter_context(CaptureMode(self))
+        with ExitStack() as stack:
+            stack.enter_context(uncompiled(self._running.model))
+            stack.enter_context(self._running.following())
+            stack.enter_context(observing(self))
+            stack.enter_context(CaptureMode(self))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._stack.close()
-        self._running.root_arguments = ((), {})
-        self._padding = None
+        self.stop()
         if kind is None:
-            self._report_unseen()
+            self.report_unseen()
         elif is_compiler_error(kind):
             raise RecordError(
                 "record: a compiled function attended inside the block, where calls cannot be observed. Run it "
                 "uncompiled: with torch.compiler.set_stance('force_eager'), clearhead.record(model) as rec: "
                 "…"
             ) from error
+
+    def start_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin in a forward pre-hook of the model, whose own call, with these arguments, runs already."""
+        self.__enter__()
+        if hasattr(self._running.model, "_orig_mod"):  # from torch.compile, whose compiled forward is called next
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._running.enter("", args, kwargs)
+
+    def stop(self) -> None:
+        """End the block, without a word about what was not seen."""
+        self._stack.close()
+        self._running.root_arguments = ((), {})
+        self._padding = None
 
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
         """Record a call of Clearhead's own attention."""
@@ -337,7 +350,8 @@ class record(Drawable, Mapping[str, Calls]):
             self._padding = (self._running.root_arguments, finder)
         return self._padding[1].query_mask(name, batch, length, call.grid.key_length)
 
-    def _report_unseen(self) -> None:
+    def report_unseen(self) -> None:
+        """Raise or warn if layers that were chosen, or any attention at all, are not in the record."""
         missing = [layer for layer in self._layers or () if isinstance(layer, str) and layer not in self._order]
         missing += [layer for layer in self._layers or () if isinstance(layer, int) and layer >= len(self._order)]
         if self._order and missing:

@@ -20,14 +20,14 @@ from torch import Tensor
 from .._environment import disabled_torch_function, has_wrappers, is_tracing, is_transformed, wrapper_of
 from ..masks._base import Mask
 
-__all__ = ["Carried", "additive_mask", "carried_by", "carrying", "values_of"]
-
 
 class Carried(NamedTuple):
     """What an additive mask stands for."""
 
     mask: Mask | None
     """Shared by the layers of a forward; ``None`` for causal with the last query at the last key."""
+    cache: Any = None
+    """The cache that says instead, where every layer and head holds keys of its own (`BoundedCache`)."""
 
 
 class _LazyMask(Tensor):

@@ -1,103 +1,104 @@
-"""`upgrade` and `downgrade`: swap the class of every `torch.nn.MultiheadAttention` in a model, in place."""
+"""`upgrade` and `downgrade`: what Clearhead computes faster in a model, swapped in place and back."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
-from ..errors import DTypeError, explain_problem
-from ..nn._encoder import drop_padding, keep_padding
-from ..nn._multihead_attention import MultiheadAttention, keep_off_fast_path
-from ..nn._sharing import STACKS, share_masks, stop_sharing
-
-__all__ = ["UpgradeReport", "downgrade", "upgrade"]
-
-_NESTED_BEFORE = "_clearhead_use_nested_tensor"
-
-
-@dataclass(frozen=True)
-class UpgradeReport:
-    """What `upgrade` or `downgrade` did.
-
-    Args:
-        changed: qualified names of the modules whose class was swapped.
-        left: names of attention modules that were left alone, with the reason.
-        encoders: names of the `nn.TransformerEncoder`s whose nested-tensor path was switched off or on.
-
-    Example:
-        >>> import torch, clearhead
-        >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(12, 2, batch_first=True), 1)
-        >>> report = clearhead.upgrade(model)
-        >>> report.changed, report.left, report.encoders
-        (('layers.0.self_attn',), {}, ('',))
-    """
-
-    action: str
-    changed: tuple[str, ...]
-    left: dict[str, str]
-    encoders: tuple[str, ...]
-
-    def __str__(self) -> str:
-        lines = [f"{self.action}: {len(self.changed)} attention module(s)"]
-        lines += [f"  {name or '(the model itself)'}" for name in self.changed]
-        lines += [f"  left alone: {name or '(the model itself)'}, {reason}" for name, reason in self.left.items()]
-        lines += [
-            f"  nested tensors {_switched(self.action)}: {name or '(the model itself)'}" for name in self.encoders
-        ]
-        return "\n".join(lines)
+from .._checks import flag
+from .._layer.linear import Linear
+from ..errors import ArgumentError, DTypeError
+from ._linears import linears_to_swap, own_linears
+from ._pretrained import (
+    head_of,
+    models_of_transformers,
+    outermost,
+    restore_attention,
+    runs_on_clearhead,
+    set_attention,
+    why_not_set,
+)
+from ._torch_attention import nested_back, nested_off, swap_attention, swap_attention_back
+from ._unpad import ENCODERS, is_unpadded, keep_padding, leave_out_padding, why_no_encoder, why_padded
+from ._upgrade_report import UpgradeReport
 
 
-def upgrade(model: nn.Module) -> UpgradeReport:
-    """Turn every `torch.nn.MultiheadAttention` inside a model into `clearhead.nn.MultiheadAttention`, in place.
+def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, unpad: bool = False) -> UpgradeReport:
+    """Swap, in place, the parts of a model that Clearhead computes faster on this machine; `downgrade` undoes it.
 
-    Parameters stay the same objects, so optimizers keep their references, and so does the ``state_dict``. Those
-    inside `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer` are included, and PyTorch's inference fast
-    path no longer goes round them. Only that exact class is swapped; subclasses have code of their own. An
-    `nn.TransformerEncoder` goes on zeroing its padded outputs in inference.
+    Parameters stay the same objects, so optimizers keep their references, and so does the ``state_dict``; the model
+    trains, compiles and takes hooks as before. What cannot be swapped is left, and the report says why.
 
     Args:
-        model: any module; it may itself be the attention module.
+        model: any module; it may itself be what is swapped.
+        attention: turn every `torch.nn.MultiheadAttention` into `clearhead.nn.MultiheadAttention`, those inside
+            `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer` included, which PyTorch's inference fast path
+            then no longer goes round (only that exact class: subclasses have code of their own), and set the attention
+            of transformers' models to ``"clearhead"``. An `nn.TransformerEncoder` goes on zeroing its padded outputs in
+            inference. Default True.
+        linears: turn every `torch.nn.Linear` that nothing was changed on (no subclass, hook, parametrization, adapter
+            or quantised weight) into `clearhead.nn.Linear`, on machines where its rule may choose another GEMM than
+            PyTorch's. Default True.
+        unpad: let the encoders of transformers' models run on the real tokens of a padded batch alone. Results are the
+            same at real tokens and zero at padding. A call that this does not fit runs padded, as before: one with
+            ``output_attentions``, masks of 3 or 4 dimensions, cross-attention, a text without tokens, a head that reads
+            a first column of padding, hooks inside, chunked feed-forward, while recording or tracing. Default False.
 
     Returns:
         An `UpgradeReport`; print it.
 
     Raises:
-        DTypeError: if `model` is not a module.
+        DTypeError: if `model` is not a module, or a choice not a bool.
+        ArgumentError: for ``unpad=True`` if no model in it is an encoder that can leave padding out, by name, or if it
+            is to keep another attention than Clearhead's. The model is then as it was.
 
     Example:
         >>> import torch, clearhead
         >>> model = torch.nn.TransformerEncoderLayer(12, 3, batch_first=True)
-        >>> print(clearhead.upgrade(model))
+        >>> print(clearhead.upgrade(model, linears=False))
         upgraded: 1 attention module(s)
           self_attn
     """
     _require_module(model)
-    changed: list[str] = []
-    left: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if type(module) is nn.MultiheadAttention:
-            module.__class__ = MultiheadAttention
-            module.register_forward_pre_hook(keep_off_fast_path)
-            changed.append(name)
-        elif isinstance(module, MultiheadAttention):
-            left[name] = "it is Clearhead's already"
-        elif isinstance(module, nn.MultiheadAttention):
-            left[name] = f"{type(module).__module__}.{type(module).__qualname__} is a subclass with code of its own"
-    for module in model.modules():
-        if isinstance(module, STACKS) and _holds_ours(module):
-            share_masks(module)
-    return UpgradeReport("upgraded", tuple(changed), left, _nested_off(model))
+    attention, linears, unpad = flag("attention", attention), flag("linears", linears), flag("unpad", unpad)
+    pretrained = models_of_transformers(model)
+    encoders, left_padded = _encoders(model, pretrained, attention) if unpad else ({}, {})
+    swapped, left_linears = linears_to_swap(model) if linears else ({}, {})
+    changed, left = swap_attention(model) if attention else ([], {})
+    models: list[str] = []
+    for name, each in outermost(pretrained).items() if attention else ():
+        why = why_not_set(each) or set_attention(each)
+        if why is None:
+            models.append(name)
+        else:
+            left[name] = why
+    for layer in swapped.values():
+        layer.__class__ = Linear
+    for name, encoder in encoders.items():
+        leave_out_padding(encoder, head_of(pretrained, name))
+    nested = nested_off(model) if attention else ()
+    return UpgradeReport(
+        "upgraded",
+        tuple(changed),
+        left,
+        nested,
+        tuple(models),
+        tuple(swapped),
+        left_linears,
+        tuple(encoders),
+        left_padded,
+    )
 
 
 def downgrade(model: nn.Module) -> UpgradeReport:
-    """Turn every `clearhead.nn.MultiheadAttention` inside a model back into PyTorch's, in place.
+    """Undo `upgrade`, in place: PyTorch's classes, and the attention that transformers' models had before.
 
     Args:
         model: any module.
 
     Returns:
-        An `UpgradeReport`; subclasses of Clearhead's class are left alone and named.
+        An `UpgradeReport`; subclasses of Clearhead's attention are left alone and named.
 
     Raises:
         DTypeError: if `model` is not a module.
@@ -105,64 +106,73 @@ def downgrade(model: nn.Module) -> UpgradeReport:
     Example:
         >>> import torch, clearhead
         >>> model = torch.nn.TransformerEncoderLayer(12, 3, batch_first=True)
-        >>> _ = clearhead.upgrade(model)
+        >>> _ = clearhead.upgrade(model, linears=False)
         >>> print(clearhead.downgrade(model))
         downgraded: 1 attention module(s)
           self_attn
     """
     _require_module(model)
-    changed: list[str] = []
-    left: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if type(module) is MultiheadAttention:
-            hooks = module._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
-            for key in [key for key, hook in hooks.items() if hook is keep_off_fast_path]:
-                del hooks[key]
-            module.__class__ = nn.MultiheadAttention  # pyright: ignore[reportAttributeAccessIssue]
-            changed.append(name)
-        elif isinstance(module, MultiheadAttention):
-            left[name] = f"{type(module).__module__}.{type(module).__qualname__} is a subclass with code of its own"
-    for module in model.modules():
-        if isinstance(module, STACKS) and not _holds_ours(module):
-            stop_sharing(module)
-    return UpgradeReport("downgraded", tuple(changed), left, _nested_back(model))
+    pretrained = models_of_transformers(model)
+    unpadded = [name for name, each in pretrained.items() if is_unpadded(each)]
+    for name in unpadded:
+        keep_padding(pretrained[name])
+    layers = own_linears(model)
+    for layer in layers.values():
+        layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+    models = [name for name, each in pretrained.items() if restore_attention(each)]
+    changed, left = swap_attention_back(model)
+    return UpgradeReport(
+        "downgraded",
+        tuple(changed),
+        left,
+        nested_back(model),
+        tuple(models),
+        tuple(layers),
+        unpadded=tuple(unpadded),
+    )
 
 
-def _nested_off(model: nn.Module) -> tuple[str, ...]:
-    """`nn.TransformerEncoder` turns padded batches into nested tensors, which only its fast path can compute with."""
-    encoders: list[str] = []
-    for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.TransformerEncoder)
-            and getattr(module, "use_nested_tensor", False)
-            and _holds_ours(module)
-        ):
-            setattr(module, _NESTED_BEFORE, True)
-            module.use_nested_tensor = False
-            drop_padding(module)
-            encoders.append(name)
-    return tuple(encoders)
+def _encoders(
+    model: nn.Module, pretrained: dict[str, Any], attention: bool
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The encoders that can leave padding out, and why other models of transformers go on with theirs.
+
+    Raises:
+        ArgumentError: if there is no such architecture in the model, or if it is to keep another attention.
+    """
+    heads = {id(head_of(pretrained, name)) for name in pretrained}
+    found = {name: (each, why_no_encoder(each)) for name, each in pretrained.items()}
+    listed = {name: each for name, (each, why) in found.items() if why is None}
+    left = {name: why for name, (each, why) in found.items() if why is not None and id(each) not in heads}
+    if not listed:
+        expected = f"one of the encoders that can leave padding out ({', '.join(ENCODERS)}) for unpad=True"
+        got = "; ".join(left.values()) or f"{type(model).__name__}, which holds no model of transformers"
+        fix = "Leave unpad out: upgrade(model) swaps the rest."
+        raise ArgumentError("unpad", expected=expected, got=got, fix=fix)
+    for name in listed:
+        _require_attention(pretrained, name, attention)
+    encoders: dict[str, nn.Module] = {}
+    for name, each in listed.items():
+        why = why_padded(each, head_of(pretrained, name))
+        if why is None:
+            encoders[name] = each
+        else:
+            left[name] = why
+    return encoders, left
 
 
-def _nested_back(model: nn.Module) -> tuple[str, ...]:
-    encoders: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoder) and hasattr(module, _NESTED_BEFORE) and not _holds_ours(module):
-            delattr(module, _NESTED_BEFORE)
-            module.use_nested_tensor = True
-            keep_padding(module)
-            encoders.append(name)
-    return tuple(encoders)
-
-
-def _holds_ours(module: nn.Module) -> bool:
-    return any(isinstance(part, MultiheadAttention) for part in module.modules())
-
-
-def _switched(action: str) -> str:
-    return "switched off" if action == "upgraded" else "switched on again"
+def _require_attention(pretrained: dict[str, Any], name: str, attention: bool) -> None:
+    """Only Clearhead's attention keeps the texts of one row apart."""
+    if runs_on_clearhead(pretrained[name]):
+        return
+    around = next(root for part, root in outermost(pretrained).items() if not part or f"{name}.".startswith(f"{part}."))
+    why = why_not_set(around) if attention else "attention=False leaves it as it is"
+    if why is not None:
+        fix = 'Call model.set_attn_implementation("clearhead") or upgrade(model, unpad=True) on a model with "sdpa".'
+        expected = f"Clearhead's attention in {name or 'the model'}, by which texts in one row are kept apart"
+        raise ArgumentError("unpad", expected=expected, got=why, fix=fix)
 
 
 def _require_module(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise DTypeError(explain_problem("model", expected="a torch.nn.Module", got=type(model).__name__))
+        raise DTypeError("model", expected="a torch.nn.Module", got=type(model).__name__)

@@ -27,8 +27,10 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import output_capturing
 
 from .. import masks
-from .._attention import attention
-from .._checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, size, strided, with_values
+from .._call.rows import Rows, within_rows
+from .._checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, size, strided
+from .._environment import read_environment
+from .._layer.plan import attend_arguments
 from .._weights import attention_weights
 from ..errors import (
     ArgumentError,
@@ -36,14 +38,17 @@ from ..errors import (
     DTypeError,
     MaskTypeError,
     ShapeError,
-    explain_problem,
     in_words_of,
     shape_text,
 )
 from ..masks._prepared import shared
+from ._cache_for import cache_for
+from ._cache_layers import BoundedLayer
 from ._lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
+from ._packed_row import rows_of
+from ._trainer import AttentionMonitorCallback
 
-__all__ = ["attention_forward", "make_mask", "register"]
+__all__ = ["AttentionMonitorCallback", "attention_forward", "cache_for", "make_mask", "register"]
 
 NAME = "clearhead"
 #: What errors call the arguments, to what transformers calls them.
@@ -54,6 +59,8 @@ _NAMES = {
     "bias": "position_bias",
     "masks.bias": "position_bias",
     "mask bias(...)": "position_bias or attention_mask",
+    "cu_seqlens_q": "cu_seq_lens_q",
+    "cu_seqlens_k": "cu_seq_lens_k",
     "masks.keep": "attention_mask",
     "mask keep(...)": "attention_mask",
 }
@@ -121,7 +128,8 @@ def attention_forward(
         sliding_window: without a mask, keys further than ``sliding_window`` − 1 positions away are hidden.
         is_causal: without a mask, ``True`` in the call itself hides the future, the last query at the last key.
         position_bias: added to the scores, (B or 1, H or 1, L or 1, S).
-        cu_seq_lens_q, cu_seq_lens_k: (n + 1,) boundaries of sequences packed into one row.
+        cu_seq_lens_q, cu_seq_lens_k: (n + 1,) boundaries of sequences packed into one row; causal masks and windows
+            then count within each.
         output_attentions: return the weights too.
 
     Returns:
@@ -173,8 +181,12 @@ def _attend(
     output_attentions: bool | None,
 ) -> tuple[Tensor, Tensor | None]:
     if not hasattr(module, "training"):
-        raise DTypeError(explain_problem("module", expected="a torch.nn.Module", got=shown(module)))
-    if attention_mask is not None:
+        raise DTypeError("module", expected="a torch.nn.Module", got=shown(module))
+    held = _held_layer(module, attention_mask)
+    if held is not None:
+        pattern, places = _seen_of_held(held, query.shape[1])
+        shared |= places
+    elif attention_mask is not None:
         pattern = _given_mask(attention_mask, query, key)
     else:
         pattern = _causal(query, key) if is_causal is not None and flag("is_causal", is_causal) else None
@@ -183,14 +195,17 @@ def _attend(
             shared |= _last_positions(query, key)
     if position_bias is not None:
         pattern = _both(pattern, masks.bias(position_bias))
-    if any(starts is not None for starts in boundaries):
-        pattern = _both(pattern, _packed(query, key, *boundaries))
+    rows = rows_of(query, key, *boundaries)
     dropout_p = dropout if module.training else 0.0
-    output = attention(query, key, value, pattern, dropout_p=dropout_p, **shared)
+    environment = read_environment()
+    output = attend_arguments(query, key, value, pattern, environment, rows=rows, dropout_p=dropout_p, **shared).output
     output = output.transpose(1, 2).contiguous()  # (B, L, H, Dv)
-    if not _weights_wanted(module, output_attentions):
-        return output, None
-    return output, attention_weights(query, key, pattern, **shared).to(query.dtype)
+    weights = None
+    if _weights_wanted(module, output_attentions):
+        weights = attention_weights(query, key, _within(rows, pattern, shared), **shared).to(query.dtype)
+    if held is not None:
+        held.observe(query, key, **{name: shared[name] for name in ("scale", "softcap", "sinks")})
+    return output, weights
 
 
 def make_mask(
@@ -260,7 +275,7 @@ def _require_offset(q_offset: object) -> None:
     if not isinstance(q_offset, Tensor):
         integer("q_offset", q_offset, least=0)
     elif strided("q_offset", q_offset).numel() != 1 or q_offset.dtype not in INTEGERS:
-        raise DTypeError(explain_problem("q_offset", expected="an int, or a tensor of one", got=shown(q_offset)))
+        raise DTypeError("q_offset", expected="an int, or a tensor of one", got=shown(q_offset))
 
 
 def register() -> None:
@@ -284,12 +299,10 @@ def _refuse_unknown(others: dict[str, Any]) -> None:
         if value is None or name in WITHOUT_EFFECT:
             continue
         raise ArgumentError(
-            explain_problem(
-                name,
-                expected="no keyword that Clearhead's attention for transformers does not know",
-                got=f"a {type(value).__name__} from the model",
-                fix='It may change the result, so it is not ignored. Use model.set_attn_implementation("eager").',
-            )
+            name,
+            expected="no keyword that Clearhead's attention for transformers does not know",
+            got=f"a {type(value).__name__} from the model",
+            fix='It may change the result, so it is not ignored. Use model.set_attn_implementation("eager").',
         )
 
 
@@ -297,7 +310,7 @@ def _same_batch(**given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Expand a batch of 1 (learned queries, shared keys) to the others' size."""
     for name, tensor in given.items():
         if strided(name, tensor).dim() != 4:
-            raise ShapeError(explain_problem(name, expected="(B, H, L, D)", got=shape_text(tensor.shape)))
+            raise ShapeError(name, expected="(B, H, L, D)", got=shape_text(tensor.shape))
     tensors = given.values()
     batch = max(tensor.shape[0] for tensor in tensors)
     query, key, value = (t.expand(batch, -1, -1, -1) if t.shape[0] == 1 < batch else t for t in tensors)
@@ -313,7 +326,7 @@ def _causal(query: Tensor, key: Tensor) -> masks.Mask | None:
 
 def _given_mask(given: Tensor, query: Tensor, key: Tensor) -> masks.Mask | None:
     if not isinstance(given, Tensor):
-        raise MaskTypeError(explain_problem("attention_mask", expected="a tensor or None", got=type(given).__name__))
+        raise MaskTypeError("attention_mask", expected="a tensor or None", got=type(given).__name__)
     carried = carried_by(given)
     if carried is not None:
         return _causal(query, key) if carried.mask is None else carried.mask
@@ -325,47 +338,39 @@ def _given_mask(given: Tensor, query: Tensor, key: Tensor) -> masks.Mask | None:
         lowest = torch.finfo(given.dtype).min
         return masks.bias(given.masked_fill(given <= lowest, float("-inf")))
     raise DTypeError(
-        explain_problem(
-            "attention_mask",
-            expected="a bool mask (True = may attend) or an additive float mask",
-            got=f"{given.dtype} of shape {shape_text(given.shape)}",
-            fix="Give 4-D masks as bool.",
-        )
+        "attention_mask",
+        expected="a bool mask (True = may attend) or an additive float mask",
+        got=f"{given.dtype} of shape {shape_text(given.shape)}",
+        fix="Give 4-D masks as bool.",
     )
 
 
-def _packed(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tensor | None) -> masks.Mask:
-    """Hide the other sequences of a packed row; boundaries 0, n₁, n₁ + n₂, … as flash attention takes them."""
-    with_values("query", query)
-    for name, starts in (("cu_seq_lens_q", starts_q), ("cu_seq_lens_k", starts_k)):
-        if starts is not None:
-            _require_boundaries(name, starts)
-    length = query.shape[2]
-    same = starts_q is starts_k or (starts_q is not None and starts_k is not None and torch.equal(starts_q, starts_k))
-    if starts_q is None or not same or query.shape[0] != 1 or key.shape[2] != length:
-        raise ShapeError(
-            explain_problem(
-                "cu_seq_lens_q, cu_seq_lens_k",
-                expected="the same boundaries for queries and keys, one packed row (B = 1, L = S)",
-                got=f"query {shape_text(query.shape)}, key {shape_text(key.shape)}",
-                fix="Pass position_ids or an attention_mask instead.",
-            )
-        )
-    positions = torch.arange(length, device=query.device)
-    return masks.documents(torch.searchsorted(starts_q.to(query.device), positions, right=True))
+def _held_layer(module: Any, given: Tensor | None) -> BoundedLayer | None:
+    """The layer of a cache whose heads hold keys of their own, which the mask brings."""
+    carried = carried_by(given) if isinstance(given, Tensor) else None
+    return None if carried is None or carried.cache is None else carried.cache.layers[module.layer_idx]
 
 
-def _require_boundaries(name: str, starts: Tensor) -> None:
-    expected = "an int32 or int64 tensor (n + 1,)"
-    if strided(name, starts, expected).dtype not in (torch.int32, torch.int64) or starts.dim() != 1:
-        raise DTypeError(explain_problem(name, expected=expected, got=shown(starts)))
-    with_values(name, starts)
+def _seen_of_held(held: BoundedLayer, num_heads: int) -> tuple[masks.Mask, dict[str, Any]]:
+    """What its queries see of its keys, and the positions of both."""
+    mask, positions, keys = held.seen
+    if keys is not None and keys.dim() == 3:
+        keys = keys.repeat_interleave(num_heads // keys.shape[1], 1)  # (B, H, S)
+    return mask, {"query_positions": positions, "key_positions": keys}
 
 
 def _last_positions(query: Tensor, key: Tensor) -> dict[str, int]:
     """Where the queries stand if the last one is at the last key."""
     length, keys = query.shape[2], key.shape[2]
     return {"query_positions": keys - length} if length < keys else {}
+
+
+def _within(rows: Rows | None, pattern: masks.Mask | None, shared: dict[str, Any]) -> masks.Mask | None:
+    """The pattern as a mask of all T × Tk weights, which counts in positions within the sequences of a packed row."""
+    if rows is None:
+        return pattern
+    shared |= {"query_positions": rows.query_positions[None], "key_positions": rows.key_positions[None]}
+    return within_rows(rows, pattern)
 
 
 def _both(first: masks.Mask | None, second: masks.Mask) -> masks.Mask:

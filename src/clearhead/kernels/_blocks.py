@@ -25,6 +25,7 @@ __all__ = [
     "LongSum",
     "Workspace",
     "block_scores",
+    "block_share",
     "block_weights",
     "drop_subnormal",
     "exact_dtype",
@@ -143,14 +144,14 @@ class LongSum:
 
 def head_spans(call: AttentionCall) -> Iterator[HeadSpan]:
     """Split batch and heads so that a span's blocks fit the budget with rows enough."""
-    rows = row_blocks(call.mask, call.grid, BLOCK_ELEMENTS // call.group, _FEWEST_ROWS)
+    rows = row_blocks(call.mask, call.grid, BLOCK_ELEMENTS // call.spec.group, _FEWEST_ROWS)
     cells = max((min(_ROWS, part.stop - part.start) * (stop - start) for part, (start, stop) in rows), default=0)
     return _spans(call, cells)
 
 
 def _spans(call: AttentionCall, cells: int) -> Iterator[HeadSpan]:
     """Split batch and heads so that blocks of so many cells in each head fit the budget."""
-    batch, kv_heads, group = call.query.shape[0], call.key.shape[1], call.group
+    batch, kv_heads, group = call.query.shape[0], call.key.shape[1], call.spec.group
     groups = max(1, BLOCK_ELEMENTS // max(1, group * cells))
     items = max(1, groups // kv_heads)
     groups = min(groups, kv_heads)
@@ -194,11 +195,11 @@ def block_scores(
         s (b, h, l, s) with −∞ where hidden, and tanh(s/c) before bias and mask, or ``None``.
     """
     workspace = workspace or Workspace()
-    scores = grouped(query, key.transpose(-2, -1), call.scale, workspace)
+    scores = grouped(query, key.transpose(-2, -1), call.spec.scale, workspace)
     squashed = None
-    if call.softcap is not None:
-        squashed = scores.div_(call.softcap).tanh_()
-        scores = squashed * call.softcap
+    if call.spec.softcap is not None:
+        squashed = scores.div_(call.spec.softcap).tanh_()
+        scores = squashed * call.spec.softcap
     if call.mask is not None:
         bias = call.mask.bias(block, scores.dtype)
         if bias is not None:
@@ -238,6 +239,12 @@ def block_softmax(call: AttentionCall, block: Block, scores: Tensor) -> Tensor:
     return drop_subnormal(call, _softmax(scores))
 
 
+def block_share(call: AttentionCall, scores: Tensor, lse: Tensor) -> Tensor:
+    """The weights of keys that are not all that a row sees, in place, from the lse (b, h, l) of all of them."""
+    lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # of a row that sees none, whose scores are −∞
+    return drop_subnormal(call, scores.sub_(lse[..., None]).exp_())
+
+
 def _softmax(scores: Tensor) -> Tensor:
     """In place. PyTorch's own adds vector after vector, which loses digits in long rows; its `sum` is pairwise."""
     weights = torch.softmax(scores, -1, out=scores)
@@ -261,7 +268,7 @@ def exact_dtype(call: AttentionCall) -> torch.dtype:
     The error of a score is a relative error of its weight, and float32 products of long vectors are not exact enough
     for weights to 1e-6.
     """
-    return torch.float64 if call.grid.key_length <= EXACT_KEYS else call.compute_dtype
+    return torch.float64 if call.grid.key_length <= EXACT_KEYS else call.spec.compute_dtype
 
 
 def score_blocks(
@@ -277,7 +284,7 @@ def score_blocks(
     Yields:
         The block, its place among the (chosen) rows, and its query (b, h, l, D) and key (b, hkv, s, D).
     """
-    dtype = dtype or call.compute_dtype
+    dtype = dtype or call.spec.compute_dtype
     for span in head_spans(call) if chosen is None else _chosen_spans(call, len(chosen)):
         key = span.key(call.key).to(dtype).contiguous()
         blocks = span_blocks(call, span) if chosen is None else _chosen_blocks(call, span, chosen)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, cast, final
 import torch
 from torch import Tensor
 
-from .._call.dropout import dropout_factors
 from .._call.spec import AttentionCall, AttentionSpec, Results
 from ..masks._base import Mask
 from ..masks._grid import Grid
@@ -20,6 +19,7 @@ from ._blocks import (
     LongSum,
     Workspace,
     block_scores,
+    block_share,
     block_softmax,
     block_weights,
     grouped,
@@ -29,7 +29,7 @@ from ._blocks import (
 )
 from ._second_order import backward_pass, recompute_by_reference, sinks_gradient
 
-__all__ = ["ChunkedKernel"]
+__all__ = ["ChunkedKernel", "gradients_of_some_keys"]
 
 
 @final
@@ -46,18 +46,21 @@ class ChunkedKernel(Kernel):
             return (Refusal("its own backward cannot be transformed by torch.func or derived forwards"),)
         return ()
 
+    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        return ()
+
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         return _compute_with_gradients if spec.needs_gradients else _compute
 
 
 def _compute(call: AttentionCall) -> Results:
-    lse = _empty_lse(call) if call.return_lse else None
+    lse = _empty_lse(call) if call.spec.lse else None
     return Results(_forward(call, lse), lse)
 
 
 def _compute_with_gradients(call: AttentionCall) -> Results:
     output, lse = cast("tuple[Tensor, Tensor]", _Chunked.apply(call, *call.inputs))
-    return Results(output, lse if call.return_lse else None)
+    return Results(output, lse if call.spec.lse else None)
 
 
 class _Chunked(torch.autograd.Function):
@@ -67,14 +70,14 @@ class _Chunked(torch.autograd.Function):
     def forward(ctx: Any, call: AttentionCall, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         lse = _empty_lse(call)
         output = _forward(call, lse)
-        ctx.rebuild = call.rebuild
+        ctx.rebuild, ctx.count = call.rebuild, 1 + len(inputs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(lse, *inputs)
+        ctx.save_for_backward(lse, *inputs, *call.read_again)
         return output, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        lse, *inputs = ctx.saved_tensors
+        lse, *inputs = ctx.saved_tensors[: ctx.count]
 
         def own() -> tuple[Tensor, ...]:
             return _backward(ctx.rebuild(*inputs), lse, *gradients)
@@ -83,7 +86,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _empty_lse(call: AttentionCall) -> Tensor:
-    return call.query.new_empty(call.query.shape[:3], dtype=call.compute_dtype)
+    return call.query.new_empty(call.query.shape[:3], dtype=call.spec.compute_dtype)
 
 
 def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
@@ -101,20 +104,39 @@ def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
                 weights, block_lse = block_weights(call, block, scores)
                 span.query(lse)[:, :, rows] = block_lse.squeeze(-1)
             if call.dropout_seed is not None:
-                weights *= dropout_factors(call.dropout_seed, call.dropout_p, block, weights.dtype, call.first_item)
+                weights *= call.dropout_factors(block, weights.dtype)
             span.query(output)[:, :, rows] = grouped(weights, value[:, :, part]).to(output.dtype)
     return output
 
 
+def gradients_of_some_keys(
+    call: AttentionCall, lse: Tensor, correction: Tensor, output_gradient: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of a call that holds some of the keys of a larger one, in the order of `call.inputs` without sinks.
+
+    Args:
+        call: without sinks.
+        lse: (B, H, L) of all keys, sinks included.
+        correction: δ = dO·o (B, H, L) of all keys.
+        output_gradient: dO (B, H, L, Dv).
+    """
+    return _backward(call, lse, output_gradient, None, correction)
+
+
 def _backward(
-    call: AttentionCall, lse: Tensor, output_gradient: Tensor | None, lse_gradient: Tensor | None
+    call: AttentionCall,
+    lse: Tensor,
+    output_gradient: Tensor | None,
+    lse_gradient: Tensor | None,
+    of_all_keys: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, sinks (if any) and every bias tensor, in the order of `call.inputs`.
 
     With dO the output's gradient, dp = dO vᵀ (dropped as p was), δ = Σ_j p dp and dl that of lse:
-    ds = p (dp − δ + dl). δ is summed from the block's own row and not taken as dO·o, whose o may be rounded.
+    ds = p (dp − δ + dl). δ is summed from the block's own row and not taken as dO·o, whose o may be rounded; where
+    the call does not hold all keys, it is `of_all_keys`, as `lse` is.
     """
-    dtype = call.compute_dtype
+    dtype = call.spec.compute_dtype
     if output_gradient is None:
         output_gradient = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
     if lse_gradient is None:
@@ -132,24 +154,32 @@ def _backward(
             part = block.columns
             rows_query, rows_key = query[:, :, rows], key[:, :, part]
             scores, squashed = block_scores(call, block, rows_query, rows_key, workspace)
-            weights = block_softmax(call, block, scores)  # from lse they would have its rounding as a relative error
+            if of_all_keys is None:
+                weights = block_softmax(
+                    call, block, scores
+                )  # from lse they would have its rounding as a relative error
+            else:
+                weights = block_share(call, scores, span.query(lse)[:, :, rows])
             gradient = span.query(output_gradient)[:, :, rows].to(dtype)
             rows_value = value[:, :, part].transpose(-2, -1)
             scores_gradient = grouped(gradient, rows_value, workspace=gradient_workspace)  # dp (b, h, l, s)
             dropped = weights
             if call.dropout_seed is not None:
-                factors = dropout_factors(call.dropout_seed, call.dropout_p, block, dtype, call.first_item)
+                factors = call.dropout_factors(block, dtype)
                 dropped = weights * factors
                 scores_gradient *= factors
             span_value_gradient.run[:, :, part] += grouped_transposed(dropped, gradient, key.shape[1])
-            delta = torch.linalg.vecdot(weights, scores_gradient) - span.query(lse_gradient)[:, :, rows]
-            span.query(correction)[:, :, rows] = delta
+            if of_all_keys is None:
+                delta = torch.linalg.vecdot(weights, scores_gradient) - span.query(lse_gradient)[:, :, rows]
+                span.query(correction)[:, :, rows] = delta
+            else:
+                delta = span.query(of_all_keys)[:, :, rows]
             scores_gradient.sub_(delta[..., None]).mul_(weights)  # ds
             if call.mask is not None:
                 call.mask.add_bias_gradients([sums.run for sums in bias_gradients], block, scores_gradient)
             if squashed is not None:
                 scores_gradient.mul_(1 - squashed.square())
-            scores_gradient.mul_(call.scale)
+            scores_gradient.mul_(call.spec.scale)
             span.query(query_gradient)[:, :, rows] = grouped(scores_gradient, rows_key).to(query_gradient.dtype)
             span_key_gradient.run[:, :, part] += grouped_transposed(scores_gradient, rows_query, key.shape[1])
             for sums in (span_key_gradient, span_value_gradient, *bias_gradients):
@@ -163,7 +193,7 @@ def _backward(
 
 def _span_tensors(call: AttentionCall, span: HeadSpan) -> tuple[Tensor, Tensor, Tensor]:
     """The span's query, key and value in the compute dtype, laid out for matrix products."""
-    dtype = call.compute_dtype
+    dtype = call.spec.compute_dtype
     return (
         span.query(call.query).to(dtype),
         span.key(call.key).to(dtype).contiguous(),

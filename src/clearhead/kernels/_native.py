@@ -14,20 +14,20 @@ from ..masks._base import Mask
 from ..masks._grid import Grid
 from . import _native_operator  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines the operators
 from ._base import Kernel, Plan, Refusal
-from ._native_masks import lower
+from ._native_masks import lower_mask
 from ._native_plan import NO_EXTRAS, Extras, NativeArguments, NativePlan
 from ._native_support import learnt_shape, native_refusals, refuses_statistics
 from ._second_order import allow_second_derivatives, backward_pass, recompute_by_reference, sinks_gradient
 from ._weights_gradient import weights_by_operations, weights_gradients
 
-__all__ = ["NativeKernel", "arguments_of"]
+__all__ = ["NativeKernel", "arguments_of", "native_gradients_of_some_keys"]
 
 _WORTH_THREADS = 1 << 20  # multiplications of scores that take longer on one thread than PyTorch's kernel on several
 
 
 @final
 class NativeKernel(Kernel):
-    """Tiles of queries against blocks of keys; skips the blocks of which no query of a tile sees a key."""
+    """Tiles of queries against blocks of keys; skips the blocks whose keys are masked for every query of a tile."""
 
     name: ClassVar[str] = "native"
     twice_differentiable: ClassVar[bool] = True
@@ -47,6 +47,11 @@ class NativeKernel(Kernel):
             return ()
         return (Refusal("it was built without OpenMP and would run on one thread"),)
 
+    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        if spec.tracing or not refuses_statistics(spec, mask, grid):
+            return ()
+        return (Refusal("it gives weights neither of large computed masks nor to a TorchDispatchMode"),)
+
     def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
         # Whatever the gradients: what checkpointing computes again must be the same to the last bit.
         if spec.dropout_p or spec.dtype != torch.float32 or spec.tracing or spec.transformed:
@@ -57,19 +62,19 @@ class NativeKernel(Kernel):
         if spec.tracing or spec.dispatching:
             return _run_operator
         if spec.documents is not None:
-            lowering = _one_plan(spec, documents=spec.documents, **_limits(mask, grid))
+            prepare = _prepare_once(spec, documents=spec.documents, **_limits(mask, grid))
         elif mask is None or mask.structure(grid).only_band(grid) is not None:
-            lowering = _one_plan(spec, **_limits(mask, grid))
+            prepare = _prepare_once(spec, **_limits(mask, grid))
         else:
-            lowering = _lower_again
+            prepare = _prepare_every_time
         weights = spec.weights
         if not spec.needs_gradients:
-            return lambda call: _results(call, *_compute(call, lowering(call), weights, spec.lse, False))
-        return lambda call: _results(call, *cast(Any, _Native.apply(call, lowering, weights, *call.inputs)))
+            return lambda call: _results(call, *_compute(call, prepare(call), weights, spec.lse, False))
+        return lambda call: _results(call, *cast(Any, _Native.apply(call, prepare, weights, *call.inputs)))
 
 
-class Lowering(NamedTuple):
-    """How one call is computed.
+class NativeCall(NamedTuple):
+    """A call, prepared: its plans and the tensors of its mask.
 
     Args:
         plan: the native plan, whose output is of the inputs' dtype.
@@ -84,7 +89,7 @@ class Lowering(NamedTuple):
     learning: Callable[[tuple[int, ...]], NativePlan]
 
 
-Lower = Callable[[AttentionCall], Lowering]
+Prepare = Callable[[AttentionCall], NativeCall]
 
 
 def _results(call: AttentionCall, output: Tensor, lse: Tensor | None, weights: Tensor | None) -> Results:
@@ -101,7 +106,7 @@ def _run_operator(call: AttentionCall) -> Results:
     return allow_second_derivatives("native", call, results)
 
 
-def _one_plan(spec: AttentionSpec, **options: Any) -> Lower:
+def _prepare_once(spec: AttentionSpec, **options: Any) -> Prepare:
     """For calls that differ in the addresses of query, key, value, sinks, seed and documents alone."""
     numbers: dict[str, Any] = {
         "scale": spec.scale,
@@ -113,10 +118,10 @@ def _one_plan(spec: AttentionSpec, **options: Any) -> Lower:
     plan = NativePlan(spec.dtype, *layouts, **numbers)
     wide = plan if spec.dtype == torch.float32 else NativePlan(spec.dtype, *layouts, wide=True, **numbers)
 
-    def lowering(call: AttentionCall) -> Lowering:
-        return Lowering(plan, _extras(call), lambda: wide, _no_bias)
+    def prepare(call: AttentionCall) -> NativeCall:
+        return NativeCall(plan, _extras(call), lambda: wide, _no_bias)
 
-    return lowering
+    return prepare
 
 
 def _limits(mask: Mask | None, grid: Grid) -> dict[str, int]:
@@ -137,10 +142,10 @@ def _extras(call: AttentionCall) -> Extras:
     return Extras(sinks, seed=call.dropout_seed, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
 
 
-def _lower_again(call: AttentionCall) -> Lowering:
+def _prepare_every_time(call: AttentionCall) -> NativeCall:
     """For calls whose mask has tensors, or other numbers every time."""
     arguments = arguments_of(call)
-    return Lowering(
+    return NativeCall(
         arguments.plan(),
         arguments.extras,
         lambda: arguments.plan(wide=True),
@@ -150,8 +155,8 @@ def _lower_again(call: AttentionCall) -> Lowering:
 
 def arguments_of(call: AttentionCall) -> NativeArguments:
     """The call with its mask lowered."""
-    lowered = lower(call)
-    first, last = lowered.spans or (None, None)
+    lowered = lower_mask(call)
+    first, last = lowered.row_ranges or (None, None)
     return NativeArguments(
         call.query,
         call.key,
@@ -162,9 +167,9 @@ def arguments_of(call: AttentionCall) -> NativeArguments:
         first,
         last,
         call.dropout_seed,
-        call.scale,
-        call.softcap or 0.0,
-        call.dropout_p,
+        call.spec.scale,
+        call.spec.softcap or 0.0,
+        call.spec.dropout_p,
         lowered.low,
         lowered.high,
         lowered.stop,
@@ -172,20 +177,20 @@ def arguments_of(call: AttentionCall) -> NativeArguments:
 
 
 def _compute(
-    call: AttentionCall, lowering: Lowering, weights: WeightsWanted, with_lse: bool, wide: bool
+    call: AttentionCall, native: NativeCall, weights: WeightsWanted, with_lse: bool, wide: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output, lse in float64 and weights; with `wide` the output is float32 whatever the inputs' dtype."""
-    plan = lowering.wide() if wide else lowering.plan
+    plan = native.wide() if wide else native.plan
     lse = plan.empty_lse(call.query) if with_lse else None
     inputs = (call.query, call.key, call.value)
     if weights is None:
-        return plan.forward(*inputs, lowering.extras, lse), lse, None
+        return plan.forward(*inputs, native.extras, lse), lse, None
     (batch, heads, length, _), keys = call.query.shape, call.key.shape[2]
     shape = (batch, length, keys) if weights == "average" else (batch, heads, length, keys)
     output, found = plan.empty_output(call.query), call.query.new_zeros(shape, dtype=torch.float32)
     matrix = length * keys
     strides = (matrix, 0, keys) if weights == "average" else (heads * matrix, matrix, keys)
-    plan.statistics(*inputs, lowering.extras, output, lse, weights=found, weights_strides=strides)
+    plan.statistics(*inputs, native.extras, output, lse, weights=found, weights_strides=strides)
     return output, lse, found
 
 
@@ -198,24 +203,25 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: AttentionCall, lower: Lower, weights: WeightsWanted, *inputs: Tensor
+        ctx: Any, call: AttentionCall, prepare: Prepare, weights: WeightsWanted, *inputs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        ctx.rebuild, ctx.lower, ctx.weights = call.rebuild, lower, weights
+        ctx.rebuild, ctx.prepare, ctx.weights = call.rebuild, prepare, weights
         ctx.set_materialize_grads(False)
-        exact, lse, found = _compute(call, lower(call), weights, True, True)
-        ctx.save_for_backward(exact, lse, *inputs)
+        exact, lse, found = _compute(call, prepare(call), weights, True, True)
+        ctx.save_for_backward(exact, lse, *inputs, *call.read_again)
+        ctx.count = 2 + len(inputs)
         return exact.to(call.query.dtype), cast(Tensor, lse).float(), found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        output, lse, *inputs = ctx.saved_tensors
+        output, lse, *inputs = ctx.saved_tensors[: ctx.count]
         weights: WeightsWanted = ctx.weights
 
         def own() -> list[Tensor | None]:
             call, (of_output, of_lse, of_weights) = ctx.rebuild(*inputs), gradients
             found: list[Tensor | None] = [None] * len(inputs)
             if of_output is not None or of_lse is not None:
-                found = _gradients(call, ctx.lower(call), output, lse, of_output, of_lse, ctx.needs_input_grad)
+                found = _gradients(call, ctx.prepare(call), output, lse, of_output, of_lse, ctx.needs_input_grad)
             if of_weights is not None:
                 query, key, *rest = weights_gradients(zero_hidden(call), None, weights == "average", of_weights)
                 found = [_sum(*both) for both in zip(found, (query, key, None, *rest), strict=True)]
@@ -231,13 +237,29 @@ class _Native(torch.autograd.Function):
         return backward_pass(ctx, gradients, inputs, own, recompute)
 
 
+def native_gradients_of_some_keys(
+    call: AttentionCall, output: Tensor, lse: Tensor, output_gradient: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value of a call that holds some of the keys of a larger one.
+
+    Args:
+        call: without sinks and biases that learn, which `native_refusals` has nothing against.
+        output: (B, H, L, Dv) of all keys, in float32.
+        lse: (B, H, L) of all keys, sinks included, in float64.
+        output_gradient: (B, H, L, Dv).
+    """
+    native, inputs = _prepare_every_time(call), (call.query, call.key, call.value)
+    query, key, value, _ = native.wide().backward(*inputs, output, lse, output_gradient, None, native.extras)
+    return query, key, value
+
+
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return other if one is None else one if other is None else one + other
 
 
 def _gradients(
     call: AttentionCall,
-    lowering: Lowering,
+    native: NativeCall,
     output: Tensor,
     lse: Tensor,
     output_gradient: Tensor | None,
@@ -249,11 +271,11 @@ def _gradients(
         output_gradient = torch.zeros_like(output, dtype=call.query.dtype)
     biases = len(call.bias_tensors)
     wanted = [index for index in range(biases) if needed[index - biases]]
-    plan = lowering.learning(cast(Any, learnt_shape(call.mask, call.grid))) if wanted else lowering.wide()
+    plan = native.learning(cast(Any, learnt_shape(call.mask, call.grid))) if wanted else native.wide()
     bias_gradient = plan.empty_bias_gradient(output) if wanted else None
     inputs = (call.query, call.key, call.value)
     *found, correction = plan.backward(
-        *inputs, output, lse, output_gradient, lse_gradient, lowering.extras, bias_gradient
+        *inputs, output, lse, output_gradient, lse_gradient, native.extras, bias_gradient
     )
     if call.sinks is not None:
         found.append(sinks_gradient(call.sinks, correction, lse))

@@ -13,16 +13,14 @@ from ..masks._grid import Grid
 from ..masks._lowering import completed
 from ..masks._structure import Band, RowRanges
 
-__all__ = ["Lowered", "lower"]
-
 
 @dataclass(frozen=True)
-class Lowered:
-    """A key is seen where all of these allow it.
+class LoweredMask:
+    """A key is visible where all of these allow it.
 
     Args:
         low, high, stop: row i sees i + low ≤ j ≤ i + high and j < stop.
-        spans: first and one past the last column of each row, int32 (1 or B, 1 or L) each, or ``None``.
+        row_ranges: first and one past the last column of each row, int32 (1 or B, 1 or L) each, or ``None``.
         visible: bool (1 or B, 1 or H, 1 or L, 1 or S), or ``None``.
         bias: float32 of such a shape, added to the scores, or ``None``.
     """
@@ -30,20 +28,20 @@ class Lowered:
     low: int
     high: int
     stop: int
-    spans: tuple[Tensor, Tensor] | None = None
+    row_ranges: tuple[Tensor, Tensor] | None = None
     visible: Tensor | None = None
     bias: Tensor | None = None
 
 
-def lower(call: AttentionCall) -> Lowered:
+def lower_mask(call: AttentionCall) -> LoweredMask:
     """The call's mask; what is neither band nor range becomes a tensor."""
     mask, grid = call.mask, call.grid
     if mask is None:
-        return Lowered(-grid.query_length, grid.key_length, grid.key_length)
+        return LoweredMask(-grid.query_length, grid.key_length, grid.key_length)
     return mask.lowered(grid, "native", lambda: _lower(mask, grid))
 
 
-def _lower(mask: Mask, grid: Grid) -> Lowered:
+def _lower(mask: Mask, grid: Grid) -> LoweredMask:
     found = completed(mask, grid, torch.float32)
     band = found.band or Band.whole(grid)
     tensors = [*found.tensors]
@@ -59,7 +57,7 @@ def _lower(mask: Mask, grid: Grid) -> Lowered:
     for added in found.biases:
         added = added.float().resolve_neg()  # which are read as they lie in memory
         bias = added if bias is None else bias + added
-    return Lowered(band.low, band.high, band.stop, None if rows is None else _within(rows, grid), visible, bias)
+    return LoweredMask(band.low, band.high, band.stop, None if rows is None else _within(rows, grid), visible, bias)
 
 
 def _within(rows: RowRanges, grid: Grid) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,10 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor
 
+from .._call.spec import Layout
 from .._native import extension, instruction_set_number
 
-__all__ = ["DTYPES", "NO_EXTRAS", "Extras", "Layout", "NativeArguments", "NativePlan", "layout_of"]
-
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-#: Sizes and strides of a tensor.
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
 Strides = tuple[int, ...]
 
 _LEVELS = 1 << 16  # of the bits that decide about dropout
@@ -82,11 +79,12 @@ class NativePlan:
 
     Example:
         >>> import torch
-        >>> from clearhead.kernels._native_plan import NativePlan, layout_of
+        >>> from clearhead._call.spec import Layout
+        >>> from clearhead.kernels._native_plan import NativePlan
         >>> from clearhead._native import extension
         >>> x = torch.randn(2, 3, 5, 4)
         >>> if extension is not None:
-        ...     plan = NativePlan(x.dtype, layout_of(x), layout_of(x), layout_of(x), scale=0.5)
+        ...     plan = NativePlan(x.dtype, Layout.of(x), Layout.of(x), Layout.of(x), scale=0.5)
         ...     assert plan.forward(x, x, x).shape == x.shape
     """
 
@@ -323,16 +321,17 @@ class NativeArguments(NamedTuple):
         bias_gradient: tuple[int, ...] | None = None,
     ) -> NativePlan:
         """The plan of such calls."""
-        masks = (None if tensor is None else layout_of(tensor) for tensor in (self.first, self.visible, self.bias))
+        masks = (None if tensor is None else Layout.of(tensor) for tensor in (self.first, self.visible, self.bias))
         dropout_p = 0.0 if self.seed is None else self.dropout_p
         numbers = (self.scale, self.softcap, dropout_p, self.low, self.high, self.stop)
-        return _plan(
-            self.query.dtype, *map(layout_of, self.inputs), *masks, *numbers, wide, contiguous_gradients, bias_gradient
+        return _native_plan_of(
+            self.query.dtype, *map(Layout.of, self.inputs), *masks, *numbers, wide, contiguous_gradients, bias_gradient
         )
 
 
+# Beside the cache of plans by specs: a spec knows no layouts of what a mask is lowered to, nor its band.
 @lru_cache(_PLANS)
-def _plan(
+def _native_plan_of(
     dtype: torch.dtype,
     query: Layout,
     key: Layout,
@@ -368,10 +367,6 @@ def _plan(
         contiguous_gradients=contiguous_gradients,
         bias_gradient=bias_gradient,
     )
-
-
-def layout_of(tensor: Tensor) -> Layout:
-    return tuple(tensor.shape), tensor.stride()
 
 
 def _address(tensor: Tensor | None) -> int:

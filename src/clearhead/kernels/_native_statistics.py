@@ -13,15 +13,6 @@ from ._native import arguments_of
 from ._native_plan import NativeArguments
 from ._native_support import native_refusals, reads_in_place, refuses_statistics
 
-__all__ = [
-    "MOST_KEYS_OF_A_QUERY",
-    "WeightStatistics",
-    "gather",
-    "native_weights",
-    "refuses",
-    "refuses_statistics",
-]
-
 MOST_KEYS_OF_A_QUERY = 64  # in top-k: longer lists are no longer short beside the scores
 
 
@@ -33,6 +24,7 @@ class WeightStatistics:
         counted: bool (B, L), contiguous: the queries that sums over queries take in. ``None``: all.
         largest: (B, H, L), the largest score, −∞ where nothing is seen.
         visible: (B, H, L), how many keys are seen.
+        raw: (B, H, L), the largest scale · q·k of the keys that are seen, before soft-cap and bias; else −∞.
         entropy: (B, H, L), in nats.
         confidence: (B, H, L), the largest weight.
         norm: (B, H, L), lengths of the outputs; needs `output`.
@@ -56,6 +48,7 @@ class WeightStatistics:
     counted: Tensor | None
     largest: Tensor
     visible: Tensor
+    raw: Tensor | None = None
     entropy: Tensor | None = None
     confidence: Tensor | None = None
     norm: Tensor | None = None
@@ -161,7 +154,7 @@ def _empty(
         return request.query.new_empty(batch, heads, *shape, dtype=torch.float32)
 
     found = WeightStatistics(None if counted is None else counted.contiguous(), empty(length), empty(length))
-    for name in wanted & {"entropy", "confidence", "norm"}:
+    for name in wanted & {"raw", "entropy", "confidence", "norm"}:
         setattr(found, name, empty(length))
     if "received" in wanted:
         found.received, found.viewers = empty(keys).zero_(), empty(keys).zero_()
@@ -185,7 +178,7 @@ def _compute(request: NativeArguments, found: WeightStatistics) -> WeightStatist
 
 def _wanted(found: WeightStatistics) -> dict[str, Tensor | int | tuple[int, ...] | None]:
     """By the names of ``Statistics`` in ``_native/problem.h``."""
-    names: tuple[str, ...] = ("counted", "largest", "visible", "entropy", "confidence", "norm", "received", "viewers")
+    names = ("counted", "largest", "visible", "raw", "entropy", "confidence", "norm", "received", "viewers")
     names += ("top_weights", "top_keys", "weights", "map", "first_keys", "sink", "distance", "offsets", "stripes")
     wanted = {name: getattr(found, name) for name in (*names, "shift", "exact")}
     if found.top_weights is not None:

@@ -7,14 +7,11 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from .._call.dropout import dropout_factors
 from .._call.heads import fold_group, unfold_group
 from .._call.spec import AttentionCall, AttentionSpec, Results
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ._base import Kernel, Plan, Refusal
-
-__all__ = ["ReferenceKernel", "reference_results", "reference_weights"]
 
 
 @final
@@ -27,6 +24,9 @@ class ReferenceKernel(Kernel):
     def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         return ()
 
+    def weights_refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        return ()
+
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
         return reference_results
 
@@ -35,12 +35,11 @@ def reference_results(call: AttentionCall) -> Results:
     """Output and, if the call wants it, the log-sum-exp, by PyTorch's operations."""
     weights, lse = reference_weights(call)  # (B, H, L, S), (B, H, L)
     if call.dropout_seed is not None:
-        block = Block(call.grid)
-        weights = weights * dropout_factors(call.dropout_seed, call.dropout_p, block, weights.dtype, call.first_item)
+        weights = weights * call.dropout_factors(Block(call.grid), weights.dtype)
     num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
-    mixed = fold_group(weights, num_kv_heads) @ call.value.to(call.compute_dtype)  # (B, Hkv, G·L, Dv)
+    mixed = fold_group(weights, num_kv_heads) @ call.value.to(call.spec.compute_dtype)  # (B, Hkv, G·L, Dv)
     output = unfold_group(mixed, num_heads).to(call.query.dtype)  # (B, H, L, Dv)
-    return Results(output, lse if call.return_lse else None)
+    return Results(output, lse if call.spec.lse else None)
 
 
 def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -64,11 +63,11 @@ def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
 def _scores(call: AttentionCall) -> Tensor:
     num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
-    query, key = call.query.to(call.compute_dtype), call.key.to(call.compute_dtype)
+    query, key = call.query.to(call.spec.compute_dtype), call.key.to(call.spec.compute_dtype)
     folded = fold_group(query, num_kv_heads) @ key.transpose(-2, -1)  # (B, Hkv, G·L, S)
-    scores = unfold_group(folded, num_heads) * call.scale  # (B, H, L, S)
-    if call.softcap is not None:
-        scores = call.softcap * (scores / call.softcap).tanh()
+    scores = unfold_group(folded, num_heads) * call.spec.scale  # (B, H, L, S)
+    if call.spec.softcap is not None:
+        scores = call.spec.softcap * (scores / call.spec.softcap).tanh()
     if call.mask is None:
         return scores
     block = Block(call.grid)

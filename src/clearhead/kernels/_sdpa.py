@@ -44,6 +44,8 @@ class SdpaKernel(Kernel):
             reasons.append(Refusal("its causal path gives NaN for a scale of 0 or below"))
         if spec.sinks:
             reasons.append(Refusal("it has no sinks"))
+        if spec.origin is not None:
+            reasons.append(Refusal("every process would drop other weights"))
         if spec.empty:
             reasons.append(Refusal("a size is 0"))
         if any(spec.gradients[3 + spec.sinks :]):
@@ -147,7 +149,7 @@ def _has_whole_rows(layout: Layout) -> bool:
 def _folds(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     """Whether the heads of a group become rows of one head.
 
-    With few rows PyTorch's own grouping reads every key once per query head. While tracing only one row is asked for:
+    With few rows PyTorch's own grouping reads every key once per query head. While tracing only one row is looked for:
     any other comparison would tie the graph to a length.
     """
     if spec.group == 1:
@@ -166,8 +168,9 @@ def _fold_mask(mask: Tensor, call: AttentionCall) -> Tensor:
     """(1 or B, 1 or H, 1 or L, 1 or S) → (1 or B, 1 or Hkv, 1 or G·L, 1 or S)."""
     if mask.shape[1] == 1 and mask.shape[2] == 1:
         return mask
-    heads = mask.unflatten(1, (-1, call.group)) if mask.shape[1] != 1 else mask[:, :, None]  # (…, 1 or G, 1 or L, …)
-    rows = heads.expand(-1, -1, call.group, call.query.shape[2], -1)
+    group = call.spec.group
+    heads = mask.unflatten(1, (-1, group)) if mask.shape[1] != 1 else mask[:, :, None]  # (…, 1 or G, 1 or L, …)
+    rows = heads.expand(-1, -1, group, call.query.shape[2], -1)
     return rows.flatten(2, 3)
 
 
@@ -183,7 +186,7 @@ def _share_worth_skipping(mask: Mask, grid: Grid) -> float | None:
 
 
 def _is_flagged_causal(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
-    """Whether PyTorch's causal flag says what the mask says. One row is folded, and told to each row of its group."""
+    """Whether PyTorch's causal flag says what the mask says. Not for one row of grouped heads: these become rows."""
     if mask is None or (spec.group > 1 and spec.query.shape[2] == 1):
         return False
     return is_plain_causal(mask, grid)
@@ -204,7 +207,7 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
     an empty softmax, forward or backward.
     """
     masked = call.coverage.masked_queries
-    visible, found = additive(mask, call.grid, call.compute_dtype)
+    visible, found = additive(mask, call.grid, call.spec.compute_dtype)
     if visible is not None and found is None and is_tracing():  # a graph is smaller with a bool tensor
         found = visible if masked is None else visible | masked
     elif visible is not None:

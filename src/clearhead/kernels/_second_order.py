@@ -17,8 +17,6 @@ from .._environment import any_autocast, is_batched
 from ..errors import KernelError
 from ._reference import reference_results
 
-__all__ = ["allow_second_derivatives", "backward_pass", "gradients_through", "recompute_by_reference", "sinks_gradient"]
-
 OptionalTensors = Sequence[Tensor | None]
 #: Results from inputs, by PyTorch's operations.
 Recompute = Callable[..., OptionalTensors]
@@ -45,23 +43,24 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> Any:
         ctx.kernel_name = kernel_name
-        ctx.rebuild, ctx.draws_dropout = call.rebuild, call.dropout_p > 0 and call.dropout_seed is None
-        ctx.count = count
-        ctx.save_for_backward(*tensors[count:])
+        ctx.rebuild, ctx.draws_dropout = call.rebuild, call.spec.dropout_p > 0 and call.dropout_seed is None
+        ctx.inputs = len(tensors) - count
+        ctx.save_for_backward(*tensors[count:], *call.read_again)
         results = tuple(tensor.view_as(tensor) for tensor in tensors[:count])
         return results[0] if count == 1 else results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
-            return (None, None, None, *gradients, *(None for _ in ctx.saved_tensors))
+            return (None, None, None, *gradients, *(None,) * ctx.inputs)
         if ctx.draws_dropout:
             raise KernelError(
                 f"create_graph=True: {ctx.kernel_name} drew its own dropout, which cannot be drawn again. "
                 "Run the forward pass under clearhead.use_kernel('chunked') or with dropout off."
             )
-        found = gradients_through(recompute_by_reference(ctx.rebuild), ctx.saved_tensors, gradients)
-        return (None, None, None, *(None for _ in gradients), *found)
+        inputs = ctx.saved_tensors[: ctx.inputs]
+        found = gradients_through(recompute_by_reference(ctx.rebuild), inputs, gradients)
+        return (None,) * (3 + len(gradients)) + found
 
 
 def backward_pass(

@@ -10,19 +10,27 @@ from torch import Tensor
 
 from .._call.spec import AttentionCall
 from .._environment import is_tracing, is_transformed
+from ._base import Kernel
 from ._blocks import block_scores, block_weights, score_blocks
 from ._native_statistics import native_weights
 from ._second_order import backward_pass
 from ._weights_gradient import weights_by_operations, weights_gradients, weights_inputs
 
-__all__ = ["compute_weights"]
 
+def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool, forced: Kernel | None = None) -> Tensor:
+    """Weights of a validated call.
 
-def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:
-    """Weights of a validated call; `rows` holds row numbers, ``None`` means all."""
-    if is_tracing() or is_transformed():
+    Args:
+        call: of which.
+        rows: row numbers; ``None`` for all.
+        average: over the heads.
+        forced: the kernel that has to compute them, or ``None``.
+    """
+    name = None if forced is None else forced.name
+    if is_tracing() or is_transformed() or name == "reference":
         return weights_by_operations(call, rows, average)
-    chosen = _Chosen(rows if rows is None else rows.to(call.query.device), average)
+    natively = name in (None, "native") and call.spec.compute_dtype == torch.float32
+    chosen = _Chosen(rows if rows is None else rows.to(call.query.device), average, natively)
     inputs = weights_inputs(call)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         return cast(Tensor, _Weights.apply(call, chosen, *inputs))
@@ -31,10 +39,11 @@ def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool) -> 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Which rows, ``None`` for all, and whether their weights are averaged over the heads."""
+    """Which rows, ``None`` for all, whether their weights are averaged over the heads, and whether `native` may run."""
 
     rows: Tensor | None
     average: bool
+    natively: bool
 
     def count(self, call: AttentionCall) -> int:
         return call.grid.query_length if self.rows is None else len(self.rows)
@@ -45,13 +54,13 @@ class _Weights(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: AttentionCall, chosen: _Chosen, *inputs: Tensor) -> Tensor:
-        ctx.rebuild, ctx.chosen = call.rebuild, chosen
-        ctx.save_for_backward(*inputs)
+        ctx.rebuild, ctx.chosen, ctx.count = call.rebuild, chosen, len(inputs)
+        ctx.save_for_backward(*inputs, *call.read_again)
         return _forward(call, chosen)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inputs: tuple[Tensor, ...] = ctx.saved_tensors
+        inputs: tuple[Tensor, ...] = ctx.saved_tensors[: ctx.count]
 
         def call_of(query: Tensor, key: Tensor, *rest: Tensor) -> AttentionCall:
             return ctx.rebuild(query, key, key, *rest)
@@ -66,12 +75,12 @@ class _Weights(torch.autograd.Function):
 
 
 def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
-    native = native_weights(call, chosen.rows, chosen.average) if call.compute_dtype == torch.float32 else None
+    native = native_weights(call, chosen.rows, chosen.average) if chosen.natively else None
     if native is not None:
         return native
     batch, heads, keys = call.grid.batch_size, call.grid.num_heads, call.grid.key_length
     shape = (batch, chosen.count(call), keys) if chosen.average else (batch, heads, chosen.count(call), keys)
-    result = call.query.new_zeros(shape, dtype=call.compute_dtype)
+    result = call.query.new_zeros(shape, dtype=call.spec.compute_dtype)
     for block, place, query, key in score_blocks(call, chosen.rows):
         weights, _ = block_weights(call, block, block_scores(call, block, query, key)[0])
         if chosen.average:

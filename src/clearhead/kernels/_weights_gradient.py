@@ -11,14 +11,12 @@ from .._call.spec import AttentionCall
 from ._blocks import LongSum, block_scores, block_weights, grouped, grouped_transposed, score_blocks
 from ._reference import reference_weights
 
-__all__ = ["weights_by_operations", "weights_gradients", "weights_inputs"]
-
 
 def weights_gradients(
     call: AttentionCall, chosen: Tensor | None, average: bool, gradient: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of `weights_inputs` from that of the weights, in blocks: with dp that of p, ds = p (dp − Σ_j p dp)."""
-    dtype, heads = call.compute_dtype, call.grid.num_heads
+    dtype, heads = call.spec.compute_dtype, call.grid.num_heads
     query_gradient = torch.zeros_like(call.query, dtype=dtype)
     key_gradient, *sums = (LongSum(torch.zeros_like(tensor, dtype=dtype)) for tensor in weights_inputs(call)[1:])
     sinks_gradient, bias_gradients = (None, sums) if call.sinks is None else (sums[0], sums[1:])
@@ -38,11 +36,11 @@ def weights_gradients(
             call.mask.add_bias_gradients([each.run for each in bias_gradients], block, scores_gradient)
         if squashed is not None:
             scores_gradient.mul_(1 - squashed.square())
-        scores_gradient.mul_(call.scale)
+        scores_gradient.mul_(call.spec.scale)
         target = query_gradient[block.batch, block.heads]
         rows = torch.arange(place.start, place.stop, device=query.device) if chosen is None else block.rows
         target.index_add_(2, cast(Tensor, rows), grouped(scores_gradient, key))
-        kv_heads = slice(block.heads.start // call.group, block.heads.stop // call.group)
+        kv_heads = slice(block.heads.start // call.spec.group, block.heads.stop // call.spec.group)
         part = grouped_transposed(scores_gradient, query, key.shape[1])
         key_gradient.run[block.batch, kv_heads, block.columns] += part
         for each in (key_gradient, *sums):

@@ -6,13 +6,11 @@ import torch
 from torch import Tensor
 
 from .._checks import INTEGERS, integer, strided
-from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, shape_text
 from ._base import Mask
 from ._coverage import find_coverage
 from ._grid import Block, Grid
 from ._report import MaskReport
-
-__all__ = ["check_mask", "grid_for"]
 
 _CORNER = 64  # rows and columns looked at to tell a causal mask from its opposite
 
@@ -29,7 +27,7 @@ def check_mask(
     """See `Mask.check`."""
     grid = grid_for(mask, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
     if grid.device.type == "meta":
-        raise DeviceError(explain_problem("mask", expected="a mask with values to look at", got="one on meta"))
+        raise DeviceError("mask", expected="a mask with values to look at", got="one on meta")
     try:
         mask.validate(grid)
         seen = find_coverage(mask, grid)
@@ -79,12 +77,10 @@ def grid_for(
         length = keys
     if length is None:
         raise ArgumentError(
-            explain_problem(
-                "query_length",
-                expected=f"a length, because {mask.describe()} fits any",
-                got="none",
-                fix="Write for example mask.dense(8).",
-            )
+            "query_length",
+            expected=f"a length, because {mask.describe()} fits any",
+            got="none",
+            fix="Write for example mask.dense(8).",
         )
     keys = length if keys is None else keys
     batch = _first(batch_size, known.batch_size, _batch(query_positions), _batch(key_positions))
@@ -93,7 +89,7 @@ def grid_for(
     for name, positions in (("query_positions", query_positions), ("key_positions", key_positions)):
         if isinstance(positions, Tensor) and positions.device != device:
             got = str(positions.device)
-            raise DeviceError(explain_problem(name, expected=f"positions on {device}, like the mask", got=got))
+            raise DeviceError(name, expected=f"positions on {device}, like the mask", got=got)
     for name, positions in (("query_positions", query_positions), ("key_positions", key_positions)):
         _require_rows(name, positions, 1 if batch is None else batch, 1 if heads is None else heads)
     _require_count("query_positions", query_positions, length)
@@ -125,9 +121,9 @@ def as_positions(name: str, positions: object, *, per_head: bool = False) -> Ten
     expected = f"an int, or an integer tensor {shapes}"
     positions = strided(name, positions, expected)
     if positions.dtype not in INTEGERS:
-        raise DTypeError(explain_problem(name, expected=expected, got=str(positions.dtype)))
+        raise DTypeError(name, expected=expected, got=str(positions.dtype))
     if positions.dim() not in ((1, 2, 3) if per_head else (1, 2)):
-        raise ShapeError(explain_problem(name, expected=f"shape {shapes}", got=shape_text(positions.shape)))
+        raise ShapeError(name, expected=f"shape {shapes}", got=shape_text(positions.shape))
     # int64, because small and unsigned integers overflow when a window is added or taken off.
     return (positions[None] if positions.dim() == 1 else positions).long()
 
@@ -148,7 +144,7 @@ def _require_count(name: str, positions: Tensor | int | None, length: int) -> No
     if isinstance(positions, Tensor) and positions.shape[-1] != length:
         fix = f"Give one for each of {name.replace('positions', 'length')}."
         got = shape_text(positions.shape)
-        raise ShapeError(explain_problem(name, expected=f"{length} positions", got=got, fix=fix))
+        raise ShapeError(name, expected=f"{length} positions", got=got, fix=fix)
 
 
 def _require_rows(name: str, positions: Tensor | int | None, batch: int, heads: int) -> None:
@@ -156,18 +152,11 @@ def _require_rows(name: str, positions: Tensor | int | None, batch: int, heads: 
         return
     if positions.shape[0] not in (1, batch) or (positions.dim() == 3 and positions.shape[1] != heads):
         expected = f"positions for B = {batch} batch items and H = {heads} heads"
-        raise ShapeError(explain_problem(name, expected=expected, got=shape_text(positions.shape)))
+        raise ShapeError(name, expected=expected, got=shape_text(positions.shape))
 
 
 def _device_of(mask: Mask) -> torch.device | None:
-    for part in mask.parts():
-        for value in (*part.bias_tensors(), *vars(part).values()):
-            found = (
-                value.device if isinstance(value, Tensor) else _device_of(value) if isinstance(value, Mask) else None
-            )
-            if found is not None:
-                return found
-    return None
+    return next((tensor.device for tensor in (*mask.bias_tensors(), *mask.tensors())), None)
 
 
 def _per_item(seen: Tensor, grid: Grid) -> Tensor:

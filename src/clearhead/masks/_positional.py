@@ -12,24 +12,11 @@ from torch import Tensor
 
 from .._checks import INTEGERS, choice, integer, strided, with_values
 from .._environment import is_tracing, is_transformed
-from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._base import Mask, Sizes
 from ._grid import Block, Grid, take
 from ._structure import UNKNOWN, Band, RowRanges, Structure
 from ._tensors import tensor_signature
-
-__all__ = [
-    "Causal",
-    "Prefix",
-    "Present",
-    "SlidingWindow",
-    "causal",
-    "documents",
-    "lengths",
-    "mask_mod",
-    "prefix",
-    "sliding_window",
-]
 
 Align = Literal["top_left", "bottom_right"]
 _FAR = 2**61  # as good as no limit, and with a position added still within 64 bits
@@ -102,7 +89,7 @@ def prefix(n: int | Tensor) -> Mask:
     if isinstance(n, Tensor):
         _require_integers("n", n)
         if n.dim() != 1:
-            raise ShapeError(explain_problem("n", expected="an int or a (B,) tensor", got=shape_text(n.shape)))
+            raise ShapeError("n", expected="an int or a (B,) tensor", got=shape_text(n.shape))
         return _Lengths(n, "prefix")
     integer("n", n, least=0, most=math.inf, expected="an int ≥ 0, or an integer tensor (B,)")
     return Prefix(min(n, _FAR))
@@ -131,24 +118,20 @@ def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
     """
     if not isinstance(key_lengths, Tensor):
         raise DTypeError(
-            explain_problem(
-                "key_lengths",
-                expected="an integer tensor of shape (B,) or (B, L)",
-                got=type(key_lengths).__name__,
-                fix="Write masks.lengths(torch.tensor([...])).",
-            )
+            "key_lengths",
+            expected="an integer tensor of shape (B,) or (B, L)",
+            got=type(key_lengths).__name__,
+            fix="Write masks.lengths(torch.tensor([...])).",
         )
     _require_integers("key_lengths", key_lengths)
     if key_lengths.dim() not in (1, 2):
-        raise ShapeError(
-            explain_problem("key_lengths", expected="shape (B,) or (B, L)", got=shape_text(key_lengths.shape))
-        )
+        raise ShapeError("key_lengths", expected="shape (B,) or (B, L)", got=shape_text(key_lengths.shape))
     of_keys = _Lengths(key_lengths, "lengths")
     if query_lengths is None:
         return of_keys
     _require_integers("query_lengths", query_lengths)
     if query_lengths.dim() != 1:
-        raise ShapeError(explain_problem("query_lengths", expected="shape (B,)", got=shape_text(query_lengths.shape)))
+        raise ShapeError("query_lengths", expected="shape (B,)", got=shape_text(query_lengths.shape))
     return of_keys & QueryLengths(query_lengths)
 
 
@@ -171,7 +154,7 @@ def documents(ids: Tensor) -> Mask:
     """
     _require_integers("ids", ids)
     if ids.dim() not in (1, 2):
-        raise ShapeError(explain_problem("ids", expected="shape (T,) or (B, T)", got=shape_text(ids.shape)))
+        raise ShapeError("ids", expected="shape (T,) or (B, T)", got=shape_text(ids.shape))
     return _Documents(ids)
 
 
@@ -192,7 +175,7 @@ def mask_mod(fn: Predicate) -> Mask:
                 [1, 0, 1]], dtype=torch.int32)
     """
     if not callable(fn):
-        raise DTypeError(explain_problem("fn", expected="a function of (b, h, q, k)", got=type(fn).__name__))
+        raise DTypeError("fn", expected="a function of (b, h, q, k)", got=type(fn).__name__)
     return _MaskMod(fn)
 
 
@@ -336,9 +319,7 @@ class _Lengths(Mask):
         self._longest = 0 if is_tracing() or lengths.numel() == 0 else int(lengths.max())
         argument = "key_lengths" if name == "lengths" else "n"
         if not is_tracing() and lengths.numel() > 0 and int(lengths.min()) < 0:
-            raise ArgumentError(
-                explain_problem(argument, expected="numbers ≥ 0", got=f"a smallest one of {int(lengths.min())}")
-            )
+            raise ArgumentError(argument, expected="numbers ≥ 0", got=f"a smallest one of {int(lengths.min())}")
 
     def visible(self, block: Block) -> Tensor:
         lengths = self._lengths.to(block.grid.device)
@@ -363,19 +344,15 @@ class _Lengths(Mask):
             per_query = f" or ({grid.batch_size}, {grid.query_length})" if self._name == "lengths" else ""
             expected = f"shape ({grid.batch_size},){per_query}"
             fix = "Give one number per batch item."
-            raise ShapeError(
-                explain_problem(f"mask {self._name}(...)", expected=expected, got=shape_text(shape), fix=fix)
-            )
+            raise ShapeError(f"mask {self._name}(...)", expected=expected, got=shape_text(shape), fix=fix)
         if self._name == "prefix" or grid.has_positions or is_tracing():
             return
         if self._longest > grid.key_length:
             raise ArgumentError(
-                explain_problem(
-                    "mask lengths(...)",
-                    expected=f"lengths of at most S = {grid.key_length} keys",
-                    got=f"a length of {self._longest}",
-                    fix="Lengths count keys of this call; cut them, or check that they belong to this batch.",
-                )
+                "mask lengths(...)",
+                expected=f"lengths of at most S = {grid.key_length} keys",
+                got=f"a length of {self._longest}",
+                fix="Lengths count keys of this call; cut them, or check that they belong to this batch.",
             )
 
     def sizes(self) -> Sizes:
@@ -397,7 +374,7 @@ class QueryLengths(Mask):
         self._longest = int(lengths.max()) if looked_at else 0
         if looked_at and int(lengths.min()) < 0:
             got = f"a smallest one of {int(lengths.min())}"
-            raise ArgumentError(explain_problem("query_lengths", expected="numbers ≥ 0", got=got))
+            raise ArgumentError("query_lengths", expected="numbers ≥ 0", got=got)
 
     def visible(self, block: Block) -> Tensor:
         return block.q < take(self._lengths.to(block.grid.device), 0, block.batch)[:, None, None, None]
@@ -417,15 +394,13 @@ class QueryLengths(Mask):
         if count != 1 and count != grid.batch_size:
             expected, fix = f"query_lengths of shape ({grid.batch_size},)", "Give one number per batch item."
             got = shape_text(self._lengths.shape)
-            raise ShapeError(explain_problem("mask lengths(...)", expected=expected, got=got, fix=fix))
+            raise ShapeError("mask lengths(...)", expected=expected, got=got, fix=fix)
         if not grid.has_positions and not is_tracing() and self._longest > grid.query_length:
             raise ArgumentError(
-                explain_problem(
-                    "mask lengths(...)",
-                    expected=f"query_lengths of at most L = {grid.query_length} queries",
-                    got=f"a length of {self._longest}",
-                    fix="Lengths count queries of this call; cut them, or check that they belong to this batch.",
-                )
+                "mask lengths(...)",
+                expected=f"query_lengths of at most L = {grid.query_length} queries",
+                got=f"a length of {self._longest}",
+                fix="Lengths count queries of this call; cut them, or check that they belong to this batch.",
             )
 
     def sizes(self) -> Sizes:
@@ -468,20 +443,18 @@ class _Documents(Mask):
         batch, length = self._ids.shape
         if batch != 1 and batch != grid.batch_size:
             expected = f"ids of shape (T,) or ({grid.batch_size}, T)"
-            raise ShapeError(explain_problem("mask documents(...)", expected=expected, got=shape_text(self._ids.shape)))
+            raise ShapeError("mask documents(...)", expected=expected, got=shape_text(self._ids.shape))
         if grid.has_positions:
             if not is_tracing():
                 self._require_ids(grid)
             return
         if length != grid.query_length or length != grid.key_length:
             raise ShapeError(
-                explain_problem(
-                    "mask documents(...)",
-                    expected=f"one id per position, with L = {grid.query_length} and S = {grid.key_length} both "
-                    "equal to that count",
-                    got=f"{length} ids",
-                    fix="For queries that are only a part of the keys, pass query_positions and key_positions.",
-                )
+                "mask documents(...)",
+                expected=f"one id per position, with L = {grid.query_length} and S = {grid.key_length} both "
+                "equal to that count",
+                got=f"{length} ids",
+                fix="For queries that are only a part of the keys, pass query_positions and key_positions.",
             )
 
     def _require_ids(self, grid: Grid) -> None:
@@ -489,12 +462,10 @@ class _Documents(Mask):
         for name, positions in (("query_positions", block.q), ("key_positions", block.k)):
             if positions.numel() and not bool(((positions >= 0) & (positions < length)).all()):
                 raise ArgumentError(
-                    explain_problem(
-                        "mask documents(...)",
-                        expected=f"positions from 0 to {length - 1}, one for each of the {length} ids",
-                        got=f"positions from {int(positions.min())} to {int(positions.max())} in {name}",
-                        fix="Give ids for every absolute position.",
-                    )
+                    "mask documents(...)",
+                    expected=f"positions from 0 to {length - 1}, one for each of the {length} ids",
+                    got=f"positions from {int(positions.min())} to {int(positions.max())} in {name}",
+                    fix="Give ids for every absolute position.",
                 )
 
     def sizes(self) -> Sizes:
@@ -515,16 +486,11 @@ class _MaskMod(Mask):
             result = self._fn(block.b, block.h, block.q, block.k)
         except TypeError as error:
             expected = "fn to take index tensors (b, h, q, k)"
-            raise DTypeError(explain_problem("mask mask_mod(fn)", expected=expected, got=str(error))) from error
+            raise DTypeError("mask mask_mod(fn)", expected=expected, got=str(error)) from error
         if not isinstance(result, Tensor) or result.dtype != torch.bool:
             got = f"a {result.dtype} tensor" if isinstance(result, Tensor) else type(result).__name__
             raise DTypeError(
-                explain_problem(
-                    "mask mask_mod(fn)",
-                    expected="fn to return a bool tensor",
-                    got=got,
-                    fix="Compare, as in q >= k.",
-                )
+                "mask mask_mod(fn)", expected="fn to return a bool tensor", got=got, fix="Compare, as in q >= k."
             )
         sizes = (block.b.shape[0], block.h.shape[1], block.q.shape[2], block.k.shape[3])
         missing = 4 - result.dim()
@@ -532,12 +498,10 @@ class _MaskMod(Mask):
             size != 1 and size != full for size, full in zip(result.shape, sizes[missing:], strict=True)
         ):
             raise ShapeError(
-                explain_problem(
-                    "mask mask_mod(fn)",
-                    expected=f"fn to return what broadcasts to {shape_text(sizes)}",
-                    got=shape_text(result.shape),
-                    fix="Compute it from the index tensors alone.",
-                )
+                "mask mask_mod(fn)",
+                expected=f"fn to return what broadcasts to {shape_text(sizes)}",
+                got=shape_text(result.shape),
+                fix="Compute it from the index tensors alone.",
             )
         return result.reshape((1,) * missing + tuple(result.shape))
 
@@ -592,5 +556,5 @@ def _require_integers(name: str, tensor: object) -> None:
         fix = (
             "Marks of 0 and 1 go into masks.keep(...)." if integers.dtype == torch.bool else "Convert it with .long()."
         )
-        raise DTypeError(explain_problem(name, expected="an integer tensor", got=str(integers.dtype), fix=fix))
+        raise DTypeError(name, expected="an integer tensor", got=str(integers.dtype), fix=fix)
     with_values(name, integers)

@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 
 from .._environment import is_tracing, is_transformed
-from ..errors import ArgumentError, DeviceError, ShapeError, explain_problem
-from ._base import And, Mask, Sizes
-from ._grid import Block, Grid
+from ..errors import ArgumentError, DeviceError, ShapeError
+from ._base import And, Mask, Sizes, Wrapping
+from ._grid import Grid
 from ._lowering import chosen_cell
 from ._structure import Structure
-
-__all__ = ["PreparedMask", "prepared", "shared"]
 
 Result = TypeVar("Result")
 
 
 @final
-class PreparedMask(Mask):
+class PreparedMask(Wrapping):
     """A snapshot of a mask for one grid, made by `Mask.prepare`, which kernels lower once.
 
     `clearhead.attention` and the modules take it like any mask. What a kernel makes of it (a bias, blocks, ranges of
@@ -42,7 +40,8 @@ class PreparedMask(Mask):
     """
 
     def __init__(self, mask: Mask, grid: Grid, any_batch: bool = False, any_heads: bool = False) -> None:
-        self._mask, self._grid = mask, grid
+        super().__init__(mask)
+        self._grid = grid
         self._any = any_batch, any_heads
         self._held: dict[Hashable, Any] = {}
 
@@ -58,50 +57,29 @@ class PreparedMask(Mask):
             self._held[key] = found
         return self._held[key]
 
-    def visible(self, block: Block) -> Tensor | None:
-        return self._mask.visible(block)
-
-    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
-        return self._mask.bias(block, dtype)
-
-    def bias_tensors(self) -> tuple[Tensor, ...]:
-        return self._mask.bias_tensors()
-
-    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return self._mask.with_bias_tensors(tensors)
-
-    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        self._mask.add_bias_gradients(gradients, block, scores_gradient)
-
     def validate(self, grid: Grid) -> None:
         own = self._grid
         if grid.device != own.device:
             raise DeviceError(
-                explain_problem(
-                    "mask prepare(...)",
-                    expected=f"a call on {own.device}, for which it was prepared",
-                    got=f"one on {grid.device}",
-                )
+                "mask prepare(...)",
+                expected=f"a call on {own.device}, for which it was prepared",
+                got=f"one on {grid.device}",
             )
         expected, came = self._sizes_of(own), self._sizes_of(grid)
         if expected != came:
             raise ShapeError(
-                explain_problem(
-                    "mask prepare(...)",
-                    expected=f"the sizes it was prepared for, {_sizes_text(expected)}",
-                    got=_sizes_text(came),
-                    fix="Prepare the mask for each grid, with batch_size= and num_heads= where it depends on them.",
-                )
+                "mask prepare(...)",
+                expected=f"the sizes it was prepared for, {_sizes_text(expected)}",
+                got=_sizes_text(came),
+                fix="Prepare the mask for each grid, with batch_size= and num_heads= where it depends on them.",
             )
         for name in ("query_positions", "key_positions"):
             if not _equal_positions(getattr(own, name), getattr(grid, name)):
                 raise ArgumentError(
-                    explain_problem(
-                        "mask prepare(...)",
-                        expected=f"the {name} it was prepared for",
-                        got="other positions",
-                        fix=f"Pass the call's {name} to prepare as well.",
-                    )
+                    "mask prepare(...)",
+                    expected=f"the {name} it was prepared for",
+                    got="other positions",
+                    fix=f"Pass the call's {name} to prepare as well.",
                 )
 
     def sizes(self) -> Sizes:
@@ -124,13 +102,6 @@ class PreparedMask(Mask):
     def __and__(self, other: object) -> Mask:
         return self._mask & other
 
-    @property
-    def has_bias(self) -> bool:
-        return self._mask.has_bias
-
-    def describe(self) -> str:
-        return self._mask.describe()
-
     def __repr__(self) -> str:
         return f"<mask {self.describe()}, prepared for {_sizes_text(self._sizes_of(self._grid))}>"
 
@@ -144,11 +115,11 @@ class PreparedMask(Mask):
 
 
 @final
-class _SharedMask(Mask):
+class _SharedMask(Wrapping):
     """The mask of a stack during one forward: prepared for each grid that a layer calls it with."""
 
     def __init__(self, mask: Mask) -> None:
-        self._mask = mask
+        super().__init__(mask)
         self._prepared: dict[Hashable, PreparedMask] = {}
         self._combined: dict[Hashable, Mask] = {}
 
@@ -159,21 +130,6 @@ class _SharedMask(Mask):
         if sizes not in self._prepared:
             self._prepared[sizes] = PreparedMask(self._mask, grid)  # holds the positions
         return self._prepared[sizes].lowered(grid, key, make)
-
-    def visible(self, block: Block) -> Tensor | None:
-        return self._mask.visible(block)
-
-    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
-        return self._mask.bias(block, dtype)
-
-    def bias_tensors(self) -> tuple[Tensor, ...]:
-        return self._mask.bias_tensors()
-
-    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return self._mask.with_bias_tensors(tensors)
-
-    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        self._mask.add_bias_gradients(gradients, block, scores_gradient)
 
     def validate(self, grid: Grid) -> None:
         self.lowered(grid, "valid", lambda: self._mask.validate(grid))
@@ -208,15 +164,8 @@ class _SharedMask(Mask):
         return self._combined[signatures]
 
     @property
-    def has_bias(self) -> bool:
-        return self._mask.has_bias
-
-    @property
     def fits_any_call(self) -> bool:
         return self._mask.fits_any_call
-
-    def describe(self) -> str:
-        return self._mask.describe()
 
 
 def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool) -> PreparedMask:
@@ -230,12 +179,10 @@ def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool) -> Prepar
     """
     if any(tensor.requires_grad for tensor in mask.bias_tensors()):
         raise ArgumentError(
-            explain_problem(
-                "mask",
-                expected="a mask without a bias that requires grad",
-                got=mask.describe(),
-                fix="A bias that learns is not prepared: pass it as it is, combined with & in each call.",
-            )
+            "mask",
+            expected="a mask without a bias that requires grad",
+            got=mask.describe(),
+            fix="A bias that learns is not prepared: pass it as it is, combined with & in each call.",
         )
     mask.validate(grid)
     with torch.inference_mode(False), torch.no_grad():

@@ -7,16 +7,14 @@ from dataclasses import replace
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._checks import FLOATS, INTEGERS, strided, with_values
+from .._checks import FLOATS, INTEGERS, PLAIN, strided, with_values
 from .._environment import is_tracing
-from ..errors import DeviceError, DTypeError, MaskTypeError, ShapeError, explain_problem, shape_text
+from ..errors import DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
 from ._base import Mask, Sizes
 from ._grid import ALL, Block, Grid
 from ._structure import Structure
-
-__all__ = ["Bias", "Keep", "as_mask", "bias", "drop", "four_dimensional", "keep", "tensor_signature"]
 
 
 def keep(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
@@ -73,7 +71,7 @@ def bias(tensor: Tensor) -> Mask:
     """
     fix = "For 0/1 marks use masks.keep(...) or masks.drop(...)."
     if strided("bias", tensor, "a float tensor", fix).dtype not in FLOATS:
-        raise DTypeError(explain_problem("bias", expected="a float tensor", got=str(tensor.dtype), fix=fix))
+        raise DTypeError("bias", expected="a float tensor", got=str(tensor.dtype), fix=fix)
     _require_mask_shape("masks.bias", tensor)
     return Bias(tensor)
 
@@ -91,21 +89,17 @@ def as_mask(value: object) -> Mask:
         return keep(value)
     if isinstance(value, Tensor):
         raise MaskTypeError(
-            explain_problem(
-                "mask",
-                expected="a mask or a bool tensor (True = may attend)",
-                got=f"a {value.dtype} tensor of shape {shape_text(value.shape)}",
-                fix="Say what its numbers mean: masks.bias(t) adds them to the scores, masks.keep(t) reads 1 as "
-                "visible, masks.drop(t) reads 1 as hidden.",
-            )
+            "mask",
+            expected="a mask or a bool tensor (True = may attend)",
+            got=f"a {value.dtype} tensor of shape {shape_text(value.shape)}",
+            fix="Say what its numbers mean: masks.bias(t) adds them to the scores, masks.keep(t) reads 1 as "
+            "visible, masks.drop(t) reads 1 as hidden.",
         )
     raise MaskTypeError(
-        explain_problem(
-            "mask",
-            expected="a mask from clearhead.masks or a bool tensor",
-            got=type(value).__name__,
-            fix="For example masks.causal(), or masks.keep(keys=attention_mask).",
-        )
+        "mask",
+        expected="a mask from clearhead.masks or a bool tensor",
+        got=type(value).__name__,
+        fix="For example masks.causal(), or masks.keep(keys=attention_mask).",
     )
 
 
@@ -142,7 +136,7 @@ class Keep(Mask):
                 expected = f"(B, S) = ({grid.batch_size}, {grid.key_length})"
                 got = shape_text(self.marks.shape)
                 fix = "Marks of other keys than this call's? One row per batch item, one mark per key."
-                raise ShapeError(explain_problem(f"mask {self._name}(keys=...)", expected=expected, got=got, fix=fix))
+                raise ShapeError(f"mask {self._name}(keys=...)", expected=expected, got=got, fix=fix)
         else:
             require_fit(self._name, self.marks, grid)
 
@@ -198,10 +192,6 @@ class Bias(Mask):
     def sizes(self) -> Sizes:
         return tensor_sizes(self.tensor)
 
-    @property
-    def has_bias(self) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"bias({shape_text(self.tensor.shape)})"
 
@@ -219,7 +209,7 @@ def four_dimensional(tensor: Tensor, grid: Grid) -> Tensor:
 
 def tensor_signature(tensor: Tensor) -> Hashable | None:
     """What lowering depends on, but a tensor's values; ``None`` for subclasses, which may mean something else."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_neg():
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
@@ -244,13 +234,11 @@ def require_fit(name: str, tensor: Tensor, grid: Grid) -> None:
     elif keys != length and sizes[-2:] == (keys, length):
         fix = "The last two sizes are exchanged: queries come before keys; transpose it."
     raise ShapeError(
-        explain_problem(
-            f"mask {name}(...)",
-            expected=f"a shape that broadcasts to (B, H, L, S) = ({b}, {h}, {length}, {keys}): (L, S), (B, L, S), "
-            "(B·H, L, S) or four sizes, each 1 or full",
-            got=shape_text(sizes),
-            fix=fix,
-        )
+        f"mask {name}(...)",
+        expected=f"a shape that broadcasts to (B, H, L, S) = ({b}, {h}, {length}, {keys}): (L, S), (B, L, S), "
+        "(B·H, L, S) or four sizes, each 1 or full",
+        got=shape_text(sizes),
+        fix=fix,
     )
 
 
@@ -268,18 +256,14 @@ def tensor_sizes(tensor: Tensor) -> Sizes:
 def _keep(name: str, tensor: Tensor | None, keys: Tensor | None) -> Mask:
     if (tensor is None) == (keys is None):
         raise MaskTypeError(
-            explain_problem(
-                f"masks.{name}",
-                expected="one tensor, either positional (L, S …) or keys= (B, S)",
-                got="both" if keys is not None else "none",
-            )
+            f"masks.{name}",
+            expected="one tensor, either positional (L, S …) or keys= (B, S)",
+            got="both" if keys is not None else "none",
         )
     given = tensor if keys is None else keys
     marks = _marks(name, given)
     if keys is not None and keys.dim() != 2:
-        raise ShapeError(
-            explain_problem(f"masks.{name}(keys=...)", expected="shape (B, S)", got=shape_text(keys.shape))
-        )
+        raise ShapeError(f"masks.{name}(keys=...)", expected="shape (B, S)", got=shape_text(keys.shape))
     _require_mask_shape(f"masks.{name}", marks)
     return Keep(marks if name == "keep" else ~marks, name, keys is not None)
 
@@ -289,20 +273,18 @@ def _marks(name: str, tensor: Tensor | None) -> Tensor:
     if tensor.dtype == torch.bool:
         return tensor
     if tensor.dtype not in FLOATS + INTEGERS:
-        raise DTypeError(explain_problem(name, expected="a bool or 0/1 tensor", got=str(tensor.dtype)))
+        raise DTypeError(name, expected="a bool or 0/1 tensor", got=str(tensor.dtype))
     with_values(name, tensor)
     marks = tensor == 1
     if not is_tracing() and not bool((marks | (tensor == 0)).all()):
         other = tensor[~marks & (tensor != 0)][0].item()
         raise DTypeError(
-            explain_problem(
-                name,
-                expected="bool, or numbers that are all 0 or 1",
-                got=f"{tensor.dtype} with {other}",
-                fix="An additive mask (0 and −inf) goes into masks.bias(t)."
-                if tensor.is_floating_point()
-                else "Lengths go into masks.lengths(t), ids of documents into masks.documents(t).",
-            )
+            name,
+            expected="bool, or numbers that are all 0 or 1",
+            got=f"{tensor.dtype} with {other}",
+            fix="An additive mask (0 and −inf) goes into masks.bias(t)."
+            if tensor.is_floating_point()
+            else "Lengths go into masks.lengths(t), ids of documents into masks.documents(t).",
         )
     return marks
 
@@ -310,22 +292,18 @@ def _marks(name: str, tensor: Tensor | None) -> Tensor:
 def _require_device(name: str, tensor: Tensor, grid: Grid) -> None:
     if tensor.device != grid.device:
         raise DeviceError(
-            explain_problem(
-                f"mask {name}(...)",
-                expected=f"a tensor on {grid.device}, like query",
-                got=f"one on {tensor.device}",
-                fix="Move it with .to(query.device).",
-            )
+            f"mask {name}(...)",
+            expected=f"a tensor on {grid.device}, like query",
+            got=f"one on {tensor.device}",
+            fix="Move it with .to(query.device).",
         )
 
 
 def _require_mask_shape(name: str, tensor: Tensor) -> None:
     if tensor.dim() not in (2, 3, 4):
         raise ShapeError(
-            explain_problem(
-                name,
-                expected="2 to 4 dimensions, ending in (L, S)",
-                got=shape_text(tensor.shape),
-                fix="One mark per key is t[None].",
-            )
+            name,
+            expected="2 to 4 dimensions, ending in (L, S)",
+            got=shape_text(tensor.shape),
+            fix="One mark per key is t[None].",
         )

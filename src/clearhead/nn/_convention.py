@@ -7,14 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._checks import FLOATS, strided
-from ..errors import DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import DTypeError, ShapeError, shape_text
 from ..masks import bias, causal, drop
 from ..masks._base import Mask, Not, Or, all_of
 from ..masks._grid import Grid
 from ..masks._positional import prefix
 from ._sharing import shared_in_forward
-
-__all__ = ["hidden_mask"]
 
 
 def hidden_mask(
@@ -69,13 +67,11 @@ def _four_dimensional(attn_mask: Tensor, grid: Grid) -> Tensor:
     if shape == (batch, heads, length, keys):
         return attn_mask
     raise ShapeError(
-        explain_problem(
-            "attn_mask",
-            expected=f"(L, S) = ({length}, {keys}), (N·H, L, S) = ({batch * heads}, {length}, {keys}), "
-            f"(N, L, S) = ({batch}, {length}, {keys}) or (N, H, L, S) = ({batch}, {heads}, {length}, {keys})",
-            got=shape_text(shape),
-            fix="Marks per key, (N, S), go into key_padding_mask." if shape == (batch, keys) else "",
-        )
+        "attn_mask",
+        expected=f"(L, S) = ({length}, {keys}), (N·H, L, S) = ({batch * heads}, {length}, {keys}), "
+        f"(N, L, S) = ({batch}, {length}, {keys}) or (N, H, L, S) = ({batch}, {heads}, {length}, {keys})",
+        got=shape_text(shape),
+        fix="Marks per key, (N, S), go into key_padding_mask." if shape == (batch, keys) else "",
     )
 
 
@@ -84,12 +80,10 @@ def _per_key(key_padding_mask: Tensor, grid: Grid) -> Tensor:
     expected = (grid.batch_size, grid.key_length)
     if tuple(key_padding_mask.shape) != expected:
         raise ShapeError(
-            explain_problem(
-                "key_padding_mask",
-                expected=f"(N, S) = {shape_text(expected)}, or (S,) without a batch",
-                got=shape_text(key_padding_mask.shape),
-                fix="It is batch first, whatever batch_first says." if key_padding_mask.shape == expected[::-1] else "",
-            )
+            "key_padding_mask",
+            expected=f"(N, S) = {shape_text(expected)}, or (S,) without a batch",
+            got=shape_text(key_padding_mask.shape),
+            fix="It is batch first, whatever batch_first says." if key_padding_mask.shape == expected[::-1] else "",
         )
     return key_padding_mask[:, None, None, :]
 
@@ -97,19 +91,15 @@ def _per_key(key_padding_mask: Tensor, grid: Grid) -> Tensor:
 def _require_bool_or_float(name: str, mask: object) -> None:
     if not isinstance(mask, Tensor):
         raise DTypeError(
-            explain_problem(
-                name,
-                expected="a torch.Tensor, bool or float",
-                got=type(mask).__name__,
-                fix="Masks of clearhead.masks go into clearhead.MultiHeadAttention." if isinstance(mask, Mask) else "",
-            )
+            name,
+            expected="a torch.Tensor, bool or float",
+            got=type(mask).__name__,
+            fix="Masks of clearhead.masks go into clearhead.MultiHeadAttention." if isinstance(mask, Mask) else "",
         )
     if strided(name, mask).dtype != torch.bool and mask.dtype not in FLOATS:
         raise DTypeError(
-            explain_problem(
-                name,
-                expected="bool (True = hidden) or float (added to the scores)",
-                got=str(mask.dtype),
-                fix="Write mask.bool() if non-zero means hidden.",
-            )
+            name,
+            expected="bool (True = hidden) or float (added to the scores)",
+            got=str(mask.dtype),
+            fix="Write mask.bool() if non-zero means hidden.",
         )

@@ -13,14 +13,12 @@ from .._checks import flag, is_probability, number, require_factory, size, strid
 from .._environment import Environment, autocast_is_on, read_environment, skips_idle_hook
 from .._layer.layer import Layer, Project
 from .._layer.packing import Costs
-from .._layer.unmodified import fits_weight
-from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from .._layer.unmodified import inputs_fit
+from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._grid import Grid
 from ._convention import hidden_mask
 from ._errors import also_pytorchs
 from ._projection import append_keys, project
-
-__all__ = ["MultiheadAttention", "keep_off_fast_path"]
 
 
 def keep_off_fast_path(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -231,16 +229,16 @@ def _require_sizes(embed_dim: int, num_heads: int, dropout: float, **sizes: int 
         if value is not None or name in ("embed_dim", "num_heads"):
             size(name, value)
     if embed_dim % num_heads:
-        raise ArgumentError(
-            explain_problem("embed_dim", expected=f"a multiple of num_heads = {num_heads}", got=str(embed_dim))
-        )
+        raise ArgumentError("embed_dim", expected=f"a multiple of num_heads = {num_heads}", got=str(embed_dim))
     number("dropout", dropout, "a probability in [0, 1]", is_probability)
 
 
 def _require_inputs(
     module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, environment: Environment
 ) -> None:
-    if _fit(module, query, key, value, environment):
+    weight = module.__dict__["_parameters"].get("in_proj_weight")
+    batch_dim = 0 if module.batch_first else 1
+    if not environment.tracing and inputs_fit(query, key, value, (weight, weight, weight), batch_dim):
         return
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
@@ -248,16 +246,14 @@ def _require_inputs(
             strided(name, x)
     if query.is_nested or key.is_nested or value.is_nested:
         raise ShapeError(
-            explain_problem(
-                "query, key, value",
-                expected="plain tensors",
-                got="nested tensors",
-                fix="In a model with nn.TransformerEncoder, clearhead.upgrade(model) turns its nested tensors off.",
-            )
+            "query, key, value",
+            expected="plain tensors",
+            got="nested tensors",
+            fix="In a model with nn.TransformerEncoder, clearhead.upgrade(model) turns its nested tensors off.",
         )
     if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
         problem, fix = "all three-dimensional, or all two-dimensional without a batch", "Add the batch with unsqueeze."
-        raise ShapeError(explain_problem("query, key, value", expected=problem, got=_shapes(tensors), fix=fix))
+        raise ShapeError("query, key, value", expected=problem, got=_shapes(tensors), fix=fix)
     for name, x, features in (
         ("query", query, module.embed_dim),
         ("key", key, module.kdim),
@@ -265,30 +261,15 @@ def _require_inputs(
     ):
         if x.shape[-1] != features:
             fix = "Sizes of key and value inputs are set by kdim= and vdim=."
-            raise ShapeError(explain_problem(name, expected=f"{features} features", got=shape_text(x.shape), fix=fix))
+            raise ShapeError(name, expected=f"{features} features", got=shape_text(x.shape), fix=fix)
     layout = f"This module has batch_first={module.batch_first}."
     if key.shape[:-1] != value.shape[:-1]:
         problem = "equal lengths and batch sizes"
-        raise ShapeError(explain_problem("key, value", expected=problem, got=_shapes(tensors), fix=layout))
-    batch_dim = 0 if module.batch_first else 1
+        raise ShapeError("key, value", expected=problem, got=_shapes(tensors), fix=layout)
     if query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
         problem = f"equal batch sizes N in dimension {batch_dim}"
-        raise ShapeError(explain_problem("query, key", expected=problem, got=_shapes(tensors), fix=layout))
+        raise ShapeError("query, key", expected=problem, got=_shapes(tensors), fix=layout)
     _require_dtypes(module, tensors)
-
-
-def _fit(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, environment: Environment) -> bool:
-    """Whether nothing is wrong with ordinary inputs of one packed projection."""
-    weight = module.__dict__["_parameters"].get("in_proj_weight")
-    if environment.tracing or not fits_weight(query, weight):
-        return False
-    if key is query and value is query:
-        return True
-    if not (fits_weight(key, weight) and (value is key or fits_weight(value, weight))):
-        return False
-    batch = 0 if module.batch_first else 1
-    same = query.dim() == key.dim() == value.dim() and key.shape[:-1] == value.shape[:-1]
-    return same and (query.dim() == 2 or query.shape[batch] == key.shape[batch])
 
 
 def _shapes(tensors: dict[str, Tensor]) -> str:
@@ -302,12 +283,10 @@ def _require_dtypes(module: MultiheadAttention, tensors: dict[str, Tensor]) -> N
     for name, x in tensors.items():
         if x.device != device:
             fix = "Move the input or the module with .to(...)."
-            raise DeviceError(explain_problem(name, expected=f"the module's {device}", got=str(x.device), fix=fix))
+            raise DeviceError(name, expected=f"the module's {device}", got=str(x.device), fix=fix)
         if autocast_is_on(x) and x.is_floating_point():
             continue
         if x.dtype != dtype:
             raise DTypeError(
-                explain_problem(
-                    name, expected=f"the module's dtype {dtype}", got=str(x.dtype), fix=f"Convert it with .to({dtype})."
-                )
+                name, expected=f"the module's dtype {dtype}", got=str(x.dtype), fix=f"Convert it with .to({dtype})."
             )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._attention import attention
 from .._checks import FLOATS, flag, strided
-from ..errors import ClearheadError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import ClearheadError, DeviceError, DTypeError, ShapeError, shape_text
 from ..masks import bias, causal, keep
 from ..masks._base import Mask
 from ._errors import also_pytorchs
@@ -76,9 +76,7 @@ def translate(
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if strided(name, tensor).dim() < 2:
-            raise ShapeError(
-                explain_problem(name, expected="at least (length, features)", got=shape_text(tensor.shape))
-            )
+            raise ShapeError(name, expected="at least (length, features)", got=shape_text(tensor.shape))
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
     leading = _broadcast(query, key, value)
     heads, key_heads, value_heads = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in (query, key, value))
@@ -97,16 +95,14 @@ def _common(query: Tensor, key: Tensor, value: Tensor, heads: tuple[int, int, in
     if any(count != 1 and count != most for count in heads):
         got = ", ".join(shape_text(tensor.shape) for tensor in (query, key, value))
         fix = "Pass enable_gqa=True if query heads share keys."
-        raise ShapeError(
-            explain_problem("query, key, value", expected=f"equal numbers of heads, H = {most}", got=got, fix=fix)
-        )
+        raise ShapeError("query, key, value", expected=f"equal numbers of heads, H = {most}", got=got, fix=fix)
     return most
 
 
 def _repeated(name: str, tensor: Tensor, heads: int) -> Tensor:
     if heads % max(1, tensor.shape[1]):
         got = shape_text(tensor.shape)
-        raise ShapeError(explain_problem(name, expected=f"a number of heads that divides {heads}", got=got))
+        raise ShapeError(name, expected=f"a number of heads that divides {heads}", got=got)
     return tensor.repeat_interleave(heads // max(1, tensor.shape[1]), 1)
 
 
@@ -116,9 +112,7 @@ def _broadcast(*tensors: Tensor) -> tuple[int, ...]:
         return tuple(torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors)))
     except RuntimeError as error:
         got = ", ".join(shape_text(tensor.shape) for tensor in tensors)
-        raise ShapeError(
-            explain_problem("query, key, value", expected="leading sizes that broadcast", got=got)
-        ) from error
+        raise ShapeError("query, key, value", expected="leading sizes that broadcast", got=got) from error
 
 
 def _four_dimensional(tensor: Tensor, leading: tuple[int, ...], heads: int) -> Tensor:
@@ -138,22 +132,18 @@ def _mask(
     if attn_mask is None:
         return rule
     if not isinstance(attn_mask, Tensor):
-        raise DTypeError(
-            explain_problem("attn_mask", expected="a torch.Tensor, bool or float", got=type(attn_mask).__name__)
-        )
+        raise DTypeError("attn_mask", expected="a torch.Tensor, bool or float", got=type(attn_mask).__name__)
     if strided("attn_mask", attn_mask).dtype != torch.bool and attn_mask.dtype not in FLOATS:
-        raise DTypeError(
-            explain_problem("attn_mask", expected="bool (True = may attend) or float", got=str(attn_mask.dtype))
-        )
+        raise DTypeError("attn_mask", expected="bool (True = may attend) or float", got=str(attn_mask.dtype))
     if attn_mask.device != device:
         expected, fix = f"query's device {device}", "Move it with .to(query.device)."
-        raise DeviceError(explain_problem("attn_mask", expected=expected, got=str(attn_mask.device), fix=fix))
+        raise DeviceError("attn_mask", expected=expected, got=str(attn_mask.device), fix=fix)
     full = (*leading, *sizes)
     given = tuple(attn_mask.shape)
     pairs = zip(reversed(given), reversed(full), strict=False)
     if len(given) > len(full) or any(size != 1 and size != whole for size, whole in pairs):
         got, expected = shape_text(given), f"a shape that broadcasts to {shape_text(full)}"
-        raise ShapeError(explain_problem("attn_mask", expected=expected, got=got))
+        raise ShapeError("attn_mask", expected=expected, got=got)
     if attn_mask.dim() > 3 and len(leading) != 1:
         attn_mask = attn_mask.expand(*leading, *attn_mask.shape[-3:])
         attn_mask = attn_mask.reshape(math.prod(leading), *attn_mask.shape[-3:])

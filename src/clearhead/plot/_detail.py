@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ._collect import ItemPicture, LayerPicture
 
-__all__ = ["Detail", "bytes_of_crops", "details_for", "least_bytes", "pooled_map", "pooled_rows"]
-
 #: About how many bytes of a deflated stream they take, measured on sentence encoders: a cell of a map, a number of a
 #: row, one of the largest weights, a weight of a crop, a token, and what is said of a head.
 CELL, ROW, LARGEST, EXACT, TOKEN, HEAD = 0.4, 0.85, 2.2, 0.3, 8, 60

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-__all__ = ["draw_sheet"]
-
 # Inches.
 MARGIN, TITLE, THUMBNAILS_WIDTH = 0.35, 0.55, 6.4
 THUMBNAIL_PIXELS, GAP = 48, 0.14

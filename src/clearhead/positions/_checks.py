@@ -8,10 +8,8 @@ import torch
 
 from .._checks import integer, number
 from .._environment import is_tracing, is_transformed
-from ..errors import ArgumentError, DeviceError, ShapeError, explain_problem
+from ..errors import ArgumentError, DeviceError, ShapeError
 from ..masks._grid import Grid
-
-__all__ = ["factor_at_least_one", "positive", "require_device", "require_heads", "require_in_range", "whole"]
 
 
 def whole(name: str, value: object, least: int = 1) -> int:
@@ -38,12 +36,10 @@ def require_heads(name: str, num_heads: int, grid: Grid) -> None:
     """Raise unless a per-head mask was made for as many heads as the call has."""
     if grid.num_heads != num_heads:
         raise ShapeError(
-            explain_problem(
-                f"mask {name}(num_heads={num_heads})",
-                expected=f"num_heads = {grid.num_heads}, the query's head count H",
-                got=str(num_heads),
-                fix="Grouped heads count too: give the number of query heads, not of key/value heads.",
-            )
+            f"mask {name}(num_heads={num_heads})",
+            expected=f"num_heads = {grid.num_heads}, the query's head count H",
+            got=str(num_heads),
+            fix="Grouped heads count too: give the number of query heads, not of key/value heads.",
         )
 
 
@@ -51,26 +47,22 @@ def require_device(name: str, tensor: torch.Tensor, grid: Grid) -> None:
     """Raise unless a mask's tensor lives where the call does."""
     if tensor.device != grid.device:
         raise DeviceError(
-            explain_problem(
-                f"mask {name}(...)",
-                expected=f"weights on {grid.device}, like query",
-                got=f"weights on {tensor.device}",
-                fix=f"Move it with .to({str(grid.device)!r}).",
-            )
+            f"mask {name}(...)",
+            expected=f"weights on {grid.device}, like query",
+            got=f"weights on {tensor.device}",
+            fix=f"Move it with .to({str(grid.device)!r}).",
         )
 
 
-def require_in_range(places: torch.Tensor) -> None:
+def require_in_range(positions: torch.Tensor) -> None:
     """Raise for positions below −1, where looking at them waits for no device."""
-    if is_tracing() or is_transformed() or places.device.type != "cpu" or places.numel() == 0:
+    if is_tracing() or is_transformed() or positions.device.type != "cpu" or positions.numel() == 0:
         return
-    lowest = int(places.min())
+    lowest = int(positions.min())
     if lowest < -1:
         raise ArgumentError(
-            explain_problem(
-                "positions",
-                expected="positions ≥ 0, or −1 for padding",
-                got=str(lowest),
-                fix="Positions count from 0, the first token of a sequence.",
-            )
+            "positions",
+            expected="positions ≥ 0, or −1 for padding",
+            got=str(lowest),
+            fix="Positions count from 0, the first token of a sequence.",
         )

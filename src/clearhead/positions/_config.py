@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._checks import flag, integer, is_finite, number, shown
-from ..errors import ArgumentError, DTypeError, explain_problem
+from ..errors import ArgumentError, DTypeError
 from ._checks import factor_at_least_one
 from ._rotary import Rotary
 from ._scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
-
-__all__ = ["rotary_from_config"]
 
 _ANY = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 _KEYS = {
@@ -58,12 +56,10 @@ def rotary_from_config(
     """
     if rope_parameters is not None and not isinstance(rope_parameters, Mapping):
         raise DTypeError(
-            explain_problem(
-                "rope_parameters",
-                expected="a dictionary, or None",
-                got=type(rope_parameters).__name__,
-                fix="Give config.rope_parameters.",
-            )
+            "rope_parameters",
+            expected="a dictionary, or None",
+            got=type(rope_parameters).__name__,
+            fix="Give config.rope_parameters.",
         )
     settings = {key: value for key, value in (rope_parameters or {}).items() if value is not None}
     rope_type = _rope_type(settings)
@@ -84,16 +80,14 @@ def _rope_type(settings: dict[str, Any]) -> str:
     nested = [key for key, value in settings.items() if isinstance(value, Mapping)]
     if nested:
         raise ArgumentError(
-            explain_problem(
-                "rope_parameters",
-                expected="the settings of one kind of layer",
-                got=f"a dictionary for each of {', '.join(nested)}",
-                fix=f"Give rope_parameters[{nested[0]!r}] for such a layer.",
-            )
+            "rope_parameters",
+            expected="the settings of one kind of layer",
+            got=f"a dictionary for each of {', '.join(nested)}",
+            fix=f"Give rope_parameters[{nested[0]!r}] for such a layer.",
         )
     rope_type = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in _KEYS:
-        raise ArgumentError(explain_problem("rope_type", expected=f"one of {', '.join(_KEYS)}", got=shown(rope_type)))
+        raise ArgumentError("rope_type", expected=f"one of {', '.join(_KEYS)}", got=shown(rope_type))
     return rope_type
 
 
@@ -102,12 +96,10 @@ def _require_known(settings: dict[str, Any], rope_type: str) -> None:
     unknown = sorted(settings.keys() - _ANY - _KEYS[rope_type], key=str)
     if unknown:
         raise ArgumentError(
-            explain_problem(
-                "rope_parameters",
-                expected=f"settings of rope_type {rope_type!r}: {', '.join(sorted(_ANY | _KEYS[rope_type]))}",
-                got=", ".join(name if isinstance(name, str) else shown(name) for name in unknown),
-                fix="Remove what has no effect in your model; other kinds of rotary embedding are not supported.",
-            )
+            "rope_parameters",
+            expected=f"settings of rope_type {rope_type!r}: {', '.join(sorted(_ANY | _KEYS[rope_type]))}",
+            got=", ".join(name if isinstance(name, str) else shown(name) for name in unknown),
+            fix="Remove what has no effect in your model; other kinds of rotary embedding are not supported.",
         )
 
 
@@ -168,6 +160,4 @@ def _needed(settings: dict[str, Any], name: str, rope_type: str) -> Any:
 
 
 def _missing(name: str, rope_type: str) -> ArgumentError:
-    return ArgumentError(
-        explain_problem(name, expected=f"a number, which rope_type {rope_type!r} needs", got="none", fix="Give it.")
-    )
+    return ArgumentError(name, expected=f"a number, which rope_type {rope_type!r} needs", got="none", fix="Give it.")

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import FLOATS, INTEGERS, flag, integer, strided
-from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_text
 from ._checks import positive, require_in_range, whole
 from ._scaling import Scaling, unscaled
-
-__all__ = ["Rotary"]
 
 
 @final
@@ -96,36 +94,34 @@ class Rotary(nn.Module):
             self._require_fit(name, x)
         if k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
             raise ShapeError(
-                explain_problem(
-                    "k",
-                    expected=f"batch and length of q, ({q.shape[0]}, Hkv, {q.shape[2]}, {self.head_dim})",
-                    got=shape_text(k.shape),
-                    fix="Both are turned by the same positions, before a cache joins new keys to old ones.",
-                )
+                "k",
+                expected=f"batch and length of q, ({q.shape[0]}, Hkv, {q.shape[2]}, {self.head_dim})",
+                got=shape_text(k.shape),
+                fix="Both are turned by the same positions, before a cache joins new keys to old ones.",
             )
         if k.device != q.device:
             fix = f"Move it with .to({str(q.device)!r})."
-            raise DeviceError(explain_problem("k", expected=f"q's device {q.device}", got=str(k.device), fix=fix))
-        places = _places(positions, q)  # (1 or B, L)
-        cos, sin = self._rotation(places, torch.float64 if q.dtype == torch.float64 else torch.float32)
+            raise DeviceError("k", expected=f"q's device {q.device}", got=str(k.device), fix=fix)
+        at = _checked_positions(positions, q)  # (1 or B, L)
+        cos, sin = self._rotation(at, torch.float64 if q.dtype == torch.float64 else torch.float32)
         return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
-    def _rotation(self, places: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every angle, (1 or B, 1, L, size / 2)."""
-        frequencies = self._frequencies(places, dtype)
-        angles = places.clamp(min=0).to(dtype)[:, None, :, None] * frequencies
+        frequencies = self._frequencies(positions, dtype)
+        angles = positions.clamp(min=0).to(dtype)[:, None, :, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.scaling is not None and self.scaling.magnitude != 1:
             cos, sin = cos * self.scaling.magnitude, sin * self.scaling.magnitude
         return cos, sin
 
-    def _frequencies(self, places: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.scaling is not None and self.scaling.follows_length and places.numel() > 0:
-            length = places.amax() + 1
-            return self.scaling.frequencies(self.base, self.size, length, dtype, places.device)
+    def _frequencies(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.scaling is not None and self.scaling.follows_length and positions.numel() > 0:
+            length = positions.amax() + 1
+            return self.scaling.frequencies(self.base, self.size, length, dtype, positions.device)
         if dtype == self.frequencies.dtype:
-            return self.frequencies.to(places.device)
-        return self._computed_frequencies(dtype, places.device)
+            return self.frequencies.to(positions.device)
+        return self._computed_frequencies(dtype, positions.device)
 
     def _computed_frequencies(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self.scaling is None:
@@ -151,15 +147,13 @@ class Rotary(nn.Module):
     def _require_fit(self, name: str, x: Tensor) -> None:
         expected = "a float tensor (B, H, L, D)"
         if strided(name, x, expected).dtype not in FLOATS:
-            raise DTypeError(explain_problem(name, expected=expected, got=str(x.dtype)))
+            raise DTypeError(name, expected=expected, got=str(x.dtype))
         if x.dim() != 4 or x.shape[-1] != self.head_dim:
             raise ShapeError(
-                explain_problem(
-                    name,
-                    expected=f"(B, H, L, D) with D = head_dim = {self.head_dim}",
-                    got=shape_text(x.shape),
-                    fix="clearhead.split_heads turns (B, L, H·D) into (B, H, L, D).",
-                )
+                name,
+                expected=f"(B, H, L, D) with D = head_dim = {self.head_dim}",
+                got=shape_text(x.shape),
+                fix="clearhead.split_heads turns (B, L, H·D) into (B, H, L, D).",
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -181,16 +175,14 @@ class Rotary(nn.Module):
 
 def _turned_features(head_dim: int, fraction: float) -> int:
     if fraction > 1:
-        raise ArgumentError(explain_problem("fraction", expected="a share in (0, 1]", got=f"{fraction:g}"))
+        raise ArgumentError("fraction", expected="a share in (0, 1]", got=f"{fraction:g}")
     size = int(head_dim * fraction)
     if size < 2 or size % 2:
         raise ArgumentError(
-            explain_problem(
-                "fraction" if fraction != 1 else "head_dim",
-                expected="an even number of features to turn, in pairs",
-                got=f"{size} of head_dim = {head_dim}",
-                fix="Choose another head_dim or fraction.",
-            )
+            "fraction" if fraction != 1 else "head_dim",
+            expected="an even number of features to turn, in pairs",
+            got=f"{size} of head_dim = {head_dim}",
+            fix="Choose another head_dim or fraction.",
         )
     return size
 
@@ -198,16 +190,14 @@ def _turned_features(head_dim: int, fraction: float) -> int:
 def _require_scaling(scaling: object) -> None:
     if not isinstance(scaling, Scaling):
         raise DTypeError(
-            explain_problem(
-                "scaling",
-                expected="a Scaling such as LinearScaling(factor=2.0), or None",
-                got=type(scaling).__name__,
-                fix="rotary_from_config reads the dictionary of a configuration." if isinstance(scaling, dict) else "",
-            )
+            "scaling",
+            expected="a Scaling such as LinearScaling(factor=2.0), or None",
+            got=type(scaling).__name__,
+            fix="rotary_from_config reads the dictionary of a configuration." if isinstance(scaling, dict) else "",
         )
 
 
-def _places(positions: object, q: Tensor) -> Tensor:
+def _checked_positions(positions: object, q: Tensor) -> Tensor:
     """Absolute positions (1 or B, L) of q (B, H, L, D)."""
     batch, length = q.shape[0], q.shape[2]
     if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
@@ -220,24 +210,20 @@ def _places(positions: object, q: Tensor) -> Tensor:
     expected = "an int or an integer tensor (L,) or (B, L)"
     positions = strided("positions", positions, expected)
     if positions.dtype not in INTEGERS:
-        raise DTypeError(explain_problem("positions", expected=expected, got=str(positions.dtype)))
-    places = positions if positions.dim() == 2 else positions[None]  # (1 or B, L)
-    if places.dim() != 2 or places.shape[1] != length or (places.shape[0] != 1 and places.shape[0] != batch):
+        raise DTypeError("positions", expected=expected, got=str(positions.dtype))
+    rows = positions if positions.dim() == 2 else positions[None]  # (1 or B, L)
+    if rows.dim() != 2 or rows.shape[1] != length or (rows.shape[0] != 1 and rows.shape[0] != batch):
         raise ShapeError(
-            explain_problem(
-                "positions",
-                expected=f"an int or shape ({length},) or ({batch}, {length}), one position per token",
-                got=shape_text(positions.shape),
-            )
+            "positions",
+            expected=f"an int or shape ({length},) or ({batch}, {length}), one position per token",
+            got=shape_text(positions.shape),
         )
-    if places.device != q.device:
+    if rows.device != q.device:
         raise DeviceError(
-            explain_problem(
-                "positions",
-                expected=f"q's device {q.device}",
-                got=str(places.device),
-                fix=f"Move them with .to({str(q.device)!r}).",
-            )
+            "positions",
+            expected=f"q's device {q.device}",
+            got=str(rows.device),
+            fix=f"Move them with .to({str(q.device)!r}).",
         )
-    require_in_range(places)
-    return places
+    require_in_range(rows)
+    return rows

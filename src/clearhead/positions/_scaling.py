@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from .._checks import number
-from ..errors import ArgumentError, explain_problem
+from ..errors import ArgumentError
 from ._checks import factor_at_least_one, positive, whole
-
-__all__ = ["DynamicNTKScaling", "LinearScaling", "Llama3Scaling", "Scaling", "YarnScaling", "unscaled"]
 
 
 def unscaled(base: float | Tensor, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -140,12 +138,10 @@ class DynamicNTKScaling(Scaling):
     def validate(self, size: int) -> None:
         if size < 4:
             raise ArgumentError(
-                explain_problem(
-                    "scaling",
-                    expected="one that fits a single pair of features",
-                    got="DynamicNTKScaling, whose exponent size / (size − 2) needs at least two pairs",
-                    fix="Enlarge head_dim or fraction, or use LinearScaling.",
-                )
+                "scaling",
+                expected="one that fits a single pair of features",
+                got="DynamicNTKScaling, whose exponent size / (size − 2) needs at least two pairs",
+                fix="Enlarge head_dim or fraction, or use LinearScaling.",
             )
 
 
@@ -192,12 +188,10 @@ class YarnScaling(Scaling):
         number("beta_fast", self.beta_fast, "a finite number > 0 and < 2⁶³", lambda turns: 0 < turns < 2.0**63)
         if positive("beta_fast", self.beta_fast) < self.beta_slow:
             raise ArgumentError(
-                explain_problem(
-                    "beta_fast",
-                    expected=f"at least beta_slow = {float(self.beta_slow):g}",
-                    got=f"{float(self.beta_fast):g}",
-                    fix="It counts the turns of the fast pairs, which turn more often.",
-                )
+                "beta_fast",
+                expected=f"at least beta_slow = {float(self.beta_slow):g}",
+                got=f"{float(self.beta_fast):g}",
+                fix="It counts the turns of the fast pairs, which turn more often.",
             )
         if self.attention_factor is not None:
             positive("attention_factor", self.attention_factor)
@@ -260,11 +254,9 @@ class Llama3Scaling(Scaling):
         positive("low_freq_factor", self.low_freq_factor)
         if positive("high_freq_factor", self.high_freq_factor) <= self.low_freq_factor:
             raise ArgumentError(
-                explain_problem(
-                    "high_freq_factor",
-                    expected=f"more than low_freq_factor = {self.low_freq_factor:g}",
-                    got=f"{self.high_freq_factor:g}",
-                )
+                "high_freq_factor",
+                expected=f"more than low_freq_factor = {self.low_freq_factor:g}",
+                got=f"{self.high_freq_factor:g}",
             )
 
     def frequencies(

@@ -6,14 +6,13 @@ from typing import Literal, NamedTuple, final, overload
 
 from torch import Tensor, nn
 
+from .._call.caching import Cache, Positions
 from .._checks import flag, size, strided
-from ..caches._base import Cache, Positions, unchanged_if_refused
+from ..caches._base import unchanged_if_refused
 from ..caches._cross import CrossKVCache
-from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 from ._parts import Layer, Norm, attend, made_dropout, made_norm, make_part_cache, require_features, require_modules
-
-__all__ = ["DecoderCache", "DecoderLayer", "DecoderWeights"]
 
 
 class DecoderWeights(NamedTuple):
@@ -202,12 +201,10 @@ class DecoderLayer(Layer):
         own_cache, cross_cache = _both(cache)
         if memory is None and (cross_cache is None or cross_cache.get() is None):
             raise ArgumentError(
-                explain_problem(
-                    "memory",
-                    expected="the encoder's output (B, S, E)",
-                    got="None, and no cache that holds it",
-                    fix="The first call needs it; later ones with the same cache do not.",
-                )
+                "memory",
+                expected="the encoder's output (B, S, E)",
+                got="None, and no cache that holds it",
+                fix="The first call needs it; later ones with the same cache do not.",
             )
         asked = flag("need_weights", need_weights), flag("average_attn_weights", average_attn_weights)
         if memory is not None:
@@ -242,12 +239,10 @@ def _both(cache: DecoderCache | None) -> tuple[Cache | None, Cache | None]:
         return None, None
     if not isinstance(cache, DecoderCache):
         raise DTypeError(
-            explain_problem(
-                "cache",
-                expected="a DecoderCache: a cache for each of the two attentions",
-                got=type(cache).__name__,
-                fix="Take layer.make_cache(batch_size, max_length).",
-            )
+            "cache",
+            expected="a DecoderCache: a cache for each of the two attentions",
+            got=type(cache).__name__,
+            fix="Take layer.make_cache(batch_size, max_length).",
         )
     return cache
 
@@ -257,9 +252,7 @@ def _require_memory(memory: Tensor, x: Tensor) -> None:
     strided("memory", memory)
     if memory.dim() != x.dim() or memory.shape[:-2] != x.shape[:-2]:
         raise ShapeError(
-            explain_problem(
-                "memory",
-                expected="the encoder's output (B, S, E), with the batch of x",
-                got=f"{shape_text(memory.shape)} for x {shape_text(x.shape)}",
-            )
+            "memory",
+            expected="the encoder's output (B, S, E), with the batch of x",
+            got=f"{shape_text(memory.shape)} for x {shape_text(x.shape)}",
         )

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from .._checks import size
 from .._layer.linear import Linear, require_input
-from ..errors import DTypeError, explain_problem
+from ..errors import DTypeError
 from ._parts import made_dropout
-
-__all__ = ["FeedForward", "SwiGLU"]
 
 
 class FeedForward(nn.Module):
@@ -55,7 +53,7 @@ class FeedForward(nn.Module):
         size("hidden_dim", hidden_dim)
         if activation is not None and not callable(activation):
             expected = "a function or module, such as torch.nn.GELU()"
-            raise DTypeError(explain_problem("activation", expected=expected, got=type(activation).__name__))
+            raise DTypeError("activation", expected=expected, got=type(activation).__name__)
         self.linear1 = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
         self.activation = nn.ReLU() if activation is None else activation
         self.dropout = made_dropout(dropout)

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from .._multihead import MultiHeadAttention
 from ..checkpoints import load
-from ..errors import DTypeError, explain_problem
+from ..errors import DTypeError
 from ._decoder_layer import DecoderLayer
 from ._encoder_layer import EncoderLayer
 from ._feed_forward import FeedForward
 from ._stacks import Decoder, Encoder
-
-__all__ = ["load_transformer"]
 
 Ours = EncoderLayer | DecoderLayer | Encoder | Decoder
 
@@ -47,12 +45,10 @@ def load_transformer(module: nn.Module) -> Ours:
         if isinstance(module, kind):
             return build(module).train(module.training)
     raise DTypeError(
-        explain_problem(
-            "module",
-            expected="one of " + ", ".join(f"nn.{kind.__name__}" for kind in _BUILDERS),
-            got=type(module).__name__,
-            fix="For a single attention module use clearhead.checkpoints.load.",
-        )
+        "module",
+        expected="one of " + ", ".join(f"nn.{kind.__name__}" for kind in _BUILDERS),
+        got=type(module).__name__,
+        fix="For a single attention module use clearhead.checkpoints.load.",
     )
 
 

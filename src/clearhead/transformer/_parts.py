@@ -7,22 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._call.caching import Cache
 from .._checks import FLOATS, is_probability, module, number, shown, strided_or_jagged
-from ..caches._base import Cache
-from ..errors import DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
-
-__all__ = [
-    "Layer",
-    "Norm",
-    "attend",
-    "given",
-    "made_dropout",
-    "made_norm",
-    "make_part_cache",
-    "require_features",
-    "require_modules",
-]
 
 #: Makes a norm for E features: `nn.LayerNorm`, `nn.RMSNorm`, or a `functools.partial` of them.
 Norm = Callable[[int], nn.Module]
@@ -73,12 +61,10 @@ def make_part_cache(name: str, attention: nn.Module, batch_size: int, max_length
     make = getattr(attention, "make_cache", None)
     if make is None:
         raise DTypeError(
-            explain_problem(
-                name,
-                expected="an attention with make_cache(batch_size, max_length)",
-                got=type(attention).__name__,
-                fix="Make a cache that fits it and pass it as cache=.",
-            )
+            name,
+            expected="an attention with make_cache(batch_size, max_length)",
+            got=type(attention).__name__,
+            fix="Make a cache that fits it and pass it as cache=.",
         )
     return make(batch_size, max_length)
 
@@ -97,14 +83,14 @@ def made_norm(norm: Norm, embed_dim: int) -> nn.Module:
     """
     expected = "what makes a norm for E features, such as nn.LayerNorm"
     if isinstance(norm, nn.Module) or not callable(norm):
-        raise DTypeError(explain_problem("norm", expected=expected, got=type(norm).__name__))
+        raise DTypeError("norm", expected=expected, got=type(norm).__name__)
     try:
         made = norm(embed_dim)
     except TypeError as error:
-        raise DTypeError(explain_problem("norm", expected=expected, got=shown(norm), fix=str(error))) from error
+        raise DTypeError("norm", expected=expected, got=shown(norm), fix=str(error)) from error
     if not isinstance(made, nn.Module):
         got = f"one that makes a {type(made).__name__}"
-        raise DTypeError(explain_problem("norm", expected=expected, got=got))
+        raise DTypeError("norm", expected=expected, got=got)
     return made
 
 
@@ -118,10 +104,8 @@ def require_features(name: str, x: object, embed_dim: int) -> None:
     x = strided_or_jagged(name, x)
     if x.dtype not in FLOATS:
         fix = "Embed token ids first."
-        raise DTypeError(explain_problem(name, expected="a floating point tensor", got=str(x.dtype), fix=fix))
+        raise DTypeError(name, expected="a floating point tensor", got=str(x.dtype), fix=fix)
     if x.dim() not in (2, 3) or x.shape[-1] != embed_dim:
         raise ShapeError(
-            explain_problem(
-                name, expected=f"(B, L, E) with E = {embed_dim}, or (L, E) without a batch", got=shape_text(x.shape)
-            )
+            name, expected=f"(B, L, E) with E = {embed_dim}, or (L, E) without a batch", got=shape_text(x.shape)
         )

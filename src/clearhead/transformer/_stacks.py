@@ -7,16 +7,15 @@ from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
+from .._call.caching import Cache, Positions
 from .._checks import flag, items, module
-from ..caches._base import Cache, Positions, unchanged_if_refused
-from ..errors import ArgumentError, DTypeError, explain_problem
+from ..caches._base import unchanged_if_refused
+from ..errors import ArgumentError, DTypeError
 from ..masks._base import Mask
 from ..masks._prepared import shared
 from ..masks._tensors import as_mask
 from ._decoder_layer import DecoderCache, DecoderWeights
 from ._parts import Layer, given
-
-__all__ = ["Decoder", "Encoder"]
 
 
 class Encoder(nn.Module):
@@ -252,7 +251,7 @@ def _shared(layers: nn.ModuleList, mask: Mask | Tensor | None) -> Mask | Tensor 
 def _module_list(layers: Iterable[nn.Module]) -> nn.ModuleList:
     given = items("layers", layers, "a list of layers")
     if not given:
-        raise ArgumentError(explain_problem("layers", expected="at least one layer", got="none"))
+        raise ArgumentError("layers", expected="at least one layer", got="none")
     return nn.ModuleList(module(f"layers[{number}]", layer) for number, layer in enumerate(given))
 
 
@@ -262,12 +261,10 @@ def _made(layers: nn.ModuleList, batch_size: int, max_length: int) -> list[Any]:
         make: Any = getattr(layer, "make_cache", None)
         if make is None:
             raise DTypeError(
-                explain_problem(
-                    f"layers[{index}]",
-                    expected="a layer with make_cache(batch_size, max_length)",
-                    got=type(layer).__name__,
-                    fix="Make a list of caches, one per layer, and pass it as cache=.",
-                )
+                f"layers[{index}]",
+                expected="a layer with make_cache(batch_size, max_length)",
+                got=type(layer).__name__,
+                fix="Make a list of caches, one per layer, and pass it as cache=.",
             )
         caches.append(make(batch_size, max_length))
     return caches
@@ -280,15 +277,9 @@ def _caches(cache: Sequence[Any] | None, layers: nn.ModuleList) -> Sequence[Any]
     fix = "Take make_cache(batch_size, max_length)."
     # A DecoderCache is a tuple of two, which two layers would share out between them.
     if not isinstance(cache, Sequence) or isinstance(cache, DecoderCache):
-        raise DTypeError(
-            explain_problem("cache", expected="a list of caches, one per layer", got=type(cache).__name__, fix=fix)
-        )
+        raise DTypeError("cache", expected="a list of caches, one per layer", got=type(cache).__name__, fix=fix)
     if len(cache) != len(layers):
-        raise ArgumentError(
-            explain_problem("cache", expected=f"one per layer, {len(layers)}", got=str(len(cache)), fix=fix)
-        )
+        raise ArgumentError("cache", expected=f"one per layer, {len(layers)}", got=str(len(cache)), fix=fix)
     if len({id(own) for own in cache}) < len(cache):
-        raise ArgumentError(
-            explain_problem("cache", expected="a cache of its own for every layer", got="one cache twice", fix=fix)
-        )
+        raise ArgumentError("cache", expected="a cache of its own for every layer", got="one cache twice", fix=fix)
     return cache

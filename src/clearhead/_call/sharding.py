@@ -1,0 +1,61 @@
+"""What an attention module uses of a split over several processes: of its heads, or of its sequence."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..masks._base import Mask
+from .caching import Cache, Positions
+
+__all__ = ["HeadShard", "SequenceShard"]
+
+
+class HeadShard(Protocol):
+    """Which heads of a module this process computes, and how tensors enter and leave it.
+
+    Args:
+        first: of this process's heads.
+        num_heads, num_kv_heads: of this process.
+    """
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    def enter(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The inputs (B, L, features) as the split projections take them; the same tensor stays one."""
+        ...
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """This process's part of a parameter."""
+        ...
+
+    def mask(self, mask: Mask | None) -> Mask | None:
+        """A mask of all heads as one of this process's heads."""
+        ...
+
+
+class SequenceShard(Protocol):
+    """How a module is called that holds one part of a sequence, other processes holding the others."""
+
+    def call(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        mask: Mask | Tensor | None,
+        positions: Positions | None,
+        cache: Cache | None,
+        need_weights: bool,
+        average_attn_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output for this process's queries, and their weights if they are wanted."""
+        ...

@@ -1,0 +1,9 @@
+"""Attention over several processes, on `torch.distributed`: heads split by tensor parallelism, sequences by context
+parallelism, with every mask exact.
+"""  # noqa: D205
+
+from ._context import context_parallel
+from ._sequence import gather_sequence, shard_sequence
+from ._tensor import tensor_parallel
+
+__all__ = ["context_parallel", "gather_sequence", "shard_sequence", "tensor_parallel"]

@@ -1,0 +1,133 @@
+"""Agreement before a collective: every process learns what the others were given, and of their errors.
+
+A process that raised before a collective would leave the others waiting in it. So each sends a record of one fixed
+size, with its facts or with its refusal, and all raise if one of them must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._checks import choice
+from ..errors import ArgumentError, ClearheadError, DistributedError
+from ._collectives import from_every_rank
+from ._layout import LAYOUTS
+
+__all__ = ["Gathered", "agree", "fingerprint", "group_of", "require_equal", "require_layout"]
+
+_FACTS = 32  # int64 numbers of facts in a record
+_TEXT = 640  # bytes of a refusal's text in a record
+_READABLE = 1 << 40  # larger facts are fingerprints
+
+#: What each process of the group sent, by name.
+Gathered = list[dict[str, int]]
+
+
+def agree(
+    where: str,
+    group: dist.ProcessGroup,
+    device: torch.device | str,
+    facts: Mapping[str, int],
+    problem: Exception | None,
+) -> Gathered:
+    """Exchange facts with all processes of a group.
+
+    Args:
+        where: what is called, for messages.
+        group: of the processes.
+        device: on which the group's collectives work.
+        facts: of this process, at most 32; the same names on all of them.
+        problem: why this process cannot go on, or ``None``.
+
+    Returns:
+        The facts of every process.
+
+    Raises:
+        The problem, where there is one; `DistributedError` where another process has one, or where the group cannot be
+        reached.
+    """
+    record = _record(where, facts, problem).to(device)
+    try:
+        records = from_every_rank(record, group).cpu()
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(
+            f"{where}: the processes could not agree on the call, because one of them has ended or makes another call: "
+            f"{error}"
+        ) from error
+    if problem is not None:
+        raise problem
+    for rank, other in enumerate(records):
+        _raise_refusal(where, rank, other)
+    for rank, other in enumerate(records):
+        if other[1] != record[1]:
+            raise DistributedError(
+                f"{where}: process {rank} of the group makes another call. All of them make the same."
+            )
+    return [dict(zip(facts, other[2 : 2 + len(facts)].tolist(), strict=True)) for other in records]
+
+
+def _record(where: str, facts: Mapping[str, int], problem: Exception | None) -> Tensor:
+    record = torch.zeros(2 + _FACTS + _TEXT // 8, dtype=torch.int64)
+    record[1] = fingerprint(where, *facts)
+    if problem is None:
+        record[2 : 2 + len(facts)] = torch.tensor(list(facts.values()), dtype=torch.int64)
+        return record
+    text = f"{type(problem).__name__}: {problem}".encode()[:_TEXT]
+    record[0] = len(text)
+    record[2 + _FACTS :].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    return record
+
+
+def _raise_refusal(where: str, rank: int, record: Tensor) -> None:
+    length = int(record[0])
+    if length:
+        text = bytes(record[2 + _FACTS :].view(torch.uint8)[:length].tolist()).decode(errors="ignore")
+        raise DistributedError(
+            f"{where}: process {rank} of the group refused the call, so that none of them runs it: {text}"
+        )
+
+
+def fingerprint(*values: object) -> int:
+    """An int64 that is equal for equal values, in every process."""
+    return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def require_equal(where: str, gathered: Gathered, names: Sequence[str], fix: str) -> None:
+    """Raise, in every process alike, unless these facts are equal in all of them."""
+    for name in names:
+        values = [facts[name] for facts in gathered]
+        if len(set(values)) > 1:
+            other = next(rank for rank, value in enumerate(values) if value != values[0])
+            readable = all(abs(value) < _READABLE for value in values)
+            got = str(values) if readable else f"another in process {other} of the group than in process 0"
+            raise DistributedError(f"{where}: {name}", expected="the same in every process", got=got, fix=fix)
+
+
+def group_of(mesh: object) -> tuple[dist.ProcessGroup, ClearheadError | None]:
+    """The group of a mesh; for what is no such mesh, the group of all processes, in which that can be told."""
+    problem: ClearheadError | None = None
+    if not isinstance(mesh, DeviceMesh):
+        fix = 'torch.distributed.device_mesh.init_device_mesh("cpu", (4,)) makes one.'
+        problem = ArgumentError("mesh", expected="a DeviceMesh", got=type(mesh).__name__, fix=fix)
+    elif mesh.ndim != 1:
+        fix = 'Take one dimension of it, as mesh["cp"].'
+        problem = ArgumentError("mesh", expected="one dimension", got=f"{mesh.ndim}", fix=fix)
+    else:
+        return mesh.get_group(), None
+    if not (dist.is_available() and dist.is_initialized()):
+        raise problem
+    group = dist.group.WORLD
+    if group is None:
+        raise problem
+    return group, problem
+
+
+def require_layout(layout: object) -> None:
+    """Raise for the name of no layout."""
+    choice("layout", layout, LAYOUTS)

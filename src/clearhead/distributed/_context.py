@@ -1,0 +1,382 @@
+"""`context_parallel`: the sequence of attention, split over processes."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._call.caching import Cache, KeyValues, Positions
+from .._call.dropout import draw_seed
+from .._call.spec import Results, WeightsWanted
+from .._checks import FLOATS, choice, flag
+from .._environment import Environment, outside_graphs, read_environment
+from .._layer.layer import Layer
+from .._layer.plan import attend_arguments
+from .._layer.positions import positions_of_queries, with_hidden
+from .._multihead import MultiHeadAttention
+from .._multihead_checks import complete, require_inputs
+from ..errors import ArgumentError, ClearheadError, KernelError, RecordError, ShapeError, shape_text
+from ..masks._base import Mask
+from ..masks._grid import Grid
+from ..masks._tensors import as_mask
+from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer
+from ..transformer._parts import require_features
+from ._agreement import agree, fingerprint, group_of, require_equal, require_layout
+from ._finding import attention_parts
+from ._layout import Layout, Parts
+from ._methods import Whole, by_gathering, by_heads, heads_divide
+from ._ring import Ring, by_ring
+from ._sequence import parts_of
+
+__all__ = ["Method", "context_parallel"]
+
+Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
+Method = Literal["auto", "heads", "gather", "ring"]
+METHODS: tuple[Method, ...] = ("auto", "heads", "gather", "ring")
+
+_WHERE = "context_parallel"
+_SAME = "All processes of the mesh make the same call, each with its part of the sequence."
+
+
+def context_parallel(
+    module: Split, mesh: DeviceMesh, *, method: Method = "auto", layout: Layout = "contiguous"
+) -> Split:
+    """Split the sequence that attention works on over processes; in place.
+
+    Every process then calls the module with its part of the sequence (`shard_sequence`), and gets its part of the
+    output. Masks, biases and positions are given as for one process: they speak of the whole sequence, and each process
+    takes its rows, so every mask stays exact, in any layout and where the length does not divide.
+
+    Every call first exchanges one small record, by which the processes agree on lengths; what one of them refuses, all
+    refuse. Gradients of parameters are each process's contribution: `fully_shard` or `DistributedDataParallel` over
+    the same processes averages them, so a loss that is the local sum · W / the count of all labels gives those of one
+    process.
+
+    Args:
+        module: a `MultiHeadAttention`, or a layer or stack of `clearhead.transformer` made of them, after
+            `tensor_parallel` if both are used.
+        mesh: one-dimensional, as ``mesh["cp"]`` of a larger one; W processes. With one the module stays as it is.
+        method: ``"heads"``: an exchange after which each process has some heads of the whole sequence; W divides H, and
+            divides Hkv or is divided by it. ``"gather"``: every process gathers all keys and values.
+            ``"ring"``: keys and values travel around, and no process holds those of more than two. Default ``"auto"``:
+            heads where they divide, else gather. A call that returns weights gathers in any case.
+        layout: of all sequences; see `shard_sequence`. Default ``"contiguous"``.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: for a mesh of several dimensions, unknown names, heads that *heads* cannot divide, a module that
+            was split before.
+        DTypeError: for another kind of module; latent attention is one.
+        DistributedError: if another process raises one of these, or has another module.
+
+    A call of the module raises what it raises on one process, and on every process: `DistributedError` where another
+    one refused it, or where parts do not belong together. With a cache, jagged inputs, recorders, `torch.func`, or
+    dropout of weights on a forced kernel of PyTorch's, it raises `ArgumentError`, `RecordError` or `KernelError`.
+
+    Dropped weights are those of one process, whatever W, method and layout: they follow from the first process's seed
+    and the places of batch item, head, query and key in the whole.
+
+    Example:
+        >>> import torch, torch.distributed as dist, clearhead
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from clearhead.distributed import context_parallel, gather_sequence, shard_sequence
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun sets these
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("cp",))
+        >>> attend = context_parallel(clearhead.MultiHeadAttention(12, 3), mesh, layout="zigzag")
+        >>> part = shard_sequence(torch.randn(2, 7, 12), mesh, layout="zigzag")
+        >>> output = attend(part, mask=clearhead.masks.causal())
+        >>> gather_sequence(output, mesh, layout="zigzag").shape
+        torch.Size([2, 7, 12])
+        >>> dist.destroy_process_group()
+    """
+    group, problem = group_of(mesh)
+    attentions: list[tuple[str, MultiHeadAttention]] = []
+    words: list[object] = []
+    try:
+        if problem is not None:
+            raise problem
+        choice("method", method, METHODS)
+        require_layout(layout)
+        attentions, _ = attention_parts(_WHERE, module)
+        for name, attention in attentions:
+            words.append(_checked(name, attention, method, dist.get_world_size(group)))
+    except Exception as error:
+        problem = cast(Any, error)
+    device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
+    facts = {"module": fingerprint(words), "method": fingerprint(method), "layout": fingerprint(layout)}
+    gathered = agree(_WHERE, group, device, facts, problem)
+    require_equal(_WHERE, gathered, tuple(facts), "Split the same module in the same way in every process.")
+    if len(gathered) > 1:
+        sequence = _Sequence(group, device, dist.get_rank(group), len(gathered), method, layout)
+        for _, attention in attentions:
+            attention.sequence_shard = sequence
+        if not isinstance(module, MultiHeadAttention):
+            module.register_forward_pre_hook(partial(_enter, sequence), with_kwargs=True)
+    return module
+
+
+def _checked(name: str, module: MultiHeadAttention, method: str, world: int) -> object:
+    """What is equal in every process of an attention that can be split; raise for one that cannot."""
+    if module.sequence_shard is not None:
+        expected, fix = "an attention that was not split before", "Call context_parallel once."
+        raise ArgumentError(name, expected=expected, got="one after context_parallel", fix=fix)
+    shard = module.head_shard
+    heads = (module.num_heads, module.num_kv_heads) if shard is None else (shard.num_heads, shard.num_kv_heads)
+    if method == "heads" and not heads_divide(*heads, world):
+        raise ArgumentError(
+            "method",
+            expected=f'"heads" where the mesh\'s W = {world} divides H, and divides Hkv or is divided by it',
+            got=f"H = {heads[0]}, Hkv = {heads[1]} in {name}",
+            fix='Use method="gather", for any number of heads.',
+        )
+    return name, heads, module.head_dim, module.dropout, module.sinks is not None
+
+
+class _Request(NamedTuple):
+    """A call, as far as one process can check it.
+
+    Args:
+        query, key, value: with a batch.
+        mask: of all heads of this process.
+        positions: of the whole sequence.
+        weights: which.
+        batched: whether the caller gave a batch.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask | None
+    positions: Positions | None
+    weights: WeightsWanted
+    batched: bool
+
+
+#: What the processes have to agree on; and the lengths of their parts, which may differ.
+_EQUAL: tuple[str, ...] = (
+    "batch size",
+    "a batch",
+    "dtype",
+    "key is query",
+    "value is key",
+    "need_weights",
+    "average_attn_weights",
+    "training",
+    "gradients",
+    "autocast",
+    "kernel",
+    "mask",
+    "positions",
+    "dropout",
+)
+_NAMES: tuple[str, ...] = (*_EQUAL, "query", "key", "seed")
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """The `SequenceShard` of one process.
+
+    Args:
+        group: of the processes.
+        device: on which its collectives work.
+        rank, world: of this process, and how many there are.
+        method, layout: see `context_parallel`.
+    """
+
+    group: dist.ProcessGroup
+    device: str
+    rank: int
+    world: int
+    method: str
+    layout: Layout
+
+    @outside_graphs
+    def call(
+        self,
+        module: MultiHeadAttention,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        mask: Mask | Tensor | None,
+        positions: Positions | None,
+        cache: Cache | None,
+        need_weights: bool,
+        average_attn_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        environment = read_environment()
+        request, problem = None, None
+        facts = dict.fromkeys(_NAMES, 0)
+        try:
+            _require_plain(module, environment, cache)
+            request = _read(module, query, key, value, mask, positions, need_weights, average_attn_weights)
+            facts = dict(zip(_NAMES, _facts(module, request, environment), strict=True))
+        except Exception as error:
+            problem = error
+        gathered = agree(_WHERE, self.group, self.device, facts, problem)
+        require_equal(_WHERE, gathered, _EQUAL, _SAME)
+        request = cast(_Request, request)
+        queries = parts_of(_WHERE, gathered, "query", self.layout)
+        keys = queries if request.key is request.query else parts_of(_WHERE, gathered, "key", self.layout)
+        layer, dropout = module.layer(request.query, environment), None
+        if layer.dropout_p:
+            seed = torch.tensor(gathered[0]["seed"], device=request.query.device)
+            first = 0 if module.head_shard is None else module.head_shard.first
+            dropout = layer.dropout_p, seed, module.num_heads, first
+        output, weights = self._compute(layer, request, queries, keys, dropout, environment)
+        if request.batched:
+            return output, weights
+        return output.squeeze(0), None if weights is None else weights.squeeze(0)
+
+    def _compute(
+        self,
+        layer: Layer,
+        request: _Request,
+        queries: Parts,
+        keys: Parts,
+        dropout: tuple[float, Tensor, int, int] | None,
+        environment: Environment,
+    ) -> tuple[Tensor, Tensor | None]:
+        query, key, value, mask, positions, wanted, _ = request
+        at = None if positions is None else positions_of_queries(positions, None, queries.length)
+        if isinstance(at, Tensor) and at.shape[-1] != queries.length:
+            expected = f"positions of the whole sequence, ({queries.length},) or (B, {queries.length})"
+            raise ShapeError("positions", expected=expected, got=shape_text(at.shape))
+        # Where the keys are too; as in `Layer`.
+        own = at if key is query or layer.position is not None else None
+        combined = with_hidden(layer.combined(mask), KeyValues(query, query), 0 if at is None else at)
+        if combined is not None:  # before anything is exchanged, and in every process alike
+            sizes = query.shape[0], layer.num_heads, queries.length, keys.length
+            combined.validate(Grid(*sizes, query.device, at, own))
+        whole = Whole(self.group, self.rank, queries, keys, combined, at, own, layer.num_heads, layer.sinks, dropout)
+        q, k, v = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
+
+        options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap}
+        if self.method == "ring" and wanted is None:
+            return layer.finished(by_ring(q, k, v, Ring(whole, environment, options)), None, True, environment)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, place: tuple[int, int, int]) -> Results:
+            own = options | whole.dropout_at(*place)
+            return attend_arguments(q, k, v, whole.mask_at(*place), environment, weights=wanted, sinks=sinks, **own)
+
+        divides = heads_divide(layer.num_heads, layer.num_kv_heads, self.world)
+        exchanged = by_heads if wanted is None and self.method != "gather" and divides else by_gathering
+        return layer.finished(exchanged(q, k, v, whole, attend), None, True, environment)
+
+    def _positions(self, at: Positions | None, queries: Parts, device: torch.device) -> Positions:
+        """The positions of this process's queries: an int where they count up."""
+        if isinstance(at, Tensor):
+            return queries.take(at, -1, self.rank)
+        first, runs = at or 0, queries.runs(self.rank)
+        if len(runs) < 2:
+            return first + (runs[0].start if runs else 0)
+        return queries.positions(self.rank, device) + first
+
+    def __deepcopy__(self, memo: object) -> _Sequence:
+        return self
+
+
+def _require_plain(module: MultiHeadAttention, environment: Environment, cache: Cache | None) -> None:
+    """Raise for what a call on parts of a sequence does not have."""
+    if cache is not None:
+        fix = "Decode with a module that was not split."
+        raise ArgumentError("cache", expected="None", got=type(cache).__name__, fix=fix)
+    if environment.observed:
+        raise RecordError(f"{_WHERE}: a recorder or an intervention sees parts of calls only. Use it on one process.")
+    if environment.transformed:
+        raise KernelError(f"{_WHERE}: torch.func and forward-mode derivatives do not follow exchanges.")
+    kernel = environment.kernel
+    if module.training and module.dropout and kernel is not None and not kernel.seeds_dropout:
+        raise KernelError(
+            f"{_WHERE}: use_kernel({kernel.name!r}) would drop other weights in every process. "
+            "Leave the choice to Clearhead, or set module.dropout = 0.0."
+        )
+
+
+def _read(
+    module: MultiHeadAttention,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    mask: Mask | Tensor | None,
+    positions: Positions | None,
+    need_weights: bool,
+    average_attn_weights: bool,
+) -> _Request:
+    """The call's arguments; raise for those that fit no call."""
+    need_weights = flag("need_weights", need_weights)
+    average = flag("average_attn_weights", average_attn_weights)
+    if isinstance(query, Tensor) and query.is_nested:
+        fix = "Pad them and pass masks.lengths(...)."
+        raise ArgumentError("query", expected="a padded tensor", got="a jagged one", fix=fix)
+    key, value = complete(query, key, value)
+    require_inputs(module, query, key, value)
+    own = None if mask is None else as_mask(mask)
+    if module.head_shard is not None:
+        own = module.head_shard.mask(own)
+    if positions is not None:
+        positions_of_queries(positions, None, query.shape[-2])
+    batched = query.dim() == 3
+    if not batched:
+        same, alike = key is query, value is key
+        query = query[None]
+        key = query if same else key[None]
+        value = key if alike else value[None]
+    weights: WeightsWanted = ("average" if average else "heads") if need_weights else None
+    return _Request(query, key, value, own, positions, weights, batched)
+
+
+def _facts(module: MultiHeadAttention, request: _Request, environment: Environment) -> tuple[int, ...]:
+    """The facts of a call, in the order of `_NAMES`."""
+    query, key, value, mask, positions, weights, batched = request
+    inputs = (query, key, value, *module.parameters())
+    of_positions = tuple(positions.shape) if isinstance(positions, Tensor) else positions
+    return (
+        query.shape[0],
+        batched,
+        FLOATS.index(query.dtype),
+        key is query,
+        value is key,
+        weights is not None,
+        weights == "average",
+        module.training,
+        environment.gradients and any(tensor.requires_grad for tensor in inputs),
+        environment.autocast,
+        fingerprint(getattr(environment.kernel, "name", None)),
+        fingerprint(None if mask is None else (mask.describe(), str(mask.sizes()))),
+        fingerprint(of_positions),
+        fingerprint(module.dropout),
+        query.shape[1],
+        key.shape[1],
+        # Every process draws, so that what it draws next does not depend on its place; the first one's seed counts.
+        int(draw_seed(query.device)) if module.training and module.dropout else 0,
+    )
+
+
+def _enter(sequence: _Sequence, module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Refuse what a layer or stack refuses before its first attention: in every process, or in none."""
+    problem = None
+    try:
+        given = inspect.signature(module.forward).bind(*inputs, **options).arguments
+        layers = module.layers if isinstance(module, Encoder | Decoder) else [module]
+        require_features("x", given["x"], cast(Any, layers)[0].embed_dim)
+        if given.get("cache") is not None:
+            fix = "Decode with a module that was not split."
+            got = type(given["cache"]).__name__
+            raise ArgumentError("cache", expected="None", got=got, fix=fix)
+        for name in ("need_weights", "average_attn_weights"):
+            flag(name, given.get(name, False))
+        for name in ("mask", "memory_mask"):
+            if given.get(name) is not None:
+                as_mask(given[name])
+    except Exception as error:
+        problem = error if isinstance(error, ClearheadError | TypeError) else cast(Any, error)
+    agree(f"{_WHERE}: {type(module).__name__}", sequence.group, sequence.device, {}, problem)

@@ -1,0 +1,154 @@
+"""How queries of one part of a sequence attend to the keys of all parts: *heads* and *gather*.
+
+Each method gets this process's queries, keys and values, and computes ordinary attention of larger tensors, with a mask
+that knows where these stand in the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._call.dropout import DropoutOrigin
+from .._call.spec import Results
+from ..masks._base import Mask
+from ..masks._part import Place, part_of
+from ._collectives import all_to_all, gather_rows
+from ._layout import Parts
+
+__all__ = ["Attend", "Whole", "by_gathering", "by_heads", "heads_divide"]
+
+#: Attention of query, key and value, of sinks (H,), and of first head, row and column in the whole.
+Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None", tuple[int, int, int]], Results]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The attention of which each process computes a part.
+
+    Args:
+        group: of the processes.
+        rank: of this one.
+        queries, keys: which positions each process holds.
+        mask: of all queries and keys, and of the heads that are given.
+        query_positions, key_positions: of all, as in `Grid`.
+        num_heads: H, of the module's heads that this process computes.
+        sinks: (H,), or ``None``.
+        dropout: probability, seed, heads of the whole module, and the first of this process; or ``None``.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    queries: Parts
+    keys: Parts
+    mask: Mask | None
+    query_positions: Tensor | int | None
+    key_positions: Tensor | int | None
+    num_heads: int
+    sinks: Tensor | None
+    dropout: tuple[float, Tensor, int, int] | None = None
+
+    def mask_at(self, head: int, row: int, column: int) -> Mask | None:
+        """The mask of a call whose first head, query and key are these of the whole."""
+        lengths = self.queries.length, self.keys.length
+        place = Place(*lengths, row, column, self.query_positions, self.key_positions)
+        return part_of(self.mask, self.num_heads, head, place)
+
+    def dropout_at(self, head: int, row: int, column: int) -> dict[str, Any]:
+        """What such a call draws its dropout from, as `attend_arguments` takes it."""
+        if self.dropout is None:
+            return {}
+        p, seed, total, first = self.dropout
+        return {"dropout_p": p, "dropout_seed": seed, "origin": DropoutOrigin(total, first + head, row, column)}
+
+
+def by_gathering(q: Tensor, k: Tensor, v: Tensor, whole: Whole, attend: Attend) -> Results:
+    """Every process gathers all keys and values: one all-gather, and one reduce-scatter of their gradients.
+
+    Each run of this process's queries is a call of its own, so that masks stay bands.
+    """
+    key_dim = k.shape[-1]
+    rows = torch.cat((k, v), -1).permute(2, 0, 1, 3)  # (s, B, Hkv, D + Dv)
+    gathered = gather_rows(rows, whole.keys.longest, whole.group)  # (W, longest, B, Hkv, D + Dv)
+    joined = whole.keys.join(list(gathered.unbind(0)), 0).permute(1, 2, 0, 3)  # (B, Hkv, S, D + Dv)
+    keys, values = joined[..., :key_dim], joined[..., key_dim:]
+    found: list[Results] = []
+    start = 0
+    # A process without queries computes an empty call: the others wait for its part of the keys' gradients.
+    for run in whole.queries.runs(whole.rank) or (slice(0, 0),):
+        count = run.stop - run.start
+        found.append(attend(q[:, :, start : start + count], keys, values, whole.sinks, (0, run.start, 0)))
+        start += count
+    return _in_a_row(found)
+
+
+def _in_a_row(found: list[Results]) -> Results:
+    """The results of runs of queries as those of all of them."""
+    if len(found) == 1:
+        return found[0]
+    weights = [results.weights for results in found if results.weights is not None]
+    return Results(
+        torch.cat([results.output for results in found], 2), None, torch.cat(weights, -2) if weights else None
+    )
+
+
+def heads_divide(num_heads: int, num_kv_heads: int, world: int) -> bool:
+    """Whether every process can take as many heads, with whole key/value heads for them."""
+    return num_heads % world == 0 and (num_kv_heads % world == 0 or world % num_kv_heads == 0)
+
+
+def by_heads(q: Tensor, k: Tensor, v: Tensor, whole: Whole, attend: Attend) -> Results:
+    """Each process takes some heads of the whole sequence (Jacobs et al., "DeepSpeed Ulysses", 2023).
+
+    One exchange of queries, keys and values, and one of the outputs. A key/value head that several processes need is
+    sent to each of them.
+    """
+    world, heads = whole.queries.world_size, q.shape[1] // whole.queries.world_size
+    batch, first = q.shape[0], whole.rank * heads
+    parts, counts = (whole.queries, whole.keys, whole.keys), []
+    pieces: list[Tensor] = []
+    kv = [_heads_for(rank, world, k.shape[1]) for rank in range(world)]
+    kv_heads = kv[0].stop - kv[0].start
+    rows = [x.permute(2, 0, 1, 3) for x in (q, k, v)]  # (l, B, H, D), (s, B, Hkv, D), (s, B, Hkv, Dv)
+    for rank in range(world):
+        chosen = slice(rank * heads, (rank + 1) * heads), kv[rank], kv[rank]
+        pieces += [x[:, :, own].reshape(-1) for x, own in zip(rows, chosen, strict=True)]
+        counts.append(sum(piece.numel() for piece in pieces[-3:]))
+    widths = [(heads, q.shape[3]), (kv_heads, k.shape[3]), (kv_heads, v.shape[3])]
+    sizes = [
+        [part.lengths[rank] * batch * count * dim for part, (count, dim) in zip(parts, widths, strict=True)]
+        for rank in range(world)
+    ]
+    received = all_to_all(torch.cat(pieces), counts, [sum(each) for each in sizes], whole.group)
+    flat = received.split([size for each in sizes for size in each])
+    q_all, k_all, v_all = (
+        part.join([x.view(-1, batch, *width) for x in flat[index::3]], 0).permute(1, 2, 0, 3)
+        for index, (part, width) in enumerate(zip(parts, widths, strict=True))
+    )  # (B, H / W, L, D), (B, Hkv / W or 1, S, D) and (…, Dv)
+    sinks = None if whole.sinks is None else whole.sinks[first : first + heads]
+    results = attend(q_all, k_all, v_all, sinks, (first, 0, 0))
+    return Results(_rows_back(results.output, whole, v.shape[3]))
+
+
+def _heads_for(rank: int, world: int, kv_heads: int) -> slice:
+    """The key/value heads that a process's query heads use."""
+    if kv_heads % world == 0:
+        return slice(rank * kv_heads // world, (rank + 1) * kv_heads // world)
+    own = rank * kv_heads // world
+    return slice(own, own + 1)
+
+
+def _rows_back(output: Tensor, whole: Whole, dim: int) -> Tensor:
+    """(B, H / W, L, Dv) of this process's heads → (B, H, l, Dv) of its queries."""
+    batch, heads = output.shape[:2]
+    rows = output.permute(2, 0, 1, 3)  # (L, B, H / W, Dv)
+    world, own = whole.queries.world_size, whole.queries.lengths[whole.rank]
+    sent = [whole.queries.take(rows, 0, rank).reshape(-1) for rank in range(world)]
+    count = own * batch * heads * dim
+    received = all_to_all(torch.cat(sent), [each.numel() for each in sent], [count] * world, whole.group)
+    return received.view(world, own, batch, heads, dim).permute(2, 0, 3, 1, 4).flatten(1, 2)  # (B, H, l, Dv)

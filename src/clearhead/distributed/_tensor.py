@@ -1,0 +1,368 @@
+"""`tensor_parallel`: the heads of attention and the features of feed-forward parts, split over processes.
+
+Projections become `DTensor`s, so that their gradients are right however they are used; between them, heads are plain
+tensors of this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from .._multihead import MultiHeadAttention
+from ..errors import ArgumentError, ClearheadError, DTypeError
+from ..masks._base import And, Mask
+from ..masks._part import part_of
+from ..positions import RelativeBias
+from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
+from ._agreement import agree, fingerprint, group_of, require_equal
+from ._collectives import sum_of_gradients
+from ._finding import attention_parts
+
+__all__ = ["tensor_parallel"]
+
+Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
+
+_WHERE = "tensor_parallel"
+
+
+def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
+    """Split the heads of attention, and the hidden features of feed-forward parts, over processes; in place.
+
+    Query, key and value projections are split column-wise and output projections row-wise (Shoeybi et al.,
+    "Megatron-LM", 2019): one all-reduce forward and one backward for each attention and each feed-forward part. Every
+    process takes the whole input and returns the whole output. What belongs to a head goes with it: sinks, relative
+    biases, ALiBi's slopes, norms with parameters of each head, and the heads of every mask.
+
+    Where W processes share fewer than W key/value heads, key and value projections are held whole by each of them,
+    which computes the head that its queries use; their gradients are summed over the processes.
+
+    Parameters become `DTensor`s, with the values of the mesh's first process. Attention weights that are returned are
+    those of this process's heads, or their average.
+
+    Args:
+        module: a `MultiHeadAttention`, or a layer or stack of `clearhead.transformer` made of them.
+        mesh: one-dimensional, as ``mesh["tp"]`` of a larger one; W processes. W divides H, and divides Hkv or is
+            divided by it. With one process the module stays as it is.
+
+    Returns:
+        The module.
+
+    Raises:
+        ArgumentError: for a mesh of several dimensions, heads or features that W does not divide, a part that cannot
+            be split, a module that was split before. Nothing is changed then, on any process.
+        DTypeError: for another kind of module; latent attention, whose latents belong to no head, is one.
+        DistributedError: if another process raises one of these, or has another module.
+
+    Example:
+        >>> import torch.distributed as dist, clearhead
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from clearhead.distributed import tensor_parallel
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun sets these
+        >>> mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        >>> attend = tensor_parallel(clearhead.MultiHeadAttention(embed_dim=12, num_heads=4), mesh)
+        >>> dist.destroy_process_group()
+    """
+    group, problem = group_of(mesh)
+    plan = _Plan(group, dist.get_world_size(group), dist.get_rank(group))
+    try:
+        if problem is None:
+            plan.add(module)
+            plan.require_all(module)
+    except Exception as error:
+        problem = error if isinstance(error, ClearheadError) else cast(Any, error)
+    device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
+    gathered = agree(_WHERE, group, device, {"module": fingerprint(*plan.words)}, problem)
+    require_equal(_WHERE, gathered, ("module",), "Build the same module in every process.")
+    if plan.world > 1:
+        for change in plan.changes:
+            change(mesh)
+    return module
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """The `HeadShard` of one process.
+
+    Args:
+        mesh: over the processes that share the heads.
+        total: H of the module.
+        first: of this process's heads.
+        num_heads, num_kv_heads: of this process.
+    """
+
+    mesh: DeviceMesh
+    total: int
+    first: int
+    num_heads: int
+    num_kv_heads: int
+
+    def enter(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        # One DTensor for one tensor: gradients of the projections are added before they are summed over processes.
+        entered: dict[int, Tensor] = {}
+        for x in inputs:
+            if x is not None and id(x) not in entered:
+                entered[id(x)] = _replicated(self.mesh, x)
+        return tuple(None if x is None else entered[id(x)] for x in inputs)
+
+    def local(self, parameter: Tensor) -> Tensor:
+        return _local(parameter)
+
+    def mask(self, mask: Mask | None) -> Mask | None:
+        if mask is None:
+            return None
+        parts = mask.parts() if isinstance(mask, And) else (mask,)
+        found = tuple(self._part(part) for part in parts)
+        return found[0] if len(found) == 1 else And(found)
+
+    def _part(self, part: Mask) -> Mask:
+        tensors = part.bias_tensors()
+        if any(isinstance(tensor, DTensor) for tensor in tensors):
+            return part.with_bias_tensors(map(_local, tensors))
+        if any(tensor.requires_grad for tensor in tensors):
+            group = self.mesh.get_group()
+            part = part.with_bias_tensors(sum_of_gradients(tensor, group) for tensor in tensors)
+        return cast(Mask, part_of(part, self.total, self.first))
+
+    def __deepcopy__(self, memo: object) -> _Heads:
+        return self
+
+
+def _none() -> list[Any]:
+    return []
+
+
+@dataclass
+class _Plan:
+    """What splitting a module changes: looked for first, so that a refusal changes nothing.
+
+    Args:
+        group: of the processes, W = `world` of them, and this one's `rank`.
+        changes: made when every process has found them.
+        words: what is split and how, equal in every process.
+        covered: the parameters that are.
+    """
+
+    group: dist.ProcessGroup
+    world: int
+    rank: int
+    changes: list[Callable[[DeviceMesh], None]] = field(default_factory=_none)
+    words: list[object] = field(default_factory=_none)
+    covered: set[int] = field(default_factory=set[int])
+
+    def add(self, module: object) -> None:
+        attentions, others = attention_parts(_WHERE, module)
+        for name, attention in attentions:
+            self._add_attention(name, attention)
+        for name, part in others:
+            if isinstance(part, FeedForward):
+                self._require_plain(f"{name}.activation", part.activation)
+                self._add_column(f"{name}.linear1", part.linear1, self._split_output)
+                self._add_row(f"{name}.linear2", part.linear2)
+            elif isinstance(part, SwiGLU):
+                self.changes.append(partial(_enter_once, part))
+                self._add_column(f"{name}.gate_proj", part.gate_proj, self._split_output)
+                self._add_column(f"{name}.up_proj", part.up_proj, self._split_output)
+                self._add_row(f"{name}.down_proj", part.down_proj)
+            elif isinstance(part, nn.LayerNorm | nn.RMSNorm) or not list(part.parameters()):
+                self._add_norm(name, part, Replicate(), {key: Replicate() for key, _ in part.named_parameters()})
+            else:
+                fix = "Feed-forward parts are FeedForward or SwiGLU, and norms nn.LayerNorm or nn.RMSNorm."
+                raise DTypeError(name, expected="a part that can be split", got=_kind(part), fix=fix)
+
+    def require_all(self, module: nn.Module) -> None:
+        """Raise for a parameter that no change covers: it would be trained apart on every process."""
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in self.covered:
+                raise ArgumentError(
+                    f"module.{name}",
+                    expected="a parameter of a projection, norm, sink or relative bias",
+                    got=f"a {parameter.dtype} parameter that cannot be split",
+                    fix="Leave the part that holds it out, or replace it.",
+                )
+
+    def _add_attention(self, name: str, module: MultiHeadAttention) -> None:
+        if module.head_shard is not None or module.sequence_shard is not None:
+            before = _WHERE if module.head_shard is not None else "context_parallel"
+            fix = "Split every module once, over heads first and over sequences then."
+            raise ArgumentError(name, expected="a whole attention", got=f"one after {before}", fix=fix)
+        heads, kv_heads, world = module.num_heads, module.num_kv_heads, self.world
+        shares = kv_heads % world == 0
+        if heads % world or not (shares or world % kv_heads == 0):
+            raise ArgumentError(
+                f"{name}: num_heads, num_kv_heads",
+                expected=f"H a multiple of the mesh's W = {world}, and Hkv a multiple or a divisor of it",
+                got=f"H = {heads}, Hkv = {kv_heads}",
+                fix="Use a mesh of another size.",
+            )
+        local, local_kv = heads // world, kv_heads // world if shares else 1
+        first = self.rank * local
+        self.words.append((name, heads, kv_heads, module.head_dim, module.softcap, module.scale, module.dropout))
+        self._add_column(f"{name}.q_proj", module.q_proj, self._split_output)
+        start = first * kv_heads // heads * module.head_dim
+        own = slice(start, start + local_kv * module.head_dim)
+        for key in ("k_proj", "v_proj"):
+            projection = getattr(module, key)
+            if shares:
+                self._add_column(f"{name}.{key}", projection, self._split_output)
+            else:
+                self._add_linear(f"{name}.{key}", projection, {}, Replicate(), partial(_own_features, own))
+        self._add_row(f"{name}.out_proj", module.out_proj)
+        self._add_head_norm(f"{name}.q_norm", module.q_norm, heads, module.head_dim, True)
+        self._add_head_norm(f"{name}.k_norm", module.k_norm, kv_heads, module.head_dim, shares)
+        if isinstance(module.position, nn.Module):
+            self._require_plain(f"{name}.position", module.position)
+        if module.sinks is not None:
+            self._add_parameter(f"{name}.sinks", module, "sinks", Shard(0))
+        for part in () if module.mask is None else module.mask.parts():
+            if isinstance(part, RelativeBias):
+                self._add_parameter(f"{name}.mask", part, "weight", Shard(1))
+
+        def share(mesh: DeviceMesh) -> None:
+            module.head_shard = _Heads(mesh, heads, first, local, local_kv)
+
+        self.changes.append(share)
+
+    def _add_column(self, name: str, module: nn.Module, output: Callable[..., Tensor]) -> None:
+        self._add_linear(name, module, {"weight": Shard(0), "bias": Shard(0)}, Replicate(), output)
+
+    def _add_row(self, name: str, module: nn.Module) -> None:
+        self._add_linear(name, module, {"weight": Shard(1)}, Shard(-1), _summed_output)
+
+    def _add_linear(
+        self,
+        name: str,
+        module: nn.Module,
+        placements: dict[str, Placement],
+        input: Placement,
+        output: Callable[..., Tensor],
+    ) -> None:
+        """A linear layer whose parameters are placed so, and replicated otherwise."""
+        if not isinstance(module, nn.Linear):
+            expected, fix = "a linear layer", "Split the module before its projections are replaced."
+            raise DTypeError(name, expected=expected, got=_kind(module), fix=fix)
+        for key, placement in placements.items():
+            parameter = getattr(module, key, None)
+            if parameter is not None and parameter.shape[cast(Shard, placement).dim] % self.world:
+                size = parameter.shape[cast(Shard, placement).dim]
+                expected, fix = f"a multiple of the mesh's W = {self.world} features", "Use a mesh of another size."
+                raise ArgumentError(name, expected=expected, got=str(size), fix=fix)
+        self._add_parameters(name, module, placements)
+        self.changes.append(lambda mesh: _hook(module, partial(_placed, mesh, input), output))
+
+    def _add_norm(self, name: str, module: nn.Module, input: Placement, placements: dict[str, Placement]) -> None:
+        """A module on tensors that are placed so, before and after it."""
+        if placements:
+            self._add_parameters(name, module, placements)
+            output = _whole_output if input.is_replicate() else _local
+            self.changes.append(lambda mesh: _hook(module, partial(_placed, mesh, input), output))
+
+    def _add_head_norm(self, name: str, norm: nn.Module | None, heads: int, dim: int, splits: bool) -> None:
+        if norm is None:
+            return
+        placements: dict[str, Placement] = {}
+        for key, parameter in norm.named_parameters():
+            per_head = parameter.dim() > 1 and parameter.shape[0] == heads
+            if tuple(parameter.shape) != (dim,) and not (per_head and splits):
+                expected = f"parameters ({dim},) of all heads" + (f", or of each head ({heads}, …)" if splits else "")
+                got = f"{key} {tuple(parameter.shape)}"
+                raise ArgumentError(name, expected=expected, got=got)
+            placements[key] = Shard(0) if per_head else Replicate()
+        self._add_norm(name, norm, Shard(1), placements)
+
+    def _add_parameters(self, name: str, module: nn.Module, placements: dict[str, Placement]) -> None:
+        for key, _ in list(module.named_parameters()):
+            path, _, own = key.rpartition(".")
+            self._add_parameter(f"{name}.{key}", module.get_submodule(path), own, placements.get(key, Replicate()))
+
+    def _add_parameter(self, name: str, owner: nn.Module, key: str, placement: Placement) -> None:
+        parameter: Any = getattr(owner, key)
+        if isinstance(parameter, DTensor):
+            fix = "Split every module once, before fully_shard."
+            raise ArgumentError(name, expected="a plain parameter", got="a DTensor", fix=fix)
+        self.words.append((name, tuple(parameter.shape), str(parameter.dtype), str(placement)))
+        if id(parameter) not in self.covered:  # a relative bias may belong to several layers
+            self.covered.add(id(parameter))
+            self.changes.append(lambda mesh: _distribute(owner, key, mesh, placement))
+
+    def _require_plain(self, name: str, part: object) -> None:
+        if isinstance(part, nn.Module) and list(part.parameters()):
+            fix = "Its gradient would be another on every process."
+            raise ArgumentError(name, expected="a part that learns nothing", got=_kind(part), fix=fix)
+
+    @staticmethod
+    def _split_output(output: Any) -> Tensor:
+        return output.redistribute(placements=[Shard(-1)]).to_local()
+
+
+def _distribute(owner: nn.Module, key: str, mesh: DeviceMesh, placement: Placement) -> None:
+    parameter = getattr(owner, key)
+    placed = distribute_tensor(parameter.detach(), mesh, [placement])
+    own = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+    if parameter.requires_grad and placement.is_replicate():
+        own.register_post_accumulate_grad_hook(_sum_gradient)
+    owner.register_parameter(key, own)
+
+
+def _sum_gradient(parameter: Tensor) -> None:
+    """Sum the gradient of what every process holds over the processes, where each has a part of it."""
+    gradient, placed = cast(Any, parameter.grad), cast(Any, parameter).placements
+    if gradient is not None and gradient.placements != placed:
+        parameter.grad = gradient.redistribute(placements=placed)
+
+
+def _hook(module: nn.Module, enter: Callable[[Tensor], Tensor], leave: Callable[[Any], Tensor]) -> None:
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (enter(inputs[0]), *inputs[1:])
+
+    def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
+        return leave(output)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+def _enter_once(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let several projections share one input, whose gradient is then summed once."""
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_replicated(mesh, inputs[0]), *inputs[1:])
+
+    module.register_forward_pre_hook(before)
+
+
+def _placed(mesh: DeviceMesh, placement: Placement, x: Tensor) -> Tensor:
+    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [placement], run_check=False)
+
+
+def _replicated(mesh: DeviceMesh, x: Tensor) -> Tensor:
+    return _placed(mesh, Replicate(), x)
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def _own_features(own: slice, output: Any) -> Tensor:
+    """The features of this process's key/value head, of the projections of all; each gradient is a part of the sum."""
+    return output.to_local(grad_placements=[Partial()])[..., own]
+
+
+def _summed_output(output: Any) -> Tensor:
+    return _whole_output(output.redistribute(placements=[Replicate()]))
+
+
+def _whole_output(output: Any) -> Tensor:
+    """What leaves a part; no view, which `fully_shard` warns of where it is what a module returns."""
+    return output.to_local().clone()
+
+
+def _kind(part: object) -> str:
+    return type(part).__name__

@@ -1,0 +1,198 @@
+"""`qk_clip_`: query projections scaled down where their heads' logits have grown beyond a threshold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from .._checks import FLOATS, kind, number, strided, with_values
+from .._latent import MultiHeadLatentAttention
+from .._layer.linear import Linear
+from .._multihead import MultiHeadAttention
+from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
+
+
+class _Rows(NamedTuple):
+    """The first rows of a projection, which belong to the heads one after the other.
+
+    Args:
+        parameter: a weight (rows, features) or a bias (rows,).
+        per_head: how many rows each head has.
+        scaled: which of them are multiplied.
+        power: of the head's factor.
+    """
+
+    parameter: Tensor
+    per_head: int
+    scaled: slice
+    power: float
+
+
+def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) -> Tensor:
+    """Scale the query projection of an attention module in place, so that no head's logits exceed a threshold.
+
+    ::
+
+        γ_h = min(1, threshold / max_logits_h);   Wq_h ← γ_h Wq_h,  bq_h ← γ_h bq_h
+
+    Keys are left alone: query heads may share them. In latent attention, where a head's key has a part of its own and
+    the rotary part is shared, Wq_h ← √γ_h Wq_h and Wk_h ← √γ_h Wk_h for the parts without positions, and
+    Wq_h ← γ_h Wq_h for the rotary one (QK-Clip of MuonClip: Kimi Team, "Kimi K2: Open agentic intelligence", 2025,
+    section 2.1). Either way the head's scores on the same inputs become γ_h times what they were; heads whose logits
+    are within the threshold are not touched.
+
+    Call it after ``optimizer.step()``: a parameter that changes between a forward pass and its backward pass is an
+    error of autograd's. The optimizer's state is left as it is.
+
+    Args:
+        module: a `MultiHeadAttention`, a `MultiHeadLatentAttention`, `clearhead.nn.MultiheadAttention` or
+            `torch.nn.MultiheadAttention`.
+        max_logits: (H,), or (B, H), of which each head's largest counts: scale · q·k before soft-cap and bias, which
+            the statistic ``raw_max_logit`` gives (``max_logit`` holds both). −∞ is for a head that saw nothing.
+        threshold: the largest logit there may be, > 0. Default 100, as for Kimi K2.
+
+    Returns:
+        γ (H,), 1 for heads that were not touched.
+
+    Raises:
+        DTypeError: for another module; for a projection that is not a plain linear layer with float parameters of its
+            own, such as one with LoRA, quantisation or a parametrization.
+        ArgumentError: for a module with norms after its projections (``q_norm``, ``k_norm``), which undo the scaling;
+            for a threshold that is not positive; for logits that are NaN or +∞.
+        ShapeError: if `max_logits` is not (H,) or (B, H).
+
+    Example:
+        >>> import torch, clearhead
+        >>> attend = clearhead.MultiHeadAttention(12, 3)
+        >>> x = torch.randn(2, 5, 12) * 40
+        >>> with clearhead.record(attend, ("raw_max_logit",)) as before:
+        ...     _ = attend(x)
+        >>> factors = clearhead.qk_clip_(attend, before[""].raw_max_logit, threshold=10.0)
+        >>> with clearhead.record(attend, ("raw_max_logit",)) as after:
+        ...     _ = attend(x)
+        >>> bool((after[""].raw_max_logit <= 10.001).all())
+        True
+    """
+    find, heads = _reader(module)
+    threshold = number("threshold", threshold, "a finite logit > 0", lambda x: 0 < x < math.inf)
+    largest = _largest(max_logits, heads)
+    rows = find()
+    factors = torch.where(largest > threshold, threshold / largest, 1.0)
+    with torch.no_grad():
+        if bool((factors < 1).any()):  # an untouched parameter keeps its version
+            for part in rows:
+                _scale(part, factors)
+    return factors
+
+
+def _reader(module: object) -> tuple[Callable[[], list[_Rows]], int]:
+    """How the rows of a module are found, and its number of heads."""
+    if isinstance(module, MultiHeadAttention):
+        return lambda: _of_multi_head(module), module.num_heads
+    if isinstance(module, MultiHeadLatentAttention):
+        return lambda: _of_latent(module), module.num_heads
+    if isinstance(module, nn.MultiheadAttention):
+        return lambda: _of_torch(module), module.num_heads
+    raise DTypeError(
+        "module",
+        expected="a MultiHeadAttention, a MultiHeadLatentAttention or an nn.MultiheadAttention",
+        got=type(module).__name__,
+        fix="Give the attention module itself, such as model.get_submodule(name).",
+    )
+
+
+def _of_multi_head(module: MultiHeadAttention) -> list[_Rows]:
+    norms = [name for name in ("q_norm", "k_norm") if getattr(module, name) is not None]
+    if norms:
+        raise ArgumentError(
+            "module",
+            expected="projections without norms after them",
+            got=f"one with {' and '.join(norms)}",
+            fix="They undo what scales the projection, and bound the logits themselves.",
+        )
+    whole = slice(None)
+    return [_Rows(part, module.head_dim, whole, 1) for part in _linear("q_proj", module.q_proj)]
+
+
+def _of_latent(module: MultiHeadLatentAttention) -> list[_Rows]:
+    nope = module.qk_nope_head_dim
+    own, rotary = slice(0, nope), slice(nope, None)
+    up, name = (module.q_proj, "q_proj")
+    if isinstance(up, nn.Sequential):
+        up, name = up.get_submodule("up"), "q_proj.up"
+    found: list[_Rows] = []
+    for part in _linear(name, up):
+        found += [
+            _Rows(part, nope + module.qk_rope_head_dim, own, 0.5),
+            _Rows(part, nope + module.qk_rope_head_dim, rotary, 1),
+        ]
+    return found + [_Rows(part, nope + module.v_head_dim, own, 0.5) for part in _linear("kv_up", module.kv_up)]
+
+
+def _of_torch(module: nn.MultiheadAttention) -> list[_Rows]:
+    name = "in_proj_weight" if module.in_proj_weight is not None else "q_proj_weight"
+    parts = [_own(module, name, "")]
+    if module.in_proj_bias is not None:
+        parts.append(_own(module, "in_proj_bias", ""))
+    return [_Rows(part, cast(int, module.head_dim), slice(None), 1) for part in parts]
+
+
+_PLAIN = (Linear, nn.Linear, NonDynamicallyQuantizableLinear)
+
+
+def _linear(name: str, projection: nn.Module) -> list[Tensor]:
+    """Weight and bias of a plain linear layer."""
+    if type(projection) not in _PLAIN or "forward" in vars(projection):
+        raise _not_plain(name, f"a {type(projection).__name__}")
+    weight = _own(projection, "weight", f"{name}.")
+    return [weight] if projection.bias is None else [weight, _own(projection, "bias", f"{name}.")]
+
+
+def _own(module: nn.Module, name: str, prefix: str) -> Tensor:
+    """A parameter that nothing computes from others, as parametrizations and pruning do."""
+    parameter = dict(module.named_parameters(recurse=False)).get(name)
+    if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS:
+        got = "none of its own" if parameter is None else f"a {type(parameter).__name__} of {parameter.dtype}"
+        raise _not_plain(f"{prefix}{name}", got)
+    return parameter
+
+
+def _not_plain(name: str, got: str) -> DTypeError:
+    return DTypeError(
+        f"module.{name}",
+        expected="a plain linear layer with float parameters of its own",
+        got=got,
+        fix="Merge or remove LoRA, quantisation, pruning and parametrizations first.",
+    )
+
+
+def _largest(max_logits: Tensor, heads: int) -> Tensor:
+    """Each head's largest logit, (H,), in float64."""
+    expected = f"(H,) or (B, H) with H = {heads}"
+    given = with_values("max_logits", strided("max_logits", max_logits, f"a float tensor {expected}"))
+    if given.dtype not in FLOATS:
+        raise DTypeError("max_logits", expected=f"a float tensor {expected}", got=kind(given))
+    if given.dim() not in (1, 2) or given.shape[-1] != heads:
+        fix = "Several calls of one module are concatenated with torch.cat."
+        raise ShapeError("max_logits", expected=expected, got=shape_text(given.shape), fix=fix)
+    largest = given.detach().double()
+    if largest.dim() == 2:
+        lowest = largest.new_full((1, heads), float("-inf"))  # of an empty batch
+        largest = torch.cat((largest, lowest)).amax(0)  # (H,)
+    if bool((largest.isnan() | (largest == float("inf"))).any()):
+        fix = "The model has diverged: go back to a checkpoint."
+        raise ArgumentError("max_logits", expected="finite logits, or −∞", got="NaN or +∞", fix=fix)
+    return largest
+
+
+def _scale(rows: _Rows, factors: Tensor) -> None:
+    """Multiply each head's rows with its factor."""
+    heads = len(factors)
+    parts = rows.parameter[: heads * rows.per_head].unflatten(0, (heads, rows.per_head))[:, rows.scaled]  # (H, rows, …)
+    power = factors.pow(rows.power).to(parts)
+    parts.mul_(power.view(heads, *(1 for _ in parts.shape[1:])))

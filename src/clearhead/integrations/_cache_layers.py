@@ -1,0 +1,239 @@
+"""The layers of the caches that `cache_for` gives to transformers' models, each on a cache of `clearhead.caches`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, final
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from ..caches import EvictingKVCache, EvictionPolicy, Held, KeyValues, KVCache, SlidingKVCache
+from ..errors import CacheError
+from ..masks._base import Mask
+from ..masks._positional import Present, causal, sliding_window
+
+#: The cache of a layer, made when its first keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) arrive.
+Make = Callable[[Tensor, Tensor], SlidingKVCache | EvictingKVCache]
+
+Kept = TypeVar("Kept", KVCache, "SlidingKVCache | EvictingKVCache")
+
+_FAR = 1 << 62  # no limit to the right: that is for the causal mask to say
+
+
+class Seen(NamedTuple):
+    """What the queries of a call see of the keys that a layer handed out.
+
+    Args:
+        mask: in absolute positions.
+        query_positions: an int, or (B, L).
+        key_positions: ``None`` for 0 … S−1, (B, S), or (B, Hkv, S).
+    """
+
+    mask: Mask
+    query_positions: Tensor | int
+    key_positions: Tensor | None
+
+
+class _Layer(CacheLayerMixin, Generic[Kept]):
+    """What both kinds of layers share: `keys` and `values` are those held between two calls."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self) -> None:  # not the base class's: `keys` and `values` are read from the cache
+        self.held: Kept | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        return self.held is not None
+
+    @property
+    def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """(B, Hkv, S, D); of DeepSeek its latents."""
+        return None if self.held is None else self.held.key
+
+    @property
+    def values(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """(B, Hkv, S, Dv), likewise."""
+        return None if self.held is None else self.held.value
+
+    def get_seq_length(self) -> int:
+        return 0 if self.held is None else self.held.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """The name of `get_max_length` in earlier versions of transformers 5."""
+        return self.get_max_length()
+
+    def reset(self) -> None:
+        self.held = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.held is not None:
+            self.held.reorder(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(torch.arange(self.rows, device=indices.device)[indices])  # a bool mask selects too
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.keys is not None:
+            self.reorder_cache(torch.arange(self.rows, device=self.keys.device).repeat_interleave(repeats))
+
+    @property
+    def rows(self) -> int:
+        """B, or 0 before the first keys."""
+        return 0 if self.keys is None else self.keys.shape[0]
+
+
+@final
+class FullLayer(_Layer[KVCache]):
+    """Every key and value, written in place.
+
+    Args:
+        max_length: how many tokens there is room for; ``None`` doubles the room when it is used up.
+    """
+
+    is_croppable = True
+
+    def __init__(self, max_length: int | None) -> None:
+        super().__init__()
+        self._max_length = max_length
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.held = self._make(key_states, value_states, key_states.shape[2])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        needed, held = self.get_seq_length() + key_states.shape[2], self.held
+        if held is None or needed > held.max_length:
+            larger = self._make(key_states, value_states, needed)
+            if held is not None and held.length > 0:
+                larger.update(held.key, held.value)
+            self.held = held = larger
+        found = held.update(key_states, value_states)
+        return found.key, found.value
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1 if self._max_length is None else self._max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget as many of the last tokens, a number below 0; one above is how many stay, as in early versions."""
+        if self.held is not None and tokens_to_remove != 0:
+            length = self.held.length
+            self.held.crop(max(length + tokens_to_remove, 0) if tokens_to_remove < 0 else min(tokens_to_remove, length))
+
+    def _make(self, key: Tensor, value: Tensor, needed: int) -> KVCache:
+        room = self._max_length or 1 << needed.bit_length()
+        return KVCache(
+            key.shape[0],
+            key.shape[1],
+            room,
+            key.shape[3],
+            value_head_dim=value.shape[3],
+            dtype=key.dtype,
+            device=key.device,
+        )
+
+
+@final
+class BoundedLayer(_Layer["SlidingKVCache | EvictingKVCache"]):
+    """The keys and values that a window or a budget leaves.
+
+    Args:
+        make: its cache.
+        window: the sliding window of the model's own layer, if it has one.
+    """
+
+    is_croppable = False
+
+    def __init__(self, make: Make, window: int | None) -> None:
+        super().__init__()
+        self._make_held, self.window = make, window
+        self.seen = Seen(causal(), 0, None)  # of the last `update`
+
+    @property
+    def positions(self) -> Tensor | None:
+        """(B, Hkv or 1, S): where the keys it holds stand among the tokens of their row; −1 where nothing stands."""
+        if self.held is None:
+            return None
+        found = self.held.positions
+        return found[:, None] if found.dim() == 2 else found
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.held = self._make_held(key_states, value_states)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, positions: Tensor | int = 0, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take the tokens that stand at `positions`, an int or (B, L), and return all that they attend to."""
+        held = self._make_held(key_states, value_states) if self.held is None else self.held
+        found = held.update(key_states, value_states, positions)
+        mask = causal() if self.window is None else causal() & sliding_window(self.window - 1, _FAR)
+        if found.mask is not None:
+            mask = mask & found.mask
+        elif isinstance(positions, Tensor):
+            mask = mask & Present()
+        self.held, self.seen = held, Seen(mask, positions, found.positions)
+        return found.key, found.value
+
+    def observe(self, query: Tensor, key: Tensor, **options: Any) -> None:
+        """Show the cache the attention of the last `update`.
+
+        Args:
+            query: (B, H, L, D).
+            key: (B, H or Hkv, S, D), as attention took them; DeepSeek makes them from the latents that are held.
+            options: scale, softcap and sinks, as for `Cache.observe`.
+        """
+        if self.held is not None:
+            mask, positions, placed = self.seen
+            self.held.observe(query, KeyValues(key, key, placed), mask, positions, **options)
+
+    def next_positions(self) -> Tensor | int:
+        """Where the next token stands: an int, or (B, 1) where rows differ."""
+        return 0 if self.held is None else self.held.next_positions(1)
+
+    def evict(self) -> None:
+        """Evict what was left for the attention of the last `update`, where a policy does without its weights."""
+        if isinstance(self.held, EvictingKVCache) and not self.held.policy.needs_received:
+            self.held.evict()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        held = 0 if self.keys is None else self.keys.shape[2]
+        return held + query_length, self.get_seq_length() - held
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise not_croppable("crop")
+
+
+def not_croppable(argument: str) -> CacheError:
+    """The error for what takes tokens back."""
+    return CacheError(
+        argument,
+        expected="decoding that only goes forward: the keys that these tokens displaced are gone",
+        got="a cache that keeps a part of the keys, and tokens to be taken back (assisted decoding does that)",
+        fix='Decode without an assistant or prompt lookup, or use cache_for(model, "full").',
+    )
+
+
+def policy_within(policy: EvictionPolicy, window: int) -> EvictionPolicy:
+    """The policy of a layer with a sliding window of its own: what the window has passed is evicted first."""
+
+    @final
+    class Within(EvictionPolicy):
+        needs_received: ClassVar[bool] = policy.needs_received
+
+        def rank(self, held: Held) -> Tensor:
+            newest = held.positions.amax(-1, keepdim=True)
+            passed = held.positions < newest + 2 - window  # out of sight of the next query, at newest + 1
+            return policy.rank(held).masked_fill(passed, float("-inf"))
+
+        def __repr__(self) -> str:
+            return f"{policy!r} within a window of {window}"
+
+    return Within()

@@ -1,0 +1,78 @@
+"""`torch.nn.Linear` layers of a model: which of them `clearhead.nn.Linear` computes faster, and the swap."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .._layer.linear import Linear, describe_backend, eager_linear
+from .._layer.unmodified import is_unmodified
+
+
+def linears_to_swap(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """The layers of which all that computes is x Wᵀ + b, where the rule of `linear` may prefer oneDNN's GEMM.
+
+    Returns:
+        The layers by their qualified names, and why the others are left.
+    """
+    swapped: dict[str, nn.Linear] = {}
+    left: dict[str, str] = {}
+    prefers_pytorch = eager_linear() is nn.functional.linear
+    for name, module in _outside_of_ours(model):
+        if not isinstance(module, nn.Linear):
+            continue
+        why = _why_not(module)
+        if why is None and _is_part_of_lora(model, name):
+            why = "it is part of an adapter"
+        if why is None and prefers_pytorch:
+            why = f"the GEMM stays {describe_backend()}"
+        if why is None:
+            swapped[name] = module
+        else:
+            left[name] = why
+    return swapped, left
+
+
+def own_linears(model: nn.Module) -> dict[str, Linear]:
+    """The layers that `linears_to_swap` may once have found."""
+    return {name: module for name, module in _outside_of_ours(model) if type(module) is Linear}
+
+
+def _outside_of_ours(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules but the parts of attention modules, which multiply with their projections' parameters themselves."""
+    inside = {
+        id(part)
+        for module in model.modules()
+        if isinstance(module, nn.MultiheadAttention) or type(module).__module__.startswith("clearhead.")
+        for part in module.children()
+    }
+    return [(name, module) for name, module in model.named_modules() if id(module) not in inside]
+
+
+def _why_not(module: nn.Linear) -> str | None:
+    kind, weight = type(module), module.__dict__["_parameters"].get("weight")
+    if kind is Linear:
+        return "it is Clearhead's already"
+    if kind is not nn.Linear:
+        return f"{kind.__module__}.{kind.__qualname__} is a subclass with code of its own"
+    if not is_unmodified(module):
+        return "it has hooks, a parametrization, or a forward of its own"
+    if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
+        return f"its weight is a {type(weight).__name__}"
+    if weight.dtype != torch.float32 or not weight.is_cpu:
+        return f"PyTorch's GEMM is as fast for {weight.dtype} on {weight.device.type}"
+    return None
+
+
+def _is_part_of_lora(model: nn.Module, name: str) -> bool:
+    """Whether an adapter of peft holds the layer: what it trains, or what it was put around."""
+    return any(
+        kind.__name__ == "BaseTunerLayer" and kind.__module__.startswith("peft.")
+        for ancestor in _ancestors(model, name)
+        for kind in type(ancestor).__mro__
+    )
+
+
+def _ancestors(model: nn.Module, name: str) -> list[nn.Module]:
+    parts = name.split(".")[:-1]
+    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]

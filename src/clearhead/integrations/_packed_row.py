@@ -1,0 +1,55 @@
+"""Texts end to end in one row (1, T), with the boundaries that transformers hands to every attention layer."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from .._call.rows import Rows, read_rows
+from ..errors import ShapeError, shape_text
+
+_ROWS = "_clearhead_rows"
+
+
+def boundaries_of(counts: list[int]) -> Tensor:
+    """The boundaries (n + 1,) of texts of so many tokens, which `rows_of` need not read again in every layer."""
+    bounds = tuple(accumulate(counts, initial=0))
+    boundaries = torch.tensor(bounds)
+    setattr(boundaries, _ROWS, Rows(boundaries, boundaries, bounds, bounds, (bounds[-1], bounds[-1])))
+    return boundaries
+
+
+def rows_of(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tensor | None) -> Rows | None:
+    """Read the boundaries of packed (1, H, T, D) queries and (1, Hkv, T, D) keys; ``None`` where there are none.
+
+    Raises:
+        ShapeError: for boundaries of queries or keys alone, for different ones, and for more than one row.
+        ArgumentError, DTypeError, DeviceError: as for `clearhead.attention_varlen`.
+    """
+    if starts_q is None and starts_k is None:
+        return None
+    known: Rows | None = getattr(starts_q, _ROWS, None)
+    if known is not None and starts_k is starts_q and known.tokens == (query.shape[2], key.shape[2]):
+        return known
+    if starts_q is None or starts_k is None or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+        _refuse(query, key)
+    rows = read_rows(_beside(query, starts_q), _beside(query, starts_k), query[0, 0], key[0, 0])
+    if rows.queries != rows.keys:
+        _refuse(query, key)
+    return rows
+
+
+def _beside(query: Tensor, starts: Tensor) -> Tensor:
+    return starts.to(query.device) if isinstance(starts, Tensor) else starts
+
+
+def _refuse(query: Tensor, key: Tensor) -> NoReturn:
+    raise ShapeError(
+        "cu_seq_lens_q, cu_seq_lens_k",
+        expected="the same boundaries for queries and keys, one packed row (B = 1, L = S)",
+        got=f"query {shape_text(query.shape)}, key {shape_text(key.shape)}",
+        fix="Pass position_ids or an attention_mask instead.",
+    )

@@ -1,0 +1,104 @@
+"""The models of transformers inside a module, and the attention that they compute with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+NAME = "clearhead"
+_BEFORE = "_clearhead_attention_before"
+
+#: What Clearhead is chosen over; anything else was chosen for its own sake.
+_COMMON = ("eager", "sdpa")
+
+#: Models whose attention takes arguments that Clearhead refuses (docs/which-models.md).
+_REFUSED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "inkling2", "inkling2_text")
+
+
+def models_of_transformers(model: nn.Module) -> dict[str, Any]:
+    """Every model of transformers in a module by its qualified name, those inside others included."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:  # then none of its models exists
+        return {}
+    return {name: module for name, module in model.named_modules() if isinstance(module, library.PreTrainedModel)}
+
+
+def outermost(models: dict[str, Any]) -> dict[str, Any]:
+    """Those models that are not inside another."""
+    return {name: models[name] for name in models if _around(models, name) is None}
+
+
+def head_of(models: dict[str, Any], name: str) -> Any:
+    """The model that one is directly a part of; ``None`` if it is not inside another."""
+    around = _around(models, name)
+    return None if around is None else models[around]
+
+
+def _around(models: dict[str, Any], name: str) -> str | None:
+    found = [other for other in models if other != name and (not other or name.startswith(f"{other}."))]
+    return max(found, key=len, default=None)
+
+
+def runs_on_clearhead(model: Any) -> bool:
+    """Whether a model computes with Clearhead's attention."""
+    return model.config._attn_implementation == NAME
+
+
+def why_not_set(model: Any) -> str | None:
+    """Why a model keeps its attention; ``None`` if Clearhead's can be set."""
+    if runs_on_clearhead(model):
+        return f"it runs on {NAME!r} already"
+    if model.config._attn_implementation not in _COMMON:
+        return f"it was set to attention {model.config._attn_implementation!r}"
+    if not model._can_set_attn_implementation():
+        return f"{type(model).__name__} computes attention with code of its own"
+    for config in _configs(model):
+        if config.model_type in _REFUSED:
+            return f"Clearhead's attention does not take what {config.model_type} gives it"
+    return None
+
+
+def set_attention(model: Any) -> str | None:
+    """Set Clearhead's attention on a model of which `why_not_set` says nothing.
+
+    Returns:
+        Why transformers refused it, the model being as it was; ``None`` if it did not.
+    """
+    from . import transformers  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers the name
+
+    before = [(config, config._attn_implementation) for config in _configs(model)]
+    try:
+        model.set_attn_implementation(NAME)
+    except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        _restore(before)
+        return str(error).partition("\n")[0]
+    setattr(model, _BEFORE, [(config, name) for config, name in before if config._attn_implementation != name])
+    return None
+
+
+def restore_attention(model: Any) -> bool:
+    """Undo `set_attention`, if it was called."""
+    before = model.__dict__.pop(_BEFORE, None)
+    _restore([(config, name) for config, name in before or () if config._attn_implementation == NAME])
+    return before is not None
+
+
+def _restore(before: list[tuple[Any, str]]) -> None:
+    for config, name in before:
+        config._attn_implementation_internal = name  # the public property would change the parts of `config` too
+
+
+def _configs(model: Any) -> Iterator[Any]:
+    """Every config that says which attention a part of a model uses, each once."""
+    seen: set[int] = set()
+    waiting = [module.config for module in models_of_transformers(model).values()]
+    while waiting:
+        config = waiting.pop()
+        if config is None or id(config) in seen:
+            continue
+        seen.add(id(config))
+        yield config
+        waiting.extend(getattr(config, name, None) for name in config.sub_configs)

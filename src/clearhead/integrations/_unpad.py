@@ -1,0 +1,315 @@
+"""Encoders of transformers on the real tokens of a padded batch alone, as one row that is padded again at the end.
+
+A forward around the encoder's own does it, so that everything inside is transformers'. Between attention layers an
+encoder works token by token; its attention functions are told where each text begins.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import Tensor, nn
+
+from .._environment import is_tracing, read_environment
+from ._packed_row import boundaries_of
+
+#: What works token by token but for its attention, takes positions, and hands boundaries on to the attention function.
+ENCODERS: dict[str, str] = {
+    "BertModel": "bert.modeling_bert",
+    "CamembertModel": "camembert.modeling_camembert",
+    "Data2VecTextModel": "data2vec.modeling_data2vec_text",
+    "DistilBertModel": "distilbert.modeling_distilbert",
+    "ElectraModel": "electra.modeling_electra",
+    "ErnieModel": "ernie.modeling_ernie",
+    "EuroBertModel": "eurobert.modeling_eurobert",
+    "GteModel": "gte.modeling_gte",
+    "JinaEmbeddingsV3Model": "jina_embeddings_v3.modeling_jina_embeddings_v3",
+    "ModernBertModel": "modernbert.modeling_modernbert",
+    "NomicBertModel": "nomic_bert.modeling_nomic_bert",
+    "RobertaModel": "roberta.modeling_roberta",
+    "RobertaPreLayerNormModel": "roberta_prelayernorm.modeling_roberta_prelayernorm",
+    "XLMRobertaModel": "xlm_roberta.modeling_xlm_roberta",
+    "XLMRobertaXLModel": "xlm_roberta_xl.modeling_xlm_roberta_xl",
+}
+
+#: Heads that read each real token by itself; others may read the first column, whatever stands there.
+_HEADS_OF_TOKENS = ("ForMaskedLM", "ForTokenClassification", "ForPreTraining")
+#: Heads whose loss is a softmax over all columns, padding included.
+_HEADS_OF_PADDING = ("ForQuestionAnswering",)
+
+#: Arguments with a number, or a vector, for each token.
+_OF_TOKENS = frozenset({"input_ids", "inputs_embeds", "position_ids", "task_type_ids", "token_type_ids"})
+#: Arguments that mean the same for a row of all tokens.
+_OF_CALLS = frozenset({"num_items_in_batch", "output_hidden_states", "return_dict", "use_cache"})
+
+
+def why_no_encoder(model: nn.Module) -> str | None:
+    """What a model of transformers is if not an encoder that can run without padding; ``None`` if it is one."""
+    kind, config = type(model), cast(Any, model.config)
+    if kind.__module__ != f"transformers.models.{ENCODERS.get(kind.__name__)}":
+        return f"{kind.__name__}, which is not one of them"
+    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+        return f"{kind.__name__} as a decoder"
+    return None
+
+
+def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
+    """Why an encoder goes on with its padding as it is; ``None`` if it need not.
+
+    Args:
+        encoder: of which `why_no_encoder` says nothing.
+        head: the model of transformers that it is a part of, if any.
+    """
+    if is_unpadded(encoder):
+        return "it runs without padding already"
+    if "forward" in encoder.__dict__:
+        return "its forward was replaced"
+    if any(not parameter.is_cpu for parameter in encoder.parameters()):
+        return "it is not on the CPU"
+    if type(head).__name__.endswith(_HEADS_OF_PADDING):
+        return f"the loss of {type(head).__name__} counts the columns of padding"
+    return None
+
+
+def leave_out_padding(encoder: nn.Module, head: nn.Module | None) -> None:
+    """Let an encoder of which `why_no_encoder` says nothing run on real tokens, from now on."""
+    pooler = cast("nn.Module | None", getattr(encoder, "pooler", None))
+    of_tokens = head is None or type(head).__name__.endswith(_HEADS_OF_TOKENS)
+    # Not hooks: sentence-transformers calls `forward` itself. A `partial` is copied and pickled with its encoder.
+    forward: Any = functools.partial(_forward, encoder, pooler is not None or not of_tokens)
+    forward.__wrapped__ = encoder.forward  # for its signature
+    encoder.forward = forward
+    if pooler is not None:
+        pooler.register_forward_pre_hook(_pad_for_pooler, prepend=True)
+
+
+def keep_padding(encoder: nn.Module) -> None:
+    """Undo `leave_out_padding`."""
+    del encoder.forward
+    pooler = cast("nn.Module | None", getattr(encoder, "pooler", None))
+    hooks = {} if pooler is None else pooler._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
+    for number in [number for number, hook in hooks.items() if hook is _pad_for_pooler]:
+        del hooks[number]
+
+
+def is_unpadded(module: nn.Module) -> bool:
+    """Whether `leave_out_padding` was called for a module."""
+    own = module.__dict__.get("forward")
+    return isinstance(own, functools.partial) and own.func is _forward
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A forward that runs on one row.
+
+    Args:
+        encoder: that runs.
+        tokens: (T,) which of the B · L tokens are in the row.
+        shape: B and L.
+        as_tuple: whether the caller wants a tuple.
+        padded: tensors of the row, and what they are padded.
+    """
+
+    encoder: nn.Module
+    tokens: Tensor
+    shape: tuple[int, int]
+    as_tuple: bool
+    padded: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def take(self, x: Tensor) -> Tensor:
+        """(1 or B, L, …) → (1, T, …)."""
+        return x.expand(*self.shape, *x.shape[2:]).flatten(0, 1).index_select(0, self.tokens)[None]
+
+    def pad(self, x: Tensor) -> Tensor:
+        """(1, T, E) → (B, L, E), zero at padding; once for each tensor."""
+        for row, whole in self.padded:
+            if row is x:
+                return whole
+        batch, length = self.shape
+        whole = x.new_zeros(batch * length, x.shape[2]).index_copy_(0, self.tokens, x[0])
+        self.padded.append((x, whole.view(batch, length, -1)))
+        return self.padded[-1][1]
+
+    def unpack(self, output: Any) -> Any:
+        """What the encoder returned for the row, padded."""
+        output["last_hidden_state"] = self.pad(output["last_hidden_state"])
+        states = output.get("hidden_states")
+        if states is not None:
+            output["hidden_states"] = tuple(None if state is None else self.pad(state) for state in states)
+        return output.to_tuple() if self.as_tuple else output
+
+
+class _Running(threading.local):
+    forwards: tuple[_Packed, ...] = ()
+
+
+_running = _Running()
+
+
+def _forward(encoder: nn.Module, reads_first: bool, *args: Any, **kwargs: Any) -> Any:
+    """The forward of an encoder on one row of real tokens, where that fits the call.
+
+    Args:
+        encoder: whose class has the forward that is called.
+        reads_first: whether something reads the first column of the padded result.
+        args, kwargs: of the call.
+    """
+    forward = type(encoder).forward
+    found = None if is_tracing() else _pack(encoder, reads_first, args, kwargs)
+    if found is None:
+        return forward(encoder, *args, **kwargs)
+    packed, row = found
+    before = _running.forwards
+    _running.forwards = (*before, packed)
+    try:
+        output = forward(encoder, **row)
+    finally:
+        _running.forwards = before
+    return packed.unpack(output)
+
+
+def _pack(
+    encoder: nn.Module, reads_first: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[_Packed, dict[str, Any]] | None:
+    """The call as one of a row of its real tokens; ``None`` where it has to run padded."""
+    given = dict(zip(_parameters(type(encoder)), args, strict=False)) | kwargs
+    given = {name: value for name, value in given.items() if value is not None}
+    mask = given.pop("attention_mask", None)
+    if not _is_padding(mask) or not _takes(encoder, given, mask):
+        return None
+    real = mask.bool()
+    counts: list[int] = real.sum(1).tolist()
+    if sum(counts) == real.numel() or 0 in counts or not _fits(encoder, real, counts, reads_first):
+        return None
+    wanted = given.pop("return_dict", getattr(encoder.config, "return_dict", True))
+    packed = _Packed(encoder, real.flatten().nonzero()[:, 0], (real.shape[0], real.shape[1]), wanted is False)
+    given["position_ids"] = _positions(encoder, given, real)
+    row = {name: packed.take(value) if name in _OF_TOKENS else value for name, value in given.items()}
+    boundaries, longest = boundaries_of(counts), max(counts)
+    return packed, {
+        **row,
+        "attention_mask": _no_mask(encoder),
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "return_dict": True,
+    }
+
+
+def _pad_for_pooler(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Forward pre-hook of a pooler, which reads the first column of the padded result."""
+    if is_tracing() or not _running.forwards:
+        return None
+    packed = _running.forwards[-1]
+    return (packed.pad(args[0]), *args[1:]) if getattr(packed.encoder, "pooler", None) is pooler else None
+
+
+@functools.cache
+def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the positional arguments of a model's forward."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _is_padding(mask: object) -> TypeGuard[Tensor]:
+    return type(mask) is Tensor and mask.dim() == 2 and mask.is_cpu and mask.numel() > 0
+
+
+def _takes(module: nn.Module, given: dict[str, Any], mask: Tensor) -> bool:
+    """Whether the arguments besides the mask are of tokens, or mean the same for one row."""
+    if "input_ids" not in given and "inputs_embeds" not in given:
+        return False
+    for name, value in given.items():
+        if name in _OF_TOKENS:
+            dims = 3 if name == "inputs_embeds" else 2
+            if type(value) not in (Tensor, nn.Parameter) or value.dim() != dims or value.device != mask.device:
+                return False
+            sizes = {mask.shape[0]} if name in ("input_ids", "inputs_embeds") else {1, mask.shape[0]}
+            if value.shape[0] not in sizes or value.shape[1] != mask.shape[1]:
+                return False
+        elif name not in _OF_CALLS and value is not False:
+            return False
+    config = cast(Any, module.config)
+    return not (
+        config._attn_implementation != "clearhead"
+        or getattr(config, "output_attentions", False)
+        or getattr(config, "is_decoder", False)
+        or getattr(config, "chunk_size_feed_forward", 0)
+        or _position_scaling_depends_on_length(config)
+    )
+
+
+def _fits(module: nn.Module, real: Tensor, counts: list[int], reads_first: bool) -> bool:
+    """Whether what surrounds the call, and where its padding is, allow for one row."""
+    environment = read_environment()
+    if environment.observed or environment.transformed or environment.dispatching or environment.module_hooks:
+        return False
+    if reads_first and not bool(real[:, 0].all()):
+        return False
+    return not (_has_windows(module) and _has_gaps(real, counts)) and not _has_hooks(module)
+
+
+def _position_scaling_depends_on_length(config: Any) -> bool:
+    """Rotary positions that are scaled by the longest text of the batch; a padded batch may be longer."""
+    settings = getattr(config, "rope_parameters", None) or {}
+    kinds = [settings, *(part for part in settings.values() if isinstance(part, dict))]
+    return any(part.get("rope_type") in ("dynamic", "longrope") for part in kinds)
+
+
+def _has_windows(module: nn.Module) -> bool:
+    return "sliding_attention" in (getattr(module.config, "layer_types", None) or ())
+
+
+def _has_gaps(real: Tensor, counts: list[int]) -> bool:
+    """Whether there is padding between the tokens of a text: windows would reach further across it in a row."""
+    length = real.shape[1]
+    marks = real.int()
+    spans = length - marks.flip(1).argmax(1) - marks.argmax(1)  # (B,)
+    return spans.tolist() != counts
+
+
+def _has_hooks(encoder: nn.Module) -> bool:
+    """Whether something watches or changes what is inside an encoder, which would meet one row instead of a batch."""
+    own = encoder.__dict__["_modules"]
+    pooler = own.get("pooler")
+    if pooler is not None and next(iter(pooler._forward_pre_hooks.values()), None) is not _pad_for_pooler:
+        return True
+    waiting = [module for module in own.values() if module is not None and module is not pooler]
+    while waiting:
+        module = waiting.pop()
+        inside = module.__dict__
+        if inside["_forward_pre_hooks"] or inside["_backward_hooks"] or inside["_backward_pre_hooks"]:
+            return True
+        if "forward" in inside or any(not _is_of_the_library(hook) for hook in inside["_forward_hooks"].values()):
+            return True
+        waiting.extend(part for part in inside["_modules"].values() if part is not None)
+    return False
+
+
+def _is_of_the_library(hook: Any) -> bool:
+    """Whether transformers or peft registered it: to collect hidden states, or to make embeddings want gradients."""
+    owner, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
+    return owner.startswith("transformers.") or (owner.startswith("peft.") and name == "make_inputs_require_grad")
+
+
+def _positions(module: nn.Module, given: dict[str, Any], real: Tensor) -> Tensor:
+    """The positions (1 or B, L) that the tokens of the padded batch have."""
+    if "position_ids" in given:
+        return given["position_ids"]
+    # Models that descend from RoBERTa count the tokens that are not padding, by the padding token.
+    embeddings = cast(Any, getattr(module, "embeddings", None))
+    if hasattr(embeddings, "create_position_ids_from_input_ids"):
+        if "input_ids" in given:
+            return embeddings.create_position_ids_from_input_ids(given["input_ids"], embeddings.padding_idx)
+        return embeddings.create_position_ids_from_inputs_embeds(given["inputs_embeds"], embeddings.padding_idx)
+    return torch.arange(real.shape[1], device=real.device)[None]
+
+
+def _no_mask(module: nn.Module) -> dict[str, None] | None:
+    """What hides nothing: ``None`` would still be made a mask of the row where layers differ in theirs."""
+    return {"full_attention": None, "sliding_attention": None} if hasattr(module.config, "layer_types") else None

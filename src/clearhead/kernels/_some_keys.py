@@ -1,0 +1,50 @@
+"""Attention to some of the keys of a larger call: its results merged, and its gradients from those of all keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._call.spec import AttentionCall, zero_hidden
+from ._chunked import gradients_of_some_keys as chunked_gradients
+from ._native import native_gradients_of_some_keys
+from ._native_support import native_refusals
+
+__all__ = ["gradients_of_some_keys", "merge_some_keys"]
+
+
+def merge_some_keys(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add keys to those that an output and its lse are of, in place.
+
+    ::
+
+        o ← o + σ(lse' − lse) (o' − o),   lse ← log(exp lse + exp lse')
+
+    in which nothing overflows, whatever the two are.
+
+    Args:
+        output: (…, Dv), in the compute dtype.
+        lse: (…), likewise; −∞ of no key.
+        part, part_lse: of the keys that are added; they broadcast.
+    """
+    share = torch.sigmoid(part_lse - lse).nan_to_num_(0.0)  # of −∞ − −∞: neither has a key
+    output += share[..., None] * (part.to(output.dtype) - output)
+    torch.logaddexp(lse, part_lse.to(lse.dtype), out=lse)
+
+
+def gradients_of_some_keys(
+    call: AttentionCall, output: Tensor, lse: Tensor, correction: Tensor, output_gradient: Tensor, learns: bool
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value and, if one `learns`, of every bias tensor.
+
+    Args:
+        call: with some of the keys and without sinks.
+        output, lse: of all keys, in the compute dtype.
+        correction: δ = dO·o (B, H, L), likewise.
+        output_gradient: dO.
+        learns: whether a bias needs its gradient.
+    """
+    if not learns and not native_refusals(call.spec, call.mask, call.grid):
+        return native_gradients_of_some_keys(call, output, lse.double().contiguous(), output_gradient)
+    found = chunked_gradients(zero_hidden(call), lse, correction, output_gradient)
+    return found if learns else found[:3]

@@ -1,0 +1,190 @@
+"""A mask of a whole attention, seen from a call that computes some of its heads, rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast, final
+
+import torch
+from torch import Tensor
+
+from ..errors import ShapeError
+from ._base import Mask, Sizes
+from ._grid import ALL, Block, Grid, Index, take
+from ._structure import Band, RowRanges, Structure
+
+__all__ = ["PartMask", "Place", "part_of"]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the first query and key of a call stand in the whole attention.
+
+    Args:
+        query_length, key_length: L and S of the whole.
+        first_row, first_column: of the call.
+        query_positions, key_positions: of the whole; as in `Grid`.
+    """
+
+    query_length: int
+    key_length: int
+    first_row: int = 0
+    first_column: int = 0
+    query_positions: Tensor | int | None = None
+    key_positions: Tensor | int | None = None
+
+
+def part_of(mask: Mask | None, num_heads: int, first_head: int = 0, place: Place | None = None) -> Mask | None:
+    """The mask of a call that is a part of a whole attention, exact whatever the mask.
+
+    Args:
+        mask: of the whole: what it holds lines up with all of its heads, rows and columns.
+        num_heads: H of the whole.
+        first_head: of the call's heads.
+        place: of the call's rows and columns. Default: it has them all.
+
+    Returns:
+        ``None`` for ``None``, and the mask itself where it is the same for every part.
+    """
+    if mask is None or (place is None and mask.fits_any_call):
+        return mask
+    return PartMask(mask, num_heads, first_head, place)
+
+
+@final
+class PartMask(Mask):
+    """See `part_of`. Every question about a block is put to the mask as one about the block's place in the whole."""
+
+    def __init__(self, mask: Mask, num_heads: int, first_head: int, place: Place | None) -> None:
+        self._mask, self._num_heads, self._first_head, self._place = mask, num_heads, first_head, place
+
+    def visible(self, block: Block) -> Tensor | None:
+        return self._mask.visible(self._moved(block))
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
+        return self._mask.bias(self._moved(block), dtype)
+
+    def bias_tensors(self) -> tuple[Tensor, ...]:
+        return self._mask.bias_tensors()
+
+    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        return PartMask(self._mask.with_bias_tensors(tensors), self._num_heads, self._first_head, self._place)
+
+    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
+        self._mask.add_bias_gradients(gradients, self._moved(block), scores_gradient)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        place = self._place
+        positions = () if place is None else (place.query_positions, place.key_positions)
+        return *self._mask.tensors(), *(each for each in positions if isinstance(each, Tensor))
+
+    def validate(self, grid: Grid) -> None:
+        whole = self._whole(grid)
+        ends = self._first_head + grid.num_heads, whole.num_heads
+        if self._place is not None:
+            ends += self._place.first_row + grid.query_length, whole.query_length
+            ends += self._place.first_column + grid.key_length, whole.key_length
+        for name, end, most in zip("HLS", ends[::2], ends[1::2], strict=False):
+            if end > most:
+                expected, got = f"a call within {name} = {most} of the whole", f"one that ends at {end}"
+                raise ShapeError("mask", expected=expected, got=got)
+        self._mask.validate(whole)
+
+    def sizes(self) -> Sizes:
+        return Sizes(self._mask.sizes().batch_size)
+
+    def structure(self, grid: Grid) -> Structure:
+        return self._cut(self._mask.structure(self._whole(grid)), grid)
+
+    def signature(self) -> Hashable | None:
+        own = self._mask.signature()
+        if own is None or self._place is None:
+            return None if own is None else ("part", self._num_heads, self._first_head, own)
+        place = self._place
+        positions = tuple(
+            (tuple(each.shape), each.stride()) if isinstance(each, Tensor) else each
+            for each in (place.query_positions, place.key_positions)
+        )
+        numbers = place.query_length, place.key_length, place.first_row, place.first_column
+        return "part", self._num_heads, self._first_head, numbers, positions, own
+
+    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
+        place = self._place
+        first = None if place is None else (place.first_row, place.first_column)
+        sizes = grid.num_heads, grid.query_length, grid.key_length
+        return self._mask.lowered(self._whole(grid), ("part", key, self._first_head, first, sizes), make)
+
+    def parts(self) -> tuple[Mask, ...]:
+        parts = self._mask.parts()
+        if len(parts) == 1:
+            return (self,)
+        found = (part_of(part, self._num_heads, self._first_head, self._place) for part in parts)
+        return tuple(part for part in found if part is not None)
+
+    @property
+    def has_bias(self) -> bool:
+        return self._mask.has_bias
+
+    def describe(self) -> str:
+        return self._mask.describe()
+
+    def _whole(self, grid: Grid) -> Grid:
+        """The grid of the whole attention."""
+        key = self._num_heads, self._place and id(self._place)
+        if key not in grid.memo:
+            whole = replace(grid, num_heads=self._num_heads, memo={})
+            if self._place is not None:
+                place = self._place
+                whole = replace(
+                    whole,
+                    query_length=place.query_length,
+                    key_length=place.key_length,
+                    query_positions=place.query_positions,
+                    key_positions=place.key_positions,
+                )
+            grid.memo[key] = whole
+        return grid.memo[key]
+
+    def _moved(self, block: Block) -> Block:
+        grid = block.grid
+        heads = cast(slice, _moved(block.heads, self._first_head, grid.num_heads))
+        if self._place is None:
+            return Block(self._whole(grid), block.batch, heads, block.rows, block.columns)
+        rows = _moved(block.rows, self._place.first_row, grid.query_length)
+        columns = _moved(block.columns, self._place.first_column, grid.key_length)
+        return Block(self._whole(grid), block.batch, heads, rows, columns)
+
+    def _cut(self, whole: Structure, grid: Grid) -> Structure:
+        """The part of a structure of the whole that is the call's."""
+        place = self._place or Place(grid.query_length, grid.key_length)
+        row, column = place.first_row, place.first_column
+        rows, columns = slice(row, row + grid.query_length), slice(column, column + grid.key_length)
+        heads = slice(self._first_head, self._first_head + grid.num_heads)
+        block = Block(grid, heads=heads, rows=rows, columns=columns)
+        band, ranges = whole.band, whole.rows
+        if band is not None:
+            moved = Band(band.low + row - column, band.high + row - column, max(0, band.stop - column))
+            band = Band.whole(grid).meet(moved)
+        if ranges is not None:
+            first = None if ranges.first is None else take(ranges.first, 1, rows) - column
+            ranges = RowRanges(first, take(ranges.stop, 1, rows) - column)
+        return Structure(
+            whole.exact,
+            band,
+            ranges,
+            None if whole.queries is None else take(whole.queries, 1, rows),
+            None if whole.keys is None else take(whole.keys, 1, columns),
+            tuple(block.cut(tensor) for tensor in whole.tensors),
+            tuple(block.cut(bias) for bias in whole.biases),
+            tuple(self._cut(each, grid) for each in whole.either),
+        )
+
+
+def _moved(index: Index, first: int, count: int) -> Index:
+    if isinstance(index, Tensor):
+        return index + first
+    start, stop = (0, count) if index == ALL else (index.start, index.stop)
+    return slice(start + first, stop + first)

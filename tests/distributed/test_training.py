@@ -1,0 +1,232 @@
+"""Both kinds of parallelism beside what PyTorch has for training: fully_shard, compile, checkpoints, clipping."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from clearhead import masks
+from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
+from clearhead.distributed._layout import LAYOUTS, Layout
+from clearhead.errors import DistributedError
+
+from .building import EMBED, attention, encoder, full, gradients, mask, require_close
+from .meshes import line, square
+from .processes import Processes, processes
+
+
+def _loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Summed over the labels; −100 is none."""
+    return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+
+
+def _labels(length: int) -> torch.Tensor:
+    labels = torch.randint(0, EMBED, (2, length))
+    labels[1, length // 2 :] = -100
+    return labels
+
+
+def _fully_sharded(layout: Layout, method: str) -> None:
+    """Steps of one process, and of parts of the sequence whose gradients `fully_shard` averages."""
+    mesh, world = line(), dist.get_world_size()
+    whole, split = encoder(), context_parallel(encoder(), mesh, method=method, layout=layout)  # type: ignore[arg-type]
+    for layer in split.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(split, mesh=mesh)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (whole, split)]
+    for step in range(3):
+        torch.manual_seed(step)
+        x, labels = torch.randn(2, 13, EMBED, dtype=torch.float64), _labels(13)
+        count = (labels != -100).sum()
+        (_loss(whole(x, mask=masks.causal()), labels) / count).backward()
+        parts = [shard_sequence(each, mesh, layout=layout) for each in (x, labels)]
+        (_loss(split(parts[0], mask=masks.causal()), parts[1]) * world / count).backward()
+        for name, one in gradients_kept(whole).items():
+            require_close(gradients_kept(split)[name], one, 1e-12, name)
+        norms = [full(nn.utils.clip_grad_norm_(module.parameters(), 0.05)) for module in (whole, split)]
+        require_close(norms[1], norms[0], 1e-12, "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, one), other in zip(whole.named_parameters(), split.parameters(), strict=True):
+        require_close(full(other), one, 1e-12, name)
+
+
+def gradients_kept(module: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {name: full(grad) for name, grad in found.items() if grad is not None}
+
+
+@pytest.mark.parametrize("method", ["heads", "gather", "ring"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_in_parts_is_training_on_one_process(two: Processes, layout: Layout, method: str) -> None:
+    two.run(_fully_sharded, layout, method)
+
+
+def _three_ways(kv_heads: int) -> None:
+    """Heads over one dimension; over the other parameters and the batch, or parameters and the sequence."""
+    mesh = square()
+    for sequences in (False, True):
+        whole = encoder(kv_heads=kv_heads)
+        split: Any = tensor_parallel(copy.deepcopy(whole), mesh["tp"])
+        if sequences:
+            split = context_parallel(split, mesh["cp"])
+        for layer in split.layers:
+            fully_shard(layer, mesh=mesh["cp"])
+        fully_shard(split, mesh=mesh["cp"])
+        x, labels = torch.randn(2, 13, EMBED, dtype=torch.float64), _labels(13)
+        count = (labels != -100).sum()
+        (_loss(whole(x, mask=masks.causal()), labels) / count).backward()
+        dim = 1 if sequences else 0
+        parts = [shard_sequence(each, mesh["cp"], dim=dim) for each in (x, labels)]
+        (_loss(split(parts[0], mask=masks.causal()), parts[1]) * 2 / count).backward()
+        for name, one in gradients_kept(whole).items():
+            require_close(gradients_kept(split)[name], one, 1e-12, name)
+        state = get_model_state_dict(split, options=StateDictOptions(full_state_dict=True))
+        if dist.get_rank() == 0:
+            for name, number in whole.state_dict().items():
+                assert torch.equal(state[name], number)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 1])
+def test_with_fully_shard_on_one_mesh(four: Processes, kv_heads: int) -> None:
+    four.run(_three_ways, kv_heads)
+
+
+def _compiled() -> None:
+    whole = encoder(1, kv_heads=4, dtype=torch.float32)
+    split: Any = tensor_parallel(copy.deepcopy(whole), line())
+    graph: Any = torch.compile(split, fullgraph=True)
+    x = torch.randn(2, 16, EMBED)
+    outputs = []
+    for module in (split, graph):
+        output = module(x, mask=masks.causal())
+        output.square().sum().backward()
+        outputs.append({"output": output.detach()} | gradients(split))
+    for name, number in outputs[0].items():
+        require_close(outputs[1][name], number, 1e-5, name)
+
+
+@pytest.mark.slow
+def test_compiled_in_one_graph(two: Processes) -> None:
+    two.run(_compiled, seconds=300)
+
+
+def _recomputed(method: str) -> None:
+    """Activation checkpointing makes the same exchanges again."""
+
+    class Recomputed(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+            return checkpoint(partial(self.inner, **options), x, use_reentrant=False)
+
+    whole, x = attention(2, position="rotary", sinks=True), torch.randn(2, 13, EMBED, dtype=torch.float64)
+    split: Any = context_parallel(copy.deepcopy(whole), line(), method=method)  # type: ignore[arg-type]
+    part = shard_sequence(x, line())
+    found = []
+    for module in (split, Recomputed(split)):
+        module(part, mask=mask("heads", 2, 13)).square().sum().backward()
+        found.append(gradients(split))
+    for name, number in found[0].items():
+        assert torch.equal(found[1][name], number), name
+    heads: Any = tensor_parallel(copy.deepcopy(whole), line())
+    for module in (whole, Recomputed(heads)):
+        module(x, mask=masks.causal()).square().sum().backward()
+    expected = gradients(whole)
+    for name, number in gradients(heads).items():
+        require_close(number, expected[name], 1e-12, name)
+
+
+@pytest.mark.parametrize("method", ["heads", "gather", "ring"])
+def test_activation_checkpointing(two: Processes, method: str) -> None:
+    two.run(_recomputed, method)
+
+
+def _saved(folder: str) -> None:
+    split = tensor_parallel(encoder(), line())
+    dcp.save({"model": get_model_state_dict(split)}, checkpoint_id=folder)
+
+
+def _loaded(folder: str, layout: Layout) -> None:
+    """A checkpoint of heads split over other processes, read into a module with other values."""
+    whole, fresh = encoder(), encoder()
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    split: Any = tensor_parallel(fresh, line())
+    state = {"model": get_model_state_dict(split)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(split, state["model"])
+    torch.manual_seed(1)
+    x = torch.randn(2, 9, EMBED, dtype=torch.float64)
+    require_close(split(x, mask=masks.causal()), whole(x, mask=masks.causal()), 1e-12)
+
+
+def test_a_checkpoint_of_four_processes_is_read_by_two_and_by_one(
+    four: Processes, two: Processes, tmp_path: Path
+) -> None:
+    four.run(_saved, str(tmp_path))
+    two.run(_loaded, str(tmp_path), "contiguous")
+    with processes(1) as one:
+        one.run(_loaded, str(tmp_path), "contiguous")
+
+
+def _ends(method: str, step: str) -> str:
+    """The last process ends in the middle; what the first one says."""
+    import os
+
+    module: Any = context_parallel(attention(4), line(), method=method)  # type: ignore[arg-type]
+    x = torch.randn(2, 8, EMBED, dtype=torch.float64)
+    output = module(x)
+    if dist.get_rank() == 1:
+        os._exit(1)
+    go_on = output.sum().backward if step == "backward" else partial(module, x)
+    with pytest.raises(DistributedError) as caught:
+        go_on()
+    return str(caught.value)
+
+
+SAID = {
+    "forward": "could not agree on the call, because one of them has ended",
+    "backward": "context_parallel: backward: reduce-scatter: the exchange failed",
+}
+
+
+@pytest.mark.parametrize("step", SAID)
+def test_a_process_that_ends_ends_the_others(step: str) -> None:
+    with processes(2, seconds=10) as two:
+        for end in two._ends:
+            end.send((_ends, ("gather", step)))
+        assert two._ends[0].poll(40), "it still waits"
+        good, said = two._ends[0].recv()
+        assert good, said
+        assert SAID[step] in said
+
+
+def _autocast() -> None:
+    whole, x = attention(4, dtype=torch.float32), torch.randn(2, 13, EMBED)
+    for method in ("heads", "gather", "ring"):
+        split: Any = context_parallel(copy.deepcopy(whole), line(), method=method)  # type: ignore[arg-type]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = shard_sequence(whole(x, mask=masks.causal()), line())
+            found = split(shard_sequence(x, line()), mask=masks.causal())
+        assert found.dtype == expected.dtype
+        require_close(found, expected, 2e-2, method)
+
+
+def test_autocast(two: Processes) -> None:
+    two.run(_autocast)
