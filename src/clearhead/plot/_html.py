@@ -108,8 +108,9 @@ def page(
 
     The page holds, per head: the map pooled to 128 × 128 tiles (exact up to 128 tokens), the exact largest weights of
     every query (`top_k` of the record), the entropy of every query, what every key receives; and every weight of the
-    heads in `crops`. It loads nothing from the network; its content security policy forbids that, and any script but
-    its own. Tokens are data, never markup.
+    heads in `crops`. Where that would be more than 5 MB, the heads that are neither in `crops` nor large at first are
+    pooled further, and items are left out evenly, which the page says. It loads nothing from the network; its content
+    security policy forbids that, and any script but its own. Tokens are data, never markup.
 
     Args:
         rec: a record with the statistics entropy, received, top_k and map, or with ``keep="queries_keys"``.
@@ -120,6 +121,7 @@ def page(
         head: and which of its heads. Default of both: the clearest one, see `clearest_head`.
         crops: (layer, head) or (layer, head, queries, keys) with slices, heads that keep every weight however long the
             text. Default: the head that is large at first, if queries and keys were kept.
+            Crops that are given stay, however large the page becomes by them.
         labels: what to call the batch items. Default: item 0, item 1, …
         title: of the page, also shown in it; the model's name for instance.
 

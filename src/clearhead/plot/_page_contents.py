@@ -125,7 +125,7 @@ def _layer(
             str(head): {
                 "grid": list(layer.map.shape[1:]),
                 "map": packer.add(layer.map[head], "units" if layer.exact else "roots8"),
-                **_rows(*(values[head] for values in (layer.entropy, shares, layer.indices, layer.weights)), packer),
+                **_rows(layer.entropy[head], shares[head], layer.indices[head], layer.weights[head], packer),
             }
             for head in own
         },
