@@ -323,6 +323,7 @@ def test_every_error_is_also_one_of_pythons() -> None:
         "DTypeError": TypeError,
         "DeviceError": ValueError,
         "FileError": OSError,
+        "DistributedError": RuntimeError,
         "KernelError": RuntimeError,
         "MaskTypeError": TypeError,
         "OutOfRangeError": IndexError,

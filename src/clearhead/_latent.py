@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, final, overload
 import torch
 from torch import Tensor, nn
 
+from ._call.caching import Cache, Positions
 from ._call.spec import WeightsWanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
 from ._environment import Environment, cast_for_autocast, read_environment
@@ -16,12 +17,10 @@ from ._layer.layer import Form, Layer
 from ._layer.positions import PositionPart
 from ._layer.unmodified import apply_linear
 from ._multihead_checks import cache_dtype, require_cache, require_features, require_mask, require_parts
-from .caches._base import Cache, Positions, unchanged_if_refused
+from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
 from .errors import ArgumentError, ShapeError, shape_text
 from .masks._base import Mask
-
-__all__ = ["MultiHeadLatentAttention"]
 
 
 @final

@@ -14,8 +14,6 @@ from ._layer.layer import Form
 from ._layer.unmodified import apply_linear, is_unmodified
 from .errors import ArgumentError
 
-__all__ = ["UpWeights", "absorbed", "absorbing_is_less", "expanded", "up_weights"]
-
 
 class UpWeights(NamedTuple):
     """The two halves of the projection from the latent, (H, Dn, R) for keys and (H, Dv, R) for values."""

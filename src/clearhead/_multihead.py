@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor, nn
 
+from ._call.caching import Cache, Positions
 from ._call.dropout import DropoutOrigin
 from ._call.sharding import HeadShard, SequenceShard
 from ._call.spec import WeightsWanted
@@ -30,7 +31,7 @@ from ._multihead_checks import (
     unfit_projections,
     whole_head_dim,
 )
-from .caches._base import Cache, Positions, unchanged_if_refused
+from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
 from .errors import ArgumentError
 from .masks._base import Mask

@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ._call.caching import Cache
 from ._checks import FLOATS, module, strided
 from ._environment import autocast_is_on, cast_for_autocast, is_tracing
 from ._layer.linear import Linear
 from ._layer.unmodified import inputs_fit
-from .caches._base import Cache
 from .caches._cross import CrossKVCache
 from .errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
 from .masks._base import Mask

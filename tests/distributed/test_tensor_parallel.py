@@ -263,3 +263,25 @@ def test_different_modules_are_refused(two: Processes) -> None:
 def test_heads_that_three_processes_cannot_share(three: Processes) -> None:
     for message in three.run(_refused, "projection", True):
         assert "H a multiple of the mesh's W = 3" in message
+
+
+def _dropped() -> None:
+    """The same generator in every process, as for dropout elsewhere: heads drop what they drop on one process."""
+    x, lengths = torch.randn(3, 13, EMBED, dtype=torch.float64), torch.tensor([13, 0, 7])
+    for kv_heads in (8, 1):
+        whole = attention(kv_heads, dropout=0.3, sinks=True)
+        split = tensor_parallel(copy.deepcopy(whole), line())
+        for given in (masks.causal(), masks.lengths(lengths, lengths), mask("heads", 3, 13)):
+            outputs = []
+            for module in (whole, split):
+                torch.manual_seed(4)
+                with clearhead.use_kernel("chunked"):
+                    outputs.append(module(x, mask=given))
+            require_close(outputs[1], outputs[0], 1e-12, "dropped")
+        rows = torch.nested.nested_tensor([x[0], x[1, :4]], layout=torch.jagged)
+        with pytest.raises(ClearheadError, match="expected padded inputs where heads are split"):
+            split(rows)
+
+
+def test_the_weights_that_one_process_drops_are_dropped(two: Processes) -> None:
+    two.run(_dropped)

@@ -20,8 +20,6 @@ from ..masks._prepared import PreparedMask
 from ..masks._structure import UNKNOWN, RowRanges, Structure
 from ..masks._tensors import as_mask
 
-__all__ = ["Rows", "mask_of_document", "read_rows", "require_within", "within_rows"]
-
 
 @dataclass(frozen=True)
 class Rows:

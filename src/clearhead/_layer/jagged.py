@@ -14,8 +14,6 @@ from .._environment import is_rows_of, is_tracing
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..masks._base import Mask
 
-__all__ = ["is_jagged", "read_jagged", "refuse_jagged"]
-
 
 def is_jagged(*tensors: Tensor | None) -> bool:
     """Whether any of them is nested.

@@ -24,16 +24,6 @@ from .._environment import (
 )
 from ..errors import ArgumentError, DeviceError, DTypeError, KernelError, ShapeError
 
-__all__ = [
-    "Linear",
-    "describe_backend",
-    "eager_linear",
-    "linear",
-    "require_input",
-    "use_linear",
-    "uses_pytorch",
-]
-
 Backend = Literal["pytorch", "onednn"]
 BACKENDS: tuple[Backend, ...] = ("pytorch", "onednn")
 

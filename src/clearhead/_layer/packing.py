@@ -22,8 +22,6 @@ from ..masks._grid import Grid
 from ..masks._positional import Causal, SlidingWindow
 from .unmodified import apply_linear, is_unmodified
 
-__all__ = ["Costs", "Unpadded", "unpad"]
-
 #: Multiplications saved per batch item that pay for taking tokens out and putting them back.
 _WORTH_UNPADDING = 1 << 23
 

@@ -13,8 +13,6 @@ from ..masks._check import as_positions
 from ..masks._positional import Present
 from ..positions._checks import require_in_range
 
-__all__ = ["PositionPart", "apply_position", "positions_of_keys", "positions_of_queries", "with_hidden"]
-
 #: Rotates queries (B, H, L, D) and keys (B, Hkv, L, D) by their positions, as `clearhead.positions.Rotary` does.
 PositionPart = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
 

@@ -12,8 +12,6 @@ from .._checks import PLAIN
 from .._environment import Environment, is_compiled, read_environment
 from .linear import Linear, eager_linear
 
-__all__ = ["apply_linear", "inputs_fit", "is_unmodified"]
-
 #: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.
 _FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, nn.Linear, NonDynamicallyQuantizableLinear)}
 

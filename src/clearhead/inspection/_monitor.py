@@ -15,10 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from .._checks import module, number, shown, size
 from .._environment import in_backward
 from .._statistics.arguments import require_names
-from ..errors import ArgumentError, AttentionHealthWarning, DTypeError, RecordError, explain_problem, in_words_of
+from ..errors import ArgumentError, AttentionHealthWarning, DTypeError, RecordError, in_words_of
 from ._record import record
-
-__all__ = ["ScalarWriter", "Scalars", "monitor", "receiver"]
 
 #: Takes the step and {name: value}.
 Scalars = Callable[[int, dict[str, float]], object]
@@ -295,12 +293,10 @@ def _checked(statistics: Sequence[str]) -> tuple[str, ...]:
     others = [name for name in names if name not in _WORST]
     if others or not names:
         raise ArgumentError(
-            explain_problem(
-                "statistics",
-                expected=f"names among {', '.join(_WORST)}, which have one number per head",
-                got=", ".join(map(repr, others)) or "none",
-                fix="clearhead.record gives every statistic.",
-            )
+            "statistics",
+            expected=f"names among {', '.join(_WORST)}, which have one number per head",
+            got=", ".join(map(repr, others)) or "none",
+            fix="clearhead.record gives every statistic.",
         )
     return names
 
@@ -314,7 +310,7 @@ def receiver(to: object) -> Scalars:
     add_scalar: Any = getattr(to, "add_scalar", None)
     if isinstance(to, type) or not (callable(to) or callable(add_scalar)):
         expected = "a function (step, {name: value}), or something with add_scalar"
-        raise DTypeError(explain_problem("to", expected=expected, got=shown(to)))
+        raise DTypeError("to", expected=expected, got=shown(to))
     if not callable(add_scalar):
         return cast(Scalars, to)
 

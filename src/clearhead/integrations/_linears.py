@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from .._layer.linear import Linear, describe_backend, eager_linear
 from .._layer.unmodified import is_unmodified
 
-__all__ = ["linears_to_swap", "own_linears"]
-
 
 def linears_to_swap(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     """The layers of which all that computes is x Wᵀ + b, where the rule of `linear` may prefer oneDNN's GEMM.

@@ -13,8 +13,6 @@ from .._call.spec import AttentionCall, AttentionSpec, Results
 from ..masks._base import Mask
 from ..masks._grid import Grid
 
-__all__ = ["Kernel", "Plan", "Refusal", "rows_interleave"]
-
 #: How calls of one spec are computed.
 Plan = Callable[[AttentionCall], Results]
 

@@ -21,8 +21,6 @@ from ..masks._grid import Block, Grid
 from ._base import Kernel, Plan, Refusal
 from ._flex_blocks import SIDE, BandBlocks, Table, lower_blocks
 
-__all__ = ["FlexKernel"]
-
 _HALF = (torch.bfloat16, torch.float16)
 _LISTS = {"places", "cells", "bias"}  # as long as the mask makes them
 _SHORTEST = 1 << 20  # filling up to this takes a millisecond, compiling for another length ten seconds

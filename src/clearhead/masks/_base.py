@@ -19,8 +19,6 @@ from ._grid import Block, Grid
 from ._report import MaskReport
 from ._structure import UNKNOWN, Structure
 
-__all__ = ["And", "Mask", "Not", "Or", "Sizes", "Tools", "Wrapping", "all_of", "provide"]
-
 Result = TypeVar("Result")
 
 

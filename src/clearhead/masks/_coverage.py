@@ -16,8 +16,6 @@ from ._lowering import chosen_cell, row_blocks
 from ._native_coverage import find_natively
 from ._structure import Band, RowRanges, Structure
 
-__all__ = ["COVERS_ALL", "Coverage", "coverage", "find_coverage"]
-
 _ROWS_AT_A_TIME = 1 << 21  # elements of mask evaluated at once
 _EDGE_ROWS, _EDGE_COLUMNS = 16, 8  # at each border, looked at first; reading columns takes longer
 _FEW_CELLS = 1 << 16  # up to here looking at everything takes no longer

@@ -12,18 +12,6 @@ from ._base import Mask
 from ._grid import Block, Grid
 from ._structure import Structure
 
-__all__ = [
-    "additive",
-    "chosen_cell",
-    "completed",
-    "dense_mask",
-    "differs_between_heads",
-    "hides_nothing",
-    "is_plain_causal",
-    "row_blocks",
-    "touched_share",
-]
-
 _ENOUGH_ROWS = 64  # fewer do not fill a matrix product, nor pay for the Python around it
 
 

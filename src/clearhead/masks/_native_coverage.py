@@ -11,8 +11,6 @@ from .._native import extension
 from ._grid import Grid
 from ._structure import Band, Structure
 
-__all__ = ["Found", "find_natively"]
-
 #: Bool (1 or B, 1 or H, L) of queries that see a key and (1 or B, 1 or H, S) of keys that are seen; ``None`` for all.
 Found = tuple[Tensor | None, Tensor | None]
 

@@ -17,8 +17,6 @@ from ._grid import Grid
 from ._lowering import chosen_cell
 from ._structure import Structure
 
-__all__ = ["PreparedMask", "prepared", "shared"]
-
 Result = TypeVar("Result")
 
 

@@ -16,8 +16,6 @@ from ._base import Mask, Sizes
 from ._grid import ALL, Block, Grid
 from ._structure import Structure
 
-__all__ = ["Bias", "Keep", "as_mask", "bias", "drop", "four_dimensional", "keep", "tensor_signature"]
-
 
 def keep(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
     """Let queries see the keys marked 1 or ``True``.

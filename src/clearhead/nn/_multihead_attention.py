@@ -20,8 +20,6 @@ from ._convention import hidden_mask
 from ._errors import also_pytorchs
 from ._projection import append_keys, project
 
-__all__ = ["MultiheadAttention", "keep_off_fast_path"]
-
 
 def keep_off_fast_path(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Do nothing, as a forward pre-hook.

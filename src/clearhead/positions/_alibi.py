@@ -11,8 +11,6 @@ from ..masks._base import Mask, Sizes
 from ..masks._grid import Block, Grid
 from ._checks import require_heads, whole
 
-__all__ = ["ALiBi"]
-
 
 @final
 class ALiBi(Mask):

@@ -11,8 +11,6 @@ from .._environment import is_tracing, is_transformed
 from ..errors import ArgumentError, DeviceError, ShapeError
 from ..masks._grid import Grid
 
-__all__ = ["factor_at_least_one", "positive", "require_device", "require_heads", "require_in_range", "whole"]
-
 
 def whole(name: str, value: object, least: int = 1) -> int:
     """An int that is at least `least`.

@@ -15,8 +15,6 @@ from ..masks._base import Mask, Sizes
 from ..masks._grid import Block, Grid
 from ._checks import require_device, require_heads, whole
 
-__all__ = ["RelativeBias"]
-
 
 class _Bucketed(Mask):
     """A bias from a table (num_buckets, H) and the bucket of every distance."""

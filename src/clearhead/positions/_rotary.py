@@ -13,8 +13,6 @@ from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_t
 from ._checks import positive, require_in_range, whole
 from ._scaling import Scaling, unscaled
 
-__all__ = ["Rotary"]
-
 
 @final
 class Rotary(nn.Module):
