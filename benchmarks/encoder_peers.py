@@ -19,7 +19,7 @@ from benchmarks.peers.work import Unsupported
 from clearhead._layer.linear import _processor_maker
 from clearhead.cli._demo import default_model_path
 
-__all__ = ["PEERS", "TRAINABLE", "Batch", "Eager", "Encode"]
+__all__ = ["PADDED", "PEERS", "SDPA", "TRAINABLE", "Batch", "Eager", "Encode"]
 
 PADDED, SDPA = "Clearhead, padded", "transformers sdpa"
 

@@ -1,8 +1,11 @@
 """One thread, one seed, two budgets for the generated tests, and the machine that the tests see.
 
-HYPOTHESIS_PROFILE=full spends the larger budget. CLEARHEAD_TEST_ISA names the best instruction set of the native kernel
-(``none``: it was not built), CLEARHEAD_TEST_VENDOR the processor's vendor as it names itself (``GenuineIntel``,
-``AuthenticAMD``); by default both are those of this machine. PyTorch's own is forced with its ATEN_CPU_CAPABILITY.
+The profile ``ci`` generates the same calls in every run and on every machine, so that no run is red by chance;
+HYPOTHESIS_PROFILE=full spends the larger budget and draws anew.
+
+CLEARHEAD_TEST_ISA names the best instruction set of the native kernel (``none``: it was not built),
+CLEARHEAD_TEST_VENDOR the processor's vendor as it names itself (``GenuineIntel``, ``AuthenticAMD``); by default both
+are those of this machine. PyTorch's own is forced with its ATEN_CPU_CAPABILITY.
 """
 
 from __future__ import annotations
@@ -28,7 +31,6 @@ from clearhead._native import instruction_sets, use_instruction_set
 
 _SLOW_DRAWS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
-# The same calls on every machine, so that a red run can be repeated by anybody.
 settings.register_profile(
     "ci", max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=_SLOW_DRAWS
 )

@@ -13,6 +13,7 @@ import clearhead
 from clearhead import MultiHeadAttention, masks
 from clearhead.caches import Cache, CrossKVCache, EvictingKVCache, KVCache, SinksAndRecent, SlidingKVCache
 from clearhead.positions import ALiBi, RelativeBias, Rotary
+from tests.support.budgets import in_turn
 from tests.support.derivatives import batched_and_looped, check_derivatives, check_vectorized, finite, random
 
 B, L, S, E, H, D = 2, 5, 7, 12, 3, 4
@@ -46,6 +47,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "per head": {"need_weights": True, "average_attn_weights": False},
 }
 weights = pytest.mark.parametrize("weights", WEIGHTS)
+every_module = in_turn({"name": MODULES}, {"weights": WEIGHTS}, always=1)
 
 
 def function_of(module: nn.Module, arguments: dict[str, Any]) -> Callable[..., Any]:
@@ -59,8 +61,7 @@ def function_of(module: nn.Module, arguments: dict[str, Any]) -> Callable[..., A
     return function
 
 
-@weights
-@pytest.mark.parametrize("name", MODULES)
+@every_module
 def test_module(name: str, weights: str) -> None:
     make, arguments = MODULES[name]
     module = make().double()
@@ -68,8 +69,7 @@ def test_module(name: str, weights: str) -> None:
     check_derivatives(function, random(B, L, E), *module.parameters(), fast=True)
 
 
-@weights
-@pytest.mark.parametrize("name", MODULES)
+@every_module
 def test_module_in_float32(name: str, weights: str) -> None:
     make, arguments = MODULES[name]
     module = make()

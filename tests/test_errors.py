@@ -323,6 +323,7 @@ def test_every_error_is_also_one_of_pythons() -> None:
         "DTypeError": TypeError,
         "DeviceError": ValueError,
         "FileError": OSError,
+        "DistributedError": RuntimeError,
         "KernelError": RuntimeError,
         "MaskTypeError": TypeError,
         "OutOfRangeError": IndexError,
@@ -330,7 +331,7 @@ def test_every_error_is_also_one_of_pythons() -> None:
         "ShapeError": ValueError,
         "UnknownNameError": KeyError,
     }
-    assert set(errors.__all__) == {"ClearheadError", "UnseenAttentionWarning", *bases}
+    assert set(errors.__all__) == {"ClearheadError", "AttentionHealthWarning", "UnseenAttentionWarning", *bases}
     for name, base in bases.items():
         assert issubclass(getattr(errors, name), ClearheadError)
         assert issubclass(getattr(errors, name), base)
@@ -339,6 +340,6 @@ def test_every_error_is_also_one_of_pythons() -> None:
 def test_a_message_is_put_together_the_same_way_everywhere() -> None:
     assert explain_problem("n", expected="a number", got="none") == "n: expected a number, got none."
     assert explain_problem("n", expected="a", got="b", fix="Do c.") == "n: expected a, got b. Do c."
-    for name in set(errors.__all__) - {"UnseenAttentionWarning"}:
+    for name in filter(lambda name: name.endswith("Error"), errors.__all__):
         error = getattr(errors, name)("n", expected="a", got="b", fix="Do c.")
         assert str(error) == str(pickle.loads(pickle.dumps(error))) == "n: expected a, got b. Do c."

@@ -40,16 +40,12 @@ def test_dates_are_translated(tmp_path: Path) -> None:
 
 
 def test_characters_are_written(tmp_path: Path) -> None:
-    weights = tmp_path / "model.pt"
-    options = ["--steps", "2", "--count", "150", "--prompt", "The ", "--weights", str(weights)]
+    options = ["--steps", "2", "--count", "150", "--prompt", "The "]
     results, said = run(tmp_path, "character_model", *options)
     assert len(results["text"]) == 154
     assert results["text"].startswith("The ")
     assert results["text"].split("\n")[0] in said
     assert 3 < results["bits_bigram"] < 4 < results["bits"] < 8
-    again, _ = run(tmp_path, "character_model", *options)
-    assert again["bits"] == results["bits"]  # the same weights, not trained again
-    assert again["text"] == results["text"]
 
 
 @pytest.mark.slow

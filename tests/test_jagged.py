@@ -67,7 +67,7 @@ def test_a_memory_with_lengths_of_its_own(mask: Mask | None) -> None:
 def test_a_position_part_needs_keys_beside_queries() -> None:
     """As many in all is not enough: each row has lengths of its own."""
     attend, queries = made(position=Rotary(4)), rows(LENGTHS)
-    with pytest.raises(ShapeError, match="key: expected the query's lengths: a position part turns both"):
+    with pytest.raises(ShapeError, match="key: expected the query's lengths: a position part rotates both"):
         attend(jagged(queries), jagged(rows(LENGTHS[::-1])))
     keys = rows(LENGTHS)
     found = attend(jagged(queries), jagged(keys), mask=masks.causal())

@@ -294,7 +294,7 @@ RULES = [
     ("AuthenticAMD", True, True, "AVX512", "oneDNN's for float32 from 16 rows and 8388608 multiplications on"),
     ("AuthenticAMD", True, True, "AVX2", "oneDNN's for float32"),
     ("AuthenticAMD", True, True, "DEFAULT", "PyTorch's: oneDNN is not known to be faster without AVX2"),
-    ("AuthenticAMD", False, True, "AVX512", "PyTorch's: this build of PyTorch has no MKL to be outrun"),
+    ("AuthenticAMD", False, True, "AVX512", "PyTorch's: this build of PyTorch has no MKL to be faster than"),
     ("AuthenticAMD", True, False, "AVX512", "PyTorch's: this build of PyTorch has no oneDNN"),
     ("GenuineIntel", True, True, "AVX512", "PyTorch's: oneDNN is not known to be faster than MKL on this processor"),
     ("aarch64", True, True, "DEFAULT", r"PyTorch's: .* \(aarch64\)"),

@@ -12,8 +12,6 @@ from ._layer.linear import describe_backend
 from ._layer.plan import Explanation, attend_arguments, explain_call
 from .masks._base import Mask
 
-__all__ = ["attention", "explain"]
-
 
 @overload
 def attention(

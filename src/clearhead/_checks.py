@@ -15,31 +15,8 @@ from torch import Tensor, nn
 
 from .errors import ArgumentError, DeviceError, DTypeError, OutOfRangeError, shape_text
 
-__all__ = [
-    "FLOATS",
-    "INTEGERS",
-    "LARGEST",
-    "choice",
-    "flag",
-    "index",
-    "integer",
-    "is_finite",
-    "is_probability",
-    "item_number",
-    "items",
-    "kind",
-    "module",
-    "number",
-    "require_factory",
-    "require_slice",
-    "shown",
-    "size",
-    "strided",
-    "strided_or_jagged",
-    "text",
-    "with_values",
-]
-
+#: Types of tensors whose values lie in memory; what others mean is up to their `__torch_function__`.
+PLAIN = (Tensor, nn.Parameter)
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 #: The largest size, count or position: more fits no memory, and sums of a few such numbers stay within 64 bits.

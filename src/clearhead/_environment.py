@@ -203,7 +203,7 @@ def in_backward() -> bool:
 
 
 def listening() -> tuple[Any, ...]:
-    """The observers that are told of calls now: in a backward pass only those that ask for recomputed calls."""
+    """The observers that are shown calls now: in a backward pass only those that change outputs."""
     if not in_backward():
         return state.observers
     return tuple(observer for observer in state.observers if observer.recomputing)
@@ -269,7 +269,7 @@ def any_autocast() -> bool:
 
 
 def _device_type(tensor: object) -> str:
-    """The device autocast is asked about; one that has none (meta) stands for the CPU."""
+    """The type of device whose autocast counts; for one without autocast (meta) the CPU's."""
     if isinstance(tensor, Tensor) and torch.amp.is_autocast_available(tensor.device.type):
         return tensor.device.type
     return "cpu"

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, final, overload
 import torch
 from torch import Tensor, nn
 
+from ._call.caching import Cache, Positions
 from ._call.spec import WeightsWanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
 from ._environment import Environment, cast_for_autocast, read_environment
@@ -16,12 +17,10 @@ from ._layer.layer import Form, Layer
 from ._layer.positions import PositionPart
 from ._layer.unmodified import apply_linear
 from ._multihead_checks import cache_dtype, require_cache, require_features, require_mask, require_parts
-from .caches._base import Cache, Positions, unchanged_if_refused
+from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
 from .errors import ArgumentError, ShapeError, shape_text
 from .masks._base import Mask
-
-__all__ = ["MultiHeadLatentAttention"]
 
 
 @final
@@ -30,9 +29,9 @@ class MultiHeadLatentAttention(nn.Module):
 
     ::
 
-        c_j = norm(x_j Wc),  r_j = turn(x_j Wr)               latent (R) and rotary key (Dr), shared by all heads
+        c_j = norm(x_j Wc),  r_j = rotate(x_j Wr)             latent (R) and rotary key (Dr), shared by all heads
         a_ih = norm(x_i Wa) Wq_h = [a'_ih, a''_ih]            with q_lora_rank; without it  a_ih = x_i Wq_h
-        s_ijh = scale · (a'_ih · c_j Wk_h + turn(a''_ih) · r_j),   o_ih = Σ_j p_ijh c_j Wv_h,   output = concat(o_i) Wo
+        s_ijh = scale · (a'_ih · c_j Wk_h + rotate(a''_ih) · r_j),   o_ih = Σ_j p_ijh c_j Wv_h,  output = concat(o_i) Wo
 
     (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.) Two forms compute the same. The *expanded* one makes every head's
     keys c_j Wk_h and values c_j Wv_h and attends as usual: calls without a cache, and long prompts. The *absorbed* one
@@ -52,7 +51,7 @@ class MultiHeadLatentAttention(nn.Module):
         num_heads: H.
         kv_lora_rank: R, the size of the latent.
         qk_nope_head_dim: Dn, features of a head's query and key without positions.
-        qk_rope_head_dim: Dr, features of a head's query, and of the one shared key, that `position` turns.
+        qk_rope_head_dim: Dr, features of a head's query, and of the one shared key, that `position` rotates.
         v_head_dim: Dv, features of a head's value.
         q_lora_rank: size of the queries' own latent; ``q_proj`` is then a sequence of ``down``, ``norm`` and ``up``.
             Default: none, ``q_proj`` is a `Linear`.
@@ -61,7 +60,7 @@ class MultiHeadLatentAttention(nn.Module):
         out_bias: whether the output projection has one. Default as `bias`.
         scale: factor of the scores. Default 1/√(Dn + Dr); DeepSeek multiplies it by YaRN's squared ``mscale``.
         dropout: probability that a weight is dropped in training. Default 0.
-        position: turns the rotary parts by their positions, ``(q (B, H, L, Dr), k (B, 1, L, Dr), positions) -> (q,
+        position: rotates the rotary parts by their positions, ``(q (B, H, L, Dr), k (B, 1, L, Dr), positions) -> (q,
             k)``, such as ``clearhead.positions.Rotary(qk_rope_head_dim)``. Default: none.
         q_norm, kv_norm: modules applied to the latents. Default ``nn.RMSNorm(rank, eps=1e-6)``.
         mask: a mask of the layer's own, which every call's mask is combined with. Default: none.
@@ -286,7 +285,7 @@ class MultiHeadLatentAttention(nn.Module):
         )
 
     def _rotate(self, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
-        """The position part turns the last Dr numbers of queries and keys."""
+        """The position part rotates the last Dr numbers of queries and keys."""
         rotary = self.qk_rope_head_dim
         (q_nope, q_rope), (latent, k_rope) = (x.split((x.shape[-1] - rotary, rotary), -1) for x in (q, k))
         q_rope, k_rope = cast(PositionPart, self.position)(q_rope, k_rope, positions)

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ._call.heads import split_heads
+from ._checks import PLAIN
 from ._environment import Environment, is_tracing
 from ._layer.layer import Form
 from ._layer.unmodified import apply_linear, is_unmodified
 from .errors import ArgumentError
-
-__all__ = ["UpWeights", "absorbed", "absorbing_is_less", "expanded", "up_weights"]
 
 
 class UpWeights(NamedTuple):
@@ -73,7 +72,7 @@ def up_weights(kv_up: nn.Module, num_heads: int, rank: int, nope: int, like: Ten
         ArgumentError: if it has a bias.
     """
     # Tensors of other types, such as quantised ones, only support what `F.linear` calls.
-    if is_unmodified(kv_up) and type(kv_up.weight) in (nn.Parameter, Tensor):
+    if is_unmodified(kv_up) and type(kv_up.weight) in PLAIN:
         if kv_up.bias is not None:
             raise _has_bias(kv_up)
         weight = cast(Tensor, kv_up.weight)

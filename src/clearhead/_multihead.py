@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor, nn
 
+from ._call.caching import Cache, Positions
 from ._call.dropout import DropoutOrigin
 from ._call.sharding import HeadShard, SequenceShard
 from ._call.spec import WeightsWanted
@@ -30,7 +31,7 @@ from ._multihead_checks import (
     unfit_projections,
     whole_head_dim,
 )
-from .caches._base import Cache, Positions, unchanged_if_refused
+from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
 from .errors import ArgumentError
 from .masks._base import Mask
@@ -62,7 +63,7 @@ class MultiHeadAttention(nn.Module):
         out_bias: whether the output projection has one. Default as `bias`.
         scale: factor of the scores. Default 1/√D.
         dropout: probability that a weight is dropped in training. Default 0.
-        position: turns queries and keys by their positions, ``(q, k, positions) -> (q, k)``, such as
+        position: rotates queries and keys by their positions, ``(q, k, positions) -> (q, k)``, such as
             `clearhead.positions.Rotary`. Default: none.
         q_norm, k_norm: modules applied to every head's query (B, H, L, D) and key (B, Hkv, S, D) before the
             position part, such as ``nn.RMSNorm(head_dim)`` (Qwen3). Default: none.

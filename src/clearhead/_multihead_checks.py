@@ -7,11 +7,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ._call.caching import Cache
 from ._checks import FLOATS, module, strided
 from ._environment import autocast_is_on, cast_for_autocast, is_tracing
 from ._layer.linear import Linear
-from ._layer.unmodified import fits_weight
-from .caches._base import Cache
+from ._layer.unmodified import inputs_fit
 from .caches._cross import CrossKVCache
 from .errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
 from .masks._base import Mask
@@ -45,34 +45,23 @@ def complete(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[T
 
 def require_inputs(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise unless the projections can take the inputs and these belong together."""
-    if not is_tracing() and _fit(module, query, key, value):
-        return
+    modules = module.__dict__["_modules"]
+    projections = [modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
+    if not is_tracing() and all(type(projection) in (Linear, nn.Linear) for projection in projections):
+        q, k, v = (projection.__dict__["_parameters"].get("weight") for projection in projections)
+        if inputs_fit(query, key, value, (q, k, v)):
+            return
     require_features("query", query, module.q_proj)
     require_features("key", key, module.k_proj)
     require_features("value", value, module.v_proj)
     _require_together(query, key, value)
 
 
-def _fit(module: Any, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether nothing is wrong with ordinary inputs of linear projections."""
-    projections = module.__dict__["_modules"]
-    for name, x in (("q_proj", query), ("k_proj", key), ("v_proj", value)):
-        projection = projections.get(name)
-        if type(projection) not in (Linear, nn.Linear):
-            return False
-        if not fits_weight(x, projection.__dict__["_parameters"].get("weight")):
-            return False
-    if key is query and value is query:
-        return True
-    same = query.dim() == key.dim() == value.dim() and key.shape[-2] == value.shape[-2]
-    return same and (query.dim() == 2 or query.shape[0] == key.shape[0] == value.shape[0])
-
-
 def require_parts(position: object, **modules: object) -> None:
     """Raise unless the position part can be called and the others are modules."""
     if isinstance(position, Mask):
         fix = "It biases scores: pass it as mask=."
-        raise MaskTypeError("position", expected="what turns q and k", got=position.describe(), fix=fix)
+        raise MaskTypeError("position", expected="what rotates q and k", got=position.describe(), fix=fix)
     if position is not None and not callable(position):
         expected = "a callable (q, k, positions) -> (q, k), such as positions.Rotary"
         raise DTypeError("position", expected=expected, got=type(position).__name__)
@@ -82,7 +71,7 @@ def require_parts(position: object, **modules: object) -> None:
 
 
 def require_cache(cache: object, position: object) -> None:
-    """Raise unless keys can be remembered there, as this module's position part turns them."""
+    """Raise unless the cache holds keys as this module's position part rotates them."""
     if cache is not None and not isinstance(cache, Cache):
         got = cache.__name__ if isinstance(cache, type) else type(cache).__name__
         fix = "module.make_cache(batch_size, max_length) makes one."

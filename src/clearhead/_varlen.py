@@ -13,8 +13,6 @@ from ._layer.plan import attend_arguments
 from .errors import ShapeError, shape_text
 from .masks._base import Mask
 
-__all__ = ["attention_varlen"]
-
 
 @overload
 def attention_varlen(

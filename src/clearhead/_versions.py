@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["TESTED", "untested_versions"]
-
 #: First and last minor version; CONTRIBUTING.md has the table of what was run. `pyproject.toml` declares the first.
 TESTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "torch": ((2, 12), (2, 15)),

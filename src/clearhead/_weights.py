@@ -15,8 +15,6 @@ from .errors import ArgumentError, DTypeError
 from .kernels._weights import compute_weights
 from .masks._base import Mask
 
-__all__ = ["Queries", "attention_weights", "checked_queries", "row_numbers"]
-
 Queries = int | slice | Sequence[int] | Tensor
 
 

@@ -122,8 +122,8 @@ def test_a_bar_counts_equal_parts_and_the_time_that_is_left() -> None:
 
 def test_parts_are_counted_before_and_advance_as_often() -> None:
     loaded = demo.load_text_model(None)
-    for count in (10, 700, 1500):
+    for count, batches in ((10, 1), (700, 2), (1500, 2)):
         windows = cut_into_windows(loaded, "one two three " * (count // 3))
         done: list[None] = []
         see(loaded, windows, next_part=lambda done=done: done.append(None))
-        assert len(done) == parts_of(loaded, windows) == 7 * (1 if count == 10 else 2)
+        assert len(done) == parts_of(loaded, windows) == 7 * batches

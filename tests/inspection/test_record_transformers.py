@@ -96,7 +96,7 @@ def compare_all(rec: Any, model: nn.Module, handed: list[Handed], visible: Any, 
         for found, call in zip(rec[name], calls, strict=True):
             batch, heads, length, _ = call.query.shape
             seen = visible(call).expand(batch, heads, length, call.key.shape[2])
-            compare(found, Oracle(call.query, call.key, seen, call.value, scale=call.spec.scale, counted=counted(call)))
+            compare(found, Oracle(call.query, call.key, seen, call.value, scale=call.scale, counted=counted(call)))
 
 
 @both

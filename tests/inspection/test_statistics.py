@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -190,9 +192,21 @@ def test_everything_hidden() -> None:
         query, query, torch.zeros(3, 3, dtype=torch.bool), value=query, statistics=EVERY
     )
     assert found.max_logit.eq(-torch.inf).all()
+    assert found.raw_max_logit.eq(-torch.inf).all()
     assert found.hidden_queries.eq(3).all()
     for name in ("entropy", "received", "received_mean", "confidence", "sink", "map", "offset", "head_average"):
         assert not getattr(found, name).any(), name
+
+
+def test_the_raw_logit_is_before_soft_cap_and_bias() -> None:
+    """q·k of 400 under a soft-cap that no float32 tanh tells from 1; larger products are masked, by −∞ too."""
+    query, key = torch.ones(1, 1, 1, 4), torch.tensor([1.0, 100.0, 300.0, 500.0])[:, None].expand(4, 4)[None, None]
+    bias = masks.bias(torch.tensor([[7.0, -9.0, -torch.inf, 0.0]])) & masks.lengths(torch.tensor([3]))
+    found = clearhead.attention_statistics(
+        query, key, bias, scale=1.0, softcap=2.0, statistics=("max_logit", "raw_max_logit")
+    )
+    assert found.raw_max_logit.tolist() == [[400.0]]
+    assert found.max_logit.item() == pytest.approx(2 * math.tanh(2) + 7)
 
 
 def test_a_sink_is_no_key() -> None:

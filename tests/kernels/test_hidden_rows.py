@@ -64,37 +64,6 @@ def test_lse_of_a_query_that_sees_nothing(kernel: str) -> None:
     assert not output[EMPTY].any()
 
 
-@kernels
-def test_one_hidden_row_among_visible_ones(kernel: str) -> None:
-    visible = torch.ones(LENGTH, COUNT, dtype=torch.bool)
-    visible[4] = False
-    query = torch.randn(BATCH, HEADS, LENGTH, HEAD_DIM, requires_grad=True)
-    key, value = (torch.randn(BATCH, HEADS, COUNT, HEAD_DIM, requires_grad=True) for _ in range(2))
-    with clearhead.use_kernel(kernel):
-        output = clearhead.attention(query, key, value, visible)
-    output.square().sum().backward()
-    assert not output[:, :, 4].any()
-    assert output[:, :, [0, 1, 2, 3, 5, 6]].abs().min() > 0
-    assert not query.grad[:, :, 4].any()
-    assert all(tensor.grad.isfinite().all() for tensor in (query, key, value))
-
-
-@kernels
-@pytest.mark.parametrize("hidden_per", ["query", "key"])
-def test_hidden_rows_are_found_in_blocks_of_one_row(kernel: str, hidden_per: str, small_blocks: None) -> None:
-    visible = torch.ones(13, 17, dtype=torch.bool)
-    if hidden_per == "query":
-        visible[::2] = False
-    else:
-        visible[:, ::2] = False
-        visible[0, 0] = True
-    query, key, value = torch.randn(2, 5, 13, 3), torch.randn(2, 5, 17, 3), torch.randn(2, 5, 17, 3)
-    with clearhead.use_kernel(kernel):
-        output = clearhead.attention(query, key, value, visible)
-    expected = solve(Problem(query, key, value, lambda b, h, i, j: bool(visible[i, j]))).output
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
-
-
 @mask_names
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -117,16 +86,6 @@ def test_module_returns_its_bias(mask_name: str, training: bool, dropout: float,
     assert not memory.grad[EMPTY].any()
     for tensor in (query, memory, *module.parameters()):
         assert tensor.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("need_weights", [False, True])
-def test_module_in_inference_equals_training_without_dropout(need_weights: bool) -> None:
-    module = clearhead.MultiHeadAttention(HEADS * HEAD_DIM, HEADS)
-    query, memory = torch.randn(BATCH, LENGTH, HEADS * HEAD_DIM), torch.randn(BATCH, COUNT, HEADS * HEAD_DIM)
-    trained = module.train()(query, memory, mask=MASKS["keys"](), need_weights=need_weights)
-    with torch.inference_mode():
-        inferred = module.eval()(query, memory, mask=MASKS["keys"](), need_weights=need_weights)
-    torch.testing.assert_close(inferred, trained)
 
 
 @pytest.mark.parametrize("kernel", [*KERNELS, *(["native"] if instruction_sets() else [])])

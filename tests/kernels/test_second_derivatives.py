@@ -42,22 +42,6 @@ def test_query_key_and_value(kernel: str, mask: masks.Mask | None) -> None:
 
 
 @with_lse
-def test_everything_at_once(kernel: str) -> None:
-    def function(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sinks: Tensor) -> tuple[Tensor, ...]:
-        mask = masks.bias(bias) & masks.causal("bottom_right")
-        return on(kernel, query, key, value, mask, sinks=sinks, softcap=1.5, scale=0.7, return_lse=True)
-
-    check_derivatives(
-        function, random(1, 2, 3, 2), random(1, 1, 5, 2), random(1, 1, 5, 3), random(1, 2, 3, 1), random(2)
-    )
-
-
-@kernels
-def test_self_attention_on_one_tensor(kernel: str) -> None:
-    check_derivatives(lambda x: on(kernel, x, x, x, masks.causal()), random(1, 2, 5, 3))
-
-
-@with_lse
 def test_one_bias_given_twice(kernel: str) -> None:
     x = random(1, 2, 3, 2)
     check_derivatives(lambda bias: on(kernel, x, x, x, masks.bias(bias) & masks.bias(bias)), random(3, 3))
@@ -74,32 +58,6 @@ def test_one_tensor_as_key_and_bias(kernel: str) -> None:
 def test_query_made_from_the_bias(kernel: str) -> None:
     x = random(1, 2, 3, 3)
     check_derivatives(lambda bias: on(kernel, x + bias, x, x, masks.bias(bias)), random(3, 3))
-
-
-@with_lse
-def test_lse_alone(kernel: str) -> None:
-    check_derivatives(
-        lambda query, key: on(kernel, query, key, key, return_lse=True)[1], random(1, 2, 3, 2), random(1, 2, 5, 2)
-    )
-
-
-@with_lse
-def test_with_dropout(kernel: str) -> None:
-    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        torch.manual_seed(3)
-        return on(kernel, query, key, value, dropout_p=0.4)
-
-    check_derivatives(function, random(1, 2, 3, 2), random(1, 1, 5, 2), random(1, 1, 5, 3))
-
-
-@pytest.mark.parametrize("average", [False, True])
-def test_weights(average: bool) -> None:
-    def function(query: Tensor, key: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
-        return clearhead.attention_weights(
-            query, key, masks.bias(bias), sinks=sinks, softcap=1.5, queries=[2, 0, 2], average_attn_weights=average
-        )
-
-    check_derivatives(function, random(2, 2, 3, 2), random(2, 1, 5, 2), random(3, 5), random(2))
 
 
 def test_weights_of_one_tensor() -> None:

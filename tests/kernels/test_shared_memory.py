@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,16 +67,24 @@ def copies(given: Inputs) -> Inputs:
     return tuple(x.clone(memory_format=torch.contiguous_format) for x in given)
 
 
+@functools.cache
+def of_copies(name: str, mask: masks.Mask | None, dtype: torch.dtype) -> tuple[Inputs, list[Tensor], list[Tensor]]:
+    """Leaves in the dtype, and the derivatives from copies: in float64, and in the dtype."""
+    shapes, inputs = SHARED[name]
+    exact = tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    leaves = tuple(x.detach().to(dtype).requires_grad_() for x in exact)
+    expected, reference = (derivatives("reference", copies(inputs(*x)), x, mask=mask) for x in (exact, leaves))
+    return leaves, expected, reference
+
+
 @dtypes
 @kernels
 @pytest.mark.parametrize("mask", [None, masks.causal(), BLIND], ids=["no mask", "causal", "fully masked rows"])
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_memory(name: str, mask: masks.Mask | None, kernel: str, dtype: torch.dtype) -> None:
     """Differentiated twice, float32 may cost four times the rounding errors that `reference` has of copies, if more."""
-    shapes, inputs = SHARED[name]
-    exact = tuple(torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
-    leaves = tuple(x.detach().to(dtype).requires_grad_() for x in exact)
-    expected, reference = (derivatives("reference", copies(inputs(*x)), x, mask=mask) for x in (exact, leaves))
+    inputs = SHARED[name][1]
+    leaves, expected, reference = of_copies(name, mask, dtype)
     try:
         runs = [derivatives(kernel, inputs(*leaves), leaves, mask=mask) for _ in range(2)]  # planned, and cached
     except KernelError:

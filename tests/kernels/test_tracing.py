@@ -11,6 +11,7 @@ from torch.export import Dim, export
 
 import clearhead
 from clearhead import masks
+from tests.support.budgets import slow
 
 from .graphs import BATCH, HEAD_DIM, HEADS, LENGTHS, Counting, random
 
@@ -56,7 +57,7 @@ def test_one_graph_for_all_lengths_of_self_attention(variant: str) -> None:
     assert backend.graphs == 1
 
 
-@pytest.mark.parametrize("variant", ["plain", "causal", "bottom right", "lengths", "scale", "lse"])
+@pytest.mark.parametrize("variant", ["bottom right", "lengths", *slow("plain", "causal", "scale", "lse")])
 def test_one_graph_for_all_lengths_of_cross_attention(variant: str) -> None:
     options = VARIANTS[variant]
     function, backend = compiled(lambda x, y: clearhead.attention(x, y, y, **options))
@@ -78,7 +79,7 @@ def test_tensors_of_masks_are_inputs_of_the_graph() -> None:
     assert backend.graphs == 1
 
 
-@pytest.mark.parametrize("variant", ["plain", "scale", "sinks"])
+@pytest.mark.parametrize("variant", ["plain", "sinks", *slow("scale")])
 def test_gradients(variant: str) -> None:
     options = VARIANTS[variant]
     function = torch.compile(
@@ -117,7 +118,7 @@ def test_dropout_keeps_the_mean() -> None:
     assert abs(float(output.mean()) - 1) < 0.01
 
 
-@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("average", [True, *slow(False)])
 def test_weights(average: bool) -> None:
     def weigh(x: Tensor, y: Tensor) -> Tensor:
         return clearhead.attention_weights(x, y, masks.causal("bottom_right"), average_attn_weights=average)
@@ -200,7 +201,7 @@ class Padded(nn.Module):
         return self.attend(x, mask=masks.drop(keys=padding) & masks.causal())
 
 
-@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("scale", [None, *slow(0.3)])
 def test_compiled_module_has_one_graph_for_all_lengths(scale: float | None) -> None:
     module = Padded(scale)
     function, backend = compiled(module)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from clearhead import masks
 from clearhead.positions import ALiBi, RelativeBias
+from tests.support.budgets import in_turn
 from tests.support.derivatives import batched_and_looped, check_derivatives, random
 
 from .by_hand import CAUSAL, LOW, B, E, H, L, module
@@ -33,8 +34,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("name", MODULES)
+@in_turn({"name": MODULES}, {"weights": WEIGHTS}, always=1)
 def test_expanded(name: str, weights: str) -> None:
     options, call = MODULES[name]
     attend = module(**options).double().train()

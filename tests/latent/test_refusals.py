@@ -39,7 +39,7 @@ def test_sizes_that_are_none(name: str) -> None:
         ({"kv_norm": 3}, DTypeError, "kv_norm: expected a torch.nn.Module, got int."),
         ({"dropout": 1.5}, ArgumentError, "dropout: expected a probability in [0, 1], got 1.5"),
         ({"scale": float("nan")}, ArgumentError, "scale: expected a finite number, got nan"),
-        ({"position": masks.causal()}, MaskTypeError, "position: expected what turns q and k, got causal()."),
+        ({"position": masks.causal()}, MaskTypeError, "position: expected what rotates q and k, got causal()."),
         ({"mask": torch.ones(3, 3).bool()}, MaskTypeError, "mask: expected a clearhead Mask, got Tensor."),
     ],
 )
@@ -57,7 +57,7 @@ def test_parts_that_do_not_fit(options: dict[str, Any], error: type[Exception], 
         ((tokens(), tokens()[:1]), ShapeError, "query, key: expected equal batch sizes B, or no batch, got query (2, "),
         ((tokens(), tokens(), tokens()), ArgumentError, "value: expected the same tensor as key, or None, got another"),
         ((tokens(), None, tokens()), ArgumentError, "value: expected the same tensor as key, or None, got a tensor, "),
-        ((tokens(), tokens(4)), ShapeError, "key: expected the query's length 11: a position part turns both"),
+        ((tokens(), tokens(4)), ShapeError, "key: expected the query's length 11: a position part rotates both"),
         ((tokens().float(),), DTypeError, "query: expected the module's dtype torch.float64, got torch.float32."),
         (
             (torch.nested.nested_tensor([torch.randn(n, E) for n in (3, 2)], layout=torch.jagged),),

@@ -203,7 +203,8 @@ def _() -> Call:
 
 @case("upgrade")
 def _() -> Call:
-    return Call(clearhead.upgrade, {"model": nn.TransformerEncoderLayer(12, 3, 8)})
+    given = {"attention": True, "linears": True, "unpad": False}
+    return Call(clearhead.upgrade, {"model": nn.TransformerEncoderLayer(12, 3, 8), **given})
 
 
 @case("downgrade")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cache as once
 from typing import Any
 
 import torch
+import transformers
 
 from clearhead import caches
 from clearhead.caches import (
@@ -16,6 +18,7 @@ from clearhead.caches import (
     SinksAndRecent,
     SlidingKVCache,
 )
+from clearhead.integrations.transformers import cache_for
 from tests.malformed.calls import Call, case
 
 B, KV, D = 2, 3, 4
@@ -117,3 +120,23 @@ def _() -> Call:
 @case("caches.Held.among_last", weight=2)
 def _() -> Call:
     return Call(Held(torch.arange(4).expand(1, 1, 4), torch.zeros(1, 1, 4), 3).among_last, {"count": 2})
+
+
+@once
+def _decoder() -> Any:
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=7, **sizes)).eval()
+    model.set_attn_implementation("clearhead")
+    return model
+
+
+def _cache_for(kind: str, arguments: dict[str, Any]) -> None:
+    @case(f"integrations.transformers.cache_for, {kind}")
+    def _() -> Call:
+        return Call(cache_for, {"model": _decoder(), "kind": kind, **arguments})
+
+
+_cache_for("full", {"max_length": 9})
+_cache_for("sliding", {"window": 3})
+_cache_for("heavy_hitters", {"budget": 5, "recent": 0.25})
+_cache_for("sinks_and_recent", {"budget": 5, "sinks": 2})

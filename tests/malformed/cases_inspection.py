@@ -11,6 +11,7 @@ from torch import nn
 import clearhead
 from clearhead import masks
 from clearhead._statistics.rollout import rollout
+from clearhead.integrations.transformers import AttentionMonitorCallback
 from tests.malformed.calls import Call, case
 from tests.malformed.values import OwnError, users_own
 
@@ -185,3 +186,31 @@ def walked() -> Any:
 @case("walkthrough[...]")
 def _() -> Call:
     return Call(lambda name: walked()[name], {"name": "scores"})
+
+
+@case("monitor", weight=6)
+def _() -> Call:
+    def run(**given: Any) -> Any:
+        to = given.get("to")
+        if callable(to):
+            given["to"] = users_own(to)
+        with clearhead.monitor(**given):
+            return model()(x())
+
+    given = {"model": model(), "every": 2, "statistics": ("entropy", "sink"), "to": lambda step, values: None}
+    return Call(run, {**given, "entropy_threshold": 0.1, "logit_threshold": 9.0}, after=_after)
+
+
+@case("integrations.transformers.AttentionMonitorCallback", weight=3)
+def _() -> Call:
+    given = {"every": 2, "statistics": ("entropy", "sink"), "to": lambda step, values: None}
+    return Call(AttentionMonitorCallback, {**given, "entropy_threshold": 0.1, "logit_threshold": 9.0})
+
+
+@case("qk_clip_", weight=6)
+def _() -> Call:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(8)
+        attend = clearhead.MultiHeadAttention(E, H)
+    given = {"module": attend, "max_logits": torch.tensor([[1.0, 7.0, 2.0]]), "threshold": 3.0}
+    return Call(clearhead.qk_clip_, given, after=lambda: attend(x()))

@@ -64,7 +64,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
 @pytest.mark.parametrize("name", MASKS)
 def test_who_takes_part(name: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
-        monkeypatch.setattr("clearhead.masks._native_reach.extension", None)
+        monkeypatch.setattr("clearhead.masks._native_coverage.extension", None)
     mask, grid = MASKS[name](), Grid(B, H, L, S, torch.device("cpu"))
     cells, found = dense_mask(mask, grid), coverage(mask, grid)
     shown = cells if cells.dtype == torch.bool else cells != -torch.inf
@@ -79,7 +79,7 @@ def test_who_takes_part(name: str, native: bool, monkeypatch: pytest.MonkeyPatch
 def test_a_mask_that_is_changed_between_two_calls(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where PyTorch does not know of the change."""
     if not native:
-        monkeypatch.setattr("clearhead.masks._native_reach.extension", None)
+        monkeypatch.setattr("clearhead.masks._native_coverage.extension", None)
     query, key = torch.randn(1, H, L, 5), torch.randn(1, H, S, 5)
     numbers = torch.zeros(L, S)
     mask = masks.bias(numbers)

@@ -86,7 +86,7 @@ def test_hidden_queries_and_keys_are_found_exactly(
     mask, grid = case
     with pytest.MonkeyPatch.context() as patch:  # these masks are too small for their borders to be looked at first
         if not native:
-            patch.setattr("clearhead.masks._native_reach.extension", None)
+            patch.setattr("clearhead.masks._native_coverage.extension", None)
         patch.setattr("clearhead.masks._coverage._EDGE_ROWS", edge)
         patch.setattr("clearhead.masks._coverage._EDGE_COLUMNS", edge)
         patch.setattr("clearhead.masks._coverage._FEW_CELLS", few_cells)

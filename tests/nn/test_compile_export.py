@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import clearhead
+from tests.support.budgets import slow
 
 E, H = 12, 3
 
@@ -39,14 +40,14 @@ def mixture(answer: tuple[Tensor, Tensor]) -> Tensor:
     return answer[0].square().sum() + answer[1].square().sum()
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [True, *slow(False)])
 def test_compile_makes_one_graph_for_all_lengths(training: bool) -> None:
     model = Causal().train(training)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
     compilations = []
-    for length in (5, 9, 13):
+    for length in (5, 13):
         x, padding = example(3, length)
         x.requires_grad_(training)
         found, expected = compiled(x, padding), model(x, padding)
@@ -55,7 +56,7 @@ def test_compile_makes_one_graph_for_all_lengths(training: bool) -> None:
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
         compilations.append(counter.frame_count)
-    assert compilations[0] == compilations[-1]  # nothing was compiled for the second and third length
+    assert compilations[0] == compilations[-1]  # nothing was compiled for the second length
 
 
 CALLS = {
@@ -71,7 +72,7 @@ CALLS = {
 def test_compile_with_fixed_sizes(name: str) -> None:
     module = clearhead.nn.MultiheadAttention(E, H, batch_first=True, add_zero_attn=name == "float mask")
     torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
     x = torch.randn(3, 5, E)
     for found, expected in zip(compiled(x, x, x, **CALLS[name]), module(x, x, x, **CALLS[name]), strict=True):
         if expected is not None:

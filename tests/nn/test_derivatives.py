@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import clearhead.nn
+from tests.support.budgets import in_turn
 from tests.support.derivatives import batched_and_looped, check_derivatives, random
 
 N, L, S, E, H, KEYS, VALUES = 2, 5, 7, 12, 3, 11, 13
@@ -37,7 +38,6 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "weights per head": {"average_attn_weights": False},
 }
 weights = pytest.mark.parametrize("weights", WEIGHTS)
-layouts = pytest.mark.parametrize("batch_first", [False, True], ids=["length first", "batch first"])
 
 
 def run(module: clearhead.nn.MultiheadAttention, inputs: tuple[Tensor, ...], call: dict[str, Any]) -> Any:
@@ -62,22 +62,18 @@ def check(module: clearhead.nn.MultiheadAttention, call: dict[str, Any], *inputs
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
 
 
-@weights
-@layouts
-@pytest.mark.parametrize("options", MODULES)
+@in_turn({"options": MODULES, "batch_first": [False, True]}, {"weights": WEIGHTS})
 def test_modules(options: str, batch_first: bool, weights: str) -> None:
     module = clearhead.nn.MultiheadAttention(E, H, batch_first=batch_first, **MODULES[options])
     check(module, {"key_padding_mask": PADDED} | WEIGHTS[weights], random(*((N, L) if batch_first else (L, N)), E))
 
 
-@weights
-@pytest.mark.parametrize("call", CALLS)
+@in_turn({"call": CALLS}, {"weights": WEIGHTS}, always=1)
 def test_calls(call: str, weights: str) -> None:
     check(clearhead.nn.MultiheadAttention(E, H, batch_first=True), CALLS[call] | WEIGHTS[weights], random(N, L, E))
 
 
-@weights
-@layouts
+@in_turn({"batch_first": [False, True]}, {"weights": WEIGHTS})
 def test_features_of_their_own(batch_first: bool, weights: str) -> None:
     module = clearhead.nn.MultiheadAttention(E, H, kdim=KEYS, vdim=VALUES, batch_first=batch_first)
     query, key, value = (

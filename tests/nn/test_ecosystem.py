@@ -127,23 +127,6 @@ def test_parametrizations(module: clearhead.nn.MultiheadAttention) -> None:
     torch.testing.assert_close(attend(module), expected)
 
 
-def test_a_hook_on_out_proj_sees_and_changes_the_output(module: clearhead.nn.MultiheadAttention) -> None:
-    seen: list[tuple[int, ...]] = []
-
-    def negate(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        seen.append(tuple(args[0].shape))
-        return -output
-
-    before = attend(module)
-    handle = module.out_proj.register_forward_hook(negate)
-    torch.testing.assert_close(attend(module), -before)
-    with torch.no_grad():
-        torch.testing.assert_close(attend(module.eval()), -before)
-    assert seen == [(N, L, E)] * 2
-    handle.remove()
-    torch.testing.assert_close(attend(module), before)
-
-
 def test_pruning(module: clearhead.nn.MultiheadAttention) -> None:
     before = attend(module)
     prune.l1_unstructured(module, "in_proj_weight", amount=0.5)
@@ -206,14 +189,6 @@ def test_activation_checkpointing(module: clearhead.nn.MultiheadAttention) -> No
         gradients.append(torch.autograd.grad(output.square().sum(), [x, *module.parameters()]))
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(one, other)
-
-
-def test_functional_call(module: clearhead.nn.MultiheadAttention) -> None:
-    doubled = {name: 2 * parameter.detach() for name, parameter in module.named_parameters()}
-    x = torch.randn(N, L, E)
-    found = functional_call(module, doubled, (x, x, x))[0]
-    module.load_state_dict(doubled)
-    torch.testing.assert_close(found, module(x, x, x)[0])
 
 
 @pytest.mark.parametrize("need_weights", [True, False])

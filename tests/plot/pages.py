@@ -13,6 +13,7 @@ from torch import Tensor
 
 MEANINGS = {
     "units": (2, lambda n: n / 10_000),
+    "roots6": (1, lambda n: (n / 63) ** 2),
     "roots8": (1, lambda n: (n / 255) ** 2),
     "roots16": (2, lambda n: (n / 65_535) ** 2),
     "thousandths": (2, lambda n: n / 1000),

@@ -13,6 +13,7 @@ import torch
 from clearhead.plot import page
 
 from .browsing import CHROMIUM, opened_browser, wait_until, watched_page
+from .pages import Contents
 from .recorded import record_pair, record_two
 
 pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
@@ -167,6 +168,70 @@ def test_long_texts_scroll_to_the_query(shown: Any) -> None:
     box = shown.locator(".text").bounding_box()
     mark = shown.locator(".text .query").bounding_box()
     assert box["y"] <= mark["y"] <= box["y"] + box["height"]
+
+
+@pytest.fixture(name="pooled")
+def _pooled(browser: Any, rec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A page with room for little more than the chosen head."""
+    monkeypatch.setattr("clearhead.plot._html.ROOM", 80_000)
+    made = page(rec, [f"t{place}" for place in range(LENGTH)], layer=1, head=0)
+    with watched_page(browser, made.save(tmp_path / "pooled.html")) as opened:
+        yield opened
+
+
+def test_a_chosen_head_is_exact_on_a_pooled_page(pooled: Any, rec: Any) -> None:
+    weights = rec.weights(1, 0)[0]
+    best = int(weights[141].argmax())
+    for key, written in ((best, f"{weights[141, best]:.4f}"), (int(weights[141].argmin()), "< 0.0001")):
+        pooled.mouse.move(*at(pooled, 141, key))
+        assert text_of(pooled, "readout") == f"t141 → t{key} {written}"
+    entropy = torch.special.entr(weights[141].double()).sum()
+    assert f"query 141 · entropy {entropy:.2f} nats" in text_of(pooled, "details")
+
+
+def test_other_heads_of_a_pooled_page_tell_tiles(pooled: Any, rec: Any, tmp_path: Path) -> None:
+    pooled.locator('[data-place="0-2"]').click()
+    weights = rec.weights(0, 2)[0].double()
+    side = Contents((tmp_path / "pooled.html").read_text(encoding="utf-8")).layer(0, 0, 0)["grid"][0]
+    assert side < 128
+    readout = text_of(pooled, "readout")
+    assert " and its neighbours look most at " in readout
+    query = int(readout.split()[0][1:])
+    first, last = (int(number) for number in readout.rstrip(")").split("(keys ")[1].split("–"))
+    rows = [row for row in range(LENGTH) if row * side // LENGTH == query * side // LENGTH]
+    mass = weights[rows, first : last + 1].sum(-1).mean().item()
+    assert float(readout.split(" (keys ")[0].split()[-1]) == pytest.approx(mass, abs=0.02)
+    columns = torch.arange(LENGTH) * side // LENGTH
+    masses = torch.zeros(side).double().index_add_(0, columns, weights[rows].mean(0))
+    assert mass == pytest.approx(masses.max().item(), abs=0.02), "the largest tile of the row"
+    assert "entropy about " in text_of(pooled, "details")
+    listed = [float(item.splitlines()[1]) for item in pooled.locator("#list li").all_inner_texts()]
+    assert listed == sorted(listed, reverse=True)
+    assert len(listed) == 8
+    shaded = pooled.evaluate("[...document.querySelectorAll('.text span')].filter(s => s.style.background).length")
+    assert shaded >= last - first + 1
+
+
+def test_very_long_texts_are_laid_out_in_parts(browser: Any, tmp_path: Path) -> None:
+    """Every token is there, found by the keyboard and shown; the part that is not in view costs nothing."""
+    torch.manual_seed(5)
+    length = 2500
+    made = page(record_two(length)[1], [f"t{place}" for place in range(length)], layer=1, head=0)
+    with watched_page(browser, made.save(tmp_path / "parts.html")) as shown:
+        assert shown.locator(".text span").count() == length
+        assert shown.locator(".text > div").count() > 1
+        for place in (length - 1, 0, 1234):
+            token = shown.locator(f'.text [data-place="{place}"]')
+            token.scroll_into_view_if_needed()
+            token.hover()
+            assert text_of(shown, "readout").startswith(f"t{place} looks most at ")
+            token.click()
+            assert shown.locator(".text .query").inner_text() == f"t{place}"
+        shown.locator(".text").focus()
+        shown.keyboard.press("ArrowRight")
+        box, mark = (shown.locator(each).bounding_box() for each in (".text", ".text .query"))
+        assert shown.locator(".text .query").inner_text() == "t1235"
+        assert box["y"] <= mark["y"] <= box["y"] + box["height"]
 
 
 def test_two_texts_and_three_kinds_of_attention(browser: Any, tmp_path: Path) -> None:

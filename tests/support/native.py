@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from clearhead._native import instruction_sets
+from tests.support.budgets import in_turn
 
 __all__ = ["SETS", "fewer_unless_best", "needs_native", "on_every_set"]
 
@@ -33,14 +33,7 @@ def on_every_set(
 ) -> pytest.MarkDecorator:
     """Parametrize by `cases`, `turns` and instruction sets, whose source is one.
 
-    The best set runs the whole product. The others run the product of `cases`, each with the next combination of
-    `turns`; what is left of their product is marked ``slow``.
+    The best set runs the whole product; the others run the product of `cases`, each with the next of `turns`.
     """
-    kinds, combinations = list(itertools.product(*cases.values())), list(itertools.product(*turns.values()))
-    found: list[Any] = []
-    for number, name in enumerate((*whole, *rest)):
-        for kind, turn in itertools.product(range(len(kinds)), range(len(combinations))):
-            chosen = name in whole or (kind + number) % len(combinations) == turn
-            marks = () if chosen else (pytest.mark.slow,)
-            found.append(pytest.param(*kinds[kind], *combinations[turn], name, marks=marks))
-    return pytest.mark.parametrize((*cases, *turns, fixture), found, indirect=[fixture])
+    sets = {fixture: (*whole, *rest)}
+    return in_turn({**sets, **cases}, turns, whole=lambda name, *_: name in whole, indirect=[fixture])

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ..masks._base import Mask
 
-__all__ = ["Cache", "KeyValues", "Positions"]
-
 #: Absolute positions of L tokens: an int p for p … p + L − 1, or integers (L,) or (B, L); −1 marks padding.
 Positions = Tensor | int
 

@@ -7,8 +7,6 @@ from torch import Tensor
 from .._checks import integer, strided
 from ..errors import ShapeError, shape_text
 
-__all__ = ["fold_group", "merge_heads", "split_heads", "unfold_group"]
-
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """Cut the features of every position into heads: (B, L, H·D) → (B, H, L, D).

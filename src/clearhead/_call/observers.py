@@ -11,8 +11,6 @@ from torch import Tensor
 from .._environment import listening, state
 from .spec import AttentionCall
 
-__all__ = ["Observer", "changes_outputs", "computing", "is_computing", "notify", "observing"]
-
 
 class Observer(Protocol):
     """Something that is shown every attention call of its thread.

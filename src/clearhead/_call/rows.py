@@ -13,14 +13,12 @@ from torch import Tensor
 from .._checks import strided, with_values
 from .._environment import is_tracing
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_text
-from ..masks._base import Mask, Sizes
+from ..masks._base import Mask, Wrapping
 from ..masks._grid import ALL, Block, Grid, Index
 from ..masks._positional import Causal
 from ..masks._prepared import PreparedMask
 from ..masks._structure import UNKNOWN, RowRanges, Structure
 from ..masks._tensors import as_mask
-
-__all__ = ["Rows", "mask_of_document", "read_rows", "require_within", "within_rows"]
 
 
 @dataclass(frozen=True)
@@ -153,37 +151,19 @@ class _SameDocument(Mask):
 
 
 @final
-class _OfDocument(Mask):
+class _OfDocument(Wrapping):
     """Some rows and columns of another mask's scores."""
 
     def __init__(self, mask: Mask, whole: Grid, rows: slice, columns: slice) -> None:
-        self._mask, self._whole, self._rows, self._columns = mask, whole, rows, columns
+        super().__init__(mask)
+        self._whole, self._rows, self._columns = whole, rows, columns
 
-    def _moved(self, block: Block) -> Block:
+    def place(self, block: Block) -> Block:
         rows, columns = _moved(block.rows, self._rows), _moved(block.columns, self._columns)
         return replace(block, grid=self._whole, rows=rows, columns=columns)
 
-    def visible(self, block: Block) -> Tensor | None:
-        return self._mask.visible(self._moved(block))
-
-    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
-        return self._mask.bias(self._moved(block), dtype)
-
-    def bias_tensors(self) -> tuple[Tensor, ...]:
-        return self._mask.bias_tensors()
-
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
         return _OfDocument(self._mask.with_bias_tensors(tensors), self._whole, self._rows, self._columns)
-
-    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        self._mask.add_bias_gradients(gradients, self._moved(block), scores_gradient)
-
-    @property
-    def has_bias(self) -> bool:
-        return self._mask.has_bias
-
-    def sizes(self) -> Sizes:
-        return Sizes()
 
     def describe(self) -> str:
         return f"{self._mask.describe()} of one document"

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._checks import FLOATS, flag, is_probability, number, strided
+from .._checks import FLOATS, PLAIN, flag, is_probability, number, strided
 from .._environment import Environment, read_environment
 from ..errors import DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
@@ -176,8 +176,8 @@ class AttentionCall:
         """Sizes and positions for the mask."""
         if self.grid_ is None:
             (batch, heads, length, _), keys = self.query.shape, self.key.shape[2]
-            places = (self.query_positions, self.key_positions)
-            self.grid_ = Grid(batch, heads, length, keys, self.query.device, *places)
+            positions = (self.query_positions, self.key_positions)
+            self.grid_ = Grid(batch, heads, length, keys, self.query.device, *positions)
         return self.grid_
 
     @property
@@ -218,7 +218,7 @@ class AttentionCall:
         """A function that makes the same call of other inputs, in the order of `inputs`.
 
         It holds none of this call's own: for a backward pass only autograd may hold them, so that it can free them.
-        Tensors that were one (self-attention, a bias used twice) are told apart when views are given.
+        Tensors that were one (self-attention, a bias used twice) get gradients of their own when views are given.
         """
         spec, mask, has_sinks, coverage = self.spec, self.mask, self.sinks is not None, self.coverage_
         rest = (self.query_positions, self.key_positions, self.rows, self.dropout_seed, self.first_item)
@@ -268,7 +268,6 @@ class AttentionCall:
         return replace(self, spec=spec, mask=mask, query_positions=q_positions, key_positions=k_positions, rows=None)
 
 
-_PLAIN = (Tensor, nn.Parameter)
 _NUMBERS = (float, int)
 
 
@@ -289,12 +288,12 @@ def quick_spec(
     Returns:
         ``None`` where arguments have to be looked at one by one.
     """
-    if type(query) not in _PLAIN or type(key) not in _PLAIN or type(value) not in _PLAIN:
+    if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         return None
     if type(dropout_p) not in _NUMBERS or not (scale is None or type(scale) is float):
         return None
-    for place in positions:
-        if place is not None and type(place) is not int:
+    for each in positions:
+        if each is not None and type(each) is not int:
             return None
     try:
         shape = query.shape
@@ -430,24 +429,24 @@ def zero_hidden(call: AttentionCall, queries: bool = True) -> AttentionCall:
     NaN or inf stored there then reaches neither outputs nor gradients, whatever the kernel. Queries may be left as they
     are for a kernel that isolates them.
     """
-    seen = call.coverage
-    if seen is COVERS_ALL or (seen.queries is None and seen.keys is None):
+    covered = call.coverage
+    if covered is COVERS_ALL or (covered.queries is None and covered.keys is None):
         return call
     query, key, value = call.query, call.key, call.value
-    if queries and seen.masked_queries is not None:
-        query = query.masked_fill(seen.masked_queries, 0)
-    masked = seen.masked_keys_of(key.shape[1])
+    if queries and covered.masked_queries is not None:
+        query = query.masked_fill(covered.masked_queries, 0)
+    masked = covered.masked_keys_of(key.shape[1])
     if masked is not None:
         same = key is value
         key = key.masked_fill(masked, 0)
         value = key if same else value.masked_fill(masked, 0)
     zeroed = replace(call, query=query, key=key, value=value)
-    zeroed.grid_, zeroed.coverage_ = call.grid_, seen
+    zeroed.grid_, zeroed.coverage_ = call.grid_, covered
     return zeroed
 
 
 def _subclass(*tensors: Tensor) -> str | None:
-    return next((type(tensor).__name__ for tensor in tensors if type(tensor) not in _PLAIN), None)
+    return next((type(tensor).__name__ for tensor in tensors if type(tensor) not in PLAIN), None)
 
 
 def _strides(tensor: Tensor, environment: Environment) -> tuple[int, ...]:

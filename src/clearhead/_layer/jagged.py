@@ -14,8 +14,6 @@ from .._environment import is_rows_of, is_tracing
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..masks._base import Mask
 
-__all__ = ["is_jagged", "read_jagged", "refuse_jagged"]
-
 
 def is_jagged(*tensors: Tensor | None) -> bool:
     """Whether any of them is nested.
@@ -40,7 +38,7 @@ def read_jagged(
 
     Args:
         query, key, value: the inputs of self-attention or cross-attention.
-        side_by_side: whether each key has to stand beside a query, for a position part that turns both.
+        side_by_side: whether each key has to stand beside a query, for a position part.
 
     Returns:
         Query, key and value, (T, features), (Tk, features); where the rows lie; and a function that makes (T, features)
@@ -76,7 +74,7 @@ def read_jagged(
 
 def _require_side_by_side(rows: Rows) -> None:
     if not is_tracing() and not torch.equal(rows.query_positions, rows.key_positions):
-        expected = "the query's lengths: a position part turns both by the same positions"
+        expected = "the query's lengths: a position part rotates both by the same positions"
         fix = "Use position= in self-attention, and a module without it for cross-attention."
         raise ShapeError("key", expected=expected, got="others", fix=fix)
 

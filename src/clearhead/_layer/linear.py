@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._checks import flag, kind, require_factory, shown, size, strided_or_jagged
+from .._checks import PLAIN, flag, kind, require_factory, shown, size, strided_or_jagged
 from .._environment import (
     autocast_is_on,
     forcing,
@@ -24,20 +24,10 @@ from .._environment import (
 )
 from ..errors import ArgumentError, DeviceError, DTypeError, KernelError, ShapeError
 
-__all__ = [
-    "Linear",
-    "describe_backend",
-    "eager_linear",
-    "linear",
-    "require_input",
-    "use_linear",
-    "uses_pytorch",
-]
-
 Backend = Literal["pytorch", "onednn"]
 BACKENDS: tuple[Backend, ...] = ("pytorch", "onednn")
 
-#: Smaller products end before oneDNN has begun, and few rows only stream the weight through.
+#: Smaller GEMMs end before oneDNN has begun, and few rows only stream the weight through.
 _FEWEST_MULTIPLICATIONS = 1 << 23
 _FEWEST_ROWS = 16
 
@@ -118,10 +108,10 @@ def require_input(name: str, x: object, layer: nn.Module) -> None:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, y = x Wᵀ + b, on oneDNN's product where the rule of `describe_backend` says so.
+    """`torch.nn.functional.linear`, y = x Wᵀ + b, on oneDNN's GEMM where the rule of `describe_backend` says so.
 
-    Gradients of every order, autocast, tracing and `torch.func` are as for PyTorch's: what oneDNN's bare operator does
-    not know, PyTorch's computes.
+    Gradients of every order, autocast, tracing and `torch.func` are as for PyTorch's: what oneDNN's operator does
+    not support, PyTorch's computes.
 
     Args:
         input: (…, in_features).
@@ -138,19 +128,19 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def eager_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """The function behind `linear` in this thread where nothing is traced, to be asked for once before many calls."""
+    """The function behind `linear` in this thread where nothing is traced."""
     forced = linears.stack
     return F.linear if (forced[-1] if forced else _preferred()) == "pytorch" else _on_onednn
 
 
 def _on_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     forced = linears.stack
-    if not forced and not (_is_plain(input) and _is_plain(weight) and _is_worth_it(input, weight)):
+    if not forced and not (type(input) in PLAIN and type(weight) in PLAIN and _is_worth_it(input, weight)):
         return F.linear(input, weight, bias)
     against = _against(input, weight, bias)
     if forced and against:
         raise KernelError(
-            f'use_linear("onednn"): oneDNN cannot run this product: {against}. Use use_linear("pytorch") for it.'
+            f'use_linear("onednn"): oneDNN cannot run this GEMM: {against}. Use use_linear("pytorch") for it.'
         )
     if against:
         return F.linear(input, weight, bias)
@@ -159,10 +149,10 @@ def _on_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def describe_backend() -> str:
-    """Which product the projections use on this machine, and why, in a line.
+    """Which GEMM the projections use on this machine, and why, in a line.
 
-    The rule knows the processor's maker, how PyTorch was built, and the sizes, and never measures while it runs, so
-    that two runs give the same bits. ``python -m benchmarks.linear`` measures what it stands on.
+    The rule goes by the processor's maker, how PyTorch was built, and the sizes, and never by measurements, so that two
+    runs give the same bits. ``python -m benchmarks.linear`` measures what it stands on.
 
     Example:
         >>> import clearhead
@@ -188,11 +178,11 @@ def _preferred() -> Backend:
 
 @functools.cache
 def _why_pytorchs() -> str | None:
-    """The rule, as far as machine and build decide; ``None`` where oneDNN's product is preferred."""
+    """The rule, as far as machine and build decide; ``None`` where oneDNN's GEMM is preferred."""
     if not has_onednn_linear():
         return "this build of PyTorch has no oneDNN"
     if not torch.backends.mkl.is_available():
-        return "this build of PyTorch has no MKL to be outrun"
+        return "this build of PyTorch has no MKL to be faster than"
     maker = _processor_maker()
     if maker != "AuthenticAMD":
         return f"oneDNN is not known to be faster than MKL on this processor ({maker})"
@@ -211,28 +201,23 @@ def _processor_maker() -> str:
         return described.rsplit(", ", 1)[-1] or platform.machine()
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Not a subclass, whose sizes and products mean what its own `__torch_function__` makes of them."""
-    return type(tensor) is Tensor or type(tensor) is nn.Parameter
-
-
 def _is_worth_it(input: Tensor, weight: Tensor) -> bool:
     return input.dim() > 0 and not uses_pytorch(input.numel() // max(input.shape[-1], 1), weight.numel())
 
 
 def uses_pytorch(rows: int, numbers: int) -> bool:
-    """Whether a product of so many rows and a weight of so many numbers is PyTorch's on every machine."""
+    """Whether the GEMM of so many rows with a weight of so many elements is PyTorch's on every machine."""
     return rows < _FEWEST_ROWS or rows * numbers < _FEWEST_MULTIPLICATIONS
 
 
 def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
-    """Why oneDNN's bare operator cannot stand in for `F.linear` here; ``None`` if it can."""
+    """Why oneDNN's operator cannot stand in for `F.linear` here; ``None`` if it can."""
     if not has_onednn_linear() or not torch.backends.mkldnn.enabled:
         return "oneDNN is not available or switched off"
     given = (input, weight) if bias is None else (input, weight, bias)
     for tensor in given:
-        if not _is_plain(tensor):
-            return f"it knows nothing of {type(tensor).__name__}"
+        if type(tensor) not in PLAIN:
+            return f"it does not support {type(tensor).__name__}"
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tensor.layout != torch.strided:
             return "all tensors have to be dense, of float32 and on the CPU"
     if input.dim() < 1 or weight.dim() != 2 or input.shape[-1] != weight.shape[1] or 0 in (*input.shape, *weight.shape):
@@ -242,11 +227,11 @@ def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
     if torch.is_autocast_enabled("cpu"):
         return "autocast chooses another dtype"
     if torch.get_float32_matmul_precision() != "highest":
-        return "torch.set_float32_matmul_precision has allowed less precise products"
+        return "torch.set_float32_matmul_precision has allowed less precise GEMMs"
     if is_transformed():
-        return "torch.func and forward-mode derivatives only know PyTorch's"
+        return "torch.func and forward-mode derivatives support PyTorch's alone"
     if is_dispatching():
-        return "a TorchDispatchMode is watching"
+        return "a TorchDispatchMode sees every operation"
     return None
 
 
@@ -259,7 +244,7 @@ def _gemm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Gemm(torch.autograd.Function):
-    """Its two gradients are products of the same kind, g W and gᵀ x, and so are theirs."""
+    """Its two gradients are GEMMs of the same kind, g W and gᵀ x, and so are theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

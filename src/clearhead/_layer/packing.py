@@ -22,8 +22,6 @@ from ..masks._grid import Grid
 from ..masks._positional import Causal, SlidingWindow
 from .unmodified import apply_linear, is_unmodified
 
-__all__ = ["Costs", "Unpadded", "unpad"]
-
 #: Multiplications saved per batch item that pay for taking tokens out and putting them back.
 _WORTH_UNPADDING = 1 << 23
 
@@ -183,14 +181,14 @@ def unpad(
         return None
     grid = Grid(batch, num_heads, length, keys_length, query.device)
     mask.validate(grid)
-    seeing, seen, rest = _marks(mask, grid)
-    if (seeing is None and seen is None) or not _are_local(rest):
+    real_queries, real_keys, rest = _marks(mask, grid)
+    if (real_queries is None and real_keys is None) or not _are_local(rest):
         return None
-    if seen is not None and any(isinstance(part, Causal) for part in rest):
+    if real_keys is not None and any(isinstance(part, Causal) for part in rest):
         # Queries before the first key are fully masked; without them left-padded items begin with a key each.
-        after = torch.arange(length, device=seen.device) >= seen.int().argmax(1, keepdim=True)
-        seeing = after if seeing is None else seeing & after
-    keys, queries = _tokens(seen, batch, keys_length), _tokens(seeing, batch, length)
+        after = torch.arange(length, device=real_keys.device) >= real_keys.int().argmax(1, keepdim=True)
+        real_queries = after if real_queries is None else real_queries & after
+    keys, queries = _tokens(real_keys, batch, keys_length), _tokens(real_queries, batch, length)
     if rest and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None
     pairs = sum(query * key for query, key in zip(queries.counts, keys.counts, strict=True))
@@ -207,7 +205,7 @@ def _rows(queries: list[int], keys: list[int], device: torch.device) -> Rows:
 
 
 def _begin_alike(queries: _Tokens, keys: _Tokens) -> bool:
-    """Whether positions count from the same place among an item's queries and keys."""
+    """Whether positions start alike among an item's queries and keys."""
     return all(
         first == start or not (count and keyed)
         for first, start, count, keyed in zip(queries.starts, keys.starts, queries.counts, keys.counts, strict=True)
@@ -215,9 +213,9 @@ def _begin_alike(queries: _Tokens, keys: _Tokens) -> bool:
 
 
 def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[Mask]]:
-    """Which queries see a key and which keys are seen, (1 or B, length), by marks; and the other parts."""
-    seeing: Tensor | None = None
-    seen: Tensor | None = None
+    """Queries and keys that are not padding by the bool masks, (1 or B, length) each; and the other parts."""
+    real_queries: Tensor | None = None
+    real_keys: Tensor | None = None
     rest: list[Mask] = []
     for part in mask.parts():
         marks = part.structure(grid).marks(grid)
@@ -226,10 +224,10 @@ def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[M
             continue
         queries, keys = marks
         if queries is not None:
-            seeing = queries if seeing is None else seeing & queries
+            real_queries = queries if real_queries is None else real_queries & queries
         if keys is not None:
-            seen = keys if seen is None else seen & keys
-    return seeing, seen, rest
+            real_keys = keys if real_keys is None else real_keys & keys
+    return real_queries, real_keys, rest
 
 
 def _are_local(rest: list[Mask]) -> bool:

@@ -107,7 +107,7 @@ class use_kernel(forcing[Kernel]):
 
     Args:
         name: ``"native"``, ``"sdpa"``, ``"chunked"``, ``"flex"`` or ``"reference"``. ``"flex"`` is compiled for each
-            kind of call, which takes seconds, and is never chosen by itself.
+            new signature of a call, which takes seconds, and is never chosen by itself.
 
     Raises:
         ArgumentError: for an unknown name. Inside the block, `KernelError` where the kernel refuses a call.

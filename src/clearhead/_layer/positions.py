@@ -13,8 +13,6 @@ from ..masks._check import as_positions
 from ..masks._positional import Present
 from ..positions._checks import require_in_range
 
-__all__ = ["PositionPart", "apply_position", "positions_of_keys", "positions_of_queries", "with_hidden"]
-
 #: Rotates queries (B, H, L, D) and keys (B, Hkv, L, D) by their positions, as `clearhead.positions.Rotary` does.
 PositionPart = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
 
@@ -46,7 +44,7 @@ def apply_position(position: PositionPart, q: Tensor, k: Tensor, positions: Posi
     if q.shape[2] != k.shape[2]:
         raise ShapeError(
             "key",
-            expected=f"the query's length {q.shape[2]}: a position part turns both by the same positions",
+            expected=f"the query's length {q.shape[2]}: a position part rotates both by the same positions",
             got=f"{k.shape[2]}",
             fix="Use position= in self-attention, and a module without it for cross-attention.",
         )

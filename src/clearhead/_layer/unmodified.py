@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from .._checks import PLAIN
 from .._environment import Environment, is_compiled, read_environment
 from .linear import Linear, eager_linear
-
-__all__ = ["apply_linear", "fits_weight", "is_unmodified"]
 
 #: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.
 _FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, nn.Linear, NonDynamicallyQuantizableLinear)}
@@ -39,12 +38,27 @@ def is_unmodified(module: nn.Module) -> bool:
     )
 
 
-def fits_weight(x: object, weight: object) -> bool:
-    """Whether an ordinary (B, L, features) or (L, features) tensor can be multiplied with a weight as it is.
+def inputs_fit(
+    query: Tensor, key: Tensor, value: Tensor, weights: tuple[object, object, object], batch_dim: int = 0
+) -> bool:
+    """Whether ordinary inputs can be multiplied with three weights as they are, and belong to one batch.
 
     Checks of arguments one by one, with an error for each, are made where it is not so.
     """
-    if type(x) is not Tensor or not (type(weight) is Tensor or type(weight) is nn.Parameter):
+    if not _fits_weight(query, weights[0]):
+        return False
+    itself = key is query and value is query
+    if itself and weights[0] is weights[1] is weights[2]:
+        return True
+    if not (_fits_weight(key, weights[1]) and _fits_weight(value, weights[2])):
+        return False
+    same = query.dim() == key.dim() == value.dim() and key.shape[:-1] == value.shape[:-1]
+    return itself or (same and (query.dim() == 2 or query.shape[batch_dim] == key.shape[batch_dim]))
+
+
+def _fits_weight(x: object, weight: object) -> bool:
+    """Whether an ordinary (B, L, features) or (L, features) tensor can be multiplied with a weight as it is."""
+    if type(x) is not Tensor or not isinstance(weight, Tensor) or type(weight) not in PLAIN:
         return False
     if x.layout is not torch.strided or x.is_nested or x.dtype is not weight.dtype or x.device != weight.device:
         return False

@@ -21,21 +21,22 @@ INLINE Doubles load_double(const float* from) {
     return __builtin_convertvector(*reinterpret_cast<const HalfFloats*>(from), Doubles);
 }
 
-// Of one panel: queries (D × V·LANES), scores (keys × V·LANES) in units of log 2, and the largest of each row.
+// Of one panel: queries (D × V·LANES), scores (keys × V·LANES) in units of log 2, and the largest of each row, also
+// before soft-cap and bias, in `unit_of_raw`.
 struct ExactScores {
-    double *query = nullptr, *scores = nullptr, *row_max = nullptr;
+    double *query = nullptr, *scores = nullptr, *row_max = nullptr, *raw_max = nullptr;
 };
 
-static int64_t exact_scratch(const Problem& p, int64_t keys) { return 2 * (p.dim + keys + 1) * TILE + 3 * 16; }
+static int64_t exact_scratch(const Problem& p, int64_t keys) { return 2 * (p.dim + keys + 2) * TILE + 4 * 16; }
 
 static ExactScores exact_scores(const Problem& p, int64_t keys, float*& scratch) {
     const auto doubles = [&](int64_t count) { return reinterpret_cast<double*>(take(scratch, 2 * count)); };
-    return {doubles(p.dim * TILE), doubles(keys * TILE), doubles(TILE)};
+    return {doubles(p.dim * TILE), doubles(keys * TILE), doubles(TILE), doubles(TILE)};
 }
 
 static void widen_query(const Problem& p, const ScorePanel& panel, const ExactScores& exact) {
     for (int64_t n = 0; n < p.dim * panel.tile.rows.vectors * LANES; n++) exact.query[n] = panel.tile.query[n];
-    for (int lane = 0; lane < TILE; lane++) exact.row_max[lane] = -INFINITY;
+    for (int lane = 0; lane < TILE; lane++) exact.row_max[lane] = exact.raw_max[lane] = -INFINITY;
 }
 
 // What a score becomes under the mask of a tile, whose bias is not in units of log 2; for half `h` of the lanes.
@@ -70,13 +71,13 @@ INLINE void multiply_exactly(Doubles (&acc)[EXACT_STEP][2 * V], const float* row
     }
 }
 
-template <int V, MaskForm FORM>
+template <int V, MaskForm FORM, bool RAW>
 static void score_keys_exactly(const Problem& p, const float* rows, int64_t count, const TileMask& mask,
-                               const double* query, double* to, double* row_max) {
+                               const double* query, double* to, double* row_max, double* raw_max) {
     const bool capped = p.exact_softcap != 0;
     const double factor = capped ? p.exact_scale / p.exact_softcap : p.exact_scale * LOG2_OF_E;
-    Doubles best[2 * V];
-    for (int h = 0; h < 2 * V; h++) best[h] = load(row_max + h * HALF);
+    Doubles best[2 * V], raw_best[2 * V];
+    for (int h = 0; h < 2 * V; h++) best[h] = load(row_max + h * HALF), raw_best[h] = load(raw_max + h * HALF);
     for (int64_t j = 0; j < count; j += EXACT_STEP) {
         Doubles acc[EXACT_STEP][2 * V] = {};
         multiply_exactly<V>(acc, rows + j * p.dim, query, p.dim);
@@ -84,14 +85,16 @@ static void score_keys_exactly(const Problem& p, const float* rows, int64_t coun
         for (int t = 0; t < EXACT_STEP; t++)
             for (int h = 0; h < 2 * V; h++) {
                 Doubles x = acc[t][h] * factor;
+                [[maybe_unused]] const Doubles raw = x;
                 if (capped)
                     for (int lane = 0; lane < HALF; lane++) x[lane] = ::tanh(x[lane]) * p.exact_softcap * LOG2_OF_E;
                 x = masked<FORM, V>(x, mask, j + t, h);
                 best[h] = larger(x, best[h]);
+                if (RAW) raw_best[h] = larger(x > splat(-double(INFINITY)) ? raw : x, raw_best[h]);
                 store(to + ((j + t) * 2 * V + h) * HALF, x);
             }
     }
-    for (int h = 0; h < 2 * V; h++) store(row_max + h * HALF, best[h]);
+    for (int h = 0; h < 2 * V; h++) store(row_max + h * HALF, best[h]), store(raw_max + h * HALF, raw_best[h]);
 }
 
 // The scores of a part, and what they do to the largest of each row.
@@ -103,7 +106,8 @@ static void score_exactly(const Problem& p, ScorePanel& panel, int64_t batch, co
     if (mask.coverage == Coverage::nothing) return;
     double* to = exact.scores + (part.start - panel.start) * V * LANES;
     by_form(mask, [&](auto form) {
-        score_keys_exactly<V, form.value>(p, part.rows, part.count(), mask, exact.query, to, exact.row_max);
+        const auto score = panel.raw_max ? score_keys_exactly<V, form.value, true> : score_keys_exactly<V, form.value, false>;
+        score(p, part.rows, part.count(), mask, exact.query, to, exact.row_max, exact.raw_max);
         count_visible<V, form.value>(panel, part.count(), mask, viewers);
     });
 }
@@ -115,6 +119,7 @@ static void store_shifted(ScorePanel& panel, const ExactScores& exact) {
         const bool sees = exact.row_max[lane] > -INFINITY;
         panel.shift[lane] = sees ? exact.row_max[lane] : 0;
         panel.tile.row_max[lane] = sees ? 0 : LOWEST;
+        if (panel.raw_max) panel.raw_max[lane] = static_cast<float>(exact.raw_max[lane]);
     }
     each_part(panel, [&](int64_t start, int64_t stop, int64_t block) {
         float* kept = panel.maxima_of(block);

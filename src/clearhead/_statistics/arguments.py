@@ -14,17 +14,6 @@ from .._checks import INTEGERS, LARGEST, choice, items, shown, strided, with_val
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from .definitions import STATISTICS, Options
 
-__all__ = [
-    "DEFAULT",
-    "Per",
-    "counted_queries",
-    "make_options",
-    "query_marks",
-    "require_names",
-    "require_per",
-    "whole_numbers",
-]
-
 Per = Literal["query_head", "kv_head"]
 DEFAULT = ("entropy", "received", "max_logit", "top_k")
 _UNAVERAGED = ("top_k", "output", "rows")

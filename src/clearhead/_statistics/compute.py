@@ -20,8 +20,6 @@ from .native import native_results
 from .result import AttentionStatistics
 from .rows import BlockRows
 
-__all__ = ["attention_statistics", "compute_statistics", "exact_weights"]
-
 
 def attention_statistics(
     query: Tensor,

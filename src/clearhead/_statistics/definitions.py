@@ -18,8 +18,6 @@ from ..kernels._blocks import LongSum, grouped, long_product
 from ..masks._grid import take
 from .rows import GROUP, BlockRows
 
-__all__ = ["STATISTICS", "Options", "Statistic", "TopK", "mean_of_tiles", "sink_marks"]
-
 
 @dataclass(frozen=True)
 class Options:

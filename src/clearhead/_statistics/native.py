@@ -14,8 +14,6 @@ from ..kernels._blocks import exact_dtype
 from ..kernels._native_statistics import MOST_KEYS_OF_A_QUERY, WeightStatistics, gather, refuses
 from .definitions import Options, TopK, mean_of_tiles, sink_marks
 
-__all__ = ["native_results"]
-
 _MOST_SINK_KEYS = 64
 
 #: Statistics, and the result of the kernel that each is read from.

@@ -15,8 +15,6 @@ from ..errors import ArgumentError, UnknownNameError
 from .arguments import Per, whole_numbers
 from .definitions import STATISTICS, Options, TopK
 
-__all__ = ["AttentionStatistics"]
-
 
 class AttentionStatistics:
     """The statistics of one attention call, as attributes of their names.

@@ -14,8 +14,6 @@ from ..errors import ArgumentError, DTypeError, ShapeError
 from ..kernels._blocks import score_blocks
 from .rows import BlockRows
 
-__all__ = ["rollout"]
-
 
 def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, residual: float = 0.5) -> Tensor:
     """Follow attention from target tokens of the last layer down to the input.

@@ -11,8 +11,6 @@ from .._call.spec import AttentionCall
 from ..kernels._blocks import block_scores, grouped
 from ..masks._grid import Block
 
-__all__ = ["GROUP", "BlockRows"]
-
 GROUP = 64  # neighbouring keys whose largest score is kept, to find the top-k quickly
 
 

@@ -14,8 +14,6 @@ from ..errors import UnknownNameError
 from .definitions import TopK
 from .result import AttentionStatistics
 
-__all__ = ["Summary", "fold", "summarize"]
-
 #: Statistics per query, averaged over counted queries for the table.
 _PER_QUERY = ("entropy", "normalized_entropy", "confidence", "sink", "distance", "output_norm")
 

@@ -12,7 +12,7 @@ Example:
     KVCache(5 of 16 tokens, B=2, Hkv=3, D=4)
 """
 
-from ._base import Cache, KeyValues
+from .._call.caching import Cache, KeyValues
 from ._cross import CrossKVCache
 from ._evicting import EvictingKVCache
 from ._kv import KVCache

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from .._call.caching import Cache, KeyValues, Positions
+from .._call.caching import Cache
 from .._checks import require_factory, size, strided, with_values
 from .._environment import is_tracing
 from ..errors import (
@@ -22,8 +22,6 @@ from ..errors import (
     shape_text,
 )
 from ..masks._base import Mask
-
-__all__ = ["Buffers", "Cache", "KeyValues", "Positions", "unchanged_if_refused"]
 
 
 def unchanged_if_refused(
@@ -88,31 +86,25 @@ class Buffers:
             strided(name, given)
             if torch.is_grad_enabled() and given.requires_grad:
                 raise CacheError(
-                    explain_problem(
-                        name,
-                        expected="tensors without gradients: a cache is written in place",
-                        got="a tensor that requires them",
-                        fix="Decode under torch.no_grad() or torch.inference_mode(), or train without a cache.",
-                    )
+                    name,
+                    expected="tensors without gradients: a cache is written in place",
+                    got="a tensor that requires them",
+                    fix="Decode under torch.no_grad() or torch.inference_mode(), or train without a cache.",
                 )
             expected = (own.shape[0], own.shape[1], "L", own.shape[3])
             if given.dim() != 4 or (given.shape[0], given.shape[1], "L", given.shape[3]) != expected:
                 raise ShapeError(
-                    explain_problem(
-                        name,
-                        expected=f"the cache's (B, Hkv, L, D) = ({', '.join(map(str, expected))})",
-                        got=shape_text(given.shape),
-                        fix="Make the cache with the module's sizes and this batch size: module.make_cache(...).",
-                    )
+                    name,
+                    expected=f"the cache's (B, Hkv, L, D) = ({', '.join(map(str, expected))})",
+                    got=shape_text(given.shape),
+                    fix="Make the cache with the module's sizes and this batch size: module.make_cache(...).",
                 )
             if given.dtype != own.dtype:
                 raise DTypeError(_of_another("dtype", name, given.dtype, own.dtype))
             if given.device != own.device:
                 raise DeviceError(_of_another("device", name, given.device, own.device))
         if key.shape[2] != value.shape[2]:
-            raise ShapeError(
-                explain_problem("value", expected=f"{key.shape[2]} tokens as in key", got=str(value.shape[2]))
-            )
+            raise ShapeError("value", expected=f"{key.shape[2]} tokens as in key", got=str(value.shape[2]))
 
     def reorder(self, indices: Tensor, used: int) -> None:
         """Move rows, in the same memory if their number stays; of every row the first `used` slots."""
@@ -132,12 +124,10 @@ def _of_another(kind: str, name: str, given: object, own: object) -> str:
 def _require_writable(own: Tensor) -> None:
     if not is_tracing() and own.is_inference() and not torch.is_inference_mode_enabled():
         raise CacheError(
-            explain_problem(
-                "cache",
-                expected="one that was made outside torch.inference_mode(), to be written outside of it",
-                got="one that was made within",
-                fix="Make the cache before entering inference_mode, or stay in it.",
-            )
+            "cache",
+            expected="one that was made outside torch.inference_mode(), to be written outside of it",
+            got="one that was made within",
+            fix="Make the cache before entering inference_mode, or stay in it.",
         )
 
 
@@ -151,11 +141,9 @@ def checked_indices(indices: Tensor, own: Tensor) -> Tensor:
     """Row numbers for `reorder` of a cache whose keys are `own` (B, …), on their device."""
     expected = "an int64 or int32 tensor (B,)"
     if strided("indices", indices, expected).dtype not in (torch.int64, torch.int32):
-        raise DTypeError(explain_problem("indices", expected=expected, got=str(indices.dtype)))
+        raise DTypeError("indices", expected=expected, got=str(indices.dtype))
     if indices.dim() != 1:
-        raise ShapeError(
-            explain_problem("indices", expected="one row number per row, (B,)", got=shape_text(indices.shape))
-        )
+        raise ShapeError("indices", expected="one row number per row, (B,)", got=shape_text(indices.shape))
     if own.device.type != "meta":
         with_values("indices", indices)
     if indices.device.type == "cpu" and indices.numel() > 0 and not is_tracing():
@@ -163,10 +151,8 @@ def checked_indices(indices: Tensor, own: Tensor) -> Tensor:
         lowest, highest = int(indices.min()), int(indices.max())
         if lowest < 0 or highest >= own.shape[0]:
             raise ArgumentError(
-                explain_problem(
-                    "indices",
-                    expected=f"0 … {own.shape[0] - 1}, the rows of the cache",
-                    got=str(lowest if lowest < 0 else highest),
-                )
+                "indices",
+                expected=f"0 … {own.shape[0] - 1}, the rows of the cache",
+                got=str(lowest if lowest < 0 else highest),
             )
     return indices.to(own.device)

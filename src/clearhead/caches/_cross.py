@@ -8,11 +8,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from .._call.caching import Cache, KeyValues, Positions
 from .._checks import strided
-from ..errors import CacheError, ShapeError, explain_problem, shape_text
-from ._base import Cache, KeyValues, Positions, checked_indices
-
-__all__ = ["CrossKVCache"]
+from ..errors import CacheError, ShapeError, shape_text
+from ._base import checked_indices
 
 
 @final
@@ -50,15 +49,13 @@ class CrossKVCache(Cache):
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
         for name, given in (("key", key), ("value", value)):
             if strided(name, given).dim() != 4:
-                raise ShapeError(explain_problem(name, expected="(B, Hkv, S, D)", got=shape_text(given.shape)))
+                raise ShapeError(name, expected="(B, Hkv, S, D)", got=shape_text(given.shape))
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise CacheError(
-                explain_problem(
-                    "cache",
-                    expected="tensors without gradients: kept keys would hold on to their graph",
-                    got="a key or value that requires them",
-                    fix="Decode under torch.no_grad() or torch.inference_mode(), or train without a cache.",
-                )
+                "cache",
+                expected="tensors without gradients: kept keys would hold on to their graph",
+                got="a key or value that requires them",
+                fix="Decode under torch.no_grad() or torch.inference_mode(), or train without a cache.",
             )
         self._key, self._value = key, value
         return KeyValues(key, value)

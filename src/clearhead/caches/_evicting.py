@@ -9,16 +9,15 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from .._call.caching import Cache, KeyValues, Positions
 from .._checks import integer
 from .._statistics.compute import attention_statistics
-from ..errors import DTypeError, explain_problem
+from ..errors import DTypeError
 from ..masks._base import Mask
 from ..masks._positional import Present
-from ._base import Buffers, Cache, KeyValues, Positions, checked_indices, require_sizes
+from ._base import Buffers, checked_indices, require_sizes
 from ._kv import checked_lengths, spelt_out
 from ._policies import EvictionPolicy, HeavyHitters, Held
-
-__all__ = ["EvictingKVCache"]
 
 
 class _Slots(NamedTuple):
@@ -86,9 +85,7 @@ class EvictingKVCache(Cache):
         policy = HeavyHitters() if policy is None else policy
         if not isinstance(policy, EvictionPolicy):
             fix = "Choose one of clearhead.caches, or subclass EvictionPolicy."
-            raise DTypeError(
-                explain_problem("policy", expected="an EvictionPolicy", got=type(policy).__name__, fix=fix)
-            )
+            raise DTypeError("policy", expected="an EvictionPolicy", got=type(policy).__name__, fix=fix)
         self.budget = budget
         self.policy = policy
         self._buffers = Buffers(batch_size, num_kv_heads, budget + 1, head_dim, value_head_dim, dtype, device)

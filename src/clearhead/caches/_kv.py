@@ -8,13 +8,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from .._call.caching import Cache, KeyValues, Positions
 from .._checks import INTEGERS, integer, shown, strided, with_values
-from ..errors import ArgumentError, CacheError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, CacheError, DTypeError, ShapeError, shape_text
 from ..masks._check import as_positions
 from ..masks._positional import Present
-from ._base import Buffers, Cache, KeyValues, Positions, checked_indices, require_sizes
-
-__all__ = ["KVCache", "checked_lengths", "spelt_out"]
+from ._base import Buffers, checked_indices, require_sizes
 
 
 @final
@@ -114,12 +113,10 @@ class KVCache(Cache):
         start, stop = self._length, self._length + count
         if stop > self.max_length:
             raise CacheError(
-                explain_problem(
-                    "cache",
-                    expected=f"at most max_length = {self.max_length} tokens",
-                    got=f"{start} held and {count} more, {stop}",
-                    fix="Make the cache larger, or use a SlidingKVCache. Nothing was written.",
-                )
+                "cache",
+                expected=f"at most max_length = {self.max_length} tokens",
+                got=f"{start} held and {count} more, {stop}",
+                fix="Make the cache larger, or use a SlidingKVCache. Nothing was written.",
             )
         if self._positions is None and self._counts_up(positions, start):
             self._write(key, value, start, stop)
@@ -219,7 +216,7 @@ def spelt_out(positions: Positions, batch_size: int, count: int, device: torch.d
         return torch.arange(first, first + count, device=device).expand(batch_size, count)
     if checked.shape[0] not in (1, batch_size) or checked.shape[1] != count:
         expected = f"shape ({count},) or ({batch_size}, {count})"
-        raise ShapeError(explain_problem("positions", expected=expected, got=shape_text(tuple(checked.shape))))
+        raise ShapeError("positions", expected=expected, got=shape_text(tuple(checked.shape)))
     return checked.to(device).expand(batch_size, count)
 
 
@@ -229,25 +226,19 @@ def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> int | Tenso
     if isinstance(length, Tensor):
         with_values("length", strided("length", length, either))
         if length.dtype not in INTEGERS:
-            raise DTypeError(explain_problem("length", expected=either, got=str(length.dtype)))
+            raise DTypeError("length", expected=either, got=str(length.dtype))
         if tuple(length.shape) != (key.shape[0],):
-            raise ShapeError(
-                explain_problem(
-                    "length", expected=f"one length per row, ({key.shape[0]},)", got=shape_text(length.shape)
-                )
-            )
+            raise ShapeError("length", expected=f"one length per row, ({key.shape[0]},)", got=shape_text(length.shape))
         shortest, longest = int(length.min()), int(length.max())
     elif isinstance(length, bool) or not isinstance(length, int):
-        raise DTypeError(explain_problem("length", expected=either, got=shown(length)))
+        raise DTypeError("length", expected=either, got=shown(length))
     else:
         shortest = longest = length
     if shortest < 0 or longest > most:
         raise ArgumentError(
-            explain_problem(
-                "length",
-                expected=f"0 … {most}, the tokens in the cache",
-                got=shown(shortest if shortest < 0 else longest),
-                fix="crop only forgets the last tokens.",
-            )
+            "length",
+            expected=f"0 … {most}, the tokens in the cache",
+            got=shown(shortest if shortest < 0 else longest),
+            fix="crop only forgets the last tokens.",
         )
     return length.to(key.device, torch.int64) if isinstance(length, Tensor) else length

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .._checks import integer, is_probability, number, size
 
-__all__ = ["EvictionPolicy", "HeavyHitters", "Held", "RandomEviction", "SinksAndRecent"]
-
 
 @dataclass(frozen=True)
 class Held:

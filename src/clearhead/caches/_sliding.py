@@ -9,13 +9,12 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from .._call.caching import Cache, KeyValues, Positions
 from .._checks import integer, shown
-from ..errors import CacheError, explain_problem
+from ..errors import CacheError
 from ..masks._positional import Present, sliding_window
-from ._base import Buffers, Cache, KeyValues, Positions, checked_indices, require_sizes
+from ._base import Buffers, checked_indices, require_sizes
 from ._kv import checked_lengths, spelt_out
-
-__all__ = ["SlidingKVCache"]
 
 _FAR = 1 << 62  # no limit to the right: that is for the causal mask to say
 
@@ -290,4 +289,4 @@ class _Rows:
 
 def _forgotten(expected: str, got: object) -> CacheError:
     fix = "Make the cache with max_crop= as many tokens as you take back, or reset() it."
-    return CacheError(explain_problem("length", expected=expected, got=str(got), fix=fix))
+    return CacheError("length", expected=expected, got=str(got), fix=fix)

@@ -7,8 +7,6 @@ from ._blocks import Block
 from ._build import latent, multi_head
 from ._namings import Entry, Naming, namings_called
 
-__all__ = ["ARCHITECTURES"]
-
 _O_PROJ = namings_called("o_proj")[0]
 _GPT2 = namings_called("gpt2")[0]
 _BERT = namings_called("bert")[0]

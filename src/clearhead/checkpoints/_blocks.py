@@ -17,8 +17,6 @@ from ._namings import Naming
 from ._sources import Tensors
 from ._unpack import Projections, unpack
 
-__all__ = ["Attention", "Block", "Layer", "Reading"]
-
 Attention = MultiHeadAttention | MultiHeadLatentAttention
 
 

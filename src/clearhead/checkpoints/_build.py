@@ -12,8 +12,6 @@ from ._blocks import Layer
 from ._deepseek import latent_from_transformers
 from ._fill import fill
 
-__all__ = ["latent", "multi_head"]
-
 
 def multi_head(layer: Layer) -> MultiHeadAttention:
     """Attention with copies of the layer's tensors and the parts that its configuration describes."""

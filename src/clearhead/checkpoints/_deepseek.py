@@ -14,8 +14,6 @@ from .._latent import MultiHeadLatentAttention
 from ..errors import ArgumentError, CheckpointError, shape_text
 from ..positions import rotary_from_config
 
-__all__ = ["latent_from_transformers"]
-
 #: Our submodules by transformers' names, which the original checkpoints have too.
 _NAMES = {
     "q_proj.down": "q_a_proj",

@@ -10,8 +10,6 @@ import torch
 
 from ..errors import CheckpointError
 
-__all__ = ["read_file"]
-
 
 def read_file(path: Path) -> Mapping[str, Any]:
     """Read a state dict, onto the CPU, from a ``.safetensors`` file or one that `torch.save` wrote.

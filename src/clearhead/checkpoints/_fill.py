@@ -9,8 +9,6 @@ from .._multihead import MultiHeadAttention
 from ._namings import ROLES
 from ._unpack import Projections
 
-__all__ = ["fill", "parameter"]
-
 
 def fill(module: MultiHeadAttention, projections: Projections) -> None:
     """Put copies of the tensors in place of the parameters of the module's projections, made on ``"meta"``."""

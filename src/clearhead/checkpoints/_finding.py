@@ -11,8 +11,6 @@ from torch import Tensor
 from ._namings import ROLES, Naming, Role
 from ._unpack import Projections
 
-__all__ = ["Finding", "describe"]
-
 _OBSTACLES = (
     (r"bias_[kv]", "a learned key or value appended to the others; clearhead.nn.MultiheadAttention has them"),
     (

@@ -15,8 +15,6 @@ from ._recognise import recognise
 from ._settings import Settings, read_settings
 from ._sources import Source, read_source
 
-__all__ = ["identify", "load"]
-
 _LOGGER = logging.getLogger("clearhead")
 _INPUTS: tuple[Role, ...] = ("query", "key", "value")
 

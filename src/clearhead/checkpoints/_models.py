@@ -14,8 +14,6 @@ from ._architectures import ARCHITECTURES
 from ._blocks import Attention, Block, Layer
 from ._sources import Source, Tensors, read_source
 
-__all__ = ["from_transformers", "layers_from_transformers"]
-
 _LOGGER = logging.getLogger("clearhead")
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from .._checks import flag, items, shown, text
 from ..errors import ArgumentError, DTypeError
 
-__all__ = ["NAMINGS", "ROLES", "Entry", "Naming", "Projection", "Role", "namings_called"]
-
 Role = Literal["query", "key", "value", "output"]
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output")
 

@@ -12,20 +12,6 @@ from ..positions import ALiBi, RelativeBias, rotary_from_config
 from ._blocks import Layer, Reading
 from ._fill import parameter
 
-__all__ = [
-    "alibi",
-    "alternating_window",
-    "gpt2_scale",
-    "head_norms",
-    "query_scale",
-    "relative_bias",
-    "rotary",
-    "sinks",
-    "softcap",
-    "unscaled",
-    "window",
-]
-
 
 def rotary(layer: Layer) -> dict[str, Any]:
     """`Rotary` with the base, share and scaling of ``rope_parameters``."""

@@ -14,8 +14,6 @@ from ._finding import Finding, describe
 from ._namings import Naming
 from ._unpack import Projections, unpack
 
-__all__ = ["recognise"]
-
 
 def recognise(
     tensors: Mapping[str, Tensor], namings: tuple[Naming, ...], prefix: str = ""

@@ -11,8 +11,6 @@ from ..errors import CheckpointError, DTypeError
 from ._namings import ROLES, Entry, Naming, Projection, namings_called
 from ._unpack import Projections
 
-__all__ = ["save"]
-
 
 def save(module: MultiHeadAttention, naming: str | Naming, *, prefix: str = "") -> dict[str, Tensor]:
     """Write the module's weights under the names, and in the layout, of another class.

@@ -10,8 +10,6 @@ from torch import nn
 from .._multihead import MultiHeadAttention
 from ..errors import CheckpointError
 
-__all__ = ["Settings", "read_settings"]
-
 _HEADS = ("num_heads", "nums_head", "nhead", "num_attention_heads", "n_heads", "n_head", "h")
 _DROPOUT = ("attention_dropout", "attn_dropout", "att_dropout", "attn_drop", "dropout")
 # Where a block keeps the part that computes its weights: BERT, ViT and Dive into Deep Learning.

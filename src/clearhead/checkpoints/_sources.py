@@ -13,8 +13,6 @@ from .._checks import shown
 from ..errors import CheckpointError, DTypeError
 from ._files import read_file
 
-__all__ = ["Source", "Tensors", "read_source"]
-
 Source = nn.Module | Mapping[str, Tensor | nn.Linear] | str | os.PathLike[str]
 Tensors = dict[str, Tensor]
 

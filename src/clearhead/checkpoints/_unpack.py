@@ -10,8 +10,6 @@ from .._checks import strided
 from ..errors import CheckpointError, DTypeError, shape_text
 from ._namings import ROLES, Entry, Naming, Projection, Role
 
-__all__ = ["Projections", "unpack"]
-
 Projections = Mapping[Role, Projection]
 
 

@@ -12,8 +12,6 @@ from ._errors import OneLineErrors
 from ._look import look
 from ._walkthrough import walkthrough
 
-__all__ = ["main"]
-
 main = typer.Typer(
     name="clearhead",
     cls=OneLineErrors,

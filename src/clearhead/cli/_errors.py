@@ -9,10 +9,11 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import ClearheadError
+from ._start import STOPPED, stop_at_once
 
 __all__ = ["OneLineErrors", "UsageProblem", "warn"]
 
-WRONG_USAGE, FAILED, STOPPED = 2, 1, 130
+WRONG_USAGE, FAILED = 2, 1
 
 EXTRAS = {"matplotlib": "plot", "rich": "cli", "transformers": "hf"}
 
@@ -32,6 +33,8 @@ class OneLineErrors(TyperGroup):
         """Run a command; see `click.Command.main`."""
         if not standalone_mode:
             return super().main(args, *rest, standalone_mode=False, **extra)
+        if args is None:  # a process of its own, not a call from Python
+            stop_at_once()
         arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
         try:
             result = super().main(arguments, *rest, standalone_mode=False, **extra)

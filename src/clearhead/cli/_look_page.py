@@ -17,8 +17,6 @@ from ..plot._terminal import colored_tokens, overview, sparkline, top_keys
 from ._demo import TextModel
 from ._seeing import Seen
 
-__all__ = ["print_seen", "seen_as_json"]
-
 SPARKS = 72
 
 

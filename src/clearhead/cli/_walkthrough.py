@@ -15,8 +15,6 @@ from ..inspection._walkthrough_result import Walkthrough
 from ..inspection._walkthrough_text import LANGUAGES
 from ._errors import UsageProblem
 
-__all__ = ["walkthrough"]
-
 _LARGEST_TENSOR = 50_000_000  # numbers; enough for any example, and no machine runs out of memory
 
 

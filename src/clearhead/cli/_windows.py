@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, explain_problem
+from ..errors import ArgumentError
 from ..integrations._hub import without_noise
 from ..plot._tokens import Tokens, read_tokens
 from ._demo import TextModel
-
-__all__ = ["Window", "cut_into_windows", "overlap_of", "unknown_note"]
 
 MANY_UNKNOWN = 0.1  # of a text's tokens
 
@@ -63,7 +61,7 @@ def cut_into_windows(loaded: TextModel, text: str) -> list[Window]:
         windows.append(Window(inputs, Tokens(tokens.names, special, tokens.words), first, first + count - 1))
         first += count - overlap_of(loaded.max_tokens)
     if not windows or not windows[0].tokens.names:
-        raise ArgumentError(explain_problem("text", expected="at least one token", got="none"))
+        raise ArgumentError("text", expected="at least one token", got="none")
     return windows
 
 
@@ -124,11 +122,11 @@ def _batch_of_one(encoded: Any, part: int) -> dict[str, Any]:
 
 def _require_text(text: str) -> None:
     if not text.strip():
-        raise ArgumentError(explain_problem("text", expected="some text", got="none"))
+        raise ArgumentError("text", expected="some text", got="none")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         got = f"{text[error.start]!a} at {error.start}"
         raise ArgumentError(
-            explain_problem("text", expected="Unicode text", got=got, fix="It was probably read from other bytes.")
+            "text", expected="Unicode text", got=got, fix="It was probably read from other bytes."
         ) from error

@@ -24,8 +24,6 @@ from ..nn.functional import translate
 from ._grouping import regroup
 from ._unseen import SOFTMAX
 
-__all__ = ["CaptureMode", "Sink", "obstacle"]
-
 _SOFTMAX = {torch.softmax, F.softmax, Tensor.softmax, torch.special.softmax}
 _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 #: Names of others' kernels, such as ``flash_attn._flash_attn_forward`` or ``aten._scaled_dot_product_cudnn_attention``.

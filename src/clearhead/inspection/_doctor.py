@@ -19,8 +19,6 @@ from .._versions import untested_versions
 from ._doctor_cases import CASES, Case, Inputs, Result
 from ._doctor_report import Check, Measure, Report
 
-__all__ = ["examine"]
-
 #: The tolerances of docs/architecture.md: relative to the largest entry of the exact result …
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
 #: … and for half precision, how often the error of `reference` in the same dtype.

@@ -12,8 +12,6 @@ from .. import masks
 from .._attention import attention, explain
 from .._layer.plan import Explanation
 
-__all__ = ["CASES", "Case", "Inputs", "Result"]
-
 Result = dict[str, Tensor]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

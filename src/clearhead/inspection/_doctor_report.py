@@ -6,20 +6,6 @@ from dataclasses import asdict, dataclass
 from math import inf, isfinite, isnan
 from typing import Any, Literal
 
-__all__ = [
-    "TABLE_TITLE",
-    "Check",
-    "Measure",
-    "Report",
-    "cell",
-    "dtypes_of",
-    "failure_lines",
-    "refusal_lines",
-    "table_rows",
-    "verdict",
-    "write_report",
-]
-
 TABLE_TITLE = "checks: largest error of outputs and gradients against the reference in float64, on the CPU"
 
 

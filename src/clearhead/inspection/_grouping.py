@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-__all__ = ["regroup"]
-
 
 def regroup(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from .._call.observers import observing
 from .._call.spec import AttentionCall
 from .._checks import FLOATS, INTEGERS, flag, items, module, shown, strided
-from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._naming import ModuleNames, uncompiled
-
-__all__ = ["Change", "head_importance", "intervene"]
 
 #: A factor, ``"mean"``, a tensor put in the output's place, or a function from the head's output to another.
 Change = float | Literal["mean"] | Tensor | Callable[[Tensor], Tensor]
@@ -60,32 +58,30 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
     missed = sorted({name for name, _ in changes} - editor.seen)
     if missed:
         raise ArgumentError(
-            explain_problem(
-                "changes",
-                expected="modules whose attention runs through Clearhead",
-                got=f"{', '.join(map(repr, missed))}, which never did",
-                fix="Call clearhead.upgrade(model) first, or model.set_attn_implementation('clearhead') on a "
-                "transformers model.",
-            )
+            "changes",
+            expected="modules whose attention runs through Clearhead",
+            got=f"{', '.join(map(repr, missed))}, which never did",
+            fix="Call clearhead.upgrade(model) first, or model.set_attn_implementation('clearhead') on a "
+            "transformers model.",
         )
 
 
 def _checked_changes(model: nn.Module, changes: object) -> dict[tuple[str, int], Change]:
     if not isinstance(changes, Mapping):
         expected = "a dictionary {(module name, head): change}"
-        raise DTypeError(explain_problem("changes", expected=expected, got=shown(changes)))
+        raise DTypeError("changes", expected=expected, got=shown(changes))
     names = {name for name, _ in model.named_modules()}
     for key, change in changes.items():
         if not isinstance(key, tuple) or len(key) != 2:
             expected = "pairs of a module name and a head number as keys"
-            raise DTypeError(explain_problem("changes", expected=expected, got=shown(key)))
+            raise DTypeError("changes", expected=expected, got=shown(key))
         name, head = key
         if not isinstance(name, str) or name not in names:
             fix = _nearest(name, names) if isinstance(name, str) else ""
             expected = "names of the model's modules"
-            raise ArgumentError(explain_problem("changes", expected=expected, got=shown(name), fix=fix))
+            raise ArgumentError("changes", expected=expected, got=shown(name), fix=fix)
         if isinstance(head, bool) or not isinstance(head, int) or head < 0:
-            raise ArgumentError(explain_problem("changes", expected="head numbers ≥ 0", got=shown(head)))
+            raise ArgumentError("changes", expected="head numbers ≥ 0", got=shown(head))
         _require_change(change)
     return dict(changes)
 
@@ -95,9 +91,9 @@ def _require_change(change: object) -> None:
     if isinstance(change, Tensor):
         strided("changes", change, expected)
         if change.dtype not in FLOATS + INTEGERS:
-            raise DTypeError(explain_problem("changes", expected=expected, got=f"a {change.dtype} tensor"))
+            raise DTypeError("changes", expected=expected, got=f"a {change.dtype} tensor")
     elif not (isinstance(change, (int, float)) or (isinstance(change, str) and change == "mean") or callable(change)):
-        raise DTypeError(explain_problem("changes", expected=expected, got=type(change).__name__))
+        raise DTypeError("changes", expected=expected, got=type(change).__name__)
 
 
 def head_importance(
@@ -139,13 +135,13 @@ def head_importance(
     """
     module("model", model)
     if not callable(loss):
-        raise DTypeError(explain_problem("loss", expected="a function loss(model, batch)", got=shown(loss)))
+        raise DTypeError("loss", expected="a function loss(model, batch)", got=shown(loss))
     if isinstance(batches, (str, bytes, Tensor)):
         batches = items("batches", batches, "an iterable of batches")
     try:
         iter(batches)
     except TypeError:
-        raise DTypeError(explain_problem("batches", expected="an iterable of batches", got=shown(batches))) from None
+        raise DTypeError("batches", expected="an iterable of batches", got=shown(batches)) from None
     sums: dict[str, Tensor] = {}
     examples: dict[str, int] = {}
     for batch in _with_progress(batches, flag("progress", progress)):
@@ -155,30 +151,26 @@ def head_importance(
             value = _loss_of(loss, model, batch)
         if not isinstance(value, Tensor) or value.dim() != 0:
             got = shape_text(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ShapeError(explain_problem("loss", expected="a scalar", got=got))
+            raise ShapeError("loss", expected="a scalar", got=got)
         named = [(name, gate) for name, found in gates.gates.items() for gate in found]
         gradients = torch.autograd.grad(value, [gate for _, gate in named], allow_unused=True) if named else ()
         for (name, gate), gradient in zip(named, gradients, strict=True):
             if gradient is None:
                 raise ArgumentError(
-                    explain_problem(
-                        "loss",
-                        expected="a loss that depends on every head's output",
-                        got=f"no gradient for {name!r}",
-                        fix="Switch activation checkpointing off, or leave modules out that the loss does not use.",
-                    )
+                    "loss",
+                    expected="a loss that depends on every head's output",
+                    got=f"no gradient for {name!r}",
+                    fix="Switch activation checkpointing off, or leave modules out that the loss does not use.",
                 )
             per_example = gradient.abs().squeeze((2, 3)) * gate.shape[0]  # (B, H)
             sums[name] = sums.get(name, 0) + per_example.sum(0)
             examples[name] = examples.get(name, 0) + gate.shape[0]
     if not sums:
         raise ArgumentError(
-            explain_problem(
-                "model, batches",
-                expected="batches on which attention runs through Clearhead",
-                got="none",
-                fix="Call clearhead.upgrade(model) first, or model.set_attn_implementation('clearhead').",
-            )
+            "model, batches",
+            expected="batches on which attention runs through Clearhead",
+            got="none",
+            fix="Call clearhead.upgrade(model) first, or model.set_attn_implementation('clearhead').",
         )
     return {name: total / examples[name] for name, total in sums.items()}
 
@@ -188,7 +180,7 @@ def _loss_of(loss: Callable[[nn.Module, Any], Tensor], model: nn.Module, batch: 
         return loss(model, batch)
     except TypeError as error:
         expected = "a function loss(model, batch)"
-        raise DTypeError(explain_problem("loss", expected=expected, got=shown(loss), fix=str(error))) from error
+        raise DTypeError("loss", expected=expected, got=shown(loss), fix=str(error)) from error
 
 
 class _Editor:
@@ -211,9 +203,7 @@ class _Editor:
         heads = list(output.unbind(1))  # H × (B, L, Dv)
         for head, change in self._changes[name].items():
             if head >= len(heads):
-                raise ArgumentError(
-                    explain_problem("changes", expected=f"a head of {name!r}, 0 … {len(heads) - 1}", got=str(head))
-                )
+                raise ArgumentError("changes", expected=f"a head of {name!r}, 0 … {len(heads) - 1}", got=str(head))
             heads[head] = _changed(heads[head], change, call, head)
         return torch.stack(heads, 1)  # (B, H, L, Dv)
 
@@ -239,11 +229,9 @@ def _changed(output: Tensor, change: Change, call: AttentionCall, head: int) -> 
             return change.to(output).expand_as(output)
         except RuntimeError as error:
             raise ShapeError(
-                explain_problem(
-                    "changes",
-                    expected=f"a patch that broadcasts to (B, L, Dv) = {shape_text(output.shape)}",
-                    got=shape_text(change.shape),
-                )
+                "changes",
+                expected=f"a patch that broadcasts to (B, L, Dv) = {shape_text(output.shape)}",
+                got=shape_text(change.shape),
             ) from error
     if isinstance(change, (int, float)):
         return output * float(change)
@@ -252,12 +240,10 @@ def _changed(output: Tensor, change: Change, call: AttentionCall, head: int) -> 
             result = change(output)
         except TypeError as error:
             expected = "a function from a head's output to another"
-            raise DTypeError(
-                explain_problem("changes", expected=expected, got=shown(change), fix=str(error))
-            ) from error
+            raise DTypeError("changes", expected=expected, got=shown(change), fix=str(error)) from error
         if not isinstance(result, Tensor) or result.shape != output.shape:
             got = shape_text(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise ShapeError(explain_problem("changes", expected=f"a tensor {shape_text(output.shape)}", got=got))
+            raise ShapeError("changes", expected=f"a tensor {shape_text(output.shape)}", got=got)
         return result
     return _mean(output, call, head).expand_as(output)
 

@@ -15,10 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from .._checks import module, number, shown, size
 from .._environment import in_backward
 from .._statistics.arguments import require_names
-from ..errors import ArgumentError, AttentionHealthWarning, DTypeError, RecordError, explain_problem, in_words_of
+from ..errors import ArgumentError, AttentionHealthWarning, DTypeError, RecordError, in_words_of
 from ._record import record
-
-__all__ = ["ScalarWriter", "Scalars", "monitor", "receiver"]
 
 #: Takes the step and {name: value}.
 Scalars = Callable[[int, dict[str, float]], object]
@@ -75,7 +73,7 @@ class monitor:
             unstable training (Zhai et al., "Stabilizing Transformer Training by Preventing Attention Entropy Collapse",
             2023). Once if heads' ``max_logit`` or ``raw_max_logit`` is above its own: logits that grow make weights
             almost one-hot, and the loss diverges (Dehghani et al., "Scaling Vision Transformers to 22 Billion
-            Parameters", 2023, section 2.1). Only what is among `statistics` is looked at. The papers give no
+            Parameters", 2023). Only what is among `statistics` is looked at. The papers give no
             thresholds; 100 is that of QK-Clip (Kimi Team, "Kimi K2", 2025).
         UnseenAttentionWarning: as `record`, at the first measured step.
 
@@ -295,12 +293,10 @@ def _checked(statistics: Sequence[str]) -> tuple[str, ...]:
     others = [name for name in names if name not in _WORST]
     if others or not names:
         raise ArgumentError(
-            explain_problem(
-                "statistics",
-                expected=f"names among {', '.join(_WORST)}, which have one number per head",
-                got=", ".join(map(repr, others)) or "none",
-                fix="clearhead.record gives every statistic.",
-            )
+            "statistics",
+            expected=f"names among {', '.join(_WORST)}, which have one number per head",
+            got=", ".join(map(repr, others)) or "none",
+            fix="clearhead.record gives every statistic.",
         )
     return names
 
@@ -314,7 +310,7 @@ def receiver(to: object) -> Scalars:
     add_scalar: Any = getattr(to, "add_scalar", None)
     if isinstance(to, type) or not (callable(to) or callable(add_scalar)):
         expected = "a function (step, {name: value}), or something with add_scalar"
-        raise DTypeError(explain_problem("to", expected=expected, got=shown(to)))
+        raise DTypeError("to", expected=expected, got=shown(to))
     if not callable(add_scalar):
         return cast(Scalars, to)
 

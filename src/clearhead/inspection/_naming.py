@@ -14,9 +14,7 @@ from torch import nn
 
 from .._environment import as_written, calls_uncompiled
 from .._layer.unmodified import is_unmodified
-from ..errors import ArgumentError, explain_problem
-
-__all__ = ["ModuleNames", "uncompiled"]
+from ..errors import ArgumentError
 
 
 @contextmanager
@@ -69,12 +67,10 @@ class ModuleNames:
                     continue
                 if isinstance(module, torch.jit.ScriptModule):
                     raise ArgumentError(
-                        explain_problem(
-                            "model",
-                            expected="modules that run in Python",
-                            got=f"{name or 'the model itself'!r}, which is TorchScript",
-                            fix="Take the model as it was before torch.jit.",
-                        )
+                        "model",
+                        expected="modules that run in Python",
+                        got=f"{name or 'the model itself'!r}, which is TorchScript",
+                        fix="Take the model as it was before torch.jit.",
                     )
                 handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(self._leaving, always_call=True))

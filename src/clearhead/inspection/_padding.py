@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["PaddingFinder"]
-
 _KEEP = ("attention_mask",)  # 1 = real
 _DROP = ("src_key_padding_mask",)  # True = padding
 _DECODER_KEEP = ("decoder_attention_mask",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,7 @@ from .._checks import FLOATS, kind, number, strided, with_values
 from .._latent import MultiHeadLatentAttention
 from .._layer.linear import Linear
 from .._multihead import MultiHeadAttention
-from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
-
-__all__ = ["qk_clip_"]
+from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 
 
 class _Rows(NamedTuple):
@@ -101,12 +99,10 @@ def _reader(module: object) -> tuple[Callable[[], list[_Rows]], int]:
     if isinstance(module, nn.MultiheadAttention):
         return lambda: _of_torch(module), module.num_heads
     raise DTypeError(
-        explain_problem(
-            "module",
-            expected="a MultiHeadAttention, a MultiHeadLatentAttention or an nn.MultiheadAttention",
-            got=type(module).__name__,
-            fix="Give the attention module itself, such as model.get_submodule(name).",
-        )
+        "module",
+        expected="a MultiHeadAttention, a MultiHeadLatentAttention or an nn.MultiheadAttention",
+        got=type(module).__name__,
+        fix="Give the attention module itself, such as model.get_submodule(name).",
     )
 
 
@@ -114,12 +110,10 @@ def _of_multi_head(module: MultiHeadAttention) -> list[_Rows]:
     norms = [name for name in ("q_norm", "k_norm") if getattr(module, name) is not None]
     if norms:
         raise ArgumentError(
-            explain_problem(
-                "module",
-                expected="projections without norms after them",
-                got=f"one with {' and '.join(norms)}",
-                fix="They undo what scales the projection, and bound the logits themselves.",
-            )
+            "module",
+            expected="projections without norms after them",
+            got=f"one with {' and '.join(norms)}",
+            fix="They undo what scales the projection, and bound the logits themselves.",
         )
     whole = slice(None)
     return [_Rows(part, module.head_dim, whole, 1) for part in _linear("q_proj", module.q_proj)]
@@ -141,7 +135,7 @@ def _of_latent(module: MultiHeadLatentAttention) -> list[_Rows]:
 
 
 def _of_torch(module: nn.MultiheadAttention) -> list[_Rows]:
-    name = "in_proj_weight" if module._qkv_same_embed_dim else "q_proj_weight"  # pyright: ignore[reportPrivateUsage]
+    name = "in_proj_weight" if module.in_proj_weight is not None else "q_proj_weight"
     parts = [_own(module, name, "")]
     if module.in_proj_bias is not None:
         parts.append(_own(module, "in_proj_bias", ""))
@@ -161,8 +155,7 @@ def _linear(name: str, projection: nn.Module) -> list[Tensor]:
 
 def _own(module: nn.Module, name: str, prefix: str) -> Tensor:
     """A parameter that nothing computes from others, as parametrizations and pruning do."""
-    parameters: dict[str, Any] = module._parameters
-    parameter = parameters.get(name)
+    parameter = dict(module.named_parameters(recurse=False)).get(name)
     if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS:
         got = "none of its own" if parameter is None else f"a {type(parameter).__name__} of {parameter.dtype}"
         raise _not_plain(f"{prefix}{name}", got)
@@ -171,12 +164,10 @@ def _own(module: nn.Module, name: str, prefix: str) -> Tensor:
 
 def _not_plain(name: str, got: str) -> DTypeError:
     return DTypeError(
-        explain_problem(
-            f"module.{name}",
-            expected="a plain linear layer with float parameters of its own",
-            got=got,
-            fix="Merge or remove LoRA, quantisation, pruning and parametrizations first.",
-        )
+        f"module.{name}",
+        expected="a plain linear layer with float parameters of its own",
+        got=got,
+        fix="Merge or remove LoRA, quantisation, pruning and parametrizations first.",
     )
 
 
@@ -185,17 +176,17 @@ def _largest(max_logits: Tensor, heads: int) -> Tensor:
     expected = f"(H,) or (B, H) with H = {heads}"
     given = with_values("max_logits", strided("max_logits", max_logits, f"a float tensor {expected}"))
     if given.dtype not in FLOATS:
-        raise DTypeError(explain_problem("max_logits", expected=f"a float tensor {expected}", got=kind(given)))
+        raise DTypeError("max_logits", expected=f"a float tensor {expected}", got=kind(given))
     if given.dim() not in (1, 2) or given.shape[-1] != heads:
         fix = "Several calls of one module are concatenated with torch.cat."
-        raise ShapeError(explain_problem("max_logits", expected=expected, got=shape_text(given.shape), fix=fix))
+        raise ShapeError("max_logits", expected=expected, got=shape_text(given.shape), fix=fix)
     largest = given.detach().double()
     if largest.dim() == 2:
         lowest = largest.new_full((1, heads), float("-inf"))  # of an empty batch
         largest = torch.cat((largest, lowest)).amax(0)  # (H,)
     if bool((largest.isnan() | (largest == float("inf"))).any()):
         fix = "The model has diverged: go back to a checkpoint."
-        raise ArgumentError(explain_problem("max_logits", expected="finite logits, or −∞", got="NaN or +∞", fix=fix))
+        raise ArgumentError("max_logits", expected="finite logits, or −∞", got="NaN or +∞", fix=fix)
     return largest
 
 

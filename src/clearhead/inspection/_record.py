@@ -181,7 +181,7 @@ class record(Drawable, Mapping[str, Calls]):
     def start_inside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin in a forward pre-hook of the model, whose own call, with these arguments, runs already."""
         self.__enter__()
-        if "_orig_mod" in self._running.model._modules:  # from torch.compile, whose compiled forward is called next
+        if hasattr(self._running.model, "_orig_mod"):  # from torch.compile, whose compiled forward is called next
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
         self._running.enter("", args, kwargs)
 

@@ -9,8 +9,6 @@ from torch import nn
 
 from ..errors import RecordError, UnseenAttentionWarning
 
-__all__ = ["SOFTMAX", "Unseen"]
-
 SOFTMAX = "a softmax over four dimensions"
 
 

@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from .._checks import shown, strided
 from .._multihead import MultiHeadAttention
-from ..errors import ArgumentError, DTypeError, explain_problem
+from ..errors import ArgumentError, DTypeError
 from ..masks import Mask
 from ._walkthrough_result import Walkthrough
 from ._walkthrough_steps import Recorder, take_steps
 from ._walkthrough_text import LANGUAGES
-
-__all__ = ["walkthrough"]
 
 # Relative to the largest output; for half precision, a few roundings of the last bit.
 _AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -116,13 +114,11 @@ def _largest_difference(output: Tensor, returned: Tensor) -> tuple[float, float]
 def _check_arguments(module: object, language: object) -> None:
     if not isinstance(language, str) or language not in LANGUAGES:
         names = " or ".join(f'"{name}"' for name in LANGUAGES)
-        raise ArgumentError(explain_problem("language", expected=names, got=shown(language)))
+        raise ArgumentError("language", expected=names, got=shown(language))
     if not isinstance(module, MultiHeadAttention):
         raise DTypeError(
-            explain_problem(
-                "module",
-                expected="a clearhead.MultiHeadAttention",
-                got=f"{type(module).__module__}.{type(module).__qualname__}",
-                fix="Pass the attention module itself, not the model around it.",
-            )
+            "module",
+            expected="a clearhead.MultiHeadAttention",
+            got=f"{type(module).__module__}.{type(module).__qualname__}",
+            fix="Pass the attention module itself, not the model around it.",
         )

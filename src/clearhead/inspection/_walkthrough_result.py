@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .._checks import shown
-from ..errors import UnknownNameError, explain_problem, shape_text
+from ..errors import UnknownNameError, shape_text
 from ._walkthrough_steps import Step
 from ._walkthrough_text import LANGUAGES, Language
-
-__all__ = ["Walkthrough"]
 
 _WIDTH = 96
 _LARGEST_TABLE = 6
@@ -57,7 +55,7 @@ class Walkthrough:
             if isinstance(name, str) and step.name == name:
                 return step
         known = ", ".join(step.name for step in self.steps)
-        raise UnknownNameError(explain_problem("name", expected=f"one of {known}", got=shown(name)))
+        raise UnknownNameError("name", expected=f"one of {known}", got=shown(name))
 
     def __str__(self) -> str:
         return _write(self)

@@ -16,8 +16,6 @@ from ..masks._lowering import dense_mask
 from ..masks._tensors import as_mask
 from ._walkthrough_text import LANGUAGES
 
-__all__ = ["Recorder", "Step", "take_steps"]
-
 
 @dataclass(frozen=True, eq=False)
 class Step:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["LANGUAGES", "Language", "StepWords"]
-
 
 @dataclass(frozen=True)
 class StepWords:

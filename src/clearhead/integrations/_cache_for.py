@@ -27,11 +27,9 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .._checks import choice, is_probability, module, number, shown, size
 from ..caches import EvictingKVCache, EvictionPolicy, HeavyHitters, SinksAndRecent, SlidingKVCache
-from ..errors import ArgumentError, CacheError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, CacheError, DTypeError, ShapeError, shape_text
 from ._cache_layers import BoundedLayer, FullLayer, Make, not_croppable, policy_within
 from ._lazy_mask import Carried, carrying
-
-__all__ = ["cache_for"]
 
 Kind = Literal["full", "sliding", "heavy_hitters", "sinks_and_recent"]
 
@@ -144,12 +142,10 @@ class FullCache(Cache):
         held, new = self.get_seq_length(layer_idx), key_states.shape[2]
         if self._max_length is not None and held + new > self._max_length:
             raise CacheError(
-                explain_problem(
-                    "past_key_values",
-                    expected=f"at most max_length = {self._max_length} tokens",
-                    got=f"{held} held and {new} more, {held + new}",
-                    fix="Make it with a larger max_length, or with none: cache_for(model). Or reset() it.",
-                )
+                "past_key_values",
+                expected=f"at most max_length = {self._max_length} tokens",
+                got=f"{held} held and {new} more, {held + new}",
+                fix="Make it with a larger max_length, or with none: cache_for(model). Or reset() it.",
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -254,19 +250,15 @@ class BoundedCache(Cache):
         taken = {layer.get_seq_length() for layer in (*self.layers, *self._ahead.values())}
         if len(taken) > 1:
             raise CacheError(
-                explain_problem(
-                    "past_key_values",
-                    expected="a cache whose layers have taken the same tokens",
-                    got="one that an interrupted forward left halfway",
-                    fix="reset() it and begin with the prompt.",
-                )
+                "past_key_values",
+                expected="a cache whose layers have taken the same tokens",
+                got="one that an interrupted forward left halfway",
+                fix="reset() it and begin with the prompt.",
             )
         rows = self.layers[0].rows
         if rows not in (0, batch_size):
             fix = "Make a cache for each batch, or reset() it before the next."
-            raise ShapeError(
-                explain_problem("past_key_values", expected=f"a batch of {rows} rows", got=str(batch_size), fix=fix)
-            )
+            raise ShapeError("past_key_values", expected=f"a batch of {rows} rows", got=str(batch_size), fix=fix)
 
     def _positions(self, given: object, batch_size: int, length: int) -> Tensor | int:
         """Where the new tokens stand in their texts: an int, or (B, L) with −1 for padding."""
@@ -276,16 +268,14 @@ class BoundedCache(Cache):
         expected = f"the tokenizer's marks of all tokens so far, {shape_text((batch_size, taken + length))}"
         if not isinstance(given, Tensor) or tuple(given.shape) != (batch_size, taken + length):
             fix = "The cache makes the masks of its keys itself."
-            raise ShapeError(explain_problem("attention_mask", expected=expected, got=shown(given), fix=fix))
+            raise ShapeError("attention_mask", expected=expected, got=shown(given), fix=fix)
         real = given.bool()
         if taken > 0 and bool((real[:, :taken].sum(1, keepdim=True) != first).any()):
             raise CacheError(
-                explain_problem(
-                    "attention_mask",
-                    expected="the same marks as before for the tokens that the cache has taken",
-                    got="others",
-                    fix="What is padding is decided when a token comes. reset() the cache to begin anew.",
-                )
+                "attention_mask",
+                expected="the same marks as before for the tokens that the cache has taken",
+                got="others",
+                fix="What is padding is decided when a token comes. reset() the cache to begin anew.",
             )
         new = real[:, taken:]
         if isinstance(first, int) and bool(new.all()):
@@ -313,20 +303,19 @@ def _require_used(kind: str, given: dict[str, Any]) -> None:
     """Raise unless the arguments are those of the kind, and within their bounds."""
     used = _ARGUMENTS[kind]
     for name, value in given.items():
-        if name not in used and value is not _DEFAULTS[name] and value != _DEFAULTS[name]:
+        default = _DEFAULTS[name]
+        if name not in used and not (type(value) is type(default) and value == default):
             of = " and ".join(repr(each) for each, names in _ARGUMENTS.items() if name in names)
             fix = f"{name} is for {of}."
-            raise ArgumentError(explain_problem(name, expected=f"nothing for kind={kind!r}", got=shown(value), fix=fix))
+            raise ArgumentError(name, expected=f"nothing for kind={kind!r}", got=shown(value), fix=fix)
     for name in ("window", "budget"):
         if name in used:
             size(name, given[name])
     if "sinks" in used and size("sinks", given["sinks"], 0) >= given["budget"]:
         raise ArgumentError(
-            explain_problem(
-                "sinks",
-                expected=f"fewer than budget={given['budget']}, so that the latest tokens have room",
-                got=str(given["sinks"]),
-            )
+            "sinks",
+            expected=f"fewer than budget={given['budget']}, so that the latest tokens have room",
+            got=str(given["sinks"]),
         )
     if "recent" in used:
         number("recent", given["recent"], "a share in [0, 1]", is_probability)
@@ -338,7 +327,7 @@ def _served(model: object, kind: str) -> PreTrainedModel:
     """The model of transformers in `model`, which may be wrapped (peft, torch.compile)."""
     found = next((each for each in module("model", model).modules() if isinstance(each, PreTrainedModel)), None)
     if found is None:
-        raise DTypeError(explain_problem("model", expected="a model of transformers", got=shown(type(model).__name__)))
+        raise DTypeError("model", expected="a model of transformers", got=shown(type(model).__name__))
     config: Any = found.config
     known = (*_SERVED, *_FULL_ONLY) if kind == "full" else _SERVED
     name = config.model_type
@@ -346,12 +335,10 @@ def _served(model: object, kind: str) -> PreTrainedModel:
     if name not in known or not whole:
         reason = f" {name}: {_FULL_ONLY[name]}; kind='full' serves it." if whole and name in _FULL_ONLY else ""
         raise ArgumentError(
-            explain_problem(
-                "model",
-                expected=f"for kind={kind!r} a decoder of type {', '.join(known)}",
-                got=f"{type(found).__name__}, type {name}",
-                fix=f"Without past_key_values= generate makes transformers' own cache.{reason}",
-            )
+            "model",
+            expected=f"for kind={kind!r} a decoder of type {', '.join(known)}",
+            got=f"{type(found).__name__}, type {name}",
+            fix=f"Without past_key_values= generate makes transformers' own cache.{reason}",
         )
     return found
 
@@ -365,15 +352,13 @@ def _windows(config: Any) -> list[int | None]:
 
 def _full(served: PreTrainedModel, max_length: int | None) -> Cache:
     # transformers' own choice of the layers that need no more than a window.
-    dynamic = DynamicCache(config=served.config.get_text_config(decoder=True)).layers
+    dynamic = DynamicCache(config=served.get_decoder().config).layers
     layers = [FullLayer(max_length) if type(each) is DynamicLayer else each for each in dynamic]
     if any(type(each) not in (FullLayer, DynamicSlidingWindowLayer) for each in layers):
         raise ArgumentError(
-            explain_problem(
-                "model",
-                expected="layers with attention to all tokens or to a sliding window",
-                got=", ".join(sorted({type(each).__name__ for each in layers} - {"FullLayer"})),
-            )
+            "model",
+            expected="layers with attention to all tokens or to a sliding window",
+            got=", ".join(sorted({type(each).__name__ for each in layers} - {"FullLayer"})),
         )
     cache = FullCache(layers, max_length)
     return EncoderDecoderCache(cache, DynamicCache()) if served.config.is_encoder_decoder else cache
@@ -405,34 +390,28 @@ def _require_implementation(kind: str, config: Any) -> None:
     takes = ("clearhead",) if kind == "heavy_hitters" else _IMPLEMENTATIONS
     if found not in takes:
         raise ArgumentError(
-            explain_problem(
-                "model",
-                expected=f"for kind={kind!r} the attention implementation {' or '.join(map(repr, takes))}",
-                got=repr(found),
-                fix='Set it with model.set_attn_implementation("clearhead").',
-            )
+            "model",
+            expected=f"for kind={kind!r} the attention implementation {' or '.join(map(repr, takes))}",
+            got=repr(found),
+            fix='Set it with model.set_attn_implementation("clearhead").',
         )
 
 
 def _of_another_model() -> CacheError:
     return CacheError(
-        explain_problem(
-            "past_key_values",
-            expected="a cache that was made for this model",
-            got="one of another",
-            fix="Make it with clearhead.integrations.transformers.cache_for(model, ...).",
-        )
+        "past_key_values",
+        expected="a cache that was made for this model",
+        got="one of another",
+        fix="Make it with clearhead.integrations.transformers.cache_for(model, ...).",
     )
 
 
 def _unreadable() -> Tensor:
     raise CacheError(
-        explain_problem(
-            "past_key_values",
-            expected="attention 'clearhead', outside of compiled and exported graphs: the keys differ between heads",
-            got="a mask of heavy hitters that is read by something else",
-            fix='Use model.set_attn_implementation("clearhead") and do not compile the model.',
-        )
+        "past_key_values",
+        expected="attention 'clearhead', outside of compiled and exported graphs: the keys differ between heads",
+        got="a mask of heavy hitters that is read by something else",
+        fix='Use model.set_attn_implementation("clearhead") and do not compile the model.',
     )
 
 

@@ -10,11 +10,9 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..caches import EvictingKVCache, EvictionPolicy, Held, KeyValues, KVCache, SlidingKVCache
-from ..errors import CacheError, explain_problem
+from ..errors import CacheError
 from ..masks._base import Mask
 from ..masks._positional import Present, causal, sliding_window
-
-__all__ = ["BoundedLayer", "FullLayer", "Make", "not_croppable", "policy_within"]
 
 #: The cache of a layer, made when its first keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) arrive.
 Make = Callable[[Tensor, Tensor], SlidingKVCache | EvictingKVCache]
@@ -216,12 +214,10 @@ class BoundedLayer(_Layer["SlidingKVCache | EvictingKVCache"]):
 def not_croppable(argument: str) -> CacheError:
     """The error for what takes tokens back."""
     return CacheError(
-        explain_problem(
-            argument,
-            expected="decoding that only goes forward: the keys that these tokens displaced are gone",
-            got="a cache that keeps a part of the keys, and tokens to be taken back (assisted decoding does that)",
-            fix='Decode without an assistant or prompt lookup, or use cache_for(model, "full").',
-        )
+        argument,
+        expected="decoding that only goes forward: the keys that these tokens displaced are gone",
+        got="a cache that keeps a part of the keys, and tokens to be taken back (assisted decoding does that)",
+        fix='Decode without an assistant or prompt lookup, or use cache_for(model, "full").',
     )
 
 

@@ -20,8 +20,6 @@ from torch import Tensor
 from .._environment import disabled_torch_function, has_wrappers, is_tracing, is_transformed, wrapper_of
 from ..masks._base import Mask
 
-__all__ = ["Carried", "additive_mask", "carried_by", "carrying", "values_of"]
-
 
 class Carried(NamedTuple):
     """What an additive mask stands for."""

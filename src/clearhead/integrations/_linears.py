@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .._environment import read_environment
 from .._layer.linear import Linear, describe_backend, eager_linear
 from .._layer.unmodified import is_unmodified
-
-__all__ = ["linears_to_swap", "own_linears"]
 
 
 def linears_to_swap(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
@@ -28,7 +25,7 @@ def linears_to_swap(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, s
         if why is None and _is_part_of_lora(model, name):
             why = "it is part of an adapter"
         if why is None and prefers_pytorch:
-            why = f"its GEMM stays {describe_backend()}"
+            why = f"the GEMM stays {describe_backend()}"
         if why is None:
             swapped[name] = module
         else:
@@ -58,7 +55,7 @@ def _why_not(module: nn.Linear) -> str | None:
         return "it is Clearhead's already"
     if kind is not nn.Linear:
         return f"{kind.__module__}.{kind.__qualname__} is a subclass with code of its own"
-    if not is_unmodified(module, read_environment()._replace(module_hooks=False)):
+    if not is_unmodified(module):
         return "it has hooks, a parametrization, or a forward of its own"
     if type(weight) is not nn.Parameter or type(weight.data) is not Tensor:
         return f"its weight is a {type(weight).__name__}"

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from .._call.rows import Rows, read_rows
-from ..errors import ShapeError, explain_problem, shape_text
-
-__all__ = ["boundaries_of", "rows_of"]
+from ..errors import ShapeError, shape_text
 
 _ROWS = "_clearhead_rows"
 
@@ -50,10 +48,8 @@ def _beside(query: Tensor, starts: Tensor) -> Tensor:
 
 def _refuse(query: Tensor, key: Tensor) -> NoReturn:
     raise ShapeError(
-        explain_problem(
-            "cu_seq_lens_q, cu_seq_lens_k",
-            expected="the same boundaries for queries and keys, one packed row (B = 1, L = S)",
-            got=f"query {shape_text(query.shape)}, key {shape_text(key.shape)}",
-            fix="Pass position_ids or an attention_mask instead.",
-        )
+        "cu_seq_lens_q, cu_seq_lens_k",
+        expected="the same boundaries for queries and keys, one packed row (B = 1, L = S)",
+        got=f"query {shape_text(query.shape)}, key {shape_text(key.shape)}",
+        fix="Pass position_ids or an attention_mask instead.",
     )

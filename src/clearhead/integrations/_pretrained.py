@@ -8,16 +8,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "head_of",
-    "models_of_transformers",
-    "outermost",
-    "restore_attention",
-    "runs_on_clearhead",
-    "set_attention",
-    "why_not_set",
-]
-
 NAME = "clearhead"
 _BEFORE = "_clearhead_attention_before"
 

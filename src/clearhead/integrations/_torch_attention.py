@@ -8,8 +8,6 @@ from ..nn._encoder import drop_padding, keep_padding
 from ..nn._multihead_attention import MultiheadAttention, keep_off_fast_path
 from ..nn._sharing import STACKS, share_masks, stop_sharing
 
-__all__ = ["nested_back", "nested_off", "swap_attention", "swap_attention_back"]
-
 _NESTED_BEFORE = "_clearhead_use_nested_tensor"
 
 

@@ -11,8 +11,6 @@ from transformers.training_args import TrainingArguments
 
 from ..inspection._monitor import Scalars, ScalarWriter, monitor, receiver
 
-__all__ = ["AttentionMonitorCallback"]
-
 
 class AttentionMonitorCallback(TrainerCallback):
     """Watch the attention of a model that a transformers `Trainer` trains, as `clearhead.monitor` does.

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from .._environment import is_tracing, read_environment
 from ._packed_row import boundaries_of
 
-__all__ = ["ENCODERS", "is_unpadded", "keep_padding", "leave_out_padding", "why_no_encoder", "why_padded"]
-
 #: What works token by token but for its attention, takes positions, and hands boundaries on to the attention function.
 ENCODERS: dict[str, str] = {
     "BertModel": "bert.modeling_bert",

@@ -8,7 +8,7 @@ from torch import nn
 
 from .._checks import flag
 from .._layer.linear import Linear
-from ..errors import ArgumentError, DTypeError, explain_problem
+from ..errors import ArgumentError, DTypeError
 from ._linears import linears_to_swap, own_linears
 from ._pretrained import (
     head_of,
@@ -22,8 +22,6 @@ from ._pretrained import (
 from ._torch_attention import nested_back, nested_off, swap_attention, swap_attention_back
 from ._unpad import ENCODERS, is_unpadded, keep_padding, leave_out_padding, why_no_encoder, why_padded
 from ._upgrade_report import UpgradeReport
-
-__all__ = ["UpgradeReport", "downgrade", "upgrade"]
 
 
 def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, unpad: bool = False) -> UpgradeReport:
@@ -108,9 +106,9 @@ def downgrade(model: nn.Module) -> UpgradeReport:
     Example:
         >>> import torch, clearhead
         >>> model = torch.nn.TransformerEncoderLayer(12, 3, batch_first=True)
-        >>> _ = clearhead.upgrade(model)
+        >>> _ = clearhead.upgrade(model, linears=False)
         >>> print(clearhead.downgrade(model))
-        downgraded: 1 attention module(s)...
+        downgraded: 1 attention module(s)
           self_attn
     """
     _require_module(model)
@@ -150,7 +148,7 @@ def _encoders(
         expected = f"one of the encoders that can leave padding out ({', '.join(ENCODERS)}) for unpad=True"
         got = "; ".join(left.values()) or f"{type(model).__name__}, which holds no model of transformers"
         fix = "Leave unpad out: upgrade(model) swaps the rest."
-        raise ArgumentError(explain_problem("unpad", expected=expected, got=got, fix=fix))
+        raise ArgumentError("unpad", expected=expected, got=got, fix=fix)
     for name in listed:
         _require_attention(pretrained, name, attention)
     encoders: dict[str, nn.Module] = {}
@@ -172,9 +170,9 @@ def _require_attention(pretrained: dict[str, Any], name: str, attention: bool) -
     if why is not None:
         fix = 'Call model.set_attn_implementation("clearhead") or upgrade(model, unpad=True) on a model with "sdpa".'
         expected = f"Clearhead's attention in {name or 'the model'}, by which texts in one row are kept apart"
-        raise ArgumentError(explain_problem("unpad", expected=expected, got=why, fix=fix))
+        raise ArgumentError("unpad", expected=expected, got=why, fix=fix)
 
 
 def _require_module(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise DTypeError(explain_problem("model", expected="a torch.nn.Module", got=type(model).__name__))
+        raise DTypeError("model", expected="a torch.nn.Module", got=type(model).__name__)

@@ -38,7 +38,6 @@ from ..errors import (
     DTypeError,
     MaskTypeError,
     ShapeError,
-    explain_problem,
     in_words_of,
     shape_text,
 )
@@ -182,7 +181,7 @@ def _attend(
     output_attentions: bool | None,
 ) -> tuple[Tensor, Tensor | None]:
     if not hasattr(module, "training"):
-        raise DTypeError(explain_problem("module", expected="a torch.nn.Module", got=shown(module)))
+        raise DTypeError("module", expected="a torch.nn.Module", got=shown(module))
     held = _held_layer(module, attention_mask)
     if held is not None:
         pattern, places = _seen_of_held(held, query.shape[1])
@@ -276,7 +275,7 @@ def _require_offset(q_offset: object) -> None:
     if not isinstance(q_offset, Tensor):
         integer("q_offset", q_offset, least=0)
     elif strided("q_offset", q_offset).numel() != 1 or q_offset.dtype not in INTEGERS:
-        raise DTypeError(explain_problem("q_offset", expected="an int, or a tensor of one", got=shown(q_offset)))
+        raise DTypeError("q_offset", expected="an int, or a tensor of one", got=shown(q_offset))
 
 
 def register() -> None:
@@ -300,12 +299,10 @@ def _refuse_unknown(others: dict[str, Any]) -> None:
         if value is None or name in WITHOUT_EFFECT:
             continue
         raise ArgumentError(
-            explain_problem(
-                name,
-                expected="no keyword that Clearhead's attention for transformers does not know",
-                got=f"a {type(value).__name__} from the model",
-                fix='It may change the result, so it is not ignored. Use model.set_attn_implementation("eager").',
-            )
+            name,
+            expected="no keyword that Clearhead's attention for transformers does not know",
+            got=f"a {type(value).__name__} from the model",
+            fix='It may change the result, so it is not ignored. Use model.set_attn_implementation("eager").',
         )
 
 
@@ -313,7 +310,7 @@ def _same_batch(**given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Expand a batch of 1 (learned queries, shared keys) to the others' size."""
     for name, tensor in given.items():
         if strided(name, tensor).dim() != 4:
-            raise ShapeError(explain_problem(name, expected="(B, H, L, D)", got=shape_text(tensor.shape)))
+            raise ShapeError(name, expected="(B, H, L, D)", got=shape_text(tensor.shape))
     tensors = given.values()
     batch = max(tensor.shape[0] for tensor in tensors)
     query, key, value = (t.expand(batch, -1, -1, -1) if t.shape[0] == 1 < batch else t for t in tensors)
@@ -329,7 +326,7 @@ def _causal(query: Tensor, key: Tensor) -> masks.Mask | None:
 
 def _given_mask(given: Tensor, query: Tensor, key: Tensor) -> masks.Mask | None:
     if not isinstance(given, Tensor):
-        raise MaskTypeError(explain_problem("attention_mask", expected="a tensor or None", got=type(given).__name__))
+        raise MaskTypeError("attention_mask", expected="a tensor or None", got=type(given).__name__)
     carried = carried_by(given)
     if carried is not None:
         return _causal(query, key) if carried.mask is None else carried.mask
@@ -341,12 +338,10 @@ def _given_mask(given: Tensor, query: Tensor, key: Tensor) -> masks.Mask | None:
         lowest = torch.finfo(given.dtype).min
         return masks.bias(given.masked_fill(given <= lowest, float("-inf")))
     raise DTypeError(
-        explain_problem(
-            "attention_mask",
-            expected="a bool mask (True = may attend) or an additive float mask",
-            got=f"{given.dtype} of shape {shape_text(given.shape)}",
-            fix="Give 4-D masks as bool.",
-        )
+        "attention_mask",
+        expected="a bool mask (True = may attend) or an additive float mask",
+        got=f"{given.dtype} of shape {shape_text(given.shape)}",
+        fix="Give 4-D masks as bool.",
     )
 
 

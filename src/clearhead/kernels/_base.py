@@ -13,8 +13,6 @@ from .._call.spec import AttentionCall, AttentionSpec, Results
 from ..masks._base import Mask
 from ..masks._grid import Grid
 
-__all__ = ["Kernel", "Plan", "Refusal", "rows_interleave"]
-
 #: How calls of one spec are computed.
 Plan = Callable[[AttentionCall], Results]
 
@@ -26,8 +24,8 @@ class Refusal:
     to that length.
 
     Args:
-        template: the reason, with places for values as in `str.format`.
-        values: what stands in these places.
+        template: the reason, with fields for values as in `str.format`.
+        values: of these fields.
 
     Example:
         >>> from clearhead.kernels import Refusal
@@ -103,7 +101,7 @@ def rows_interleave(tensor: Tensor) -> bool:
     """Whether `torch.empty_like` lays rows out with gaps between their elements.
 
     It does for tensors that overlap themselves, such as those of `Tensor.unfold`, whose rows are contiguous. Kernels
-    that allocate results or gradients with it would write elsewhere than they were told.
+    that allocate results or gradients with it would write elsewhere than expected.
     """
     if 1 not in tensor.stride()[:-1] or tensor.shape[-1] == 1:
         return False

@@ -21,8 +21,6 @@ from ..masks._grid import Block, Grid
 from ._base import Kernel, Plan, Refusal
 from ._flex_blocks import SIDE, BandBlocks, Table, lower_blocks
 
-__all__ = ["FlexKernel"]
-
 _HALF = (torch.bfloat16, torch.float16)
 _LISTS = {"places", "cells", "bias"}  # as long as the mask makes them
 _SHORTEST = 1 << 20  # filling up to this takes a millisecond, compiling for another length ten seconds
@@ -31,7 +29,7 @@ _NARROWEST = 16  # the head size from which on PyTorch's CUDA kernels run
 
 @final
 class FlexKernel(Kernel):
-    """`torch.nn.attention.flex_attention`, compiled once for each kind of call."""
+    """`torch.nn.attention.flex_attention`, compiled once for each signature of a call."""
 
     name: ClassVar[str] = "flex"
     twice_differentiable: ClassVar[bool] = False
@@ -67,7 +65,7 @@ class FlexKernel(Kernel):
         numbers = _numbers(call)
         for name in _LISTS & numbers.keys():
             numbers[name] = _fixed_size(numbers[name])
-        attend = _compiled(_kind(call, inputs, numbers))
+        attend = _compiled(_signature(call, inputs, numbers))
         with sizes_apart():
             output = attend(*inputs, numbers, call.spec.scale, call.spec.needs_gradients)
         if call.coverage.masked_queries is not None:
@@ -96,7 +94,7 @@ def _numbers(call: AttentionCall) -> dict[str, Tensor]:
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, numbers: dict[str, Tensor], scale: float, gradients: bool
 ) -> Tensor:
-    """What is compiled. Sizes are symbols, numbers are tensors, so that a kind of call is compiled once."""
+    """What is compiled. Sizes are symbols, numbers are tensors, so that calls of one signature are compiled once."""
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     def pick(flat: Tensor, steps: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -150,7 +148,7 @@ def _fixed_size(numbers: Tensor) -> Tensor:
     return filled
 
 
-def _kind(call: AttentionCall, inputs: list[Tensor], numbers: dict[str, Tensor]) -> tuple[object, ...]:
+def _signature(call: AttentionCall, inputs: list[Tensor], numbers: dict[str, Tensor]) -> tuple[object, ...]:
     """What the compiler looks at: everything but sizes, and of these the constant ones and whether others are 1."""
     heads = (call.query.shape[1], call.key.shape[1], call.query.shape[-1], call.value.shape[-1])
     fixed = tuple((name, tensor.numel() if name in _LISTS else None) for name, tensor in numbers.items())
@@ -159,8 +157,8 @@ def _kind(call: AttentionCall, inputs: list[Tensor], numbers: dict[str, Tensor])
 
 
 @lru_cache(maxsize=128)
-def _compiled(kind: tuple[object, ...]) -> Callable[..., Tensor]:
-    """A compiled copy of `_attend` for one kind of call.
+def _compiled(signature: tuple[object, ...]) -> Callable[..., Tensor]:
+    """A compiled copy of `_attend` for calls of one signature.
 
     A copy, because the compiler counts what it has compiled of one function and gives up at eight.
     """

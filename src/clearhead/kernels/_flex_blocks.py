@@ -16,8 +16,6 @@ from ..masks._grid import Block, Grid
 from ..masks._lowering import chosen_cell
 from ..masks._structure import Band, Structure
 
-__all__ = ["SIDE", "BandBlocks", "Blocks", "CellBlocks", "Table", "lower_blocks"]
-
 #: Queries and keys in a block; PyTorch's own default.
 SIDE = 128
 

@@ -13,8 +13,6 @@ from ..masks._grid import Grid
 from ..masks._lowering import completed
 from ..masks._structure import Band, RowRanges
 
-__all__ = ["LoweredMask", "lower_mask"]
-
 
 @dataclass(frozen=True)
 class LoweredMask:

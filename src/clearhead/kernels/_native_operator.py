@@ -13,8 +13,6 @@ from torch import Tensor
 from ._native_plan import NativeArguments
 from ._second_order import sinks_gradient
 
-__all__: list[str] = []
-
 _REQUEST = (
     "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? visible, Tensor? bias, Tensor? first, "
     "Tensor? last, Tensor? seed, float scale, float softcap, float dropout_p, SymInt low, SymInt high, SymInt stop"

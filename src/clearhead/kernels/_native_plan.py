@@ -11,8 +11,6 @@ from torch import Tensor
 from .._call.spec import Layout
 from .._native import extension, instruction_set_number
 
-__all__ = ["DTYPES", "NO_EXTRAS", "Extras", "NativeArguments", "NativePlan"]
-
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 Strides = tuple[int, ...]
 

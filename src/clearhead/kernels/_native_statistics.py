@@ -13,15 +13,6 @@ from ._native import arguments_of
 from ._native_plan import NativeArguments
 from ._native_support import native_refusals, reads_in_place, refuses_statistics
 
-__all__ = [
-    "MOST_KEYS_OF_A_QUERY",
-    "WeightStatistics",
-    "gather",
-    "native_weights",
-    "refuses",
-    "refuses_statistics",
-]
-
 MOST_KEYS_OF_A_QUERY = 64  # in top-k: longer lists are no longer short beside the scores
 
 

@@ -13,8 +13,6 @@ from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ._base import Kernel, Plan, Refusal
 
-__all__ = ["ReferenceKernel", "reference_results", "reference_weights"]
-
 
 @final
 class ReferenceKernel(Kernel):

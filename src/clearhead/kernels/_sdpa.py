@@ -149,7 +149,7 @@ def _has_whole_rows(layout: Layout) -> bool:
 def _folds(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     """Whether the heads of a group become rows of one head.
 
-    With few rows PyTorch's own grouping reads every key once per query head. While tracing only one row is asked for:
+    With few rows PyTorch's own grouping reads every key once per query head. While tracing only one row is looked for:
     any other comparison would tie the graph to a length.
     """
     if spec.group == 1:
@@ -186,7 +186,7 @@ def _share_worth_skipping(mask: Mask, grid: Grid) -> float | None:
 
 
 def _is_flagged_causal(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
-    """Whether PyTorch's causal flag says what the mask says. One row is folded, and told to each row of its group."""
+    """Whether PyTorch's causal flag says what the mask says. Not for one row of grouped heads: these become rows."""
     if mask is None or (spec.group > 1 and spec.query.shape[2] == 1):
         return False
     return is_plain_causal(mask, grid)

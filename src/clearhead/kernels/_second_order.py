@@ -17,8 +17,6 @@ from .._environment import any_autocast, is_batched
 from ..errors import KernelError
 from ._reference import reference_results
 
-__all__ = ["allow_second_derivatives", "backward_pass", "gradients_through", "recompute_by_reference", "sinks_gradient"]
-
 OptionalTensors = Sequence[Tensor | None]
 #: Results from inputs, by PyTorch's operations.
 Recompute = Callable[..., OptionalTensors]

@@ -16,8 +16,6 @@ from ._native_statistics import native_weights
 from ._second_order import backward_pass
 from ._weights_gradient import weights_by_operations, weights_gradients, weights_inputs
 
-__all__ = ["compute_weights"]
-
 
 def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool, forced: Kernel | None = None) -> Tensor:
     """Weights of a validated call.

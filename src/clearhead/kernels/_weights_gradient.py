@@ -11,8 +11,6 @@ from .._call.spec import AttentionCall
 from ._blocks import LongSum, block_scores, block_weights, grouped, grouped_transposed, score_blocks
 from ._reference import reference_weights
 
-__all__ = ["weights_by_operations", "weights_gradients", "weights_inputs"]
-
 
 def weights_gradients(
     call: AttentionCall, chosen: Tensor | None, average: bool, gradient: Tensor

@@ -19,8 +19,6 @@ from ._grid import Block, Grid
 from ._report import MaskReport
 from ._structure import UNKNOWN, Structure
 
-__all__ = ["And", "Mask", "Not", "Or", "Sizes", "Tools", "all_of", "provide"]
-
 Result = TypeVar("Result")
 
 
@@ -123,7 +121,8 @@ class Mask(ABC):
 
     @property
     def has_bias(self) -> bool:
-        return False
+        """Whether it adds to scores: whether its class has a `bias`."""
+        return type(self).bias is not Mask.bias
 
     @property
     def fits_any_call(self) -> bool:
@@ -359,6 +358,39 @@ class And(Mask):
 
     def describe(self) -> str:
         return " & ".join(part.describe() for part in self._parts)
+
+
+class Wrapping(Mask):
+    """Another mask, seen otherwise: what a subclass does not override is that of the other one."""
+
+    def __init__(self, mask: Mask) -> None:
+        self._mask = mask
+
+    def place(self, block: Block) -> Block:
+        """The block of the other mask that a block of this one is."""
+        return block
+
+    def visible(self, block: Block) -> Tensor | None:
+        return self._mask.visible(self.place(block))
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
+        return self._mask.bias(self.place(block), dtype)
+
+    def bias_tensors(self) -> tuple[Tensor, ...]:
+        return self._mask.bias_tensors()
+
+    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        return self._mask.with_bias_tensors(tensors)
+
+    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
+        self._mask.add_bias_gradients(gradients, self.place(block), scores_gradient)
+
+    @property
+    def has_bias(self) -> bool:
+        return self._mask.has_bias
+
+    def describe(self) -> str:
+        return self._mask.describe()
 
 
 @final

@@ -12,8 +12,6 @@ from ._coverage import find_coverage
 from ._grid import Block, Grid
 from ._report import MaskReport
 
-__all__ = ["check_mask", "grid_for"]
-
 _CORNER = 64  # rows and columns looked at to tell a causal mask from its opposite
 
 

@@ -13,10 +13,8 @@ from .._environment import is_tracing, is_transformed
 from ._base import Mask
 from ._grid import Block, Grid
 from ._lowering import chosen_cell, row_blocks
-from ._native_reach import find_natively
+from ._native_coverage import find_natively
 from ._structure import Band, RowRanges, Structure
-
-__all__ = ["COVERS_ALL", "Coverage", "coverage", "find_coverage"]
 
 _ROWS_AT_A_TIME = 1 << 21  # elements of mask evaluated at once
 _EDGE_ROWS, _EDGE_COLUMNS = 16, 8  # at each border, looked at first; reading columns takes longer
@@ -88,26 +86,26 @@ def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor, Tenso
     if structure.band is None and (rows is None or (rows.stop.shape[1] == 1 and rows.first is None)):
         if rows is not None:
             keys = _and(torch.arange(grid.key_length, device=grid.device) < rows.stop, keys)
-        seeing, seen = _of_marks(structure.queries, keys, grid)
+        covered_queries, covered_keys = _of_marks(structure.queries, keys, grid)
     else:
         first, stop = _ends(rows, structure.band or Band.whole(grid), grid)  # (1 or B, L) each
-        seeing = _and(_any_key(first, stop, keys, grid), structure.queries)
+        covered_queries = _and(_any_key(first, stop, keys, grid), structure.queries)
         some = _and(stop > first, structure.queries)
         # Ranges begin and end: the running number of those that are open is above zero where a key is seen.
         count = some.long()
         opened = count.new_zeros(len(count), grid.key_length + 1)
         opened.scatter_add_(1, first.expand_as(count), count).scatter_add_(1, stop.expand_as(count), -count)
-        seen = _and(opened.cumsum(1)[:, : grid.key_length] > 0, keys)
-    return seeing[:, None], seen[:, None]
+        covered_keys = _and(opened.cumsum(1)[:, : grid.key_length] > 0, keys)
+    return covered_queries[:, None], covered_keys[:, None]
 
 
 def _of_marks(queries: Tensor | None, keys: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
     """(1 or B, L) and (1 or B, S), where a query sees a key if both are marked."""
     every = torch.ones(1, 1, dtype=torch.bool, device=grid.device)
-    seeing = every if keys is None else keys.any(1, keepdim=True)
-    seen = every if queries is None else queries.any(1, keepdim=True)
-    seeing, seen = _and(seeing, queries), _and(seen, keys)
-    return seeing.expand(-1, grid.query_length), seen.expand(-1, grid.key_length)
+    covered_queries = every if keys is None else keys.any(1, keepdim=True)
+    covered_keys = every if queries is None else queries.any(1, keepdim=True)
+    covered_queries, covered_keys = _and(covered_queries, queries), _and(covered_keys, keys)
+    return covered_queries.expand(-1, grid.query_length), covered_keys.expand(-1, grid.key_length)
 
 
 def _and(one: Tensor, other: Tensor | None) -> Tensor:
@@ -116,10 +114,10 @@ def _and(one: Tensor, other: Tensor | None) -> Tensor:
 
 def _ends(rows: RowRanges | None, band: Band, grid: Grid) -> tuple[Tensor, Tensor]:
     """First and one past the last column of each row, within the grid."""
-    places = torch.arange(grid.query_length, device=grid.device)[None]
-    own = RowRanges(places + band.low, (places + (band.high + 1)).clamp(max=band.stop))
+    numbers = torch.arange(grid.query_length, device=grid.device)[None]
+    own = RowRanges(numbers + band.low, (numbers + (band.high + 1)).clamp(max=band.stop))
     met = own if rows is None else own.meet(rows)
-    first = places if met.first is None else met.first
+    first = numbers if met.first is None else met.first
     return first.clamp(0, grid.key_length), met.stop.clamp(0, grid.key_length)
 
 
@@ -188,17 +186,17 @@ def _edges(length: int, width: int) -> tuple[slice, slice]:
 
 
 def _open(seen: Tensor) -> tuple[int, int]:
-    """The first and one past the last place that is not true for all items and heads; (0, 0) if all are."""
-    places = (~seen).flatten(0, 1).any(0).nonzero()
-    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+    """The first and one past the last number that is not true for all items and heads; (0, 0) if all are."""
+    numbers = (~seen).flatten(0, 1).any(0).nonzero()
+    return (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0)
 
 
 def _range(start: int, stop: int, length: int, grid: Grid) -> Tensor | None:
     """Bool (1, 1, length, 1), true from start to stop; ``None`` if that is everything."""
     if start == 0 and stop == length:
         return None
-    places = torch.arange(length, device=grid.device)
-    return ((places >= start) & (places < stop))[None, None, :, None]
+    numbers = torch.arange(length, device=grid.device)
+    return ((numbers >= start) & (numbers < stop))[None, None, :, None]
 
 
 def _unless_all(seen: Tensor) -> Tensor | None:

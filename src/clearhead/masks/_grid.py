@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ALL", "Block", "Grid", "Index", "take"]
-
 Index = slice | Tensor
 ALL = slice(None)
 

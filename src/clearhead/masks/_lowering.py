@@ -1,4 +1,4 @@
-"""From the description of a mask to what a kernel takes; the only place where masks become tensors."""
+"""From the description of a mask to what a kernel takes."""
 
 from __future__ import annotations
 
@@ -11,18 +11,6 @@ from .._environment import is_tracing
 from ._base import Mask
 from ._grid import Block, Grid
 from ._structure import Structure
-
-__all__ = [
-    "additive",
-    "chosen_cell",
-    "completed",
-    "dense_mask",
-    "differs_between_heads",
-    "hides_nothing",
-    "is_plain_causal",
-    "row_blocks",
-    "touched_share",
-]
 
 _ENOUGH_ROWS = 64  # fewer do not fill a matrix product, nor pay for the Python around it
 

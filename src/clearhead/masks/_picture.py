@@ -8,8 +8,6 @@ from ._base import Mask
 from ._check import grid_for
 from ._grid import Block, Grid
 
-__all__ = ["draw"]
-
 _SIDE = 12  # at most this many rows and columns are drawn
 _LENGTH = 8  # drawn length of a mask that fits any
 

@@ -18,19 +18,6 @@ from ._grid import Block, Grid, take
 from ._structure import UNKNOWN, Band, RowRanges, Structure
 from ._tensors import tensor_signature
 
-__all__ = [
-    "Causal",
-    "Prefix",
-    "Present",
-    "SlidingWindow",
-    "causal",
-    "documents",
-    "lengths",
-    "mask_mod",
-    "prefix",
-    "sliding_window",
-]
-
 Align = Literal["top_left", "bottom_right"]
 _FAR = 2**61  # as good as no limit, and with a position added still within 64 bits
 _WORTH_WAITING = 1 << 22  # scores; fewer take less time than an accelerator's answer

@@ -12,18 +12,16 @@ from torch import Tensor
 
 from .._environment import is_tracing, is_transformed
 from ..errors import ArgumentError, DeviceError, ShapeError
-from ._base import And, Mask, Sizes
-from ._grid import Block, Grid
+from ._base import And, Mask, Sizes, Wrapping
+from ._grid import Grid
 from ._lowering import chosen_cell
 from ._structure import Structure
-
-__all__ = ["PreparedMask", "prepared", "shared"]
 
 Result = TypeVar("Result")
 
 
 @final
-class PreparedMask(Mask):
+class PreparedMask(Wrapping):
     """A snapshot of a mask for one grid, made by `Mask.prepare`, which kernels lower once.
 
     `clearhead.attention` and the modules take it like any mask. What a kernel makes of it (a bias, blocks, ranges of
@@ -42,7 +40,8 @@ class PreparedMask(Mask):
     """
 
     def __init__(self, mask: Mask, grid: Grid, any_batch: bool = False, any_heads: bool = False) -> None:
-        self._mask, self._grid = mask, grid
+        super().__init__(mask)
+        self._grid = grid
         self._any = any_batch, any_heads
         self._held: dict[Hashable, Any] = {}
 
@@ -57,21 +56,6 @@ class PreparedMask(Mask):
                 return found  # of a mode that gives tensors of its own
             self._held[key] = found
         return self._held[key]
-
-    def visible(self, block: Block) -> Tensor | None:
-        return self._mask.visible(block)
-
-    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
-        return self._mask.bias(block, dtype)
-
-    def bias_tensors(self) -> tuple[Tensor, ...]:
-        return self._mask.bias_tensors()
-
-    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return self._mask.with_bias_tensors(tensors)
-
-    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        self._mask.add_bias_gradients(gradients, block, scores_gradient)
 
     def validate(self, grid: Grid) -> None:
         own = self._grid
@@ -118,13 +102,6 @@ class PreparedMask(Mask):
     def __and__(self, other: object) -> Mask:
         return self._mask & other
 
-    @property
-    def has_bias(self) -> bool:
-        return self._mask.has_bias
-
-    def describe(self) -> str:
-        return self._mask.describe()
-
     def __repr__(self) -> str:
         return f"<mask {self.describe()}, prepared for {_sizes_text(self._sizes_of(self._grid))}>"
 
@@ -138,11 +115,11 @@ class PreparedMask(Mask):
 
 
 @final
-class _SharedMask(Mask):
+class _SharedMask(Wrapping):
     """The mask of a stack during one forward: prepared for each grid that a layer calls it with."""
 
     def __init__(self, mask: Mask) -> None:
-        self._mask = mask
+        super().__init__(mask)
         self._prepared: dict[Hashable, PreparedMask] = {}
         self._combined: dict[Hashable, Mask] = {}
 
@@ -153,21 +130,6 @@ class _SharedMask(Mask):
         if sizes not in self._prepared:
             self._prepared[sizes] = PreparedMask(self._mask, grid)  # holds the positions
         return self._prepared[sizes].lowered(grid, key, make)
-
-    def visible(self, block: Block) -> Tensor | None:
-        return self._mask.visible(block)
-
-    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
-        return self._mask.bias(block, dtype)
-
-    def bias_tensors(self) -> tuple[Tensor, ...]:
-        return self._mask.bias_tensors()
-
-    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return self._mask.with_bias_tensors(tensors)
-
-    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        self._mask.add_bias_gradients(gradients, block, scores_gradient)
 
     def validate(self, grid: Grid) -> None:
         self.lowered(grid, "valid", lambda: self._mask.validate(grid))
@@ -202,15 +164,8 @@ class _SharedMask(Mask):
         return self._combined[signatures]
 
     @property
-    def has_bias(self) -> bool:
-        return self._mask.has_bias
-
-    @property
     def fits_any_call(self) -> bool:
         return self._mask.fits_any_call
-
-    def describe(self) -> str:
-        return self._mask.describe()
 
 
 def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool) -> PreparedMask:

@@ -12,8 +12,6 @@ from torch import Tensor
 from .._environment import is_tracing, is_transformed
 from ._grid import Block, Grid
 
-__all__ = ["UNKNOWN", "Band", "RowRanges", "Structure"]
-
 
 @dataclass(frozen=True)
 class Band:

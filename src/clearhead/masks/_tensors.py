@@ -7,16 +7,14 @@ from dataclasses import replace
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .._checks import FLOATS, INTEGERS, strided, with_values
+from .._checks import FLOATS, INTEGERS, PLAIN, strided, with_values
 from .._environment import is_tracing
 from ..errors import DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
 from ._base import Mask, Sizes
 from ._grid import ALL, Block, Grid
 from ._structure import Structure
-
-__all__ = ["Bias", "Keep", "as_mask", "bias", "drop", "four_dimensional", "keep", "tensor_signature"]
 
 
 def keep(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
@@ -194,10 +192,6 @@ class Bias(Mask):
     def sizes(self) -> Sizes:
         return tensor_sizes(self.tensor)
 
-    @property
-    def has_bias(self) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"bias({shape_text(self.tensor.shape)})"
 
@@ -215,7 +209,7 @@ def four_dimensional(tensor: Tensor, grid: Grid) -> Tensor:
 
 def tensor_signature(tensor: Tensor) -> Hashable | None:
     """What lowering depends on, but a tensor's values; ``None`` for subclasses, which may mean something else."""
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_neg():
+    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 

@@ -14,8 +14,6 @@ from ..masks._grid import Grid
 from ..masks._positional import prefix
 from ._sharing import shared_in_forward
 
-__all__ = ["hidden_mask"]
-
 
 def hidden_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, grid: Grid, appended: int = 0

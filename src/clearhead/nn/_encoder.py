@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from .._environment import is_tracing, left_aligned_padding
 
-__all__ = ["drop_padding", "keep_padding"]
-
 _ARGUMENTS = ("src", "mask", "src_key_padding_mask", "is_causal")
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from .. import errors
 
-__all__ = ["ArgumentError", "DTypeError", "DeviceError", "ShapeError", "also_pytorchs"]
-
 
 class ShapeError(errors.ShapeError, AssertionError, RuntimeError):
     """See `clearhead.errors.ShapeError`."""

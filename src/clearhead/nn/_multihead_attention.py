@@ -13,14 +13,12 @@ from .._checks import flag, is_probability, number, require_factory, size, strid
 from .._environment import Environment, autocast_is_on, read_environment, skips_idle_hook
 from .._layer.layer import Layer, Project
 from .._layer.packing import Costs
-from .._layer.unmodified import fits_weight
+from .._layer.unmodified import inputs_fit
 from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._grid import Grid
 from ._convention import hidden_mask
 from ._errors import also_pytorchs
 from ._projection import append_keys, project
-
-__all__ = ["MultiheadAttention", "keep_off_fast_path"]
 
 
 def keep_off_fast_path(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -238,7 +236,9 @@ def _require_sizes(embed_dim: int, num_heads: int, dropout: float, **sizes: int 
 def _require_inputs(
     module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, environment: Environment
 ) -> None:
-    if _fit(module, query, key, value, environment):
+    weight = module.__dict__["_parameters"].get("in_proj_weight")
+    batch_dim = 0 if module.batch_first else 1
+    if not environment.tracing and inputs_fit(query, key, value, (weight, weight, weight), batch_dim):
         return
     tensors = {"query": query, "key": key, "value": value}
     for name, x in tensors.items():
@@ -266,25 +266,10 @@ def _require_inputs(
     if key.shape[:-1] != value.shape[:-1]:
         problem = "equal lengths and batch sizes"
         raise ShapeError("key, value", expected=problem, got=_shapes(tensors), fix=layout)
-    batch_dim = 0 if module.batch_first else 1
     if query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
         problem = f"equal batch sizes N in dimension {batch_dim}"
         raise ShapeError("query, key", expected=problem, got=_shapes(tensors), fix=layout)
     _require_dtypes(module, tensors)
-
-
-def _fit(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, environment: Environment) -> bool:
-    """Whether nothing is wrong with ordinary inputs of one packed projection."""
-    weight = module.__dict__["_parameters"].get("in_proj_weight")
-    if environment.tracing or not fits_weight(query, weight):
-        return False
-    if key is query and value is query:
-        return True
-    if not (fits_weight(key, weight) and (value is key or fits_weight(value, weight))):
-        return False
-    batch = 0 if module.batch_first else 1
-    same = query.dim() == key.dim() == value.dim() and key.shape[:-1] == value.shape[:-1]
-    return same and (query.dim() == 2 or query.shape[batch] == key.shape[batch])
 
 
 def _shapes(tensors: dict[str, Tensor]) -> str:

@@ -11,8 +11,6 @@ from torch import Tensor
 from .._environment import autocast_is_on
 from .._layer.linear import linear
 
-__all__ = ["append_keys", "project"]
-
 
 def project(
     query: Tensor,

@@ -12,8 +12,6 @@ from .._environment import is_tracing
 from ..masks._base import Mask
 from ..masks._prepared import shared
 
-__all__ = ["STACKS", "share_masks", "shared_in_forward", "stop_sharing"]
-
 #: Modules that hand the same mask tensors to all their layers.
 STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
 

@@ -13,7 +13,8 @@ Example:
 
 from ._given import given
 from ._html import Page, page
-from ._record_plots import plot_heads, plot_map, plot_received, plot_rollout
+from ._record_plots import plot_heads, plot_map, plot_received
+from ._rollout_plot import plot_rollout
 from ._tokens import Tokens, read_tokens
 
 __all__ = ["Page", "Tokens", "given", "page", "plot_heads", "plot_map", "plot_received", "plot_rollout", "read_tokens"]

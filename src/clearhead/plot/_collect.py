@@ -222,8 +222,9 @@ def _layer(
         if statistic in found.names:
             values = found.results[statistic][item][:, rows]
             numbers[statistic] = ((values * sees).sum(-1) / sees.sum(-1).clamp(min=1)).float().cpu()
-    if "max_logit" in found.names:
-        numbers["max_logit"] = found.max_logit[item].float().cpu()
+    for statistic in ("max_logit", "raw_max_logit"):
+        if statistic in found.names:
+            numbers[statistic] = found.results[statistic][item].float().cpu()
     if "offset" in found.names:
         for place, offset in enumerate(found.options.offsets):
             numbers[f"offset {offset:+d}"] = found.offset[item, :, place].float().cpu()

@@ -10,12 +10,10 @@ import torch
 
 from .._checks import items as items_of
 from .._checks import require_slice, shown
-from ..errors import ArgumentError, DTypeError, explain_problem
+from ..errors import ArgumentError, DTypeError
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture, item_places
 from ._protocol import Recorded
 from ._words import has_pieces, merge_words, row_entropy
-
-__all__ = ["CROPS", "CROP_SIDE", "CropRequest", "cut_crop", "with_crops", "with_crops_of"]
 
 CropRequest = tuple[int | str, int] | tuple[int | str, int, slice, slice]
 
@@ -69,7 +67,7 @@ def _checked_crop(crop: object) -> tuple[Any, ...]:
     expected = "(layer, head) or (layer, head, queries, keys) with slices"
     parts = tuple(crop) if isinstance(crop, (tuple, list)) else ()
     if len(parts) not in (2, 4) or not all(isinstance(part, slice) for part in parts[2:]):
-        raise DTypeError(explain_problem("crops", expected=expected, got=shown(crop)))
+        raise DTypeError("crops", expected=expected, got=shown(crop))
     for part in parts[2:]:
         require_slice("crops", part)
     return parts
@@ -79,7 +77,7 @@ def require_head(head: object, heads: Sequence[int], where: str) -> None:
     """Raise unless it is one of the heads there are."""
     if isinstance(head, bool) or not isinstance(head, int) or head not in heads:
         known = ", ".join(map(str, heads))
-        raise ArgumentError(explain_problem("head", expected=f"one of {known}{where}", got=shown(head)))
+        raise ArgumentError("head", expected=f"one of {known}{where}", got=shown(head))
 
 
 def cut_crop(
@@ -103,7 +101,7 @@ def cut_crop(
         range(len(tokens))[part] for tokens, part in zip((picture.queries, picture.keys), slices, strict=True)
     )
     if queries.step != 1 or keys.step != 1:
-        raise ArgumentError(explain_problem("crops", expected="slices without a step", got=str(slices)))
+        raise ArgumentError("crops", expected="slices without a step", got=str(slices))
     rows = range(layer.queries[0] + queries.start, layer.queries[0] + queries.stop)
     columns = slice(layer.keys[0] + keys.start, layer.keys[0] + keys.stop)
     parts = [

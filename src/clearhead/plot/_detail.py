@@ -10,11 +10,10 @@ from torch import Tensor
 
 from ._collect import ItemPicture, LayerPicture
 
-__all__ = ["Detail", "bytes_of_crops", "details_for", "least_bytes", "pooled_map", "pooled_rows"]
-
 #: About how many bytes of a deflated stream they take, measured on sentence encoders: a cell of a map, a number of a
 #: row, one of the largest weights, a weight of a crop, a token, and what is said of a head.
-CELL, ROW, LARGEST, EXACT, TOKEN, HEAD = 0.62, 0.85, 2.2, 0.35, 8, 40
+CELL, ROW, LARGEST, EXACT, TOKEN, HEAD = 0.4, 0.85, 2.2, 0.3, 8, 60
+WHOLE_CELL = 1.6  # times as many where a cell has all its levels
 WHOLE = 1 << 40
 
 
@@ -130,11 +129,12 @@ def _bytes(item: ItemPicture, chosen: Collection[tuple[str, int]], detail: Detai
 def _bytes_of_layer(layer: LayerPicture, chosen: list[int], detail: Detail) -> float:
     lengths = [_length(layer.queries), _length(layer.keys)]
     top = layer.indices.shape[2]
-    rows, columns = (min(size, detail.side) for size in layer.map.shape[1:])
-    each = CELL * rows * columns * (2 if layer.exact and rows == layer.map.shape[1] else 1)
+    cells = layer.map.shape[1] * layer.map.shape[2]
+    shown = min(layer.map.shape[1], detail.side) * min(layer.map.shape[2], detail.side)
+    each = CELL * shown * (1 if shown < cells else 2 if layer.exact else WHOLE_CELL)
     each += 2 * ROW * sum(min(length, detail.bins) for length in lengths)
     each += LARGEST * lengths[0] * min(top, detail.top) + HEAD
-    whole = len(chosen) * (2 * ROW * sum(lengths) + LARGEST * lengths[0] * top)
+    whole = len(chosen) * (WHOLE_CELL * CELL * cells + 2 * ROW * sum(lengths) + LARGEST * lengths[0] * top)
     exact = EXACT * sum(crop.weights.numel() for crop in layer.crops.values()) if detail.crops else 0
     return each * len(layer.heads) + whole + exact
 

@@ -7,7 +7,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["whole_file"]
+__all__ = ["remove_unfinished", "whole_file"]
+
+_unfinished: set[Path] = set()
 
 
 @contextmanager
@@ -29,8 +31,16 @@ def whole_file(path: Path) -> Generator[Path]:
         raise PermissionError(13, "Permission denied", str(path))
     target = path.resolve()  # of a link: what it leads to
     part = target.with_name(f".{target.stem}-{os.getpid()}{target.suffix}")
+    _unfinished.add(part)
     try:
         yield part
         part.replace(target)
     finally:
+        part.unlink(missing_ok=True)
+        _unfinished.discard(part)
+
+
+def remove_unfinished() -> None:
+    """Remove what `whole_file` has begun, for a process that ends without leaving its blocks."""
+    for part in tuple(_unfinished):
         part.unlink(missing_ok=True)

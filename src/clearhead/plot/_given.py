@@ -70,7 +70,8 @@ class Given(Mapping[str, Sequence[AttentionStatistics]]):
     """Statistics of weights that were given; see `given`."""
 
     from ._html import page
-    from ._record_plots import plot_heads, plot_map, plot_received, plot_rollout
+    from ._record_plots import plot_heads, plot_map, plot_received
+    from ._rollout_plot import plot_rollout
 
     def __init__(self, calls: dict[str, AttentionCall]) -> None:
         self._calls = calls

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ._collect import LayerPicture, SectionPicture
 
-__all__ = ["KINDS", "HeadSummary", "average", "clearest_head", "summarize"]
-
 KINDS = {
     "special": "special tokens",
     "itself": "the token itself",

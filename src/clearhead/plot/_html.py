@@ -20,7 +20,7 @@ from .._checks import items as items_of
 from ..errors import ArgumentError, DTypeError, FileError, RecordError, ShapeError, explain_problem
 from ._collect import ItemPicture, collect
 from ._crops import CROPS, CropRequest, with_crops
-from ._detail import bytes_of_crops, details_for, least_bytes
+from ._detail import Detail, bytes_of_crops, details_for, least_bytes
 from ._files import whole_file
 from ._heads import summarize
 from ._labels import printable
@@ -201,24 +201,24 @@ class PageMaker:
         self._seen += 1
         if not takes:
             return
-        for ends, picture in zip(self._ends, item.sections, strict=True):
-            ends.add(picture)
         room = self._room / (self._held - len(self._items))
-        place, stream = self._described(item, room)
+        place, stream, detail = self._described(item, room)
+        for ends, picture in zip(self._ends, item.sections, strict=True):
+            ends.add(picture, detail, self._chosen)
         self._room -= len(stream) * 3 / 4
         self._items.append({"label": printable([item.label])[0], "description": place})
         self._streams.append(stream)
 
-    def _described(self, item: ItemPicture, room: float) -> tuple[list[int], str]:
-        """An item as closely as there is room for."""
+    def _described(self, item: ItemPicture, room: float) -> tuple[list[int], str, Detail]:
+        """An item as closely as there is room for: where its description lies in its stream, and how closely."""
         if self._keeps_crops:
             room += bytes_of_crops(item)
         details = details_for(item, self._chosen, room)
         while True:
             detail = next(details)
-            found = describe_item(item, replace(detail, crops=detail.crops or self._keeps_crops), self._chosen)
-            if len(found[1]) * 3 / 4 <= room or detail.is_coarsest:
-                return found
+            place, stream = describe_item(item, replace(detail, crops=detail.crops or self._keeps_crops), self._chosen)
+            if len(stream) * 3 / 4 <= room or detail.is_coarsest:
+                return place, stream, detail
 
     def page(
         self, place: tuple[int, int, int], *, title: str, statistic: str = "maps", notes: Sequence[str] = ()

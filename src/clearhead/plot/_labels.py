@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["layer_labels", "printable", "shortened"]
-
 
 def printable(tokens: Sequence[str]) -> list[str]:
     r"""Write control and invisible characters as escapes, so that a token cannot steer a terminal or flip a line.

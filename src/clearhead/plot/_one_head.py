@@ -13,8 +13,6 @@ from ._crops import cut_crop, require_head
 from ._labels import layer_labels
 from ._protocol import Recorded
 
-__all__ = ["head_weights", "item_of", "label_of", "layers_of", "place_of"]
-
 #: Longer texts are drawn as tiles: a figure has no more pixels than that.
 LONGEST_EXACT = 2048
 

@@ -13,12 +13,13 @@ from torch import Tensor
 
 __all__ = ["ENCODINGS", "Packer"]
 
-Encoding = Literal["units", "roots8", "roots16", "thousandths", "index"]
+Encoding = Literal["units", "roots6", "roots8", "roots16", "thousandths", "index"]
 
 #: Name → (bytes per number, number to integer). `page_data.js` has the inverses.
 #: units: weights in ten-thousandths. roots: numbers in [0, 1], finer near 0. index: −1 is the largest integer.
 ENCODINGS: dict[Encoding, tuple[int, Callable[[Tensor], Tensor]]] = {
     "units": (2, lambda x: x.clamp(0, 1) * 10_000),
+    "roots6": (1, lambda x: x.clamp(0, 1).sqrt() * 63),
     "roots8": (1, lambda x: x.clamp(0, 1).sqrt() * 255),
     "roots16": (2, lambda x: x.clamp(0, 1).sqrt() * 65_535),
     "thousandths": (2, lambda x: x.clamp(0, 65.535) * 1000),

@@ -37,22 +37,26 @@ def describe_section(picture: SectionPicture) -> dict[str, Any]:
 
 
 class ScaleEnds:
-    """Where the colour scales of a section's tiles and of its single weights end, over all items."""
+    """Where a section's colour scales end, over all items: of tiles, chosen heads' tiles and single weights."""
 
     def __init__(self) -> None:
         self._tiles: list[Tensor] = []
+        self._own: list[Tensor] = []
         self._cells: list[Tensor] = []
 
-    def add(self, picture: SectionPicture) -> None:
-        """Take a sample of one item's weights."""
+    def add(self, picture: SectionPicture, detail: Detail, chosen: Collection[tuple[str, int]]) -> None:
+        """Take a sample of one item's weights, as closely as they are shown."""
         for layer in picture.layers:
-            self._tiles.append(_sample(layer.map))
+            self._tiles.append(_sample(pooled_map(layer, detail.side)))
+            for head in _places(layer, chosen):
+                (self._cells if layer.exact else self._own).append(_sample(layer.map[head]))
             self._cells += [_sample(crop.weights) for crop in layer.crops.values()]
 
     def describe(self) -> dict[str, float]:
         """The ends, for the section's description."""
         tiles = scale_end(self._tiles)
-        return {"tileEnd": tiles, "cellEnd": scale_end(self._cells) if self._cells else tiles}
+        own = scale_end(self._own) if self._own else tiles
+        return {"tileEnd": tiles, "ownEnd": own, "cellEnd": scale_end(self._cells) if self._cells else tiles}
 
 
 def describe_item(item: ItemPicture, detail: Detail, chosen: Collection[tuple[str, int]]) -> tuple[list[int], str]:
@@ -68,7 +72,7 @@ def describe_item(item: ItemPicture, detail: Detail, chosen: Collection[tuple[st
     for picture in item.sections:
         summaries = summarize(picture)
         layers = [
-            _layer(layer, heads, packer, detail, [head for name, head in chosen if name == layer.name])
+            _layer(layer, heads, packer, detail, _places(layer, chosen))
             for layer, heads in zip(picture.layers, summaries, strict=True)
         ]
         queries, keys = texts.number(picture.queries), texts.number(picture.keys)
@@ -109,25 +113,32 @@ def _layer(
     crops = layer.crops if detail.crops else {}
     exact = tiles is layer.map and layer.exact
     whole = entropy is layer.entropy and received is shares and count == layer.indices.shape[2]
-    heads = [] if whole else [layer.heads.index(head) for head in chosen if head in layer.heads]
+    own = [] if whole and tiles is layer.map else chosen
     return {
         "size": list(layer.size),
         "origin": [layer.queries[0], layer.keys[0]],
         "grid": list(tiles.shape[1:]),
-        "map": packer.add(tiles, "units" if exact else "roots8"),
+        "map": packer.add(tiles, "units" if exact else "roots8" if tiles is layer.map else "roots6"),
         "bins": [entropy.shape[1], received.shape[1]],
         **_rows(entropy, received, layer.indices[..., :count], layer.weights[..., :count], packer),
-        "whole": {
-            str(head): _rows(
-                *(values[head] for values in (layer.entropy, shares, layer.indices, layer.weights)), packer
-            )
-            for head in heads
+        "own": {
+            str(head): {
+                "grid": list(layer.map.shape[1:]),
+                "map": packer.add(layer.map[head], "units" if layer.exact else "roots8"),
+                **_rows(*(values[head] for values in (layer.entropy, shares, layer.indices, layer.weights)), packer),
+            }
+            for head in own
         },
         "wordEntropy": _optional(layer.word_entropy if exact else None, packer),
         "crops": {str(layer.heads.index(head)): _crop(crop, packer) for head, crop in crops.items()},
         "kinds": [KINDS[summary.kind] for summary in summaries],
         "numbers": {name: [_rounded(value) for value in values.tolist()] for name, values in layer.numbers.items()},
     }
+
+
+def _places(layer: LayerPicture, chosen: Collection[tuple[str, int]]) -> list[int]:
+    """Places of the chosen heads among the layer's."""
+    return [layer.heads.index(head) for name, head in chosen if name == layer.name and head in layer.heads]
 
 
 def _rows(entropy: Tensor, received: Tensor, indices: Tensor, weights: Tensor, packer: Packer) -> dict[str, Any]:

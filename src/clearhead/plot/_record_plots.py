@@ -8,21 +8,18 @@ import torch
 from torch import Tensor
 
 from .._checks import flag, shown
-from ..errors import ArgumentError, explain_problem
+from ..errors import ArgumentError
 from ._collect import collect
 from ._ink import BAR, FRAME, QUIET, colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
 from ._labels import layer_labels
 from ._one_head import head_weights, item_of, label_of, layers_of, place_of
 from ._protocol import Recorded, require_record
-from ._rollout_plot import plot_rollout
 from ._scale import scale_end
 from ._tokens import Texts, as_texts
 from ._words import merge_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-__all__ = ["plot_heads", "plot_map", "plot_received", "plot_rollout"]
 
 WEIGHT = "weight of a key in its query's row"
 
@@ -33,7 +30,7 @@ def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = N
     Args:
         rec: a record with the statistic.
         statistic: a name of ``rec.summary()``: entropy, normalized_entropy, confidence, sink, distance, max_logit,
-            output_norm, or ``"offset -1"``. Default entropy.
+            raw_max_logit, output_norm, or ``"offset -1"``. Default entropy.
         ax: where to draw. Default: a new figure.
 
     Raises:
@@ -49,12 +46,10 @@ def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = N
     if not isinstance(statistic, str) or statistic not in summary.values:
         known = ", ".join(summary.values) or "none"
         raise ArgumentError(
-            explain_problem(
-                "statistic",
-                expected=f"one of {known}",
-                got=shown(statistic),
-                fix=f"Record it with clearhead.record(model, statistics=({shown(statistic)}, ...)).",
-            )
+            "statistic",
+            expected=f"one of {known}",
+            got=shown(statistic),
+            fix=f"Record it with clearhead.record(model, statistics=({shown(statistic)}, ...)).",
         )
     layers = list(summary[statistic].values())
     most = max(len(values) for values in layers)
@@ -116,12 +111,10 @@ def plot_map(
     if flag("words", words):
         if not exact:
             raise ArgumentError(
-                explain_problem(
-                    "words",
-                    expected="False where only tiles are known",
-                    got="True",
-                    fix="Record with keep='queries_keys' to know every weight.",
-                )
+                "words",
+                expected="False where only tiles are known",
+                got="True",
+                fix="Record with keep='queries_keys' to know every weight.",
             )
         weights = merge_words(weights, picture.queries, picture.keys)
         queries, keys = (tuple(text.word_names()) for text in (picture.queries, picture.keys))

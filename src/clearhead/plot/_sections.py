@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .._statistics.result import AttentionStatistics
-from ..errors import ArgumentError, ShapeError, explain_problem
+from ..errors import ArgumentError, ShapeError
 from ._protocol import Recorded
 from ._tokens import Tokens
-
-__all__ = ["Section", "extent_of", "find_sections", "fitted", "number_of_calls"]
 
 Kind = Literal["self", "encoder", "cross", "other"]
 CROSS = re.compile(r"cross|encoder_attn|enc_?dec|multihead_attn|src_attn", re.IGNORECASE)
@@ -87,16 +85,14 @@ def number_of_calls(rec: Recorded) -> int:
     """
     counts = {name: len(rec[name]) for name in rec}
     if not counts:
-        raise ArgumentError(explain_problem("rec", expected="a record with calls", got="an empty one"))
+        raise ArgumentError("rec", expected="a record with calls", got="an empty one")
     if len(set(counts.values())) > 1:
         most, least = max(counts, key=lambda name: counts[name]), min(counts, key=lambda name: counts[name])
         raise ArgumentError(
-            explain_problem(
-                "rec",
-                expected="equally many calls of every module",
-                got=f"{counts[most]} of {most} and {counts[least]} of {least}",
-                fix="Record one forward pass, or choose modules with record(..., layers=...).",
-            )
+            "rec",
+            expected="equally many calls of every module",
+            got=f"{counts[most]} of {most} and {counts[least]} of {least}",
+            fix="Record one forward pass, or choose modules with record(..., layers=...).",
         )
     return next(iter(counts.values()))
 
@@ -121,12 +117,10 @@ def fitted(what: str, given: Sequence[Tokens], item: int, length: int, extent: t
         return tokens
     padded = "" if extent == (0, length) else f", or {extent[1] - extent[0]} without padding"
     raise ShapeError(
-        explain_problem(
-            what,
-            expected=f"{length} tokens for item {item}{padded}",
-            got=str(len(tokens)),
-            fix="Where queries and keys are different texts, give tokens= and key_tokens=.",
-        )
+        what,
+        expected=f"{length} tokens for item {item}{padded}",
+        got=str(len(tokens)),
+        fix="Where queries and keys are different texts, give tokens= and key_tokens=.",
     )
 
 

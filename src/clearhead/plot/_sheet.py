@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-__all__ = ["draw_sheet"]
-
 # Inches.
 MARGIN, TITLE, THUMBNAILS_WIDTH = 0.35, 0.55, 6.4
 THUMBNAIL_PIXELS, GAP = 48, 0.14
@@ -78,7 +76,8 @@ def draw_sheet(
     _frame_thumbnails(thumbnails, [len(each.heads) for each in picture.layers], (layer, head), labels)
     thumbnails.set_title(what, loc="left", fontsize=9, color=QUIET, pad=22)
     where = "" if numbers is None else "left: "
-    caption = f"{where}weight of a key in its query's row\n{NOTE}"
+    tiles = tuple(weights.shape) != (len(queries), len(keys))
+    caption = f"{where}weight of a {'tile' if tiles else 'key'} in its query's row\n{NOTE}"
     weight_bar(figure, image, end=end, caption=caption, cax=figure.add_axes(sheet.color_bar), orientation="horizontal")
     heading = f"layer {labels[layer]}, head {found.heads[head]}"
     heading = heading if title is None else f"{shortened(title, 90)}   ·   {heading}"
@@ -111,8 +110,9 @@ class _Sheet:
 
 
 def _large_weights(layer: LayerPicture, head: int) -> Tensor:
-    if head in layer.crops:
-        return layer.crops[head].weights
+    crop = layer.crops.get(head)
+    if crop is not None and tuple(crop.weights.shape) == (layer.entropy.shape[1], layer.received.shape[1]):
+        return crop.weights  # not a part of a text that is too long for a picture
     index = layer.heads.index(head)
     return layer.exact_map[index] if layer.exact else layer.map[index]
 

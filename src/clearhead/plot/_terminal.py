@@ -14,8 +14,6 @@ from ._collect import LayerPicture, SectionPicture
 from ._heads import KINDS, HeadSummary
 from ._labels import printable
 
-__all__ = ["colored_tokens", "overview", "sparkline", "top_keys"]
-
 LAYER_WIDTH = 5
 CELL_WIDTH = 6
 MOST_ROWS = 60

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast, final
 
 from .._checks import flag, integer, items, shown
-from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem
-
-__all__ = ["Texts", "Tokens", "as_texts", "as_tokens", "read_tokens"]
+from ..errors import ArgumentError, DTypeError, ShapeError
 
 SPECIAL = re.compile(r"\[[A-Z]{3,}\]|</?(s|pad|unk|mask|eos|bos|cls|sep)>|<\|[\w-]+\|>")
 WORD_STARTS = ("Ġ", "▁")
@@ -51,9 +49,7 @@ class Tokens:
         words = None if words is None else items("words", words, "an int per token")
         for what, values in (("special", self.special), ("words", words)):
             if values is not None and len(values) != len(self.names):
-                raise ShapeError(
-                    explain_problem(what, expected=f"{len(self.names)} values, one per token", got=str(len(values)))
-                )
+                raise ShapeError(what, expected=f"{len(self.names)} values, one per token", got=str(len(values)))
         self.words = _numbered(_guess_words(self.names, self.special) if words is None else words)
 
     def __len__(self) -> int:
@@ -114,12 +110,12 @@ def read_tokens(tokenizer: Any, ids: Sequence[int], *, words: Sequence[int | Non
         Tokens(['[CLS]', 'em', '##bed', '##ding', '##s', '[SEP]'])
     """
     if not hasattr(tokenizer, "convert_ids_to_tokens"):
-        raise DTypeError(explain_problem("tokenizer", expected="a tokenizer of transformers", got=shown(tokenizer)))
+        raise DTypeError("tokenizer", expected="a tokenizer of transformers", got=shown(tokenizer))
     ids = _token_ids(ids)
     words = None if words is None else _word_numbers(words)
     if words is not None and len(words) != len(ids):
         expected = f"{len(ids)} values, one for each of ids"
-        raise ShapeError(explain_problem("words", expected=expected, got=str(len(words))))
+        raise ShapeError("words", expected=expected, got=str(len(words)))
     stored = tokenizer.convert_ids_to_tokens(ids)
     known = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
     special = [number in known for number in ids]
@@ -138,23 +134,23 @@ def _token_ids(ids: Iterable[Any]) -> list[int]:
     try:
         return [operator.index(number) for number in items("ids", ids, expected)]
     except (TypeError, RuntimeError):  # tensors on meta have no numbers
-        raise DTypeError(explain_problem("ids", expected=expected, got=shown(ids))) from None
+        raise DTypeError("ids", expected=expected, got=shown(ids)) from None
 
 
 def _word_numbers(words: Iterable[Any]) -> list[int | None]:
     expected = "a number, or None, per token"
     given = items("words", words, expected)
     if any(word is not None and (isinstance(word, bool) or not isinstance(word, int)) for word in given):
-        raise DTypeError(explain_problem("words", expected=expected, got=shown(words)))
+        raise DTypeError("words", expected=expected, got=shown(words))
     return given
 
 
 def _strings(names: Iterable[Any], what: str = "tokens") -> tuple[str, ...]:
     if isinstance(names, str):
-        raise DTypeError(explain_problem(what, expected="a list of strings", got="one string"))
+        raise DTypeError(what, expected="a list of strings", got="one string")
     found = items(what, names, "a list of strings")
     if not all(isinstance(name, str) for name in found):
-        raise DTypeError(explain_problem(what, expected="a list of strings", got="other things among them"))
+        raise DTypeError(what, expected="a list of strings", got="other things among them")
     return tuple(found)
 
 
@@ -187,7 +183,7 @@ def _numbered(words: Sequence[int]) -> tuple[int, ...]:
     result: list[int] = []
     for place, word in enumerate(words):
         if isinstance(word, bool) or not isinstance(word, int):
-            raise ArgumentError(explain_problem("words", expected="an int per token", got=shown(word)))
+            raise ArgumentError("words", expected="an int per token", got=shown(word))
         starts = place == 0 or word != words[place - 1]
         result.append(starts + (result[-1] if result else -1))
     return tuple(result)

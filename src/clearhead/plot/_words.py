@@ -7,8 +7,6 @@ from torch import Tensor
 
 from ._tokens import Tokens
 
-__all__ = ["has_pieces", "merge_words", "row_entropy"]
-
 
 def merge_words(weights: Tensor, queries: Tokens, keys: Tokens) -> Tensor:
     """Add up the weights of a word's pieces as keys, and average over a word's pieces as queries.

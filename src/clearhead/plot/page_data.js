@@ -6,12 +6,14 @@
   // Bytes per number and its meaning; packing.py has the inverses.
   const DECODERS = {
     units: [2, (n) => n / 10000],
+    roots6: [1, (n) => (n / 63) ** 2],
     roots8: [1, (n) => (n / 255) ** 2],
     roots16: [2, (n) => (n / 65535) ** 2],
     thousandths: [2, (n) => n / 1000],
     index: [4, (n) => (n === 4294967295 ? -1 : n)],
   };
-  const ROOTS = Float64Array.from({ length: 256 }, (_, n) => DECODERS.roots8[1](n));
+  const BYTES = {};
+  for (const name of ["roots6", "roots8"]) BYTES[name] = Float64Array.from({ length: 256 }, (_, n) => DECODERS[name][1](n));
 
   /** One item's numbers, and the description of them that lies among them. */
   async function unpacked(number) {
@@ -22,7 +24,9 @@
   }
 
   async function inflated(text) {
-    const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+    const characters = atob(text);
+    const bytes = new Uint8Array(characters.length);
+    for (let at = 0; at < bytes.length; at++) bytes[at] = characters.charCodeAt(at);
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
     return new Uint8Array(await new Response(stream).arrayBuffer());
   }
@@ -31,8 +35,8 @@
   function decoded(bytes, [encoding, first, length], from = 0, count = length) {
     const [width, meaning] = DECODERS[encoding];
     const numbers = new Float64Array(count);
-    if (encoding === "roots8") {
-      for (let i = 0; i < count; i++) numbers[i] = ROOTS[bytes[first + from + i]];
+    if (width === 1) {
+      for (let i = 0; i < count; i++) numbers[i] = BYTES[encoding][bytes[first + from + i]];
       return numbers;
     }
     for (let plane = width - 1; plane >= 0; plane--) {

@@ -7,14 +7,15 @@
     const texts = [item.texts[picture.queries], item.texts[picture.keys]];
     const found = picture.layers[layer];
     const [rows, columns] = texts.map((text) => ({ names: text.names, words: null }));
-    const grids = [tiles(bytes, found, head, data.sections[section].pooling)];
+    // A chosen head has numbers of its own where the others are pooled.
+    const own = found.own[head];
+    const source = own || found;
+    const place = own ? 0 : head;
+    const grids = [tiles(bytes, { ...found, ...own }, place, data.sections[section].pooling)];
+    grids[0].own = Boolean(own);
     const crop = found.crops[head];
     if (crop) grids.unshift(cropped(bytes, crop));
     const whole = grids[0].exact && covers(grids[0], rows.names.length, columns.names.length);
-    // A chosen head has numbers of its own where the others share theirs between neighbouring tokens.
-    const own = found.whole[head];
-    const source = own || found;
-    const place = own ? 0 : head;
     const part = (what, names, bins) => spread(decoded(bytes, source[what], place * bins, bins), names.length);
     const bins = own ? [rows.names.length, columns.names.length] : found.bins;
     const result = {
@@ -91,6 +92,7 @@
   function wordEntropy(bytes, layer, head) {
     const crop = layer.crops[head];
     if (crop) return decoded(bytes, crop.wordEntropy);
+    if (!layer.wordEntropy) return null;
     const [, , length] = layer.wordEntropy;
     const count = length / (data.sections[state.section].layers[state.layer].heads.length);
     return decoded(bytes, layer.wordEntropy, head * count, count);
@@ -116,9 +118,16 @@
     const grid = { rows: height, columns: width, exact: true, values, row: same, column: same, rowStart: same, columnStart: same };
     const received = new Float64Array(width);
     values.forEach((value, at) => (received[at % width] += value));
-    const result = { rows, columns, grids: [grid], whole: true, pooled: false, listed: true, entropy, received, words: null };
+    const result = { rows, columns, grids: [grid], whole: true, pooled: false, listed: true, received, words: null };
+    result.entropy = entropy || Float64Array.from({ length: height }, (_, row) => entropyOf(values, row * width, width));
     result.largest = (query) => largestOfRow(result, query);
     return result;
+  }
+
+  function entropyOf(values, first, count) {
+    let sum = 0;
+    for (let at = first; at < first + count; at++) if (values[at] > 0) sum -= values[at] * Math.log(values[at]);
+    return sum;
   }
 
   /** The largest weights of a row of which every weight is known. */

@@ -28,7 +28,8 @@
     const what = data.sections.length > 1 ? "attention layers" : "layers";
     byId("facts").textContent =
       `${data.title} · ${heads.length} ${what} × ${least === most ? most : least + " to " + most} heads · ` +
-      (texts > 1 ? [...new Set(state.item.texts.map((text) => text.names.length))].join(" and ") : length[0]) + " tokens";
+      (texts > 1 ? [...new Set(state.item.texts.map((text) => text.names.length))].join(" and ") : length[0]) + " tokens" +
+      (data.items.length > 1 ? ` · text ${number + 1} of ${data.items.length}` : "");
     byId("words-control").hidden = !state.item.texts.some((text) => text.words);
     showSection(state.section);
   }

@@ -30,24 +30,28 @@
   /** Every pixel asks the finest grid that knows its place; a grid finer than the pixels would lose weights. */
   function paintCells(canvas, ratio) {
     const { view, current } = state;
-    const { tileEnd, cellEnd } = data.sections[state.section];
+    const { tileEnd, ownEnd, cellEnd } = data.sections[state.section];
     const visible = current.grids.filter((grid) => state.cell * ratio >= 0.99 || grid === current.grids.at(-1));
     const lookups = visible.map((grid) => ({
       grid,
-      end: grid.exact ? cellEnd : tileEnd,
+      end: grid.exact ? cellEnd : grid.own ? ownEnd : tileEnd,
       lines: places(canvas.height, view.row, view.rows, grid.row),
       across: places(canvas.width, view.column, view.columns, grid.column),
     }));
-    fill(canvas, (at) => {
-      const y = Math.floor(at / canvas.width);
-      const x = at - y * canvas.width;
-      for (const { grid, end, lines, across } of lookups) {
-        if (lines[y] >= 0 && across[x] >= 0) return colorOf(grid.values[lines[y] * grid.columns + across[x]], end);
+    fill(canvas, (pixels) => {
+      for (let y = 0; y < canvas.height; y++) {
+        // The coarsest first: what a finer grid knows goes over it.
+        for (const { grid, end, lines, across } of [...lookups].reverse()) {
+          if (lines[y] < 0) continue;
+          const [values, row, to] = [grid.values, lines[y] * grid.columns, y * canvas.width];
+          for (let x = 0; x < across.length; x++) {
+            if (across[x] >= 0) pixels[to + x] = colorOf(values[row + across[x]], end);
+          }
+        }
       }
-      return 0;
     });
     state.tiled = !lookups[0].grid.exact || !lookups[0].lines.some((place) => place >= 0) || !lookups[0].across.some((place) => place >= 0);
-    return state.tiled ? tileEnd : cellEnd;
+    return state.tiled ? lookups.at(-1).end : cellEnd;
   }
 
   function places(pixels, first, count, place) {
@@ -56,8 +60,8 @@
 
   function drawMapScale(end) {
     const layer = state.item.sections[state.section].layers[state.layer];
-    const single = { ...layer, grid: layer.size };
-    const caption = scaleCaption(state.tiled ? layer : single);
+    const { rows, columns } = state.current.grids.at(-1);
+    const caption = scaleCaption({ ...layer, grid: state.tiled ? [rows, columns] : layer.size });
     drawScale("map-scale", weightTicks(end), caption);
     const { tileEnd } = data.sections[state.section];
     byId("map-scale").hidden = state.statistic === "maps" && end === tileEnd && caption === scaleCaption(layer);

@@ -1,8 +1,10 @@
   // ---- all heads -------------------------------------------------------------------------------------------
 
   const THUMBNAIL = 56;
+  const thumbnails = new Map(); // by layer and head, of one section
 
   function buildOverview() {
+    thumbnails.clear();
     const { layers } = data.sections[state.section];
     const columns = Math.max(...layers.map((layer) => layer.heads.length));
     const overview = byId("overview");
@@ -39,6 +41,7 @@
     const button = element("button");
     button.type = "button";
     button.dataset.place = layer + "-" + head;
+    thumbnails.set(button.dataset.place, button);
     button.append(document.createElement("canvas"), element("span"));
     button.addEventListener("click", () => choose(layer, head));
     button.addEventListener("keydown", (event) => walkHeads(event, layer, head));
@@ -48,7 +51,7 @@
   }
 
   function thumbnail(layer, head) {
-    return document.querySelector(`[data-place="${layer}-${head}"]`);
+    return thumbnails.get(layer + "-" + head);
   }
 
   function describe(layer, head) {
@@ -101,23 +104,24 @@
     canvas.height = Math.min(rows, THUMBNAIL);
     canvas.width = Math.min(columns, THUMBNAIL);
     const largest = new Float64Array(canvas.height * canvas.width);
+    const across = Int32Array.from({ length: columns }, (_, column) => Math.floor((column * canvas.width) / columns));
+    const { width } = canvas;
     for (let row = 0; row < rows; row++) {
-      const line = Math.floor((row * canvas.height) / rows) * canvas.width;
+      const line = Math.floor((row * canvas.height) / rows) * width;
       for (let column = 0; column < columns; column++) {
-        const place = line + Math.floor((column * canvas.width) / columns);
+        const place = line + across[column];
         const value = grid.values[(row + top) * grid.columns + column + left];
         if (value > largest[place]) largest[place] = value;
       }
     }
     const { tileEnd } = data.sections[state.section];
-    fill(canvas, (at) => colorOf(largest[at], tileEnd));
+    fill(canvas, (pixels) => largest.forEach((value, at) => (pixels[at] = colorOf(value, tileEnd))));
   }
 
-  function fill(canvas, colorAt) {
+  function fill(canvas, paint) {
     const context = canvas.getContext("2d");
     const image = context.createImageData(canvas.width, canvas.height);
-    const pixels = new Uint32Array(image.data.buffer);
-    for (let at = 0; at < pixels.length; at++) pixels[at] = colorAt(at);
+    paint(new Uint32Array(image.data.buffer));
     context.putImageData(image, 0, 0);
   }
 
@@ -140,7 +144,7 @@
       canvas.width = canvas.height = 1;
       const share = high > low ? ((valueOf(layer, head) ?? low) - low) / (high - low) : 0;
       const color = colors[Math.round(255 * (0.04 + 0.8 * share))];
-      fill(canvas, () => color);
+      fill(canvas, (pixels) => pixels.fill(color));
       label.textContent = valueText(layer, head);
       label.style.color = readableOn(color);
     });
@@ -159,7 +163,7 @@
   }
 
   function markChosen() {
-    for (const button of document.querySelectorAll("#overview button")) {
+    for (const button of thumbnails.values()) {
       const chosen = button.dataset.place === state.layer + "-" + state.head;
       button.setAttribute("aria-pressed", String(chosen));
       button.tabIndex = chosen ? 0 : -1;

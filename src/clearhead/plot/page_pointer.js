@@ -106,7 +106,7 @@
 
   function tokenUnder(event) {
     const mark = document.elementFromPoint(event.clientX, event.clientY)?.closest?.(".text span");
-    return mark && mark.parentElement === event.currentTarget ? Number(mark.dataset.place) : null;
+    return mark && mark.closest(".text") === event.currentTarget ? Number(mark.dataset.place) : null;
   }
 
   /** In the text that looks a click keeps a query; in the text that is looked at a drag selects keys. */

@@ -1,5 +1,6 @@
   // ---- the text, and what one token looks at -----------------------------------------------------------------
 
+  const PARAGRAPH = 600; // tokens
   let shaded = {};
   const texts = new Map(); // side → the box and its tokens
 
@@ -34,10 +35,19 @@
       span.dataset.place = place;
       return span;
     });
-    box.append(...tokens);
+    box.removeAttribute("dir"); // every token has its own, and a box would look at all of them for each
+    if (tokens.length <= PARAGRAPH) box.append(...tokens);
+    else for (let first = 0; first < tokens.length; first += PARAGRAPH) box.append(paragraph(tokens.slice(first, first + PARAGRAPH)));
     texts.set(side, { box, tokens, query: null, span: null });
     listenToText(box, side);
     return box;
+  }
+
+  /** Part of a long text, laid out when it comes into view. */
+  function paragraph(tokens) {
+    const part = document.createElement("div");
+    part.append(...tokens);
+    return part;
   }
 
   function textOf(side) {
@@ -52,7 +62,8 @@
     if (whole) {
       for (let key = 0; key < columns.names.length; key++) {
         const weight = weightAt(grids[0], query, key);
-        if (weight) shades.set(key, colorOf(weight, cellEnd));
+        const color = colorOf(weight, cellEnd);
+        if (color !== colors[0]) shades.set(key, color);
       }
     } else if (listed) {
       for (const { key, weight } of largest(query)) if (weight) shades.set(key, colorOf(weight, cellEnd));
@@ -87,8 +98,16 @@
     text.query = place;
     const mark = tokens[place];
     mark.classList.add("query");
-    const [top, height] = [mark.offsetTop, mark.offsetHeight]; // within the box
-    if (top < box.scrollTop || top + height > box.scrollTop + box.clientHeight) box.scrollTop = top - 40;
+    // Twice: parts of a long text that come into view may turn out longer or shorter than was expected.
+    if (scrollTo(box, mark)) scrollTo(box, mark);
+  }
+
+  function scrollTo(box, mark) {
+    const [outer, inner] = [box.getBoundingClientRect(), mark.getBoundingClientRect()];
+    const top = inner.top - outer.top; // within the box
+    const outside = top < 0 || top + inner.height > box.clientHeight;
+    if (outside) box.scrollTop += top - 40;
+    return outside;
   }
 
   function markSpan() {

@@ -11,8 +11,6 @@ from ..masks._base import Mask, Sizes
 from ..masks._grid import Block, Grid
 from ._checks import require_heads, whole
 
-__all__ = ["ALiBi"]
-
 
 @final
 class ALiBi(Mask):
@@ -63,10 +61,6 @@ class ALiBi(Mask):
 
     def sizes(self) -> Sizes:
         return Sizes(num_heads=self.num_heads)
-
-    @property
-    def has_bias(self) -> bool:
-        return True
 
     def describe(self) -> str:
         return f"ALiBi({self.num_heads})"

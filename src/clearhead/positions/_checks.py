@@ -11,8 +11,6 @@ from .._environment import is_tracing, is_transformed
 from ..errors import ArgumentError, DeviceError, ShapeError
 from ..masks._grid import Grid
 
-__all__ = ["factor_at_least_one", "positive", "require_device", "require_heads", "require_in_range", "whole"]
-
 
 def whole(name: str, value: object, least: int = 1) -> int:
     """An int that is at least `least`.
@@ -56,11 +54,11 @@ def require_device(name: str, tensor: torch.Tensor, grid: Grid) -> None:
         )
 
 
-def require_in_range(places: torch.Tensor) -> None:
+def require_in_range(positions: torch.Tensor) -> None:
     """Raise for positions below −1, where looking at them waits for no device."""
-    if is_tracing() or is_transformed() or places.device.type != "cpu" or places.numel() == 0:
+    if is_tracing() or is_transformed() or positions.device.type != "cpu" or positions.numel() == 0:
         return
-    lowest = int(places.min())
+    lowest = int(positions.min())
     if lowest < -1:
         raise ArgumentError(
             "positions",

@@ -12,8 +12,6 @@ from ._checks import factor_at_least_one
 from ._rotary import Rotary
 from ._scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
-__all__ = ["rotary_from_config"]
-
 _ANY = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"}
 _KEYS = {
     "default": set[str](),

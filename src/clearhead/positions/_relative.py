@@ -15,11 +15,47 @@ from ..masks._base import Mask, Sizes
 from ..masks._grid import Block, Grid
 from ._checks import require_device, require_heads, whole
 
-__all__ = ["RelativeBias"]
+
+class _Bucketed(Mask):
+    """A bias from a table (num_buckets, H) and the bucket of every distance."""
+
+    weight: Tensor
+    buckets: Tensor
+
+    def visible(self, block: Block) -> None:
+        return None
+
+    def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """weight[bucket, h] for every score of the block, (1 or b, h, l, s)."""
+        per_head = self.weight[:, block.heads].t().to(dtype)[None, :, None]  # (1, h, 1, num_buckets)
+        chosen = _block_buckets(self.buckets, block)
+        batch, _, rows, columns = chosen.shape
+        chosen = chosen.expand(batch, per_head.shape[1], rows, columns)
+        return per_head.expand(batch, -1, rows, -1).gather(-1, chosen)
+
+    def bias_tensors(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
+
+    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        return _Table(next(tensors), self.buckets, self.describe())
+
+    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
+        chosen = _block_buckets(self.buckets, block).expand_as(scores_gradient)
+        # Row by row first: one running sum over all rows would lose digits in float32.
+        per_row = scores_gradient.new_zeros(*scores_gradient.shape[:3], gradients[0].shape[0])
+        per_row.scatter_add_(-1, chosen, scores_gradient)  # (b, h, l, num_buckets)
+        gradients[0][:, block.heads] += per_row.sum((0, 2)).t()
+
+    def validate(self, grid: Grid) -> None:
+        require_heads("RelativeBias", self.weight.shape[1], grid)
+        require_device("RelativeBias", self.weight, grid)
+
+    def sizes(self) -> Sizes:
+        return Sizes(num_heads=self.weight.shape[1])
 
 
 @final
-class RelativeBias(nn.Module, Mask):
+class RelativeBias(nn.Module, _Bucketed):
     """A learned bias per head and bucket of the distance from query to key; a mask and a module at once.
 
     ::
@@ -58,8 +94,6 @@ class RelativeBias(nn.Module, Mask):
         torch.Size([8, 4])
     """
 
-    buckets: Tensor
-
     def __init__(
         self,
         num_heads: int,
@@ -84,32 +118,6 @@ class RelativeBias(nn.Module, Mask):
     def reset_parameters(self) -> None:
         """Draw the weights from a normal distribution with standard deviation 0.02."""
         nn.init.normal_(self.weight, std=0.02)
-
-    def visible(self, block: Block) -> None:
-        return None
-
-    def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
-        return _bias(self.weight, self.buckets, block, dtype)
-
-    def bias_tensors(self) -> tuple[Tensor, ...]:
-        return (self.weight,)
-
-    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return _Table(next(tensors), self.buckets, self.describe())
-
-    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        _add_gradient(gradients[0], self.buckets, block, scores_gradient)
-
-    def validate(self, grid: Grid) -> None:
-        require_heads("RelativeBias", self.num_heads, grid)
-        require_device("RelativeBias", self.weight, grid)
-
-    def sizes(self) -> Sizes:
-        return Sizes(num_heads=self.num_heads)
-
-    @property
-    def has_bias(self) -> bool:
-        return True
 
     def describe(self) -> str:
         return f"RelativeBias({self.extra_repr()})"
@@ -154,65 +162,20 @@ class RelativeBias(nn.Module, Mask):
 
 
 @final
-class _Table(Mask):
+class _Table(_Bucketed):
     """The bias read from another tensor in the place of a module's weight."""
 
     def __init__(self, weight: Tensor, buckets: Tensor, description: str) -> None:
-        self._weight = weight
-        self._buckets = buckets
+        self.weight, self.buckets = weight, buckets
         self._description = description
-
-    def visible(self, block: Block) -> None:
-        return None
-
-    def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
-        return _bias(self._weight, self._buckets, block, dtype)
-
-    def bias_tensors(self) -> tuple[Tensor, ...]:
-        return (self._weight,)
-
-    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return _Table(next(tensors), self._buckets, self._description)
-
-    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        _add_gradient(gradients[0], self._buckets, block, scores_gradient)
-
-    def validate(self, grid: Grid) -> None:
-        require_heads("RelativeBias", self._weight.shape[1], grid)
-        require_device("RelativeBias", self._weight, grid)
-
-    def sizes(self) -> Sizes:
-        return Sizes(num_heads=self._weight.shape[1])
-
-    @property
-    def has_bias(self) -> bool:
-        return True
 
     def describe(self) -> str:
         return self._description
 
 
-def _bias(weight: Tensor, buckets: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """weight[bucket, h] for every score of the block, (1 or b, h, l, s)."""
-    per_head = weight[:, block.heads].t().to(dtype)[None, :, None]  # (1, h, 1, num_buckets)
-    chosen = _block_buckets(buckets, block)
-    batch, _, rows, columns = chosen.shape
-    chosen = chosen.expand(batch, per_head.shape[1], rows, columns)
-    return per_head.expand(batch, -1, rows, -1).gather(-1, chosen)
-
-
 def _block_buckets(buckets: Tensor, block: Block) -> Tensor:
     """Bucket numbers, (1 or b, 1 or h, l, s)."""
     farthest = buckets.shape[0] // 2
-    places = (block.k - block.q).clamp(-farthest, farthest) + farthest
+    distances = (block.k - block.q).clamp(-farthest, farthest) + farthest
     # Selecting from a flat list takes half the time of indexing.
-    return buckets.index_select(0, places.flatten()).view(places.shape)
-
-
-def _add_gradient(gradient: Tensor, buckets: Tensor, block: Block, scores_gradient: Tensor) -> None:
-    """Add the score gradients (b, h, l, s) of each bucket to the gradient (num_buckets, H) of the table."""
-    chosen = _block_buckets(buckets, block).expand_as(scores_gradient)
-    # Row by row first: one running sum over all rows would lose digits in float32.
-    per_row = scores_gradient.new_zeros(*scores_gradient.shape[:3], gradient.shape[0])
-    per_row.scatter_add_(-1, chosen, scores_gradient)  # (b, h, l, num_buckets)
-    gradient[:, block.heads] += per_row.sum((0, 2)).t()
+    return buckets.index_select(0, distances.flatten()).view(distances.shape)

@@ -13,8 +13,6 @@ from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_t
 from ._checks import positive, require_in_range, whole
 from ._scaling import Scaling, unscaled
 
-__all__ = ["Rotary"]
-
 
 @final
 class Rotary(nn.Module):
@@ -104,26 +102,26 @@ class Rotary(nn.Module):
         if k.device != q.device:
             fix = f"Move it with .to({str(q.device)!r})."
             raise DeviceError("k", expected=f"q's device {q.device}", got=str(k.device), fix=fix)
-        places = _places(positions, q)  # (1 or B, L)
-        cos, sin = self._rotation(places, torch.float64 if q.dtype == torch.float64 else torch.float32)
+        at = _checked_positions(positions, q)  # (1 or B, L)
+        cos, sin = self._rotation(at, torch.float64 if q.dtype == torch.float64 else torch.float32)
         return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
-    def _rotation(self, places: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every angle, (1 or B, 1, L, size / 2)."""
-        frequencies = self._frequencies(places, dtype)
-        angles = places.clamp(min=0).to(dtype)[:, None, :, None] * frequencies
+        frequencies = self._frequencies(positions, dtype)
+        angles = positions.clamp(min=0).to(dtype)[:, None, :, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.scaling is not None and self.scaling.magnitude != 1:
             cos, sin = cos * self.scaling.magnitude, sin * self.scaling.magnitude
         return cos, sin
 
-    def _frequencies(self, places: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.scaling is not None and self.scaling.follows_length and places.numel() > 0:
-            length = places.amax() + 1
-            return self.scaling.frequencies(self.base, self.size, length, dtype, places.device)
+    def _frequencies(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.scaling is not None and self.scaling.follows_length and positions.numel() > 0:
+            length = positions.amax() + 1
+            return self.scaling.frequencies(self.base, self.size, length, dtype, positions.device)
         if dtype == self.frequencies.dtype:
-            return self.frequencies.to(places.device)
-        return self._computed_frequencies(dtype, places.device)
+            return self.frequencies.to(positions.device)
+        return self._computed_frequencies(dtype, positions.device)
 
     def _computed_frequencies(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self.scaling is None:
@@ -199,7 +197,7 @@ def _require_scaling(scaling: object) -> None:
         )
 
 
-def _places(positions: object, q: Tensor) -> Tensor:
+def _checked_positions(positions: object, q: Tensor) -> Tensor:
     """Absolute positions (1 or B, L) of q (B, H, L, D)."""
     batch, length = q.shape[0], q.shape[2]
     if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
@@ -213,19 +211,19 @@ def _places(positions: object, q: Tensor) -> Tensor:
     positions = strided("positions", positions, expected)
     if positions.dtype not in INTEGERS:
         raise DTypeError("positions", expected=expected, got=str(positions.dtype))
-    places = positions if positions.dim() == 2 else positions[None]  # (1 or B, L)
-    if places.dim() != 2 or places.shape[1] != length or (places.shape[0] != 1 and places.shape[0] != batch):
+    rows = positions if positions.dim() == 2 else positions[None]  # (1 or B, L)
+    if rows.dim() != 2 or rows.shape[1] != length or (rows.shape[0] != 1 and rows.shape[0] != batch):
         raise ShapeError(
             "positions",
             expected=f"an int or shape ({length},) or ({batch}, {length}), one position per token",
             got=shape_text(positions.shape),
         )
-    if places.device != q.device:
+    if rows.device != q.device:
         raise DeviceError(
             "positions",
             expected=f"q's device {q.device}",
-            got=str(places.device),
+            got=str(rows.device),
             fix=f"Move them with .to({str(q.device)!r}).",
         )
-    require_in_range(places)
-    return places
+    require_in_range(rows)
+    return rows

@@ -14,8 +14,6 @@ from .._checks import number
 from ..errors import ArgumentError
 from ._checks import factor_at_least_one, positive, whole
 
-__all__ = ["DynamicNTKScaling", "LinearScaling", "Llama3Scaling", "Scaling", "YarnScaling", "unscaled"]
-
 
 def unscaled(base: float | Tensor, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The frequencies of Su et al., "RoFormer", 2021: f_i = base^(−2i/size), (size / 2,), in radians per position."""

@@ -6,14 +6,13 @@ from typing import Literal, NamedTuple, final, overload
 
 from torch import Tensor, nn
 
+from .._call.caching import Cache, Positions
 from .._checks import flag, size, strided
-from ..caches._base import Cache, Positions, unchanged_if_refused
+from ..caches._base import unchanged_if_refused
 from ..caches._cross import CrossKVCache
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 from ._parts import Layer, Norm, attend, made_dropout, made_norm, make_part_cache, require_features, require_modules
-
-__all__ = ["DecoderCache", "DecoderLayer", "DecoderWeights"]
 
 
 class DecoderWeights(NamedTuple):

@@ -6,12 +6,10 @@ from typing import Literal, final, overload
 
 from torch import Tensor, nn
 
+from .._call.caching import Cache, Positions
 from .._checks import flag, size
-from ..caches._base import Cache, Positions
 from ..masks._base import Mask
 from ._parts import Layer, Norm, attend, made_dropout, made_norm, make_part_cache, require_features, require_modules
-
-__all__ = ["EncoderLayer"]
 
 
 @final

@@ -13,8 +13,6 @@ from .._layer.linear import Linear, require_input
 from ..errors import DTypeError
 from ._parts import made_dropout
 
-__all__ = ["FeedForward", "SwiGLU"]
-
 
 class FeedForward(nn.Module):
     """Two linear maps with an activation between them, applied to every position alone.

@@ -16,8 +16,6 @@ from ._encoder_layer import EncoderLayer
 from ._feed_forward import FeedForward
 from ._stacks import Decoder, Encoder
 
-__all__ = ["load_transformer"]
-
 Ours = EncoderLayer | DecoderLayer | Encoder | Decoder
 
 

@@ -7,22 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._call.caching import Cache
 from .._checks import FLOATS, is_probability, module, number, shown, strided_or_jagged
-from ..caches._base import Cache
 from ..errors import DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
-
-__all__ = [
-    "Layer",
-    "Norm",
-    "attend",
-    "given",
-    "made_dropout",
-    "made_norm",
-    "make_part_cache",
-    "require_features",
-    "require_modules",
-]
 
 #: Makes a norm for E features: `nn.LayerNorm`, `nn.RMSNorm`, or a `functools.partial` of them.
 Norm = Callable[[int], nn.Module]

@@ -7,16 +7,15 @@ from typing import Any, Literal, overload
 
 from torch import Tensor, nn
 
+from .._call.caching import Cache, Positions
 from .._checks import flag, items, module
-from ..caches._base import Cache, Positions, unchanged_if_refused
+from ..caches._base import unchanged_if_refused
 from ..errors import ArgumentError, DTypeError
 from ..masks._base import Mask
 from ..masks._prepared import shared
 from ..masks._tensors import as_mask
 from ._decoder_layer import DecoderCache, DecoderWeights
 from ._parts import Layer, given
-
-__all__ = ["Decoder", "Encoder"]
 
 
 class Encoder(nn.Module):

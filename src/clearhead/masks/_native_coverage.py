@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from .._checks import PLAIN
 from .._environment import is_dispatching, is_tracing, is_transformed
 from .._native import extension
 from ._grid import Grid
 from ._structure import Band, Structure
-
-__all__ = ["Found", "find_natively"]
 
 #: Bool (1 or B, 1 or H, L) of queries that see a key and (1 or B, 1 or H, S) of keys that are seen; ``None`` for all.
 Found = tuple[Tensor | None, Tensor | None]
@@ -48,7 +47,7 @@ def find_natively(structure: Structure, grid: Grid) -> Found | None:
 
 
 def _tensors(structure: Structure) -> list[Tensor]:
-    """What hides besides the band, (1 or B, 1 or H, 1 or L, 1 or S) each; none where that cannot be told."""
+    """What hides besides the band, (1 or B, 1 or H, 1 or L, 1 or S) each; none where that is not known."""
     if not structure.exact or structure.rows is not None:
         return []
     found = [*structure.tensors, *structure.biases]
@@ -60,10 +59,7 @@ def _tensors(structure: Structure) -> list[Tensor]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    kind = type(tensor)
-    if kind is not Tensor and kind is not nn.Parameter:
-        return False
-    return tensor.layout is torch.strided and tensor.dtype in _HIDING and not tensor.is_neg()
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and tensor.dtype in _HIDING and not tensor.is_neg()
 
 
 def _cells(tensor: Tensor) -> tuple[int, ...]:

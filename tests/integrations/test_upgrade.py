@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.nn.utils import parametrizations, prune
 import clearhead
 from clearhead._layer import linear as layers
 from clearhead.errors import DTypeError
+from clearhead.integrations._pretrained import _REFUSED
 from tests.integrations.architectures import SMALL, relative_error
 from tests.integrations.test_unpad import build, inputs_of, rows, state  # noqa: F401  # a fixture among them
 
@@ -99,7 +101,7 @@ def test_where_pytorchs_gemm_is_as_fast_nothing_is_swapped() -> None:
     report = clearhead.upgrade(model)
     assert report.linears == ()
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear]
-    text = "left alone: 2 linear layers, its GEMM stays PyTorch's: MKL is as fast here"
+    text = "left alone: 2 linear layers, the GEMM stays PyTorch's: MKL is as fast here"
     assert str(report) == f"upgraded: 0 attention module(s)\n  {text}"
 
 
@@ -161,6 +163,17 @@ def test_attention_that_cannot_be_set_is_left() -> None:
     assert chosen.config._attn_implementation == "flex_attention"
     assert clearhead.downgrade(model).models == ("bert",)
     assert model["bert"].config._attn_implementation == "sdpa"
+
+
+def test_what_clearheads_attention_refuses_is_left() -> None:
+    """The models whose every call would raise, as the page about models lists them."""
+    page = (Path(__file__).parents[2] / "docs" / "which-models.md").read_text(encoding="utf-8")
+    refused = re.findall(r"^\* `(\w+)`: ArgumentError: .* no keyword that", page, re.MULTILINE)
+    assert tuple(sorted(refused)) == _REFUSED
+    config = transformers.BertConfig(**SMALL)
+    config.model_type = "deepseek_v32"
+    report = clearhead.upgrade(transformers.BertModel(config))
+    assert report.left == {"": "Clearhead's attention does not take what deepseek_v32 gives it"}
 
 
 def test_a_model_of_several_keeps_what_each_had() -> None:

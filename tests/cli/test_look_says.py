@@ -1,0 +1,104 @@
+"""What `clearhead look` says beside its pictures, what it keeps to itself, and how it is stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .looking import LETTERS, contents, look
+
+PROGRAM = [sys.executable, "-c", "from clearhead.cli import main; main()", "look"]
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.usefixtures("in_an_empty_folder", "default_model_once")
+class TestNotes:
+    def test_a_text_of_another_language(self) -> None:
+        result = look("今天天气很好，我们去公园散步，看到了很多漂亮的花。", "--no-png")
+        assert result.exit_code == 0, result.output
+        [line] = result.stderr.splitlines()
+        found = re.fullmatch(
+            r"clearhead: all-MiniLM-L6-v2 does not know (\d+) % of the tokens of this text; they are \[UNK\], one "
+            r"like the other\. Look at it with a model of its language: --model NAME_OR_PATH\.",
+            line,
+        )
+        assert found, line
+        page = contents(Path("attention.html"))
+        names = page.text(0, 0, "queries")["names"][1:-1]
+        assert int(found[1]) == round(100 * names.count("[UNK]") / len(names)) > 10
+        assert page.data["notes"] == [line.removeprefix("clearhead: ")]
+
+    def test_a_few_unknown_tokens_are_not_worth_a_line(self, model_folder: Callable[[str], Path]) -> None:
+        text = "the animal was too tired " * 2  # ten tokens, and one that is unknown
+        folder = str(model_folder("llama"))
+        assert look(f"{text} zebra", "--model", folder, "--no-png").stderr == ""
+        assert "does not know 17 %" in look(f"{text} zebra zebra", "--model", folder, "--no-png").stderr
+
+    def test_how_long_it_took(self) -> None:
+        lines = look("Time flies.", "--no-png").stdout.splitlines()
+        found = re.fullmatch(r"took (\d+\.\d) s, (\d+\.\d) s of them to load the model", lines[-1])
+        assert found
+        assert 0 <= float(found[2]) <= float(found[1]) < 60
+
+
+def test_nothing_of_what_libraries_write_at_their_start_is_seen(tmp_path: Path) -> None:
+    """A library that warns, in every usual way, as soon as transformers is there."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.abc, logging, sys, warnings\n"
+        "class Noise(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'transformers.modeling_utils':\n"
+        "            logging.getLogger('noisy').warning('noise of a logger')\n"
+        "            warnings.warn('noise of a warning')\n"
+        "            print('came by', file=open(__file__ + '.seen', 'w'))\n"
+        "sys.meta_path.insert(0, Noise())\n"
+    )
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    command = [*PROGRAM, LETTERS, "--no-png", "--out", str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, env=environment, check=False, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert (tmp_path / "sitecustomize.py.seen").exists()
+
+
+def test_ctrl_c_ends_it_at_once_with_one_line_and_no_half_file(tmp_path: Path) -> None:
+    """Stopped while it writes: what was there stays, and nothing else is left."""
+    (tmp_path / "attention.html").write_text("before")
+    slow = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from clearhead.cli import main\n"
+        "write = Path.write_text\n"
+        "def slowly(self, text, **options):\n"
+        "    write(self, text[:1000], **options)\n"
+        "    print('writing', flush=True)\n"
+        "    while True:\n"
+        "        try:\n"
+        "            time.sleep(60)\n"
+        "        except BaseException:\n"
+        "            pass\n"  # as a library would that catches everything
+        "Path.write_text = slowly\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", slow, "look", "Time flies.", "--no-png", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, cwd=tmp_path, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "writing\n"
+    assert len(list(tmp_path.iterdir())) == 2
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - started < 5
+    assert process.returncode == 130
+    assert errors == "clearhead: stopped\n"
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("attention.html", "before")]

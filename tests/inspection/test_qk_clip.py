@@ -1,0 +1,208 @@
+"""`qk_clip_`: scores of clipped heads become threshold / largest times what they were, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
+
+import clearhead
+from clearhead import masks
+from clearhead.errors import ArgumentError, DTypeError, ShapeError
+from clearhead.positions import Rotary
+from tests.latent import by_hand
+
+B, L, E, H, D = 2, 7, 12, 3, 4
+THRESHOLD = 3.0
+
+
+def inputs(features: int = E) -> Tensor:
+    return torch.randn(B, L, features, dtype=torch.float64) * 4
+
+
+def raw_logits(module: nn.Module, run: Callable[[], object]) -> Tensor:
+    with torch.no_grad(), clearhead.record(module, ("raw_max_logit",)) as rec:
+        run()
+    (calls,) = rec.values()
+    return calls.raw_max_logit
+
+
+def multi_head(**options: Any) -> tuple[nn.Module, Callable[[nn.Module], object]]:
+    x = inputs()
+    return clearhead.MultiHeadAttention(E, H, dtype=torch.float64, **options), lambda module: module(x)
+
+
+def pytorchs(kind: type[nn.MultiheadAttention], **options: Any) -> tuple[nn.Module, Callable[[nn.Module], object]]:
+    x, memory = inputs(), inputs(options.get("kdim", E))
+    module = kind(E, H, batch_first=True, dtype=torch.float64, **options)
+    for bias in (module.in_proj_bias, module.bias_k):
+        if bias is not None:
+            nn.init.normal_(bias)  # zero as it is made
+    return module, lambda module: module(x, memory, memory)
+
+
+MODULES: dict[str, Callable[[], tuple[nn.Module, Callable[[nn.Module], object]]]] = {
+    "multi-head": multi_head,
+    "no bias": lambda: multi_head(bias=False),
+    "grouped, rotary": lambda: multi_head(num_kv_heads=1, position=Rotary(D)),
+    "soft-cap": lambda: multi_head(softcap=2.0),
+    "a mask that adds": lambda: multi_head(mask=masks.bias(torch.randn(1, H, L, L, dtype=torch.float64) * 9)),
+    "clearhead.nn": lambda: pytorchs(clearhead.nn.MultiheadAttention),
+    "clearhead.nn, no bias": lambda: pytorchs(clearhead.nn.MultiheadAttention, bias=False),
+    "clearhead.nn, appended key": lambda: pytorchs(clearhead.nn.MultiheadAttention, add_bias_kv=True),
+    "clearhead.nn, other key features": lambda: pytorchs(clearhead.nn.MultiheadAttention, kdim=5, vdim=5),
+    "torch.nn": lambda: pytorchs(nn.MultiheadAttention),
+    "latent": lambda: (by_hand.module(), lambda module: module(by_hand.tokens() * 3)),
+    "latent, queries of no latent": lambda: (by_hand.module(None), lambda module: module(by_hand.tokens() * 3)),
+}
+
+
+@pytest.fixture(name="made", params=MODULES)
+def _made(request: pytest.FixtureRequest) -> tuple[nn.Module, Callable[[nn.Module], object]]:
+    module, run = MODULES[request.param]()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return module, run
+
+
+def test_logits_fall_to_the_threshold_and_others_stay(made: tuple[nn.Module, Callable[[nn.Module], object]]) -> None:
+    module, run = made
+    before = raw_logits(module, lambda: run(module))
+    threshold = float(before.amax(0).sort().values[-2:].mean())  # one head is above it
+    factors = clearhead.qk_clip_(module, before, threshold)
+    after = raw_logits(module, lambda: run(module))
+    torch.testing.assert_close(after, before * factors, rtol=1e-10, atol=1e-10)
+    assert float(after.max()) == pytest.approx(threshold, rel=1e-10)
+    assert int((factors < 1).sum()) == 1
+
+
+def test_only_rows_of_clipped_heads_change(made: tuple[nn.Module, Callable[[nn.Module], object]]) -> None:
+    module, _ = made
+    old = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    clearhead.qk_clip_(module, torch.tensor([1.0, 12.0, -torch.inf]), THRESHOLD)
+    rows: dict[str, list[int]] = {}
+    for name, parameter in module.named_parameters():
+        changed = (parameter != old[name]).reshape(len(parameter), -1).any(1)
+        if changed.any():
+            rows[name] = changed.nonzero().flatten().tolist()
+    if isinstance(module, clearhead.MultiHeadLatentAttention):
+        query, key = by_hand.NOPE + by_hand.ROPE, by_hand.NOPE + by_hand.VALUE
+        up = "q_proj.weight" if module.q_lora_rank is None else "q_proj.up.weight"
+        assert rows == {up: list(range(query, 2 * query)), "kv_up.weight": list(range(key, key + by_hand.NOPE))}
+    else:
+        assert all(name.startswith(("q_proj", "in_proj")) for name in rows)
+        assert list(rows.values()) == [list(range(D, 2 * D))] * len(rows)
+        assert len(rows) == sum(name.startswith(("q_proj.", "in_proj", "q_proj_")) for name in old)
+
+
+def test_latent_attention_is_split_as_by_kimi() -> None:
+    """√γ on both parts without positions, γ on the queries' rotary part, the shared rotary key untouched."""
+    module = by_hand.module()
+    old = copy.deepcopy(module)
+    clearhead.qk_clip_(module, torch.tensor([1.0, 1.0, 12.0]), THRESHOLD)
+    query, expected_query = (m.get_parameter("q_proj.up.weight").unflatten(0, (H, -1))[2] for m in (module, old))
+    key, expected_key = (m.kv_up.weight.unflatten(0, (H, -1))[2] for m in (module, old))
+    nope = by_hand.NOPE
+    torch.testing.assert_close(query[:nope], expected_query[:nope] * 0.5, rtol=1e-12, atol=0)
+    torch.testing.assert_close(query[nope:], expected_query[nope:] * 0.25, rtol=1e-12, atol=0)
+    torch.testing.assert_close(key[:nope], expected_key[:nope] * 0.5, rtol=1e-12, atol=0)
+    assert torch.equal(key[nope:], expected_key[nope:])
+    assert torch.equal(module.kv_down.weight, old.kv_down.weight)
+
+
+def test_batches_are_reduced_to_their_largest() -> None:
+    module, _ = multi_head()
+    factors = clearhead.qk_clip_(module, torch.tensor([[1.0, 4.0, -torch.inf], [6.0, 2.0, 3.0]]), 3.0)
+    assert factors.tolist() == [0.5, 0.75, 1.0]
+
+
+@pytest.mark.parametrize("logits", [torch.ones(H), torch.empty(0, H), torch.full((2, H), -torch.inf)])
+def test_parameters_within_the_threshold_keep_their_version(logits: Tensor) -> None:
+    module, _ = multi_head()
+    versions = [parameter._version for parameter in module.parameters()]
+    assert clearhead.qk_clip_(module, logits, 1.0).tolist() == [1.0] * H
+    assert [parameter._version for parameter in module.parameters()] == versions
+
+
+def with_lora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = nn.ModuleDict({"attend": clearhead.MultiHeadAttention(E, H)})
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).base_model.model["attend"]
+
+
+def quantised() -> nn.Module:
+    quantization = pytest.importorskip("torchao.quantization")
+    module = clearhead.MultiHeadAttention(32, H, head_dim=32)
+    quantization.quantize_(module, quantization.Int8WeightOnlyConfig())
+    return module
+
+
+def parametrized(kind: type[nn.Module], name: str, parameter: str = "weight") -> nn.Module:
+    module = kind(E, H)
+    parametrize.register_parametrization(module.get_submodule(name), parameter, nn.Identity())
+    return module
+
+
+def pruned() -> nn.Module:
+    module = clearhead.MultiHeadAttention(E, H)
+    prune.l1_unstructured(module.q_proj, "weight", 0.5)
+    return module
+
+
+CHANGED = {
+    "LoRA": with_lora,
+    "quantised": quantised,
+    "parametrized": lambda: parametrized(clearhead.MultiHeadAttention, "q_proj"),
+    "parametrized bias": lambda: parametrized(clearhead.MultiHeadAttention, "q_proj", "bias"),
+    "parametrized, PyTorch's": lambda: parametrized(clearhead.nn.MultiheadAttention, "", "in_proj_weight"),
+    "pruned": pruned,
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_projections_of_another_kind_are_refused_by_name(name: str) -> None:
+    module = CHANGED[name]()
+    with pytest.raises(DTypeError, match=r"^module\.(q_proj|in_proj_weight).*Merge or remove LoRA, quantisation"):
+        clearhead.qk_clip_(module, torch.full((H,), 200.0))
+
+
+def test_norms_after_projections_are_refused() -> None:
+    for norms in ({"q_norm": nn.RMSNorm(D), "k_norm": nn.RMSNorm(D)}, {"k_norm": nn.RMSNorm(D)}):
+        module = clearhead.MultiHeadAttention(E, H, **norms)
+        with pytest.raises(ArgumentError, match=r"module: expected projections without norms after them.*k_norm"):
+            clearhead.qk_clip_(module, torch.full((H,), 200.0))
+
+
+@pytest.mark.parametrize(
+    ("logits", "threshold", "kind", "message"),
+    [
+        (torch.ones(H + 1), 1.0, ShapeError, r"max_logits: expected \(H,\) or \(B, H\) with H = 3, got \(4,\)"),
+        (torch.ones(2, 2, H), 1.0, ShapeError, "max_logits: expected"),
+        (torch.ones(H, dtype=torch.int64), 1.0, DTypeError, "max_logits: expected a float tensor"),
+        ([1.0] * H, 1.0, DTypeError, "max_logits: expected a float tensor"),
+        (torch.tensor([1.0, torch.nan, 1.0]), 1.0, ArgumentError, "max_logits: expected finite logits.*diverged"),
+        (torch.tensor([1.0, torch.inf, 1.0]), 1.0, ArgumentError, "max_logits: expected finite logits.*diverged"),
+        (torch.ones(H), 0.0, ArgumentError, "threshold: expected a finite logit > 0, got 0"),
+        (torch.ones(H), torch.inf, ArgumentError, "threshold: expected"),
+        (torch.ones(H), "1", DTypeError, "threshold: expected"),
+    ],
+)
+def test_malformed_arguments_change_nothing(logits: Any, threshold: Any, kind: type[Exception], message: str) -> None:
+    module, _ = multi_head()
+    old = copy.deepcopy(module.state_dict())
+    with pytest.raises(kind, match=message):
+        clearhead.qk_clip_(module, logits, threshold)
+    assert all(torch.equal(old[name], value) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("module", [nn.Linear(3, 3), None, "attend"])
+def test_other_modules_are_refused(module: Any) -> None:
+    with pytest.raises(DTypeError, match=r"module: expected a MultiHeadAttention, .*Give the attention module itself"):
+        clearhead.qk_clip_(module, torch.ones(3))

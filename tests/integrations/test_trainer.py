@@ -1,0 +1,124 @@
+"""`AttentionMonitorCallback` in a `Trainer` that trains, and what its TensorBoard file then holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from clearhead.errors import ArgumentError, DTypeError
+from clearhead.integrations.transformers import AttentionMonitorCallback
+
+pytest.importorskip("accelerate")
+# Of transformers and TensorBoard, about their own settings.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*logging_dir.*"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
+
+LENGTH, TEXTS = 7, 24
+LAYERS = [f"bert.encoder.layer.{number}.attention.self" for number in range(2)]
+NAMES = {f"attention/{layer}/{statistic}" for layer in LAYERS for statistic in ("entropy", "max_logit", "sink")}
+
+
+def texts() -> list[dict[str, torch.Tensor]]:
+    ids = torch.randint(5, 31, (TEXTS, LENGTH))
+    mask = torch.ones(TEXTS, LENGTH).long()
+    mask[::2, -2:] = 0
+    return [{"input_ids": i, "attention_mask": m, "labels": i[0] % 2} for i, m in zip(ids, mask, strict=True)]
+
+
+def make_trainer(folder: Path, *callbacks: transformers.TrainerCallback, **options: Any) -> transformers.Trainer:
+    config = transformers.BertConfig(
+        vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=16
+    )
+    model = transformers.BertForSequenceClassification(config)
+    model.set_attn_implementation("clearhead")
+    settings = {"report_to": "none", "save_strategy": "no", "logging_steps": 2, "disable_tqdm": True, "use_cpu": True}
+    arguments = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=4, num_train_epochs=1, **(settings | options)
+    )
+    return transformers.Trainer(model, arguments, train_dataset=texts(), callbacks=list(callbacks))
+
+
+def means(values: dict[str, float]) -> set[str]:
+    return {name for name in values if name.startswith("attention/") and "/head_" not in name}
+
+
+def test_a_function_gets_scalars_with_the_trainers_steps(tmp_path: Path) -> None:
+    found: dict[int, dict[str, float]] = {}
+    callback = AttentionMonitorCallback(every=3, to=found.__setitem__)
+    trainer = make_trainer(tmp_path, callback)
+    trainer.train()
+    assert list(found) == [1, 4]
+    assert all(means(values) == NAMES for values in found.values())
+    assert all(not module._forward_pre_hooks for module in trainer.model.modules())
+
+
+def test_by_default_they_are_in_the_trainers_history(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, AttentionMonitorCallback(every=5))
+    trainer.train()
+    history = [entry for entry in trainer.state.log_history if means(entry)]
+    assert [entry["step"] for entry in history] == [1, 6]
+    assert all(means(entry) == NAMES for entry in history)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard's own dependencies
+def test_the_trainer_reports_them_where_it_reports_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    trainer = make_trainer(tmp_path, report_to="tensorboard", logging_steps=1)
+    trainer.add_callback(AttentionMonitorCallback(every=4, to=trainer))
+    trainer.train()
+    (written,) = (path.parent for path in tmp_path.rglob("events.out.tfevents*"))
+    events = EventAccumulator(str(written)).Reload()
+    history = [entry for entry in trainer.state.log_history if means(entry)]
+    assert [entry["step"] for entry in history] == [1, 5]
+    for name in NAMES:
+        read = {event.step: event.value for event in events.Scalars(f"train/{name}")}
+        assert read == pytest.approx({entry["step"]: entry[name] for entry in history})
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]  # none is lost
+
+
+def test_with_gradient_accumulation_forward_passes_are_counted(tmp_path: Path) -> None:
+    found: dict[int, dict[str, float]] = {}
+    callback = AttentionMonitorCallback(every=4, to=found.__setitem__)
+    make_trainer(tmp_path, callback, gradient_accumulation_steps=2).train()
+    assert list(found) == [1, 3]
+
+
+def test_after_a_training_that_failed_the_next_is_watched_once(tmp_path: Path) -> None:
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise InterruptedError
+
+    found: dict[int, dict[str, float]] = {}
+    trainer = make_trainer(tmp_path, AttentionMonitorCallback(every=100, to=found.__setitem__), Stop())
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    trainer.remove_callback(Stop)
+    trainer.train()
+    assert list(found) == [1]
+    assert all(not module._forward_pre_hooks for module in trainer.model.modules())
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"every": 0}, ArgumentError, "every: expected an int ≥ 1, got 0"),
+        ({"statistics": ("map",)}, ArgumentError, "statistics: expected names among"),
+        ({"to": 3}, DTypeError, r"to: expected a function \(step, \{name: value\}\)"),
+        ({"to": transformers.Trainer}, DTypeError, "to: expected a function"),
+        ({"logit_threshold": -1.0}, ArgumentError, "logit_threshold: expected"),
+    ],
+)
+def test_malformed_arguments_are_refused_before_training(
+    given: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        AttentionMonitorCallback(**given)
