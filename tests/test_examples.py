@@ -48,6 +48,24 @@ def test_characters_are_written(tmp_path: Path) -> None:
     assert 3 < results["bits_bigram"] < 4 < results["bits"] < 8
 
 
+def test_digits_are_read(tmp_path: Path) -> None:
+    results, said = run(tmp_path, "read_digits", "--steps", "2")
+    assert 0.25 < results["area"] < 0.4
+    for name in ("untrained", "trained"):
+        assert abs(results[name]["mean"] - results["area"]) < 0.05, "blind heads read ink by its share of the area"
+        assert f"{results[name]['mean']:.1%}" in said
+    assert (tmp_path / "read_digits.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "read_digits.html").stat().st_size > 50_000
+
+
+@pytest.mark.slow
+def test_in_full_trained_heads_do_not_read_digits_blindly(tmp_path: Path) -> None:
+    results, _ = run(tmp_path, "read_digits")
+    assert results["accuracy"] > 0.93
+    assert abs(results["untrained"]["mean"] / results["area"] - 1) < 0.05
+    assert abs(results["trained"]["mean"] / results["area"] - 1) > 0.2
+
+
 @pytest.mark.slow
 def test_in_full_almost_every_date_is_right(tmp_path: Path) -> None:
     results, _ = run(tmp_path, "translate_dates")

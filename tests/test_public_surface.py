@@ -44,7 +44,9 @@ SURFACE = {
     """,
     "clearhead.nn": "Linear MultiheadAttention functional",
     "clearhead.nn.functional": "scaled_dot_product_attention",
-    "clearhead.plot": "Page Tokens given page plot_heads plot_map plot_received plot_rollout read_tokens",
+    "clearhead.plot": """
+        Comparison Page Tokens compare given page plot_heads plot_image plot_map plot_received plot_rollout read_tokens
+    """,
     "clearhead.positions": """
         ALiBi DynamicNTKScaling LinearScaling Llama3Scaling RelativeBias Rotary Scaling YarnScaling rotary_from_config
     """,

@@ -17,6 +17,10 @@ MEANINGS = {
     "roots8": (1, lambda n: (n / 255) ** 2),
     "roots16": (2, lambda n: (n / 65_535) ** 2),
     "thousandths": (2, lambda n: n / 1000),
+    "signed": (2, lambda n: n / 32_767 - 1),
+    "signed_roots8": (1, lambda n: (n - 127).sign() * ((n - 127) / 127) ** 2),
+    "signed_thousandths": (2, lambda n: (n - 32_767) / 1000),
+    "bytes": (1, lambda n: n),
     "index": (4, lambda n: torch.where(n == 2**32 - 1, -1, n)),
 }
 

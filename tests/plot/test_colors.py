@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from clearhead.plot._comparison_plots import CHANGES
 from clearhead.plot._ink import RAMP, weight_bar
 
 # How linear RGB looks with one kind of cone missing: Machado, Oliveira and Fernandes 2009, severity 1.
@@ -45,6 +46,39 @@ def test_more_weight_is_always_more_contrast(sight: str, ramp: str, direction: i
     steps = lightness(page_ramp(ramp), sight).diff() * direction
     assert steps.min() > 3
     assert steps.sum() > 75
+
+
+def test_page_and_pictures_share_one_scale_of_differences() -> None:
+    assert page_ramp("LIGHT_CHANGES") == list(CHANGES)
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize(("ramp", "direction"), [("LIGHT_CHANGES", -1), ("DARK_CHANGES", 1)])
+def test_more_difference_is_always_more_contrast_to_both_sides(sight: str, ramp: str, direction: int) -> None:
+    colors = page_ramp(ramp)
+    for side in (colors[4:], colors[4::-1]):
+        steps = lightness(side, sight).diff() * direction
+        assert steps.min() > 3
+        assert steps.sum() > 60
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("ramp", ["LIGHT_CHANGES", "DARK_CHANGES"])
+def test_less_and_more_never_look_alike(sight: str, ramp: str) -> None:
+    colors = lab(page_ramp(ramp), sight)
+    for step in range(1, 5):
+        assert (colors[4 + step] - colors[4 - step])[1:].norm() > 15, "hues differ beyond lightness"
+
+
+def lab(colors: list[str], sight: str) -> Tensor:
+    """CIE L*a*b* (D65), as seen."""
+    values = torch.tensor([[int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)] for color in colors])
+    linear = torch.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    seen = (linear @ torch.tensor(SIGHTS[sight]).T).clamp(0, 1)
+    to_xyz = torch.tensor([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = seen @ to_xyz.T / torch.tensor([0.9505, 1.0, 1.089])
+    f = torch.where(xyz > 0.008856, xyz ** (1 / 3), 7.787 * xyz + 16 / 116)
+    return torch.stack([116 * f[:, 1] - 16, 500 * (f[:, 0] - f[:, 1]), 200 * (f[:, 1] - f[:, 2])], -1)
 
 
 @pytest.mark.parametrize(("largest", "last"), [(0.15, "0.2"), (0.2, "≥ 0.2"), (0.7, "≥ 0.2")])

@@ -15,7 +15,7 @@ __all__ = ["OneLineErrors", "UsageProblem", "warn"]
 
 WRONG_USAGE, FAILED = 2, 1
 
-EXTRAS = {"matplotlib": "plot", "rich": "cli", "transformers": "hf"}
+EXTRAS = {"PIL": "plot", "matplotlib": "plot", "rich": "cli", "transformers": "hf"}
 
 
 class UsageProblem(ClearheadError):

@@ -12,6 +12,9 @@ import typer
 
 from ..errors import ArgumentError, ClearheadError, explain_problem
 from ._errors import UsageProblem, warn
+from ._look_against import look_at_both, require_against
+from ._look_image import look_at_image, require_image
+from ._output import Outcome, deliver
 from ._start import collecting_later
 
 if TYPE_CHECKING:
@@ -54,6 +57,25 @@ def look(
             show_default="entropy, and maps",
         ),
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="TEXT", help="Another text, to see beside the first.", show_default=False),
+    ] = None,
+    against_model: Annotated[
+        str | None,
+        typer.Option(
+            "--against-model",
+            metavar="NAME_OR_PATH",
+            help="Another model of the same shape, to see beside the first.",
+            show_default="--model",
+        ),
+    ] = None,
+    image: Annotated[
+        Path | None,
+        typer.Option(
+            "--image", help="A picture instead of a text, for a vision model named by --model.", show_default=False
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for attention.png and attention.html.")] = Path(),
     html: Annotated[
         Path | None, typer.Option("--html", help="Where to write the page.", show_default="attention.html in --out")
@@ -83,8 +105,12 @@ def look(
 
     A text that is longer than the model takes is read in windows, each sharing an eighth of its tokens with the next;
     numbers per head are means over all of them.
+
+    With --against or --against-model both runs are shown, and their difference; the head shown large is the one that
+    differs most.
+
+    With --image, a vision model is run on a picture: what the class token and every patch look at, over the picture.
     """
-    content = _read_text(text, file)
     paths = {
         "png": _target("--png", png, no_png, out / "attention.png"),
         "html": _target("--html", html, no_html, out / "attention.html"),
@@ -94,6 +120,17 @@ def look(
     to_stdout = json is not None and str(json) == "-"
     if out.exists() and not out.is_dir():
         raise ArgumentError(explain_problem("--out", expected="a folder", got=f"a file, {out}"))
+    if image is not None:
+        texts = {"TEXT": text, "--file": file, "--against": against, "--against-model": against_model}
+        name = require_image(model, **texts)
+        _show(lambda step: look_at_image(image, name, layer=layer, head=head, statistic=stat, step=step), paths, json)
+        return
+    content = _read_text(text, file)
+    if against is not None or against_model is not None:
+        require_against(against, against_model, stat)
+        texts, models = (content, against or content), (model, against_model or model)
+        _show(lambda step: look_at_both(texts, models, layer=layer, head=head, step=step), paths, json)
+        return
     started = perf_counter()
     with collecting_later() as is_loaded, _progress() as step:
         step("loading the model")
@@ -162,6 +199,20 @@ class Step(Protocol):
     """Begins a step of the work, of so many equal parts if they can be counted; gives what to call after each."""
 
     def __call__(self, description: str, parts: int | None = None) -> Callable[[], None]: ...
+
+
+def _show(make: Callable[[Step], Outcome], paths: dict[str, Path | None], json: Path | None) -> None:
+    """Write the files that are wanted of an outcome, and print it; or only its numbers."""
+    to_stdout = json is not None and str(json) == "-"
+    with collecting_later(), _progress() as step:
+        step("loading the model")
+        outcome = make(step)
+        written = deliver(outcome, {**paths, "json": None if to_stdout else json}, step)
+    if to_stdout:
+        print(outcome.as_json())
+        return
+    outcome.show()
+    print(*(f"wrote {path}" for path in written), sep="\n", end="\n" if written else "")
 
 
 def _write_png(path: Path | None, seen: Seen, title: str, stat: str | None, step: Step) -> list[Path]:

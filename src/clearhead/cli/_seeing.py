@@ -23,7 +23,7 @@ from ._demo import TextModel
 from ._errors import UsageProblem, warn
 from ._windows import Window
 
-__all__ = ["STATISTICS", "ChosenHead", "Seen", "parts_of", "see"]
+__all__ = ["RECORDED", "STATISTICS", "ChosenHead", "Seen", "parts_of", "record_windows", "see"]
 
 #: What the overview can show, and which statistic of a record it is.
 STATISTICS = {
@@ -117,7 +117,7 @@ def see(
     blocks = blocks_of(loaded)
     for batch in _batches(loaded, windows):
         with _after_each(blocks, next_part):
-            rec = _record(loaded, batch, statistics, warned)
+            rec = record_windows(loaded, batch, statistics, warned)
         items = collect(rec, [window.tokens for window in batch])
         if seeing is None:
             place = choose(summarize(items[0].sections[0]), layer, head)
@@ -248,7 +248,8 @@ def _range(count: int) -> str:
     return f"0 to {count - 1}, counted from 0"
 
 
-def _record(loaded: TextModel, batch: Sequence[Window], statistics: Sequence[str], warned: set[str]) -> Recorded:
+def record_windows(loaded: TextModel, batch: Sequence[Window], statistics: Sequence[str], warned: set[str]) -> Recorded:
+    """Run the model on windows of one length and record it; where that is not possible, its own weights."""
     if not loaded.clearhead:
         return given(_own_weights(loaded, batch))
     with warnings.catch_warnings(record=True) as caught:

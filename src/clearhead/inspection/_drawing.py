@@ -22,7 +22,7 @@ class _Method:
 
 
 class Drawable:
-    """What can be drawn of a record: `page` makes an HTML page, the others draw with matplotlib.
+    """What can be drawn of a record: an HTML page, a `Comparison`, and pictures of matplotlib.
 
     Arguments, results and errors are those of the functions of the same names in `clearhead.plot`.
     """
@@ -30,6 +30,6 @@ class Drawable:
     __slots__ = ()
 
     if TYPE_CHECKING:
-        from ..plot import page, plot_heads, plot_map, plot_received, plot_rollout
+        from ..plot import compare, page, plot_heads, plot_image, plot_map, plot_received, plot_rollout
     else:
-        page, plot_heads, plot_map, plot_received, plot_rollout = (_Method() for _ in range(5))
+        compare, page, plot_heads, plot_image, plot_map, plot_received, plot_rollout = (_Method() for _ in range(7))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,11 @@ from ._capture import CaptureMode, obstacle
 from ._drawing import Drawable
 from ._naming import ModuleNames, uncompiled
 from ._padding import PaddingFinder
+from ._patch_layout import find_layout, picture_size
 from ._unseen import Unseen
+
+if TYPE_CHECKING:
+    from ..plot._patches import PatchLayout
 
 __all__ = ["Calls", "record"]
 
@@ -154,6 +158,7 @@ class record(Drawable, Mapping[str, Calls]):
         self._order: list[str] = []
         self._unseen = Unseen(model)
         self._padding: tuple[Any, PaddingFinder] | None = None
+        self._picture_size: tuple[int, int] | None = None
         self._stack = ExitStack()
 
     def __enter__(self) -> record:
@@ -224,6 +229,7 @@ class record(Drawable, Mapping[str, Calls]):
             )
         if self._heads is not None:
             found = found.with_heads(self._heads)
+        self._picture_size = self._picture_size or picture_size(self._running.root_arguments)
         calls = self._calls.setdefault(name, Calls(name))
         calls.statistics.append(found)
         if self._keep == "queries_keys":
@@ -300,6 +306,16 @@ class record(Drawable, Mapping[str, Calls]):
                 )
             )
         return calls.kept[index("call", call, len(calls.kept))]
+
+    def patches(self, layer: int | str) -> PatchLayout:
+        """Where the tokens of a vision model's layer lie on its input, from the model's own configuration.
+
+        Raises:
+            ArgumentError: if that is not known of the model.
+        """
+        name = self.name_of(layer)
+        found = self._calls[name][0]
+        return find_layout(self._running.model, name, self._picture_size, found.query_length, found.key_length)
 
     def rollout(
         self, targets: Sequence[int] | Tensor, *, layers: Sequence[int | str] | None = None, residual: float = 0.5

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ArgumentError, explain_problem
 
-__all__ = ["read_model", "shortened", "without_noise"]
+__all__ = ["read_model", "read_vision_model", "shortened", "without_noise"]
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -29,12 +29,21 @@ def read_model(name: str, *, notify: Callable[[str], None]) -> tuple[Any, Any]:
     Raises:
         ArgumentError: if there is no such model, or transformers cannot read it.
     """
+    return _read(name, "AutoTokenizer", notify)
+
+
+def read_vision_model(name: str, *, notify: Callable[[str], None]) -> tuple[Any, Any]:
+    """Read a vision model as `read_model` does, and its image processor."""
+    return _read(name, "AutoImageProcessor", notify)
+
+
+def _read(name: str, companion: str, notify: Callable[[str], None]) -> tuple[Any, Any]:
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return _from_pretrained(str(folder), local=True)
+        return _from_pretrained(str(folder), companion, local=True)
     if folder.exists() or not HUB_NAME.fullmatch(name):
         raise _unknown_model(name, "a file" if folder.exists() else "no such folder")
-    return _from_hub(name, notify)
+    return _from_hub(name, companion, notify)
 
 
 @contextlib.contextmanager
@@ -62,13 +71,13 @@ def without_noise() -> Generator[None]:
         logging.disable(before)
 
 
-def _from_hub(name: str, notify: Callable[[str], None]) -> tuple[Any, Any]:
+def _from_hub(name: str, companion: str, notify: Callable[[str], None]) -> tuple[Any, Any]:
     try:
-        return _from_pretrained(name, local=True)
+        return _from_pretrained(name, companion, local=True)
     except ArgumentError:
         notify(f"{name} is not on this machine; asking the Hugging Face hub for it.")
         _require_on_hub(name)
-        return _from_pretrained(name, local=False)
+        return _from_pretrained(name, companion, local=False)
 
 
 def _require_on_hub(name: str) -> None:
@@ -85,14 +94,14 @@ def _require_on_hub(name: str) -> None:
         raise _unknown_model(name, f"no folder here and no answer from the hub ({reason})") from error
 
 
-def _from_pretrained(path: str, *, local: bool) -> tuple[Any, Any]:
+def _from_pretrained(path: str, companion: str, *, local: bool) -> tuple[Any, Any]:
     options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     with without_noise():
-        from transformers import AutoModel, AutoTokenizer
+        import transformers
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(path, **options)
-            model = AutoModel.from_pretrained(
+            tokenizer = getattr(transformers, companion).from_pretrained(path, **options)
+            model = transformers.AutoModel.from_pretrained(
                 path, use_safetensors=True, dtype=torch.float32, attn_implementation="eager", **options
             )
         except Exception as error:  # transformers lets through whatever its readers raise
@@ -102,7 +111,10 @@ def _from_pretrained(path: str, *, local: bool) -> tuple[Any, Any]:
 
 
 def _unknown_model(name: str, got: str) -> ArgumentError:
-    expected = "a folder with config.json, a tokenizer and model.safetensors, or a model's name on the Hugging Face hub"
+    expected = (
+        "a folder with config.json, model.safetensors and a tokenizer (of a vision model an image processor), "
+        "or a model's name on the Hugging Face hub"
+    )
     return ArgumentError(explain_problem(f"model {name}", expected=expected, got=got))
 
 

@@ -11,10 +11,25 @@ Example:
     Page(0... MB; .save(path) writes it)
 """
 
+from ._comparison import Comparison, compare
 from ._given import given
 from ._html import Page, page
+from ._image_plots import plot_image
 from ._record_plots import plot_heads, plot_map, plot_received
 from ._rollout_plot import plot_rollout
 from ._tokens import Tokens, read_tokens
 
-__all__ = ["Page", "Tokens", "given", "page", "plot_heads", "plot_map", "plot_received", "plot_rollout", "read_tokens"]
+__all__ = [
+    "Comparison",
+    "Page",
+    "Tokens",
+    "compare",
+    "given",
+    "page",
+    "plot_heads",
+    "plot_image",
+    "plot_map",
+    "plot_received",
+    "plot_rollout",
+    "read_tokens",
+]

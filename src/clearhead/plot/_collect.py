@@ -11,6 +11,7 @@ from torch import Tensor
 from .._statistics.compute import compute_statistics
 from .._statistics.result import AttentionStatistics
 from ..errors import RecordError, ShapeError, explain_problem
+from ._patches import Tiles
 from ._protocol import Recorded
 from ._sections import Section, extent_of, find_sections, fitted, number_of_calls
 from ._tokens import Tokens, as_tokens
@@ -55,6 +56,8 @@ class LayerPicture:
         numbers: statistic → (H,), means over the queries that see a key.
         crops: head → exact weights.
         word_entropy: (H, words), as `Crop`'s, where the map is exact.
+        signed: whether all of this is a difference, with numbers below 0.
+        rounded: whether a page holds an exact map in one byte per weight.
     """
 
     name: str
@@ -72,6 +75,8 @@ class LayerPicture:
     numbers: dict[str, Tensor]
     crops: dict[int, Crop] = field(default_factory=dict[int, Crop])
     word_entropy: Tensor | None = None
+    signed: bool = False
+    rounded: bool = False
 
     @property
     def exact(self) -> bool:
@@ -92,14 +97,22 @@ class SectionPicture:
     queries: Tokens
     keys: Tokens
     layers: list[LayerPicture]
+    tiles: Tiles | None = None
 
 
 @dataclass(frozen=True)
 class ItemPicture:
-    """Everything about one batch item."""
+    """Everything about one batch item.
+
+    Args:
+        label: what to call it.
+        sections: its kinds of attention; those of a vision model have tiles.
+        picture: what a vision model saw, (3, height, width), uint8.
+    """
 
     label: str
     sections: list[SectionPicture]
+    picture: Tensor | None = None
 
 
 Texts = Sequence[Tokens]

@@ -19,6 +19,7 @@ from .._weights import Queries, row_numbers
 from ..errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, explain_problem, shape_text
 from ..kernels._weights import compute_weights
 from ..masks._tensors import bias
+from ._patches import PatchLayout
 
 __all__ = ["given"]
 
@@ -69,7 +70,9 @@ def given(weights: Sequence[Tensor], names: Sequence[str] | None = None) -> Give
 class Given(Mapping[str, Sequence[AttentionStatistics]]):
     """Statistics of weights that were given; see `given`."""
 
+    from ._comparison import compare
     from ._html import page
+    from ._image_plots import plot_image
     from ._record_plots import plot_heads, plot_map, plot_received
     from ._rollout_plot import plot_rollout
 
@@ -111,6 +114,17 @@ class Given(Mapping[str, Sequence[AttentionStatistics]]):
         """A call whose weights are the given ones."""
         index_of("call", call, 1)
         return self._calls[self.name_of(layer)]
+
+    def patches(self, layer: int | str) -> PatchLayout:
+        """Refused: weights alone do not say where patches lie."""
+        raise ArgumentError(
+            explain_problem(
+                "image",
+                expected="a record of a vision model",
+                got="weights that were given",
+                fix="Record the model with clearhead.record, whose configuration places the patches.",
+            )
+        )
 
     def rollout(
         self, targets: Sequence[int] | Tensor, *, layers: Sequence[int | str] | None = None, residual: float = 0.5

@@ -23,6 +23,7 @@ from ._crops import CROPS, CropRequest, with_crops
 from ._detail import Detail, bytes_of_crops, details_for, least_bytes
 from ._files import whole_file
 from ._heads import summarize
+from ._image_items import with_pictures
 from ._labels import printable
 from ._page_contents import ScaleEnds, describe_item, describe_section
 from ._protocol import Recorded, require_record
@@ -34,7 +35,20 @@ __all__ = ["Page", "PageMaker", "page"]
 LIMIT = 5_000_000
 ROOM = (LIMIT - 150_000) * 3 // 4
 
-SCRIPTS = ("data", "color", "grids", "overview", "text", "map", "margins", "view", "pointer", "main")
+SCRIPTS = (
+    "data",
+    "color",
+    "grids",
+    "overview",
+    "text",
+    "picture",
+    "map",
+    "margins",
+    "view",
+    "pointer",
+    "compared",
+    "main",
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,8 @@ def page(
     crops: Sequence[CropRequest] | None = None,
     labels: Sequence[str] | None = None,
     title: str = "Attention",
+    image: Any = None,
+    processor: Any = None,
 ) -> Page:
     """Make one self-contained HTML page of a record: every head as a thumbnail, one large, weights under the pointer.
 
@@ -124,6 +140,11 @@ def page(
             Crops that are given stay, however large the page becomes by them.
         labels: what to call the batch items. Default: item 0, item 1, …
         title: of the page, also shown in it; the model's name for instance.
+        image: what a vision model was shown, or a list with one per batch item: the page has the picture in place of a
+            text, and its patches are the tokens. See `clearhead.plot.plot_image` for what is taken. Every weight must
+            be known then: record with ``keep="queries_keys"``. Where a model has more than a page holds, patches are
+            taken together.
+        processor: as for `clearhead.plot.plot_image`.
 
     Raises:
         RecordError: if the record lacks what the page needs.
@@ -140,7 +161,10 @@ def page(
     """
     require_record(rec)
     text("title", title)
-    items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
+    if image is None:
+        items = collect(rec, as_texts(tokens), as_texts(key_tokens, "key_tokens"))
+    else:
+        items = with_pictures(rec, image, processor, tokens, key_tokens)
     if labels is not None:
         labels = [
             text("labels", label, "a list of strings") for label in items_of("labels", labels, "a list of strings")
@@ -151,7 +175,9 @@ def page(
     place = _place(rec, items, layer, head)
     large = items[0].sections[place[0]].layers[place[1]]
     chosen = {(large.name, large.heads[place[2]])}
-    if crops is not None:
+    if image is not None:
+        crops = None  # every weight is there
+    elif crops is not None:
         crops = items_of("crops", crops, CROPS)
         items = with_crops(rec, items, crops)
         chosen |= {(rec.name_of(crop[0]), crop[1]) for crop in crops}
@@ -172,10 +198,18 @@ class PageMaker:
             among them the first and the last.
         chosen: names of modules, and heads of them, that keep all that is known of their rows.
         keeps_crops: whether exact weights stay even if the page becomes larger than `LIMIT` by them.
+        together: how many neighbouring items are views of the same, and stay or are left out together.
     """
 
-    def __init__(self, count: int, chosen: Collection[tuple[str, int]] = (), *, keeps_crops: bool = False) -> None:
-        self._count, self._held = count, count
+    def __init__(
+        self,
+        count: int,
+        chosen: Collection[tuple[str, int]] = (),
+        *,
+        keeps_crops: bool = False,
+        together: int = 1,
+    ) -> None:
+        self._count, self._held, self._together = count, count, together
         self._chosen = chosen
         self._keeps_crops = keeps_crops
         self._room = float(ROOM)
@@ -190,7 +224,8 @@ class PageMaker:
         """Whether the page will hold the next item."""
         if self._held == self._count:
             return True
-        return self._seen * (self._held - 1) % (self._count - 1) < self._held - 1
+        seen, held, count = (number // self._together for number in (self._seen, self._held, self._count))
+        return seen * (held - 1) % (count - 1) < held - 1
 
     def add(self, item: ItemPicture) -> None:
         """Append an item, or leave it out; all have the same sections, layers and heads."""
@@ -198,7 +233,8 @@ class PageMaker:
             self._sections = [describe_section(picture) for picture in item.sections]
             self._ends = [ScaleEnds() for _ in item.sections]
             if not self._keeps_crops:
-                self._held = min(self._count, max(2, int(ROOM / least_bytes(item, self._chosen))))
+                held = max(2, int(ROOM / (self._together * least_bytes(item, self._chosen))))
+                self._held = min(self._count, held * self._together)
         takes = self.takes_next
         self._seen += 1
         if not takes:
@@ -215,15 +251,22 @@ class PageMaker:
         """An item as closely as there is room for: where its description lies in its stream, and how closely."""
         if self._keeps_crops:
             room += bytes_of_crops(item)
-        details = details_for(item, self._chosen, room)
+        # Patches next to each other in a row of tokens are not so on the picture: nothing of it is pooled.
+        details = details_for(item, self._chosen, room) if item.picture is None else iter([Detail()])
         while True:
             detail = next(details)
             place, stream = describe_item(item, replace(detail, crops=detail.crops or self._keeps_crops), self._chosen)
-            if len(stream) * 3 / 4 <= room or detail.is_coarsest:
+            if len(stream) * 3 / 4 <= room or detail.is_coarsest or item.picture is not None:
                 return place, stream, detail
 
     def page(
-        self, place: tuple[int, int, int], *, title: str, statistic: str = "maps", notes: Sequence[str] = ()
+        self,
+        place: tuple[int, int, int],
+        *,
+        title: str,
+        statistic: str = "maps",
+        notes: Sequence[str] = (),
+        compared: dict[str, Any] | None = None,
     ) -> Page:
         """The finished page.
 
@@ -232,6 +275,7 @@ class PageMaker:
             title: as in `page`.
             statistic: what the overview shows at first: ``"maps"``, or a statistic's name.
             notes: sentences about all of it.
+            compared: how the items are views of the same, see `clearhead.plot._comparison_page`. Default: they are not.
         """
         shown_title = printable([title])[0]
         if len(self._items) < self._seen:
@@ -246,6 +290,7 @@ class PageMaker:
             "layer": place[1],
             "head": place[2],
             "statistic": statistic,
+            "compared": compared,
         }
         style, script = _part("page.css"), "".join(_part(f"page_{name}.js") for name in SCRIPTS)
         script = f'"use strict";\n(async () => {{\n{script}}})();\n'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "NOTE",
     "QUIET",
     "colors",
+    "figure_bytes",
     "fonts",
     "label_tokens",
     "new_axes",
@@ -144,8 +146,20 @@ def save_figure(figure: Figure, path: Path) -> Path:
         figure: any.
         path: ends in ``.png``, ``.svg`` or ``.pdf``.
     """
+    with whole_file(path) as part:
+        part.write_bytes(figure_bytes(figure, path.suffix[1:].lower()))
+    return path
+
+
+def figure_bytes(figure: Figure, kind: str) -> bytes:
+    """A figure as the contents of a file, without warnings about glyphs that no installed font has.
+
+    Args:
+        figure: any.
+        kind: ``"png"``, ``"svg"`` or ``"pdf"``.
+    """
+    target = BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        with whole_file(path) as part:
-            figure.savefig(part, dpi=150)
-    return path
+        figure.savefig(target, dpi=150, format=kind)
+    return target.getvalue()

@@ -11,18 +11,34 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["ENCODINGS", "Packer"]
+__all__ = ["ENCODINGS", "Encoding", "Packer"]
 
-Encoding = Literal["units", "roots6", "roots8", "roots16", "thousandths", "index"]
+Encoding = Literal[
+    "units",
+    "roots6",
+    "roots8",
+    "roots16",
+    "thousandths",
+    "index",
+    "signed",
+    "signed_roots8",
+    "signed_thousandths",
+    "bytes",
+]
 
 #: Name → (bytes per number, number to integer). `page_data.js` has the inverses.
 #: units: weights in ten-thousandths. roots: numbers in [0, 1], finer near 0. index: −1 is the largest integer.
+#: signed: differences of the same, in [−1, 1] or ± 32.767.
 ENCODINGS: dict[Encoding, tuple[int, Callable[[Tensor], Tensor]]] = {
     "units": (2, lambda x: x.clamp(0, 1) * 10_000),
     "roots6": (1, lambda x: x.clamp(0, 1).sqrt() * 63),
     "roots8": (1, lambda x: x.clamp(0, 1).sqrt() * 255),
     "roots16": (2, lambda x: x.clamp(0, 1).sqrt() * 65_535),
     "thousandths": (2, lambda x: x.clamp(0, 65.535) * 1000),
+    "signed": (2, lambda x: x.clamp(-1, 1) * 32_767 + 32_767),
+    "signed_roots8": (1, lambda x: x.clamp(-1, 1).abs().sqrt() * x.sign() * 127 + 127),
+    "signed_thousandths": (2, lambda x: x.clamp(-32.767, 32.767) * 1000 + 32_767),
+    "bytes": (1, lambda x: x),
     "index": (4, lambda x: torch.where(x < 0, 2**32 - 1, x)),
 }
 

@@ -11,7 +11,8 @@ from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
 from ._detail import Detail, pooled_map, pooled_rows
 from ._heads import KINDS, HeadSummary, summarize
 from ._labels import layer_labels, printable
-from ._packing import Packer
+from ._packing import Encoding, Packer
+from ._patches import Tiles
 from ._scale import scale_end
 from ._tokens import Tokens
 from ._words import has_pieces
@@ -19,6 +20,12 @@ from ._words import has_pieces
 __all__ = ["ScaleEnds", "describe_item", "describe_section"]
 
 SAMPLES = 20_000
+MOST_CLOSE = 250_000  # weights of a layer of a vision model that are held in 256 levels; of more in 64
+
+#: Encodings of single weights, tiles, coarser tiles, shares and nats: as they are, and of differences.
+_POSITIVE: tuple[Encoding, ...] = ("units", "roots8", "roots6", "roots16", "thousandths")
+_SIGNED: tuple[Encoding, ...] = ("signed", "signed_roots8", "signed_roots8", "signed", "signed_thousandths")
+_CHANGED_ENDS = ("changedTileEnd", "changedOwnEnd", "changedCellEnd")
 
 
 def describe_section(picture: SectionPicture) -> dict[str, Any]:
@@ -40,23 +47,28 @@ class ScaleEnds:
     """Where a section's colour scales end, over all items: of tiles, chosen heads' tiles and single weights."""
 
     def __init__(self) -> None:
-        self._tiles: list[Tensor] = []
-        self._own: list[Tensor] = []
-        self._cells: list[Tensor] = []
+        names = ("tile", "own", "cell")
+        self._samples: dict[bool, dict[str, list[Tensor]]] = {
+            signed: {name: [] for name in names} for signed in (False, True)
+        }
 
     def add(self, picture: SectionPicture, detail: Detail, chosen: Collection[tuple[str, int]]) -> None:
         """Take a sample of one item's weights, as closely as they are shown."""
         for layer in picture.layers:
-            self._tiles.append(_sample(pooled_map(layer, detail.side)))
+            samples = self._samples[layer.signed]
+            samples["tile"].append(_sample(pooled_map(layer, detail.side)))
             for head in _places(layer, chosen):
-                (self._cells if layer.exact else self._own).append(_sample(layer.map[head]))
-            self._cells += [_sample(crop.weights) for crop in layer.crops.values()]
+                samples["cell" if layer.exact else "own"].append(_sample(layer.map[head]))
+            samples["cell"] += [_sample(crop.weights) for crop in layer.crops.values()]
 
     def describe(self) -> dict[str, float]:
-        """The ends, for the section's description."""
-        tiles = scale_end(self._tiles)
-        own = scale_end(self._own) if self._own else tiles
-        return {"tileEnd": tiles, "ownEnd": own, "cellEnd": scale_end(self._cells) if self._cells else tiles}
+        """The ends, for the section's description; those of differences are apart."""
+        ends: dict[str, float] = {}
+        for kind, names in ((False, ("tileEnd", "ownEnd", "cellEnd")), (True, _CHANGED_ENDS)):
+            tiles, own, cells = self._samples[kind].values()
+            if tiles:
+                ends |= dict(zip(names, (scale_end(each or tiles) for each in (tiles, own, cells)), strict=True))
+        return ends
 
 
 def describe_item(item: ItemPicture, detail: Detail, chosen: Collection[tuple[str, int]]) -> tuple[list[int], str]:
@@ -77,10 +89,23 @@ def describe_item(item: ItemPicture, detail: Detail, chosen: Collection[tuple[st
         ]
         queries, keys = texts.number(picture.queries), texts.number(picture.keys)
         sections.append(
-            {"queries": queries, "keys": keys, "start": _first_query(picture), "layers": layers},
+            {"queries": queries, "keys": keys, "start": _first_query(picture), "layers": layers}
+            | _patches(picture.tiles),
         )
-    place = packer.add_json({"texts": texts.descriptions, "sections": sections})
+    description: dict[str, Any] = {"texts": texts.descriptions, "sections": sections}
+    if item.picture is not None:
+        description["picture"] = {"size": list(item.picture.shape[1:]), "pixels": packer.add(item.picture, "bytes")}
+    place = packer.add_json(description)
     return place, packer.finish()
+
+
+def _patches(tiles: Tiles | None) -> dict[str, Any]:
+    """Where a section's keys lie on the picture: how many are no patches, rows and columns, and a tile's pixels."""
+    if tiles is None:
+        return {}
+    cell = [side * tiles.side for side in tiles.layout.patch]
+    patches = {"prefix": len(tiles.layout.prefix), "grid": list(tiles.grid), "cell": cell, "side": tiles.side}
+    return {"patches": patches}
 
 
 class _Texts:
@@ -114,23 +139,28 @@ def _layer(
     exact = tiles is layer.map and layer.exact
     whole = entropy is layer.entropy and received is shares and count == layer.indices.shape[2]
     own = [] if whole and tiles is layer.map else chosen
+    units, roots8, roots6, _, nats = _SIGNED if layer.signed else _POSITIVE
+    if layer.rounded:
+        units = roots6 if layer.map.numel() > MOST_CLOSE else roots8
+    signed = layer.signed
     return {
+        "signed": signed,
         "size": list(layer.size),
         "origin": [layer.queries[0], layer.keys[0]],
         "grid": list(tiles.shape[1:]),
-        "map": packer.add(tiles, "units" if exact else "roots8" if tiles is layer.map else "roots6"),
+        "map": packer.add(tiles, units if exact else roots8 if tiles is layer.map else roots6),
         "bins": [entropy.shape[1], received.shape[1]],
-        **_rows(entropy, received, layer.indices[..., :count], layer.weights[..., :count], packer),
+        **_rows(entropy, received, layer.indices[..., :count], layer.weights[..., :count], packer, signed),
         "own": {
             str(head): {
                 "grid": list(layer.map.shape[1:]),
-                "map": packer.add(layer.map[head], "units" if layer.exact else "roots8"),
-                **_rows(layer.entropy[head], shares[head], layer.indices[head], layer.weights[head], packer),
+                "map": packer.add(layer.map[head], units if layer.exact else roots8),
+                **_rows(layer.entropy[head], shares[head], layer.indices[head], layer.weights[head], packer, signed),
             }
             for head in own
         },
-        "wordEntropy": _optional(layer.word_entropy if exact else None, packer),
-        "crops": {str(layer.heads.index(head)): _crop(crop, packer) for head, crop in crops.items()},
+        "wordEntropy": _optional(layer.word_entropy if exact else None, nats, packer),
+        "crops": {str(layer.heads.index(head)): _crop(crop, (units, nats), packer) for head, crop in crops.items()},
         "kinds": [KINDS[summary.kind] for summary in summaries],
         "numbers": {name: [_rounded(value) for value in values.tolist()] for name, values in layer.numbers.items()},
     }
@@ -141,32 +171,35 @@ def _places(layer: LayerPicture, chosen: Collection[tuple[str, int]]) -> list[in
     return [layer.heads.index(head) for name, head in chosen if name == layer.name and head in layer.heads]
 
 
-def _rows(entropy: Tensor, received: Tensor, indices: Tensor, weights: Tensor, packer: Packer) -> dict[str, Any]:
+def _rows(
+    entropy: Tensor, received: Tensor, indices: Tensor, weights: Tensor, packer: Packer, signed: bool
+) -> dict[str, Any]:
+    units, _, _, shares, nats = _SIGNED if signed else _POSITIVE
     return {
-        "entropy": packer.add(entropy, "thousandths"),
-        "received": packer.add(received, "roots16"),
+        "entropy": packer.add(entropy, nats),
+        "received": packer.add(received, shares),
         "count": indices.shape[-1],
         "indices": packer.add(indices, "index"),
-        "weights": packer.add(weights, "units"),
+        "weights": packer.add(weights, units),
     }
 
 
-def _crop(crop: Crop, packer: Packer) -> dict[str, Any]:
+def _crop(crop: Crop, encodings: tuple[Encoding, Encoding], packer: Packer) -> dict[str, Any]:
     return {
         "queries": list(crop.queries),
         "keys": list(crop.keys),
-        "weights": packer.add(crop.weights, "units"),
-        "wordEntropy": _optional(crop.word_entropy, packer),
+        "weights": packer.add(crop.weights, encodings[0]),
+        "wordEntropy": _optional(crop.word_entropy, encodings[1], packer),
     }
 
 
-def _optional(values: Tensor | None, packer: Packer) -> list[Any] | None:
-    return None if values is None else packer.add(values, "thousandths")
+def _optional(values: Tensor | None, nats: Encoding, packer: Packer) -> list[Any] | None:
+    return None if values is None else packer.add(values, nats)
 
 
 def _sample(weights: Tensor) -> Tensor:
     flat = weights.flatten()
-    return flat[:: max(1, flat.numel() // SAMPLES)].clone()
+    return flat[:: max(1, flat.numel() // SAMPLES)].abs()
 
 
 def _rounded(value: float) -> float | None:
@@ -176,5 +209,9 @@ def _rounded(value: float) -> float | None:
 def _first_query(picture: SectionPicture) -> int:
     """The query the page starts with: in the middle of the text, and no special token if there is another."""
     length = len(picture.queries)
+    if picture.tiles is not None:
+        has_class = picture.tiles.layout.queries is not None or picture.tiles.layout.prefix
+        rows, columns = picture.tiles.grid
+        return 0 if has_class else rows // 2 * columns + columns // 2
     order = sorted(range(length), key=lambda place: abs(place - 2 * length // 3))
     return next((place for place in order if not picture.queries.special[place]), order[0] if order else 0)

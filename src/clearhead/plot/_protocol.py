@@ -13,6 +13,7 @@ from .._statistics.result import AttentionStatistics
 from .._statistics.summary import Summary
 from .._weights import Queries
 from ..errors import DTypeError, explain_problem
+from ._patches import PatchLayout
 
 __all__ = ["Recorded", "require_record"]
 
@@ -42,6 +43,10 @@ class Recorded(Protocol):
 
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
         """Query and key of one call; raises `RecordError` if they were not kept."""
+        ...
+
+    def patches(self, layer: int | str) -> PatchLayout:
+        """Where the tokens of a vision model's layer lie on its input."""
         ...
 
     def rollout(

@@ -20,7 +20,7 @@ from ._tokens import Texts, as_texts, as_tokens
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["plot_rollout"]
+__all__ = ["pixels_of", "plot_rollout"]
 
 
 def plot_rollout(
@@ -115,7 +115,7 @@ def _plot_patches(share: Tensor, targets: list[int], grid: tuple[int, int], imag
     end = _round_up(patches.max().item())
     extent = (-0.5, columns - 0.5, rows - 0.5, -0.5)
     if image is not None:
-        axes.imshow(_pixels(image), extent=extent, cmap="gray")
+        axes.imshow(pixels_of(image), extent=extent, cmap="gray")
     alpha = 1.0 if image is None else (0.9 * patches / end).clamp(0, 1).numpy()
     shown = axes.imshow(
         shade(patches, end), cmap=colors(), vmin=0, vmax=1, extent=extent, alpha=alpha, interpolation="nearest"
@@ -136,7 +136,7 @@ def _round_up(largest: float) -> float:
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= largest)
 
 
-def _pixels(image: Any) -> Any:
+def pixels_of(image: Any) -> Any:
     """(h, w) or (h, w, channels), from a tensor, an array or a PIL image; floats outside [0, 1] are stretched."""
     import numpy
 

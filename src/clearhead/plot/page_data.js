@@ -10,10 +10,16 @@
     roots8: [1, (n) => (n / 255) ** 2],
     roots16: [2, (n) => (n / 65535) ** 2],
     thousandths: [2, (n) => n / 1000],
+    signed: [2, (n) => n / 32767 - 1],
+    signed_roots8: [1, (n) => Math.sign(n - 127) * ((n - 127) / 127) ** 2],
+    signed_thousandths: [2, (n) => (n - 32767) / 1000],
+    bytes: [1, (n) => n],
     index: [4, (n) => (n === 4294967295 ? -1 : n)],
   };
   const BYTES = {};
-  for (const name of ["roots6", "roots8"]) BYTES[name] = Float64Array.from({ length: 256 }, (_, n) => DECODERS[name][1](n));
+  for (const [name, [width, meaning]] of Object.entries(DECODERS)) {
+    if (width === 1) BYTES[name] = Float64Array.from({ length: 256 }, (_, n) => meaning(n));
+  }
 
   /** One item's numbers, and the description of them that lies among them. */
   async function unpacked(number) {

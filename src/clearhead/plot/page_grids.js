@@ -44,6 +44,7 @@
       rows,
       columns,
       exact,
+      rounded: exact && layer.map[0].startsWith("roots"),
       pooling,
       values: decoded(bytes, layer.map, head * rows * columns, rows * columns),
       row: (query) => Math.floor(((query + firstQuery) * rows) / length),
@@ -134,7 +135,7 @@
   function largestOfRow(head, query) {
     return [...head.columns.names.keys()]
       .map((key) => ({ key, weight: weightAt(head.grids[0], query, key) }))
-      .sort((a, b) => b.weight - a.weight)
+      .sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight))
       .slice(0, 8);
   }
 
@@ -143,8 +144,8 @@
     const grid = head.grids.at(-1);
     const row = grid.row(query) * grid.columns;
     return Array.from({ length: grid.columns }, (_, column) => ({ column, weight: grid.values[row + column] }))
-      .filter(({ weight }) => weight > 0)
-      .sort((a, b) => b.weight - a.weight)
+      .filter(({ weight }) => weight)
+      .sort((a, b) => Math.abs(b.weight) - Math.abs(a.weight))
       .slice(0, 8)
       .map(({ column, weight }) => ({ keys: keysOfTile(head, column), weight }))
       .filter(({ keys }) => keys[0] <= keys[1]);
@@ -166,9 +167,10 @@
   /** What is known about one weight: itself, or the tile it lies in. */
   function look(head, query, key) {
     const grid = gridAt(head, query, key);
-    if (grid.exact) return { weight: weightAt(grid, query, key) };
+    if (grid.exact && !grid.rounded) return { weight: weightAt(grid, query, key) };
     const listed = head.largest(query).find((entry) => entry.key === key);
     if (listed) return { weight: listed.weight };
+    if (grid.exact) return { weight: weightAt(grid, query, key), rounded: true };
     const [row, column] = [grid.row(query), grid.column(key)];
     const [rows, columns] = [head.rows.names.length, head.columns.names.length];
     return {

@@ -1,6 +1,7 @@
   // ---- what is shown, and the controls --------------------------------------------------------------------------
 
   const state = {
+    number: data.compared ? data.compared.views.length - 1 : 0, // of the item
     item: null, // its description
     bytes: null, // and its numbers
     section: data.section,
@@ -20,7 +21,8 @@
   };
 
   async function showItem(number) {
-    Object.assign(state, await unpacked(number)); // one text at a time is held unpacked
+    Object.assign(state, await unpacked(number)); // one text at a time is held unpacked, in all its views
+    state.number = number;
     const texts = state.item.texts.length;
     const length = state.item.sections.map((section) => state.item.texts[section.queries].names.length);
     const heads = data.sections.flatMap((section) => section.layers.map((layer) => layer.heads.length));
@@ -29,7 +31,7 @@
     byId("facts").textContent =
       `${data.title} · ${heads.length} ${what} × ${least === most ? most : least + " to " + most} heads · ` +
       (texts > 1 ? [...new Set(state.item.texts.map((text) => text.names.length))].join(" and ") : length[0]) + " tokens" +
-      (data.items.length > 1 ? ` · text ${number + 1} of ${data.items.length}` : "");
+      (data.items.length > viewCount() ? ` · text ${Math.floor(number / viewCount()) + 1} of ${data.items.length / viewCount()}` : "");
     byId("words-control").hidden = !state.item.texts.some((text) => text.words);
     showSection(state.section);
   }
@@ -46,7 +48,7 @@
     }
     byId("statistic").replaceChildren(
       ...["maps", ...data.sections[section].statistics].map((name) => {
-        const option = element("option", name);
+        const option = element("option", name === "maps" && patchesOf() ? "over the picture" : name);
         option.value = name;
         option.selected = name === state.statistic;
         return option;
@@ -68,6 +70,7 @@
     byId("map").setAttribute("aria-label", `Weights of layer ${label}, head ${heads[head]}. The arrow keys move from cell to cell.`);
     markChosen();
     tell(layer, head);
+    drawViews();
     const found = headOf(state.bytes, state.item, state.section, layer, head);
     changeHead(state.words && found.words ? found.words() : found);
   }
@@ -123,19 +126,22 @@
   }
 
   function redraw() {
-    colors = shades();
+    readColors();
     drawOverview();
+    drawViews();
     drawMap();
     show(state.query, state.key);
   }
 
   function buildControls() {
+    const views = viewCount();
     data.items.forEach((item, number) => {
+      if (number % views) return; // another view of the same text
       const option = element("option", item.label);
       option.value = number;
       byId("item").append(option);
     });
-    byId("item-control").hidden = data.items.length < 2;
+    byId("item-control").hidden = data.items.length < 2 * views;
     data.sections.forEach((section, index) => {
       const button = element("button", section.title);
       button.type = "button";
@@ -146,7 +152,7 @@
   }
 
   function listen() {
-    byId("item").addEventListener("change", (event) => showItem(Number(event.target.value)));
+    byId("item").addEventListener("change", (event) => showItem(Number(event.target.value) + viewNumber()));
     byId("words").addEventListener("change", (event) => {
       state.words = event.target.checked;
       choose(state.layer, state.head);
@@ -175,6 +181,8 @@
   byId("notes").textContent = data.notes.join(" ");
   byId("notes").hidden = !data.notes.length;
   buildControls();
+  buildViews();
   listen();
-  await showItem(0);
+  await showItem(viewNumber());
+  drawViews();
   document.documentElement.dataset.ready = "true";

@@ -30,7 +30,7 @@
   /** Every pixel asks the finest grid that knows its place; a grid finer than the pixels would lose weights. */
   function paintCells(canvas, ratio) {
     const { view, current } = state;
-    const { tileEnd, ownEnd, cellEnd } = data.sections[state.section];
+    const { tileEnd, ownEnd, cellEnd } = scaleEnds();
     const visible = current.grids.filter((grid) => state.cell * ratio >= 0.99 || grid === current.grids.at(-1));
     const lookups = visible.map((grid) => ({
       grid,
@@ -63,7 +63,7 @@
     const { rows, columns } = state.current.grids.at(-1);
     const caption = scaleCaption({ ...layer, grid: state.tiled ? [rows, columns] : layer.size });
     drawScale("map-scale", weightTicks(end), caption);
-    const { tileEnd } = data.sections[state.section];
+    const { tileEnd } = scaleEnds();
     byId("map-scale").hidden = state.statistic === "maps" && end === tileEnd && caption === scaleCaption(layer);
   }
 

@@ -2,14 +2,15 @@
 
   function drawMargins([width, height], ratio) {
     const { view, current } = state;
-    const most = [current.entropy, current.received].map((values) => values.reduce((a, b) => Math.max(a, b), 0));
+    const most = [current.entropy, current.received].map((values) => values.reduce((a, b) => Math.max(a, Math.abs(b)), 0));
     const shares = current.entropy.map((value) => value / most[0]);
     // A key that everything looks at would leave the others no length at all.
-    const roots = current.received.map((value) => Math.sqrt(value / most[1]));
+    const roots = current.received.map((value) => Math.sign(value) * Math.sqrt(Math.abs(value) / most[1]));
     drawBars(byId("entropy"), [BAR, height], ratio, shares.subarray(view.row, view.row + view.rows), true);
     drawBars(byId("received"), [width, BAR], ratio, roots.subarray(view.column, view.column + view.columns), false);
-    byId("entropy-title").replaceChildren("entropy", element("br"), `0 – ${brief(most[0])} nats`);
-    byId("received-title").replaceChildren("received", element("br"), `0 – ${brief(most[1])}`);
+    const from = isSigned() ? "±" : "0 –";
+    byId("entropy-title").replaceChildren("entropy", element("br"), `${from} ${brief(most[0])} nats`);
+    byId("received-title").replaceChildren("received", element("br"), `${from} ${brief(most[1])}`);
   }
 
   function largestPerPixel(shares, pixels) {
@@ -29,9 +30,10 @@
     if (shares.length > along) shares = largestPerPixel(shares, along);
     const step = along / shares.length;
     const thick = Math.max(1, step > 6 ? step - Math.round(ratio) : step);
-    context.fillStyle = getComputedStyle(document.body).getPropertyValue("--bar");
+    const plain = getComputedStyle(document.body).getPropertyValue("--bar");
     shares.forEach((share, place) => {
-      const length = Math.max(1, (share || 0) * (across - 2));
+      context.fillStyle = isSigned() ? css(colorOf(Math.sign(share) * 0.5, 1)) : plain;
+      const length = Math.max(1, Math.abs(share || 0) * (across - 2));
       if (upright) context.fillRect(0, place * step, length, thick);
       else context.fillRect(place * step, 0, thick, length);
     });

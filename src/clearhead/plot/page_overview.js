@@ -56,6 +56,7 @@
 
   function describe(layer, head) {
     const { label, heads } = data.sections[state.section].layers[layer];
+    if (isSigned()) return describeChange(layer, head);
     const { numbers, kinds } = state.item.sections[state.section].layers[layer];
     const entropy = numbers.entropy ? `mean entropy ${brief(numbers.entropy[head])} nats; ` : "";
     const shown = state.statistic === "maps" || state.statistic === "entropy" ? "" : `; ${state.statistic} ${valueText(layer, head)}`;
@@ -74,7 +75,7 @@
     byId("overview").classList.toggle("numbers", state.statistic !== "maps");
     if (state.statistic === "maps") {
       eachHead(drawThumbnail);
-      const { tileEnd } = data.sections[state.section];
+      const { tileEnd } = scaleEnds();
       drawScale("overview-scale", weightTicks(tileEnd), scaleCaption(state.item.sections[state.section].layers[0]));
     } else {
       drawNumbers();
@@ -85,6 +86,10 @@
   function scaleCaption(layer) {
     const [rows, columns] = layer.size.map((size, side) => size / layer.grid[side]);
     const end = "; colour follows its square root";
+    if (isSigned()) {
+      const tile = rows === 1 && columns === 1 ? "a weight" : `a tile of ${Math.ceil(rows)} × ${Math.ceil(columns)} tokens`;
+      return `change of ${tile}, second − first; colour follows its square root`;
+    }
     if (rows === 1 && columns === 1) return "weight of a key in its query’s row" + end;
     const [down, across] = [Math.ceil(rows), Math.ceil(columns)];
     if (data.sections[state.section].pooling === "max") return `largest weight in a tile of ${down} × ${across} tokens` + end;
@@ -95,14 +100,20 @@
     const button = thumbnail(layer, head);
     const [canvas, label] = button.children;
     label.textContent = "";
-    const found = state.item.sections[state.section].layers[layer];
-    const grid = tiles(state.bytes, found, head, "");
-    const text = state.item.sections[state.section];
-    const sizes = [text.queries, text.keys].map((number) => state.item.texts[number].names.length);
+    if (patchesOf()) return drawPictureThumbnail(canvas, layer, head);
+    paintHead(canvas, state, layer, head, THUMBNAIL);
+  }
+
+  /** Draw a head of an item whose numbers are `bytes`, pooled by its largest weights to at most `most` pixels. */
+  function paintHead(canvas, { bytes, item }, layer, head, most) {
+    const text = item.sections[state.section];
+    const found = text.layers[layer];
+    const grid = tiles(bytes, found, head, "");
+    const sizes = [text.queries, text.keys].map((number) => item.texts[number].names.length);
     const [top, left] = [grid.row(0), grid.column(0)];
     const [rows, columns] = [grid.row(sizes[0] - 1) - top + 1, grid.column(sizes[1] - 1) - left + 1];
-    canvas.height = Math.min(rows, THUMBNAIL);
-    canvas.width = Math.min(columns, THUMBNAIL);
+    canvas.height = Math.min(rows, most);
+    canvas.width = Math.min(columns, most);
     const largest = new Float64Array(canvas.height * canvas.width);
     const across = Int32Array.from({ length: columns }, (_, column) => Math.floor((column * canvas.width) / columns));
     const { width } = canvas;
@@ -111,11 +122,11 @@
       for (let column = 0; column < columns; column++) {
         const place = line + across[column];
         const value = grid.values[(row + top) * grid.columns + column + left];
-        if (value > largest[place]) largest[place] = value;
+        if (Math.abs(value) > Math.abs(largest[place])) largest[place] = value;
       }
     }
-    const { tileEnd } = data.sections[state.section];
-    fill(canvas, (pixels) => largest.forEach((value, at) => (pixels[at] = colorOf(value, tileEnd))));
+    const { tileEnd } = scaleEnds(found.signed);
+    fill(canvas, (pixels) => largest.forEach((value, at) => (pixels[at] = colorOf(value, tileEnd, found.signed))));
   }
 
   function fill(canvas, paint) {
@@ -138,17 +149,19 @@
     const values = [];
     eachHead((layer, head) => values.push(valueOf(layer, head)));
     const finite = values.filter((value) => value !== null);
-    const [low, high] = [Math.min(...finite), Math.max(...finite)];
+    const most = Math.max(...finite.map(Math.abs));
+    const [low, high] = isSigned() ? [-most, most] : [Math.min(...finite), Math.max(...finite)];
     eachHead((layer, head) => {
       const [canvas, label] = thumbnail(layer, head).children;
       canvas.width = canvas.height = 1;
+      canvas.style.aspectRatio = "";
       const share = high > low ? ((valueOf(layer, head) ?? low) - low) / (high - low) : 0;
-      const color = colors[Math.round(255 * (0.04 + 0.8 * share))];
+      const color = isSigned() ? changes[Math.round(255 * (0.1 + 0.8 * share))] : colors[Math.round(255 * (0.04 + 0.8 * share))];
       fill(canvas, (pixels) => pixels.fill(color));
       label.textContent = valueText(layer, head);
       label.style.color = readableOn(color);
     });
-    drawScale("overview-scale", evenTicks(low, high), `${state.statistic}, one number per head`);
+    drawScale("overview-scale", evenTicks(low, high), `${isSigned() ? "change of " : ""}${state.statistic}, one number per head`);
   }
 
   function walkHeads(event, layer, head) {

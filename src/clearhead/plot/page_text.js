@@ -13,7 +13,9 @@
     const { rows, columns } = state.current;
     shaded = {};
     texts.clear();
-    if (isSame()) {
+    if (patchesOf()) {
+      buildPicture();
+    } else if (isSame()) {
       byId("texts").replaceChildren(buildText("both", columns, "The text"));
     } else {
       byId("texts").replaceChildren(
@@ -57,13 +59,14 @@
   /** What colours the keys of a row: its weights as far as they are known one by one, else its tiles. */
   function shadesOf(query) {
     const { columns, grids, largest, listed, whole } = state.current;
-    const { cellEnd, tileEnd } = data.sections[state.section];
+    const { cellEnd, tileEnd } = scaleEnds();
+    const none = colorOf(0, cellEnd);
     const shades = new Map();
     if (whole) {
       for (let key = 0; key < columns.names.length; key++) {
         const weight = weightAt(grids[0], query, key);
         const color = colorOf(weight, cellEnd);
-        if (color !== colors[0]) shades.set(key, color);
+        if (color !== none) shades.set(key, color);
       }
     } else if (listed) {
       for (const { key, weight } of largest(query)) if (weight) shades.set(key, colorOf(weight, cellEnd));
@@ -77,26 +80,30 @@
 
   /** Colour the text; of a long one only what changes. */
   function shadeText(query) {
-    if (shaded.head === state.current && shaded.query === query && shaded.colors === colors) return;
+    const key = patchesOf() ? state.shown.key : null; // which is outlined in a picture only
+    if (shaded.head === state.current && shaded.query === query && shaded.key === key && shaded.colors === colors) return;
+    if (patchesOf()) shadePicture(query);
     const shades = shadesOf(query);
-    const { tokens } = textOf("keys");
+    const tokens = textOf("keys")?.tokens ?? []; // patches of a picture are none
     for (const key of (shaded.shades || new Map()).keys()) {
-      if (!shades.has(key)) tokens[key].style.background = tokens[key].style.color = "";
+      if (!shades.has(key) && tokens[key]) tokens[key].style.background = tokens[key].style.color = "";
     }
     for (const [key, color] of shades) {
-      if (shaded.shades?.get(key) === color) continue;
+      if (!tokens[key] || shaded.shades?.get(key) === color) continue;
       tokens[key].style.background = css(color);
       tokens[key].style.color = readableOn(color);
     }
-    shaded = { head: state.current, query, colors, shades };
+    shaded = { head: state.current, query, key, colors, shades };
     markToken(textOf("queries"), query);
   }
 
   function markToken(text, place) {
+    if (!text) return;
     const { box, tokens } = text;
     tokens[text.query]?.classList.remove("query");
     text.query = place;
     const mark = tokens[place];
+    if (!mark) return; // a patch of a picture
     mark.classList.add("query");
     // Twice: parts of a long text that come into view may turn out longer or shorter than was expected.
     if (scrollTo(box, mark)) scrollTo(box, mark);
@@ -112,11 +119,12 @@
 
   function markSpan() {
     const text = textOf("keys");
+    if (!text) return;
     const [before, after] = [text.span, (state.span && state.span.columns) || null];
     const within = (range, key) => Boolean(range) && key >= range[0] && key <= range[1];
     for (const range of [before, after]) {
       if (!range) continue;
-      for (let key = range[0]; key <= range[1]; key++) {
+      for (let key = range[0]; key <= Math.min(range[1], text.tokens.length - 1); key++) {
         if (within(before, key) !== within(after, key)) text.tokens[key].classList.toggle("selected", within(after, key));
       }
     }
@@ -125,7 +133,8 @@
 
   function showList(query) {
     const { rows, columns, largest } = state.current;
-    byId("list-title").replaceChildren("what ", element("b", rows.names[query]), " looks at most");
+    const name = element("b", rows.names[query]);
+    byId("list-title").replaceChildren(...(isSigned() ? ["where ", name, " changes most"] : ["what ", name, " looks at most"]));
     const items = state.current.listed
       ? largest(query).map(({ key, weight }) => listed(columns.names[key], weight))
       : largestTiles(state.current, query).map(({ keys, weight }) => listed(quoted(columns.names, keys), weight));
@@ -136,7 +145,7 @@
     const item = element("li");
     const bar = element("span", "", "bar");
     const filled = document.createElement("i");
-    filled.style.width = Math.min(100, 100 * weight) + "%";
+    filled.style.width = Math.min(100, 100 * Math.abs(weight)) + "%";
     bar.append(filled);
     item.append(element("span", name), element("span", precise(weight), "weight"), bar);
     return item;
@@ -168,10 +177,10 @@
     const found = look(state.current, query, at);
     byId("readout").replaceChildren(
       element("b", rows.names[query]),
-      key === null ? " looks most at " : " → ",
+      key === null ? (isSigned() ? " changes most at " : " looks most at ") : " → ",
       element("b", columns.names[at]),
       " ",
-      element("span", found.tile === undefined ? precise(found.weight) : tileText(found), "weight"),
+      element("span", found.tile === undefined ? (found.rounded ? "about " : "") + precise(found.weight) : tileText(found), "weight"),
     );
     showDetails(query, at);
   }
@@ -183,6 +192,7 @@
   }
 
   function showDetails(query, key) {
+    if (isSigned()) return showChange(query, key);
     const { rows, columns, entropy, received, pooled } = state.current;
     const share = received[key] / rows.names.length;
     const about = pooled ? "about " : "";

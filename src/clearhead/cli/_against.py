@@ -1,0 +1,179 @@
+"""Running two texts, or two models, and comparing their heads window by window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ArgumentError, ShapeError, explain_problem
+from ..plot._alignment import align
+from ..plot._collect import SectionPicture
+from ..plot._comparison import Comparison
+from ..plot._comparison_page import Views, compared_items
+from ..plot._heads import HeadSummary, summarize
+from ..plot._html import Page
+from ._demo import TextModel
+from ._errors import UsageProblem
+from ._seeing import RECORDED, choose, record_windows
+from ._windows import Window
+
+__all__ = ["Against", "see_both"]
+
+
+@dataclass(frozen=True)
+class Against:
+    """Two runs side by side.
+
+    Args:
+        labels: what the two are called.
+        by, note: what heads are compared by, and what was compared, in a sentence.
+        scores: layer → head, how different they are, over all windows.
+        numbers: statistic → layer → head → (first, second) in the first window.
+        modules: names of the first model's layers.
+        summaries: of the first window of the first.
+        pictures: of the first window: the first, the second and, where weights are compared, their difference.
+        place: the head that is shown large.
+        windows: how many pairs of windows were compared.
+        views: the page of all windows, but for its frame.
+    """
+
+    labels: tuple[str, str]
+    by: str
+    note: str
+    scores: list[list[float]]
+    numbers: dict[str, list[list[tuple[float, float]]]]
+    modules: list[str]
+    summaries: list[list[HeadSummary]]
+    pictures: list[SectionPicture]
+    place: tuple[int, int]
+    windows: int
+    views: Views
+
+    def ranked(self) -> list[tuple[int, int, float]]:
+        """Layer, head and score, the most different first."""
+        found = [(layer, head, value) for layer, row in enumerate(self.scores) for head, value in enumerate(row)]
+        return sorted(found, key=lambda each: -each[2])
+
+    def page(self, *, title: str) -> Page:
+        """The page of all windows."""
+        ranked = [(self.modules[layer], head, value) for layer, head, value in self.ranked()]
+        large = (self.modules[self.place[0]], self.place[1])
+        return self.views.page(self.labels, by=self.by, note=self.note, ranked=ranked, title=title, large=large)
+
+
+def see_both(
+    models: tuple[TextModel, TextModel],
+    windows: tuple[Sequence[Window], Sequence[Window]],
+    labels: tuple[str, str],
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+    next_window: Callable[[], None] = lambda: None,
+) -> Against:
+    """Run both models on the windows of both texts, pair by pair, and compare them.
+
+    Args:
+        models: what runs the first and the second text.
+        windows: of both, from `cut_into_windows`; those that the longer text has more are left out.
+        labels: what to call the two.
+        layer, head: the head shown large. Default: the one that differs most in the first window.
+        next_window: called after each pair.
+
+    Raises:
+        UsageProblem: for a layer or head that is not there.
+        ShapeError: if the models differ in layers or heads.
+    """
+    pairs, agree, left = _pairs(windows)
+    found: list[Comparison] = []
+    scores: list[torch.Tensor] = []
+    views: Views | None = None
+    large: tuple[str, int] | None = None
+    pictures: list[SectionPicture] = []
+    for first, second in pairs:
+        comparison = _compare(models, (first, second))
+        table = [comparison.scores()[name] for name in comparison.modules]
+        if views is None:
+            _require_place(table, layer, head)
+            large = _large(comparison, layer, head)
+            views = Views(comparison, len(pairs), [large])
+            found.append(comparison)
+        [item] = compared_items(comparison, large)
+        if not pictures:
+            pictures = [view.sections[0] for view in item.views]
+        label = f"tokens {first.first}–{first.last}"
+        views.add(item.labelled(label))
+        scores.append(_padded(table) * len(first.tokens))
+        next_window()
+    if views is None or large is None:
+        raise ArgumentError(explain_problem("windows", expected="at least one pair", got="none"))
+    comparison = found[0]
+    modules = list(comparison.modules)
+    mean = torch.stack(scores).sum(0) / sum(len(first.tokens) for first, _ in pairs)
+    counts = [len(comparison.records[0][name][0].heads) for name in modules]
+    return Against(
+        labels=labels,
+        by=comparison.by,
+        note=" ".join([comparison.note, *left]) if agree else comparison.note,
+        scores=[row[:count].tolist() for row, count in zip(mean, counts, strict=True)],
+        numbers=_numbers(comparison),
+        modules=modules,
+        summaries=summarize(pictures[0]),
+        pictures=pictures,
+        place=(modules.index(large[0]), large[1]),
+        windows=len(pairs),
+        views=views,
+    )
+
+
+def _pairs(windows: tuple[Sequence[Window], Sequence[Window]]) -> tuple[list[tuple[Window, Window]], bool, list[str]]:
+    """The pairs of windows to compare, whether their tokens agree, and a sentence about those left out."""
+    both = list(zip(*windows, strict=False))
+    agreeing = [pair for pair in both if align(pair[0].tokens, pair[1].tokens).enough]
+    most = max(len(side) for side in windows)
+    pairs = agreeing or both
+    if len(pairs) == most:
+        return pairs, bool(agreeing), []
+    return pairs, bool(agreeing), [f"Of {most} windows, {most - len(pairs)} have no counterpart and are left out."]
+
+
+def _compare(models: tuple[TextModel, TextModel], pair: tuple[Window, Window]) -> Comparison:
+    first, second = (
+        record_windows(model, [window], RECORDED, set()) for model, window in zip(models, pair, strict=True)
+    )
+    try:
+        return Comparison(first, second, [pair[0].tokens], [pair[1].tokens])
+    except ShapeError as error:
+        got = str(error).partition(": ")[2]
+        raise ShapeError(f"--against-model {models[1].name}: {got}") from error
+
+
+def _require_place(table: Sequence[torch.Tensor], layer: int | None, head: int | None) -> None:
+    """Refuse a layer or head that is not there, in the words of the command line."""
+    blank = HeadSummary(entropy=0.0, spread=0.0, shares={}, contrast=0.0, queries=1)
+    choose([[blank] * len(row) for row in table], layer, head)
+
+
+def _large(comparison: Comparison, layer: int | None, head: int | None) -> tuple[str, int]:
+    names = list(comparison.modules)
+    for name, number, _ in comparison.ranked():
+        if (layer is None or names[layer] == name) and head in (None, number):
+            return name, number
+    raise UsageProblem(explain_problem("--head", expected=f"a head of layer {layer}", got=str(head)))
+
+
+def _padded(table: Sequence[torch.Tensor]) -> torch.Tensor:
+    most = max(len(row) for row in table)
+    return torch.stack([torch.nn.functional.pad(row.double(), (0, most - len(row))) for row in table])
+
+
+def _numbers(comparison: Comparison) -> dict[str, list[list[tuple[float, float]]]]:
+    first, second = (rec.summary().values for rec in comparison.records)
+    return {
+        statistic: [
+            list(zip(first[statistic][one].tolist(), second[statistic][two].tolist(), strict=True))
+            for one, two in comparison.modules.items()
+        ]
+        for statistic in comparison.differences
+    }

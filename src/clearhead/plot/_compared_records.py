@@ -1,0 +1,254 @@
+"""Two records in pairs of heads: which rows of theirs are comparable, and how far those are apart."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, RecordError, ShapeError, explain_problem
+from ._alignment import Alignment, Pairs, align, same_places
+from ._divergence import HeadPair, jensen_shannon, row_pairs
+from ._protocol import Recorded
+from ._sections import extent_of, find_sections, fitted, number_of_calls
+from ._tokens import Tokens
+
+__all__ = ["ComparedRecords"]
+
+#: Statistics that stand in for the divergence, the first that both records have. All but the last two lie in [0, 1].
+STAND_INS = ("normalized_entropy", "confidence", "sink", "distance", "entropy")
+
+
+class ComparedRecords:
+    """Two records with the same layers and heads, paired; see `clearhead.plot.compare`.
+
+    Args:
+        first, second: the records.
+        tokens, other_tokens: their texts, one per batch item or one for all.
+    """
+
+    def __init__(
+        self, first: Recorded, second: Recorded, tokens: list[Tokens] | None, other_tokens: list[Tokens] | None
+    ) -> None:
+        self.records = (first, second)
+        _require_same_heads(first, second)
+        self.texts = (tokens, tokens if other_tokens is None else other_tokens)
+        if tokens is None and other_tokens is not None:
+            raise ArgumentError(explain_problem("tokens", expected="those of the first record too", got="None"))
+        #: Module of the first record → module of the second.
+        self.modules = dict(zip(first, second, strict=True))
+        self._alignments: dict[tuple[str, int, int], Alignment] = {}
+        self._reason = self._align()
+
+    @property
+    def by(self) -> str:
+        """What heads are compared by: ``"divergence"``, or a statistic's name where weights cannot be compared."""
+        return "divergence" if self._reason is None else self._stand_in()
+
+    @property
+    def note(self) -> str:
+        """What was compared with what, in a sentence."""
+        if self._reason is not None:
+            return f"{self._reason} Heads are compared by their {self._stand_in()}."
+        keys = [alignment.keys for alignment in self._alignments.values()]
+        if all(pairs.whole for pairs in keys):
+            return "Every row is compared with the same row of the other."
+        compared, least = sum(len(pairs) for pairs in keys), sum(max(pairs.lengths) for pairs in keys)
+        return (
+            f"Tokens agree in {100 * compared / least:.0f} % of the places. Only rows of those are compared; keys "
+            "without a counterpart count as one."
+        )
+
+    @cached_property
+    def divergence(self) -> dict[str, Tensor]:
+        """Module of the first record → (H,): Jensen–Shannon divergence of the heads' weights in nats, 0 … ln 2.
+
+        ::
+
+            m = (p + q) / 2        JS(p, q) = ½ Σ_j p_j ln(p_j / m_j) + ½ Σ_j q_j ln(q_j / m_j)
+
+        (Lin, "Divergence measures based on the Shannon entropy", 1991), the mean over rows that are no padding and see
+        a key in both records, of all batch items and calls. Keys without a counterpart, and sinks, count as one key.
+
+        Raises:
+            RecordError: if queries and keys were not kept in both records, or the texts cannot be paired.
+        """
+        self.require_weights()
+        return {name: self._mean_divergence(name) for name in self.modules}
+
+    @cached_property
+    def differences(self) -> dict[str, dict[str, Tensor]]:
+        """Statistic → module of the first record → (H,): the second's `summary` minus the first's."""
+        first, second = (rec.summary().values for rec in self.records)
+        return {
+            statistic: {
+                name: second[statistic][self.modules[name]].cpu() - values.cpu() for name, values in modules.items()
+            }
+            for statistic, modules in first.items()
+            if statistic in second
+        }
+
+    def scores(self) -> dict[str, Tensor]:
+        """Module of the first record → (H,) ≥ 0, what heads are ranked by: see `by`."""
+        if self._reason is None:
+            return self.divergence
+        return {name: values.abs() for name, values in self.differences[self._stand_in()].items()}
+
+    def ranked(self) -> list[tuple[str, int, float]]:
+        """Module, head and score of every head, the most different first.
+
+        Example:
+            >>> import torch
+            >>> from clearhead.plot import given
+            >>> weights = torch.stack([torch.eye(3), torch.full((3, 3), 1 / 3)])
+            >>> given([weights]).compare(given([torch.eye(3).expand(2, 3, 3)])).ranked()[0]
+            ('0', 1, 0.3183)
+        """
+        found = [
+            (name, head, value)
+            for name, values in self.scores().items()
+            for head, value in zip(self.records[0][name][0].heads, values.tolist(), strict=True)
+        ]
+        return sorted(found, key=lambda each: -each[2])
+
+    def require_weights(self) -> None:
+        """Raise `RecordError` unless weights can be compared."""
+        if self._reason is not None:
+            raise RecordError(f"compare: {self._reason} Comparison.differences has the heads' statistics.")
+
+    def alignment(self, name: str, call: int, item: int) -> Alignment:
+        """Which rows and columns of one batch item of a call are compared."""
+        return self._alignments[name, call, item]
+
+    def pair(self, name: str, call: int) -> HeadPair:
+        """One module of both records."""
+        return HeadPair(self.records, (name, self.modules[name]), call)
+
+    def compared_rows(self, name: str, call: int, item: int) -> tuple[tuple[list[int], list[int]], ...]:
+        """Rows and keys of the two calls, padding counted, that `alignment` pairs."""
+        alignment, pair = self.alignment(name, call, item), self.pair(name, call)
+        queries = [extent_of(pair.statistics(side), item)[0] for side in (0, 1)]
+        keys = queries if self._looks_at_itself(name) else [0, 0]
+        return tuple(
+            ([start[0] + place for place in pairs.first], [start[1] + place for place in pairs.second])
+            for pairs, start in ((alignment.queries, queries), (alignment.keys, keys))
+        )
+
+    def _looks_at_itself(self, name: str) -> bool:
+        return next(part.same for part in find_sections(self.records[0], two_texts=False) if name in part.layers)
+
+    def __repr__(self) -> str:
+        heads = sum(len(self.records[0][name][0].heads) for name in self.modules)
+        return f"<comparison of {heads} heads by {self.by}>"
+
+    def _align(self) -> str | None:
+        """Pair all texts; why that is not possible, or ``None``."""
+        counts = [number_of_calls(rec) for rec in self.records]
+        if counts[0] != counts[1]:
+            return f"The records hold {counts[0]} and {counts[1]} calls."
+        for section in find_sections(self.records[0], two_texts=False):
+            for name in section.layers:
+                for call in range(counts[0]):
+                    pair = self.pair(name, call)
+                    for number, rec in enumerate(self.records):
+                        try:
+                            rec.kept_call(pair.names[number], call)
+                        except RecordError:
+                            return "Queries and keys were not kept in both records (keep='queries_keys')."
+                    reason = self._align_call(pair, section.same, section.kind == "encoder")
+                    if reason is not None:
+                        return reason
+        return None
+
+    def _align_call(self, pair: HeadPair, same: bool, source: bool) -> str | None:
+        first, second = pair.statistics(0), pair.statistics(1)
+        if first.batch_size != second.batch_size:
+            return f"The records hold batches of {first.batch_size} and {second.batch_size}."
+        for item in range(first.batch_size):
+            extents = [extent_of(found, item) for found in (first, second)]
+            number = pair.call * first.batch_size + item
+            lengths = [stop - start for start, stop in extents]
+            queries: Pairs | None
+            if self.texts[0] is None or self.texts[1] is None or source:
+                queries = same_places(*lengths)
+                reason = f"The texts have {lengths[0]} and {lengths[1]} tokens; tokens= would pair them."
+            else:
+                texts = [
+                    fitted(what, given, number, found.query_length, extent)
+                    for what, given, found, extent in zip(
+                        ("tokens", "other_tokens"), self.texts, (first, second), extents, strict=True
+                    )
+                    if given is not None
+                ]
+                queries = align(texts[0], texts[1])
+                reason = f"The tokens agree in {len(queries)} places only, of {lengths[0]} and {lengths[1]}."
+            keys = queries if same else same_places(first.key_length, second.key_length)
+            if queries is None or not queries.enough:
+                return reason
+            if keys is None:
+                return f"The texts looked at have {first.key_length} and {second.key_length} tokens."
+            self._alignments[pair.names[0], pair.call, item] = Alignment(queries, keys)
+        return None
+
+    def _stand_in(self) -> str:
+        for statistic in STAND_INS:
+            if statistic in self.differences:
+                return statistic
+        raise RecordError(
+            explain_problem(
+                "other",
+                expected=f"a statistic that both records have, one of {', '.join(STAND_INS)}",
+                got="none",
+                fix="Record both with keep='queries_keys'.",
+            )
+        )
+
+    def _mean_divergence(self, name: str) -> Tensor:
+        heads = len(self.records[0][name][0].heads)
+        total, count = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
+        for call in range(len(self.records[0][name])):
+            for items in self._alike(name, call):
+                rows, keys = self.compared_rows(name, call, items[0])
+                pair = self.pair(name, call)
+                counted = self.counted_rows(pair, items, rows)
+                for part, p, q in row_pairs(pair, items, rows, keys):
+                    values = jensen_shannon(p, q)  # (b, H, n)
+                    total += (values * counted[:, :, part]).sum((0, 2))
+                count += counted.sum((0, 2))
+        return total / count.clamp(min=1)
+
+    def _alike(self, name: str, call: int) -> list[list[int]]:
+        """Batch items in groups whose rows and keys are the same."""
+        groups: dict[object, list[int]] = {}
+        for item in range(self.records[0][name][call].batch_size):
+            alignment = self.alignment(name, call, item)
+            extents = tuple(extent_of(self.pair(name, call).statistics(side), item) for side in (0, 1))
+            groups.setdefault((alignment, extents), []).append(item)
+        return list(groups.values())
+
+    @staticmethod
+    def counted_rows(pair: HeadPair, items: list[int], rows: tuple[list[int], list[int]]) -> Tensor:
+        """(b, H, n): which of the rows are no padding and see a key in both records."""
+        marks: list[Tensor] = []
+        for side in (0, 1):
+            found = pair.statistics(side)
+            seen = found.results["sees"] & found.counted[:, None]  # (B, H, L)
+            marks.append(seen[items][:, :, rows[side]].cpu())
+        return marks[0] & marks[1]
+
+
+def _require_same_heads(first: Recorded, second: Recorded) -> None:
+    shapes = [[rec[name][0].heads for name in rec] for rec in (first, second)]
+    if not shapes[0] or not shapes[1]:
+        raise ArgumentError(explain_problem("rec and other", expected="records with calls", got="an empty one"))
+    if shapes[0] != shapes[1]:
+        texts = [f"{len(shape)} layers with {_counts(shape)} heads" for shape in shapes]
+        if texts[0] == texts[1]:
+            texts = [f"heads {', '.join(map(str, shape[0]))}" for shape in shapes]
+        raise ShapeError(explain_problem("other", expected=texts[0], got=texts[1]))
+
+
+def _counts(heads: list[tuple[int, ...]]) -> str:
+    counts = sorted({len(each) for each in heads})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"

@@ -1,0 +1,128 @@
+"""Two records side by side: how far their heads are apart, head by head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, final
+
+from .._checks import shown
+from ..errors import DTypeError, explain_problem
+from ._compared_records import ComparedRecords
+from ._comparison_page import comparison_page
+from ._comparison_plots import plot_comparison
+from ._html import Page
+from ._protocol import Recorded, require_record
+from ._tokens import Texts, as_texts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["Comparison", "compare"]
+
+
+def compare(
+    rec: Recorded, other: Recorded, *, tokens: Texts | None = None, other_tokens: Texts | None = None
+) -> Comparison:
+    """Compare two records head by head: of two texts, of a model before and after training, with an intervention.
+
+    Modules are paired in the order in which they ran, so the models may differ in anything but the number of attention
+    layers and heads. Rows are compared where their query is the same token in both, between keys that are the same:
+    without tokens place by place, with tokens where the longest runs of equal ones match.
+
+    Args:
+        rec: made with ``keep="queries_keys"``; without that, and where the texts cannot be paired, heads are compared
+            by their statistics, and `Comparison.note` says so.
+        other: what it is compared with, likewise.
+        tokens: of `rec`, as for `clearhead.plot.page`. Default: the texts are the same, place by place.
+        other_tokens: of `other`. Default: `tokens`.
+
+    Returns:
+        A `Comparison`.
+
+    Raises:
+        ShapeError: if the numbers of layers or heads differ, or tokens do not fit.
+
+    Example:
+        >>> import torch, clearhead
+        >>> model, x = clearhead.MultiHeadAttention(12, 3), torch.randn(1, 5, 12)
+        >>> with clearhead.record(model, keep="queries_keys") as before:
+        ...     _ = model(x)
+        >>> with clearhead.record(model, keep="queries_keys") as after:
+        ...     _ = model(2 * x)
+        >>> before.compare(after).divergence[""].shape
+        torch.Size([3])
+        >>> before.compare(before).divergence[""].tolist()
+        [0.0, 0.0, 0.0]
+    """
+    require_record(rec)
+    if isinstance(other, type) or not hasattr(other, "kept_call"):
+        expected = "a clearhead.record, or clearhead.plot.given(weights)"
+        raise DTypeError(explain_problem("other", expected=expected, got=shown(other)))
+    return Comparison(rec, other, as_texts(tokens), as_texts(other_tokens, "other_tokens"))
+
+
+@final
+class Comparison(ComparedRecords):
+    """Two records with the same layers and heads; see `compare`.
+
+    Args:
+        first, second: the records.
+        tokens, other_tokens: their texts, one per batch item or one for all.
+
+    Example:
+        >>> import torch
+        >>> from clearhead.plot import given
+        >>> eye, even = torch.eye(3).expand(2, 3, 3), torch.full((2, 3, 3), 1 / 3)
+        >>> comparison = given([eye]).compare(given([even]))
+        >>> comparison, comparison.divergence["0"]
+        (<comparison of 2 heads by divergence>, tensor([0.3183, 0.3183], dtype=torch.float64))
+    """
+
+    def plot_heads(self, statistic: str | None = None, *, ax: Axes | None = None) -> Axes:
+        """Draw one number per head, layers × heads.
+
+        Args:
+            statistic: of `differences`, on a diverging scale. Default: the divergence, or what stands in for it.
+            ax: where to draw. Default: a new figure.
+
+        Raises:
+            ArgumentError: for a statistic that is not in both records.
+
+        Example:
+            >>> import torch
+            >>> from clearhead.plot import given
+            >>> eye, even = torch.eye(3).expand(2, 3, 3), torch.full((2, 3, 3), 1 / 3)
+            >>> given([eye]).compare(given([even])).plot_heads().get_title("left")
+            'Jensen–Shannon divergence'
+        """
+        return plot_comparison(self, statistic, ax)
+
+    def page(
+        self,
+        tokens: Texts | None = None,
+        other_tokens: Texts | None = None,
+        *,
+        labels: Sequence[str] = ("first", "second"),
+        title: str = "Attention",
+    ) -> Page:
+        """Make one page of both: the same view of each and a third of the difference, heads ranked.
+
+        Args:
+            tokens, other_tokens: as for `compare`; there and here they pair the texts. Default: those given there.
+            labels: what to call the two.
+            title: of the page.
+
+        Raises:
+            RecordError: if the records lack what `clearhead.plot.page` needs.
+            ShapeError: if tokens do not fit.
+
+        Example:
+            >>> import torch
+            >>> from clearhead.plot import given
+            >>> eye, even = torch.eye(3).expand(2, 3, 3), torch.full((2, 3, 3), 1 / 3)
+            >>> given([eye]).compare(given([even])).page(["a", "b", "c"])
+            Page(0... MB; .save(path) writes it)
+        """
+        if tokens is None and other_tokens is None:
+            return comparison_page(self, labels, title)
+        return comparison_page(compare(*self.records, tokens=tokens, other_tokens=other_tokens), labels, title)

@@ -1,0 +1,210 @@
+"""matplotlib pictures of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .._checks import shown
+from ..errors import ArgumentError, explain_problem
+from ._collect import LayerPicture, SectionPicture
+from ._compared_records import ComparedRecords
+from ._ink import (
+    FRAME,
+    GAMMA,
+    INK,
+    NOTE,
+    QUIET,
+    colors,
+    fonts,
+    label_tokens,
+    new_axes,
+    plain_frame,
+    shade,
+    token_labels,
+    weight_bar,
+)
+from ._labels import layer_labels, shortened
+from ._scale import scale_end
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
+    from matplotlib.figure import Figure
+
+__all__ = ["CHANGES", "change_colors", "draw_comparison", "plot_comparison"]
+
+# From blue (less in the second) over paper white to brown (more): lightness falls steadily to both sides, and blue and
+# brown differ for every kind of sight.
+CHANGES = ("#0b2f63", "#2866a8", "#74a9d6", "#c5dcef", "#ffffff", "#f8dcb8", "#e29f4e", "#ac5c10", "#5c2a02")
+NAMES = {"divergence": "Jensen–Shannon divergence"}
+
+
+def change_colors() -> Colormap:
+    """The colour map of differences."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("clearhead-changes", CHANGES)
+
+
+def plot_comparison(comparison: ComparedRecords, statistic: str | None, ax: Axes | None) -> Axes:
+    """See `Comparison.plot_heads`."""
+    if statistic is not None and (not isinstance(statistic, str) or statistic not in comparison.differences):
+        known = ", ".join(comparison.differences) or "none"
+        raise ArgumentError(
+            explain_problem("statistic", expected=f"one that both records have, {known}", got=shown(statistic))
+        )
+    values = comparison.scores() if statistic is None else comparison.differences[statistic]
+    table = _table(list(values.values()))
+    most = table.shape[1]
+    axes = new_axes(ax, (min(1.6 + 0.42 * most, 14), min(1.3 + 0.34 * len(table), 14)))
+    if statistic is None:
+        image = axes.imshow(table.numpy(), cmap=colors(), aspect="auto", vmin=0)
+        title = NAMES.get(comparison.by, f"change of {comparison.by}")
+    else:
+        end = float(table.abs().nan_to_num(0, 0, 0).max()) or 1.0
+        image = axes.imshow(table.numpy(), cmap=change_colors(), aspect="auto", vmin=-end, vmax=end)
+        title = f"{statistic}, second − first"
+    label_tokens(axes.xaxis, [str(head) for head in range(most)], turn=0, size=9)
+    label_tokens(axes.yaxis, layer_labels(list(values)), turn=0, size=9)
+    axes.set_xlabel("head", color=QUIET)
+    axes.set_ylabel("layer", color=QUIET)
+    axes.set_title(title, loc="left")
+    plain_frame(axes)
+    bar = axes.figure.colorbar(image, ax=axes)
+    bar.outline.set_edgecolor(FRAME)  # type: ignore[operator]
+    if comparison.by == "divergence" and statistic is None:
+        bar.ax.set_ylabel("nats", color=QUIET, fontsize=9)
+    return axes
+
+
+def _table(layers: Sequence[Tensor]) -> Tensor:
+    most = max(len(values) for values in layers)
+    table = torch.full((len(layers), most), float("nan"))
+    for row, values in enumerate(layers):
+        table[row, : len(values)] = values.float()
+    return table.masked_fill(table.isinf(), float("nan"))
+
+
+def draw_comparison(
+    pictures: Sequence[SectionPicture],
+    place: tuple[int, int],
+    scores: Sequence[Sequence[float]],
+    *,
+    labels: Sequence[str],
+    by: str,
+    note: str,
+) -> Figure:
+    """Draw one head of both and the difference beside each other, above one number per head.
+
+    Args:
+        pictures: of the first, of the second and, where weights are compared, of their difference.
+        place: layer and head that are large, as places in the pictures.
+        scores: layer → head, how different they are.
+        labels: what the two are called.
+        by, note: as the comparison's.
+    """
+    from matplotlib.figure import Figure
+
+    layer, head = place
+    found = [picture.layers[layer] for picture in pictures]
+    weights = [_large(each, head) for each in found]
+    texts = [[token_labels(side.names) for side in (picture.queries, picture.keys)] for picture in pictures]
+    longest = max(len(names) for pair in texts for names in pair)
+    side = min(max(0.27 * longest, 2.4), 6.5)
+    low = 0.26 * len(scores) + 0.7
+    size = ((side + 1.6) * len(pictures) + 0.6, side + low + 3.4)
+    figure = Figure(figsize=size, facecolor="white", layout="constrained")
+    parts: Any = figure.subfigures(2, 1, height_ratios=(side + 2.4, low))
+    upper, lower = parts
+    end = scale_end(weights[:2])
+    axes = upper.subplots(1, len(pictures), squeeze=False)[0]
+    for number, (each, shown_weights, (queries, keys)) in enumerate(zip(axes, weights, texts, strict=True)):
+        extent = (-0.5, len(keys) - 0.5, len(queries) - 0.5, -0.5)
+        changed = number == 2
+        last = scale_end([shown_weights.abs()]) if changed else end
+        values = _signed_shade(shown_weights, last) if changed else shade(shown_weights, last)
+        image = each.imshow(
+            values,
+            cmap=change_colors() if changed else colors(),
+            vmin=-1 if changed else 0,
+            vmax=1,
+            aspect="auto",
+            extent=extent,
+            interpolation="nearest" if max(shown_weights.shape) < 200 else "antialiased",
+        )
+        each.xaxis.tick_top()
+        label_tokens(each.xaxis, keys, turn=90, size=9)
+        label_tokens(each.yaxis, queries, turn=0, size=9)
+        name = "second − first" if changed else _wrapped(f"{('first', 'second')[number]}: {labels[number]}", side)
+        each.set_xlabel(name, color=INK, fontsize=10, fontfamily=fonts(), parse_math=False)
+        plain_frame(each)
+        place_of_bar = {"ax": each, "orientation": "horizontal", "shrink": 0.9, "aspect": 40, "pad": 0.02}
+        if changed:
+            _change_bar(upper, image, last, place_of_bar)
+        else:
+            weight_bar(upper, image, end=last, caption="weight of a key in its query's row", **place_of_bar)
+    layer_names = layer_labels([each.name for each in pictures[0].layers])
+    upper.suptitle(
+        f"layer {layer_names[layer]}, head {found[0].heads[head]}", x=0.01, ha="left", color=INK, fontsize=12
+    )
+    _draw_scores(lower, scores, layer_names, place, NAMES.get(by, f"change of {by}"))
+    figure.supxlabel(f"{note}\n{NOTE}", x=0.01, ha="left", color=QUIET, fontsize=9)
+    return figure
+
+
+def _wrapped(text: str, inches: float) -> str:
+    """A label on at most three lines that fit below axes of that width."""
+    lines = wrap(shortened(text, 200), max(16, round(11 * inches)))
+    return "\n".join(lines[:3])
+
+
+def _large(layer: LayerPicture, head: int) -> Tensor:
+    crop = layer.crops.get(layer.heads[head])
+    if crop is not None:
+        return crop.weights
+    return layer.exact_map[head] if layer.exact else layer.map[head]
+
+
+def _signed_shade(weights: Tensor, end: float) -> Any:
+    return (weights.sign() * (weights.abs() / end).clamp(max=1).pow(GAMMA)).numpy()
+
+
+def _change_bar(figure: Any, image: Any, end: float, place: dict[str, Any]) -> None:
+    bar = figure.colorbar(image, **place)
+    parts = (-1.0, -0.25, -0.05, 0.0, 0.05, 0.25, 1.0)
+    bar.set_ticks(
+        [(1 if part >= 0 else -1) * abs(part) ** GAMMA for part in parts],
+        labels=[f"{part * end:+.2g}".replace("-", "−") if part else "0" for part in parts],
+    )
+    bar.ax.tick_params(length=2, labelsize=8, labelcolor=QUIET, color=QUIET)
+    bar.ax.set_xlabel("change of a weight", color=QUIET, fontsize=9, loc="left")
+    for spine in bar.ax.spines.values():
+        spine.set_color(FRAME)
+
+
+def _draw_scores(
+    figure: Any, scores: Sequence[Sequence[float]], labels: Sequence[str], place: tuple[int, int], name: str
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    from ._ink import MARK
+
+    axes = figure.subplots()
+    table = _table([torch.tensor(row) for row in scores])
+    end = float(table.nan_to_num(0).max()) or 1.0
+    axes.imshow(table.numpy(), cmap=colors(), aspect="auto", vmin=0, vmax=end * 1.25)
+    for row, values in enumerate(scores):
+        for column, value in enumerate(values):
+            ink = "white" if value / end > 0.55 else INK
+            axes.text(column, row, f"{value:.3f}", ha="center", va="center", fontsize=7.5, color=ink)
+    axes.add_patch(Rectangle((place[1] - 0.5, place[0] - 0.5), 1, 1, fill=False, edgecolor=MARK, linewidth=2))
+    label_tokens(axes.xaxis, [str(head) for head in range(table.shape[1])], turn=0, size=8)
+    label_tokens(axes.yaxis, list(labels), turn=0, size=8)
+    axes.set_ylabel("layer", color=QUIET, fontsize=9)
+    axes.set_title(f"{name} of every head", loc="left", fontsize=9, color=QUIET)
+    plain_frame(axes)

@@ -1,0 +1,152 @@
+"""From a record of a vision model to what pictures show: every weight between patches, or between tiles of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, ClearheadError, RecordError, ShapeError, explain_problem
+from ._collect import ItemPicture, LayerPicture, SectionPicture, collect, item_places
+from ._patches import PatchLayout, Tiles
+from ._picture import seen_picture
+from ._protocol import Recorded
+from ._tokens import Tokens
+
+__all__ = ["image_items", "layouts_of", "with_pictures"]
+
+#: Weights that a page holds of one batch item; at most one byte each before they are packed.
+MOST_WEIGHTS = 5_700_000
+ROWS_AT_A_TIME = 64
+
+
+def layouts_of(rec: Recorded) -> dict[str, PatchLayout]:
+    """Module → where its tokens lie, for every module that attends between patches.
+
+    Raises:
+        ArgumentError: if there is none; the reason is that of the first module.
+    """
+    found: dict[str, PatchLayout] = {}
+    first: ClearheadError | None = None
+    for name in rec:
+        try:
+            found[name] = rec.patches(name)
+        except ArgumentError as error:
+            first = first or error
+    if not found:
+        raise first or ArgumentError(explain_problem("rec", expected="a record with calls", got="an empty one"))
+    return found
+
+
+def image_items(rec: Recorded, *, most: int = MOST_WEIGHTS) -> list[ItemPicture]:
+    """Take out of a record of a vision model what its page shows.
+
+    Args:
+        rec: made with ``keep="queries_keys"``, or of so few patches that its maps are exact.
+        most: weights of one batch item; where there are more, tiles of patches are taken together.
+
+    Raises:
+        RecordError: if not every weight is known.
+        ArgumentError: if it is not known where the patches lie.
+    """
+    layouts = layouts_of(rec)
+    items: list[ItemPicture] = []
+    for picture, place in zip(collect(rec), item_places(rec), strict=True):
+        sections = [part for part in picture.sections if all(name in layouts for name in part.section.layers)]
+        side = _tile_side(sections, layouts, most)
+        parts = [_section(rec, part, Tiles(layouts[part.section.layers[0]], side), place) for part in sections]
+        items.append(replace(picture, sections=parts))
+    return items
+
+
+def with_pictures(rec: Recorded, image: Any, processor: Any, *others: Any) -> list[ItemPicture]:
+    """`image_items` with the picture of each, for `clearhead.plot.page`.
+
+    Args:
+        rec: as there.
+        image, processor: as for `seen_picture`; one picture, or a list with one per batch item.
+        others: arguments that mean nothing beside a picture, and must be ``None``.
+    """
+    if any(other is not None for other in others):
+        raise ArgumentError(explain_problem("tokens", expected="None beside image", got="tokens"))
+    items = image_items(rec)
+    images = list(image) if isinstance(image, (list, tuple)) else [image]
+    if len(images) != len(items):
+        expected = f"{len(items)} pictures, one per batch item"
+        raise ShapeError(explain_problem("image", expected=expected, got=str(len(images))))
+    result: list[ItemPicture] = []
+    for picture, item in zip(images, items, strict=True):
+        size = next(part.tiles.layout.size for part in item.sections if part.tiles is not None)
+        result.append(replace(item, picture=seen_picture(picture, size, processor)))
+    return result
+
+
+def _tile_side(sections: list[SectionPicture], layouts: dict[str, PatchLayout], most: int) -> int:
+    side = 1
+    while True:
+        count = 0
+        for part in sections:
+            tiles = Tiles(layouts[part.section.layers[0]], side)
+            rows = tiles.length if part.section.same else part.layers[0].size[0]
+            count += sum(len(layer.heads) for layer in part.layers) * rows * tiles.length
+        if count <= most or side >= max(max(layout.grid) for layout in layouts.values()):
+            return side
+        side += 1
+
+
+def _section(rec: Recorded, part: SectionPicture, tiles: Tiles, place: tuple[int, int]) -> SectionPicture:
+    keys = tiles.tokens()
+    names = tiles.layout.queries
+    queries = keys if names is None else Tokens(names, [True] * len(names), range(len(names)))
+    layers = [_layer(rec, layer, tiles, place) for layer in part.layers]
+    title = part.section.title if names is None else "pooling"
+    section = replace(part.section, title=title)
+    return SectionPicture(section, queries, keys, layers, tiles)
+
+
+def _layer(rec: Recorded, layer: LayerPicture, tiles: Tiles, place: tuple[int, int]) -> LayerPicture:
+    same = tiles.layout.queries is None
+    if layer.exact and tiles.side == 1:
+        return layer
+    call, item = place
+    rows: list[Tensor] = []
+    for first in range(0, layer.size[0], ROWS_AT_A_TIME):
+        part = list(range(first, min(first + ROWS_AT_A_TIME, layer.size[0])))
+        try:
+            weights = rec.weights(layer.name, None, part, call)[item, list(layer.heads)].float().cpu()
+        except RecordError as error:
+            raise RecordError(
+                explain_problem(
+                    "rec",
+                    expected=f"every weight between the {layer.size[1]} tokens",
+                    got="a record without queries and keys",
+                    fix="Record with keep='queries_keys'.",
+                )
+            ) from error
+        rows.append(tiles.merge(weights, 2, mean=False))  # (H, rows, tiles)
+    weights = torch.cat(rows, 1)
+
+    def merged(values: Tensor, *, mean: bool) -> Tensor:
+        return tiles.merge(values, 1, mean=mean)
+
+    if same:
+        weights = merged(weights, mean=True)  # (H, tiles, tiles)
+    largest = weights.topk(min(8, weights.shape[-1]), -1)
+    sizes = (weights.shape[1], weights.shape[2])
+    return replace(
+        layer,
+        size=sizes,
+        queries=(0, sizes[0]),
+        keys=(0, sizes[1]),
+        map=weights,
+        entropy=merged(layer.entropy, mean=True) if same else layer.entropy,
+        spread=merged(layer.spread, mean=True) if same else layer.spread,
+        received=merged(layer.received, mean=False) * (sizes[0] / layer.size[0]),
+        indices=largest.indices,
+        weights=largest.values,
+        crops={},
+        word_entropy=None,
+        rounded=True,
+    )

@@ -1,0 +1,110 @@
+"""Where the tokens of a vision transformer lie on its input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._tokens import Tokens
+
+__all__ = ["PatchLayout", "Tiles"]
+
+
+@dataclass(frozen=True)
+class PatchLayout:
+    """The tokens of one attention module: some that are no patches, then the patches, row by row.
+
+    Args:
+        prefix: names of the tokens before the patches: the class token, registers.
+        grid: rows and columns of patches.
+        patch: height and width of one, in pixels of the input.
+        size: height and width of the input.
+        queries: names of the queries where they are no tokens of the input, such as a pooling's; else ``None``.
+    """
+
+    prefix: tuple[str, ...]
+    grid: tuple[int, int]
+    patch: tuple[int, int]
+    size: tuple[int, int]
+    queries: tuple[str, ...] | None = None
+
+    @property
+    def length(self) -> int:
+        """How many tokens there are."""
+        return len(self.prefix) + self.grid[0] * self.grid[1]
+
+    def names(self) -> list[str]:
+        """Every token's name: ``class``, ``register 1``, ``patch 3, 5`` (row and column, from 0)."""
+        rows, columns = self.grid
+        return [*self.prefix, *(f"patch {row}, {column}" for row in range(rows) for column in range(columns))]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Squares of patches taken together, so that the weights between them fit on a page.
+
+    Args:
+        layout: the patches.
+        side: how many patches a tile is high and wide, less at the right and lower edge.
+
+    Example:
+        >>> tiles = Tiles(PatchLayout(("class",), (3, 4), (8, 8), (24, 32)), side=2)
+        >>> tiles.grid, tiles.places().tolist()
+        ((2, 2), [0, 1, 1, 2, 2, 1, 1, 2, 2, 3, 3, 4, 4])
+    """
+
+    layout: PatchLayout
+    side: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of tiles."""
+        rows, columns = (-(-count // self.side) for count in self.layout.grid)
+        return rows, columns
+
+    @property
+    def length(self) -> int:
+        """How many tokens there are, tiles counted as one."""
+        return len(self.layout.prefix) + self.grid[0] * self.grid[1]
+
+    def places(self) -> Tensor:
+        """(tokens,): the tile of each token; what is no patch is a tile of its own."""
+        rows, columns = self.layout.grid
+        row, column = torch.arange(rows) // self.side, torch.arange(columns) // self.side
+        tiles = (row[:, None] * self.grid[1] + column).flatten() + len(self.layout.prefix)
+        return torch.cat([torch.arange(len(self.layout.prefix)), tiles])
+
+    def tokens(self) -> Tokens:
+        """The tiles by name."""
+        prefix = self.layout.prefix
+        if self.side == 1:
+            names = self.layout.names()
+        else:
+            names = [
+                *prefix,
+                *(self._name(row, column) for row in range(self.grid[0]) for column in range(self.grid[1])),
+            ]
+        special = [True] * len(prefix) + [False] * (len(names) - len(prefix))
+        return Tokens(names, special, range(len(names)))
+
+    def _name(self, row: int, column: int) -> str:
+        spans = [
+            f"{place * self.side}–{min((place + 1) * self.side, most) - 1}"
+            for place, most in zip((row, column), self.layout.grid, strict=True)
+        ]
+        return f"patches {spans[0]}, {spans[1]}"
+
+    def merge(self, values: Tensor, dim: int, *, mean: bool) -> Tensor:
+        """Add up, or average, the patches of every tile along a dimension."""
+        places = self.places().to(values.device)
+        shape = [*values.shape]
+        shape[dim] = self.length
+        merged = values.new_zeros(shape).index_add_(dim, places, values)
+        if not mean:
+            return merged
+        counts = places.bincount(minlength=self.length).to(values.dtype)
+        view = [1] * values.dim()
+        view[dim] = -1
+        return merged / counts.view(view)

@@ -1,0 +1,113 @@
+"""Pictures as a vision model sees them: read, put through its processor, and of the size it was called with."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import shown
+from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem
+from ._rollout_plot import pixels_of
+
+__all__ = ["MOST_PIXELS", "as_picture", "open_picture", "seen_picture"]
+
+#: Larger pictures are refused: they would take gigabytes once decoded.
+MOST_PIXELS = 50_000_000
+
+
+def open_picture(path: str | Path) -> Any:
+    """Read a picture from a file, upright and in RGB, as Pillow's.
+
+    Raises:
+        ArgumentError: if the file cannot be read, is no picture, or has more than 50 million pixels.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    name = shown(str(path))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of very large ones, which are refused below
+            with Image.open(path) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    got = f"{name} of {image.width} × {image.height}"
+                    raise ArgumentError(explain_problem("image", expected=_expected(), got=got, fix="Make it smaller."))
+                return ImageOps.exif_transpose(image).convert("RGB")
+    except ArgumentError:
+        raise
+    except UnidentifiedImageError as error:
+        raise ArgumentError(explain_problem("image", expected=_expected(), got=f"{name}, which is none")) from error
+    except Image.DecompressionBombError as error:
+        raise ArgumentError(explain_problem("image", expected=_expected(), got=f"{name}, which is larger")) from error
+    except (OSError, ValueError, SyntaxError, EOFError) as error:  # broken files raise any of these
+        reason = getattr(error, "strerror", None) or f"damaged ({type(error).__name__})"
+        raise ArgumentError(explain_problem("image", expected=_expected(), got=f"{name}: {reason}")) from error
+
+
+def as_picture(image: Any) -> Tensor:
+    """Take a picture however it was given: (3, height, width), uint8.
+
+    Args:
+        image: a path, a picture of Pillow, or numbers (h, w), (h, w, 3) or (3, h, w): uint8, or floats in [0, 1]; other
+            floats, such as a processor's, are stretched to that.
+    """
+    if isinstance(image, (str, os.PathLike)):
+        image = open_picture(Path(image))
+    elif hasattr(image, "convert") and hasattr(image, "size") and not isinstance(image, Tensor):
+        image = image.convert("RGB")
+    if isinstance(image, Tensor) and image.dim() == 4 and image.shape[0] == 1:
+        image = image[0]
+    pixels = torch.as_tensor(pixels_of(image).copy())
+    if pixels.dim() == 2:
+        pixels = pixels[..., None].expand(-1, -1, 3)
+    pixels = pixels[..., :3]
+    if pixels.is_floating_point():
+        pixels = (pixels * 255).round()
+    return pixels.clamp(0, 255).to(torch.uint8).permute(2, 0, 1).contiguous()
+
+
+def seen_picture(image: Any, size: tuple[int, int], processor: Any) -> Tensor:
+    """The part of a picture that the model saw, in the size in which it saw it: (3, height, width), uint8.
+
+    Args:
+        image: as for `as_picture`.
+        size: height and width of the model's input.
+        processor: transformers' image processor that made the input, or a function from a picture to it. Default: the
+            picture has the input's size already.
+
+    Raises:
+        ShapeError: if the result has another size.
+    """
+    if processor is None:
+        found = as_picture(image)
+        fix = "Give processor=, the one that made the model's input: it knows what was resized and cut away."
+    else:
+        found = as_picture(_processed(image, processor))
+        fix = "It is not the one that made the model's input."
+    if tuple(found.shape[1:]) != size:
+        what = "image" if processor is None else "processor"
+        wanted = f"a picture of {size[1]} × {size[0]} pixels, the size of the model's input"
+        raise ShapeError(
+            explain_problem(what, expected=wanted, got=f"one of {found.shape[2]} × {found.shape[1]}", fix=fix)
+        )
+    return found
+
+
+def _processed(image: Any, processor: Any) -> Any:
+    if isinstance(image, (str, os.PathLike)):
+        image = open_picture(Path(image))
+    if not callable(processor):
+        expected = "an image processor of transformers, or a function"
+        raise DTypeError(explain_problem("processor", expected=expected, got=shown(processor)))
+    own: Any = getattr(processor, "image_processor", processor)  # of a processor of texts and pictures
+    if not hasattr(own, "preprocess"):
+        return own(image)
+    return own(images=image, return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"][0]
+
+
+def _expected() -> str:
+    return f"a picture of at most {MOST_PIXELS // 1_000_000} million pixels"

@@ -1,0 +1,148 @@
+  // ---- two side by side: the views of a comparison ------------------------------------------------------------
+
+  const VIEW_PIXELS = 150;
+  const otherViews = new Map(); // number → an item, unpacked, beside the one that is shown
+
+  async function viewOf(number) {
+    const first = state.number - viewNumber();
+    for (const known of otherViews.keys()) if (known < first || known >= first + viewCount()) otherViews.delete(known);
+    if (!otherViews.has(number)) otherViews.set(number, await unpacked(number));
+    return otherViews.get(number);
+  }
+
+  /** Whether what is shown is a difference. */
+  function isSigned() {
+    return Boolean(state.item && state.item.sections[state.section].layers[0].signed);
+  }
+
+  function scaleEnds(signed = isSigned()) {
+    const ends = data.sections[state.section];
+    if (!signed) return ends;
+    return { tileEnd: ends.changedTileEnd, ownEnd: ends.changedOwnEnd, cellEnd: ends.changedCellEnd };
+  }
+
+  /** How many views there are of every text. */
+  function viewCount() {
+    return data.compared ? data.compared.views.length : 1;
+  }
+
+  function viewNumber() {
+    return state.number % viewCount();
+  }
+
+  function buildViews() {
+    if (!data.compared) return;
+    const { views, note, by, ranked } = data.compared;
+    byId("compared-note").textContent = note;
+    byId("views").replaceChildren(...views.map(buildView));
+    const scores = by === "divergence" ? "their Jensen–Shannon divergence in nats" : `the change of their ${by}`;
+    byId("ranked-title").textContent = `heads that differ most, by ${scores}`;
+    byId("ranked-list").replaceChildren(...ranked.map(buildRanked));
+    for (const id of ["compared-note", "views", "ranked"]) byId(id).hidden = false;
+  }
+
+  function buildView(name, view) {
+    const button = element("button");
+    button.type = "button";
+    button.append(document.createElement("canvas"), element("span", name));
+    button.title = name;
+    button.addEventListener("click", () => showView(view));
+    return button;
+  }
+
+  function buildRanked([section, layer, head, score]) {
+    const part = data.sections[section];
+    const kind = data.sections.length > 1 ? part.title + ", " : "";
+    const button = element("button", `${kind}layer ${part.layers[layer].label}, head ${part.layers[layer].heads[head]}: ${score.toFixed(3)}`);
+    button.type = "button";
+    button.dataset.place = [section, layer, head].join("-");
+    button.addEventListener("click", () => {
+      if (section !== state.section) showSection(section);
+      choose(layer, head);
+    });
+    const item = element("li");
+    item.append(button);
+    return item;
+  }
+
+  /** Draw the chosen head in every view, small. */
+  async function drawViews() {
+    if (!data.compared) return;
+    const first = state.number - viewNumber();
+    const { layer, head, section } = state;
+    for (const [view, button] of [...byId("views").children].entries()) {
+      const shown = await viewOf(first + view);
+      if (state.layer !== layer || state.head !== head || state.section !== section) return; // another was chosen since
+      paintHead(button.firstChild, shown, layer, head, VIEW_PIXELS);
+      button.setAttribute("aria-pressed", String(view === viewNumber()));
+    }
+    for (const button of byId("ranked-list").querySelectorAll("button")) {
+      button.setAttribute("aria-pressed", String(button.dataset.place === [section, layer, head].join("-")));
+    }
+  }
+
+  /** Show another view of the same head, at the same tokens. */
+  async function showView(view) {
+    const from = viewNumber();
+    const { query, key } = state;
+    const isWords = Boolean(state.current.rows.words);
+    const part = { ...state.view };
+    const sizes = [state.current.rows.names.length, state.current.columns.names.length];
+    const { layer, head, section } = state;
+    await showItem(state.number - from + view);
+    if (state.section === section && (state.layer !== layer || state.head !== head)) choose(layer, head);
+    if (isWords || state.current.rows.words) return;
+    const next = [counterpart("queries", query, from, view), key === null ? null : counterpart("keys", key, from, view)];
+    if (sizes[0] === state.current.rows.names.length && sizes[1] === state.current.columns.names.length) {
+      setView(part.row, part.column, part.rows, part.columns);
+    }
+    if (next[0] !== null) pin(next[0], next[1]);
+  }
+
+  /** Where a token of one view stands in another, or null. */
+  function counterpart(side, place, from, to) {
+    const found = placesOf(side);
+    const { rows, columns } = state.current;
+    if (!found) return place < (side === "queries" ? rows : columns).names.length ? place : null;
+    const index = from === 2 ? place : found[from].indexOf(place);
+    return index < 0 ? null : to === 2 ? index : found[to][index];
+  }
+
+  function placesOf(side) {
+    const places = data.compared.places[state.number - viewNumber() + 2];
+    return places ? places[state.section][side] : null;
+  }
+
+  function describeChange(layer, head) {
+    const { label, heads } = data.sections[state.section].layers[layer];
+    const { numbers } = state.item.sections[state.section].layers[layer];
+    const shown = ["maps", "entropy", "divergence"].includes(state.statistic)
+      ? ""
+      : `; ${state.statistic} changes by ${withSign(valueText(layer, head))}`;
+    return (
+      `Layer ${label}, head ${heads[head]}: divergence ${numbers.divergence[head].toFixed(3)} nats; ` +
+      `mean entropy changes by ${withSign(brief(numbers.entropy[head]))} nats${shown}`
+    );
+  }
+
+  /** The weight in the first and in the second, beside their difference. */
+  function showChange(query, key) {
+    const { entropy, received } = state.current;
+    const first = state.number - viewNumber();
+    const texts = [0, 1].map((view) => {
+      const other = otherViews.get(first + view);
+      const places = ["queries", "keys"].map((side, at) => placesOf(side)[view][at ? key : query]);
+      if (!other || state.current.rows.words) return "";
+      const found = look(headOf(other.bytes, other.item, state.section, state.layer, state.head), ...places);
+      const weight = found.tile === undefined ? plain(found.weight) : `in a tile of ${plain(found.tile)}`;
+      return `${data.compared.views[view]} ${weight}   ·   `;
+    });
+    byId("details").textContent =
+      texts.join("") +
+      `query ${query} · entropy ${withSign(entropy[query].toFixed(2))} nats   ·   ` +
+      `key ${key} · receives ${withSign(brief(received[key]))}`;
+  }
+
+  function plain(weight) {
+    return weight < 0.00005 ? "< 0.0001" : weight.toFixed(4);
+  }

@@ -1,0 +1,171 @@
+  // ---- a picture in place of a text: patches that look, and what they look at -----------------------------------
+
+  const PICTURE_LEFT = 0.4; // how much of the picture's contrast shows through the weights
+  const PICTURE_SIDE = 380; // CSS pixels
+  let pixelsShown = null;
+
+  /** Where the keys of this section lie on the picture, or nothing for a text. */
+  function patchesOf() {
+    return state.item && state.item.picture ? state.item.sections[state.section].patches : undefined;
+  }
+
+  /** The picture as three planes of bytes, and in grey, so that no colour of its own is taken for a weight. */
+  function picturePixels() {
+    if (!pixelsShown || pixelsShown.item !== state.item) {
+      const planes = decoded(state.bytes, state.item.picture.pixels);
+      const size = planes.length / 3;
+      const grey = planes.subarray(0, size).map((red, at) => 0.299 * red + 0.587 * planes[size + at] + 0.114 * planes[2 * size + at]);
+      pixelsShown = { item: state.item, planes, grey };
+    }
+    return pixelsShown;
+  }
+
+  function buildPicture() {
+    const { rows, columns } = state.current;
+    const { prefix, side } = patchesOf();
+    const box = element("div", "", "picture");
+    const what = side > 1 ? `, ${side} × ${side} patches at a time` : "";
+    box.append(
+      buildCanvas("plain", "The picture the model was shown" + what),
+      buildCanvas("over", "What the chosen token looks at, over the picture"),
+    );
+    const lines = [box];
+    if (isSame() && prefix) {
+      lines.push(
+        element("p", "tokens that are no patches", "quiet side"),
+        buildText("both", { names: columns.names.slice(0, prefix) }, "Tokens that are no patches"),
+      );
+    } else if (!isSame()) {
+      lines.push(element("p", "looks", "quiet side"), buildText("queries", rows, "What looks"));
+      if (prefix) {
+        lines.push(element("p", "is looked at", "quiet side"));
+        lines.push(buildText("keys", { names: columns.names.slice(0, prefix) }, "Tokens that are no patches"));
+      }
+    }
+    byId("texts").replaceChildren(...lines);
+    drawPlain();
+  }
+
+  function buildCanvas(kind, title) {
+    const canvas = element("canvas", "", kind);
+    const [height, width] = state.item.picture.size;
+    const ratio = devicePixelRatio || 1;
+    const scale = PICTURE_SIDE / Math.max(height, width);
+    [canvas.width, canvas.height] = [width, height].map((pixels) => Math.max(1, Math.round(pixels * scale * ratio)));
+    canvas.style.aspectRatio = `${width} / ${height}`;
+    canvas.tabIndex = 0;
+    canvas.setAttribute("role", "application");
+    canvas.setAttribute("aria-label", title + ". The arrow keys move from patch to patch.");
+    canvas.addEventListener("pointermove", (event) => {
+      const at = patchUnder(event, canvas);
+      isSame() ? show(at, null) : show(state.query, at);
+    });
+    canvas.addEventListener("pointerleave", () => show(state.query, state.key));
+    canvas.addEventListener("click", (event) => {
+      const at = patchUnder(event, canvas);
+      isSame() ? pin(at, null) : pin(state.query, at);
+    });
+    canvas.addEventListener("keydown", walkPatches);
+    return canvas;
+  }
+
+  /** The token of the patch under the pointer. */
+  function patchUnder(event, canvas) {
+    const { prefix, grid, cell } = patchesOf();
+    const [height, width] = state.item.picture.size;
+    const box = canvas.getBoundingClientRect();
+    const row = clamp(Math.floor((((event.clientY - box.top) / box.height) * height) / cell[0]), grid[0]);
+    const column = clamp(Math.floor((((event.clientX - box.left) / box.width) * width) / cell[1]), grid[1]);
+    return prefix + row * grid[1] + column;
+  }
+
+  function walkPatches(event) {
+    const step = arrow(event);
+    if (!step) return;
+    event.preventDefault();
+    const { prefix, grid } = patchesOf();
+    const from = (isSame() ? state.query : (state.key ?? prefix)) - prefix;
+    const [row, column] = from < 0 ? [0, 0] : [Math.floor(from / grid[1]), from % grid[1]];
+    const to = from < 0 ? prefix : prefix + clamp(row + step.down, grid[0]) * grid[1] + clamp(column + step.right, grid[1]);
+    isSame() ? pin(to, null) : pin(state.query, to);
+    reveal(state.query, state.key);
+  }
+
+  function fillEach(canvas, colorAt) {
+    fill(canvas, (pixels) => {
+      for (let at = 0; at < pixels.length; at++) pixels[at] = colorAt(at);
+    });
+  }
+
+  function drawPlain() {
+    const [height, width] = state.item.picture.size;
+    const { planes } = picturePixels();
+    const canvas = document.querySelector(".picture .plain");
+    fillEach(canvas, (at) => {
+      const y = Math.floor((Math.floor(at / canvas.width) * height) / canvas.height);
+      const x = Math.floor(((at % canvas.width) * width) / canvas.width);
+      const place = y * width + x;
+      const [red, green, blue] = [0, 1, 2].map((plane) => planes[plane * height * width + place]);
+      return ((255 << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+    });
+  }
+
+  /** The weights of a row over the picture: multiplied into it on light paper, added to it on dark. */
+  function paintOver(canvas, weights, end) {
+    const { prefix, grid, cell } = patchesOf();
+    const [height, width] = state.item.picture.size;
+    const { grey } = picturePixels();
+    const shades = Array.from({ length: grid[0] * grid[1] }, (_, patch) => colorOf(weights[prefix + patch], end));
+    const none = colorOf(0, end);
+    const rows = places(canvas.height, 0, height, (line) => line);
+    const columns = places(canvas.width, 0, width, (line) => line);
+    fillEach(canvas, (at) => {
+      const line = rows[Math.floor(at / canvas.width)];
+      const across = columns[at % canvas.width];
+      const [row, column] = [Math.floor(line / cell[0]), Math.floor(across / cell[1])];
+      const shade = row < grid[0] && column < grid[1] ? shades[row * grid[1] + column] : none;
+      let color = 255 << 24;
+      const pixel = grey[line * width + across];
+      for (let plane = 0; plane < 3; plane++) {
+        const over = (shade >> (8 * plane)) & 255;
+        const mixed = dark.matches
+          ? 255 - ((255 - pixel * PICTURE_LEFT) * (255 - over)) / 255
+          : ((255 - (255 - pixel) * PICTURE_LEFT) * over) / 255;
+        color |= Math.round(mixed) << (8 * plane);
+      }
+      return color >>> 0;
+    });
+  }
+
+  function shadePicture(query) {
+    const { cellEnd } = scaleEnds();
+    const canvas = document.querySelector(".picture .over");
+    const { grids, columns } = state.current;
+    paintOver(canvas, columns.names.map((_, key) => weightAt(grids[0], query, key)), cellEnd);
+    const { prefix } = patchesOf();
+    const looking = isSame() ? query : state.shown.key;
+    if (looking !== null && looking >= prefix) outlinePatch(canvas, looking - prefix);
+    if (state.statistic === "maps") eachHead(drawThumbnail);
+  }
+
+  function outlinePatch(canvas, patch) {
+    const { grid, cell } = patchesOf();
+    const [height, width] = state.item.picture.size;
+    const [down, across] = [(canvas.height / height) * cell[0], (canvas.width / width) * cell[1]];
+    const context = canvas.getContext("2d");
+    context.lineWidth = 2 * (devicePixelRatio || 1);
+    context.strokeStyle = getComputedStyle(document.body).getPropertyValue("--mark");
+    context.strokeRect((patch % grid[1]) * across, Math.floor(patch / grid[1]) * down, across, down);
+  }
+
+  /** A head's thumbnail: what the token that is shown looks at. */
+  function drawPictureThumbnail(canvas, layer, head) {
+    const [height, width] = state.item.picture.size;
+    const scale = THUMBNAIL / Math.max(height, width);
+    [canvas.width, canvas.height] = [width, height].map((pixels) => Math.max(1, Math.round(pixels * scale)));
+    canvas.style.aspectRatio = `${width} / ${height}`;
+    const found = state.item.sections[state.section].layers[layer];
+    const [rows, columns] = found.grid;
+    const row = decoded(state.bytes, found.map, (head * rows + state.shown.query) * columns, columns);
+    paintOver(canvas, row, scaleEnds().tileEnd);
+  }

@@ -1,0 +1,186 @@
+"""Two records side by side: the divergence against its formula in float64, which rows are compared, and refusals."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import clearhead
+from clearhead.errors import ArgumentError, DTypeError, RecordError, ShapeError
+from clearhead.plot import Tokens, given
+from clearhead.plot._alignment import align
+from clearhead.plot._divergence import jensen_shannon
+
+from .pages import Contents
+from .recorded import KEPT, Two, record_pair
+
+
+def recorded(model: torch.nn.Module, *inputs: Tensor, **options: Any) -> Any:
+    with clearhead.record(model, **(options or KEPT)) as rec, torch.no_grad():
+        model(*inputs)
+    return rec
+
+
+def formula(p: Tensor, q: Tensor) -> Tensor:
+    """½ KL(p, m) + ½ KL(q, m), term by term in float64."""
+    p, q = p.double(), q.double()
+    m = (p + q) / 2
+    terms = torch.where(p > 0, p * (p / m).log(), 0.0) + torch.where(q > 0, q * (q / m).log(), 0.0)
+    return terms.sum(-1) / 2
+
+
+def test_the_divergence_is_its_formula_and_bounded() -> None:
+    torch.manual_seed(0)
+    p, q = (torch.randn(7, 11, dtype=torch.float64).softmax(-1) for _ in range(2))
+    torch.testing.assert_close(jensen_shannon(p, q), formula(p, q), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(jensen_shannon(p, q), jensen_shannon(q, p), rtol=0, atol=1e-15)
+    apart = jensen_shannon(torch.eye(2).double()[0], torch.eye(2).double()[1])
+    assert apart.item() == pytest.approx(math.log(2), abs=1e-15)
+    assert jensen_shannon(p, p).max() == 0
+
+
+def test_every_head_has_the_mean_over_rows_items_and_calls() -> None:
+    model = Two()
+    inputs = [torch.randn(2, 7, 12) for _ in range(2)]
+    rec, other = (
+        recorded(torch.nn.Sequential(model), *[x + shift]) for x, shift in zip(inputs, (0.0, 0.5), strict=True)
+    )
+    found = rec.compare(other).divergence
+    assert list(found) == ["0.blocks.0", "0.blocks.1"]
+    for name, values in found.items():
+        expected = formula(rec.weights(name), other.weights(name)).mean((0, 2))
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-7)
+    assert rec.compare(rec).divergence["0.blocks.1"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_padding_and_rows_that_see_nothing_do_not_count() -> None:
+    model = Two()
+    x = torch.randn(2, 5, 12)
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    rec, other = (recorded(model, x + shift, mask) for shift in (0.0, 1.0))
+    p, q = (each.weights(0) for each in (rec, other))
+    rows = torch.cat([formula(p[0], q[0]), formula(p[1, :, :3], q[1, :, :3])], -1)
+    values = next(iter(rec.compare(other).divergence.values()))
+    torch.testing.assert_close(values, rows.mean(-1), rtol=1e-5, atol=1e-7)
+
+
+def test_two_texts_are_compared_where_their_tokens_agree_and_other_keys_count_as_one() -> None:
+    names = [list("abcdef"), list("abxdefg")]
+    weights = [torch.randn(1, 2, len(text), len(text)).softmax(-1) for text in names]
+    rec, other = (given([each]) for each in weights)
+    places = ([0, 1, 3, 4, 5], [0, 1, 3, 4, 5])
+    sides = []
+    for each, kept in zip(weights, places, strict=True):
+        rows = each[0][:, kept].double()
+        sides.append(torch.cat([rows[..., kept], 1 - rows[..., kept].sum(-1, keepdim=True)], -1))
+    comparison = rec.compare(other, tokens=names[0], other_tokens=names[1])
+    torch.testing.assert_close(comparison.divergence["0"], formula(*sides).mean(-1), rtol=1e-5, atol=1e-7)
+    assert comparison.note.startswith("Tokens agree in 71 % of the places.")
+
+
+@pytest.mark.parametrize(
+    ("options", "texts", "reason"),
+    [
+        ({"statistics": ("entropy", "confidence")}, {}, "Queries and keys were not kept in both records"),
+        (KEPT, {}, "The texts have 7 and 5 tokens; tokens= would pair them."),
+        (KEPT, {"tokens": list("abcdefg"), "other_tokens": list("uvabx")}, "The tokens agree in 2 places only"),
+    ],
+)
+def test_what_cannot_be_compared_by_weights_is_compared_by_statistics_and_says_so(
+    options: dict[str, Any], texts: dict[str, Any], reason: str
+) -> None:
+    model = Two()
+    length = 7 if "statistics" in options else 5
+    comparison = recorded(model, torch.randn(1, 7, 12), **options).compare(
+        recorded(model, torch.randn(1, length, 12), **options), **texts
+    )
+    assert comparison.by == "normalized_entropy"
+    assert comparison.note.startswith(reason)
+    assert comparison.note.endswith("Heads are compared by their normalized_entropy.")
+    with pytest.raises(RecordError, match=r"Comparison\.differences has the heads' statistics"):
+        _ = comparison.divergence
+    first, second = (rec.summary()["normalized_entropy"] for rec in comparison.records)
+    for name, values in comparison.scores().items():
+        torch.testing.assert_close(values, (second[name] - first[name]).abs())
+    assert comparison.plot_heads().get_title("left") == "change of normalized_entropy"
+
+
+def test_models_of_other_shapes_and_other_things_are_refused() -> None:
+    rec = given([torch.eye(3).expand(2, 3, 3)])
+    with pytest.raises(ShapeError, match=r"other: expected 1 layers with 2 heads, got 1 layers with 3 heads"):
+        rec.compare(given([torch.eye(3).expand(3, 3, 3)]))
+    with pytest.raises(ShapeError, match="got 2 layers with 2 heads"):
+        rec.compare(given([torch.eye(3).expand(2, 3, 3)] * 2))
+    with pytest.raises(DTypeError, match=r"other: expected a clearhead\.record"):
+        rec.compare("other")
+    with pytest.raises(ArgumentError, match="tokens: expected those of the first record too"):
+        rec.compare(rec, other_tokens=["a", "b", "c"])
+    with pytest.raises(ShapeError, match="tokens: expected 3 tokens for item 0, got 2"):
+        rec.compare(rec, tokens=["a", "b"])
+    with pytest.raises(ArgumentError, match="statistic: expected one that both records have"):
+        rec.compare(rec).plot_heads("received")
+    with pytest.raises(ShapeError, match="labels: expected two strings, got 3"):
+        rec.compare(rec).page(labels=["a", "b", "c"])
+
+
+def test_modules_of_other_names_are_paired_in_the_order_in_which_they_ran() -> None:
+    weights = [torch.randn(2, 4, 4).softmax(-1) for _ in range(2)]
+    named, other = given(weights, ["one", "two"]), given(weights, ["first", "second"])
+    assert named.compare(other).divergence == {"one": pytest.approx([0, 0]), "two": pytest.approx([0, 0])}
+
+
+def test_special_tokens_alone_are_no_agreement() -> None:
+    first, second = Tokens(["[CLS]", "a", "[SEP]"]), Tokens(["[CLS]", "b", "[SEP]"])
+    assert len(align(first, second)) == 0
+    assert align(first, first).whole
+
+
+def test_the_page_holds_both_and_the_difference() -> None:
+    weights = [torch.randn(1, 2, 5, 5).softmax(-1) for _ in range(2)]
+    rec, other = (given([each]) for each in weights)
+    comparison = rec.compare(other)
+    contents = Contents(comparison.page(list("abcde"), labels=("<b>one</b>", "two")).text)
+    assert contents.data["compared"]["views"] == ["<b>one</b>", "two", "difference"]
+    for item, values in enumerate([*weights, weights[1] - weights[0]]):
+        place = contents.layer(item, 0, 0)["map"]
+        torch.testing.assert_close(contents.array(item, place, 2, 5, 5).float(), values[0], rtol=0, atol=6e-5)
+    module, head, score = comparison.ranked()[0]
+    assert contents.data["compared"]["ranked"][0] == [0, 0, head, round(score, 4)]
+    assert (module, contents.data["head"]) == ("0", head)
+    change = contents.array(2, contents.layer(2, 0, 0)["entropy"], 2, 5)
+    expected = torch.special.entr(weights[1]).sum(-1) - torch.special.entr(weights[0]).sum(-1)
+    torch.testing.assert_close(change.float(), expected[0], rtol=0, atol=6e-4)
+
+
+def test_long_texts_have_tiles_of_the_difference_and_one_exact_head() -> None:
+    weights = [torch.randn(1, 2, 300, 300).softmax(-1) for _ in range(2)]
+    rec, other = (given([each]) for each in weights)
+    comparison = rec.compare(other)
+    contents = Contents(comparison.page().text)
+    found = contents.layer(2, 0, 0)
+    difference = weights[1][0] - weights[0][0]
+    tiles = contents.array(2, found["map"], 2, 128, 128)
+    rows = torch.arange(300) * 128 // 300
+    expected = torch.zeros(2, 128, 300).index_add_(1, rows, difference) / rows.bincount()[:, None]
+    expected = torch.zeros(2, 128, 128).index_add_(2, rows, expected)
+    roots = [values.sign() * values.abs().sqrt() for values in (tiles.float(), expected)]
+    torch.testing.assert_close(*roots, rtol=0, atol=0.5 / 127 + 1e-6)
+    indices = contents.array(2, found["indices"], 2, 300, 8)
+    listed = contents.array(2, found["weights"], 2, 300, 8)
+    torch.testing.assert_close(listed.float(), difference.gather(-1, indices), rtol=0, atol=4e-5)
+    head = str(comparison.ranked()[0][1])
+    crop = contents.array(2, found["crops"][head]["weights"], 300, 300)
+    torch.testing.assert_close(crop.float(), difference[int(head)], rtol=0, atol=4e-5)
+
+
+def test_encoder_and_decoder_are_compared_section_by_section() -> None:
+    torch.manual_seed(3)
+    rec, other = record_pair(), record_pair()
+    comparison = rec.compare(other)
+    assert [values.shape for values in comparison.divergence.values()] == [(2,)] * 3
+    contents = Contents(comparison.page([str(place) for place in range(5)]).text)
+    assert len(contents.data["sections"]) == 3

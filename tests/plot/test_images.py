@@ -1,0 +1,319 @@
+"""What vision models read: where patches lie, the weights over the picture, pages with pictures, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor, nn
+
+import clearhead
+from clearhead.errors import ArgumentError, RecordError, ShapeError
+from clearhead.plot import given
+from clearhead.plot._image_items import image_items
+from clearhead.plot._image_plots import over_picture
+from clearhead.plot._patches import PatchLayout, Tiles
+from clearhead.plot._picture import as_picture, open_picture
+
+from .pages import Contents
+from .recorded import KEPT, record_two
+
+ROWS, COLUMNS, PATCH = 3, 4, 4
+SIZE = (ROWS * PATCH, COLUMNS * PATCH)
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "image_size": SIZE[0],
+    "patch_size": PATCH,
+}
+TEXT: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 40, "max_position_embeddings": 8}
+BOTH: dict[str, Any] = {"text_config": SMALL | TEXT | {"projection_size": 16, "eos_token_id": 2, "bos_token_id": 1}}
+
+#: Model, config, its options, and what stands before the patches.
+KINDS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
+    "vit": ("ViTModel", "ViTConfig", SMALL, ("class",)),
+    "deit": ("DeiTModel", "DeiTConfig", SMALL, ("class", "distillation")),
+    "dinov2": ("Dinov2Model", "Dinov2Config", SMALL, ("class",)),
+    "registers": (
+        "Dinov2WithRegistersModel",
+        "Dinov2WithRegistersConfig",
+        SMALL | {"num_register_tokens": 2},
+        ("class", "register 1", "register 2"),
+    ),
+    "clip": ("CLIPVisionModel", "CLIPVisionConfig", SMALL, ("class",)),
+    "siglip": ("SiglipVisionModel", "SiglipVisionConfig", SMALL, ()),
+}
+
+
+def build(kind: str) -> nn.Module:
+    model, config, options, _ = KINDS[kind]
+    torch.manual_seed(1)
+    return getattr(transformers, model)(getattr(transformers, config)(**options)).eval()
+
+
+def recorded(model: nn.Module, pixels: Tensor, **options: Any) -> Any:
+    with torch.no_grad(), clearhead.record(model, **(options or KEPT)) as rec:
+        model(pixel_values=pixels)
+    return rec
+
+
+@pytest.fixture(scope="module", name="vit")
+def _vit() -> Any:
+    torch.manual_seed(2)
+    return recorded(build("vit"), torch.rand(1, 3, SIZE[0], SIZE[0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_patches_are_placed_by_the_configuration(kind: str) -> None:
+    rec = recorded(build(kind), torch.rand(1, 3, SIZE[0], SIZE[0]))
+    layout = rec.patches(0)
+    assert (layout.prefix, layout.grid, layout.patch) == (KINDS[kind][3], (ROWS, ROWS), (PATCH, PATCH))
+    assert layout.length == rec[next(iter(rec))][0].query_length
+
+
+def test_pictures_of_other_sizes_have_other_grids() -> None:
+    rec = recorded(build("dinov2"), torch.rand(1, 3, *SIZE))
+    assert rec.patches(0).grid == (ROWS, COLUMNS)
+
+
+def test_a_patch_is_where_the_model_cuts_it_out() -> None:
+    """The token of a patch changes, in the embedding, with that patch's pixels and with no others."""
+    model: Any = build("dinov2")
+    pixels = torch.rand(1, 3, *SIZE)
+    changed = pixels.clone()
+    row, column = 1, 2
+    changed[:, :, row * PATCH : (row + 1) * PATCH, column * PATCH : (column + 1) * PATCH] += 1
+    with torch.no_grad():
+        moved = (model.embeddings(changed) - model.embeddings(pixels))[0].abs().sum(-1).nonzero().flatten().tolist()
+    layout = recorded(model, pixels).patches(0)
+    assert [layout.names()[place] for place in moved] == [f"patch {row}, {column}"]
+
+
+def test_siglips_pooling_looks_at_the_patches() -> None:
+    rec = recorded(build("siglip"), torch.rand(1, 3, SIZE[0], SIZE[0]))
+    assert rec.patches("head.attention").queries == ("pooling",)
+    contents = Contents(rec.page(image=torch.rand(3, SIZE[0], SIZE[0])).text)
+    assert [section["title"] for section in contents.data["sections"]] == ["self-attention", "pooling"]
+    assert contents.text(0, 1, "queries")["names"] == ["pooling"]
+    shown = contents.array(0, contents.layer(0, 1, 0)["map"], 2, 1, ROWS * ROWS)
+    torch.testing.assert_close(shown.float(), rec.weights("head.attention")[0], rtol=0, atol=6e-5)
+    axes = rec.plot_image(torch.rand(3, SIZE[0], SIZE[0]))
+    assert axes.get_title("left") == "every head: what pooling looks at"
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_the_vision_side_of_a_model_of_both_is_found(kind: str) -> None:
+    config = getattr(transformers, f"{kind}Config")(vision_config=SMALL, **BOTH)
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    with torch.no_grad(), clearhead.record(model, **KEPT) as rec:
+        model(input_ids=torch.ones(1, 5, dtype=torch.long), pixel_values=torch.rand(1, 3, SIZE[0], SIZE[0]))
+    contents = Contents(rec.page(image=torch.rand(3, SIZE[0], SIZE[0])).text)
+    names = [layer["name"] for section in contents.data["sections"] for layer in section["layers"]]
+    assert names
+    assert all(name.startswith("vision_model.") for name in names)
+
+
+def test_the_page_carries_every_weight_and_the_picture(vit: Any) -> None:
+    picture = (torch.rand(3, SIZE[0], SIZE[0]) * 255).to(torch.uint8)
+    contents = Contents(vit.page(image=picture).text)
+    found = contents.layer(0, 0, 1)
+    shown = contents.array(0, found["map"], 2, 10, 10)
+    torch.testing.assert_close(shown.float(), vit.weights(1)[0], rtol=0, atol=6e-5)
+    item = contents.data["items"][0]
+    assert item["sections"][0]["patches"] == {"prefix": 1, "grid": [3, 3], "cell": [4, 4], "side": 1}
+    pixels = contents.array(0, item["picture"]["pixels"], 3, *SIZE[:1], SIZE[0])
+    assert torch.equal(pixels.to(torch.uint8), picture)
+    assert contents.text(0, 0, "keys")["names"][:3] == ["class", "patch 0, 0", "patch 0, 1"]
+
+
+def test_more_patches_than_a_page_holds_are_taken_together() -> None:
+    rec = recorded(build("registers"), torch.rand(1, 3, 20, 28))
+    [item] = image_items(rec, most=1000)
+    section = item.sections[0]
+    tiles, found = section.tiles, section.layers[0]
+    assert tiles is not None
+    assert tiles.side == 2
+    exact = rec.weights(0)[0].double()
+    places = tiles.places()
+    summed = torch.zeros(2, len(places), tiles.length, dtype=torch.float64).index_add_(2, places, exact)
+    mean = torch.zeros(2, tiles.length, tiles.length, dtype=torch.float64).index_add_(1, places, summed)
+    mean /= places.bincount()[:, None]
+    torch.testing.assert_close(found.map.double(), mean, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found.map.sum(-1), torch.ones(2, tiles.length), rtol=1e-5, atol=1e-6)
+    assert section.keys.names[:4] == ("class", "register 1", "register 2", "patches 0–1, 0–1")
+    assert section.keys.names[-1] == "patches 4–4, 6–6"
+
+
+def test_weights_over_128_tokens_are_all_there_in_one_byte() -> None:
+    options = SMALL | {"image_size": 48}
+    rec = recorded(transformers.ViTModel(transformers.ViTConfig(**options)).eval(), torch.rand(1, 3, 48, 48))
+    contents = Contents(rec.page(image=torch.rand(3, 48, 48)).text)
+    shown = contents.array(0, contents.layer(0, 0, 0)["map"], 2, 145, 145)
+    torch.testing.assert_close(shown.float().sqrt(), rec.weights(0)[0].sqrt(), rtol=0, atol=0.5 / 255 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("query", "row", "title"),
+    [
+        (None, 0, "what the class token looks at"),
+        ("class", 0, "what the class token looks at"),
+        ((2, 1), 8, "what patch 2, 1 looks at"),
+        (4, 4, "what patch 1, 0 looks at"),
+    ],
+)
+def test_a_picture_shows_a_querys_weights_where_its_patches_are(vit: Any, query: Any, row: int, title: str) -> None:
+    white = torch.ones(3, SIZE[0], SIZE[0])
+    axes = vit.plot_image(white, 1, 0, query)
+    assert axes.get_title("left") == f"layer 1, head 0: {title}"
+    drawn = torch.as_tensor(numpy.asarray(axes.images[0].get_array()))
+    weights = vit.weights(1, 0, [row])[0, 0, 1:].view(ROWS, ROWS)
+    lightness = drawn.mean(-1)[PATCH // 2 :: PATCH, PATCH // 2 :: PATCH]
+    assert lightness.flatten().argsort().tolist() == weights.flatten().argsort(descending=True).tolist()
+
+
+def test_every_head_is_a_thumbnail(vit: Any) -> None:
+    picture = torch.rand(3, SIZE[0], SIZE[0])
+    axes = vit.plot_image(picture)
+    assert [len(axes.get_xticks()), len(axes.get_yticks())] == [2, 2]
+    assert len(vit.plot_image(picture, 1).get_yticks()) == 1
+
+
+def test_a_processor_gives_the_part_of_the_picture_that_the_model_saw(tmp_path: Path) -> None:
+    processor = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": SIZE[0]}, crop_size={"height": SIZE[0], "width": SIZE[0]}, resample=0
+    )
+    photo = numpy.zeros((24, 60, 3), dtype="uint8")
+    photo[:, 18:42] = (10, 200, 30)  # the middle, which is what a centre crop leaves
+    image = Image.fromarray(photo)
+    image.save(tmp_path / "photo.png")
+    rec = recorded(build("clip"), processor(images=image, return_tensors="pt")["pixel_values"])
+    contents = Contents(rec.page(image=tmp_path / "photo.png", processor=processor).text)
+    place = contents.data["items"][0]["picture"]["pixels"]
+    pixels = contents.array(0, place, 3, SIZE[0], SIZE[0])
+    assert torch.equal(pixels, torch.tensor([10.0, 200.0, 30.0])[:, None, None].expand(3, SIZE[0], SIZE[0]).long())
+    with pytest.raises(ShapeError, match=r"image: expected a picture of 12 × 12 pixels.* got one of 60 × 24"):
+        rec.page(image=image)
+    with pytest.raises(ShapeError, match=r"processor: expected a picture of 12 × 12 pixels"):
+        rec.page(image=image, processor=lambda picture: torch.zeros(3, 5, 5))
+
+
+def test_models_whose_patches_are_unknown_are_refused() -> None:
+    picture = torch.rand(3, SIZE[0], SIZE[0])
+    _, rec = record_two()
+    with pytest.raises(ArgumentError, match=r"image: expected a model that was called with pictures \(B, C, H, W\)"):
+        rec.page(image=picture)
+    with pytest.raises(ArgumentError, match="image: expected a record of a vision model, got weights that were given"):
+        given([torch.eye(10)[None]]).plot_image(picture)
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = clearhead.MultiHeadAttention(12, 2)
+
+        def forward(self, pixel_values: Tensor) -> Tensor:
+            return self.attention(pixel_values.flatten(2).transpose(1, 2)[..., :1].expand(-1, -1, 12))
+
+    with pytest.raises(ArgumentError, match=r"around 'attention', got a Own\. Where its patches lie is not known"):
+        recorded(Own(), torch.rand(1, 3, 4, 4)).plot_image(torch.rand(3, 4, 4))
+
+
+def test_other_numbers_of_tokens_than_the_configuration_gives_are_refused() -> None:
+    model = build("vit")
+    rec = recorded(model, torch.rand(1, 3, SIZE[0], SIZE[0]))
+    model.config.patch_size = 2  # type: ignore[union-attr]
+    with pytest.raises(
+        ArgumentError, match=r"between 37 tokens in .* \(1 and 36 patches\), got 10 queries and 10 keys"
+    ):
+        rec.plot_image(torch.rand(3, SIZE[0], SIZE[0]))
+
+
+def test_wrong_arguments(vit: Any) -> None:
+    picture = torch.rand(3, SIZE[0], SIZE[0])
+    for query, message in (
+        ("register 1", r"query: expected one of class, patch 0, 0"),
+        ((3, 0), "query: expected"),
+        ((1, 2, 3), r"query: expected \(row, column\)"),
+        (10, "query: expected"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            vit.plot_image(picture, 0, 0, query)
+    with pytest.raises(ArgumentError, match="head: expected one of 0, 1"):
+        vit.plot_image(picture, 0, 7)
+    with pytest.raises(ShapeError, match="image: expected 1 pictures, one per batch item, got 2"):
+        vit.page(image=[picture, picture])
+    with pytest.raises(ArgumentError, match="tokens: expected None beside image"):
+        vit.page(["a"] * 10, image=picture)
+    poor = recorded(
+        transformers.ViTModel(transformers.ViTConfig(**SMALL | {"image_size": 48})).eval(),
+        torch.rand(1, 3, 48, 48),
+        statistics=("entropy", "received", "top_k", "map"),
+    )
+    with pytest.raises(RecordError, match="every weight between the 145 tokens"):
+        poor.page(image=torch.rand(3, 48, 48))
+
+
+def no_file(folder: Path) -> Path:
+    return folder / "nowhere.png"
+
+
+def text_file(folder: Path) -> Path:
+    (folder / "a.png").write_text("no picture")
+    return folder / "a.png"
+
+
+def cut_file(folder: Path) -> Path:
+    Image.fromarray(numpy.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype="uint8")).save(folder / "b.png")
+    whole = (folder / "b.png").read_bytes()
+    (folder / "b.png").write_bytes(whole[: len(whole) // 2])
+    return folder / "b.png"
+
+
+def huge_file(folder: Path) -> Path:
+    Image.new("1", (20_000, 20_000)).save(folder / "c.png")
+    return folder / "c.png"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (no_file, "No such file"),
+        (text_file, "which is none"),
+        (cut_file, "image: expected a picture"),
+        (huge_file, "20000 × 20000|which is larger"),
+    ],
+)
+def test_files_that_are_no_pictures_or_too_large(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        open_picture(make(tmp_path))
+
+
+def test_pictures_are_taken_however_they_are_given() -> None:
+    grey = numpy.arange(6, dtype="uint8").reshape(2, 3) * 40
+    expected = torch.as_tensor(grey)[None].expand(3, -1, -1)
+    for given_as in (grey, torch.as_tensor(grey), Image.fromarray(grey), grey[..., None], grey / 255):
+        assert torch.equal(as_picture(given_as), expected)
+
+
+def test_more_weight_is_darker_whatever_the_picture() -> None:
+    layout = PatchLayout((), (1, 2), (1, 1), (1, 2))
+    black = torch.zeros(3, 1, 2, dtype=torch.uint8)
+    over = over_picture(torch.cat([black[..., :1], 255 - black[..., :1]], -1), torch.tensor([[0.0, 1.0]]), layout, 1.0)
+    assert over[0, 0].min() > over[0, 1].max() + 0.3
+
+
+def test_tiles_cover_every_patch_once() -> None:
+    layout = PatchLayout(("class",), (5, 7), (2, 2), (10, 14))
+    for side in range(1, 8):
+        tiles = Tiles(layout, side)
+        counts = tiles.places().bincount(minlength=tiles.length)
+        assert counts.sum() == layout.length
+        assert counts.min() >= 1
+        assert len(tiles.tokens()) == tiles.length

@@ -1,0 +1,157 @@
+"""Comparisons and pictures in a real browser: views, linked tokens, patches under the pointer, and no request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import clearhead
+from clearhead.plot import given
+
+from .browsing import CHROMIUM, opened_browser, wait_until, watched_page
+from .recorded import KEPT
+from .test_images import SMALL
+
+pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs an installed chromium")
+
+HOSTILE = "</script><img src=x onerror=alert(1)>"
+TEXTS = (["a", HOSTILE, "b", "c", "d", "e"], ["a", HOSTILE, "b", "c", "x", "d", "e"])
+SHARED = [0, 1, 2, 3, 5, 6]
+
+
+@pytest.fixture(scope="module", name="browser")
+def _browser() -> Iterator[Any]:
+    with opened_browser() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module", name="weights")
+def _weights() -> list[torch.Tensor]:
+    torch.manual_seed(8)
+    return [torch.randn(2, len(text), len(text)).softmax(-1) for text in TEXTS]
+
+
+@pytest.fixture(name="shown")
+def _shown(browser: Any, weights: list[torch.Tensor], tmp_path: Path) -> Iterator[Any]:
+    comparison = given(weights[:1]).compare(given(weights[1:]), tokens=TEXTS[0], other_tokens=TEXTS[1])
+    made = comparison.page(labels=(HOSTILE, "second"))
+    with watched_page(browser, made.save(tmp_path / "page.html")) as opened:
+        yield opened
+
+
+def text_of(shown: Any, name: str) -> str:
+    return " ".join(shown.locator(f"#{name}").inner_text().split())
+
+
+def view(shown: Any, number: int) -> Any:
+    return shown.locator("#views button").nth(number)
+
+
+def token(shown: Any, place: int) -> Any:
+    return shown.locator(".text span").nth(place)
+
+
+def chosen_head(shown: Any) -> int:
+    return int(text_of(shown, "head-title").rsplit(" ", 1)[1])
+
+
+def test_the_difference_is_shown_first_with_both_weights(shown: Any, weights: list[torch.Tensor]) -> None:
+    assert view(shown, 2).get_attribute("aria-pressed") == "true"
+    assert shown.locator(".text span").count() == 6
+    head = chosen_head(shown)
+    first, second = weights[0][head], weights[1][head][SHARED][:, SHARED]
+    token(shown, 4).hover()
+    change = (second - first)[4]
+    at = int(change.abs().argmax())
+    wait_until(shown, "document.querySelector('#details').textContent.includes('second ')")
+    assert text_of(shown, "readout").startswith(f"d changes most at {TEXTS[0][at]}")
+    number = f"{change[at].item():+.4f}".replace("-", "−")
+    assert text_of(shown, "readout").endswith(number)
+    assert f"{HOSTILE} {first[4, at]:.4f} · second {second[4, at]:.4f}" in text_of(shown, "details")
+
+
+def test_views_keep_the_token(shown: Any, weights: list[torch.Tensor]) -> None:
+    token(shown, 4).click()
+    view(shown, 1).click()
+    wait_until(shown, "document.querySelectorAll('.text span').length === 7")
+    assert token(shown, 5).get_attribute("class") == "query", "d stands one place further on in the second text"
+    best = weights[1][chosen_head(shown), 5].max()
+    shown.mouse.move(1, 1)
+    assert text_of(shown, "readout").endswith(f"{best:.4f}")
+    token(shown, 4).click()  # x, which the first does not have
+    view(shown, 0).click()
+    wait_until(shown, "document.querySelectorAll('.text span').length === 6")
+    assert view(shown, 0).get_attribute("aria-pressed") == "true"
+
+
+def test_the_ranking_chooses_a_head(shown: Any) -> None:
+    ranked = shown.locator("#ranked-list button")
+    assert ranked.count() == 2
+    scores = [float(text.rsplit(" ", 1)[1]) for text in ranked.all_inner_texts()]
+    assert scores == sorted(scores, reverse=True)
+    before = chosen_head(shown)
+    ranked.nth(1).click()
+    assert chosen_head(shown) != before
+    wait_until(shown, "document.querySelectorAll('#ranked-list button')[1].getAttribute('aria-pressed') === 'true'")
+
+
+def test_colours_say_which_way_a_weight_changes(shown: Any, weights: list[torch.Tensor]) -> None:
+    head = chosen_head(shown)
+    token(shown, 0).click()
+    change = weights[1][head][SHARED][:, SHARED][0] - weights[0][head][0]
+    script = "mark => getComputedStyle(mark).backgroundColor.match(/\\d+/g).map(Number)"
+    for place in (int(change.argmax()), int(change.argmin())):
+        red, _, blue = token(shown, place).evaluate(script)[:3]
+        assert (red > blue) == (change[place] > 0)
+
+
+@pytest.fixture(name="picture")
+def _picture(browser: Any, tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+    torch.manual_seed(6)
+    model = transformers.ViTModel(transformers.ViTConfig(**SMALL)).eval()
+    pixels = torch.rand(1, 3, 12, 12)
+    with torch.no_grad(), clearhead.record(model, **KEPT) as rec:
+        model(pixel_values=pixels)
+    made = rec.page(image=pixels[0], layer=1, head=0, title="</title><script>alert(3)</script>")
+    with watched_page(browser, made.save(tmp_path / "page.html")) as opened:
+        yield opened, rec
+
+
+def patch_at(shown: Any, row: int, column: int) -> tuple[float, float]:
+    box = shown.locator(".picture .over").bounding_box()
+    return box["x"] + box["width"] * (column + 0.5) / 3, box["y"] + box["height"] * (row + 0.5) / 3
+
+
+def test_the_class_token_is_shown_first_and_hovering_shows_a_patch(picture: tuple[Any, Any]) -> None:
+    shown, rec = picture
+    assert text_of(shown, "readout").startswith("class looks most at ")
+    shown.mouse.move(*patch_at(shown, 2, 1))
+    row = rec.weights(1, 0)[0, 8]
+    assert text_of(shown, "readout").startswith("patch 2, 1 looks most at ")
+    assert text_of(shown, "readout").endswith(f"{row.max():.4f}")
+    script = "canvas => canvas.toDataURL()"
+    before = shown.locator("#overview canvas").first.evaluate(script)
+    shown.mouse.move(*patch_at(shown, 0, 2))
+    assert shown.locator("#overview canvas").first.evaluate(script) != before, "thumbnails follow"
+    shown.mouse.move(1, 1)
+    assert text_of(shown, "readout").startswith("class looks most at ")
+
+
+def test_patches_are_kept_by_a_click_and_walked_by_arrows(picture: tuple[Any, Any]) -> None:
+    shown, _ = picture
+    shown.mouse.click(*patch_at(shown, 1, 1))
+    shown.mouse.move(1, 1)
+    assert text_of(shown, "readout").startswith("patch 1, 1 ")
+    shown.locator(".picture .over").focus()
+    shown.keyboard.press("ArrowDown")
+    shown.keyboard.press("ArrowRight")
+    assert text_of(shown, "readout").startswith("patch 2, 2 ")
+    shown.locator(".text span").first.click()
+    shown.mouse.move(1, 1)
+    assert text_of(shown, "readout").startswith("class ")
