@@ -29,9 +29,11 @@ PARTS: list[dict[str, Any]] = [
 ]
 
 
-def _every_mask(method: str, layout: Layout, length: int, kv_heads: int, dtype: torch.dtype) -> None:
+def _every_mask(
+    method: str, layout: Layout, length: int, kv_heads: int, dtype: torch.dtype, names: tuple[str, ...] = tuple(MASKS)
+) -> None:
     whole = attention(kv_heads, dtype=dtype, position="rotary", sinks=length % 2 == 1)
-    for name in MASKS:
+    for name in names:
         torch.manual_seed(1)
         x = torch.randn(2, length, EMBED, dtype=dtype)
         options = {"method": method, "layout": layout, "mask": mask(name, 2, length), "what": name}
@@ -44,14 +46,25 @@ def test_every_mask_is_exact(two: Processes, method: str, layout: Layout) -> Non
     two.run(_every_mask, method, layout, 13, 4, torch.float64)
 
 
+FOUR = [("heads", 2, 3), ("gather", 1, 13), ("ring", 8, 19), ("ring", 2, 3)]
+
+
+@pytest.mark.parametrize(("method", "kv_heads", "length"), FOUR)
+def test_four_processes_and_fewer_positions(four: Processes, method: str, kv_heads: int, length: int) -> None:
+    names = ("causal", "lengths of queries", "documents", "items times heads", "not")
+    four.run(_every_mask, method, "zigzag", length, kv_heads, torch.float64, names)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("method", "kv_heads", "length"), [("heads", 2, 3), ("gather", 1, 13), ("ring", 8, 19), ("ring", 2, 3)]
+    ("method", "kv_heads", "length"), [*FOUR, ("heads", 1, 67), ("gather", 2, 64), ("ring", 4, 67)]
 )
-def test_four_processes_and_fewer_positions(
-    four: Processes, method: str, layout: Layout, kv_heads: int, length: int
+def test_four_processes_and_every_mask(
+    four: Processes, method: str, kv_heads: int, length: int, layout: Layout
 ) -> None:
-    four.run(_every_mask, method, layout, length, kv_heads, torch.float64)
+    for dtype in (torch.float64, torch.float32):
+        four.run(_every_mask, method, layout, length, kv_heads, dtype, seconds=300)
 
 
 def _parts(method: str, layout: Layout, dtype: torch.dtype) -> None:
