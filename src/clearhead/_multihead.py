@@ -37,8 +37,6 @@ from .errors import ArgumentError
 from .masks._base import Mask
 from .masks._tensors import as_mask
 
-__all__ = ["MultiHeadAttention"]
-
 
 class MultiHeadAttention(nn.Module):
     """Multi-head attention, batch first, with weights on request.

@@ -10,8 +10,6 @@ from torch import Tensor
 from ..masks._base import Mask
 from .caching import Cache, Positions
 
-__all__ = ["HeadShard", "SequenceShard"]
-
 
 class HeadShard(Protocol):
     """Which heads of a module this process computes, and how tensors enter and leave it.

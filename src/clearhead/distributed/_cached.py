@@ -24,8 +24,6 @@ from ..masks._grid import Grid
 from ..masks._part import Place, part_of
 from ._collectives import from_every_rank, step
 
-__all__ = ["ShardedKVCache", "decode"]
-
 
 @final
 class ShardedKVCache(Cache):

@@ -38,8 +38,6 @@ from ._methods import Whole, by_gathering, by_heads, heads_divide
 from ._ring import Ring, by_ring
 from ._sequence import parts_of
 
-__all__ = ["Method", "context_parallel"]
-
 Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
 Method = Literal["auto", "heads", "gather", "ring"]
 METHODS: tuple[Method, ...] = ("auto", "heads", "gather", "ring")

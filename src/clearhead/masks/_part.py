@@ -14,8 +14,6 @@ from ._base import Mask, Sizes
 from ._grid import ALL, Block, Grid, Index, take
 from ._structure import UNKNOWN, Band, RowRanges, Structure
 
-__all__ = ["PartMask", "Place", "part_of"]
-
 Result = TypeVar("Result")
 
 

@@ -17,8 +17,6 @@ from ._scale import scale_end
 from ._tokens import Tokens
 from ._words import has_pieces
 
-__all__ = ["ScaleEnds", "describe_item", "describe_section"]
-
 SAMPLES = 20_000
 MOST_CLOSE = 250_000  # weights of a layer of a vision model that are held in 256 levels; of more in 64
 
