@@ -16,47 +16,6 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "Environment",
-    "Forced",
-    "all_gather_single",
-    "any_autocast",
-    "as_written",
-    "autocast_is_on",
-    "autocast_off",
-    "calls_uncompiled",
-    "cast_for_autocast",
-    "disabled_torch_function",
-    "forcing",
-    "fused_sdpa_choice",
-    "graph_break",
-    "has_avx2",
-    "has_onednn_linear",
-    "has_wrappers",
-    "in_backward",
-    "is_batched",
-    "is_compiled",
-    "is_compiler_error",
-    "is_dispatching",
-    "is_rows_of",
-    "is_tracing",
-    "is_transformed",
-    "is_vmapped",
-    "kernels",
-    "left_aligned_padding",
-    "linears",
-    "listening",
-    "mark_static",
-    "onednn_linear",
-    "outside_graphs",
-    "read_environment",
-    "reduce_scatter_single",
-    "sizes_apart",
-    "skips_idle_hook",
-    "state",
-    "wrapper_of",
-]
-
 Choice = TypeVar("Choice")
 Wrapper = TypeVar("Wrapper", bound=Tensor)
 Kind = TypeVar("Kind", bound=nn.Module)

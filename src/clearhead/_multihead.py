@@ -37,8 +37,6 @@ from .errors import ArgumentError
 from .masks._base import Mask
 from .masks._tensors import as_mask
 
-__all__ = ["MultiHeadAttention"]
-
 
 class MultiHeadAttention(nn.Module):
     """Multi-head attention, batch first, with weights on request.
@@ -165,7 +163,7 @@ class MultiHeadAttention(nn.Module):
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
-    def make_cache(self, batch_size: int, max_length: int) -> KVCache:
+    def make_cache(self, batch_size: int, max_length: int) -> Cache:
         """An empty `clearhead.caches.KVCache` of this module's sizes.
 
         It has the module's dtype, or autocast's where that is on, and its device.
@@ -177,8 +175,12 @@ class MultiHeadAttention(nn.Module):
         weight, kv_heads = self.k_proj.weight, self.num_kv_heads
         if self.head_shard is not None:
             weight, kv_heads = self.head_shard.local(weight), self.head_shard.num_kv_heads
-        sizes = batch_size, kv_heads, max_length, self.head_dim
-        return KVCache(*sizes, dtype=cache_dtype(weight), device=weight.device)
+        dtype, device = cache_dtype(weight), weight.device
+
+        def make(length: int) -> KVCache:
+            return KVCache(batch_size, kv_heads, length, self.head_dim, dtype=dtype, device=device)
+
+        return make(max_length) if self.sequence_shard is None else self.sequence_shard.shared_cache(make, max_length)
 
     @overload
     def forward(

@@ -16,18 +16,6 @@ from .caches._cross import CrossKVCache
 from .errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
 from .masks._base import Mask
 
-__all__ = [
-    "cache_dtype",
-    "complete",
-    "require_cache",
-    "require_features",
-    "require_inputs",
-    "require_mask",
-    "require_parts",
-    "unfit_projections",
-    "whole_head_dim",
-]
-
 
 def complete(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
     """Key and value of self-attention, or what was given."""

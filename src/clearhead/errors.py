@@ -42,7 +42,8 @@ class ClearheadError(Exception):
     """
 
     def __init__(self, argument: str, *, expected: str = "", got: str = "", fix: str = "") -> None:
-        super().__init__(explain_problem(argument, expected=expected, got=got, fix=fix) if expected else argument)
+        # torch.compile traces no `super().__init__` of an exception.
+        self.args = (explain_problem(argument, expected=expected, got=got, fix=fix) if expected else argument,)
 
 
 class ArgumentError(ClearheadError, ValueError):

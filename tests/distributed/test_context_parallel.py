@@ -29,9 +29,11 @@ PARTS: list[dict[str, Any]] = [
 ]
 
 
-def _every_mask(method: str, layout: Layout, length: int, kv_heads: int, dtype: torch.dtype) -> None:
+def _every_mask(
+    method: str, layout: Layout, length: int, kv_heads: int, dtype: torch.dtype, names: tuple[str, ...] = tuple(MASKS)
+) -> None:
     whole = attention(kv_heads, dtype=dtype, position="rotary", sinks=length % 2 == 1)
-    for name in MASKS:
+    for name in names:
         torch.manual_seed(1)
         x = torch.randn(2, length, EMBED, dtype=dtype)
         options = {"method": method, "layout": layout, "mask": mask(name, 2, length), "what": name}
@@ -44,14 +46,25 @@ def test_every_mask_is_exact(two: Processes, method: str, layout: Layout) -> Non
     two.run(_every_mask, method, layout, 13, 4, torch.float64)
 
 
+FOUR = [("heads", 2, 3), ("gather", 1, 13), ("ring", 8, 19), ("ring", 2, 3)]
+
+
+@pytest.mark.parametrize(("method", "kv_heads", "length"), FOUR)
+def test_four_processes_and_fewer_positions(four: Processes, method: str, kv_heads: int, length: int) -> None:
+    names = ("causal", "lengths of queries", "documents", "items times heads", "not")
+    four.run(_every_mask, method, "zigzag", length, kv_heads, torch.float64, names)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("method", "kv_heads", "length"), [("heads", 2, 3), ("gather", 1, 13), ("ring", 8, 19), ("ring", 2, 3)]
+    ("method", "kv_heads", "length"), [*FOUR, ("heads", 1, 67), ("gather", 2, 64), ("ring", 4, 67)]
 )
-def test_four_processes_and_fewer_positions(
-    four: Processes, method: str, layout: Layout, kv_heads: int, length: int
+def test_four_processes_and_every_mask(
+    four: Processes, method: str, kv_heads: int, length: int, layout: Layout
 ) -> None:
-    four.run(_every_mask, method, layout, length, kv_heads, torch.float64)
+    for dtype in (torch.float64, torch.float32):
+        four.run(_every_mask, method, layout, length, kv_heads, dtype, seconds=300)
 
 
 def _parts(method: str, layout: Layout, dtype: torch.dtype) -> None:
@@ -225,7 +238,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "mask": ({"mask": torch.zeros(9, 9)}, "mask: expected a mask or a bool tensor"),
     "flag": ({"need_weights": "yes"}, "need_weights: expected"),
     "positions": ({"positions": torch.zeros(9)}, "positions: expected"),
-    "cache": ({"cache": 3}, "cache: expected None"),
+    "cache": ({"cache": 3}, "cache: expected a cache of the split module"),
     "batch": (
         {"query": torch.zeros(3, 5, EMBED, dtype=torch.float64)},
         "batch size: expected the same in every process, got [2, 3]",
@@ -335,3 +348,73 @@ def test_the_weights_that_one_process_drops_are_dropped(two: Processes, method: 
 def test_dropped_weights_with_heads_split_too(four: Processes) -> None:
     for method in METHODS:
         four.run(_dropped, method, "zigzag", torch.float64, True)
+
+
+def _decoded(dtype: torch.dtype, steps: tuple[int, ...]) -> None:
+    """A prompt and tokens one by one, with keys that are split; every process is given all of them."""
+    length = sum(steps)
+    for name in ("causal", "window", "alibi", "function of heads", "prefix", "none"):
+        whole = attention(2, dtype=dtype, position="rotary", sinks=True).eval()
+        split = context_parallel(attention(2, dtype=dtype, position="rotary", sinks=True).eval(), line())
+        x = torch.randn(2, length, EMBED, dtype=dtype)
+        caches = [module.make_cache(2, length) for module in (whole, split)]
+        with torch.no_grad():
+            for tokens in x.split(steps, 1):
+                one, other = (
+                    module(tokens, mask=mask(name, 2, length), cache=cache)
+                    for module, cache in zip((whole, split), caches, strict=True)
+                )
+                tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+                torch.testing.assert_close(other, one, atol=tolerance, rtol=tolerance)
+        assert caches[1].length == length
+        assert caches[1].own.length in (length // dist.get_world_size(), length // dist.get_world_size() + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_decoding_with_keys_that_are_split(two: Processes, dtype: torch.dtype) -> None:
+    two.run(_decoded, dtype, (5, 1, 1, 3, 1))
+
+
+def test_decoding_with_more_processes_than_tokens(four: Processes) -> None:
+    four.run(_decoded, torch.float64, (1, 1, 3))
+
+
+def _decoded_otherwise() -> None:
+    """Columns of masks made of tensors, rows that are cropped and reordered, a stack, and what is refused."""
+    whole, split = attention(2).eval(), context_parallel(attention(2).eval(), line())
+    x, kept = torch.randn(2, 7, EMBED, dtype=torch.float64), torch.rand(2, 7) < 0.6
+    caches = [module.make_cache(2, 9) for module in (whole, split)]
+
+    def both(tokens: torch.Tensor, **options: Any) -> None:
+        one, other = (
+            module(tokens, cache=cache, **options) for module, cache in zip((whole, split), caches, strict=True)
+        )
+        torch.testing.assert_close(other, one, atol=1e-12, rtol=1e-12)
+
+    with torch.no_grad():
+        both(x[:, :4], mask=masks.causal() & masks.keep(keys=kept[:, :4]))
+        both(x[:, 4:7], mask=masks.causal() & masks.keep(torch.rand(3, 7) < 0.5))
+        for cache in caches:
+            cache.crop(5)
+            cache.reorder(torch.tensor([1, 1]))
+        both(x[:, 5:6], mask=masks.causal())
+        both(x[0, 6:7][None].expand(2, -1, -1))
+        with pytest.raises(ClearheadError, match="at most max_length = 9 tokens"):
+            split(x, cache=caches[1])
+        with pytest.raises(ClearheadError, match="query: expected the same in every process"):
+            split(x[:, : 1 + dist.get_rank()], cache=caches[1])
+        with pytest.raises(ClearheadError, match="mask keep"):
+            split(x[:, :1], mask=masks.keep(keys=kept), cache=caches[1])
+        assert caches[1].length == 7
+        both(x[:, :1], mask=masks.causal())
+        with pytest.raises(ClearheadError, match="positions: expected nothing beside keys that are split"):
+            split(x[:, :1], positions=3, cache=caches[1])
+        stack = encoder().eval()
+        parts = context_parallel(encoder().eval(), line())
+        several = parts.make_cache(2, 7)
+        steps = [parts(token, mask=masks.causal(), cache=several) for token in x.split((3, 1, 3), 1)]
+        torch.testing.assert_close(torch.cat(steps, 1), stack(x, mask=masks.causal()), atol=1e-12, rtol=1e-12)
+
+
+def test_decoding_in_other_ways(two: Processes) -> None:
+    two.run(_decoded_otherwise)

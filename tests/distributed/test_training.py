@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from clearhead import masks
 from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
-from clearhead.distributed._layout import LAYOUTS, Layout
+from clearhead.distributed._layout import Layout
 from clearhead.errors import DistributedError
 
 from .building import EMBED, attention, encoder, full, gradients, mask, require_close
@@ -45,7 +45,7 @@ def _fully_sharded(layout: Layout, method: str) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(split, mesh=mesh)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (whole, split)]
-    for step in range(3):
+    for step in range(2):
         torch.manual_seed(step)
         x, labels = torch.randn(2, 13, EMBED, dtype=torch.float64), _labels(13)
         count = (labels != -100).sum()
@@ -68,8 +68,7 @@ def gradients_kept(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full(grad) for name, grad in found.items() if grad is not None}
 
 
-@pytest.mark.parametrize("method", ["heads", "gather", "ring"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "method"), [("zigzag", "heads"), ("contiguous", "gather"), ("zigzag", "ring")])
 def test_training_in_parts_is_training_on_one_process(two: Processes, layout: Layout, method: str) -> None:
     two.run(_fully_sharded, layout, method)
 
@@ -99,7 +98,7 @@ def _three_ways(kv_heads: int) -> None:
                 assert torch.equal(state[name], number)
 
 
-@pytest.mark.parametrize("kv_heads", [8, 1])
+@pytest.mark.parametrize("kv_heads", [pytest.param(8, marks=pytest.mark.slow), 1])
 def test_with_fully_shard_on_one_mesh(four: Processes, kv_heads: int) -> None:
     four.run(_three_ways, kv_heads)
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ..masks._grid import Block, Index
 
-__all__ = ["DropoutOrigin", "draw_seed", "dropout_factors", "philox4x32"]
-
 _WORD = 0xFFFFFFFF
 _LEVELS = 1 << 16
 _LANES = 8

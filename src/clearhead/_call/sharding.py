@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..masks._base import Mask
 from .caching import Cache, Positions
-
-__all__ = ["HeadShard", "SequenceShard"]
 
 
 class HeadShard(Protocol):
@@ -58,4 +57,8 @@ class SequenceShard(Protocol):
         average_attn_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """The output for this process's queries, and their weights if they are wanted."""
+        ...
+
+    def shared_cache(self, make: Callable[[int], Any], max_length: int) -> Cache:
+        """A cache of this process's part of so many tokens, from what makes one of that many."""
         ...

@@ -21,19 +21,6 @@ from ..masks._tensors import as_mask
 from .dropout import DropoutOrigin, dropout_factors
 from .rows import Rows, within_rows
 
-__all__ = [
-    "NO_SINK",
-    "AttentionCall",
-    "AttentionSpec",
-    "Layout",
-    "Results",
-    "WeightsWanted",
-    "build_call",
-    "quick_spec",
-    "validate_call",
-    "zero_hidden",
-]
-
 #: As a logit it has no weight beside any score, and it is finite.
 NO_SINK = -1e38
 

@@ -21,8 +21,6 @@ from .plan import Show, attend_arguments
 from .positions import PositionPart, apply_position, positions_of_keys, positions_of_queries, with_hidden
 from .unmodified import apply_linear
 
-__all__ = ["Form", "Forms", "Layer", "Project"]
-
 #: (…, features) of query, key and value → (…, H·D), (…, Hkv·D), (…, Hkv·Dv); without a key the query alone.
 Project = Callable[[Tensor, "Tensor | None", "Tensor | None"], "tuple[Tensor, Any, Any]"]
 

@@ -38,19 +38,6 @@ from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
 from ..masks._base import Mask
 
-__all__ = [
-    "KERNELS",
-    "Explanation",
-    "PlanCache",
-    "Show",
-    "attend_arguments",
-    "explain_call",
-    "plan_of",
-    "plans",
-    "run_call",
-    "use_kernel",
-]
-
 #: In order of preference; the first that does not refuse a call runs it. `reference` refuses nothing.
 KERNELS: tuple[Kernel, ...] = (NativeKernel(), SdpaKernel(), ChunkedKernel(), FlexKernel(), ReferenceKernel())
 

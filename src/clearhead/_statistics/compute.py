@@ -44,8 +44,9 @@ def attention_statistics(
 ) -> AttentionStatistics:
     """Fold the weights of one call, block by block, into the statistics asked for. Gradients are not recorded.
 
-    The weights p are those of `attention` before dropout, from scores in float32 (float64 for float64 inputs). Peak
-    memory is that of a block and of the results.
+    The weights p are those of `attention` before dropout, from scores in float32, or in double precision up to 1024
+    keys, whose weights are then exact to 1e-6, and for float64 inputs. Peak memory is that of a block and of the
+    results.
 
     Args:
         query: (B, H, L, D), or (H, L, D) without a batch.

@@ -19,8 +19,6 @@ from ._errors import UsageProblem
 from ._seeing import RECORDED, choose, record_windows
 from ._windows import Window
 
-__all__ = ["Against", "see_both"]
-
 
 @dataclass(frozen=True)
 class Against:
@@ -107,7 +105,7 @@ def see_both(
         scores.append(_padded(table) * len(first.tokens))
         next_window()
     if views is None or large is None:
-        raise ArgumentError(explain_problem("windows", expected="at least one pair", got="none"))
+        raise ArgumentError("windows", expected="at least one pair", got="none")
     comparison = found[0]
     modules = list(comparison.modules)
     mean = torch.stack(scores).sum(0) / sum(len(first.tokens) for first, _ in pairs)

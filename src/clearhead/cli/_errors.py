@@ -11,8 +11,6 @@ from typer.core import TyperGroup
 from ..errors import ClearheadError
 from ._start import STOPPED, stop_at_once
 
-__all__ = ["OneLineErrors", "UsageProblem", "warn"]
-
 WRONG_USAGE, FAILED = 2, 1
 
 EXTRAS = {"PIL": "plot", "matplotlib": "plot", "rich": "cli", "transformers": "hf"}

@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, ClearheadError, UnseenAttentionWarning, explain_problem
+from ..errors import ArgumentError, ClearheadError, UnseenAttentionWarning
 from ..inspection._record import record
 from ..integrations._hub import read_vision_model, shortened, without_noise
 from ._errors import warn
 from ._seeing import RECORDED, STATISTICS
-
-__all__ = ["VisionModel", "load_vision_model", "record_picture"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def record_picture(loaded: VisionModel, picture: Any, statistic: str | None = No
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
             got = shortened(f"{type(error).__name__}: {error}", 160)
             expected = "a model that runs on pictures alone"
-            raise ArgumentError(explain_problem(f"model {loaded.name}", expected=expected, got=got)) from error
+            raise ArgumentError(f"model {loaded.name}", expected=expected, got=got) from error
     for warning in caught:
         if issubclass(warning.category, UnseenAttentionWarning):
             warn(str(warning.message))

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ._demo import TextModel
     from ._seeing import Seen
 
-__all__ = ["look"]
-
 PICTURES = (".png", ".svg", ".pdf")
 TITLE = 400  # characters of the text, of which the picture shows fewer
 
@@ -119,7 +117,7 @@ def look(
         raise UsageProblem(explain_problem("--png", expected=f"a name ending in {', '.join(PICTURES)}", got=str(png)))
     to_stdout = json is not None and str(json) == "-"
     if out.exists() and not out.is_dir():
-        raise ArgumentError(explain_problem("--out", expected="a folder", got=f"a file, {out}"))
+        raise ArgumentError("--out", expected="a folder", got=f"a file, {out}")
     if image is not None:
         texts = {"TEXT": text, "--file": file, "--against": against, "--against-model": against_model}
         name = require_image(model, **texts)
@@ -178,11 +176,11 @@ def _read_text(text: str | None, file: Path | None) -> str:
             text = file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise ArgumentError(
-                explain_problem("--file", expected="UTF-8 text", got=f"other bytes at {error.start} in {file}")
+                "--file", expected="UTF-8 text", got=f"other bytes at {error.start} in {file}"
             ) from error
         except OSError as error:
             got = f"{file}: {error.strerror or type(error).__name__}"
-            raise ArgumentError(explain_problem("--file", expected="a file that can be read", got=got)) from error
+            raise ArgumentError("--file", expected="a file that can be read", got=got) from error
     if text is None or not text.strip():
         name = "TEXT" if file is None else f"--file {file}"
         raise UsageProblem(explain_problem(name, expected="some text", got="nothing but white space"))
@@ -255,7 +253,7 @@ def _writing(option: str, path: Path) -> Generator[None]:
         yield
     except OSError as error:
         got = f"{path}: {error.strerror or type(error).__name__}"
-        raise ClearheadError(explain_problem(option, expected="a file that can be written", got=got)) from error
+        raise ClearheadError(option, expected="a file that can be written", got=got) from error
 
 
 @contextmanager

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..plot._collect import SectionPicture
     from ._against import Against
 
-__all__ = ["both_as_json", "look_at_both", "print_both", "require_against"]
-
 LONGEST_NAME = 60
 MOST_ROWS = 60
 MOST_RANKED = 5

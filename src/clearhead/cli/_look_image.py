@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ..plot._patches import PatchLayout
     from ._image_model import VisionModel
 
-__all__ = ["look_at_image", "require_image"]
-
 MOST_LISTED = 5
 
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ClearheadError, explain_problem
-
-__all__ = ["Outcome", "deliver", "write_whole"]
+from ..errors import ClearheadError
 
 
 @dataclass(frozen=True)
@@ -79,7 +77,7 @@ def write_whole(files: Mapping[str, tuple[Path, bytes]]) -> None:
                 stack.enter_context(whole_file(path)).write_bytes(contents)
     except (OSError, ValueError) as error:  # a null character in the name is a ValueError
         got = f"{path}: {getattr(error, 'strerror', None) or type(error).__name__}"
-        raise ClearheadError(explain_problem(begun, expected="a file that can be written", got=got)) from error
+        raise ClearheadError(begun, expected="a file that can be written", got=got) from error
 
 
 def _picture(figure: Any, path: Path | None) -> bytes:

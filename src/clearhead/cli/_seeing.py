@@ -23,8 +23,6 @@ from ._demo import TextModel
 from ._errors import UsageProblem, warn
 from ._windows import Window
 
-__all__ = ["RECORDED", "STATISTICS", "ChosenHead", "Seen", "parts_of", "record_windows", "see"]
-
 #: What the overview can show, and which statistic of a record it is.
 STATISTICS = {
     "entropy": "entropy",
@@ -125,7 +123,7 @@ def see(
         seeing.add(rec, items, batch)
         next_part()
     if seeing is None:
-        raise ArgumentError(explain_problem("windows", expected="at least one", got="none"))
+        raise ArgumentError("windows", expected="at least one", got="none")
     return seeing.seen(windows)
 
 
@@ -286,7 +284,7 @@ def _run(loaded: TextModel, batch: Sequence[Window], **options: Any) -> Any:
 
 def _no_text_model(loaded: TextModel, got: str) -> ArgumentError:
     wanted = "a model that runs on text alone and attends from its L tokens to themselves"
-    return ArgumentError(explain_problem(f"model {loaded.name}", expected=wanted, got=got))
+    return ArgumentError(f"model {loaded.name}", expected=wanted, got=got)
 
 
 def _numbers(item: ItemPicture) -> dict[str, list[list[float]]]:

@@ -11,8 +11,6 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-__all__ = ["STOPPED", "collecting_later", "stop_at_once"]
-
 STOPPED = 130
 _kept: list[socket.socket] = []  # open for as long as the process lives
 

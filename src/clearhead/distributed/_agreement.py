@@ -19,8 +19,6 @@ from ..errors import ArgumentError, ClearheadError, DistributedError
 from ._collectives import from_every_rank
 from ._layout import LAYOUTS
 
-__all__ = ["Gathered", "agree", "fingerprint", "group_of", "require_equal", "require_layout"]
-
 _FACTS = 32  # int64 numbers of facts in a record
 _TEXT = 640  # bytes of a refusal's text in a record
 _READABLE = 1 << 40  # larger facts are fingerprints

@@ -18,8 +18,6 @@ from torch import Tensor
 from .._environment import all_gather_single, reduce_scatter_single
 from ..errors import ClearheadError, DistributedError
 
-__all__ = ["all_reduce_max", "all_to_all", "from_every_rank", "gather_rows", "step", "sum_of_gradients"]
-
 Group = dist.ProcessGroup
 
 

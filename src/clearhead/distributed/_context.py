@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -15,13 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._call.caching import Cache, KeyValues, Positions
 from .._call.dropout import draw_seed
 from .._call.spec import Results, WeightsWanted
-from .._checks import FLOATS, choice, flag
+from .._checks import FLOATS, choice, flag, shown, size
 from .._environment import Environment, outside_graphs, read_environment
 from .._layer.layer import Layer
 from .._layer.plan import attend_arguments
 from .._layer.positions import positions_of_queries, with_hidden
 from .._multihead import MultiHeadAttention
 from .._multihead_checks import complete, require_inputs
+from ..caches._kv import KVCache
 from ..errors import ArgumentError, ClearheadError, KernelError, RecordError, ShapeError, shape_text
 from ..masks._base import Mask
 from ..masks._grid import Grid
@@ -29,13 +31,12 @@ from ..masks._tensors import as_mask
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer
 from ..transformer._parts import require_features
 from ._agreement import agree, fingerprint, group_of, require_equal, require_layout
+from ._cached import ShardedKVCache, decode
 from ._finding import attention_parts
 from ._layout import Layout, Parts
 from ._methods import Whole, by_gathering, by_heads, heads_divide
 from ._ring import Ring, by_ring
 from ._sequence import parts_of
-
-__all__ = ["Method", "context_parallel"]
 
 Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
 Method = Literal["auto", "heads", "gather", "ring"]
@@ -79,8 +80,11 @@ def context_parallel(
         DistributedError: if another process raises one of these, or has another module.
 
     A call of the module raises what it raises on one process, and on every process: `DistributedError` where another
-    one refused it, or where parts do not belong together. With a cache, jagged inputs, recorders, `torch.func`, or
+    one refused it, or where parts do not belong together. With jagged inputs, recorders, `torch.func`, or
     dropout of weights on a forced kernel of PyTorch's, it raises `ArgumentError`, `RecordError` or `KernelError`.
+
+    With a cache (``module.make_cache``) every process is given all new tokens and returns their whole output; each
+    keeps the keys and values of its part of the text, attends to these, and the results are merged by log-sum-exp.
 
     Dropped weights are those of one process, whatever W, method and layout: they follow from the first process's seed
     and the places of batch item, head, query and key in the whole.
@@ -177,6 +181,7 @@ _EQUAL: tuple[str, ...] = (
     "mask",
     "positions",
     "dropout",
+    "cache",
 )
 _NAMES: tuple[str, ...] = (*_EQUAL, "query", "key", "seed")
 
@@ -213,17 +218,22 @@ class _Sequence:
         average_attn_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
         environment = read_environment()
-        request, problem = None, None
+        request, held, problem = None, None, None
         facts = dict.fromkeys(_NAMES, 0)
         try:
-            _require_plain(module, environment, cache)
+            held = _require_plain(module, environment, cache, positions, need_weights)
             request = _read(module, query, key, value, mask, positions, need_weights, average_attn_weights)
-            facts = dict(zip(_NAMES, _facts(module, request, environment), strict=True))
+            facts = dict(zip(_NAMES, _facts(module, request, held, environment), strict=True))
         except Exception as error:
             problem = error
         gathered = agree(_WHERE, self.group, self.device, facts, problem)
         require_equal(_WHERE, gathered, _EQUAL, _SAME)
         request = cast(_Request, request)
+        if held is not None:
+            require_equal(_WHERE, gathered, ("query", "key"), "With a cache every process is given all new tokens.")
+            layer, inputs = module.layer(request.query, environment), request[:4]
+            output = decode(layer, *inputs, held, self.group, environment)
+            return output if request.batched else output.squeeze(0), None
         queries = parts_of(_WHERE, gathered, "query", self.layout)
         keys = queries if request.key is request.query else parts_of(_WHERE, gathered, "key", self.layout)
         layer, dropout = module.layer(request.query, environment), None
@@ -280,15 +290,30 @@ class _Sequence:
             return first + (runs[0].start if runs else 0)
         return queries.positions(self.rank, device) + first
 
+    def shared_cache(self, make: Callable[[int], KVCache], max_length: int) -> ShardedKVCache:
+        return ShardedKVCache(make(-(-size("max_length", max_length) // self.world)), max_length, self.rank, self.world)
+
     def __deepcopy__(self, memo: object) -> _Sequence:
         return self
 
 
-def _require_plain(module: MultiHeadAttention, environment: Environment, cache: Cache | None) -> None:
-    """Raise for what a call on parts of a sequence does not have."""
+def _require_plain(
+    module: MultiHeadAttention,
+    environment: Environment,
+    cache: object,
+    positions: object,
+    need_weights: object,
+) -> ShardedKVCache | None:
+    """The call's cache; raise for what a call on parts of a sequence does not have."""
+    if cache is not None and not isinstance(cache, ShardedKVCache):
+        fix = "module.make_cache(batch_size, max_length) makes one after context_parallel."
+        raise ArgumentError("cache", expected="a cache of the split module", got=type(cache).__name__, fix=fix)
     if cache is not None:
-        fix = "Decode with a module that was not split."
-        raise ArgumentError("cache", expected="None", got=type(cache).__name__, fix=fix)
+        weights = flag("need_weights", need_weights) or None
+        for name, given in (("positions", positions), ("need_weights", weights)):
+            if given is not None:
+                fix = "Decode with a module that was not split."
+                raise ArgumentError(name, expected="nothing beside keys that are split", got=shown(given), fix=fix)
     if environment.observed:
         raise RecordError(f"{_WHERE}: a recorder or an intervention sees parts of calls only. Use it on one process.")
     if environment.transformed:
@@ -299,6 +324,9 @@ def _require_plain(module: MultiHeadAttention, environment: Environment, cache: 
             f"{_WHERE}: use_kernel({kernel.name!r}) would drop other weights in every process. "
             "Leave the choice to Clearhead, or set module.dropout = 0.0."
         )
+    if cache is not None and module.training and module.dropout:
+        raise ArgumentError("cache", expected="a module in eval()", got="one that drops weights", fix="Call eval().")
+    return cache
 
 
 def _read(
@@ -334,7 +362,9 @@ def _read(
     return _Request(query, key, value, own, positions, weights, batched)
 
 
-def _facts(module: MultiHeadAttention, request: _Request, environment: Environment) -> tuple[int, ...]:
+def _facts(
+    module: MultiHeadAttention, request: _Request, cache: ShardedKVCache | None, environment: Environment
+) -> tuple[int, ...]:
     """The facts of a call, in the order of `_NAMES`."""
     query, key, value, mask, positions, weights, batched = request
     inputs = (query, key, value, *module.parameters())
@@ -354,6 +384,7 @@ def _facts(module: MultiHeadAttention, request: _Request, environment: Environme
         fingerprint(None if mask is None else (mask.describe(), str(mask.sizes()))),
         fingerprint(of_positions),
         fingerprint(module.dropout),
+        -1 if cache is None else cache.length,
         query.shape[1],
         key.shape[1],
         # Every process draws, so that what it draws next does not depend on its place; the first one's seed counts.
@@ -368,10 +399,6 @@ def _enter(sequence: _Sequence, module: nn.Module, inputs: tuple[Any, ...], opti
         given = inspect.signature(module.forward).bind(*inputs, **options).arguments
         layers = module.layers if isinstance(module, Encoder | Decoder) else [module]
         require_features("x", given["x"], cast(Any, layers)[0].embed_dim)
-        if given.get("cache") is not None:
-            fix = "Decode with a module that was not split."
-            got = type(given["cache"]).__name__
-            raise ArgumentError("cache", expected="None", got=got, fix=fix)
         for name in ("need_weights", "average_attn_weights"):
             flag(name, given.get(name, False))
         for name in ("mask", "memory_mask"):

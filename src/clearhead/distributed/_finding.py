@@ -9,8 +9,6 @@ from .._multihead import MultiHeadAttention
 from ..errors import DTypeError
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer
 
-__all__ = ["attention_parts"]
-
 Named = list[tuple[str, nn.Module]]
 
 

@@ -9,8 +9,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "Layout", "Parts"]
-
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag")
 

@@ -21,8 +21,6 @@ from ..masks._part import Place, part_of
 from ._collectives import all_to_all, gather_rows
 from ._layout import Parts
 
-__all__ = ["Attend", "Whole", "by_gathering", "by_heads", "heads_divide"]
-
 #: Attention of query, key and value, of sinks (H,), and of first head, row and column in the whole.
 Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None", tuple[int, int, int]], Results]
 

@@ -23,8 +23,6 @@ from ..masks._base import Mask
 from ._collectives import step
 from ._methods import Whole
 
-__all__ = ["Ring", "by_ring"]
-
 
 @dataclass(frozen=True)
 class Ring:

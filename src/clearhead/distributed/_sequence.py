@@ -13,8 +13,6 @@ from ._agreement import Gathered, agree, fingerprint, group_of, require_equal, r
 from ._collectives import gather_rows
 from ._layout import LAYOUTS, Layout, Parts
 
-__all__ = ["gather_sequence", "parts_of", "shard_sequence"]
-
 
 def shard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: Layout = "contiguous") -> Tensor:
     """This process's part of a tensor that holds the whole sequence, which every process has.

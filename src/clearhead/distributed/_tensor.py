@@ -26,8 +26,6 @@ from ._agreement import agree, fingerprint, group_of, require_equal
 from ._collectives import sum_of_gradients
 from ._finding import attention_parts
 
-__all__ = ["tensor_parallel"]
-
 Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
 
 _WHERE = "tensor_parallel"

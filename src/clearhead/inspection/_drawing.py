@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING
 
-__all__ = ["Drawable"]
-
 
 class _Method:
     """A function of `clearhead.plot`, imported on first use, with the record as its first argument."""

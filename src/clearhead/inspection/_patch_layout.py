@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, explain_problem
+from ..errors import ArgumentError
 
 if TYPE_CHECKING:
     from ..plot._patches import PatchLayout
-
-__all__ = ["find_layout", "picture_size"]
 
 #: transformers' vision models → the tokens that stand before their patches.
 PREFIXES: dict[str, tuple[str, ...]] = {
@@ -116,6 +114,4 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _refused(expected: str, got: str) -> ArgumentError:
-    return ArgumentError(
-        explain_problem("image", expected=expected, got=got, fix="Where its patches lie is not known then.")
-    )
+    return ArgumentError("image", expected=expected, got=got, fix="Where its patches lie is not known then.")

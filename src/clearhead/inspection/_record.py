@@ -30,7 +30,7 @@ from .._statistics.result import AttentionStatistics
 from .._statistics.rollout import rollout
 from .._statistics.summary import Summary, fold, summarize
 from .._weights import Queries, checked_queries, row_numbers
-from ..errors import ArgumentError, RecordError, UnknownNameError, explain_problem
+from ..errors import ArgumentError, RecordError, UnknownNameError
 from ._capture import CaptureMode, obstacle
 from ._drawing import Drawable
 from ._naming import ModuleNames, uncompiled
@@ -40,8 +40,6 @@ from ._unseen import Unseen
 
 if TYPE_CHECKING:
     from ..plot._patches import PatchLayout
-
-__all__ = ["Calls", "record"]
 
 Keep = Literal["statistics", "queries_keys"]
 
@@ -258,13 +256,11 @@ class record(Drawable, Mapping[str, Calls]):
         if isinstance(layer, str):
             if layer not in self._calls:
                 recorded = ", ".join(map(repr, self._calls))
-                raise UnknownNameError(explain_problem("layer", expected=f"one of {recorded}", got=shown(layer)))
+                raise UnknownNameError("layer", expected=f"one of {recorded}", got=shown(layer))
             return layer
         name = self._order[index("layer", layer, len(self._order))]
         if name not in self._calls:
-            raise UnknownNameError(
-                explain_problem("layer", expected="one of the layers that were recorded", got=f"{layer}, {name!r}")
-            )
+            raise UnknownNameError("layer", expected="one of the layers that were recorded", got=f"{layer}, {name!r}")
         return name
 
     def weights(
@@ -298,12 +294,10 @@ class record(Drawable, Mapping[str, Calls]):
         calls = self[self.name_of(layer)]
         if not calls.kept:
             raise RecordError(
-                explain_problem(
-                    "keep",
-                    expected="a record made with keep='queries_keys'",
-                    got=f"keep={self._keep!r}",
-                    fix="Statistics alone do not hold what weights are computed from.",
-                )
+                "keep",
+                expected="a record made with keep='queries_keys'",
+                got=f"keep={self._keep!r}",
+                fix="Statistics alone do not hold what weights are computed from.",
             )
         return calls.kept[index("call", call, len(calls.kept))]
 
@@ -372,12 +366,10 @@ class record(Drawable, Mapping[str, Calls]):
         missing += [layer for layer in self._layers or () if isinstance(layer, int) and layer >= len(self._order)]
         if self._order and missing:
             raise ArgumentError(
-                explain_problem(
-                    "layers",
-                    expected=f"numbers below {len(self._order)}, or names among the attention modules that ran: "
-                    + ", ".join(map(repr, self._order)),
-                    got=", ".join(map(repr, missing)),
-                )
+                "layers",
+                expected=f"numbers below {len(self._order)}, or names among the attention modules that ran: "
+                + ", ".join(map(repr, self._order)),
+                got=", ".join(map(repr, missing)),
             )
         self._unseen.report(self._calls)
 
@@ -396,17 +388,15 @@ def _checked_layers(layers: Sequence[int | str] | None, model: nn.Module) -> tup
         return None
     if isinstance(layers, (str, int)):
         raise ArgumentError(
-            explain_problem(
-                "layers", expected="a list of names or numbers", got=shown(layers), fix=f"Write [{shown(layers)}]."
-            )
+            "layers", expected="a list of names or numbers", got=shown(layers), fix=f"Write [{shown(layers)}]."
         )
     names = {name for name, _ in model.named_modules()}
     chosen = tuple(items("layers", layers, "a list of names or numbers"))
     if not chosen:
-        raise ArgumentError(explain_problem("layers", expected="at least one name or number", got="none"))
+        raise ArgumentError("layers", expected="at least one name or number", got="none")
     for layer in chosen:
         if isinstance(layer, str) and layer not in names:
-            raise ArgumentError(explain_problem("layers", expected="names of the model's modules", got=shown(layer)))
+            raise ArgumentError("layers", expected="names of the model's modules", got=shown(layer))
         if not isinstance(layer, str):
             integer("layers", layer, least=0, expected="numbers ≥ 0, in running order", got=shown)
     return chosen

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, explain_problem
-
-__all__ = ["read_model", "read_vision_model", "shortened", "without_noise"]
+from ..errors import ArgumentError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -115,7 +113,7 @@ def _unknown_model(name: str, got: str) -> ArgumentError:
         "a folder with config.json, model.safetensors and a tokenizer (of a vision model an image processor), "
         "or a model's name on the Hugging Face hub"
     )
-    return ArgumentError(explain_problem(f"model {name}", expected=expected, got=got))
+    return ArgumentError(f"model {name}", expected=expected, got=got)
 
 
 def shortened(text: str, longest: int) -> str:

@@ -20,21 +20,6 @@ from ..masks._grid import Block
 from ..masks._lowering import row_blocks
 from ..masks._structure import Band
 
-__all__ = [
-    "HeadSpan",
-    "LongSum",
-    "Workspace",
-    "block_scores",
-    "block_share",
-    "block_weights",
-    "drop_subnormal",
-    "exact_dtype",
-    "head_spans",
-    "long_product",
-    "score_blocks",
-    "span_blocks",
-]
-
 #: Elements of the score matrix held at once; four to six temporaries of this size live at a time.
 BLOCK_ELEMENTS = 1 << 20
 #: Up to so many keys weights are looked at in float64, which costs milliseconds there.

@@ -29,8 +29,6 @@ from ._blocks import (
 )
 from ._second_order import backward_pass, recompute_by_reference, sinks_gradient
 
-__all__ = ["ChunkedKernel", "gradients_of_some_keys"]
-
 
 @final
 class ChunkedKernel(Kernel):

@@ -20,8 +20,6 @@ from ._native_support import learnt_shape, native_refusals, refuses_statistics
 from ._second_order import allow_second_derivatives, backward_pass, recompute_by_reference, sinks_gradient
 from ._weights_gradient import weights_by_operations, weights_gradients
 
-__all__ = ["NativeKernel", "arguments_of", "native_gradients_of_some_keys"]
-
 _WORTH_THREADS = 1 << 20  # multiplications of scores that take longer on one thread than PyTorch's kernel on several
 
 

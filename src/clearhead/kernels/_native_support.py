@@ -12,8 +12,6 @@ from ..masks._lowering import differs_between_heads
 from ._base import Refusal
 from ._native_plan import DTYPES
 
-__all__ = ["learnt_shape", "native_refusals", "reads_in_place", "refuses_statistics"]
-
 _MOST_CELLS = 1 << 26  # of a mask that has to be written down for statistics
 
 

@@ -16,8 +16,6 @@ from ..masks._grid import Grid
 from ..masks._lowering import additive, differs_between_heads, hides_nothing, is_plain_causal, touched_share
 from ._base import Kernel, Plan, Refusal, rows_interleave
 
-__all__ = ["SdpaKernel"]
-
 _HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 16  # from 32 rows on, folding a group of heads into the rows gains nothing
 _WORTH_SKIPPING = 1 << 22  # scores that take milliseconds, which pays for finding out what can be skipped

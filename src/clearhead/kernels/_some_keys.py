@@ -10,8 +10,6 @@ from ._chunked import gradients_of_some_keys as chunked_gradients
 from ._native import native_gradients_of_some_keys
 from ._native_support import native_refusals
 
-__all__ = ["gradients_of_some_keys", "merge_some_keys"]
-
 
 def merge_some_keys(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Add keys to those that an output and its lse are of, in place.

@@ -12,9 +12,7 @@ from torch import Tensor
 from ..errors import ShapeError
 from ._base import Mask, Sizes
 from ._grid import ALL, Block, Grid, Index, take
-from ._structure import Band, RowRanges, Structure
-
-__all__ = ["PartMask", "Place", "part_of"]
+from ._structure import UNKNOWN, Band, RowRanges, Structure
 
 Result = TypeVar("Result")
 
@@ -25,14 +23,14 @@ class Place:
 
     Args:
         query_length, key_length: L and S of the whole.
-        first_row, first_column: of the call.
+        first_row, first_column: of the call; or an ascending tensor (s,) of the call's columns, where they are no run.
         query_positions, key_positions: of the whole; as in `Grid`.
     """
 
     query_length: int
     key_length: int
     first_row: int = 0
-    first_column: int = 0
+    first_column: int | Tensor = 0
     query_positions: Tensor | int | None = None
     key_positions: Tensor | int | None = None
 
@@ -86,7 +84,8 @@ class PartMask(Mask):
         ends = self._first_head + grid.num_heads, whole.num_heads
         if self._place is not None:
             ends += self._place.first_row + grid.query_length, whole.query_length
-            ends += self._place.first_column + grid.key_length, whole.key_length
+            if not isinstance(self._place.first_column, Tensor):
+                ends += self._place.first_column + grid.key_length, whole.key_length
         for name, end, most in zip("HLS", ends[::2], ends[1::2], strict=False):
             if end > most:
                 expected, got = f"a call within {name} = {most} of the whole", f"one that ends at {end}"
@@ -97,6 +96,8 @@ class PartMask(Mask):
         return Sizes(self._mask.sizes().batch_size)
 
     def structure(self, grid: Grid) -> Structure:
+        if self._place is not None and isinstance(self._place.first_column, Tensor):
+            return UNKNOWN
         return self._cut(self._mask.structure(self._whole(grid)), grid)
 
     def signature(self) -> Hashable | None:
@@ -104,6 +105,8 @@ class PartMask(Mask):
         if own is None or self._place is None:
             return None if own is None else ("part", self._num_heads, self._first_head, own)
         place = self._place
+        if isinstance(place.first_column, Tensor):
+            return None
         positions = tuple(
             (tuple(each.shape), each.stride()) if isinstance(each, Tensor) else each
             for each in (place.query_positions, place.key_positions)
@@ -113,6 +116,8 @@ class PartMask(Mask):
 
     def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
         place = self._place
+        if place is not None and isinstance(place.first_column, Tensor):
+            return make()
         first = None if place is None else (place.first_row, place.first_column)
         sizes = grid.num_heads, grid.query_length, grid.key_length
         return self._mask.lowered(self._whole(grid), ("part", key, self._first_head, first, sizes), make)
@@ -154,13 +159,17 @@ class PartMask(Mask):
         if self._place is None:
             return Block(self._whole(grid), block.batch, heads, block.rows, block.columns)
         rows = _moved(block.rows, self._place.first_row, grid.query_length)
-        columns = _moved(block.columns, self._place.first_column, grid.key_length)
+        first = self._place.first_column
+        if isinstance(first, Tensor):
+            columns: Index = first[block.columns]
+        else:
+            columns = _moved(block.columns, first, grid.key_length)
         return Block(self._whole(grid), block.batch, heads, rows, columns)
 
     def _cut(self, whole: Structure, grid: Grid) -> Structure:
         """The part of a structure of the whole that is the call's."""
         place = self._place or Place(grid.query_length, grid.key_length)
-        row, column = place.first_row, place.first_column
+        row, column = place.first_row, cast(int, place.first_column)
         rows, columns = slice(row, row + grid.query_length), slice(column, column + grid.key_length)
         heads = slice(self._first_head, self._first_head + grid.num_heads)
         block = Block(grid, heads=heads, rows=rows, columns=columns)

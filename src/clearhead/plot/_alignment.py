@@ -8,8 +8,6 @@ from difflib import SequenceMatcher
 
 from ._tokens import Tokens
 
-__all__ = ["Alignment", "Pairs", "align", "same_places"]
-
 #: Texts of which less is the same are not compared token by token.
 LEAST_SHARE = 0.5
 

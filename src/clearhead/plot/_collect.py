@@ -10,14 +10,12 @@ from torch import Tensor
 
 from .._statistics.compute import compute_statistics
 from .._statistics.result import AttentionStatistics
-from ..errors import RecordError, ShapeError, explain_problem
+from ..errors import RecordError, ShapeError
 from ._patches import Tiles
 from ._protocol import Recorded
 from ._sections import Section, extent_of, find_sections, fitted, number_of_calls
 from ._tokens import Tokens, as_tokens
 from ._words import has_pieces, merge_words, row_entropy
-
-__all__ = ["Crop", "ItemPicture", "LayerPicture", "SectionPicture", "collect", "item_places"]
 
 NEEDED = ("entropy", "received", "top_k", "map")
 PER_QUERY = ("entropy", "normalized_entropy", "confidence", "sink", "distance", "output_norm")
@@ -138,9 +136,7 @@ def collect(
     places = item_places(rec)
     for what, given in (("tokens", tokens), ("key_tokens", key_tokens)):
         if given is not None and len(given) not in (1, len(places)):
-            raise ShapeError(
-                explain_problem(what, expected=f"{len(places)} texts, one per batch item", got=str(len(given)))
-            )
+            raise ShapeError(what, expected=f"{len(places)} texts, one per batch item", got=str(len(given)))
     complete: dict[tuple[str, int], AttentionStatistics] = {}
     for number, (call, item) in enumerate(places):
         if item == 0:
@@ -169,12 +165,10 @@ def _completed(rec: Recorded, name: str, call: int) -> AttentionStatistics:
     except RecordError as error:
         missing = ", ".join(needed for needed in NEEDED if needed not in statistics.names)
         raise RecordError(
-            explain_problem(
-                "rec",
-                expected=f"the statistics {', '.join(NEEDED)}",
-                got=f"a record without {missing}",
-                fix=f"Record with statistics={NEEDED}, or with keep='queries_keys'.",
-            )
+            "rec",
+            expected=f"the statistics {', '.join(NEEDED)}",
+            got=f"a record without {missing}",
+            fix=f"Record with statistics={NEEDED}, or with keep='queries_keys'.",
         ) from error
     found = compute_statistics(kept, NEEDED, statistics.options, statistics.counted)
     averaged = statistics.head_count == statistics.num_kv_heads < statistics.num_heads
@@ -190,9 +184,7 @@ def _section(
 ) -> SectionPicture:
     length, keys = statistics[0].query_length, statistics[0].key_length
     if any((other.query_length, other.key_length) != (length, keys) for other in statistics):
-        raise ShapeError(
-            explain_problem("rec", expected=f"L = {length} and S = {keys} in all of {section.layers}", got="others")
-        )
+        raise ShapeError("rec", expected=f"L = {length} and S = {keys} in all of {section.layers}", got="others")
     queries = extent_of(statistics[0], item)
     extent = queries if section.same else _received_extent(statistics, item)
     names = ("key_tokens", "key_tokens") if section.kind == "encoder" else ("tokens", "key_tokens")

@@ -7,14 +7,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, RecordError, ShapeError, explain_problem
+from ..errors import ArgumentError, RecordError, ShapeError
 from ._alignment import Alignment, Pairs, align, same_places
 from ._divergence import HeadPair, jensen_shannon, row_pairs
 from ._protocol import Recorded
 from ._sections import extent_of, find_sections, fitted, number_of_calls
 from ._tokens import Tokens
-
-__all__ = ["ComparedRecords"]
 
 #: Statistics that stand in for the divergence, the first that both records have. All but the last two lie in [0, 1].
 STAND_INS = ("normalized_entropy", "confidence", "sink", "distance", "entropy")
@@ -35,7 +33,7 @@ class ComparedRecords:
         _require_same_heads(first, second)
         self.texts = (tokens, tokens if other_tokens is None else other_tokens)
         if tokens is None and other_tokens is not None:
-            raise ArgumentError(explain_problem("tokens", expected="those of the first record too", got="None"))
+            raise ArgumentError("tokens", expected="those of the first record too", got="None")
         #: Module of the first record → module of the second.
         self.modules = dict(zip(first, second, strict=True))
         self._alignments: dict[tuple[str, int, int], Alignment] = {}
@@ -196,12 +194,10 @@ class ComparedRecords:
             if statistic in self.differences:
                 return statistic
         raise RecordError(
-            explain_problem(
-                "other",
-                expected=f"a statistic that both records have, one of {', '.join(STAND_INS)}",
-                got="none",
-                fix="Record both with keep='queries_keys'.",
-            )
+            "other",
+            expected=f"a statistic that both records have, one of {', '.join(STAND_INS)}",
+            got="none",
+            fix="Record both with keep='queries_keys'.",
         )
 
     def _mean_divergence(self, name: str) -> Tensor:
@@ -241,12 +237,12 @@ class ComparedRecords:
 def _require_same_heads(first: Recorded, second: Recorded) -> None:
     shapes = [[rec[name][0].heads for name in rec] for rec in (first, second)]
     if not shapes[0] or not shapes[1]:
-        raise ArgumentError(explain_problem("rec and other", expected="records with calls", got="an empty one"))
+        raise ArgumentError("rec and other", expected="records with calls", got="an empty one")
     if shapes[0] != shapes[1]:
         texts = [f"{len(shape)} layers with {_counts(shape)} heads" for shape in shapes]
         if texts[0] == texts[1]:
             texts = [f"heads {', '.join(map(str, shape[0]))}" for shape in shapes]
-        raise ShapeError(explain_problem("other", expected=texts[0], got=texts[1]))
+        raise ShapeError("other", expected=texts[0], got=texts[1])
 
 
 def _counts(heads: list[tuple[int, ...]]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
 from .._checks import shown
-from ..errors import DTypeError, explain_problem
+from ..errors import DTypeError
 from ._compared_records import ComparedRecords
 from ._comparison_page import comparison_page
 from ._comparison_plots import plot_comparison
@@ -16,8 +16,6 @@ from ._tokens import Texts, as_texts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-__all__ = ["Comparison", "compare"]
 
 
 def compare(
@@ -57,7 +55,7 @@ def compare(
     require_record(rec)
     if isinstance(other, type) or not hasattr(other, "kept_call"):
         expected = "a clearhead.record, or clearhead.plot.given(weights)"
-        raise DTypeError(explain_problem("other", expected=expected, got=shown(other)))
+        raise DTypeError("other", expected=expected, got=shown(other))
     return Comparison(rec, other, as_texts(tokens), as_texts(other_tokens, "other_tokens"))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._checks import items as items_of
 from .._checks import text
-from ..errors import RecordError, ShapeError, explain_problem
+from ..errors import RecordError, ShapeError
 from ._collect import ItemPicture, collect, item_places
 from ._compared_records import ComparedRecords
 from ._crops import with_crops
@@ -19,8 +19,6 @@ from ._difference_picture import difference_picture
 from ._html import Page, PageMaker
 from ._labels import printable
 from ._sections import find_sections
-
-__all__ = ["ComparedItem", "Ranked", "Views", "compared_items", "comparison_page"]
 
 MOST_RANKED = 12
 
@@ -50,7 +48,7 @@ def comparison_page(comparison: ComparedRecords, labels: Sequence[str], title: s
     text("title", title)
     names = [text("labels", label, "two strings") for label in items_of("labels", labels, "two strings")]
     if len(names) != 2:
-        raise ShapeError(explain_problem("labels", expected="two strings", got=str(len(names))))
+        raise ShapeError("labels", expected="two strings", got=str(len(names)))
     items = compared_items(comparison)
     views = Views(comparison, len(items), [comparison.ranked()[0][:2]])
     for item in items:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import shown
-from ..errors import ArgumentError, explain_problem
+from ..errors import ArgumentError
 from ._collect import LayerPicture, SectionPicture
 from ._compared_records import ComparedRecords
 from ._ink import (
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-__all__ = ["CHANGES", "change_colors", "draw_comparison", "plot_comparison"]
-
 # From blue (less in the second) over paper white to brown (more): lightness falls steadily to both sides, and blue and
 # brown differ for every kind of sight.
 CHANGES = ("#0b2f63", "#2866a8", "#74a9d6", "#c5dcef", "#ffffff", "#f8dcb8", "#e29f4e", "#ac5c10", "#5c2a02")
@@ -55,9 +53,7 @@ def plot_comparison(comparison: ComparedRecords, statistic: str | None, ax: Axes
     """See `Comparison.plot_heads`."""
     if statistic is not None and (not isinstance(statistic, str) or statistic not in comparison.differences):
         known = ", ".join(comparison.differences) or "none"
-        raise ArgumentError(
-            explain_problem("statistic", expected=f"one that both records have, {known}", got=shown(statistic))
-        )
+        raise ArgumentError("statistic", expected=f"one that both records have, {known}", got=shown(statistic))
     values = comparison.scores() if statistic is None else comparison.differences[statistic]
     table = _table(list(values.values()))
     most = table.shape[1]

@@ -15,8 +15,6 @@ from ._divergence import row_pairs
 from ._tokens import Tokens
 from ._words import has_pieces, merge_words, row_entropy
 
-__all__ = ["difference_picture"]
-
 
 def difference_picture(
     comparison: ComparedRecords,

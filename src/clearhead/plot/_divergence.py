@@ -11,8 +11,6 @@ from torch import Tensor
 from .._statistics.result import AttentionStatistics
 from ._protocol import Recorded
 
-__all__ = ["HeadPair", "jensen_shannon", "row_pairs"]
-
 MOST_NUMBERS = 4_000_000  # weights held at a time, per record
 
 

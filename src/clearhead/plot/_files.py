@@ -7,8 +7,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["remove_unfinished", "whole_file"]
-
 _unfinished: set[Path] = set()
 
 

@@ -16,12 +16,10 @@ from .._statistics.result import AttentionStatistics
 from .._statistics.rollout import rollout
 from .._statistics.summary import Summary, summarize
 from .._weights import Queries, row_numbers
-from ..errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, explain_problem, shape_text
+from ..errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, shape_text
 from ..kernels._weights import compute_weights
 from ..masks._tensors import bias
 from ._patches import PatchLayout
-
-__all__ = ["given"]
 
 STATISTICS = ("entropy", "received", "confidence", "top_k", "sink", "distance", "offset", "map")
 
@@ -47,20 +45,18 @@ def given(weights: Sequence[Tensor], names: Sequence[str] | None = None) -> Give
     """
     weights = items("weights", weights, "one tensor per layer")
     if not weights:
-        raise ArgumentError(explain_problem("weights", expected="one tensor per layer", got="none"))
+        raise ArgumentError("weights", expected="one tensor per layer", got="none")
     names = None if names is None else [text("names", name) for name in items("names", names, "a list of strings")]
     if names is not None and (len(names) != len(weights) or len(set(names)) < len(names)):
         expected = f"{len(weights)} different names, one per layer of weights"
-        raise ArgumentError(explain_problem("names", expected=expected, got=shown(names)))
+        raise ArgumentError("names", expected=expected, got=shown(names))
     calls: dict[str, AttentionCall] = {}
     for index, layer in enumerate(weights):
         with_values(f"weights[{index}]", strided(f"weights[{index}]", layer))
         if layer.dtype not in FLOATS:
-            raise DTypeError(explain_problem(f"weights[{index}]", expected="a float tensor", got=str(layer.dtype)))
+            raise DTypeError(f"weights[{index}]", expected="a float tensor", got=str(layer.dtype))
         if layer.dim() not in (3, 4) or layer.numel() == 0:
-            raise ShapeError(
-                explain_problem(f"weights[{index}]", expected="(B, H, L, S) or (H, L, S)", got=shape_text(layer.shape))
-            )
+            raise ShapeError(f"weights[{index}]", expected="(B, H, L, S) or (H, L, S)", got=shape_text(layer.shape))
         name = str(index) if names is None else names[index]
         calls[name] = _as_call(layer.detach(), f"weights[{index}]")
     return Given(calls)
@@ -84,7 +80,7 @@ class Given(Mapping[str, Sequence[AttentionStatistics]]):
     def __getitem__(self, name: str, /) -> Sequence[AttentionStatistics]:
         if not isinstance(name, str) or name not in self._statistics:
             known = ", ".join(map(repr, self._statistics))
-            raise UnknownNameError(explain_problem("name", expected=f"one of {known}", got=shown(name)))
+            raise UnknownNameError("name", expected=f"one of {known}", got=shown(name))
         return self._statistics[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -99,7 +95,7 @@ class Given(Mapping[str, Sequence[AttentionStatistics]]):
         if isinstance(layer, str) and layer in names:
             return layer
         if isinstance(layer, str):
-            raise ArgumentError(explain_problem("layer", expected=f"0 … {len(names) - 1}", got=shown(layer)))
+            raise ArgumentError("layer", expected=f"0 … {len(names) - 1}", got=shown(layer))
         return names[index_of("layer", layer, len(names))]
 
     def weights(
@@ -118,12 +114,10 @@ class Given(Mapping[str, Sequence[AttentionStatistics]]):
     def patches(self, layer: int | str) -> PatchLayout:
         """Refused: weights alone do not say where patches lie."""
         raise ArgumentError(
-            explain_problem(
-                "image",
-                expected="a record of a vision model",
-                got="weights that were given",
-                fix="Record the model with clearhead.record, whose configuration places the patches.",
-            )
+            "image",
+            expected="a record of a vision model",
+            got="weights that were given",
+            fix="Record the model with clearhead.record, whose configuration places the patches.",
         )
 
     def rollout(
@@ -145,12 +139,10 @@ def _as_call(weights: Tensor, what: str) -> AttentionCall:
     close = ((sums - 1).abs() < 1e-2) | (sums == 0)
     if not bool(close.all()) or bool((weights < 0).any()):
         raise ArgumentError(
-            explain_problem(
-                what,
-                expected="weights ≥ 0 whose rows sum to 1",
-                got=f"a row that sums to {sums[~close][0].item():.3f}" if not bool(close.all()) else "negative ones",
-                fix="With attention sinks or dropout use clearhead.record on the model instead.",
-            )
+            what,
+            expected="weights ≥ 0 whose rows sum to 1",
+            got=f"a row that sums to {sums[~close][0].item():.3f}" if not bool(close.all()) else "negative ones",
+            fix="With attention sinks or dropout use clearhead.record on the model instead.",
         )
     batch, heads, length, keys = weights.shape
     return build_call(

@@ -17,7 +17,7 @@ from typing import Any
 
 from .._checks import integer, shown, text
 from .._checks import items as items_of
-from ..errors import ArgumentError, DTypeError, FileError, RecordError, ShapeError, explain_problem
+from ..errors import ArgumentError, DTypeError, FileError, RecordError, ShapeError
 from ._collect import ItemPicture, collect
 from ._crops import CROPS, CropRequest, with_crops
 from ._detail import Detail, bytes_of_crops, details_for, least_bytes
@@ -28,8 +28,6 @@ from ._labels import printable
 from ._page_contents import ScaleEnds, describe_item, describe_section
 from ._protocol import Recorded, require_record
 from ._tokens import Texts, as_texts
-
-__all__ = ["Page", "PageMaker", "page"]
 
 #: Characters of a page, and bytes of numbers that it has room for beside its own script, in base64.
 LIMIT = 5_000_000
@@ -86,14 +84,14 @@ class Page:
             FileError: if the file cannot be written; it is an `OSError` too.
         """
         if not isinstance(path, (str, os.PathLike)):
-            raise DTypeError(explain_problem("path", expected="the path of a file", got=shown(path)))
+            raise DTypeError("path", expected="the path of a file", got=shown(path))
         path = Path(path)
         try:
             with whole_file(path) as part:
                 part.write_text(self.text, encoding="utf-8", newline="\n")
         except (OSError, ValueError) as error:  # a null character in the name is a ValueError
             expected = "a file that can be written, in a folder that is there"
-            raise FileError(explain_problem("path", expected=expected, got=f"{shown(str(path))} ({error})")) from error
+            raise FileError("path", expected=expected, got=f"{shown(str(path))} ({error})") from error
         return path
 
     def _repr_html_(self) -> str:
@@ -124,8 +122,9 @@ def page(
 
     The page holds, per head: the map pooled to 128 × 128 tiles (exact up to 128 tokens), the exact largest weights of
     every query (`top_k` of the record), the entropy of every query, what every key receives; and every weight of the
-    heads in `crops`. It loads nothing from the network; its content security policy forbids that, and any script but
-    its own. Tokens are data, never markup.
+    heads in `crops`. Where that would be more than 5 MB, the heads that are neither in `crops` nor large at first are
+    pooled further, and items are left out evenly, which the page says. It loads nothing from the network; its content
+    security policy forbids that, and any script but its own. Tokens are data, never markup.
 
     Args:
         rec: a record with the statistics entropy, received, top_k and map, or with ``keep="queries_keys"``.
@@ -136,6 +135,7 @@ def page(
         head: and which of its heads. Default of both: the clearest one, see `clearest_head`.
         crops: (layer, head) or (layer, head, queries, keys) with slices, heads that keep every weight however long the
             text. Default: the head that is large at first, if queries and keys were kept.
+            Crops that are given stay, however large the page becomes by them.
         labels: what to call the batch items. Default: item 0, item 1, …
         title: of the page, also shown in it; the model's name for instance.
         image: what a vision model was shown, or a list with one per batch item: the page has the picture in place of a
@@ -168,7 +168,7 @@ def page(
             text("labels", label, "a list of strings") for label in items_of("labels", labels, "a list of strings")
         ]
         if len(labels) != len(items):
-            raise ShapeError(explain_problem("labels", expected=f"{len(items)}, one per item", got=str(len(labels))))
+            raise ShapeError("labels", expected=f"{len(items)}, one per item", got=str(len(labels)))
         items = [replace(item, label=label) for item, label in zip(items, labels, strict=True)]
     place = _place(rec, items, layer, head)
     large = items[0].sections[place[0]].layers[place[1]]
@@ -326,7 +326,7 @@ def _place(
                     places.append((summary.contrast, (section, index, number)))
     if not places:
         where = "" if name is None else f" of {name}"
-        raise ArgumentError(explain_problem("head", expected=f"one of the recorded heads{where}", got=str(head)))
+        raise ArgumentError("head", expected=f"one of the recorded heads{where}", got=str(head))
     first_section = min(place[0] for _, place in places)
     return max((each for each in places if each[1][0] == first_section), key=lambda each: each[0])[1]
 

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, ClearheadError, RecordError, ShapeError, explain_problem
+from ..errors import ArgumentError, ClearheadError, RecordError, ShapeError
 from ._collect import ItemPicture, LayerPicture, SectionPicture, collect, item_places
 from ._patches import PatchLayout, Tiles
 from ._picture import seen_picture
 from ._protocol import Recorded
 from ._tokens import Tokens
-
-__all__ = ["image_items", "layouts_of", "with_pictures"]
 
 #: Weights that a page holds of one batch item; at most one byte each before they are packed.
 MOST_WEIGHTS = 5_700_000
@@ -36,7 +34,7 @@ def layouts_of(rec: Recorded) -> dict[str, PatchLayout]:
         except ArgumentError as error:
             first = first or error
     if not found:
-        raise first or ArgumentError(explain_problem("rec", expected="a record with calls", got="an empty one"))
+        raise first or ArgumentError("rec", expected="a record with calls", got="an empty one")
     return found
 
 
@@ -70,12 +68,12 @@ def with_pictures(rec: Recorded, image: Any, processor: Any, *others: Any) -> li
         others: arguments that mean nothing beside a picture, and must be ``None``.
     """
     if any(other is not None for other in others):
-        raise ArgumentError(explain_problem("tokens", expected="None beside image", got="tokens"))
+        raise ArgumentError("tokens", expected="None beside image", got="tokens")
     items = image_items(rec)
     images = list(image) if isinstance(image, (list, tuple)) else [image]
     if len(images) != len(items):
         expected = f"{len(items)} pictures, one per batch item"
-        raise ShapeError(explain_problem("image", expected=expected, got=str(len(images))))
+        raise ShapeError("image", expected=expected, got=str(len(images)))
     result: list[ItemPicture] = []
     for picture, item in zip(images, items, strict=True):
         size = next(part.tiles.layout.size for part in item.sections if part.tiles is not None)
@@ -118,12 +116,10 @@ def _layer(rec: Recorded, layer: LayerPicture, tiles: Tiles, place: tuple[int, i
             weights = rec.weights(layer.name, None, part, call)[item, list(layer.heads)].float().cpu()
         except RecordError as error:
             raise RecordError(
-                explain_problem(
-                    "rec",
-                    expected=f"every weight between the {layer.size[1]} tokens",
-                    got="a record without queries and keys",
-                    fix="Record with keep='queries_keys'.",
-                )
+                "rec",
+                expected=f"every weight between the {layer.size[1]} tokens",
+                got="a record without queries and keys",
+                fix="Record with keep='queries_keys'.",
             ) from error
         rows.append(tiles.merge(weights, 2, mean=False))  # (H, rows, tiles)
     weights = torch.cat(rows, 1)

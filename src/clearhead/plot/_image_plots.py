@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._checks import index, integer, shown
-from ..errors import ArgumentError, explain_problem
+from ..errors import ArgumentError
 from ._collect import item_places
 from ._crops import require_head
 from ._image_items import layouts_of
@@ -23,8 +23,6 @@ from ._scale import scale_end
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-__all__ = ["draw_image_sheet", "looks_of", "over_picture", "plot_image", "query_name"]
 
 #: How much of the picture's own contrast is left under the weights: enough to recognise it, and never as dark as them.
 LEFT = 0.4
@@ -176,11 +174,11 @@ def _query_number(layout: PatchLayout, query: Query | None) -> int | None:
     if isinstance(query, str):
         if query not in names:
             known = ", ".join([*layout.prefix, "patch 0, 0", "…"]) if layout.queries is None else ", ".join(names)
-            raise ArgumentError(explain_problem("query", expected=f"one of {known}", got=shown(query)))
+            raise ArgumentError("query", expected=f"one of {known}", got=shown(query))
         return names.index(query)
     if isinstance(query, (tuple, list)):
         if len(query) != 2 or layout.queries is not None:
-            raise ArgumentError(explain_problem("query", expected="(row, column) of a patch", got=shown(query)))
+            raise ArgumentError("query", expected="(row, column) of a patch", got=shown(query))
         row, column = (
             integer("query", at, least=0, most=most - 1) for at, most in zip(query, layout.grid, strict=True)
         )

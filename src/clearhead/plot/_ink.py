@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .._checks import shown
-from ..errors import DTypeError, explain_problem
+from ..errors import DTypeError
 from ._files import whole_file
 from ._labels import printable, shortened
 
@@ -20,25 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
-
-__all__ = [
-    "BAR",
-    "FRAME",
-    "INK",
-    "MARK",
-    "NOTE",
-    "QUIET",
-    "colors",
-    "figure_bytes",
-    "fonts",
-    "label_tokens",
-    "new_axes",
-    "plain_frame",
-    "save_figure",
-    "shade",
-    "token_labels",
-    "weight_bar",
-]
 
 # From paper white to ink, lightness falling steadily: readable in grey and with every kind of colour blindness.
 RAMP = ("#ffffff", "#dbe7ee", "#a9c8d8", "#6ea3bf", "#3a7aa3", "#1d5281", "#122c55", "#0a1230")
@@ -86,7 +67,7 @@ def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
     """The axes that were given, or those of a new pyplot figure of so many inches, which notebooks show."""
     if ax is not None:
         if isinstance(ax, type) or not hasattr(ax, "imshow"):
-            raise DTypeError(explain_problem("ax", expected="axes of matplotlib", got=shown(ax)))
+            raise DTypeError("ax", expected="axes of matplotlib", got=shown(ax))
         return ax
     from matplotlib import pyplot
 

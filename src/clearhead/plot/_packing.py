@@ -11,8 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["ENCODINGS", "Encoding", "Packer"]
-
 Encoding = Literal[
     "units",
     "roots6",

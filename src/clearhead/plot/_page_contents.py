@@ -17,8 +17,6 @@ from ._scale import scale_end
 from ._tokens import Tokens
 from ._words import has_pieces
 
-__all__ = ["ScaleEnds", "describe_item", "describe_section"]
-
 SAMPLES = 20_000
 MOST_CLOSE = 250_000  # weights of a layer of a vision model that are held in 256 levels; of more in 64
 
@@ -150,14 +148,12 @@ def _layer(
         "grid": list(tiles.shape[1:]),
         "map": packer.add(tiles, units if exact else roots8 if tiles is layer.map else roots6),
         "bins": [entropy.shape[1], received.shape[1]],
-        **_rows((entropy, received, layer.indices[..., :count], layer.weights[..., :count]), packer, signed),
+        **_rows(entropy, received, layer.indices[..., :count], layer.weights[..., :count], packer, signed),
         "own": {
             str(head): {
                 "grid": list(layer.map.shape[1:]),
                 "map": packer.add(layer.map[head], units if layer.exact else roots8),
-                **_rows(
-                    [values[head] for values in (layer.entropy, shares, layer.indices, layer.weights)], packer, signed
-                ),
+                **_rows(layer.entropy[head], shares[head], layer.indices[head], layer.weights[head], packer, signed),
             }
             for head in own
         },
@@ -173,9 +169,9 @@ def _places(layer: LayerPicture, chosen: Collection[tuple[str, int]]) -> list[in
     return [layer.heads.index(head) for name, head in chosen if name == layer.name and head in layer.heads]
 
 
-def _rows(rows: Sequence[Tensor], packer: Packer, signed: bool) -> dict[str, Any]:
-    """Entropies, shares received, and the largest weights: their indices and themselves."""
-    entropy, received, indices, weights = rows
+def _rows(
+    entropy: Tensor, received: Tensor, indices: Tensor, weights: Tensor, packer: Packer, signed: bool
+) -> dict[str, Any]:
     units, _, _, shares, nats = _SIGNED if signed else _POSITIVE
     return {
         "entropy": packer.add(entropy, nats),

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from ._tokens import Tokens
 
-__all__ = ["PatchLayout", "Tiles"]
-
 
 @dataclass(frozen=True)
 class PatchLayout:

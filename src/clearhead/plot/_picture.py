@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from .._checks import shown
-from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem
+from ..errors import ArgumentError, DTypeError, ShapeError
 from ._rollout_plot import pixels_of
-
-__all__ = ["MOST_PIXELS", "as_picture", "open_picture", "seen_picture"]
 
 #: Larger pictures are refused: they would take gigabytes once decoded.
 MOST_PIXELS = 50_000_000
@@ -35,17 +33,17 @@ def open_picture(path: str | Path) -> Any:
             with Image.open(path) as image:
                 if image.width * image.height > MOST_PIXELS:
                     got = f"{name} of {image.width} × {image.height}"
-                    raise ArgumentError(explain_problem("image", expected=_expected(), got=got, fix="Make it smaller."))
+                    raise ArgumentError("image", expected=_expected(), got=got, fix="Make it smaller.")
                 return ImageOps.exif_transpose(image).convert("RGB")
     except ArgumentError:
         raise
     except UnidentifiedImageError as error:
-        raise ArgumentError(explain_problem("image", expected=_expected(), got=f"{name}, which is none")) from error
+        raise ArgumentError("image", expected=_expected(), got=f"{name}, which is none") from error
     except Image.DecompressionBombError as error:
-        raise ArgumentError(explain_problem("image", expected=_expected(), got=f"{name}, which is larger")) from error
+        raise ArgumentError("image", expected=_expected(), got=f"{name}, which is larger") from error
     except (OSError, ValueError, SyntaxError, EOFError) as error:  # broken files raise any of these
         reason = getattr(error, "strerror", None) or f"damaged ({type(error).__name__})"
-        raise ArgumentError(explain_problem("image", expected=_expected(), got=f"{name}: {reason}")) from error
+        raise ArgumentError("image", expected=_expected(), got=f"{name}: {reason}") from error
 
 
 def as_picture(image: Any) -> Tensor:
@@ -91,9 +89,7 @@ def seen_picture(image: Any, size: tuple[int, int], processor: Any) -> Tensor:
     if tuple(found.shape[1:]) != size:
         what = "image" if processor is None else "processor"
         wanted = f"a picture of {size[1]} × {size[0]} pixels, the size of the model's input"
-        raise ShapeError(
-            explain_problem(what, expected=wanted, got=f"one of {found.shape[2]} × {found.shape[1]}", fix=fix)
-        )
+        raise ShapeError(what, expected=wanted, got=f"one of {found.shape[2]} × {found.shape[1]}", fix=fix)
     return found
 
 
@@ -102,7 +98,7 @@ def _processed(image: Any, processor: Any) -> Any:
         image = open_picture(Path(image))
     if not callable(processor):
         expected = "an image processor of transformers, or a function"
-        raise DTypeError(explain_problem("processor", expected=expected, got=shown(processor)))
+        raise DTypeError("processor", expected=expected, got=shown(processor))
     own: Any = getattr(processor, "image_processor", processor)  # of a processor of texts and pictures
     if not hasattr(own, "preprocess"):
         return own(image)

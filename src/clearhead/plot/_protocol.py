@@ -12,10 +12,8 @@ from .._checks import shown
 from .._statistics.result import AttentionStatistics
 from .._statistics.summary import Summary
 from .._weights import Queries
-from ..errors import DTypeError, explain_problem
+from ..errors import DTypeError
 from ._patches import PatchLayout
-
-__all__ = ["Recorded", "require_record"]
 
 
 class Recorded(Protocol):
@@ -64,4 +62,4 @@ def require_record(rec: object) -> None:
     """Raise unless a picture can be made of it."""
     if isinstance(rec, type) or not all(hasattr(rec, name) for name in ("name_of", "kept_call", "rollout", "summary")):
         expected = "a clearhead.record, or clearhead.plot.given(weights)"
-        raise DTypeError(explain_problem("rec", expected=expected, got=shown(rec)))
+        raise DTypeError("rec", expected=expected, got=shown(rec))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._checks import FLOATS, integer, items, strided, with_values
 from .._checks import shown as describe_value
-from ..errors import ArgumentError, DTypeError, ShapeError, explain_problem, shape_text
+from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._ink import colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
 from ._protocol import Recorded, require_record
 from ._scale import scale_end
@@ -19,8 +19,6 @@ from ._tokens import Texts, as_texts, as_tokens
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-__all__ = ["pixels_of", "plot_rollout"]
 
 
 def plot_rollout(
@@ -64,7 +62,7 @@ def plot_rollout(
     require_record(rec)
     given = [targets] if isinstance(targets, int) else items("targets", targets, "one token number, or several")
     if not given:
-        raise ArgumentError(explain_problem("targets", expected="one token number, or several", got="none"))
+        raise ArgumentError("targets", expected="one token number, or several", got="none")
     shares = rec.rollout(given, layers=layers, residual=residual)
     chosen = [operator.index(target) for target in given]
     count = shares.shape[0]
@@ -73,14 +71,14 @@ def plot_rollout(
     if grid is not None:
         return _plot_patches(share, chosen, grid, image, ax)
     if image is not None:
-        raise ArgumentError(explain_problem("image", expected="grid=(rows, columns) with it", got="no grid"))
+        raise ArgumentError("image", expected="grid=(rows, columns) with it", got="no grid")
     texts = as_texts(tokens)
     if texts is not None and len(texts) not in (1, shares.shape[0]):
         expected = f"{shares.shape[0]} texts, one per batch item"
-        raise ShapeError(explain_problem("tokens", expected=expected, got=str(len(texts))))
+        raise ShapeError("tokens", expected=expected, got=str(len(texts)))
     names = as_tokens(None, share.shape[1]) if texts is None else texts[item if len(texts) > 1 else 0]
     if len(names) != share.shape[1]:
-        raise ShapeError(explain_problem("tokens", expected=f"{share.shape[1]} tokens", got=str(len(names))))
+        raise ShapeError("tokens", expected=f"{share.shape[1]} tokens", got=str(len(names)))
     axes = new_axes(ax, (min(max(4.0, 0.3 * len(names)), 14), 1.6 + 0.35 * len(chosen)))
     end = scale_end([share])
     shown = axes.imshow(shade(share, end), cmap=colors(), vmin=0, vmax=1, aspect="auto", interpolation="nearest")
@@ -96,20 +94,16 @@ def plot_rollout(
 def _plot_patches(share: Tensor, targets: list[int], grid: tuple[int, int], image: Any, ax: Axes | None) -> Axes:
     if len(targets) != 1:
         raise ArgumentError(
-            explain_problem(
-                "targets", expected="one target with a grid", got=str(targets), fix="Draw each into its own ax."
-            )
+            "targets", expected="one target with a grid", got=str(targets), fix="Draw each into its own ax."
         )
     expected = "(rows, columns)"
     sides = items("grid", grid, expected)
     if len(sides) != 2:
-        raise ArgumentError(explain_problem("grid", expected=expected, got=describe_value(grid)))
+        raise ArgumentError("grid", expected=expected, got=describe_value(grid))
     rows, columns = (integer("grid", side, least=1, expected="two ints ≥ 1, (rows, columns)") for side in sides)
     extra = share.shape[1] - rows * columns
     if rows < 1 or columns < 1 or extra < 0:
-        raise ShapeError(
-            explain_problem("grid", expected=f"at most {share.shape[1]} patches", got=f"{rows} × {columns}")
-        )
+        raise ShapeError("grid", expected=f"at most {share.shape[1]} patches", got=f"{rows} × {columns}")
     patches = share[0, extra:].view(rows, columns)
     axes = new_axes(ax, (1.4 + 4 * columns / max(rows, columns), 0.6 + 4 * rows / max(rows, columns)))
     end = _round_up(patches.max().item())
@@ -147,17 +141,17 @@ def pixels_of(image: Any) -> Any:
     try:
         pixels = numpy.asarray(image)
     except (TypeError, ValueError, RuntimeError):
-        raise DTypeError(explain_problem("image", expected=expected, got=describe_value(image))) from None
+        raise DTypeError("image", expected=expected, got=describe_value(image)) from None
     if pixels.dtype.kind not in "fiub" or pixels.size == 0:
-        raise DTypeError(explain_problem("image", expected=expected, got=f"{pixels.dtype} {shape_text(pixels.shape)}"))
+        raise DTypeError("image", expected=expected, got=f"{pixels.dtype} {shape_text(pixels.shape)}")
     if pixels.ndim == 3 and pixels.shape[0] in (1, 3) and pixels.shape[2] not in (1, 3, 4):
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[..., 0]
     if pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (3, 4)):
-        raise ShapeError(explain_problem("image", expected="(height, width, 3)", got=shape_text(pixels.shape)))
+        raise ShapeError("image", expected="(height, width, 3)", got=shape_text(pixels.shape))
     if not numpy.isfinite(pixels).all():
-        raise ArgumentError(explain_problem("image", expected="finite numbers", got="inf or NaN among them"))
+        raise ArgumentError("image", expected="finite numbers", got="inf or NaN among them")
     if pixels.dtype.kind == "f" and (pixels.min() < 0 or pixels.max() > 1):
         pixels = (pixels - pixels.min()) / max(float(pixels.max() - pixels.min()), 1e-12)
     return pixels

@@ -1,0 +1,133 @@
+"""Decoding with keys that are split over processes: each attends to its own, and partial results are merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._call.caching import Cache, KeyValues, Positions
+from .._call.spec import Results
+from .._checks import integer
+from .._environment import Environment
+from .._layer.layer import Layer
+from .._layer.plan import attend_arguments
+from ..caches._base import unchanged_if_refused
+from ..caches._kv import KVCache
+from ..errors import CacheError
+from ..kernels._some_keys import merge_some_keys
+from ..masks._base import Mask
+from ..masks._grid import Grid
+from ..masks._part import Place, part_of
+from ._collectives import from_every_rank, step
+
+
+@final
+class ShardedKVCache(Cache):
+    """The keys and values of one process of W: token n of the text is held by process n mod W.
+
+    Made by `MultiHeadAttention.make_cache` after `context_parallel`.
+
+    Args:
+        own: holds this process's.
+        max_length: how many tokens all processes hold together.
+        rank, world: of this process, and W.
+    """
+
+    saves_cheaply: ClassVar[bool] = True
+
+    def __init__(self, own: KVCache, max_length: int, rank: int, world: int) -> None:
+        self.own, self.max_length, self.rank, self.world = own, max_length, rank, world
+        self._length = 0
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def next_positions(self, count: int) -> Positions:
+        return self._length
+
+    def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
+        """Take this process's of the keys and values of new tokens, and return all that it holds."""
+        count = key.shape[2]
+        if self._length + count > self.max_length:
+            got = f"{self._length} held and {count} more"
+            fix = "Make the cache larger. Nothing was written."
+            raise CacheError("cache", expected=f"at most max_length = {self.max_length} tokens", got=got, fix=fix)
+        first = (self.rank - self._length) % self.world
+        found = self.own.update(key[:, :, first :: self.world], value[:, :, first :: self.world])
+        self._length += count
+        return found
+
+    def columns(self, device: torch.device) -> Tensor:
+        """Which tokens of the text this process holds, in ascending order."""
+        return torch.arange(self.rank, max(self.rank, self._length), self.world, device=device)
+
+    def saved(self, count: int) -> Callable[[], None]:
+        length, bring_back = self._length, self.own.saved(count)
+
+        def both() -> None:
+            self._length = length
+            bring_back()
+
+        return both
+
+    def reorder(self, indices: Tensor) -> None:
+        self.own.reorder(indices)
+
+    def crop(self, length: int | Tensor) -> None:
+        if isinstance(length, Tensor):
+            fix = "Give one length for all rows."
+            raise CacheError("length", expected="an int", got="a tensor, one for each row", fix=fix)
+        kept = integer("length", length, least=0, most=self._length, expected=f"0 … {self._length}")
+        self.own.crop(len(range(self.rank, kept, self.world)))
+        self._length = kept
+
+    def reset(self) -> None:
+        self.own.reset()
+        self._length = 0
+
+    def __repr__(self) -> str:
+        return f"ShardedKVCache({self._length} of {self.max_length} tokens, process {self.rank} of {self.world})"
+
+
+def decode(
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
+    cache: ShardedKVCache,
+    group: dist.ProcessGroup,
+    environment: Environment,
+) -> Tensor:
+    """The output (B, L, E) of new tokens, which every process was given, in every process.
+
+    One all-gather of partial outputs and their log-sum-exps, which each process merges alike.
+    """
+    start = cache.length
+    with unchanged_if_refused((cache,), query, layer.mask, mask):
+        combined = layer.combined(mask)
+        sizes = query.shape[0], layer.num_heads, query.shape[1], start + query.shape[1]
+        if combined is not None:
+            combined.validate(Grid(*sizes, query.device, start, None))
+        q, k, v = layer.projected(query, key, value, start, environment)
+        known = cache.update(k, v)
+    place = Place(*sizes[2:], first_column=cache.columns(q.device), query_positions=start)
+    options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "return_lse": True}
+    own = part_of(combined, layer.num_heads, place=place)
+    part = attend_arguments(q, known.key, known.value, own, environment, **options)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    sent = torch.cat((part.output.to(dtype), cast(Tensor, part.lse).to(dtype)[..., None]), -1)  # (B, H, L, Dv + 1)
+    with step("decoding: all-gather"):
+        parts = from_every_rank(sent, group)
+    output, lse = parts[0, ..., :-1].clone(), parts[0, ..., -1].clone()
+    for other in parts[1:]:
+        merge_some_keys(output, lse, other[..., :-1], other[..., -1])
+    if layer.sinks is not None:
+        nothing = output.new_zeros(()).expand(output.shape)
+        merge_some_keys(output, lse, nothing, layer.sinks.to(dtype)[None, :, None].expand(lse.shape))
+    return layer.finished(Results(output.to(q.dtype)), None, True, environment)[0]
