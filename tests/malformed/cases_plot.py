@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import torch
 
+import clearhead
 from clearhead import plot
 from clearhead.plot import Tokens, read_tokens
 from tests.malformed.calls import Call, case
@@ -34,6 +36,18 @@ def _closing(draw: Any) -> Any:
             plt.close("all")
 
     return drawn
+
+
+@cache
+def vision_record() -> Any:
+    """Of a vision transformer with 2 × 2 patches."""
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    vit = ViTModel(ViTConfig(**sizes, image_size=4, patch_size=2)).eval()
+    with torch.no_grad(), clearhead.record(vit, keep="queries_keys") as rec:
+        vit(pixel_values=torch.rand(1, 3, 4, 4))
+    return rec
 
 
 @case("plot.page", weight=2)
@@ -79,6 +93,18 @@ def _() -> Call:
 def _() -> Call:
     given = {"targets": 0, "grid": (2, 2), "image": torch.rand(4, 4, 3), "item": 0}
     return Call(_closing(plot.plot_rollout), {"rec": recorded(), **given})
+
+
+@case("plot.compare", weight=2)
+def _() -> Call:
+    given = {"rec": recorded(), "other": recorded(), "tokens": [NAMES, NAMES], "other_tokens": [NAMES, NAMES]}
+    return Call(plot.compare, given)
+
+
+@case("plot.plot_image", weight=1)
+def _() -> Call:
+    given = {"image": torch.rand(4, 4, 3), "layer": 0, "head": 1, "query": (0, 1), "item": 0}
+    return Call(_closing(plot.plot_image), {"rec": vision_record(), **given})
 
 
 @case("plot.given")
