@@ -107,13 +107,13 @@ def test_it_is_an_error_alone_and_a_warning_beside_others(case: str) -> None:
 
 
 def test_gradients_of_functions_are_recorded() -> None:
-    """`torch.func.grad` wraps tensors without batching them."""
+    """`torch.func.grad` wraps tensors without batching them; the native pass, which rounds elsewhere, refuses them."""
     model, x = Attend(), tensor()
     with clearhead.record(model) as rec:
         torch.func.grad(lambda y: model(y).sum())(x)
     with clearhead.record(model) as plain:
         model(x)
-    assert torch.equal(rec[""].entropy, plain[""].entropy)
+    torch.testing.assert_close(rec[""].entropy, plain[""].entropy, rtol=0, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch._dynamo")
