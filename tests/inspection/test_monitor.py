@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
-from clearhead.errors import ArgumentError, AttentionHealthWarning, DTypeError, RecordError
+from clearhead._environment import state
+from clearhead.errors import ArgumentError, AttentionHealthWarning, DTypeError, RecordError, ShapeError
 
 from .small_models import padding, small, token_ids
 from .stacks import CAUSAL, HEADS, NAMES, WIDTH, Stack, hooks
@@ -233,6 +234,21 @@ def test_a_model_without_attention_is_refused_at_its_first_step() -> None:
 
 
 # Where it goes
+
+
+def test_two_monitors_of_one_model(model: Stack, x: Tensor) -> None:
+    first, second = Kept(), Kept()
+    with clearhead.monitor(model, 2, to=first), clearhead.monitor(model, 3, to=second):
+        for _ in range(6):
+            model(x)
+        with pytest.raises(ShapeError):
+            model(x[..., :-1])  # while both record
+        for _ in range(3):
+            model(x)
+    assert (list(first.steps), list(second.steps)) == ([0, 2, 4, 8], [0, 3, 9])
+    assert first.steps[0] == second.steps[0]
+    assert not state.observers
+    assert not hooks(model)
 
 
 def test_tensorboards_event_file_holds_the_scalars(model: Stack, x: Tensor, kept: Kept, tmp_path: Path) -> None:

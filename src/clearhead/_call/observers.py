@@ -48,12 +48,11 @@ def notify(call: AttentionCall, output: Tensor) -> Tensor:
 @contextmanager
 def observing(observer: Observer) -> Generator[None, None, None]:
     """Let `observer` see the calls of this thread inside the block."""
-    before = state.observers
-    state.observers = (*before, observer)
+    state.observers = (*state.observers, observer)
     try:
         yield
-    finally:
-        state.observers = before
+    finally:  # blocks that are entered from hooks need not end in the order of a stack
+        state.observers = tuple(other for other in state.observers if other is not observer)
 
 
 @contextmanager

@@ -268,7 +268,7 @@ def _progress() -> Generator[Step]:
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
-        TextColumn("left"),
+        TextColumn("{task.fields[left]}"),
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
@@ -277,10 +277,11 @@ def _progress() -> Generator[Step]:
         *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=3600
     )
     with bar as progress:
-        task = progress.add_task("", total=None)
 
         def begin(description: str, parts: int | None = None) -> Callable[[], None]:
-            progress.reset(task, description=description, total=parts)
+            for done in progress.task_ids:
+                progress.remove_task(done)
+            task = progress.add_task(description, total=parts, left="" if parts is None else "left")
             return lambda: progress.advance(task)
 
         yield begin

@@ -141,7 +141,7 @@ class monitor:
         self._measured = (step, recording)
         self._ends = [
             self._model.register_forward_hook(self._after),
-            self._model.register_forward_hook(self._close, always_call=True),  # also after an error
+            self._model.register_forward_hook(self._stop, always_call=True),  # also after an error
         ]
 
     def _after(self, *_: object) -> None:
@@ -171,11 +171,15 @@ class monitor:
         for alarm in self._alarms:
             alarm.look(step, {key: found for key, found in heads.items() if key[0] in several})
 
-    def _close(self, *_: object) -> None:
-        measured, self._measured = self._measured, None
+    def _close(self) -> None:
         for handle in self._ends:
             handle.remove()
         self._ends = []
+        self._stop()
+
+    def _stop(self, *_: object) -> None:
+        """Stop recording; hooks stay, because after an error PyTorch still iterates over them."""
+        measured, self._measured = self._measured, None
         if measured is not None:
             measured[1].stop()
 
