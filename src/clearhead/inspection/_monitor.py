@@ -139,9 +139,10 @@ class monitor:
         recording = record(self._model, self._statistics)
         recording.start_inside(args, kwargs)
         self._measured = (step, recording)
+        _measuring.append(self)
         self._ends = [
             self._model.register_forward_hook(self._after),
-            self._model.register_forward_hook(self._stop, always_call=True),  # also after an error
+            self._model.register_forward_hook(self._after_error, always_call=True),
         ]
 
     def _after(self, *_: object) -> None:
@@ -177,11 +178,22 @@ class monitor:
         self._ends = []
         self._stop()
 
-    def _stop(self, *_: object) -> None:
-        """Stop recording; hooks stay, because after an error PyTorch still iterates over them."""
+    def _stop(self) -> None:
         measured, self._measured = self._measured, None
         if measured is not None:
+            _measuring.remove(self)
             measured[1].stop()
+
+    def _after_error(self, *_: object) -> None:
+        """Stop recording, and so do the other monitors of the model: only its last hook may change its hooks."""
+        together = [other for other in _measuring if other._model is self._model]
+        if together and together[-1] is self:
+            for other in reversed(together):
+                other._stop()
+
+
+#: Monitors in the middle of a measured step, in the order in which they began.
+_measuring: list[monitor] = []
 
 
 class _RootHook:
