@@ -648,3 +648,16 @@ def test_a_model_inside_peft_is_served() -> None:
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     found = generated(wrapped, cache_for(wrapped, "sinks_and_recent", budget=BUDGET, sinks=2), **inputs)
     assert torch.equal(found.sequences, expected)  # new adapters change nothing
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding", "heavy_hitters"])
+def test_under_autocast(kind: str) -> None:
+    """Rotary positions leave keys in float32 there, and values in bfloat16."""
+    implementation = "clearhead" if kind == "heavy_hitters" else "sdpa"
+    model, options = model_of("llama", implementation), {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    prompt = torch.arange(1, 8)[None]
+    settings: dict[str, Any] = {"full": {}, "sliding": {"window": 64}, "heavy_hitters": {"budget": 64}}[kind]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model.generate(prompt, **options)
+        found = model.generate(prompt, past_key_values=cache_for(model, kind, **settings), **options)
+    assert found.tolist() == expected.tolist()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -517,3 +520,84 @@ def test_a_head_that_counts_padding_keeps_it() -> None:
     assert report.unpadded == ()
     assert report.left_padded == {"bert": "the loss of BertForQuestionAnswering counts the columns of padding"}
     assert "left padded: bert, the loss" in str(report)
+
+
+@pytest.mark.parametrize("summary", ["last", "mean"])
+def test_a_head_that_summarizes_padding_keeps_it(summary: str) -> None:
+    model = build("ElectraModel", "ForMultipleChoice", embedding_size=16, summary_type=summary)
+    ours = copy.deepcopy(model)
+    assert clearhead.upgrade(ours, unpad=True).left_padded == {"electra": "its summary reads the columns of padding"}
+    given = {name: tensor[None] for name, tensor in inputs_of("right").items()}
+    assert relative_error(ours(**given).logits, model(**given).logits) <= 2e-5
+
+
+class AcrossTokens(nn.Module):
+    """A layer of a user's own, which mixes the tokens of a text."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+def test_layers_that_are_not_of_the_libraries_keep_padding(rows: Rows) -> None:
+    model = build("BertModel")
+    model.encoder.layer[0].output.dropout = AcrossTokens()
+    expected, changed = pair(model)
+    given = inputs_of("right")
+    real = given["attention_mask"].bool()
+    assert relative_error(changed(**given)[0][real], expected(**given)[0][real]) <= 2e-5
+    assert not rows.unpadded
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+def test_copies_of_the_pooler_are_found_again() -> None:
+    peft = pytest.importorskip("peft")
+    model = build("BertModel")
+    clearhead.upgrade(model, unpad=True)
+    config = peft.LoraConfig(target_modules=["query"], modules_to_save=["pooler"])
+    adapted = peft.get_peft_model(model, config).eval()
+    clearhead.downgrade(adapted)
+    merged = adapted.merge_and_unload()
+    assert not merged.pooler._forward_pre_hooks
+    expected, changed = pair(merged)
+    given = inputs_of("right")
+    assert relative_error(changed(**given).pooler_output, expected(**given).pooler_output) <= 2e-5
+
+
+def test_a_forward_that_accelerate_bound_once_more(rows: Rows) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = build("BertModel")
+    given = inputs_of("right")
+    expected = model(**given)[0]
+    clearhead.upgrade(model, unpad=True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    unwrapped = accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
+    real = given["attention_mask"].bool()
+    assert relative_error(unwrapped(**given)[0][real], expected[real]) <= 2e-5
+    assert rows.unpadded
+    assert clearhead.downgrade(unwrapped).unpadded == ("",)
+
+
+def test_another_process_reads_an_upgraded_model(tmp_path: Path) -> None:
+    model = build("BertModel")
+    clearhead.upgrade(model, unpad=True)
+    given = inputs_of("right")
+    torch.save((model, given, model(**given)[0]), tmp_path / "model.pt")
+    read = f"model, given, expected = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)"
+    check = "torch.testing.assert_close(model(**given)[0], expected, rtol=0, atol=1e-5)"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", f"import torch; {read}; {check}"], check=True)
+
+
+def test_an_error_in_the_middle_leaves_everything() -> None:
+    model = nn.ModuleDict({"torch": nn.MultiheadAttention(8, 2), "bert": build("BertModel")})
+
+    def fail(name: str) -> None:
+        model["bert"].config._attn_implementation = name
+        raise AttributeError("in the middle")
+
+    model["bert"].set_attn_implementation = fail  # pyright: ignore[reportAttributeAccessIssue]
+    before = model["bert"].config._attn_implementation
+    with pytest.raises(AttributeError, match="in the middle"):
+        clearhead.upgrade(model, unpad=True)
+    assert type(model["torch"]) is nn.MultiheadAttention
+    assert model["bert"].config._attn_implementation == before
+    assert "forward" not in vars(model["bert"])

@@ -107,6 +107,7 @@ class FullLayer(_Layer[KVCache]):
         self.held = self._make(key_states, value_states, key_states.shape[2])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        value_states = value_states.to(key_states.dtype)  # rotary positions leave keys in float32 under autocast
         needed, held = self.get_seq_length() + key_states.shape[2], self.held
         if held is None or needed > held.max_length:
             larger = self._make(key_states, value_states, needed)
@@ -172,6 +173,7 @@ class BoundedLayer(_Layer["SlidingKVCache | EvictingKVCache"]):
         self, key_states: Tensor, value_states: Tensor, positions: Tensor | int = 0, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take the tokens that stand at `positions`, an int or (B, L), and return all that they attend to."""
+        value_states = value_states.to(key_states.dtype)  # rotary positions leave keys in float32 under autocast
         held = self._make_held(key_states, value_states) if self.held is None else self.held
         found = held.update(key_states, value_states, positions)
         mask = causal() if self.window is None else causal() & sliding_window(self.window - 1, _FAR)

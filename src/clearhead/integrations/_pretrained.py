@@ -67,16 +67,34 @@ def set_attention(model: Any) -> str | None:
     Returns:
         Why transformers refused it, the model being as it was; ``None`` if it did not.
     """
-    from . import transformers  # noqa: F401  # pyright: ignore[reportUnusedImport]  # registers the name
-
     before = [(config, config._attn_implementation) for config in _configs(model)]
     try:
+        _register()
         model.set_attn_implementation(NAME)
     except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         _restore(before)
         return str(error).partition("\n")[0]
-    setattr(model, _BEFORE, [(config, name) for config, name in before if config._attn_implementation != name])
+    except BaseException:
+        _restore(before)
+        raise
+    setattr(model, _BEFORE, _Before((config, name) for config, name in before if config._attn_implementation != name))
     return None
+
+
+class _Before(list[tuple[Any, str]]):
+    """Configs and the attention they had; where a pickle is read, Clearhead's is registered."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _read_before, (list(self),)
+
+
+def _read_before(pairs: list[tuple[Any, str]]) -> _Before:
+    _register()
+    return _Before(pairs)
+
+
+def _register() -> None:
+    from . import transformers  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 
 def restore_attention(model: Any) -> bool:

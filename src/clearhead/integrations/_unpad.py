@@ -42,6 +42,9 @@ _HEADS_OF_TOKENS = ("ForMaskedLM", "ForTokenClassification", "ForPreTraining")
 #: Heads whose loss is a softmax over all columns, padding included.
 _HEADS_OF_PADDING = ("ForQuestionAnswering",)
 
+#: Whose layers work token by token.
+_LIBRARIES = frozenset({"clearhead", "peft", "torch", "torchao", "transformers"})
+
 #: Arguments with a number, or a vector, for each token.
 _OF_TOKENS = frozenset({"input_ids", "inputs_embeds", "position_ids", "task_type_ids", "token_type_ids"})
 #: Arguments that mean the same for a row of all tokens.
@@ -73,6 +76,8 @@ def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
         return "it is not on the CPU"
     if type(head).__name__.endswith(_HEADS_OF_PADDING):
         return f"the loss of {type(head).__name__} counts the columns of padding"
+    if type(head).__name__ == "ElectraForMultipleChoice" and cast(Any, head).sequence_summary.summary_type != "first":
+        return "its summary reads the columns of padding"
     return None
 
 
@@ -85,6 +90,7 @@ def leave_out_padding(encoder: nn.Module, head: nn.Module | None) -> None:
     forward.__wrapped__ = encoder.forward  # for its signature
     encoder.forward = forward
     if pooler is not None:
+        _unhook(pooler)
         pooler.register_forward_pre_hook(_pad_for_pooler, prepend=True)
 
 
@@ -92,14 +98,21 @@ def keep_padding(encoder: nn.Module) -> None:
     """Undo `leave_out_padding`."""
     del encoder.forward
     pooler = cast("nn.Module | None", getattr(encoder, "pooler", None))
-    hooks = {} if pooler is None else pooler._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
-    for number in [number for number, hook in hooks.items() if hook is _pad_for_pooler]:
-        del hooks[number]
+    if pooler is not None:
+        _unhook(pooler)
+
+
+def _unhook(pooler: nn.Module) -> None:
+    for part in pooler.modules():  # peft's ModulesToSaveWrapper holds copies
+        hooks = part._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
+        for number in [number for number, hook in hooks.items() if hook is _pad_for_pooler]:
+            del hooks[number]
 
 
 def is_unpadded(module: nn.Module) -> bool:
     """Whether `leave_out_padding` was called for a module."""
     own = module.__dict__.get("forward")
+    own = getattr(own, "__func__", own)  # accelerate's unwrap_model binds it once more
     return isinstance(own, functools.partial) and own.func is _forward
 
 
@@ -159,6 +172,8 @@ def _forward(encoder: nn.Module, reads_first: bool, *args: Any, **kwargs: Any) -
         reads_first: whether something reads the first column of the padded result.
         args, kwargs: of the call.
     """
+    if args and args[0] is encoder:  # accelerate's unwrap_model binds it once more
+        args = args[1:]
     forward = type(encoder).forward
     found = None if is_tracing() else _pack(encoder, reads_first, args, kwargs)
     if found is None:
@@ -284,6 +299,8 @@ def _has_hooks(encoder: nn.Module) -> bool:
         module = waiting.pop()
         inside = module.__dict__
         if inside["_forward_pre_hooks"] or inside["_backward_hooks"] or inside["_backward_pre_hooks"]:
+            return True
+        if inside.get("chunk_size_feed_forward") or type(module).__module__.partition(".")[0] not in _LIBRARIES:
             return True
         if "forward" in inside or any(not _is_of_the_library(hook) for hook in inside["_forward_hooks"].values()):
             return True

@@ -65,14 +65,19 @@ def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, u
     pretrained = models_of_transformers(model)
     encoders, left_padded = _encoders(model, pretrained, attention) if unpad else ({}, {})
     swapped, left_linears = linears_to_swap(model) if linears else ({}, {})
-    changed, left = swap_attention(model) if attention else ([], {})
     models: list[str] = []
+    left: dict[str, str] = {}
     for name, each in outermost(pretrained).items() if attention else ():
         why = why_not_set(each) or set_attention(each)
         if why is None:
             models.append(name)
         else:
             left[name] = why
+    for name in [name for name, encoder in encoders.items() if not runs_on_clearhead(encoder)]:
+        del encoders[name]
+        left_padded[name] = "its attention is not Clearhead's"
+    changed, others = swap_attention(model) if attention else ([], {})
+    left = others | left
     for layer in swapped.values():
         layer.__class__ = Linear
     for name, encoder in encoders.items():
@@ -92,7 +97,7 @@ def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, u
 
 
 def downgrade(model: nn.Module) -> UpgradeReport:
-    """Undo `upgrade`, in place: PyTorch's classes, and the attention that transformers' models had before.
+    """Undo `upgrade`, in place: PyTorch's classes everywhere, and the attention that transformers' models had before.
 
     Args:
         model: any module.
