@@ -101,12 +101,10 @@ def attention_statistics(
             values[0] if values else None,
             mask,
             scale=scale,
-            dropout_p=0.0,
             softcap=softcap,
             sinks=sinks,
             query_positions=query_positions,
             key_positions=key_positions,
-            return_lse=False,
         )
         return compute_statistics(call, names, options, counted_queries(query_mask, call), queries, per)
 
