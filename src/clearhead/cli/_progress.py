@@ -1,0 +1,65 @@
+"""What a command is at, on stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from time import perf_counter
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ._start import collecting_later
+
+
+class Work:
+    """Shows what is at work, if that is a terminal; a bar and the time left where its parts are counted.
+
+    Args:
+        progress: the line on the terminal.
+        loaded: called once, when what is to be kept to the end is loaded.
+    """
+
+    def __init__(self, progress: Progress, loaded: Callable[[], None]) -> None:
+        self._progress, self._loaded = progress, loaded
+        self._started = perf_counter()
+        self.loading: float = 0.0
+
+    def step(self, description: str, parts: int | None = None) -> Callable[[], None]:
+        """Begin a step, of so many equal parts if they can be counted; gives what to call after each of them."""
+        for done in self._progress.task_ids:
+            self._progress.remove_task(done)
+        task = self._progress.add_task(description, total=parts, left="" if parts is None else "left")
+        return lambda: self._progress.advance(task)
+
+    def loaded(self) -> None:
+        """Note that the model, or both, are loaded."""
+        self._loaded()
+        self.loading = self.seconds()
+
+    def seconds(self) -> float:
+        """Since the work began."""
+        return perf_counter() - self._started
+
+
+@contextmanager
+def at_work() -> Generator[Work]:
+    """Work that begins with loading a model."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    # Parts take equal times, so that the mean of all that are done is the best guess of those that are left.
+    bar = Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal, speed_estimate_period=3600
+    )
+    with collecting_later() as loaded, bar as progress:
+        work = Work(progress, loaded)
+        work.step("loading the model")
+        yield work
