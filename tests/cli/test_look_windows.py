@@ -99,7 +99,7 @@ def test_a_bar_counts_equal_parts_and_the_time_that_is_left() -> None:
     import pty
 
     leader, follower = pty.openpty()
-    command = [sys.executable, "-c", "from clearhead.cli import main; main()", "look", "a b c " * 900, "--no-png"]
+    command = [sys.executable, "-m", "clearhead_command", "look", "a b c " * 900, "--no-png"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=follower, env=environment)
     os.close(follower)
