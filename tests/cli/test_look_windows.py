@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.progress import Progress
 
 from clearhead.cli import _demo as demo
+from clearhead.cli._progress import DRAWING, Work, _TimeLeft
 from clearhead.cli._seeing import parts_of, see
 from clearhead.cli._windows import cut_into_windows
 
@@ -127,3 +129,14 @@ def test_parts_are_counted_before_and_advance_as_often() -> None:
         done: list[None] = []
         see(loaded, windows, next_part=lambda done=done: done.append(None))
         assert len(done) == parts_of(loaded, windows) == 7 * batches
+
+
+def test_the_time_left_is_that_of_drawing_and_writing_too() -> None:
+    now = 0.0
+    progress = Progress(get_time=lambda: now)
+    work = Work(progress, loaded=lambda: None)
+    work.loading = 10.0
+    advance = work.step("running it", 5)
+    for now in (3.0, 6.0):  # noqa: B007
+        advance()
+    assert _TimeLeft().render(progress.tasks[0]).plain == f"0:00:{3 * 3 + round(10 * DRAWING):02}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 
 import torch
 
@@ -18,6 +19,8 @@ from ._demo import TextModel
 from ._errors import UsageProblem
 from ._seeing import RECORDED, choose, record_windows
 from ._windows import Window
+
+SHARED_WORDS = 12  # characters
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ class Against:
         """The page of all windows."""
         ranked = [(self.modules[layer], head, value) for layer, head, value in self.ranked()]
         large = (self.modules[self.place[0]], self.place[1])
-        return self.views.page(self.labels, by=self.by, note=self.note, ranked=ranked, title=title, large=large)
+        return self.views.page(
+            where_they_part(*self.labels), by=self.by, note=self.note, ranked=ranked, title=title, large=large
+        )
 
 
 def see_both(
@@ -123,6 +128,12 @@ def see_both(
         windows=len(pairs),
         views=views,
     )
+
+
+def where_they_part(first: str, second: str) -> tuple[str, str]:
+    """Both without the words at the beginning that they share, which leave no room for others on a small button."""
+    shared = commonprefix([first, second]).rfind(" ") + 1
+    return (first, second) if shared < SHARED_WORDS else (f"…{first[shared:]}", f"…{second[shared:]}")
 
 
 def _pairs(windows: tuple[Sequence[Window], Sequence[Window]]) -> tuple[list[tuple[Window, Window]], bool, list[str]]:

@@ -12,7 +12,7 @@ from ..plot._collect import SectionPicture
 from ..plot._labels import layer_labels, printable, shortened
 from ..plot._terminal import overview, token_table
 from . import _demo as demo
-from ._against import Against, see_both
+from ._against import Against, see_both, where_they_part
 from ._errors import UsageProblem, warn
 from ._output import Outcome, as_json, new_console, rounded, rounded_all, show_parts
 from ._progress import Work
@@ -54,6 +54,8 @@ def look_at_both(
     titles = [" ".join(text.split()) for text in texts]
     if titles[0] == titles[1]:
         titles = [first.name, second.name if second.name != first.name else models[1] or second.name]
+    if titles[0][: LONGEST_NAME - 1] == titles[1][: LONGEST_NAME - 1]:
+        titles = list(where_they_part(*titles))
     labels = (shortened(titles[0], LONGEST_NAME), shortened(titles[1], LONGEST_NAME))
     seen = see_both((first, second), windows, labels, layer=layer, head=head, next_window=advance)
     return Outcome(

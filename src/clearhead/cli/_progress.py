@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from time import perf_counter
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+#: How long drawing the picture and writing the page take, as a share of the time to load a model: on any machine about
+#: the same, since most of both is importing.
+DRAWING = 0.4
 
 
 class Work:
@@ -28,7 +34,8 @@ class Work:
         """Begin a step, of so many equal parts if they can be counted; gives what to call after each of them."""
         for done in self._progress.task_ids:
             self._progress.remove_task(done)
-        task = self._progress.add_task(description, total=parts, left="" if parts is None else "left")
+        left = "" if parts is None else "left"
+        task = self._progress.add_task(description, total=parts, left=left, after=DRAWING * self.loading)
         return lambda: self._progress.advance(task)
 
     def loaded(self) -> None:
@@ -41,6 +48,17 @@ class Work:
         return perf_counter() - self._started
 
 
+class _TimeLeft(TimeRemainingColumn):
+    """The time left of all that is to be done, not of the parts alone."""
+
+    def render(self, task: Task) -> Text:
+        left = task.time_remaining
+        if task.total is None or left is None:
+            return super().render(task)
+        minutes, seconds = divmod(math.ceil(left + task.fields["after"]), 60)
+        return Text(f"{minutes // 60}:{minutes % 60:02}:{seconds:02}", style="progress.remaining")
+
+
 @contextmanager
 def at_work() -> Generator[Work]:
     """Work that begins with loading a model."""
@@ -51,7 +69,7 @@ def at_work() -> Generator[Work]:
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),
-        TimeRemainingColumn(),
+        _TimeLeft(),
     )
     console = Console(stderr=True)
     # Parts take equal times, so that the mean of all that are done is the best guess of those that are left.

@@ -156,12 +156,11 @@ class _Folding:
             item = replace(item, label=f"tokens {window.first}–{window.last}")
             if self._page.takes_next:
                 item = with_crops_of(rec, item, number, [self._chosen])
-            section = item.sections[0]
+            section, found = item.sections[0], [summarize(picture) for picture in item.sections]
             self._first = self._first or section
-            self._page.add(item)
+            self._page.add(item, found)
             self._rows.append(_chosen_head(section.layers[self._place[0]], self._place[1]))
-            found = summarize(section)
-            self._summaries = average([self._summaries, found]) if self._summaries else found
+            self._summaries = average([self._summaries, found[0]]) if self._summaries else found[0]
             self._average(_numbers(item), len(window.tokens))
 
     def _average(self, numbers: dict[str, list[list[float]]], length: int) -> None:
