@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 
 import torch
 
@@ -132,7 +131,8 @@ def see_both(
 
 def where_they_part(first: str, second: str) -> tuple[str, str]:
     """Both without the words at the beginning that they share, which leave no room for others on a small button."""
-    shared = commonprefix([first, second]).rfind(" ") + 1
+    alike = next((place for place, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1), 0)
+    shared = first.rfind(" ", 0, alike) + 1
     return (first, second) if shared < SHARED_WORDS else (f"…{first[shared:]}", f"…{second[shared:]}")
 
 
