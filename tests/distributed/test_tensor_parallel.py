@@ -1,4 +1,7 @@
-"""Heads split over processes: outputs and every gradient as on one process, what is refused, and the collectives."""
+"""Heads split over processes: calls, stacks, what is refused, and the collectives.
+
+Outputs and gradients of every mask and dtype are in test_every_case.py.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,9 @@ from clearhead.distributed import tensor_parallel
 from clearhead.errors import ClearheadError, ShapeError
 from clearhead.transformer import EncoderLayer, FeedForward
 
-from .building import EMBED, HEADS, MASKS, attention, collectives, decoder, encoder, gradients, mask, require_close
+from .building import EMBED, HEADS, attention, collectives, decoder, encoder, gradients, mask, require_close
 from .meshes import line
 from .processes import Processes
-
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def _compare(whole: nn.Module, split: nn.Module, tolerance: float, *inputs: Any, **options: Any) -> None:
@@ -40,48 +41,10 @@ def _compare(whole: nn.Module, split: nn.Module, tolerance: float, *inputs: Any,
         require_close(found[name], number, tolerance, name)
 
 
-def _attention(kv_heads: int, parts: dict[str, Any], mask_name: str, dtype: torch.dtype, batch: int = 3) -> None:
-    whole = attention(kv_heads, dtype=dtype, **parts)
-    split = tensor_parallel(copy.deepcopy(whole), line())
-    torch.manual_seed(1)
-    x = torch.randn(batch, 13, EMBED, dtype=dtype)
-    _compare(whole, split, TOLERANCES[dtype], x, mask=mask(mask_name, batch, 13))
-
-
-PARTS: list[dict[str, Any]] = [
-    {},
-    {"position": "rotary", "sinks": True},
-    {"q_norm": "norm", "k_norm": "layer norm", "mask": "alibi"},
-    {"mask": "relative", "softcap": 5.0},
-    {"mask": "relative window", "bias": False, "scale": 0.3},
-]
-
-
-@pytest.mark.parametrize("kv_heads", [8, 2, 1])
-@pytest.mark.parametrize("parts", PARTS, ids=str)
-def test_outputs_and_gradients_are_those_of_one_process(two: Processes, kv_heads: int, parts: dict[str, Any]) -> None:
-    two.run(_attention, kv_heads, parts, "causal", torch.float64)
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_every_mask_is_that_of_this_process_s_heads(two: Processes, name: str) -> None:
-    two.run(_attention, 4, {}, name, torch.float64)
-
-
-@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
-def test_four_processes(four: Processes, kv_heads: int) -> None:
-    for parts in PARTS:
-        four.run(_attention, kv_heads, parts, "heads", torch.float64)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_dtypes(two: Processes, dtype: torch.dtype) -> None:
-    for kv_heads in (8, 1):
-        two.run(_attention, kv_heads, {"sinks": True, "position": "rotary"}, "causal", dtype)
-
-
 def _norms_of_heads() -> None:
-    _attention(4, {"q_norm": "per head", "k_norm": "per head"}, "causal", torch.float64)
+    whole = attention(4, q_norm="per head", k_norm="per head")
+    x = torch.randn(3, 13, EMBED, dtype=torch.float64)
+    _compare(whole, tensor_parallel(copy.deepcopy(whole), line()), 1e-12, x, mask=masks.causal())
 
 
 def test_norms_of_every_head_go_with_their_heads(two: Processes) -> None:
