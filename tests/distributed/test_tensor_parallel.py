@@ -20,7 +20,7 @@ from clearhead.distributed import tensor_parallel
 from clearhead.errors import ClearheadError, ShapeError
 from clearhead.transformer import EncoderLayer, FeedForward
 
-from .building import EMBED, HEADS, attention, collectives, decoder, encoder, gradients, mask, require_close
+from .building import EMBED, HEADS, attention, collectives, decoder, encoder, full, gradients, mask, require_close
 from .meshes import line
 from .processes import Processes
 
@@ -105,6 +105,40 @@ def _stacks(gated: bool) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_layers_and_stacks(two: Processes, gated: bool) -> None:
     two.run(_stacks, gated)
+
+
+def _adapted(kv_heads: int) -> None:
+    """peft's LoRA layers around every projection and feed-forward layer; both of their matrices learn."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "k_proj", "v_proj", "out_proj", "linear1", "linear2"]
+    model: Any = get_peft_model(encoder(kv_heads=kv_heads), LoraConfig(r=3, lora_alpha=5, target_modules=targets))  # type: ignore[arg-type]
+    whole = model.base_model.model.double()
+    learning = [parameter for parameter in whole.parameters() if parameter.requires_grad]
+    assert len(learning) == 2 * 2 * len(targets)
+    with torch.no_grad():
+        for parameter in learning:
+            parameter.normal_()
+    split = tensor_parallel(copy.deepcopy(whole), line())
+    x, found = torch.randn(2, 9, EMBED, dtype=torch.float64), []
+    for module in (whole, split):
+        own = x.clone().requires_grad_()
+        output = module(own, mask=masks.causal())
+        output.square().sum().backward()
+        grads = {name: full(parameter.grad) for name, parameter in module.named_parameters() if parameter.requires_grad}
+        found.append({"output": output.detach(), "input": own.grad} | grads)
+    assert found[0].keys() == found[1].keys()
+    for name, number in found[0].items():
+        require_close(found[1][name], number, 1e-12, name)
+    for part in split.modules():
+        if hasattr(part, "merge"):
+            part.merge()  # type: ignore[operator]
+    require_close(split(x, mask=masks.causal()), found[0]["output"], 1e-12, "merged")
+
+
+def test_lora_layers_are_split_as_what_they_adapt(two: Processes) -> None:
+    for kv_heads in (2, 1):
+        two.run(_adapted, kv_heads)
 
 
 def _collectives() -> list[dict[str, int]]:
@@ -203,7 +237,7 @@ REFUSALS = {
     "kind": "expected a MultiHeadAttention, or a layer or stack",
     "latent": "Its latents belong to no head",
     "part": "module.feed_forward: expected a part that can be split, got _Gate",
-    "projection": "module.q_proj: expected a linear layer, got Sequential",
+    "projection": "module.q_proj: expected a linear layer, or peft's LoRA layer of one, got Sequential",
     "norm": "module.q_norm: expected parameters (4,) of all heads",
     "extra": "module.gate.weight: expected a parameter of a projection",
     "mesh": "mesh: expected a DeviceMesh, got str",
