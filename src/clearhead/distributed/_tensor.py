@@ -229,10 +229,11 @@ class _Plan:
         self.changes.append(share)
 
     def _add_column(self, name: str, module: nn.Module, output: Callable[..., Tensor]) -> None:
-        self._add_linear(name, module, {"weight": Shard(0), "bias": Shard(0)}, Replicate(), output)
+        placements: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0), "lora_B": Shard(0)}
+        self._add_linear(name, module, placements, Replicate(), output)
 
     def _add_row(self, name: str, module: nn.Module) -> None:
-        self._add_linear(name, module, {"weight": Shard(1)}, Shard(-1), _summed_output)
+        self._add_linear(name, module, {"weight": Shard(1), "lora_A": Shard(1)}, Shard(-1), _summed_output)
 
     def _add_linear(
         self,
@@ -242,17 +243,19 @@ class _Plan:
         input: Placement,
         output: Callable[..., Tensor],
     ) -> None:
-        """A linear layer whose parameters are placed so, and replicated otherwise."""
-        if not isinstance(module, nn.Linear):
-            expected, fix = "a linear layer", "Split the module before its projections are replaced."
+        """A linear layer, or LoRA's around one, whose parameters are placed so, and replicated otherwise."""
+        if not _is_linear(module):
+            expected, fix = "a linear layer, or peft's LoRA layer of one", "Split the module before it is replaced."
             raise DTypeError(name, expected=expected, got=_kind(module), fix=fix)
-        for key, placement in placements.items():
-            parameter = getattr(module, key, None)
-            if parameter is not None and parameter.shape[cast(Shard, placement).dim] % self.world:
-                size = parameter.shape[cast(Shard, placement).dim]
+        placed: dict[str, Placement] = {}
+        for key, parameter in module.named_parameters():
+            placement = placements.get(key.removeprefix("base_layer.").split(".")[0], Replicate())
+            placed[key] = placement
+            size = parameter.shape[placement.dim] if isinstance(placement, Shard) else 0
+            if size % self.world:
                 expected, fix = f"a multiple of the mesh's W = {self.world} features", "Use a mesh of another size."
                 raise ArgumentError(name, expected=expected, got=str(size), fix=fix)
-        self._add_parameters(name, module, placements)
+        self._add_parameters(name, module, placed)
         self.changes.append(lambda mesh: _hook(module, partial(_placed, mesh, input), output))
 
     def _add_norm(self, name: str, module: nn.Module, input: Placement, placements: dict[str, Placement]) -> None:
@@ -360,6 +363,15 @@ def _summed_output(output: Any) -> Tensor:
 def _whole_output(output: Any) -> Tensor:
     """What leaves a part; no view, which `fully_shard` warns of where it is what a module returns."""
     return output.to_local().clone()
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it computes W x + b, or W x + b + s B A x as peft's LoRA layers do (Hu et al., "LoRA", 2021)."""
+    base = getattr(module, "base_layer", None)
+    if base is None:
+        return isinstance(module, nn.Linear)
+    inside = {name for name, part in module.named_children() if list(part.parameters())}
+    return isinstance(base, nn.Linear) and inside <= {"base_layer", "lora_A", "lora_B"}
 
 
 def _kind(part: object) -> str:
