@@ -220,7 +220,7 @@ def _per_head(recording: record, statistics: Sequence[str]) -> _Heads:
     return {
         (name.removeprefix("_orig_mod."), statistic): summary[statistic][name].double().cpu()
         for name, calls in recording.items()
-        if any(bool((call.sees & call.counted[:, None]).any()) for call in calls)
+        if any(call.sees_any for call in calls)
         for statistic in statistics
     }
 

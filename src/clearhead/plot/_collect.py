@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._statistics.compute import compute_statistics
-from .._statistics.result import AttentionStatistics
+from .._statistics.result import PER_QUERY, AttentionStatistics
 from ..errors import RecordError, ShapeError
 from ._patches import Tiles
 from ._protocol import Recorded
@@ -18,7 +18,6 @@ from ._tokens import Tokens, as_tokens
 from ._words import has_pieces, merge_words, row_entropy
 
 NEEDED = ("entropy", "received", "top_k", "map")
-PER_QUERY = ("entropy", "normalized_entropy", "confidence", "sink", "distance", "output_norm")
 
 
 @dataclass(frozen=True)
