@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -64,6 +63,8 @@ def compare(part: Any, whole: Any, layout: Layout, mesh: DeviceMesh | None, chos
                 right = shard_sequence(number, mesh, dim=OF_QUERIES.get(name, 1), layout=layout)
             elif name in OF_KEYS:
                 right = shard_sequence(number, mesh, dim=2, layout=layout)
+            elif name == "hidden_queries":
+                right = (~shard_sequence(whole.sees, mesh, dim=2, layout=layout)).sum(-1)
             elif name == "rows":
                 own = Parts(whole.query_length, world, layout).positions(rank, torch.device("cpu"))
                 right = number[:, :, torch.isin(chosen, own)]
@@ -74,7 +75,7 @@ def compare(part: Any, whole: Any, layout: Layout, mesh: DeviceMesh | None, chos
             require_close(found[name].masked_fill(same, 0), right.masked_fill(same, 0), tolerance, f"{what} {name}")
         else:
             assert torch.equal(found[name], right), (what, name)
-    for name in ("entropy", "sink", "output_norm"):
+    for name in {"entropy", "sink", "output_norm"} & expected.keys():
         for one, other in zip(part.head_sums(name), whole.head_sums(name), strict=True):
             require_close(one.double(), other.double(), 1e-12 if one.dtype == torch.float64 else 1e-4, f"{what} {name}")
     assert (part.num_heads, part.num_kv_heads, part.key_length) == (
@@ -113,9 +114,15 @@ def compare_records(
 
 
 def _context(
-    method: str, layout: Layout, length: int, kv_heads: int, dtype: torch.dtype, names: tuple[str, ...], **parts: Any
+    method: str,
+    layout: Layout,
+    length: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    names: tuple[str, ...],
+    parts: Any = None,
 ) -> None:
-    whole = attention(kv_heads, dtype=dtype, **parts).eval()
+    whole = attention(kv_heads, dtype=dtype, **(parts or {})).eval()
     split = context_parallel(copy.deepcopy(whole), line(), method=method, layout=layout)  # type: ignore[arg-type]
     for name in names:
         torch.manual_seed(1)
@@ -123,9 +130,133 @@ def _context(
         compare_records(whole, split, x, line(), layout, f"{method} {layout} {name}", mask(name, 2, length))
 
 
-MASKS = ("none", "causal", "window", "both lengths", "bias", "documents", "heads", "nothing seen")
+MASKS = ("causal", "both lengths", "bias", "heads", "nothing seen")
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_statistics(two: Processes, method: str) -> None:
+def test_parts_of_a_sequence(two: Processes, method: str) -> None:
     two.run(_context, method, "zigzag", 13, 2, torch.float64, MASKS)
+
+
+@pytest.mark.parametrize(("method", "kv_heads", "length"), [("heads", 1, 11), ("gather", 8, 3), ("ring", 1, 3)])
+def test_four_processes(four: Processes, method: str, kv_heads: int, length: int) -> None:
+    four.run(_context, method, "contiguous", length, kv_heads, torch.float32, ("window", "none"))
+
+
+PARTS: list[dict[str, Any]] = [
+    {"position": "rotary", "sinks": True},
+    {"q_norm": "norm", "mask": "alibi"},
+    {"mask": "relative", "softcap": 5.0},
+]
+
+
+def _parts_of_modules(method: str, dtype: torch.dtype) -> None:
+    for parts in PARTS:
+        _context(method, "zigzag", 17, 4, dtype, ("causal",), parts)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sinks_soft_cap_and_biases_of_modules(two: Processes, method: str) -> None:
+    two.run(_parts_of_modules, method, torch.float32)
+
+
+def _heads(kv_heads: int, dtype: torch.dtype, names: tuple[str, ...], parts: Any = None) -> None:
+    whole = attention(kv_heads, dtype=dtype, **(parts or {})).eval()
+    split = tensor_parallel(copy.deepcopy(whole), line())
+    for name in names:
+        torch.manual_seed(1)
+        x = torch.randn(2, 13, EMBED, dtype=dtype)
+        compare_records(whole, split, x, None, "contiguous", f"{name} {parts}", mask(name, 2, 13))
+
+
+@pytest.mark.parametrize("kv_heads", [8, 1])
+def test_parts_of_the_heads(two: Processes, kv_heads: int) -> None:
+    two.run(_heads, kv_heads, torch.float64, ("causal", "heads"), {"sinks": True})
+
+
+def _both(method: str, kv_heads: int, dtype: torch.dtype, names: tuple[str, ...]) -> None:
+    """Heads over one dimension of a mesh, the sequence over the other."""
+    whole, mesh = attention(kv_heads, dtype=dtype, sinks=True, mask="alibi").eval(), square()
+    split = tensor_parallel(copy.deepcopy(whole), mesh["tp"])
+    split = context_parallel(split, mesh["cp"], method=method, layout="zigzag")  # type: ignore[arg-type]
+    for name in names:
+        x = torch.randn(2, 13, EMBED, dtype=dtype)
+        compare_records(whole, split, x, mesh["cp"], "zigzag", f"{method} {name}", mask(name, 2, 13))
+
+
+@pytest.mark.parametrize(("method", "kv_heads"), [("heads", 8), ("gather", 2), ("ring", 1)])
+def test_parts_of_the_heads_and_of_the_sequence(four: Processes, method: str, kv_heads: int) -> None:
+    four.run(_both, method, kv_heads, torch.float64, ("heads",))
+
+
+def _otherwise(method: str) -> None:
+    """Positions, cross-attention, no keys, half precision, several recorders and steps, training with dropout."""
+    mesh = line()
+    for dtype in (torch.float64, torch.bfloat16):
+        whole = attention(4, dtype=dtype)
+        split = context_parallel(copy.deepcopy(whole), mesh, method=method)  # type: ignore[arg-type]
+        x, memory = torch.randn(2, 11, EMBED, dtype=dtype), torch.randn(2, 7, EMBED, dtype=dtype)
+        places = torch.arange(11).expand(2, 11).clone() * 2
+        places[1, 9:] = -1
+        calls: list[tuple[Tensor, dict[str, Any]]] = [
+            (x, {"positions": 5}),
+            (x, {"positions": places, "mask": masks.causal()}),
+            (x, {"key": memory, "mask": mask("lengths", 2, 11, 7)}),
+            (x, {"key": memory[:, :0]}),
+        ]
+        names = ("entropy", "received", "top_k", "distance", "output_norm", "offset")
+        for number, (query, options) in enumerate(calls):
+            parts = {k: shard_sequence(v, mesh) if k == "key" else v for k, v in options.items()}
+            with clearhead.record(whole, names) as expected:
+                whole(query, **options)
+            with clearhead.record(split, names) as found, clearhead.record(split, ("max_logit",)) as second:
+                split(shard_sequence(query, mesh), **parts)
+            if dtype == torch.float64:
+                compare_summaries(found, expected, f"{method} {number}")
+                compare(found[""][0], expected[""][0], "contiguous", mesh, torch.empty(0), f"{method} {number}")
+            else:
+                for name in ("entropy", "received"):
+                    dim = 2
+                    right = shard_sequence(expected[""].results[name], mesh, dim=dim)
+                    require_close(found[""].results[name], right, 1e-5, name)
+            assert second[""].max_logit.shape == (2, 8)
+
+
+def compare_summaries(found: Any, expected: Any, what: str) -> None:
+    for statistic, layers in expected.summary().values.items():
+        for name, heads in layers.items():
+            require_close(found.summary()[statistic][name].double(), heads.double(), 1e-12, f"{what} {statistic}")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_calls(two: Processes, method: str) -> None:
+    two.run(_otherwise, method)
+
+
+EVERY_MASK = ("none", "causal", "bottom right", "window", "lengths", "both lengths", "lengths of queries", "documents",
+    "scattered documents", "keys", "bool", "heads", "bias", "function of heads", "alibi", "nothing seen")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_mask(
+    two: Processes, four: Processes, method: str, layout: Layout, kv_heads: int, dtype: torch.dtype
+) -> None:
+    for length in (67, 64, 3):
+        for group in (two, four):
+            group.run(
+                _context, method, layout, length, kv_heads, dtype, EVERY_MASK, {"sinks": length == 64}, seconds=300
+            )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+def test_every_mask_and_parts_of_the_heads(two: Processes, four: Processes, kv_heads: int, dtype: torch.dtype) -> None:
+    for group in (two, four):
+        group.run(_heads, kv_heads, dtype, EVERY_MASK, seconds=300)
+    for method in METHODS:
+        four.run(_both, method, kv_heads, dtype, EVERY_MASK, seconds=300)

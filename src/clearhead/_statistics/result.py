@@ -34,8 +34,8 @@ class AttentionStatistics:
     (B, L), the queries that column statistics count; and the sizes ``batch_size, num_heads, num_kv_heads,
     query_length, key_length``.
 
-    Of a call whose sequence is split over processes, what has a number for each query is of the queries that this
-    process holds, L of them, and ``received`` of the keys that it holds; all else is of the whole call.
+    Of a call whose sequence is split over processes, what has a number for each query, and ``hidden_queries``, is of
+    the L queries that this process holds; ``received`` is of the keys that it holds; all else is of the whole call.
 
     Example:
         >>> import torch, clearhead
@@ -53,7 +53,7 @@ class AttentionStatistics:
         self.counted = counted
         self.options = options
         self.results = results
-        #: Sums over the counted queries of all processes, (H,) each, and ``seeing``, their number; else ``None``.
+        #: Of a part, sums over the counted queries of all processes, (H,) each, and ``seeing``, how many see a key.
         self.totals: dict[str, Tensor] | None = None
 
     @property
@@ -95,16 +95,19 @@ class AttentionStatistics:
 
     @property
     def sees_any(self) -> bool:
-        """Whether any counted query sees a key; of a part, of all processes."""
-        return bool((self._seeing if self.totals is None else self.totals["seeing"]).any())
+        """Whether any counted query sees a key; of a part, of all processes, of results that say so."""
+        if self.totals is None or "seeing" in self.totals:
+            return bool((self._seeing if self.totals is None else self.totals["seeing"]).any())
+        largest = self.results["max_logit" if "max_logit" in self.results else "raw_max_logit"]
+        return bool((largest > float("-inf")).any())
 
     def with_totals(self, totals: Totals) -> AttentionStatistics:
-        """Of a part: the same with totals over the queries of all processes."""
-        names = [name for name in self.results if name in PER_QUERY]
-        own = torch.stack([*(self._sum(name).double() for name in names), self._seeing.sum((0, 2)).double()])
-        found = self.like(self.results, self.counted, self.key_length)
-        found.totals = dict(zip((*names, "seeing"), totals.summed(own), strict=True))
-        found.results["hidden_queries"] = totals.summed(self.results["hidden_queries"])
+        """Of a part: the same with totals over the queries of all processes, of statistics of each query."""
+        found, names = copy(self), [name for name in self.results if name in PER_QUERY]
+        found.totals = {}
+        if names:
+            own = torch.stack([*(self._sum(name).double() for name in names), self._seeing.sum((0, 2)).double()])
+            found.totals = dict(zip((*names, "seeing"), totals.summed(own), strict=True))
         return found
 
     @property

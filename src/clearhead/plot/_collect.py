@@ -127,9 +127,15 @@ def collect(
             else numbers.
 
     Raises:
-        RecordError: if a statistic is missing and queries and keys were not kept.
+        RecordError: if a statistic is missing and queries and keys were not kept; if it holds parts of sequences.
         ShapeError: if tokens do not fit.
     """
+    if any(call.is_part for name in rec for call in rec[name]):
+        expected, fix = (
+            "whole sequences",
+            "Draw what one process records; rec.summary() and plot_heads are of the whole.",
+        )
+        raise RecordError("rec", expected=expected, got="the parts that this process holds of them", fix=fix)
     sections = find_sections(rec, two_texts=key_tokens is not None)
     items: list[ItemPicture] = []
     places = item_places(rec)
