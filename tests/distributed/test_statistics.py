@@ -77,7 +77,7 @@ def compare(part: Any, whole: Any, layout: Layout, mesh: DeviceMesh | None, chos
             assert torch.equal(found[name], right), (what, name)
     for name in {"entropy", "sink", "output_norm"} & expected.keys():
         for one, other in zip(part.head_sums(name), whole.head_sums(name), strict=True):
-            require_close(one.double(), other.double(), 1e-12 if one.dtype == torch.float64 else 1e-4, f"{what} {name}")
+            require_close(one.double(), other.double(), TOLERANCES[part.results[name].dtype], f"{what} {name}")
     assert (part.num_heads, part.num_kv_heads, part.key_length) == (
         whole.num_heads,
         whole.num_kv_heads,
@@ -214,12 +214,23 @@ def _otherwise(method: str) -> None:
             if dtype == torch.float64:
                 compare_summaries(found, expected, f"{method} {number}")
                 compare(found[""][0], expected[""][0], "contiguous", mesh, torch.empty(0), f"{method} {number}")
-            else:
-                for name in ("entropy", "received"):
-                    dim = 2
-                    right = shard_sequence(expected[""].results[name], mesh, dim=dim)
-                    require_close(found[""].results[name], right, 1e-5, name)
+            else:  # rounded projections, whose last bits depend on how many rows they have
+                judge, exact = (
+                    copy.deepcopy(whole).double(),
+                    {k: v.double() if k == "key" else v for k, v in options.items()},
+                )
+                with clearhead.record(judge, names) as rec:
+                    judge(query.double(), **exact)
+                for name in ("entropy", "received", "output_norm"):
+                    right, one = rec[""].results[name], expected[""].results[name]
+                    most = 2 * (one - right).abs().max() + right.abs().max() * 2**-8 if right.numel() else 0
+                    require_within(found[""].results[name], shard_sequence(right, mesh, dim=2), float(most), name)
             assert second[""].max_logit.shape == (2, 8)
+
+
+def require_within(found: Tensor, right: Tensor, most: float, what: str) -> None:
+    assert found.shape == right.shape
+    assert not right.numel() or float((found - right).abs().max()) <= most, what
 
 
 def compare_summaries(found: Any, expected: Any, what: str) -> None:

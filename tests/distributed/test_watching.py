@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -160,12 +161,9 @@ def _refused(name: str, method: str) -> str:
     module = context_parallel(attention(4), line(), method=method)  # type: ignore[arg-type]
     x = shard_sequence(torch.zeros(2, 9, EMBED, dtype=torch.float64), line())
     given = each[dist.get_rank()]
-    with pytest.raises(ClearheadError) as caught:
-        if given is None:
-            module(x)
-        else:
-            with clearhead.record(module, **given):
-                module(x)
+    recording = nullcontext() if given is None else clearhead.record(module, **given)
+    with pytest.raises(ClearheadError) as caught, recording:
+        module(x)
     with clearhead.record(module, **X) as rec:  # and goes on
         module(x)
     assert rec[""].entropy.shape == (2, HEADS, x.shape[1])
@@ -193,9 +191,9 @@ def _refused_of_heads() -> None:
     ):
         with pytest.raises(error, match=said), clearhead.record(module, **given):  # type: ignore[arg-type]
             module(x)
-    with pytest.raises(RecordError, match="interventions: expected attention that one process computes"):
-        with clearhead.intervene(module, {("", 0): 0.0}):
-            pass
+    said = "interventions: expected attention that one process computes"
+    with pytest.raises(RecordError, match=said), clearhead.intervene(module, {("", 0): 0.0}):
+        pass
     with clearhead.record(module, ("max_logit",), heads=[7]) as rec:
         module(x)
     assert rec[""].heads == (7,)
@@ -209,22 +207,17 @@ def _others() -> None:
     """Interventions, decoding and pictures of parts; a monitor in one process alone."""
     module = context_parallel(attention(4), line())
     x = shard_sequence(torch.zeros(2, 9, EMBED, dtype=torch.float64), line())
-    first = dist.get_rank() == 0
-    with pytest.raises(ClearheadError, match="interventions: expected attention that one process computes"):
-        if first:
+    alone = dist.get_rank() == 0
+    for watching, said in (
+        (lambda: clearhead.intervene(module, {("", 0): 0.0}), "interventions: expected attention that one process"),
+        (lambda: clearhead.monitor(module, to=print), "recorders: expected the same in every process"),
+    ):
+        with pytest.raises(ClearheadError, match=said), watching() if alone else nullcontext():
             module(x)
-        else:
-            with clearhead.intervene(module, {("", 0): 0.0}):
-                module(x)
-    with pytest.raises(DistributedError, match="recorders: expected the same in every process"):
-        if first:
-            with clearhead.monitor(module, to=print):
-                module(x)
-        else:
-            module(x)
-    with torch.no_grad(), pytest.raises(RecordError, match="decoding with keys that are split"):
-        with clearhead.record(module):
-            module.eval()(x[:, :1], cache=module.make_cache(2, 9))
+    cache = module.eval().make_cache(2, 9)
+    said = "decoding with keys that are split"
+    with torch.no_grad(), pytest.raises(RecordError, match=said), clearhead.record(module):
+        module(x[:, :1], cache=cache)
     with torch.no_grad(), clearhead.record(module, ("entropy", "received", "top_k", "map")) as rec:
         module(x)
     with pytest.raises(RecordError, match="expected whole sequences"):
