@@ -16,7 +16,7 @@ from clearhead._statistics.definitions import STATISTICS
 from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
 from clearhead.distributed._layout import LAYOUTS, Layout, Parts
 
-from .building import EMBED, attention, mask, require_close
+from .building import EMBED, attention, full, mask, require_close
 from .comparing import TOLERANCES
 from .meshes import line, square
 from .processes import Processes
@@ -242,6 +242,32 @@ def compare_summaries(found: Any, expected: Any, what: str) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_other_calls(two: Processes, method: str) -> None:
     two.run(_otherwise, method)
+
+
+def _weights() -> None:
+    """Of all heads, with gradients, where heads are split; of this process's queries, where the sequence is too."""
+    whole, mesh, x = attention(2, sinks=True), square(), torch.randn(2, 13, EMBED, dtype=torch.float64)
+    split: Any = tensor_parallel(copy.deepcopy(whole), mesh["tp"])
+    for average in (True, False):
+        options: Any = {"mask": mask("heads", 2, 13), "need_weights": True, "average_attn_weights": average}
+        found = [module(x, **options)[1] for module in (whole, split)]
+        require_close(found[1], found[0], 1e-12, "weights")
+        own = [module(x[0], **(options | {"mask": None}))[1] for module in (whole, split)]
+        require_close(own[1], own[0], 1e-12, "weights without a batch")
+        for weights in found:
+            weights.square().sum().backward()
+        for name in ("q_proj.weight", "k_proj.bias", "sinks"):
+            one, other = (full(module.get_parameter(name).grad) for module in (whole, split))
+            require_close(other, one, 1e-12, name)
+        whole.zero_grad()
+        split.zero_grad()
+    both = context_parallel(split, mesh["cp"])
+    weights = both(shard_sequence(x, mesh["cp"]), **options)[1]
+    require_close(weights, shard_sequence(found[0], mesh["cp"], dim=2), 1e-12, "weights of parts")
+
+
+def test_weights_of_all_heads(four: Processes) -> None:
+    four.run(_weights)
 
 
 EVERY_MASK = ("none", "causal", "bottom right", "window", "lengths", "both lengths", "lengths of queries", "documents",

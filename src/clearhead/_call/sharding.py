@@ -45,6 +45,10 @@ class HeadShard(Protocol):
         """Hkv of the module."""
         ...
 
+    def all_weights(self, weights: Tensor) -> Tensor:
+        """Weights (B, h, L, S) of this process's heads, or their average (B, L, S), as those of all heads."""
+        ...
+
     def agree(self, wanted: Hashable, problem: Exception | None) -> None:
         """Raise, in every process, unless all of them want the same of the call and none has a problem."""
         ...

@@ -43,8 +43,9 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
     Where W processes share fewer than W key/value heads, key and value projections are held whole by each of them,
     which computes the head that its queries use; their gradients are summed over the processes.
 
-    Parameters become `DTensor`s, with the values of the mesh's first process. Attention weights that are returned are
-    those of this process's heads, or their average.
+    Parameters become `DTensor`s, with the values of the mesh's first process. Attention weights that are returned, and
+    what `clearhead.record` and `monitor` give, are of all heads, by one more exchange: every process asks for the same.
+    `qk_clip_` takes the logits of all heads, and scales those of each process.
 
     Args:
         module: a `MultiHeadAttention`, or a layer or stack of `clearhead.transformer` made of them.
@@ -122,6 +123,13 @@ class _Heads:
         parts = mask.parts() if isinstance(mask, And) else (mask,)
         found = tuple(self._part(part) for part in parts)
         return found[0] if len(found) == 1 else And(found)
+
+    def all_weights(self, weights: Tensor) -> Tensor:
+        placement: Placement = Shard(1)
+        if weights.dim() == 3:
+            weights, placement = weights / self.mesh.size(), Partial()
+        split = DTensor.from_local(weights, self.mesh, [placement], run_check=False)
+        return split.redistribute(placements=[Replicate()]).to_local()
 
     def agree(self, wanted: Hashable, problem: Exception | None) -> None:
         facts = {"recorders": fingerprint(wanted)}
