@@ -193,7 +193,7 @@ def _otherwise(method: str) -> None:
     """Positions, cross-attention, no keys, half precision, several recorders and steps, training with dropout."""
     mesh = line()
     for dtype in (torch.float64, torch.bfloat16):
-        whole = attention(4, dtype=dtype)
+        whole = attention(4, dtype=dtype, dropout=0.3)
         split = context_parallel(copy.deepcopy(whole), mesh, method=method)  # type: ignore[arg-type]
         x, memory = torch.randn(2, 11, EMBED, dtype=dtype), torch.randn(2, 7, EMBED, dtype=dtype)
         places = torch.arange(11).expand(2, 11).clone() * 2

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import clearhead
 from clearhead import masks
@@ -59,6 +60,21 @@ def test_a_monitor_gives_every_process_the_same(two: Processes, method: str) -> 
     assert first == second
 
 
+def _recomputed(method: str) -> None:
+    """What activation checkpointing computes again is not recorded, in any process."""
+    module = context_parallel(attention(2), line(), method=method)  # type: ignore[arg-type]
+    x = shard_sequence(torch.randn(2, 13, EMBED, dtype=torch.float64), line()).requires_grad_()
+    with clearhead.record(module, ("entropy", "received")) as rec:
+        checkpoint(module, x, use_reentrant=False).sum().backward()
+    assert len(rec[""]) == 1
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_activation_checkpointing(two: Processes, method: str) -> None:
+    two.run(_recomputed, method)
+
+
 def _clipped(kind: str) -> None:
     """Query projections of every process, scaled by the logits of all queries."""
     x = torch.randn(2, 13, EMBED, dtype=torch.float64) * 9
@@ -71,14 +87,10 @@ def _clipped(kind: str) -> None:
         split, part = context_parallel(split, square()["cp"]), shard_sequence(x, square()["cp"])
     if "fully" in kind:
         split = fully_shard(nn.Sequential(split), mesh=square()["cp"])
-    with clearhead.record(whole, ("raw_max_logit",)) as rec:
-        whole(x, mask=masks.causal())
-    largest = rec[""].raw_max_logit
     options = {} if "fully" in kind else {"mask": masks.causal()}
-    if "fully" in kind:
-        with clearhead.record(whole, ("raw_max_logit",)) as rec:
-            whole(x)
-        largest = rec[""].raw_max_logit
+    with clearhead.record(whole, ("raw_max_logit",)) as rec:
+        whole(x, **options)
+    largest = rec[""].raw_max_logit
     with clearhead.record(split, ("raw_max_logit",)) as rec:
         split(part, **options).sum().backward()
     (calls,) = rec.values()
