@@ -322,6 +322,7 @@ class MultiHeadAttention(nn.Module):
             mask,
             costs if origin is None else None,
             origin=origin,
+            all_heads=None if shard is None else shard.all_weights,
         )
 
     def _run_jagged(

@@ -20,6 +20,7 @@ from ..masks._grid import Block, Grid
 from ..masks._tensors import as_mask
 from .dropout import DropoutOrigin, dropout_factors
 from .rows import Rows, within_rows
+from .sharding import CallPart
 
 #: As a logit it has no weight beside any score, and it is finite.
 NO_SINK = -1e38
@@ -142,6 +143,8 @@ class AttentionCall:
         rows: the documents of a call of one batch item, within which the mask counts; or ``None``.
         dropout_seed: int64 scalar; drawn once when a kernel of ours drops weights.
         first_item: which item of a larger batch the first one is, for dropout.
+        part: of a call shown to observers of which this process holds some queries and keys: then query, key and value
+            are these, and all else, with `grid`, is of the whole.
     """
 
     spec: AttentionSpec
@@ -155,6 +158,7 @@ class AttentionCall:
     rows: Rows | None = None
     dropout_seed: Tensor | None = None
     first_item: int = 0
+    part: CallPart | None = None
     grid_: Grid | None = field(default=None, init=False, repr=False)
     coverage_: Coverage | None = field(default=None, init=False, repr=False)
 

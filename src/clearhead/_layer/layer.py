@@ -68,6 +68,7 @@ class Layer:
         batch_first: whether memory holds (B, L, E) rather than (L, B, E). Tensors are (B, L, E) either way.
         forms: how attention is computed of the projections, where it is not of them as they are.
         origin: where these heads begin in those of the whole module, for dropout.
+        all_heads: makes weights of these heads those of the whole module, where it has others.
     """
 
     project: Project
@@ -86,6 +87,7 @@ class Layer:
     batch_first: bool = True
     forms: Forms | None = None
     origin: DropoutOrigin | None = None
+    all_heads: Callable[[Tensor], Tensor] | None = None
 
     def run(
         self,
@@ -155,6 +157,8 @@ class Layer:
         if form is not None and form.finish is not None:
             mixed = form.finish(mixed)
         output = self._project_out(mixed, batched, environment)
+        if weights is not None and self.all_heads is not None:
+            weights = self.all_heads(weights)
         return output, weights if weights is None or batched else weights.squeeze(0)
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
