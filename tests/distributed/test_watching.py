@@ -140,7 +140,7 @@ def test_exchanges(two: Processes, method: str, names: tuple[str, ...], more: di
         assert counts == more
 
 
-X = {"statistics": ("entropy",)}
+X: dict[str, Any] = {"statistics": ("entropy",)}
 #: How the first process records, how the other does (``None``: not at all), and what both are told.
 DIFFERENT: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None, str]] = {
     "one alone": (X, None, "recorders: expected the same in every process"),
