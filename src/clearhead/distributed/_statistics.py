@@ -284,7 +284,7 @@ def with_all_heads(
     own = cuts(rank)
     sizes = [piece.numel() * piece.element_size() for piece in own]
     received = all_to_all(torch.cat(sent), [len(each) for each in sent], [sum(sizes)] * world, group)
-    parts = [each.split(sizes) for each in received.split(sum(sizes))]
+    parts = [each.split(sizes) for each in received.split([sum(sizes)] * world)]
     whole: dict[str, Tensor] = {}
     for number, (name, like) in enumerate(zip(flat, own, strict=True)):
         found = [part[number].clone().view(like.dtype).view(like.shape) for part in parts]
