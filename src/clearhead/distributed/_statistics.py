@@ -240,7 +240,7 @@ def shared_call(
         part = _OfOwnQueries(whole, lambda _: _gathered(computed.calls, whole), None, environment)
     else:
         query, key, value, sinks, place = computed.calls[0]
-        others = {"sinks": sinks, "environment": environment} | positions | options
+        others: dict[str, Any] = {"sinks": sinks, "environment": environment} | positions | options
         part = _OfSomeHeads(whole, zero_hidden(validate_call(query, key, value, whole.mask_at(*place), **others)))
     call = replace(call, mask=whole.mask, part=part, **positions)
     call.grid_ = Grid(q.shape[0], q.shape[1], whole.queries.length, whole.keys.length, q.device, **positions)
