@@ -226,6 +226,10 @@ def _otherwise(method: str) -> None:
                     most = 2 * (one - right).abs().max() + right.abs().max() * 2**-8 if right.numel() else 0
                     require_within(found[""].results[name], shard_sequence(right, mesh, dim=2), float(most), name)
             assert second[""].max_logit.shape == (2, 8)
+        one = shard_sequence(x[:, :1], mesh)  # nothing at all in one of the processes
+        with clearhead.record(split, ("entropy",)) as rec:
+            split(one)
+        assert rec[""].entropy.shape == (2, 8, one.shape[1])
 
 
 def require_within(found: Tensor, right: Tensor, most: float, what: str) -> None:

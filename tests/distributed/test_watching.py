@@ -140,9 +140,10 @@ def test_exchanges(two: Processes, method: str, names: tuple[str, ...], more: di
         assert counts == more
 
 
-X = {"statistics": ("entropy",)}
+X: dict[str, Any] = {"statistics": ("entropy",)}
 #: How the first process records, how the other does (``None``: not at all), and what both are told.
-DIFFERENT: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None, str]] = {
+Different = tuple[dict[str, Any] | None, dict[str, Any] | None, str]
+DIFFERENT: dict[str, Different] = {
     "one alone": (X, None, "recorders: expected the same in every process"),
     "the other alone": (None, X, "recorders: expected the same in every process"),
     "another statistic": (X, {"statistics": ("received",)}, "recorders: expected the same in every process"),
@@ -164,7 +165,11 @@ DIFFERENT: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None, str]] =
         "queries: expected row numbers below L = 9, got [9]",
     ),
     "queries and keys": (X, X | {"keep": "queries_keys"}, "keep: expected 'statistics' of a module that is split"),
-    "both keep": (X | {"keep": "queries_keys"},) * 2 + ("keep: expected 'statistics' of a module that is split",),
+    "both keep": (
+        X | {"keep": "queries_keys"},
+        X | {"keep": "queries_keys"},
+        "keep: expected 'statistics' of a module that is split",
+    ),
 }
 
 

@@ -232,16 +232,16 @@ def shared_call(
     """The call as observers are shown it: of the whole, with the queries, keys and values of this process."""
     q, k, v = operands
     call = validate_call(q, k, v, None, sinks=whole.sinks, environment=environment, **options)
-    positions = {"query_positions": whole.query_positions, "key_positions": whole.key_positions}
+    positions: dict[str, Any] = {"query_positions": whole.query_positions, "key_positions": whole.key_positions}
     part: _OfOwnQueries | _OfSomeHeads
     if computed.lse is not None:
         part = _OfOwnQueries(whole, partial(_around, q, k, v, whole), computed.lse, environment)
     elif computed.calls[0].query.shape[1] == q.shape[1]:
         part = _OfOwnQueries(whole, lambda _: _gathered(computed.calls, whole), None, environment)
     else:
-        *some, sinks, place = computed.calls[0]
-        others = {"sinks": sinks, "environment": environment} | positions | options
-        part = _OfSomeHeads(whole, zero_hidden(validate_call(*some, whole.mask_at(*place), **others)))
+        query, key, value, sinks, place = computed.calls[0]
+        others: dict[str, Any] = {"sinks": sinks, "environment": environment} | positions | options
+        part = _OfSomeHeads(whole, zero_hidden(validate_call(query, key, value, whole.mask_at(*place), **others)))
     call = replace(call, mask=whole.mask, part=part, **positions)
     call.grid_ = Grid(q.shape[0], q.shape[1], whole.queries.length, whole.keys.length, q.device, **positions)
     return call
@@ -284,12 +284,12 @@ def with_all_heads(
     own = cuts(rank)
     sizes = [piece.numel() * piece.element_size() for piece in own]
     received = all_to_all(torch.cat(sent), [len(each) for each in sent], [sum(sizes)] * world, group)
-    parts = [each.split(sizes) for each in received.split(sum(sizes))]
+    parts = [each.split(sizes) for each in received.split([sum(sizes)] * world)]
     whole: dict[str, Tensor] = {}
     for number, (name, like) in enumerate(zip(flat, own, strict=True)):
         found = [part[number].clone().view(like.dtype).view(like.shape) for part in parts]
         whole[name] = torch.stack(found).mean(0) if name == "head_average" else torch.cat(found, 1)
-    joined = {name: whole[name] for name in results if name in whole}
+    joined: dict[str, Any] = {name: whole[name] for name in results if name in whole}
     for name, found in results.items():
         if isinstance(found, TopK):
             joined[name] = TopK(whole[f"{name}.indices"], whole[f"{name}.weights"])

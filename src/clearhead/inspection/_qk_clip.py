@@ -164,7 +164,7 @@ def _own(module: nn.Module, name: str, prefix: str) -> Tensor:
     return parameter
 
 
-def _is_split(parameter: nn.Parameter | None) -> bool:
+def _is_split(parameter: Tensor | None) -> bool:
     """Whether processes hold parts of a parameter."""
     if parameter is None or not torch.distributed.is_available():
         return False
