@@ -91,7 +91,12 @@ def zentorch(model: nn.Module) -> Encode:
         raise Unsupported("it is for processors of AMD")
     import zentorch  # noqa: F401  # pyright: ignore  # registers the backend
 
-    return Eager(torch.compile(copy.deepcopy(model), backend="zentorch", dynamic=False))
+    def backend(graph: Any, inputs: Any) -> Any:
+        # It leaves its pass in the settings of Inductor, where every later `torch.compile` would run it too.
+        with torch._inductor.config.patch(joint_custom_post_pass=None):
+            return torch._dynamo.lookup_backend("zentorch")(graph, inputs)
+
+    return Eager(torch.compile(copy.deepcopy(model), backend=backend, dynamic=False))
 
 
 def onnx_runtime(model: nn.Module) -> Encode:

@@ -520,7 +520,8 @@ def test_what_surrounds_a_layer(kind: str, around: str) -> None:
     before = derivatives(module, inputs)
     with AROUND[around]():
         found = derivatives(module, inputs)
-    torch.testing.assert_close(found, before)
+    largest = max(each.abs().max().item() for each in before)  # a key's bias has a gradient of 0 but for rounding
+    torch.testing.assert_close(found, before, rtol=0.0, atol=1e-5 * largest)
     assert same(derivatives(module, inputs), before)
 
 

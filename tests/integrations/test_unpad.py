@@ -52,7 +52,7 @@ def build(name: str, model: str = "Model", **options: Any) -> Any:
     with torch.no_grad():
         for parameter in built.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=0.15)
+                parameter.normal_(std=0.85 / built.config.hidden_size**0.5)  # features of one size in any width
     return built
 
 
@@ -601,3 +601,19 @@ def test_an_error_in_the_middle_leaves_everything() -> None:
     assert type(model["torch"]) is nn.MultiheadAttention
     assert model["bert"].config._attn_implementation == before
     assert "forward" not in vars(model["bert"])
+
+
+def test_monitored_steps_run_padded_and_the_others_without_padding(rows: Rows) -> None:
+    theirs, ours = pair(build("BertModel", "ForSequenceClassification").train())
+    kept: dict[str, list[tuple[int, dict[str, float]]]] = {"theirs": [], "ours": []}
+    given = inputs_of("right") | {"labels": torch.arange(BATCH) % 2}
+    for name, model in (("theirs", theirs), ("ours", ours)):
+        with clearhead.monitor(model, every=2, to=lambda step, values, name=name: kept[name].append((step, values))):
+            for step in range(3):
+                model(**given).loss.backward()
+                assert model is theirs or rows.unpadded == (step == 1)
+    assert [step for step, _ in kept["ours"]] == [0, 2]
+    for (_, expected), (_, actual) in zip(*kept.values(), strict=True):
+        assert actual == pytest.approx(expected, abs=1e-5)
+    expected, actual = (torch.cat([each.grad.flatten() for each in m.parameters()]) for m in (theirs, ours))
+    assert relative_error(actual, expected) <= 2e-5

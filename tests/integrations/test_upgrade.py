@@ -161,7 +161,11 @@ def test_attention_that_cannot_be_set_is_left() -> None:
         "chosen": "it was set to attention 'flex_attention'",
     }
     assert chosen.config._attn_implementation == "flex_attention"
-    assert clearhead.downgrade(model).models == ("bert",)
+    part = clearhead.downgrade(model["bert"].bert)
+    assert list(part.left) == [""]
+    assert "a model that it is a part of" in part.left[""]
+    whole = clearhead.downgrade(model)
+    assert (whole.models, whole.left) == (("bert",), {})
     assert model["bert"].config._attn_implementation == "sdpa"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class EvictionPolicy(ABC):
     """
 
     #: Whether `Held.received` is to be kept; it costs a second pass over each query's scores.
-    needs_received: ClassVar[bool] = False
+    needs_received: bool = False
 
     @abstractmethod
     def rank(self, held: Held) -> Tensor:
@@ -86,7 +86,7 @@ class HeavyHitters(EvictionPolicy):
         [[[0, 3]]]
     """
 
-    needs_received: ClassVar[bool] = True
+    needs_received: bool = True
 
     def __init__(self, recent: float = 0.5) -> None:
         self.recent = number("recent", recent, "a share in [0, 1]", is_probability)

@@ -9,6 +9,7 @@ carries the cache to the attention function (`Carried`), which shows it queries 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from inspect import signature
 from typing import Any, Literal, final
@@ -28,7 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from .._checks import choice, is_probability, module, number, shown, size
 from ..caches import EvictingKVCache, EvictionPolicy, HeavyHitters, SinksAndRecent, SlidingKVCache
 from ..errors import ArgumentError, CacheError, DTypeError, ShapeError, shape_text
-from ._cache_layers import BoundedLayer, FullLayer, Make, not_croppable, policy_within
+from ._cache_layers import Bounded, BoundedLayer, FullLayer, Within, not_croppable
 from ._lazy_mask import Carried, carrying
 
 Kind = Literal["full", "sliding", "heavy_hitters", "sinks_and_recent"]
@@ -120,9 +121,9 @@ def cache_for(
     served = _served(model, kind)
     if kind == "full":
         return _full(served, max_length)
-    own = _windows(served.config)
-    make = _maker(kind, window, budget, sinks, recent)
-    cache = BoundedCache(kind, make, own)
+    policy: EvictionPolicy = HeavyHitters(recent) if kind == "heavy_hitters" else SinksAndRecent(sinks)
+    make = functools.partial(_layer_cache, window, budget, policy)
+    cache = BoundedCache(kind, make, _windows(served.config))
     _require_implementation(kind, served.base_model.config)
     _hook(served.base_model)
     return cache
@@ -156,21 +157,19 @@ class BoundedCache(Cache):
 
     Args:
         kind: what `cache_for` was given.
-        make: for the window of a layer of the model, or ``None``, how that layer's cache is made.
+        make: the cache of a layer, from that layer's own window or ``None``, its first keys and values.
         windows: of the model's layers.
     """
 
     layers: list[BoundedLayer]
 
-    def __init__(self, kind: str, make: Callable[[int | None], Make], windows: list[int | None]) -> None:
-        super().__init__(layers=[BoundedLayer(make(window), window) for window in windows])
+    def __init__(self, kind: str, make: Callable[..., Bounded], windows: list[int | None]) -> None:
+        super().__init__(layers=[_bounded_layer(make, window) for window in windows])
         self.kind = kind
         self._observing = kind == "heavy_hitters"
         # What a window or a policy keeps without looking at weights is the same in all layers of one window: a layer of
         # a single feature goes ahead of them, to tell what they will hand out.
-        self._ahead = (
-            {} if self._observing else {each: BoundedLayer(make(each), each) for each in dict.fromkeys(windows)}
-        )
+        self._ahead = {} if self._observing else {each: _bounded_layer(make, each) for each in dict.fromkeys(windows)}
         self._expected: tuple[Tensor | int, int] | None = None  # positions of the forward's tokens, and how many
 
     def __repr__(self) -> str:
@@ -364,25 +363,24 @@ def _full(served: PreTrainedModel, max_length: int | None) -> Cache:
     return EncoderDecoderCache(cache, DynamicCache()) if served.config.is_encoder_decoder else cache
 
 
-def _maker(kind: str, window: Any, budget: Any, sinks: int, recent: float) -> Callable[[int | None], Make]:
-    """How the cache of a layer is made, given the layer's own window."""
-    policy: EvictionPolicy = HeavyHitters(recent) if kind == "heavy_hitters" else SinksAndRecent(sinks)
+def _bounded_layer(make: Callable[..., Bounded], window: int | None) -> BoundedLayer:
+    return BoundedLayer(functools.partial(make, window), window)
 
-    def maker(own: int | None) -> Make:
-        def make(key: Tensor, value: Tensor) -> SlidingKVCache | EvictingKVCache:
-            shape = key.shape[0], key.shape[1]
-            options: dict[str, Any] = {"value_head_dim": value.shape[3], "dtype": key.dtype, "device": key.device}
-            if kind == "sliding":
-                return SlidingKVCache(*shape, window if own is None else min(window, own), key.shape[3], **options)
-            if own is None:
-                return EvictingKVCache(*shape, budget, key.shape[3], policy=policy, **options)
-            if own - 1 <= budget:  # the window is the budget: nothing that it reaches has to go
-                return SlidingKVCache(*shape, own, key.shape[3], **options)
-            return EvictingKVCache(*shape, budget, key.shape[3], policy=policy_within(policy, own), **options)
 
-        return make
-
-    return maker
+def _layer_cache(
+    window: int | None, budget: int | None, policy: EvictionPolicy, own: int | None, key: Tensor, value: Tensor
+) -> Bounded:
+    """The cache of a layer with the window `own`: of the last `window` tokens, or of what a policy keeps."""
+    shape = key.shape[0], key.shape[1]
+    options: dict[str, Any] = {"value_head_dim": value.shape[3], "dtype": key.dtype, "device": key.device}
+    if budget is None:
+        windows = [each for each in (window, own) if each is not None]
+        return SlidingKVCache(*shape, min(windows), key.shape[3], **options)
+    if own is None:
+        return EvictingKVCache(*shape, budget, key.shape[3], policy=policy, **options)
+    if own - 1 <= budget:  # the window is the budget: nothing that it reaches has to go
+        return SlidingKVCache(*shape, own, key.shape[3], **options)
+    return EvictingKVCache(*shape, budget, key.shape[3], policy=Within(policy, own), **options)
 
 
 def _require_implementation(kind: str, config: Any) -> None:

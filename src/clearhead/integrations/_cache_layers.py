@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, final
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from ..errors import CacheError
 from ..masks._base import Mask
 from ..masks._positional import Present, causal, sliding_window
 
-#: The cache of a layer, made when its first keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) arrive.
-Make = Callable[[Tensor, Tensor], SlidingKVCache | EvictingKVCache]
+#: What holds a part of the keys.
+Bounded: TypeAlias = SlidingKVCache | EvictingKVCache
 
-Kept = TypeVar("Kept", KVCache, "SlidingKVCache | EvictingKVCache")
+Kept = TypeVar("Kept", KVCache, Bounded)
 
 _FAR = 1 << 62  # no limit to the right: that is for the causal mask to say
 
@@ -143,17 +143,17 @@ class FullLayer(_Layer[KVCache]):
 
 
 @final
-class BoundedLayer(_Layer["SlidingKVCache | EvictingKVCache"]):
+class BoundedLayer(_Layer[Bounded]):
     """The keys and values that a window or a budget leaves.
 
     Args:
-        make: its cache.
+        make: its cache, made when the first keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) arrive.
         window: the sliding window of the model's own layer, if it has one.
     """
 
     is_croppable = False
 
-    def __init__(self, make: Make, window: int | None) -> None:
+    def __init__(self, make: Callable[[Tensor, Tensor], Bounded], window: int | None) -> None:
         super().__init__()
         self._make_held, self.window = make, window
         self.seen = Seen(causal(), 0, None)  # of the last `update`
@@ -223,19 +223,23 @@ def not_croppable(argument: str) -> CacheError:
     )
 
 
-def policy_within(policy: EvictionPolicy, window: int) -> EvictionPolicy:
-    """The policy of a layer with a sliding window of its own: what the window has passed is evicted first."""
+@final
+class Within(EvictionPolicy):
+    """The policy of a layer with a sliding window of its own: what the window has passed is evicted first.
 
-    @final
-    class Within(EvictionPolicy):
-        needs_received: ClassVar[bool] = policy.needs_received
+    Args:
+        policy: which of the others to evict.
+        window: of the layer, in tokens.
+    """
 
-        def rank(self, held: Held) -> Tensor:
-            newest = held.positions.amax(-1, keepdim=True)
-            passed = held.positions < newest + 2 - window  # out of sight of the next query, at newest + 1
-            return policy.rank(held).masked_fill(passed, float("-inf"))
+    def __init__(self, policy: EvictionPolicy, window: int) -> None:
+        self.policy, self.window = policy, window
+        self.needs_received = policy.needs_received
 
-        def __repr__(self) -> str:
-            return f"{policy!r} within a window of {window}"
+    def rank(self, held: Held) -> Tensor:
+        newest = held.positions.amax(-1, keepdim=True)
+        passed = held.positions < newest + 2 - self.window  # out of sight of the next query, at newest + 1
+        return self.policy.rank(held).masked_fill(passed, float("-inf"))
 
-    return Within()
+    def __repr__(self) -> str:
+        return f"{self.policy!r} within a window of {self.window}"

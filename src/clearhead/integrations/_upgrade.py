@@ -103,7 +103,8 @@ def downgrade(model: nn.Module) -> UpgradeReport:
         model: any module.
 
     Returns:
-        An `UpgradeReport`; subclasses of Clearhead's attention are left alone and named.
+        An `UpgradeReport`; subclasses of Clearhead's attention are left alone and named, and so are models of
+        transformers whose attention `upgrade` did not set.
 
     Raises:
         DTypeError: if `model` is not a module.
@@ -126,6 +127,9 @@ def downgrade(model: nn.Module) -> UpgradeReport:
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
     models = [name for name, each in pretrained.items() if restore_attention(each)]
     changed, left = swap_attention_back(model)
+    for name, each in outermost(pretrained).items():
+        if runs_on_clearhead(each):
+            left[name] = "its attention was set by something else, or by upgrading a model that it is a part of"
     return UpgradeReport(
         "downgraded",
         tuple(changed),
