@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,8 +58,19 @@ def _named(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) 
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except TypeError:
         return dict(kwargs)
-    extra = bound.get("kwargs")
-    return {**(extra if isinstance(extra, dict) else {}), **bound}
+    named: dict[str, Any] = {}
+    for features in _mappings(bound.values()):
+        named |= features
+    return named | bound
+
+
+def _mappings(values: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
+    """Arguments with names of their own: ``**kwargs``, and a batch that is given as a dictionary."""
+    for value in values:
+        if isinstance(value, Mapping):
+            yield value
+        elif isinstance(value, tuple):
+            yield from (each for each in value if isinstance(each, Mapping))
 
 
 def _input_length(named: dict[str, Any]) -> int | None:
