@@ -224,6 +224,19 @@ def test_padding_is_found_in_a_batch_of_features(kept: Kept) -> None:
         assert {name.replace("/model.", "/", 1): value for name, value in way.steps[0].items()} == kept.steps[0]
 
 
+def test_padding_of_two_batches_is_not_mixed_up() -> None:
+    model = small("llama")
+    model.set_attn_implementation("sdpa")
+    both = OfFeatures(model)
+    both.forward = lambda first, second: (model(**first), model(**second))
+    inputs = [{"input_ids": token_ids(7), "attention_mask": padding(side, 7)} for side in ("right", "left")]
+    with clearhead.record(both, ("entropy",)) as recorded:
+        both(*inputs)
+    for calls in recorded.values():
+        assert len(calls) == 2
+        assert all(bool(call.counted.all()) for call in calls)
+
+
 def test_a_model_that_is_not_reached_by_any_query_is_left_out(kept: Kept) -> None:
     class Hidden(nn.Module):
         def __init__(self) -> None:

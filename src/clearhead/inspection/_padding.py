@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -58,10 +59,9 @@ def _named(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) 
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except TypeError:
         return dict(kwargs)
-    named: dict[str, Any] = {}
-    for features in _mappings(bound.values()):
-        named |= features
-    return named | bound
+    batches = list(_mappings(bound.values()))  # of several with a mask each, none is that of every call inside
+    names = Counter(name for batch in batches for name in batch)
+    return {name: value for batch in batches for name, value in batch.items() if names[name] == 1} | bound
 
 
 def _mappings(values: Iterable[Any]) -> Iterator[Mapping[str, Any]]:

@@ -63,7 +63,8 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
         DTypeError: for another module; for a projection that is not a plain linear layer with float parameters of its
             own, such as one with LoRA, quantisation or a parametrization.
         ArgumentError: for a module with norms after its projections (``q_norm``, ``k_norm``), which undo the scaling,
-            or whose queries and keys share a projection; for a threshold that is not positive; for logits that are NaN or +∞.
+            or whose queries and keys share a projection; for a threshold that is not positive; for logits that are NaN
+            or +∞.
         ShapeError: if `max_logits` is not (H,) or (B, H).
 
     Example:
