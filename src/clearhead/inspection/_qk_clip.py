@@ -63,8 +63,9 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
     Raises:
         DTypeError: for another module; for a projection that is not a plain linear layer with float parameters of its
             own, such as one with LoRA, quantisation or a parametrization.
-        ArgumentError: for a module with norms after its projections (``q_norm``, ``k_norm``), which undo the scaling;
-            for a threshold that is not positive; for logits that are NaN or +∞.
+        ArgumentError: for a module with norms after its projections (``q_norm``, ``k_norm``), which undo the scaling,
+            or whose queries and keys share a projection; for a threshold that is not positive; for logits that are NaN
+            or +∞.
         ShapeError: if `max_logits` is not (H,) or (B, H).
 
     Example:
@@ -83,6 +84,7 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
     threshold = number("threshold", threshold, "a finite logit > 0", lambda x: 0 < x < math.inf)
     largest = _largest(max_logits, heads)
     rows = find()
+    _require_apart(module, rows)
     factors = torch.where(largest > threshold, threshold / largest, 1.0)
     with torch.no_grad():
         if bool((factors < 1).any()):  # an untouched parameter keeps its version
@@ -171,6 +173,23 @@ def _is_split(parameter: Tensor | None) -> bool:
     from torch.distributed.tensor import DTensor
 
     return type(parameter) is DTensor
+
+
+def _require_apart(module: nn.Module, rows: list[_Rows]) -> None:
+    """Raise if the module uses what is to be scaled for something else, too: it would be scaled more than once."""
+    scaled = {id(part.parameter) for part in rows}
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in scaled:
+            names.setdefault(id(parameter), []).append(name)
+    for first, *others in names.values():
+        if others:
+            raise ArgumentError(
+                f"module.{first}",
+                expected="a parameter that belongs to one projection",
+                got=f"one that is {' and '.join(others)} as well",
+                fix="Give each its own: clone one of them, or use q_norm and k_norm to bound logits.",
+            )
 
 
 def _not_plain(name: str, got: str) -> DTypeError:
