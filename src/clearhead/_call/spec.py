@@ -28,6 +28,11 @@ NO_SINK = -1e38
 WeightsWanted = Literal["heads", "average"] | None
 
 
+def weights_wanted(need_weights: bool, average_attn_weights: bool) -> WeightsWanted:
+    """From the two arguments of a module's call."""
+    return ("average" if average_attn_weights else "heads") if need_weights else None
+
+
 class Layout(NamedTuple):
     """Shape and strides of a tensor."""
 

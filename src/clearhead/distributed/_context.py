@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._call.caching import Cache, KeyValues, Positions
 from .._call.dropout import draw_seed
-from .._call.spec import Results, WeightsWanted
+from .._call.spec import Results, WeightsWanted, weights_wanted
 from .._checks import FLOATS, choice, flag, shown, size
 from .._environment import Environment, outside_graphs, read_environment
 from .._layer.layer import Layer
@@ -271,7 +271,7 @@ class _Sequence:
 
         options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap}
         if self.method == "ring" and wanted is None:
-            return layer.finished(by_ring(q, k, v, Ring(whole, environment, options)), None, True, environment)
+            return layer.projected_out(by_ring(q, k, v, Ring(whole, environment, options)), environment)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, place: tuple[int, int, int]) -> Results:
             own = options | whole.dropout_at(*place)
@@ -279,7 +279,7 @@ class _Sequence:
 
         divides = heads_divide(layer.num_heads, layer.num_kv_heads, self.world)
         exchanged = by_heads if wanted is None and self.method != "gather" and divides else by_gathering
-        return layer.finished(exchanged(q, k, v, whole, attend), None, True, environment)
+        return layer.projected_out(exchanged(q, k, v, whole, attend), environment)
 
     def _positions(self, at: Positions | None, queries: Parts, device: torch.device) -> Positions:
         """The positions of this process's queries: an int where they count up."""
@@ -358,8 +358,7 @@ def _read(
         query = query[None]
         key = query if same else key[None]
         value = key if alike else value[None]
-    weights: WeightsWanted = ("average" if average else "heads") if need_weights else None
-    return _Request(query, key, value, own, positions, weights, batched)
+    return _Request(query, key, value, own, positions, weights_wanted(need_weights, average), batched)
 
 
 def _facts(
