@@ -244,7 +244,7 @@ class Layer:
             return apply_linear(self.out_proj, merge_heads(mixed.squeeze(0)), environment)
         if self.batch_first:
             return apply_linear(self.out_proj, mixed.transpose(1, 2).flatten(2), environment)
-        # The GEMM then writes (L, B, E), and what follows a sequence-first module copies nothing.
+        # The GEMM then writes (L, B, E), and transposing it back for a sequence-first module copies nothing.
         merged = mixed.permute(2, 0, 1, 3).flatten(2)  # (L, B, H·Dv)
         return apply_linear(self.out_proj, merged, environment).transpose(0, 1)
 
