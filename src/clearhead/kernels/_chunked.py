@@ -173,6 +173,7 @@ def _backward(
             else:
                 delta = span.query(of_all_keys)[:, :, rows]
             scores_gradient.sub_(delta[..., None]).mul_(weights)  # ds
+            # A bias is added to scores that are capped already: its gradient is without tanh's derivative.
             if call.mask is not None:
                 call.mask.add_bias_gradients([sums.run for sums in bias_gradients], block, scores_gradient)
             if tanh is not None:

@@ -32,6 +32,7 @@ def weights_gradients(
             of_sinks = (call.sinks[block.heads].to(dtype)[None, :, None, None] - lse).exp()
             sinks_gradient.run[block.heads] -= (of_sinks * mean).sum((0, 2, 3))
         scores_gradient = weights * (weights_gradient - mean)
+        # A bias is added to scores that are capped already: its gradient is without tanh's derivative.
         if call.mask is not None:
             call.mask.add_bias_gradients([each.run for each in bias_gradients], block, scores_gradient)
         if tanh is not None:
