@@ -29,6 +29,11 @@ NO_SINK = -1e38
 WeightsWanted = Literal["heads", "average"] | None
 
 
+def weights_wanted(need_weights: bool, average_attn_weights: bool) -> WeightsWanted:
+    """From the two arguments of a module's call."""
+    return ("average" if average_attn_weights else "heads") if need_weights else None
+
+
 class Layout(NamedTuple):
     """Shape and strides of a tensor."""
 
@@ -269,15 +274,14 @@ def quick_spec(
     mask: Mask | None,
     scale: object,
     dropout_p: object,
-    lse: bool,
     weights: WeightsWanted,
     environment: Environment,
-    positions: tuple[object, object] = (None, None),
+    positions: tuple[object, object],
 ) -> AttentionSpec | None:
-    """The spec of a call of which validation looks at nothing else (but the mask's `Mask.validate`).
+    """The spec of a call without soft-cap, sinks, lse and documents, of which only the mask is left to validate.
 
     Returns:
-        ``None`` where arguments have to be looked at one by one.
+        ``None`` where `validate_call` has to check the arguments one by one.
     """
     if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         return None
@@ -318,7 +322,7 @@ def quick_spec(
         cast(float, dropout_p),
         None,
         gradients,
-        lse,
+        False,
         weights,
         None,
         False,
@@ -375,6 +379,7 @@ def validate_call(
     sinks = _sinks(sinks, query)
     biases = () if checked is None else checked.bias_tensors()
     inputs = (query, key, value, *(() if sinks is None else (sinks,)), *biases)
+    # By position, as in `quick_spec`: names for so many fields take a microsecond.
     spec = AttentionSpec(
         Layout(tuple(query.shape), _strides(query, environment)),
         Layout(tuple(key.shape), _strides(key, environment)),

@@ -116,7 +116,8 @@ def attend_arguments(
         and (mask is None or isinstance(mask, Mask))
     ):
         positions = (query_positions, key_positions)
-        spec = quick_spec(query, key, value, mask, scale, dropout_p, False, weights, environment, positions)
+        spec = quick_spec(query, key, value, mask, scale, dropout_p, weights, environment, positions)
+        # `quick_spec` checks less than `validate_call`; a plan is there if an equal spec has passed that once.
         plan = None if spec is None else plans.get((spec, environment.kernel))
         if plan is not None:
             call = AttentionCall(cast(Any, spec), query, key, value, mask, None, *cast(Any, positions))
@@ -144,10 +145,10 @@ def attend_arguments(
             dropout_seed=dropout_seed,
             environment=environment,
         )
-        return _finished(_attend(call, environment, show), sinks is not None, query.dim() == 3)
+        return _returned(_attend(call, environment, show), sinks is not None, query.dim() == 3)
 
 
-def _finished(results: Results, has_sinks: bool, unbatched: bool) -> Results:
+def _returned(results: Results, has_sinks: bool, unbatched: bool) -> Results:
     """Results as they are returned: lse of −∞ where the sink is none, and no batch where there was none."""
     output, lse, weights = results
     if lse is not None and has_sinks:
@@ -205,10 +206,12 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
         kernel = choose(call, environment.kernel)
     wants_weights = spec.weights is not None
     together = wants_weights and kernel.gives_weights(spec, mask, grid)
+    # Innermost is the kernel; each function around it adds what the kernel does not do itself.
     compute = kernel.plan(spec if together or not wants_weights else spec._replace(weights=None), mask, grid)
     if spec.dropout_p > 0 and kernel.seeds_dropout:
         compute = _with_seed(compute)
     if mask is not None and not kernel.isolates_hidden:
+        # What keeps NaN of a masked query out of its output may let it into gradients.
         only_values = not (spec.needs_gradients or spec.transformed or spec.tracing)
         compute = _with_zeros(compute, not (only_values and kernel.isolates_queries))
     if spec.needs_gradients and not kernel.twice_differentiable and not spec.tracing:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._call.caching import Cache, KeyValues, Positions
 from .._call.dropout import draw_seed
 from .._call.observers import computing, notify
-from .._call.spec import Results, WeightsWanted
+from .._call.spec import Results, WeightsWanted, weights_wanted
 from .._checks import FLOATS, choice, flag, shown, size
 from .._environment import Environment, autocast_off, listening, outside_graphs, read_environment
 from .._layer.layer import Layer
@@ -276,8 +276,7 @@ class _Sequence:
         whole = Whole(self.group, self.rank, queries, keys, combined, at, own, layer.num_heads, layer.sinks, dropout)
         operands = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
         results = self._attend(layer, operands, whole, wanted, environment)
-        output, weights = layer.finished(results, None, True, environment)
-        return output, weights
+        return layer.projected_out(results, environment)
 
     def _attend(
         self,
@@ -400,8 +399,7 @@ def _read(
         query = query[None]
         key = query if same else key[None]
         value = key if alike else value[None]
-    weights: WeightsWanted = ("average" if average else "heads") if need_weights else None
-    return _Request(query, key, value, own, positions, weights, batched)
+    return _Request(query, key, value, own, positions, weights_wanted(need_weights, average), batched)
 
 
 def _facts(
