@@ -258,6 +258,19 @@ def test_dropout_drops_weights_within_documents(kernel: str) -> None:
     assert bool(gradient.isfinite().all())
 
 
+@pytest.mark.parametrize("mask", [None, masks.keep(torch.ones(T, TK, dtype=torch.bool))])
+@pytest.mark.parametrize("kernel", ["native", "chunked", None])
+def test_all_kernels_drop_the_same_weights_of_documents(kernel: str | None, mask: Mask | None) -> None:
+    query, key, _ = packed(torch.float32)
+    values = torch.eye(TK)[:, None].expand(TK, KV, TK)
+    found: list[Tensor] = []
+    for name in ("reference", kernel):
+        torch.manual_seed(5)
+        with nullcontext() if name is None else clearhead.use_kernel(name):
+            found.append(attention_varlen(query, key, values, ends(QUERIES), ends(KEYS), mask, dropout_p=0.5))
+    torch.testing.assert_close(found[1], found[0])
+
+
 @every_kernel
 @pytest.mark.parametrize("lengths", [([], []), ([0], [0]), ([0, 0], [3, 0]), ([2, 1], [0, 0]), ([1] * 5, [1] * 5)])
 def test_empty_documents(kernel: str, lengths: tuple[list[int], list[int]]) -> None:

@@ -253,13 +253,17 @@ def _with_weights(compute: Plan, forced: Kernel | None) -> Plan:
 
 
 def _each_document(call: AttentionCall) -> Results:
-    """Documents one by one: they share no block of keys, so no NaN passes from one to another."""
+    """Documents one by one: they share no block of keys, so no NaN passes from one to another.
+
+    Each is an item of a batch to dropout, so that all kernels drop the same weights.
+    """
     rows: Rows = call.rows  # type: ignore[assignment]
     environment, spec = read_environment(), call.spec
     whole = call.as_one_document().grid
     plain = call.mask is None or _counts_within(call.mask)
+    seed = draw_seed(call.query.device) if spec.dropout_p > 0 and call.dropout_seed is None else call.dropout_seed
     found: list[Results] = []
-    for queries, keys in rows.slices():
+    for document, (queries, keys) in enumerate(rows.slices()):
         if queries.start == queries.stop:
             continue
         mask = call.mask if plain else mask_of_document(call.mask, whole, queries, keys)
@@ -275,6 +279,7 @@ def _each_document(call: AttentionCall) -> Results:
             return_lse=spec.lse,
             environment=environment,
         )
+        one = replace(one, dropout_seed=seed, first_item=document)
         # Without keys nothing is computed, and fused kernels refuse it.
         found.append(run_call(one, environment._replace(kernel=None) if one.spec.empty else environment))
     if not found:

@@ -133,7 +133,8 @@ def _extras(call: AttentionCall) -> Extras:
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
     rows = call.rows
     bounds = (None, None) if rows is None else (rows.cu_seqlens_q, rows.cu_seqlens_k)
-    return Extras(sinks, seed=call.dropout_seed, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
+    seed, item = call.dropout_seed, call.first_item
+    return Extras(sinks, seed=seed, first_item=item, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
 
 
 def _prepare_every_time(call: AttentionCall) -> NativeCall:
@@ -166,6 +167,7 @@ def arguments_of(call: AttentionCall) -> NativeArguments:
         lowered.low,
         lowered.high,
         lowered.stop,
+        call.first_item,
     )
 
 

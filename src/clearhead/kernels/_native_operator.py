@@ -15,7 +15,8 @@ from ._second_order import sinks_gradient
 
 _REQUEST = (
     "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? visible, Tensor? bias, Tensor? first, "
-    "Tensor? last, Tensor? seed, float scale, float softcap, float dropout_p, SymInt low, SymInt high, SymInt stop"
+    "Tensor? last, Tensor? seed, float scale, float softcap, float dropout_p, SymInt low, SymInt high, SymInt stop, "
+    "SymInt first_item"
 )
 _library = torch.library.Library("clearhead", "FRAGMENT")
 _library.define(f"attention({_REQUEST}) -> (Tensor, Tensor)")
@@ -72,7 +73,7 @@ def _differentiate(ctx: Any, output_gradient: Tensor | None, lse_gradient: Tenso
         *tensors, *ctx.numbers, output, lse, output_gradient, lse_gradient
     )
     sinks = tensors[3]
-    return *gradients, None if sinks is None else sinks_gradient(sinks, correction, lse), *(None,) * 11
+    return *gradients, None if sinks is None else sinks_gradient(sinks, correction, lse), *(None,) * 12
 
 
 _library.impl("attention", _forward, "CPU")

@@ -28,6 +28,7 @@ class Extras(NamedTuple):
         visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
         bias: float32 of such a shape, added to the scores.
         seed: int64 scalar; dropout is drawn from it.
+        first_item: which item of a larger batch the first one is, for dropout.
         cu_seqlens_q, cu_seqlens_k: (documents + 1,), where documents begin and the last ends.
         key_lengths: (documents,) of the same dtype, how many keys of each are used; ``None``: all.
     """
@@ -38,6 +39,7 @@ class Extras(NamedTuple):
     visible: Tensor | None = None
     bias: Tensor | None = None
     seed: Tensor | None = None
+    first_item: int = 0
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     key_lengths: Tensor | None = None
@@ -45,7 +47,8 @@ class Extras(NamedTuple):
     def addresses(self) -> tuple[int, ...]:
         """As `Plan`'s methods take them; the seed is a number."""
         before = tuple(map(_address, self[:5]))
-        return *before, 0 if self.seed is None else int(self.seed), *map(_address, self[6:])
+        seed = 0 if self.seed is None else int(self.seed)
+        return *before, seed, self.first_item, *map(_address, self[7:])
 
 
 NO_EXTRAS = Extras()
@@ -273,7 +276,7 @@ class NativeArguments(NamedTuple):
 
     Args:
         query, key, value, scale, softcap, dropout_p, low, high, stop: as for `NativePlan`.
-        sinks, visible, bias, first, last, seed: as for `Extras`.
+        sinks, visible, bias, first, last, seed, first_item: as for `Extras`.
     """
 
     query: Tensor
@@ -291,6 +294,7 @@ class NativeArguments(NamedTuple):
     low: int
     high: int
     stop: int
+    first_item: int = 0
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -299,7 +303,7 @@ class NativeArguments(NamedTuple):
     @property
     def extras(self) -> Extras:
         sinks = None if self.sinks is None else self.sinks.float().contiguous()
-        return Extras(sinks, self.first, self.last, self.visible, self.bias, self.seed)
+        return Extras(sinks, self.first, self.last, self.visible, self.bias, self.seed, self.first_item)
 
     def plan(
         self,
