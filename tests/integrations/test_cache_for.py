@@ -528,6 +528,17 @@ def test_more_tokens_than_there_is_room_for() -> None:
             generated(model, cache_for(model, max_length=13), **inputs_of(name))
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_another_batch_is_refused(name: str) -> None:
+    model, (ids, _) = model_of(name, "clearhead"), batch(False)
+    cache = cache_for(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ShapeError, match=r"past_key_values: expected a batch of 2 rows, got 3.*reset\(\) it"):
+            model(ids[[0, 0, 0], :1], past_key_values=cache)
+    assert cache.get_seq_length() == TOTAL
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_cache_cannot_take_is_refused_before_anything_is_written(kind: str) -> None:
     model, (ids, marks) = model_of("llama", "clearhead"), batch(True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._call.spec import AttentionCall, AttentionSpec, Results, WeightsWanted, zero_hidden
 from .._native import extension
 from ..masks._base import Mask
-from ..masks._grid import Grid
+from ..masks._grid import Block, Grid
 from . import _native_operator  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines the operators
 from ._base import Kernel, Plan, Refusal
 from ._native_masks import lower_mask
@@ -275,6 +275,16 @@ def _gradients(
         found.append(sinks_gradient(call.sinks, correction, lse))
     of_biases: list[Tensor | None] = [None] * biases
     if bias_gradient is not None:
-        bias = call.bias_tensors[wanted[0]]
-        of_biases[wanted[0]] = bias_gradient.view(bias.shape).to(bias.dtype)
+        of_biases[wanted[0]] = _of_bias(call, wanted[0], bias_gradient)
     return [*found, *of_biases]
+
+
+def _of_bias(call: AttentionCall, index: int, found: Tensor) -> Tensor:
+    """The gradient of a bias tensor, from that of the scores it was added to, (1 or B, H, L, S)."""
+    bias = call.bias_tensors[index]
+    if bias.numel() == found.numel():
+        return found.view(bias.shape).to(bias.dtype)
+    whole = torch.zeros_like(bias, dtype=found.dtype)  # the call reads a part of the tensor
+    owners = [part for part in cast(Mask, call.mask).parts() for _ in part.bias_tensors()]
+    owners[index].add_bias_gradients([whole], Block(call.grid), found)
+    return whole.to(bias.dtype)
