@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -155,3 +156,9 @@ def test_folders_that_cannot_be_written(vision_folder: Callable[[str], str]) -> 
     line = fails(look(*arguments, "--out", "taken/below"), 1)
     assert "expected a file that can be written, got taken/below/attention.png" in line
     assert sorted(path.name for path in Path().iterdir()) == ["photo.jpg", "taken"]
+
+
+def test_nothing_of_what_libraries_write_at_their_start_is_seen(vision_folder: Callable[[str], str]) -> None:
+    command = [sys.executable, "-m", "clearhead_command", "look", "--image", "photo.jpg", "--no-png", "--no-html"]
+    result = subprocess.run([*command, "--model", vision_folder("vit")], capture_output=True, check=False, text=True)
+    assert (result.returncode, result.stderr) == (0, "")

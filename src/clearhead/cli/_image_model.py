@@ -43,11 +43,11 @@ def load_vision_model(name: str, *, notify: Callable[[str], None] = lambda messa
     Raises:
         ArgumentError: if there is no such model, or it takes no pictures.
     """
-    from ..integrations.transformers import NAME
-
     model, processor = read_vision_model(name, notify=notify)
     model = getattr(model, "vision_model", model)  # of CLIP and SigLIP
     with without_noise(), suppress(ValueError):  # timm's models in transformers have attention of their own
+        from ..integrations.transformers import NAME  # importing it registers the attention
+
         model.set_attn_implementation(NAME)
         if model.config._attn_implementation != NAME:
             model.set_attn_implementation("sdpa")
