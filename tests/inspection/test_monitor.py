@@ -271,6 +271,15 @@ def test_a_model_without_attention_is_refused_at_its_first_step() -> None:
     model(torch.randn(2, 3))
 
 
+def test_a_model_that_is_compiled_in_place_is_refused_at_its_first_step(model: Stack, x: Tensor) -> None:
+    model.compile(backend="eager")
+    clearhead.monitor(model, to=print)
+    with pytest.raises(RecordError, match=r"^monitor: .*call that, not model\.compile\(\)"):
+        model(x)
+    assert hooks(model) == []
+    model(x)
+
+
 # Where it goes
 
 

@@ -157,7 +157,7 @@ class monitor:
                 self.remove()
                 raise RecordError(
                     str(in_words_of(error, {"record": "monitor"})).replace(
-                        "record model._orig_mod", "monitor what torch.compile(model) returned"
+                        "record model._orig_mod", "monitor what torch.compile(model) returns, and call that, not model.compile()"
                     )
                 ) from None
         heads = _per_head(recording, self._statistics)
