@@ -138,24 +138,33 @@ def _both(module: Any, x: Tensor) -> None:
 
 def times(
     work: Callable[[Any, Tensor], None], whole: Any, split: Any, x: Tensor, part: Tensor, rounds: int
-) -> tuple[float, float]:
-    """Medians of one process, the others idle, and of all processes together."""
-    alone, together = [], []
+) -> tuple[float, float, float]:
+    """Seconds of one process, the others idle, and of all together; processor time of the busiest over the least busy.
+
+    Medians of rounds. Processes wait for each other in exchanges, so that processor time shows which of them does more.
+    """
+    alone, together, busy = [], [], []
     for _ in range(rounds + 1):
         dist.barrier()
         if dist.get_rank() == 0:
-            alone.append(_seconds(lambda: work(whole, x)))
+            alone.append(_seconds(lambda: work(whole, x))[0])
         dist.barrier()
-        together.append(_seconds(lambda: work(split, part)))
-    slowest = torch.tensor(statistics.median(together[1:]))
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return statistics.median(alone[1:]) if alone else 0.0, float(slowest)
+        seconds, own = _seconds(lambda: work(split, part))
+        together.append(seconds)
+        busy.append(own)
+    own = torch.tensor([statistics.median(together[1:]), statistics.median(busy[1:])])
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    seconds, processor = torch.stack(every).unbind(1)
+    ratio = processor.max() / processor.min()
+    return statistics.median(alone[1:]) if alone else 0.0, float(seconds.max()), float(ratio)
 
 
-def _seconds(call: Callable[[], None]) -> float:
-    start = time.perf_counter()
+def _seconds(call: Callable[[], None]) -> tuple[float, float]:
+    """Seconds on the clock, and of this process's processor time."""
+    start, used = time.perf_counter(), time.process_time()
     call()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - used
 
 
 def show(rows: list[tuple[str, str, dict[str, Any]]], options: argparse.Namespace) -> None:
@@ -168,7 +177,7 @@ def show(rows: list[tuple[str, str, dict[str, Any]]], options: argparse.Namespac
         "MB held (of one)",
     ]
     if options.times:
-        names += ["forward ×", "forward + backward ×"]
+        names += ["forward ×", "busiest / least", "forward + backward ×", "busiest / least"]
     table = Table(
         *names,
         title=f"W = {options.world}, L = {options.length}, H = {options.heads}, Hkv = {options.kv_heads}, causal",
@@ -182,7 +191,8 @@ def show(rows: list[tuple[str, str, dict[str, Any]]], options: argparse.Namespac
         # What tensor parallelism holds are DTensors, its parameters among them.
         cells.append("" if method == "tensor parallel" else f"{held / 1e6:.1f} ({found['one'][2] / 1e6:.1f})")
         if options.times:
-            cells += [f"{alone / together:.2f}" for alone, together in (found["times 0"], found["times 1"])]
+            for alone, together, ratio in (found["times 0"], found["times 1"]):
+                cells += [f"{alone / together:.2f}", f"{ratio:.2f}"]
         table.add_row(*cells)
     console.print(table)
     console.print(f"Measured on: {machine()}.")

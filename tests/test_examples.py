@@ -58,6 +58,18 @@ def test_digits_are_read(tmp_path: Path) -> None:
     assert (tmp_path / "read_digits.html").stat().st_size > 50_000
 
 
+def test_long_passages_are_split_over_processes(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, str(EXAMPLES / "long_context.py"), "--out", str(tmp_path), "--length", "331", "--steps", "2"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, encoding="utf-8")
+    assert result.returncode == 0, result.stderr
+    results = json.loads((tmp_path / "long_context.json").read_text(encoding="utf-8"))
+    assert (results["processes"], len(results["losses"])) == (2, 2)
+    assert result.stdout.count("steps 1 to 2 on 331 characters in 2 processes") == 1, "the first process alone speaks"
+    assert result.stdout.count("2/2") == 1
+    assert (tmp_path / "long_context" / "step_2" / ".metadata").exists()
+
+
 @pytest.mark.slow
 def test_in_full_trained_heads_do_not_read_digits_blindly(tmp_path: Path) -> None:
     results, _ = run(tmp_path, "read_digits")

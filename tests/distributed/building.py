@@ -92,7 +92,7 @@ MASKS: dict[str, Callable[[int, int, int], Any]] = {
     "bool": lambda b, n, s: torch.rand(b, n, s) < 0.6,
     "heads": lambda b, n, s: masks.keep(torch.rand(b, HEADS, n, s) < 0.6),
     "items times heads": lambda b, n, s: masks.keep(torch.rand(b * HEADS, n, s) < 0.6),
-    "bias": lambda b, n, s: masks.bias(torch.randn(HEADS * b, n, s, dtype=torch.float64)),
+    "bias": lambda b, n, s: masks.bias(torch.randn(HEADS * b, n, s, dtype=torch.float64).requires_grad_()),
     "function of heads": lambda b, n, s: masks.mask_mod(lambda b, h, q, k: (q + h) % 3 != k % 3),
     "not": lambda b, n, s: ~masks.sliding_window(1, 1) & masks.causal(),
     "alibi": lambda b, n, s: positions.ALiBi(HEADS) & masks.causal(),

@@ -7,7 +7,7 @@ from functools import cache
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["line", "square"]
+__all__ = ["grid", "line", "square"]
 
 
 @cache
@@ -17,6 +17,11 @@ def line() -> DeviceMesh:
 
 
 @cache
+def grid(rows: int) -> DeviceMesh:
+    """All processes in two dimensions, `rows` in the first."""
+    return init_device_mesh("cpu", (rows, dist.get_world_size() // rows), mesh_dim_names=("cp", "tp"))
+
+
 def square() -> DeviceMesh:
     """Four processes as 2 × 2."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    return grid(2)

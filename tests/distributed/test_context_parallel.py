@@ -1,4 +1,7 @@
-"""Sequences split over processes: outputs and every gradient as on one process, for every mask, layout and method."""
+"""Sequences split over processes: calls, stacks, weights, dropout, caches, what is refused, and the collectives.
+
+Outputs and gradients of every mask, method and layout are in test_every_case.py.
+"""
 
 from __future__ import annotations
 
@@ -14,71 +17,12 @@ from clearhead.distributed import context_parallel, gather_sequence, shard_seque
 from clearhead.distributed._layout import LAYOUTS, Layout
 from clearhead.errors import ClearheadError
 
-from .building import EMBED, HEADS, MASKS, attention, collectives, decoder, encoder, mask
+from .building import EMBED, HEADS, attention, collectives, decoder, encoder, mask
 from .comparing import compare_in_parts
 from .meshes import line, square
 from .processes import Processes
 
 METHODS = ("heads", "gather", "ring")
-PARTS: list[dict[str, Any]] = [
-    {},
-    {"position": "rotary", "sinks": True},
-    {"q_norm": "norm", "k_norm": "layer norm", "mask": "alibi"},
-    {"mask": "relative", "softcap": 5.0},
-    {"mask": "relative window", "bias": False, "scale": 0.3, "position": "rotary"},
-]
-
-
-def _every_mask(
-    method: str, layout: Layout, length: int, kv_heads: int, dtype: torch.dtype, names: tuple[str, ...] = tuple(MASKS)
-) -> None:
-    whole = attention(kv_heads, dtype=dtype, position="rotary", sinks=length % 2 == 1)
-    for name in names:
-        torch.manual_seed(1)
-        x = torch.randn(2, length, EMBED, dtype=dtype)
-        options = {"method": method, "layout": layout, "mask": mask(name, 2, length), "what": name}
-        compare_in_parts(whole, line(), x, **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("method", METHODS)
-def test_every_mask_is_exact(two: Processes, method: str, layout: Layout) -> None:
-    two.run(_every_mask, method, layout, 13, 4, torch.float64)
-
-
-FOUR = [("heads", 2, 3), ("gather", 1, 13), ("ring", 8, 19), ("ring", 2, 3)]
-
-
-@pytest.mark.parametrize(("method", "kv_heads", "length"), FOUR)
-def test_four_processes_and_fewer_positions(four: Processes, method: str, kv_heads: int, length: int) -> None:
-    names = ("causal", "lengths of queries", "documents", "items times heads", "not")
-    four.run(_every_mask, method, "zigzag", length, kv_heads, torch.float64, names)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("method", "kv_heads", "length"), [*FOUR, ("heads", 1, 67), ("gather", 2, 64), ("ring", 4, 67)]
-)
-def test_four_processes_and_every_mask(
-    four: Processes, method: str, kv_heads: int, length: int, layout: Layout
-) -> None:
-    for dtype in (torch.float64, torch.float32):
-        four.run(_every_mask, method, layout, length, kv_heads, dtype, seconds=300)
-
-
-def _parts(method: str, layout: Layout, dtype: torch.dtype) -> None:
-    for parts in PARTS:
-        for kv_heads in (8, 2, 1):
-            whole, x = attention(kv_heads, dtype=dtype, **parts), torch.randn(2, 21, EMBED, dtype=dtype)
-            options: Any = {"method": method, "layout": layout, "mask": masks.causal(), "what": f"{parts} {kv_heads}"}
-            compare_in_parts(whole, line(), x, **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", METHODS)
-def test_parts_of_modules_and_grouped_heads(two: Processes, method: str, dtype: torch.dtype) -> None:
-    two.run(_parts, method, "zigzag", dtype)
 
 
 def _positions(method: str, layout: Layout) -> None:
@@ -130,29 +74,6 @@ def _stacks(layout: Layout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layers_and_stacks(two: Processes, layout: Layout) -> None:
     two.run(_stacks, layout)
-
-
-def _with_heads(layout: Layout, kv_heads: int, method: str) -> None:
-    """Tensor parallel over one dimension of a mesh, context parallel over the other."""
-    mesh = square()
-
-    def split(module: Any) -> Any:
-        return tensor_parallel(module, mesh["tp"])
-
-    x = torch.randn(2, 13, EMBED, dtype=torch.float64)
-    options: Any = {"layout": layout, "prepare": split, "method": method}
-    for parts in PARTS:
-        compare_in_parts(attention(kv_heads, **parts), mesh["cp"], x, mask=mask("heads", 2, 13), **options)
-    for name in ("function of heads", "alibi", "bias", "documents"):
-        compare_in_parts(attention(kv_heads), mesh["cp"], x, mask=mask(name, 2, 13), what=name, **options)
-    compare_in_parts(encoder(kv_heads=kv_heads), mesh["cp"], x, mask=masks.causal(), **options)
-
-
-@pytest.mark.parametrize(
-    ("layout", "kv_heads", "method"), [("zigzag", 8, "heads"), ("contiguous", 1, "gather"), ("zigzag", 2, "ring")]
-)
-def test_with_heads_split_too(four: Processes, layout: Layout, kv_heads: int, method: str) -> None:
-    four.run(_with_heads, layout, kv_heads, method)
 
 
 def _weights(layout: Layout) -> None:
@@ -288,8 +209,8 @@ def _refused_everywhere() -> None:
     with pytest.raises(ClearheadError, match=r"positions: expected positions of the whole sequence, \(8,\)"):
         module(x, positions=torch.arange(4))
     with (
-        pytest.raises(ClearheadError, match="a recorder or an intervention sees parts of calls only"),
-        clearhead.record(module),
+        pytest.raises(ClearheadError, match="interventions: expected attention that one process computes"),
+        clearhead.intervene(module, {("", 0): 0.0}),
     ):
         module(x)
     dropping = context_parallel(attention(4, dropout=0.1), mesh)

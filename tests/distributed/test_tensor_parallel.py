@@ -1,4 +1,7 @@
-"""Heads split over processes: outputs and every gradient as on one process, what is refused, and the collectives."""
+"""Heads split over processes: calls, stacks, what is refused, and the collectives.
+
+Outputs and gradients of every mask and dtype are in test_every_case.py.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,9 @@ from clearhead.distributed import tensor_parallel
 from clearhead.errors import ClearheadError, ShapeError
 from clearhead.transformer import EncoderLayer, FeedForward
 
-from .building import EMBED, HEADS, MASKS, attention, collectives, decoder, encoder, gradients, mask, require_close
+from .building import EMBED, HEADS, attention, collectives, decoder, encoder, full, gradients, mask, require_close
 from .meshes import line
 from .processes import Processes
-
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 def _compare(whole: nn.Module, split: nn.Module, tolerance: float, *inputs: Any, **options: Any) -> None:
@@ -40,48 +41,10 @@ def _compare(whole: nn.Module, split: nn.Module, tolerance: float, *inputs: Any,
         require_close(found[name], number, tolerance, name)
 
 
-def _attention(kv_heads: int, parts: dict[str, Any], mask_name: str, dtype: torch.dtype, batch: int = 3) -> None:
-    whole = attention(kv_heads, dtype=dtype, **parts)
-    split = tensor_parallel(copy.deepcopy(whole), line())
-    torch.manual_seed(1)
-    x = torch.randn(batch, 13, EMBED, dtype=dtype)
-    _compare(whole, split, TOLERANCES[dtype], x, mask=mask(mask_name, batch, 13))
-
-
-PARTS: list[dict[str, Any]] = [
-    {},
-    {"position": "rotary", "sinks": True},
-    {"q_norm": "norm", "k_norm": "layer norm", "mask": "alibi"},
-    {"mask": "relative", "softcap": 5.0},
-    {"mask": "relative window", "bias": False, "scale": 0.3},
-]
-
-
-@pytest.mark.parametrize("kv_heads", [8, 2, 1])
-@pytest.mark.parametrize("parts", PARTS, ids=str)
-def test_outputs_and_gradients_are_those_of_one_process(two: Processes, kv_heads: int, parts: dict[str, Any]) -> None:
-    two.run(_attention, kv_heads, parts, "causal", torch.float64)
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_every_mask_is_that_of_this_process_s_heads(two: Processes, name: str) -> None:
-    two.run(_attention, 4, {}, name, torch.float64)
-
-
-@pytest.mark.parametrize("kv_heads", [8, 4, 2, 1])
-def test_four_processes(four: Processes, kv_heads: int) -> None:
-    for parts in PARTS:
-        four.run(_attention, kv_heads, parts, "heads", torch.float64)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_other_dtypes(two: Processes, dtype: torch.dtype) -> None:
-    for kv_heads in (8, 1):
-        two.run(_attention, kv_heads, {"sinks": True, "position": "rotary"}, "causal", dtype)
-
-
 def _norms_of_heads() -> None:
-    _attention(4, {"q_norm": "per head", "k_norm": "per head"}, "causal", torch.float64)
+    whole = attention(4, q_norm="per head", k_norm="per head")
+    x = torch.randn(3, 13, EMBED, dtype=torch.float64)
+    _compare(whole, tensor_parallel(copy.deepcopy(whole), line()), 1e-12, x, mask=masks.causal())
 
 
 def test_norms_of_every_head_go_with_their_heads(two: Processes) -> None:
@@ -111,8 +74,7 @@ def _calls() -> None:
             module(x, mask=masks.causal(), need_weights=True, average_attn_weights=False)[1]
             for module in (whole, split)
         ]
-        heads = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-        require_close(average[1], average[0][:, heads], 1e-12, "weights")
+        require_close(average[1], average[0], 1e-12, "weights")
         cache, steps = split.make_cache(3, 11), []
         for token in x.split(1, 1):
             steps.append(split(token, mask=masks.causal(), cache=cache))
@@ -142,6 +104,40 @@ def _stacks(gated: bool) -> None:
 @pytest.mark.parametrize("gated", [False, True])
 def test_layers_and_stacks(two: Processes, gated: bool) -> None:
     two.run(_stacks, gated)
+
+
+def _adapted(kv_heads: int) -> None:
+    """peft's LoRA layers around every projection and feed-forward layer; both of their matrices learn."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "k_proj", "v_proj", "out_proj", "linear1", "linear2"]
+    model: Any = get_peft_model(encoder(kv_heads=kv_heads), LoraConfig(r=3, lora_alpha=5, target_modules=targets))  # type: ignore[arg-type]
+    whole = model.base_model.model.double()
+    learning = [parameter for parameter in whole.parameters() if parameter.requires_grad]
+    assert len(learning) == 2 * 2 * len(targets)
+    with torch.no_grad():
+        for parameter in learning:
+            parameter.normal_()
+    split = tensor_parallel(copy.deepcopy(whole), line())
+    x, found = torch.randn(2, 9, EMBED, dtype=torch.float64), []
+    for module in (whole, split):
+        own = x.clone().requires_grad_()
+        output = module(own, mask=masks.causal())
+        output.square().sum().backward()
+        grads = {name: full(parameter.grad) for name, parameter in module.named_parameters() if parameter.requires_grad}
+        found.append({"output": output.detach(), "input": own.grad} | grads)
+    assert found[0].keys() == found[1].keys()
+    for name, number in found[0].items():
+        require_close(found[1][name], number, 1e-12, name)
+    for part in split.modules():
+        if hasattr(part, "merge"):
+            part.merge()  # type: ignore[operator]
+    require_close(split(x, mask=masks.causal()), found[0]["output"], 1e-12, "merged")
+
+
+def test_lora_layers_are_split_as_what_they_adapt(two: Processes) -> None:
+    for kv_heads in (2, 1):
+        two.run(_adapted, kv_heads)
 
 
 def _collectives() -> list[dict[str, int]]:
@@ -240,7 +236,7 @@ REFUSALS = {
     "kind": "expected a MultiHeadAttention, or a layer or stack",
     "latent": "Its latents belong to no head",
     "part": "module.feed_forward: expected a part that can be split, got _Gate",
-    "projection": "module.q_proj: expected a linear layer, got Sequential",
+    "projection": "module.q_proj: expected a linear layer, or peft's LoRA layer of one, got Sequential",
     "norm": "module.q_norm: expected parameters (4,) of all heads",
     "extra": "module.gate.weight: expected a parameter of a projection",
     "mesh": "mesh: expected a DeviceMesh, got str",

@@ -6,7 +6,7 @@ tensors of this process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -25,6 +25,7 @@ from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForw
 from ._agreement import agree, fingerprint, group_of, require_equal
 from ._collectives import sum_of_gradients
 from ._finding import attention_parts
+from ._statistics import with_all_heads
 
 Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
 
@@ -42,8 +43,9 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
     Where W processes share fewer than W key/value heads, key and value projections are held whole by each of them,
     which computes the head that its queries use; their gradients are summed over the processes.
 
-    Parameters become `DTensor`s, with the values of the mesh's first process. Attention weights that are returned are
-    those of this process's heads, or their average.
+    Parameters become `DTensor`s, with the values of the mesh's first process. Attention weights that are returned, and
+    what `clearhead.record` and `monitor` give, are of all heads, by one more exchange: every process asks for the same.
+    `qk_clip_` takes the logits of all heads, and scales those of each process.
 
     Args:
         module: a `MultiHeadAttention`, or a layer or stack of `clearhead.transformer` made of them.
@@ -94,6 +96,7 @@ class _Heads:
         total: H of the module.
         first: of this process's heads.
         num_heads, num_kv_heads: of this process.
+        all_num_kv_heads: Hkv of the module.
     """
 
     mesh: DeviceMesh
@@ -101,6 +104,7 @@ class _Heads:
     first: int
     num_heads: int
     num_kv_heads: int
+    all_num_kv_heads: int
 
     def enter(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         # One DTensor for one tensor: gradients of the projections are added before they are summed over processes.
@@ -119,6 +123,21 @@ class _Heads:
         parts = mask.parts() if isinstance(mask, And) else (mask,)
         found = tuple(self._part(part) for part in parts)
         return found[0] if len(found) == 1 else And(found)
+
+    def all_weights(self, weights: Tensor) -> Tensor:
+        placement: Placement = Shard(1)
+        if weights.dim() == 3:
+            weights, placement = weights / self.mesh.size(), Partial()
+        split = DTensor.from_local(weights, self.mesh, [placement], run_check=False)
+        return split.redistribute(placements=[Replicate()]).to_local()
+
+    def agree(self, wanted: Hashable, problem: Exception | None) -> None:
+        facts = {"recorders": fingerprint(wanted)}
+        gathered = agree(_WHERE, self.mesh.get_group(), self.mesh.device_type, facts, problem)
+        require_equal(_WHERE, gathered, tuple(facts), "Record in every process alike.")
+
+    def all_heads(self, results: dict[str, Any]) -> dict[str, Any]:
+        return with_all_heads(results, self.mesh.get_group(), lambda name, tensor, rank: tensor)
 
     def _part(self, part: Mask) -> Mask:
         tensors = part.bias_tensors()
@@ -224,15 +243,16 @@ class _Plan:
                 self._add_parameter(f"{name}.mask", part, "weight", Shard(1))
 
         def share(mesh: DeviceMesh) -> None:
-            module.head_shard = _Heads(mesh, heads, first, local, local_kv)
+            module.head_shard = _Heads(mesh, heads, first, local, local_kv, kv_heads)
 
         self.changes.append(share)
 
     def _add_column(self, name: str, module: nn.Module, output: Callable[..., Tensor]) -> None:
-        self._add_linear(name, module, {"weight": Shard(0), "bias": Shard(0)}, Replicate(), output)
+        placements: dict[str, Placement] = {"weight": Shard(0), "bias": Shard(0), "lora_B": Shard(0)}
+        self._add_linear(name, module, placements, Replicate(), output)
 
     def _add_row(self, name: str, module: nn.Module) -> None:
-        self._add_linear(name, module, {"weight": Shard(1)}, Shard(-1), _summed_output)
+        self._add_linear(name, module, {"weight": Shard(1), "lora_A": Shard(1)}, Shard(-1), _summed_output)
 
     def _add_linear(
         self,
@@ -242,17 +262,19 @@ class _Plan:
         input: Placement,
         output: Callable[..., Tensor],
     ) -> None:
-        """A linear layer whose parameters are placed so, and replicated otherwise."""
-        if not isinstance(module, nn.Linear):
-            expected, fix = "a linear layer", "Split the module before its projections are replaced."
+        """A linear layer, or LoRA's around one, whose parameters are placed so, and replicated otherwise."""
+        if not _is_linear(module):
+            expected, fix = "a linear layer, or peft's LoRA layer of one", "Split the module before it is replaced."
             raise DTypeError(name, expected=expected, got=_kind(module), fix=fix)
-        for key, placement in placements.items():
-            parameter = getattr(module, key, None)
-            if parameter is not None and parameter.shape[cast(Shard, placement).dim] % self.world:
-                size = parameter.shape[cast(Shard, placement).dim]
+        placed: dict[str, Placement] = {}
+        for key, parameter in module.named_parameters():
+            placement = placements.get(key.removeprefix("base_layer.").split(".")[0], Replicate())
+            placed[key] = placement
+            size = parameter.shape[placement.dim] if isinstance(placement, Shard) else 0
+            if size % self.world:
                 expected, fix = f"a multiple of the mesh's W = {self.world} features", "Use a mesh of another size."
                 raise ArgumentError(name, expected=expected, got=str(size), fix=fix)
-        self._add_parameters(name, module, placements)
+        self._add_parameters(name, module, placed)
         self.changes.append(lambda mesh: _hook(module, partial(_placed, mesh, input), output))
 
     def _add_norm(self, name: str, module: nn.Module, input: Placement, placements: dict[str, Placement]) -> None:
@@ -360,6 +382,15 @@ def _summed_output(output: Any) -> Tensor:
 def _whole_output(output: Any) -> Tensor:
     """What leaves a part; no view, which `fully_shard` warns of where it is what a module returns."""
     return output.to_local().clone()
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether it computes W x + b, or W x + b + s B A x as peft's LoRA layers do (Hu et al., "LoRA", 2021)."""
+    base = getattr(module, "base_layer", None)
+    if base is None:
+        return isinstance(module, nn.Linear)
+    inside = {name for name, part in module.named_children() if list(part.parameters())}
+    return isinstance(base, nn.Linear) and inside <= {"base_layer", "lora_A", "lora_B"}
 
 
 def _kind(part: object) -> str:

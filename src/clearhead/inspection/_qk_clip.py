@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,8 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
 
     Args:
         module: a `MultiHeadAttention`, a `MultiHeadLatentAttention`, `clearhead.nn.MultiheadAttention` or
-            `torch.nn.MultiheadAttention`.
+            `torch.nn.MultiheadAttention`. After `clearhead.distributed.tensor_parallel`, or ``fully_shard``, every
+            process calls it with the logits of all heads, and scales what it holds of the parameters.
         max_logits: (H,), or (B, H), of which each head's largest counts: scale · q·k before soft-cap and bias, which
             the statistic ``raw_max_logit`` gives (``max_logit`` holds both). −∞ is for a head that saw nothing.
         threshold: the largest logit there may be, > 0. Default 100, as for Kimi K2.
@@ -158,10 +159,20 @@ def _linear(name: str, projection: nn.Module) -> list[Tensor]:
 def _own(module: nn.Module, name: str, prefix: str) -> Tensor:
     """A parameter that nothing computes from others, as parametrizations and pruning do."""
     parameter = dict(module.named_parameters(recurse=False)).get(name)
-    if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS:
+    plain = type(parameter) is nn.Parameter or _is_split(parameter)
+    if parameter is None or not plain or parameter.dtype not in FLOATS:
         got = "none of its own" if parameter is None else f"a {type(parameter).__name__} of {parameter.dtype}"
         raise _not_plain(f"{prefix}{name}", got)
     return parameter
+
+
+def _is_split(parameter: Tensor | None) -> bool:
+    """Whether processes hold parts of a parameter."""
+    if parameter is None or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return type(parameter) is DTensor
 
 
 def _require_apart(module: nn.Module, rows: list[_Rows]) -> None:
@@ -211,7 +222,17 @@ def _largest(max_logits: Tensor, heads: int) -> Tensor:
 
 def _scale(rows: _Rows, factors: Tensor) -> None:
     """Multiply each head's rows with its factor."""
-    heads = len(factors)
-    parts = rows.parameter[: heads * rows.per_head].unflatten(0, (heads, rows.per_head))[:, rows.scaled]  # (H, rows, …)
-    power = factors.pow(rows.power).to(parts)
-    parts.mul_(power.view(heads, *(1 for _ in parts.shape[1:])))
+    parameter, heads = rows.parameter, len(factors)
+    each = torch.ones(len(parameter), dtype=parameter.dtype, device=parameter.device)
+    power = factors.pow(rows.power).to(each)
+    each[: heads * rows.per_head].view(heads, rows.per_head)[:, rows.scaled] = power[:, None]  # (H, rows of a head)
+    column = each.view(-1, *(1 for _ in parameter.shape[1:]))
+    parameter.mul_(_whole_of(parameter, column) if _is_split(parameter) else column)
+
+
+def _whole_of(parameter: Any, factors: Tensor) -> Tensor:
+    """Factors that every process holds, for a parameter of which each holds a part."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    return DTensor.from_local(factors, mesh, [Replicate()] * mesh.ndim, run_check=False)

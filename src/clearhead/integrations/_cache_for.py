@@ -149,7 +149,8 @@ class FullCache(Cache):
                 fix="Make it with a larger max_length, or with none: cache_for(model). Or reset() it.",
             )
         layer: Any = self.layers[layer_idx]
-        _require_rows(0 if layer.keys is None else layer.keys.shape[0], key_states.shape[0])
+        keys = layer.keys
+        _require_rows(0 if keys is None else keys.shape[0], key_states.shape[0])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 

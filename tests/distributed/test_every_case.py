@@ -1,0 +1,131 @@
+"""Outputs and every gradient as on one process: every way to split, mask, part, dtype and length, pair by pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from clearhead import masks
+from clearhead.distributed import tensor_parallel
+from clearhead.distributed._layout import LAYOUTS
+from clearhead.masks._tensors import as_mask
+from tests.support.covering import covering, pairs
+
+from .building import EMBED, MASKS, attention, mask
+from .comparing import compare_in_parts
+from .meshes import grid
+from .processes import Processes, processes
+
+WORLDS = (1, 2, 4)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+#: What is done over the first dimension of the mesh, and whether heads of the module are split over the second.
+WAYS = {
+    "tensor": (None, True),
+    "heads": ("heads", False),
+    "gather": ("gather", False),
+    "ring": ("ring", False),
+    "tensor and sequence": ("auto", True),
+    "tensor and fully_shard": ("fully_shard", True),
+}
+PARTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "sinks": {"position": "rotary", "sinks": True},
+    "norms": {"q_norm": "norm", "k_norm": "layer norm", "mask": "alibi"},
+    "relative": {"mask": "relative", "softcap": 5.0},
+    "window": {"mask": "relative window", "bias": False, "scale": 0.3, "position": "rotary"},
+}
+LENGTHS = ("64", "67", "less than W")
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "world": WORLDS,
+    "way": tuple(WAYS),
+    "kv_heads": (8, 2, 1),
+    "name": tuple(MASKS),
+    "parts": tuple(PARTS),
+    "length": LENGTHS,
+    "rows_without_key": (False, True),
+    "dtype": DTYPES,
+    "layout": LAYOUTS,
+}
+CASES = covering(FACTORS, [*pairs(FACTORS), ("world", "way", "name")])
+
+
+def _rows(world: int, way: str, layout: str) -> int:
+    """The size of the mesh's first dimension."""
+    first, second = WAYS[way]
+    if first is None or not second:
+        return 1 if first is None else world
+    return 2 if world == 4 or (world == 2 and layout == "zigzag") else 1  # of two processes each dimension in turn
+
+
+def _mask(name: str, size: int, rows_without_key: bool) -> Any:
+    given = mask(name, 2, size)
+    if not rows_without_key:
+        return given
+    hides = masks.keep((torch.arange(size) % 5 != 3)[:, None].expand(size, size))
+    return hides if given is None else hides & as_mask(given)
+
+
+def _run(cases: list[dict[str, Any]]) -> None:
+    for case in cases:
+        world, way, layout, dtype = (case[name] for name in ("world", "way", "layout", "dtype"))
+        method, heads = WAYS[way]
+        mesh = grid(_rows(world, way, layout))
+        size = {"64": 64, "67": 67, "less than W": max(1, world - 1)}[case["length"]]
+
+        def prepare(module: Any, mesh: Any = mesh, heads: bool = heads, method: str | None = method) -> Any:
+            module = tensor_parallel(module, mesh["tp"]) if heads else module
+            return fully_shard(module, mesh=mesh["cp"]) if method == "fully_shard" else module
+
+        options: dict[str, Any] = {"prepare": prepare, "what": str(case)}
+        if method == "fully_shard":
+            options["averaged"] = mesh["cp"]
+        elif method is not None:
+            options |= {"method": method, "layout": layout}
+        torch.manual_seed(1)
+        x, whole = (
+            torch.randn(2, size, EMBED, dtype=dtype),
+            attention(case["kv_heads"], dtype=dtype, **PARTS[case["parts"]]),
+        )
+        over = None if method == "fully_shard" else mesh["cp"]
+        compare_in_parts(whole, over, x, mask=_mask(case["name"], size, case["rows_without_key"]), **options)
+
+
+@pytest.fixture(scope="module", name="groups")
+def _groups() -> Iterator[dict[int, Processes]]:
+    with ExitStack() as stack:
+        yield {world: stack.enter_context(processes(world)) for world in WORLDS}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_case_by_case(groups: dict[int, Processes], world: int, way: str) -> None:
+    groups[world].run(_run, [case for case in CASES if (case["world"], case["way"]) == (world, way)], seconds=60)
+
+
+#: The masks of which every combination with everything else is run.
+PRODUCT = FACTORS | {
+    "name": ("none", "causal", "window", "lengths", "documents", "bias", "alibi"),
+    "parts": ("none", "sinks"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_whole_product(groups: dict[int, Processes], world: int, way: str, dtype: torch.dtype) -> None:
+    chosen = PRODUCT | {"world": (world,), "way": (way,), "dtype": (dtype,)}
+    cases = [dict(zip(chosen, values, strict=True)) for values in product(*chosen.values())]
+    groups[world].run(_run, cases, seconds=600)
+
+
+def test_cases_cover_every_pair() -> None:
+    for one, other in pairs(FACTORS):
+        assert {(case[one], case[other]) for case in CASES} == set(product(FACTORS[one], FACTORS[other]))
+    assert 250 < len(CASES) < 400
