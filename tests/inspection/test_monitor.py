@@ -271,6 +271,15 @@ def test_a_model_without_attention_is_refused_at_its_first_step() -> None:
     model(torch.randn(2, 3))
 
 
+def test_a_model_that_is_compiled_in_place_is_refused(model: Stack) -> None:
+    model.compile(backend="eager")
+    with pytest.raises(
+        ArgumentError, match=r"^model: expected .* not compiled in place.*what torch\.compile\(model\) returns"
+    ):
+        clearhead.monitor(model, to=print)
+    assert hooks(model) == []
+
+
 # Where it goes
 
 

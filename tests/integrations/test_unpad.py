@@ -538,10 +538,20 @@ class AcrossTokens(nn.Module):
         return x + x.mean(1, keepdim=True)
 
 
-def test_layers_that_are_not_of_the_libraries_keep_padding(rows: Rows) -> None:
-    model = build("BertModel")
+def across_tokens(model: Any) -> Any:
     model.encoder.layer[0].output.dropout = AcrossTokens()
-    expected, changed = pair(model)
+    return model
+
+
+def quantised(model: Any) -> Any:
+    """With one scale for the activations of a whole batch."""
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("change", [across_tokens, quantised])
+def test_layers_that_mix_tokens_keep_padding(rows: Rows, change: Callable[[Any], Any]) -> None:
+    expected, changed = pair(change(build("BertModel")))
     given = inputs_of("right")
     real = given["attention_mask"].bool()
     assert relative_error(changed(**given)[0][real], expected(**given)[0][real]) <= 2e-5

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from .._checks import module, number, shown, size
-from .._environment import in_backward
+from .._environment import in_backward, is_compiled
 from .._statistics.arguments import require_names
 from ..errors import ArgumentError, AttentionHealthWarning, DTypeError, RecordError, in_words_of
 from ._record import record
@@ -80,7 +80,7 @@ class monitor:
         UnseenAttentionWarning: as `record`, at the first measured step.
 
     Raises:
-        DTypeError, ArgumentError: for arguments that mean nothing.
+        DTypeError, ArgumentError: for arguments that mean nothing, and for a model that was compiled in place.
         RecordError: from the first measured step, if no attention was seen; nothing is left on the model then.
 
     Example:
@@ -105,7 +105,7 @@ class monitor:
         entropy_threshold: float = 0.01,
         logit_threshold: float = 100.0,
     ) -> None:
-        self._model = module("model", model)
+        self._model = _uncompiled(module("model", model))
         self._every = size("every", every)
         self._statistics = _checked(statistics)
         self._give = receiver(to)
@@ -304,6 +304,18 @@ class _Growth(_Alarm):
             "may diverge (Dehghani et al., 2023). q_norm and k_norm or clearhead.qk_clip_ bound them; a lower learning "
             "rate slows them."
         )
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """Raise for a model whose hooks run inside a graph, where calls cannot be observed."""
+    if is_compiled(model):
+        raise ArgumentError(
+            "model",
+            expected="a model that is not compiled in place",
+            got="one after model.compile()",
+            fix="Train and monitor what torch.compile(model) returns.",
+        )
+    return model
 
 
 def _checked(statistics: Sequence[str]) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ class record(Drawable, Mapping[str, Calls]):
         layers: which attention modules to record: numbers in the order in which they first run, or names. Default all.
         heads: which heads the results hold. Default all.
         query_mask: bool or 0/1 (B, L), queries to count. Default: found in the root call's ``attention_mask`` or
-            ``src_key_padding_mask``, else all.
+            ``src_key_padding_mask``, by name or in a batch given as a dictionary, else all.
         keep: ``"queries_keys"`` also keeps query and key of every call, for `weights` and `rollout` later.
             Default ``"statistics"``.
         rows, top_k, map_size, map_pooling, sink_keys, offsets, per: as for `attention_statistics`.

@@ -44,6 +44,8 @@ _HEADS_OF_PADDING = ("ForQuestionAnswering",)
 
 #: Whose layers work token by token.
 _LIBRARIES = frozenset({"clearhead", "peft", "torch", "torchao", "transformers"})
+#: But for these: dynamic quantisation takes one scale from all activations, padding included.
+_OF_WHOLE_BATCHES = "torch.ao."
 
 #: Arguments with a number, or a vector, for each token.
 _OF_TOKENS = frozenset({"input_ids", "inputs_embeds", "position_ids", "task_type_ids", "token_type_ids"})
@@ -300,12 +302,17 @@ def _works_token_by_token(encoder: nn.Module) -> bool:
         inside = module.__dict__
         if inside["_forward_pre_hooks"] or inside["_backward_hooks"] or inside["_backward_pre_hooks"]:
             return False
-        if inside.get("chunk_size_feed_forward") or type(module).__module__.partition(".")[0] not in _LIBRARIES:
+        if inside.get("chunk_size_feed_forward") or not _is_of_single_tokens(type(module)):
             return False
         if "forward" in inside or any(not _is_of_the_library(hook) for hook in inside["_forward_hooks"].values()):
             return False
         waiting.extend(part for part in inside["_modules"].values() if part is not None)
     return True
+
+
+def _is_of_single_tokens(kind: type[nn.Module]) -> bool:
+    of = kind.__module__
+    return of.partition(".")[0] in _LIBRARIES and not of.startswith(_OF_WHOLE_BATCHES)
 
 
 def _is_of_the_library(hook: Any) -> bool:
