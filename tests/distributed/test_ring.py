@@ -57,7 +57,9 @@ def _errors(layout: Layout, causal: bool) -> dict[str, tuple[float, float]]:
     }
 
 
-@pytest.mark.parametrize(("layout", "causal"), [("contiguous", False), ("zigzag", True)])
+@pytest.mark.parametrize(
+    ("layout", "causal"), [pytest.param("contiguous", False, marks=pytest.mark.slow), ("zigzag", True)]
+)
 def test_sixteen_blocks_in_bfloat16_are_as_exact_as_one_kernel(layout: Layout, causal: bool) -> None:
     with processes(BLOCKS) as many:
         for errors in many.run(_errors, layout, causal):
