@@ -14,8 +14,8 @@ import clearhead
 from benchmarks.comparing import OURS, Case, Contest, TimedCase, enter
 from benchmarks.module import twins
 from benchmarks.peers.work import Outputs, Unsupported, Way
-from clearhead._layer.plan import KERNELS
 from clearhead.errors import KernelError
+from clearhead.kernels._choice import KERNELS
 
 __all__ = ["all_cases"]
 

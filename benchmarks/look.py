@@ -78,7 +78,7 @@ def look(file: Path | None, options: list[str], threads: int) -> tuple[float, fl
     """Seconds, megabytes of memory at the peak, and megabytes of the page of one run, on a file or one sentence."""
     with tempfile.TemporaryDirectory() as folder:
         text = [SENTENCE] if file is None else ["--file", str(file)]
-        program = [sys.executable, "-c", "from clearhead.cli import main; main()", "look"]
+        program = [sys.executable, "-m", "clearhead_command", "look"]
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         started = time.perf_counter()
         command = [*program, *text, *options, "--out", folder]

@@ -24,7 +24,8 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 TESTS = [
     "tests/native",
     "tests/masks/test_coverage.py",
-    *(f"tests/kernels/test_native{part}.py" for part in ("", "_blocks", "_bias", "_few_rows")),
+    "tests/kernels/test_against_oracle.py",
+    *(f"tests/kernels/test_native_{part}.py" for part in ("blocks", "bias", "few_rows")),
     "tests/inspection/test_statistics_native.py",
 ]
 SKIPPED = "forked or threads"  # the sanitizers do not follow a fork, and cannot see OpenMP's own synchronisation

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.testing._internal.common_utils  # it loads a profile of its own: ours is loaded after it
 from hypothesis import HealthCheck, settings
 
 if os.environ.get("CLEARHEAD_TEST_ISA") == "none":

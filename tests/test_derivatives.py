@@ -47,7 +47,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "per head": {"need_weights": True, "average_attn_weights": False},
 }
 weights = pytest.mark.parametrize("weights", WEIGHTS)
-every_module = in_turn({"name": MODULES}, {"weights": WEIGHTS}, always=1)
+every_module = in_turn({"name": MODULES}, {"weights": WEIGHTS})
 
 
 def function_of(module: nn.Module, arguments: dict[str, Any]) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ The masks' own refusals are in `tests/masks/test_refusals.py`.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,9 +23,9 @@ from clearhead.errors import (
     ShapeError,
     explain_problem,
 )
+from tests.support.refusals import Call, Refusal, require_fix, require_text, require_words
 
 Q, K, X = torch.zeros(2, 6, 5, 8), torch.zeros(2, 3, 7, 8), torch.zeros(2, 5, 12)
-Call = Callable[[], Any]
 
 
 def ints(*shape: int) -> Tensor:
@@ -51,7 +50,6 @@ def module(*inputs: Any, **options: Any) -> Call:
 
 ALL = "query, key, value"
 
-#: What was done, the error, the argument it names, a part of what was expected, what came and how the advice begins.
 REFUSED = [
     ("integer query", lambda: attention(Q.long(), K, K), DTypeError, "query", "float32", "torch.int64. Convert it"),
     ("bool query", lambda: attention(Q.bool(), K, K), DTypeError, "query", "float32", "torch.bool. Convert it"),
@@ -188,20 +186,10 @@ REFUSED = [
     ),
 ]
 
-Refusal = tuple[str, Call, type[ClearheadError], str, str, str]
-
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
 def test_it_is_refused_in_words(case: Refusal) -> None:
-    _, call, kind, argument, expected, got = case
-    with pytest.raises(ClearheadError) as caught:
-        call()
-    text = str(caught.value)
-    assert type(caught.value) is kind
-    assert text.startswith(f"{argument}: expected ")
-    assert expected in text.partition(", got ")[0]
-    assert f", got {got}" in text
-    assert "\n" not in text
+    require_words(case)
 
 
 UNADVISED = ["key device", "sinks elsewhere", "positions elsewhere", "batch", "value length", "value heads", "head_dim"]
@@ -210,8 +198,7 @@ UNADVISED += ["sinks per key head", "positions", "num_kv_heads", "scale as a ten
 
 @pytest.mark.parametrize("case", [case for case in REFUSED if case[0] in UNADVISED], ids=lambda case: case[0])
 def test_a_mismatch_comes_with_the_likely_fix(case: Refusal) -> None:
-    with pytest.raises(case[2], match=r", got .+\. [A-Z].+\.$"):
-        case[1]()
+    require_fix(case)
 
 
 @pytest.mark.parametrize(
@@ -248,9 +235,7 @@ def test_a_mismatch_comes_with_the_likely_fix(case: Refusal) -> None:
     ids=["dropout", "dtype", "heads", "embed_dim", "features", "value"],
 )
 def test_the_whole_text(call: Call, text: str) -> None:
-    with pytest.raises(ClearheadError) as caught:
-        call()
-    assert str(caught.value) == text
+    require_text(call, text)
 
 
 ESCAPED = [

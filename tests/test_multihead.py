@@ -142,37 +142,6 @@ def test_a_plain_tensor_comes_back_unless_weights_are_asked_for() -> None:
     torch.testing.assert_close(averaged.sum(-1), torch.ones(B, L))
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-@pytest.mark.parametrize("need_weights", [True, False], ids=["weights", "no weights"])
-def test_an_item_whose_keys_are_all_hidden_gives_the_output_bias(training: bool, need_weights: bool) -> None:
-    marks = torch.tensor([[0, 1], [0, 0], [1, 0]])
-    module = MultiHeadAttention(E, H).train(training)
-    nn.init.normal_(module.out_proj.bias)
-    x = torch.randn(3, 2, E, requires_grad=True)
-    result = module(x, mask=masks.keep(keys=marks), need_weights=need_weights)
-    output, weights = result if need_weights else (result, None)
-    assert torch.equal(output[1], module.out_proj.bias.expand(2, E))
-    if weights is not None:
-        assert torch.equal(weights, marks[:, None].expand(3, 2, 2).float())
-    output.sum().backward()
-    gradients = [x.grad, *(parameter.grad for parameter in module.parameters())]
-    assert all(gradient.isfinite().all() for gradient in gradients)
-    assert not x.grad[1].any()
-
-
-def test_dropout_is_drawn_in_training_only_and_never_shows_in_the_weights() -> None:
-    module = MultiHeadAttention(E, H, dropout=0.5)
-    x = torch.randn(B, 16, E)
-    module.eval()
-    output, weights = module(x, need_weights=True)
-    assert torch.equal(module(x), output)
-    module.train()
-    dropped, reported = module(x, need_weights=True)
-    assert not torch.allclose(dropped, output)
-    assert not torch.allclose(module(x), dropped)
-    assert torch.equal(reported, weights)
-
-
 def test_without_a_batch() -> None:
     module = MultiHeadAttention(E, H)
     query, memory = torch.randn(L, E), torch.randn(S, E)
@@ -216,47 +185,6 @@ def test_the_names_in_a_checkpoint() -> None:
     assert list(MultiHeadAttention(E, H).state_dict()) == names
 
 
-class LowRank(nn.Module):
-    """What adapter libraries put in a Linear's place: no `weight`, no `in_features` of its own."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Parameter(torch.randn(2, base.in_features))
-        self.up = nn.Parameter(torch.randn(base.out_features, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + x @ self.down.T @ self.up.T
-
-
-@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
-def test_a_projection_that_was_replaced_is_called(name: str) -> None:
-    module, x = MultiHeadAttention(E, H), torch.randn(B, L, E)
-    merged = copy.deepcopy(module)
-    adapted = LowRank(module.get_submodule(name))
-    setattr(module, name, adapted)
-    with torch.no_grad():
-        merged.get_submodule(name).weight += adapted.up @ adapted.down
-    torch.testing.assert_close(module(x), merged(x))
-    module(x).sum().backward()
-    assert adapted.up.grad is not None
-
-
-@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "out_proj"])
-def test_hooks_on_projections_run_and_may_change_the_result(name: str) -> None:
-    module, x = MultiHeadAttention(E, H), torch.randn(B, L, E)
-    before = module(x)
-    shapes: list[torch.Size] = []
-
-    def zero(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        shapes.append(inputs[0].shape)
-        return torch.zeros_like(output)
-
-    module.get_submodule(name).register_forward_hook(zero)
-    assert not torch.allclose(module(x), before)
-    assert shapes == [(B, L, E)]
-
-
 def test_it_is_its_parts_put_together() -> None:
     module, x = MultiHeadAttention(E, H, scale=0.3), torch.randn(B, L, E)
     q, k, v = (split_heads(p(x), H) for p in (module.q_proj, module.k_proj, module.v_proj))
@@ -285,13 +213,6 @@ def test_parameters_are_made_where_and_as_asked() -> None:
     assert output.dtype == torch.bfloat16
     assert weights.dtype == torch.float32
     assert MultiHeadAttention(E, H).double()(torch.randn(B, L, E).double()).dtype == torch.float64
-
-
-def test_other_parameters_can_be_called_in() -> None:
-    module, other, x = MultiHeadAttention(E, H), MultiHeadAttention(E, H), torch.randn(B, L, E)
-    got = torch.func.functional_call(module, dict(other.named_parameters()), (x,), {"mask": masks.causal()})
-    assert torch.equal(got, other(x, mask=masks.causal()))
-    assert not torch.allclose(got, module(x, mask=masks.causal()))
 
 
 def test_it_prints_its_sizes() -> None:

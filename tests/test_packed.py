@@ -15,7 +15,7 @@ from clearhead import attention_varlen, masks
 from clearhead.errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError
 from clearhead.masks import Mask
 
-H, KV, D, DV = 6, 3, 5, 7
+from .test_rows import DV, KV, D, H, ends, one_by_one
 
 RULES: dict[str, Mask | None] = {
     "none": None,
@@ -31,22 +31,6 @@ def tokens(count: int, heads: int, dim: int) -> Tensor:
     return torch.randn(count, heads, dim, dtype=torch.float64, requires_grad=True)
 
 
-def ends(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0)
-
-
-def one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, queries: list[int], keys: list[int], mask: Any, **more: Any
-) -> Any:
-    """The reference kernel on every document."""
-    found = []
-    with clearhead.use_kernel("reference"):
-        for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
-            output, lse = clearhead.attention(*(x.transpose(0, 1) for x in (q, k, v)), mask, return_lse=True, **more)
-            found.append((output.transpose(0, 1), lse.transpose(0, 1)))
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
-
-
 @pytest.mark.parametrize("rule", RULES)
 @given(sizes=st.lists(st.tuples(*[st.sampled_from([0, 1, 2, 3, 11, 17])] * 2), min_size=1, max_size=6))
 def test_documents_of_any_lengths(rule: str, sizes: list[tuple[int, int]]) -> None:
@@ -55,7 +39,7 @@ def test_documents_of_any_lengths(rule: str, sizes: list[tuple[int, int]]) -> No
     query, key, value = tokens(sum(queries), H, D), tokens(sum(keys), KV, D), tokens(sum(keys), KV, DV)
     mask, more = RULES[rule], {"softcap": 3.0, "sinks": torch.linspace(-1, 1, H).double()}
     found = attention_varlen(query, key, value, ends(queries), ends(keys), mask, return_lse=True, **more)
-    expected = one_by_one(query, key, value, queries, keys, mask, **more)
+    expected = one_by_one((query, key, value), queries, keys, lambda *_: mask, **more)
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
     towards = torch.randn_like(found[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -50,12 +50,18 @@ def forced(kernel: str) -> Any:
     return nullcontext() if name is None else clearhead.use_kernel(name)
 
 
-def one_by_one(given: list[Tensor], mask_of: Callable[[slice, slice], Any], **more: Any) -> tuple[Tensor, Tensor]:
-    """Every document alone, by the reference kernel in float64."""
+def one_by_one(
+    given: Sequence[Tensor],
+    queries: list[int],
+    keys: list[int],
+    mask_of: Callable[[slice, slice], Any],
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """Every document of these lengths alone, by the reference kernel."""
     found: list[tuple[Tensor, Tensor]] = []
-    query_ends, key_ends = ends(QUERIES).tolist(), ends(KEYS).tolist()
+    query_ends, key_ends = ends(queries).tolist(), ends(keys).tolist()
     with clearhead.use_kernel("reference"):
-        for document in range(len(QUERIES)):
+        for document in range(len(queries)):
             rows = slice(query_ends[document], query_ends[document + 1])
             columns = slice(key_ends[document], key_ends[document + 1])
             q, k, v = (x[part].transpose(0, 1) for x, part in zip(given, (rows, columns, columns), strict=True))
@@ -130,7 +136,7 @@ def test_against_a_loop_over_documents(kernel: str, mask: str, more: dict[str, A
         return (found, torch.zeros(T, H)) if isinstance(found, Tensor) else found
 
     def alone(given: list[Tensor], bias: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
-        output, lse = one_by_one(given, lambda rows, columns: of_document(bias, rows, columns), **more)
+        output, lse = one_by_one(given, QUERIES, KEYS, lambda rows, columns: of_document(bias, rows, columns), **more)
         return output, torch.zeros(T, H) if fused else lse
 
     try:

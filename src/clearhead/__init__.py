@@ -10,7 +10,6 @@ from ._attention import attention, explain
 from ._call.heads import merge_heads, split_heads
 from ._latent import MultiHeadLatentAttention
 from ._layer.linear import use_linear
-from ._layer.plan import Explanation, use_kernel
 from ._multihead import MultiHeadAttention
 from ._statistics.compute import attention_statistics
 from ._statistics.definitions import TopK
@@ -26,6 +25,7 @@ from .inspection._record import record
 from .inspection._walkthrough import walkthrough
 from .inspection._walkthrough_result import Walkthrough
 from .integrations._upgrade import UpgradeReport, downgrade, upgrade
+from .kernels._choice import Explanation, use_kernel
 
 if TYPE_CHECKING:
     from . import plot

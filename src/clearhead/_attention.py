@@ -9,7 +9,8 @@ from torch import Tensor
 from ._call.spec import validate_call
 from ._environment import cast_for_autocast, read_environment
 from ._layer.linear import describe_backend
-from ._layer.plan import Explanation, attend_arguments, explain_call
+from ._layer.plan import attend_arguments
+from .kernels._choice import Explanation, explain_call
 from .masks._base import Mask
 
 

@@ -56,8 +56,8 @@ class _State(threading.local):
 
 
 state = _State()
-kernels: Forced[Any] = Forced()  # `use_kernel`
-linears: Forced[str] = Forced()  # `use_linear`
+forced_kernels: Forced[Any] = Forced()  # by `use_kernel`
+forced_linears: Forced[str] = Forced()  # by `use_linear`
 
 
 class Environment(NamedTuple):
@@ -121,7 +121,7 @@ def read_environment() -> Environment:
     """The environment of the call that runs now."""
     if is_tracing():  # what a graph holds must not depend on what else surrounds its first call
         grad = torch.is_grad_enabled()
-        return Environment(True, False, False, False, False, grad, False, kernels.value)
+        return Environment(True, False, False, False, False, grad, False, forced_kernels.value)
     return Environment(
         False,
         is_transformed(),
@@ -130,7 +130,7 @@ def read_environment() -> Environment:
         _global_hooks(),
         torch.is_grad_enabled(),
         bool(state.observers) and not state.computing and bool(listening()),
-        kernels.value,
+        forced_kernels.value,
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._call.caching import Cache, Positions
-from ._call.spec import WeightsWanted
+from ._call.spec import weights_wanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
 from ._environment import Environment, cast_for_autocast, read_environment
 from ._latent_forms import UpWeights, absorbed, absorbing_is_less, expanded, up_weights
@@ -245,7 +245,7 @@ class MultiHeadLatentAttention(nn.Module):
         average_attn_weights = flag("average_attn_weights", average_attn_weights)
         environment = read_environment()
         require_cache(cache, self.position)
-        wanted: WeightsWanted = ("average" if average_attn_weights else "heads") if need_weights else None
+        wanted = weights_wanted(need_weights, average_attn_weights)
         with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
             self._require_input("query", query)
             source = None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ._call.caching import Cache, Positions
 from ._call.dropout import DropoutOrigin
 from ._call.sharding import HeadShard, SequenceShard
-from ._call.spec import WeightsWanted
+from ._call.spec import weights_wanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
 from ._environment import Environment, read_environment
 from ._layer.jagged import is_jagged, read_jagged, refuse_jagged
@@ -262,11 +262,11 @@ class MultiHeadAttention(nn.Module):
         if is_jagged(query, key, value):
             refuse_jagged(positions=positions, cache=cache, need_weights=need_weights)
             return self._run_jagged(query, *complete(query, key, value), mask, environment)
-        if positions is None and cache is None:
+        if positions is None and cache is None:  # no cache to restore if the call is refused
             key, value = complete(query, key, value)
             require_inputs(self, query, key, value)
             output, weights = self.layer(query, environment).run(
-                query, key, value, mask, environment, weights=_wanted(need_weights, average_attn_weights)
+                query, key, value, mask, environment, weights=weights_wanted(need_weights, average_attn_weights)
             )
             return output if weights is None else (output, weights)
         require_cache(cache, self.position)
@@ -275,7 +275,7 @@ class MultiHeadAttention(nn.Module):
             if cache is None or cache.get() is None:
                 key, value = complete(query, key, value)
                 require_inputs(self, query, key, value)
-            wanted = _wanted(need_weights, average_attn_weights)
+            wanted = weights_wanted(need_weights, average_attn_weights)
             output, weights = self.layer(query, environment).run(
                 query, key, value, mask, environment, positions=positions, cache=cache, weights=wanted
             )
@@ -291,7 +291,8 @@ class MultiHeadAttention(nn.Module):
         inner, kv_inner = heads * self.head_dim, kv_heads * self.head_dim
         dropout_p = self.dropout if self.training else 0.0
         origin = DropoutOrigin(self.num_heads, shard.first) if shard is not None and dropout_p else None
-        # As documents weights are dropped by another count, which parts of a module do not follow.
+        # Within the documents of an unpadded batch dropout counts anew, which an origin among the heads of the whole
+        # module does not describe: other processes would drop other weights. Padding then stays in.
         costs = Costs((query.shape[-1] + self.embed_dim) * inner, 2 * self.embed_dim * kv_inner, 2 * inner)
         modules: dict[str, Any] = self._modules  # attributes of modules are looked up slowly
 
@@ -322,6 +323,7 @@ class MultiHeadAttention(nn.Module):
             mask,
             costs if origin is None else None,
             origin=origin,
+            all_heads=None if shard is None else shard.all_weights,
         )
 
     def _run_jagged(
@@ -349,7 +351,3 @@ class MultiHeadAttention(nn.Module):
         dropout = f", dropout={self.dropout}" if self.dropout else ""
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}{kv}, head_dim={self.head_dim}"
         return f"{sizes}{softcap}{sinks}{mask}{dropout}"
-
-
-def _wanted(need_weights: bool, average: bool) -> WeightsWanted:
-    return ("average" if average else "heads") if need_weights else None

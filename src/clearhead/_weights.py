@@ -70,12 +70,10 @@ def attention_weights(
             None,
             mask,
             scale=scale,
-            dropout_p=0.0,
             softcap=softcap,
             sinks=sinks,
             query_positions=query_positions,
             key_positions=key_positions,
-            return_lse=False,
         )
         weights = compute_weights(call, row_numbers(queries, call.grid.query_length), average_attn_weights)
     return weights.squeeze(0) if query.dim() == 3 else weights

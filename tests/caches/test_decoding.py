@@ -37,30 +37,6 @@ def test_a_mask_of_the_layer_and_of_the_call(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", CACHES)
-def test_beams_are_reordered(kind: str) -> None:
-    """Each row follows its own history through three reorderings."""
-    attend, cache = module(), CACHES[kind](B, torch.float64)
-    history = torch.randn(B, 6, EMBED, dtype=torch.float64)
-    fed(attend, history, cache, [6])
-    for order in ([2, 0, 0], [1, 1, 2], [0, 2, 1]):
-        cache.reorder(torch.tensor(order))
-        more = torch.randn(B, 2, EMBED, dtype=torch.float64)
-        found = fed(attend, more, cache, [1, 1])
-        history = torch.cat((history[order], more), 1)
-        close(found, whole(attend, history, kind)[:, -2:])
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_reordering_can_change_the_number_of_rows(kind: str) -> None:
-    attend, cache = module(), CACHES[kind](1, torch.float64)
-    x = torch.randn(1, 7, EMBED, dtype=torch.float64)
-    fed(attend, x, cache, [7])
-    cache.reorder(torch.zeros(4, dtype=torch.int64))
-    more = torch.randn(4, 1, EMBED, dtype=torch.float64)
-    close(fed(attend, more, cache, [1]), whole(attend, torch.cat((x.expand(4, -1, -1), more), 1), kind)[:, -1:])
-
-
-@pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("before", [3, 9], ids=["short", "beyond the window"])
 def test_rejected_tokens_are_cropped(kind: str, before: int) -> None:
     attend, cache = module(), CACHES[kind](B, torch.float64)
@@ -71,21 +47,6 @@ def test_rejected_tokens_are_cropped(kind: str, before: int) -> None:
         cache.crop(before)
     assert cache.length == before
     close(fed(attend, x[:, before:], cache, [1, 4, 1]), whole(attend, x, kind)[:, before:])
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_rows_are_cropped_to_different_lengths(kind: str) -> None:
-    """Speculative decoding in a batch: each row accepts another number of tokens."""
-    attend, cache = module(), CACHES[kind](B, torch.float64)
-    x = torch.randn(B, 9, EMBED, dtype=torch.float64)
-    kept = [9, 6, 8]
-    fed(attend, x, cache, [5, 4])
-    cache.crop(torch.tensor(kept))
-    more = torch.randn(B, 5, EMBED, dtype=torch.float64)
-    found = fed(attend, more, cache, [1, 1, 2, 1])
-    for row, n in enumerate(kept):
-        alone = torch.cat((x[[row], :n], more[[row]]), 1)
-        close(found[[row]], whole(attend, alone, kind)[:, n:])
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
@@ -111,17 +72,6 @@ def test_padded_prompts(kind: str, side: str) -> None:
         close(prefill[[row]][:, positions[row] >= 0], alone[:, : len(prompt)])
         close(found[[row]], alone[:, len(prompt) :])
     assert prefill[positions < 0].isfinite().all()
-
-
-def test_right_padding_can_be_cropped_away() -> None:
-    attend, cache = module(), CACHES["kv"](B, torch.float64)
-    x, lengths = torch.randn(B, 7, EMBED, dtype=torch.float64), torch.tensor([7, 2, 5])
-    fed(attend, x, cache, [7])
-    cache.crop(lengths)
-    more = torch.randn(B, 3, EMBED, dtype=torch.float64)
-    found = fed(attend, more, cache, [1, 2])
-    for row, n in enumerate(lengths.tolist()):
-        close(found[[row]], whole(attend, torch.cat((x[[row], :n], more[[row]]), 1), "kv")[:, n:])
 
 
 @pytest.mark.parametrize("kind", CACHES)

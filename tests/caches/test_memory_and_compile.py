@@ -66,6 +66,7 @@ def test_a_compiled_step_recompiles_once_at_most() -> None:
     assert counts[-1] == counts[1]
 
 
+@pytest.mark.slow
 def test_the_compiler_makes_code_of_a_step() -> None:
     """The same through Inductor, with what it generates for this processor."""
     torch._dynamo.reset()

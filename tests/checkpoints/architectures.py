@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,6 +52,42 @@ _YARN = {
     "beta_slow": 1.0,
     "truncate": False,
     "original_max_position_embeddings": 16,
+}
+_LATENT: dict[str, Any] = {
+    **_TEXT,
+    "hidden_size": 35,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 2,  # no experts
+    "intermediate_size": 29,
+    "kv_lora_rank": 13,
+    "qk_nope_head_dim": 7,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 11,
+    "max_position_embeddings": 64,
+}
+_DEEPSEEK_YARN = {name: value for name, value in _YARN.items() if name != "truncate"}
+#: What differs between models: DeepSeek-V3 has a latent for queries and YaRN with both mscales.
+DEEPSEEK: dict[str, dict[str, Any]] = {
+    "plain queries": {"q_lora_rank": None},
+    "low-rank queries": {"q_lora_rank": 17},
+    "halves": {"q_lora_rank": 17, "rope_interleave": False},
+    "halves, plain queries": {"q_lora_rank": None, "rope_interleave": False},
+    "biases": {"q_lora_rank": 17, "attention_bias": True, "attention_dropout": 0.1},
+    "yarn": {"q_lora_rank": 17, "rope_parameters": _DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    "yarn, two mscales": {
+        "q_lora_rank": None,
+        "rope_parameters": _DEEPSEEK_YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    },
+    "yarn, halves": {"q_lora_rank": 17, "rope_interleave": False, "rope_parameters": _DEEPSEEK_YARN},
+    # Their rotary part turns complex numbers, which takes even sizes around it.
+    "v2": {
+        "q_lora_rank": 17,
+        "kv_lora_rank": 14,
+        "qk_nope_head_dim": 8,
+        "rope_parameters": _DEEPSEEK_YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    },
 }
 
 
@@ -222,25 +259,11 @@ def _bloom() -> nn.Module:
     return _model(transformers.BloomModel, transformers.BloomConfig(**_TEXT, hidden_size=35, n_head=5, n_layer=2))
 
 
-def _deepseek_v3() -> nn.Module:
-    config = transformers.DeepseekV3Config(
-        **_TEXT,
-        hidden_size=42,
-        num_attention_heads=5,
-        num_key_value_heads=5,
-        q_lora_rank=11,
-        kv_lora_rank=13,
-        qk_nope_head_dim=7,
-        qk_rope_head_dim=6,
-        v_head_dim=9,
-        intermediate_size=29,
-        num_hidden_layers=2,
-        first_k_dense_replace=2,
-        max_position_embeddings=64,
-        attention_bias=True,
-        rope_parameters=_YARN | {"mscale": 1.0, "mscale_all_dim": 0.7},
-    )
-    return _model(transformers.DeepseekV3Model, config)
+def deepseek(name: str) -> nn.Module:
+    """A model with the settings that `DEEPSEEK` has under this name."""
+    version = "V2" if name == "v2" else "V3"
+    config = getattr(transformers, f"Deepseek{version}Config")(**(_LATENT | DEEPSEEK[name]))
+    return _model(getattr(transformers, f"Deepseek{version}Model"), config)
 
 
 def _gpt2() -> nn.Module:
@@ -287,7 +310,7 @@ CASES = {
     "gpt_neox": Case(_gpt_neox, "layers.{layer}.attention", "layers.{layer}.attention"),
     # BLOOM's attention also adds the layer's input.
     "bloom": Case(_bloom, "h.{layer}.self_attention", "h.{layer}.self_attention.dense", takes_positions=False),
-    "deepseek_v3": Case(_deepseek_v3, _SELF, _SELF),
+    **{f"deepseek, {name}": Case(functools.partial(deepseek, name), _SELF, _SELF) for name in DEEPSEEK},
     "gpt2": Case(_gpt2, "h.{layer}.attn", "h.{layer}.attn"),
     # BERT's block adds its input and normalises: `output.dense` is where attention ends.
     "bert": Case(

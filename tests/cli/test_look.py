@@ -200,7 +200,7 @@ def test_without_a_command_there_is_help() -> None:
 def test_as_a_process_in_a_terminal_without_unicode() -> None:
     """The way people start it; a pipe that only takes ASCII gets "?" instead of a traceback."""
     result = subprocess.run(
-        [sys.executable, "-c", "from clearhead.cli import main; main()", "look", SENTENCE, "--out", "here"],
+        [sys.executable, "-m", "clearhead_command", "look", SENTENCE, "--out", "here"],
         capture_output=True,
         env=os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"},
         check=False,

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.progress import Progress
 
 from clearhead.cli import _demo as demo
+from clearhead.cli._progress import DRAWING, Work, _TimeLeft
 from clearhead.cli._seeing import parts_of, see
 from clearhead.cli._windows import cut_into_windows
 
@@ -99,7 +101,7 @@ def test_a_bar_counts_equal_parts_and_the_time_that_is_left() -> None:
     import pty
 
     leader, follower = pty.openpty()
-    command = [sys.executable, "-c", "from clearhead.cli import main; main()", "look", "a b c " * 900, "--no-png"]
+    command = [sys.executable, "-m", "clearhead_command", "look", "a b c " * 900, "--no-png"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=follower, env=environment)
     os.close(follower)
@@ -127,3 +129,14 @@ def test_parts_are_counted_before_and_advance_as_often() -> None:
         done: list[None] = []
         see(loaded, windows, next_part=lambda done=done: done.append(None))
         assert len(done) == parts_of(loaded, windows) == 7 * batches
+
+
+def test_the_time_left_is_that_of_drawing_and_writing_too() -> None:
+    now = 0.0
+    progress = Progress(get_time=lambda: now)
+    work = Work(progress, loaded=lambda: None)
+    work.loading = 10.0
+    advance = work.step("running it", 5)
+    for now in (3.0, 6.0):  # noqa: B007
+        advance()
+    assert _TimeLeft().render(progress.tasks[0]).plain == f"0:00:{3 * 3 + round(10 * DRAWING):02}"

@@ -209,8 +209,8 @@ def _refused_everywhere() -> None:
     with pytest.raises(ClearheadError, match=r"positions: expected positions of the whole sequence, \(8,\)"):
         module(x, positions=torch.arange(4))
     with (
-        pytest.raises(ClearheadError, match="a recorder or an intervention sees parts of calls only"),
-        clearhead.record(module),
+        pytest.raises(ClearheadError, match="interventions: expected attention that one process computes"),
+        clearhead.intervene(module, {("", 0): 0.0}),
     ):
         module(x)
     dropping = context_parallel(attention(4, dropout=0.1), mesh)

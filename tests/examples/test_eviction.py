@@ -30,7 +30,7 @@ def test_passages_are_held_out_and_spread() -> None:
 
 
 def test_a_full_cache_loses_nothing_and_a_small_one_does(model: CharacterModel) -> None:
-    text = torch.randint(19, (ROWS, LENGTH + 1))
+    text = torch.randint(19, (ROWS, 2 * BUDGET))
     found = eviction.compare(model, text, BUDGET, seeds=2)
     assert list(found) == ["full cache", *eviction.POLICIES, "by lot, seed 0", "by lot, seed 1"]
     assert found["full cache"].error < 1e-5

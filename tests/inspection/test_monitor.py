@@ -199,6 +199,44 @@ def test_a_model_of_transformers(implementation: str, kept: Kept) -> None:
             assert kept.steps[0][f"attention/{name}/{statistic}"] == pytest.approx(expected, abs=1e-6)
 
 
+class OfFeatures(nn.Module):
+    """Takes a batch as one dictionary, as sentence-transformers does, or as what wraps a model (DDP) hands it on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *features: Any) -> Any:
+        return self.model(**features[0])
+
+
+def test_padding_is_found_in_a_batch_of_features(kept: Kept) -> None:
+    model = small("llama").train()
+    model.set_attn_implementation("sdpa")
+    inputs, ways = {"input_ids": token_ids(7), "attention_mask": padding("right", 7)}, (Kept(), Kept())
+    taking = OfFeatures(model)
+    with clearhead.monitor(model, to=kept), clearhead.monitor(taking, to=ways[0]):
+        taking(inputs)
+    taking.forward = lambda features: model(**features)
+    with clearhead.monitor(taking, to=ways[1]):
+        taking(inputs)
+    for way in ways:
+        assert {name.replace("/model.", "/", 1): value for name, value in way.steps[0].items()} == kept.steps[0]
+
+
+def test_padding_of_two_batches_is_not_mixed_up() -> None:
+    model = small("llama")
+    model.set_attn_implementation("sdpa")
+    both = OfFeatures(model)
+    both.forward = lambda first, second: (model(**first), model(**second))
+    inputs = [{"input_ids": token_ids(7), "attention_mask": padding(side, 7)} for side in ("right", "left")]
+    with clearhead.record(both, ("entropy",)) as recorded:
+        both(*inputs)
+    for calls in recorded.values():
+        assert len(calls) == 2
+        assert all(bool(call.counted.all()) for call in calls)
+
+
 def test_a_model_that_is_not_reached_by_any_query_is_left_out(kept: Kept) -> None:
     class Hidden(nn.Module):
         def __init__(self) -> None:

@@ -180,6 +180,21 @@ def test_norms_after_projections_are_refused() -> None:
             clearhead.qk_clip_(module, torch.full((H,), 200.0))
 
 
+@pytest.mark.parametrize("shared", ["k_proj", "k_proj.weight"])
+def test_projections_that_queries_and_keys_share_are_refused(shared: str) -> None:
+    module, _ = multi_head()
+    if shared == "k_proj":
+        module.k_proj = module.q_proj
+    else:
+        module.k_proj.weight = module.q_proj.weight
+    old = copy.deepcopy(module.state_dict())
+    with pytest.raises(
+        ArgumentError, match=r"^module\.q_proj\.weight: expected .* one projection.* k_proj\.weight as well"
+    ):
+        clearhead.qk_clip_(module, torch.full((H,), 200.0))
+    assert all(torch.equal(old[name], value) for name, value in module.state_dict().items())
+
+
 @pytest.mark.parametrize(
     ("logits", "threshold", "kind", "message"),
     [

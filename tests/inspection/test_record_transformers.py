@@ -16,24 +16,12 @@ import clearhead
 import clearhead.integrations.transformers
 from clearhead.cli._demo import default_model_path
 from clearhead.errors import RecordError
-from tests.support.statistics_oracle import Oracle, compare
+from tests.support.statistics_oracle import EVERY, Oracle, compare
 
 from .small_models import VOCABULARY, enlivened, padding, small, small_bart, token_ids
 
-STATISTICS = (
-    "entropy",
-    "received",
-    "max_logit",
-    "raw_max_logit",
-    "confidence",
-    "top_k",
-    "sink",
-    "distance",
-    "offset",
-    "map",
-)
 OPTIONS: dict[str, Any] = {
-    "statistics": (*STATISTICS, "head_average", "output_norm"),
+    "statistics": EVERY,
     "top_k": 8,
     "map_size": 5,
     "sink_keys": 2,

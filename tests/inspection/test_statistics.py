@@ -151,12 +151,6 @@ def test_top_k_of_equal_weights_names_different_keys() -> None:
     compare(found, Oracle(query, key, torch.ones(1, 2, 3, 1000, dtype=torch.bool)))
 
 
-def test_top_k_falls() -> None:
-    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 700, 8)
-    weights = clearhead.attention_statistics(query, key, statistics=("top_k",), top_k=9).top_k.weights
-    assert bool((weights.diff(dim=-1) <= 0).all())
-
-
 @pytest.mark.parametrize("sizes", [(0, 3), (1, 3), (3, 0), (3, 1), (0, 0), (1, 1)], ids=lambda s: f"L={s[0]} S={s[1]}")
 @pytest.mark.parametrize("mask", [None, masks.causal("bottom_right")], ids=["full", "causal"])
 def test_few_queries_or_keys(sizes: tuple[int, int], mask: masks.Mask | None) -> None:
@@ -186,18 +180,6 @@ def test_hidden_queries_have_no_weight_no_entropy_and_are_counted_apart() -> Non
     compare(found, Oracle(query, key, visible, key))
 
 
-def test_everything_hidden() -> None:
-    query = torch.randn(1, 2, 3, 4)
-    found = clearhead.attention_statistics(
-        query, query, torch.zeros(3, 3, dtype=torch.bool), value=query, statistics=EVERY
-    )
-    assert found.max_logit.eq(-torch.inf).all()
-    assert found.raw_max_logit.eq(-torch.inf).all()
-    assert found.hidden_queries.eq(3).all()
-    for name in ("entropy", "received", "received_mean", "confidence", "sink", "map", "offset", "head_average"):
-        assert not getattr(found, name).any(), name
-
-
 def test_the_raw_logit_is_before_soft_cap_and_bias() -> None:
     """q·k of 400 under a soft-cap that no float32 tanh tells from 1; larger products are masked, by −∞ too."""
     query, key = torch.ones(1, 1, 1, 4), torch.tensor([1.0, 100.0, 300.0, 500.0])[:, None].expand(4, 4)[None, None]
@@ -207,17 +189,6 @@ def test_the_raw_logit_is_before_soft_cap_and_bias() -> None:
     )
     assert found.raw_max_logit.tolist() == [[400.0]]
     assert found.max_logit.item() == pytest.approx(2 * math.tanh(2) + 7)
-
-
-def test_a_sink_is_no_key() -> None:
-    """A sink that takes half of every row: entropy sums over keys only, and nothing is normalised again."""
-    query, key = torch.zeros(1, 1, 2, 4), torch.randn(1, 1, 4, 4)
-    sinks = torch.tensor([4.0]).log()
-    found = clearhead.attention_statistics(query, key, sinks=sinks, statistics=("entropy", "received", "confidence"))
-    eighth = torch.tensor(0.125)
-    torch.testing.assert_close(found.entropy, (-4 * eighth * eighth.log()).expand(1, 1, 2))
-    torch.testing.assert_close(found.confidence, eighth.expand(1, 1, 2))
-    torch.testing.assert_close(found.received, torch.full((1, 1, 4), 0.25))
 
 
 @pytest.mark.parametrize("scale", [60.0, 1e4], ids=str)
@@ -283,27 +254,10 @@ def test_chosen_rows_are_exact_weights() -> None:
     torch.testing.assert_close(found.rows.double(), expected, rtol=0, atol=1e-6)
 
 
-def test_received_is_a_gradient_of_the_output() -> None:
-    """Σ_i p_ij is the gradient of Σ_i o_i in v_j: an oracle that knows nothing of weights."""
-    query, key = torch.randn(2, 4, 67, 8), torch.randn(2, 4, 71, 8)
-    value = torch.zeros(2, 4, 71, 1, requires_grad=True)
-    clearhead.attention(query, key, value, masks.causal("bottom_right")).sum().backward()
-    found = clearhead.attention_statistics(query, key, masks.causal("bottom_right"), statistics=("received",))
-    torch.testing.assert_close(found.received, value.grad[..., 0], rtol=1e-5, atol=1e-6)
-
-
 def test_without_a_batch() -> None:
     query, key, value = torch.randn(4, 7, 8), torch.randn(2, 5, 8), torch.randn(2, 5, 3)
     found = clearhead.attention_statistics(query, key, value=value, statistics=EVERY)
     compare(found, Oracle(query[None], key[None], torch.ones(1, 4, 7, 5, dtype=torch.bool), value[None]))
-
-
-def test_poisoned_padding_stays_outside() -> None:
-    query, key = torch.randn(2, 3, 7, 5), torch.randn(2, 3, 11, 5)
-    visible = torch.arange(11).expand(2, 11) < torch.tensor([[4], [11]])
-    poisoned = key.masked_fill(~visible[:, None, :, None], torch.nan)
-    found = clearhead.attention_statistics(query, poisoned, masks.keep(keys=visible), value=poisoned, statistics=EVERY)
-    compare(found, Oracle(query, key, visible[:, None, None].expand(2, 3, 7, 11), key))
 
 
 def test_no_gradient_is_recorded() -> None:

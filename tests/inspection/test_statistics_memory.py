@@ -9,6 +9,7 @@ import clearhead
 from benchmarks.memory import growth_of_peak, in_a_process
 from clearhead import masks
 from tests.support.allocations import Allocations
+from tests.support.budgets import in_turn
 from tests.support.statistics_oracle import EVERY
 
 FLOAT, INTEGER = 4, 8  # bytes
@@ -16,8 +17,7 @@ TOP_K = 8
 MASKS = {"full": None, "causal": masks.causal(), "window": masks.sliding_window(100, 0)}
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("statistic", [name for name in EVERY if name != "head_average"])
+@in_turn({"statistic": [name for name in EVERY if name != "head_average"]}, {"mask": MASKS})
 def test_no_block_is_near_the_whole_tensor(statistic: str, mask: str) -> None:
     """The largest storage of any operation, beside the (B, H, L, S) scores nobody may build."""
     heads, length = 4, 3001

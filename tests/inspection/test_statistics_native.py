@@ -21,15 +21,11 @@ from clearhead.kernels._native_statistics import WeightStatistics
 from tests.support.calls import Call, calls
 from tests.support.native import fewer_unless_best, needs_native, on_every_set
 from tests.support.native_cases import CASES, Case
-from tests.support.statistics_oracle import TOLERANCES, Oracle, compare
+from tests.support.statistics_oracle import EVERY, TOLERANCES, Oracle, compare
 
 from .test_statistics import compare_generated
 
-_NUMBERS = (
-    *("entropy", "received", "max_logit", "raw_max_logit", "confidence", "top_k", "output_norm", "map", "head_average"),
-    *("sink", "distance", "offset"),
-)
-NATIVE = (*_NUMBERS, "output")
+NATIVE = (*EVERY, "output")
 
 pytestmark = needs_native
 
@@ -137,7 +133,7 @@ def test_long_calls_run_natively(mask: masks.Mask | None, instructions: str, ran
 def test_half_inputs_are_scored_in_float32(dtype: torch.dtype, instructions: str, ran: list[frozenset[str]]) -> None:
     query, key, value = torch.randn(1, 4, 71, 16), torch.randn(1, 2, 1153, 16), torch.randn(1, 2, 1153, 16)
     query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    found = clearhead.attention_statistics(query, key, value=value, statistics=_NUMBERS)
+    found = clearhead.attention_statistics(query, key, value=value, statistics=EVERY)
     compare(found, Oracle(query, key, torch.ones(1, 4, 71, 1153, dtype=torch.bool), value))
     output = clearhead.attention_statistics(query, key, value=value, statistics=("output",)).output
     torch.testing.assert_close(output, clearhead.attention(query, key, value))

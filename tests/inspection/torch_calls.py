@@ -9,22 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import clearhead
-from tests.support.statistics_oracle import Oracle
+from tests.support.statistics_oracle import EVERY, Oracle
 
 BATCH, LENGTH, KEYS, WIDTH, HEADS = 2, 7, 11, 12, 3
 EVEN_HEADS = 4  # PyTorch's inference fast path wants an even number
-STATISTICS = (
-    "entropy",
-    "received",
-    "max_logit",
-    "raw_max_logit",
-    "confidence",
-    "top_k",
-    "sink",
-    "distance",
-    "offset",
-    "head_average",
-)
 EXACT = 1e-10
 
 modes = pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
@@ -32,7 +20,7 @@ kinds = pytest.mark.parametrize("upgraded", [False, True], ids=["torch", "upgrad
 
 
 def record(model: nn.Module, **options: Any) -> clearhead.record:
-    return clearhead.record(model, (*STATISTICS, "output_norm"), **options)
+    return clearhead.record(model, EVERY, **options)
 
 
 def projected(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]:

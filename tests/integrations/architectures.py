@@ -24,40 +24,8 @@ SMALL: dict[str, Any] = {
 }
 GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
 SMALL_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
-SMALL_ENCODER_DECODER = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 40,
-    "decoder_ffn_dim": 40,
-    "vocab_size": VOCABULARY,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 # model class, configuration class, what differs from SMALL or GROUPED
-ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "bert": ("BertModel", "BertConfig", SMALL),
-    "roberta": ("RobertaModel", "RobertaConfig", SMALL),
-    "electra": ("ElectraModel", "ElectraConfig", SMALL | {"embedding_size": 16}),
-    "albert": ("AlbertModel", "AlbertConfig", SMALL | {"embedding_size": 16}),
-    "distilbert": (
-        "DistilBertModel",
-        "DistilBertConfig",
-        {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 40, "vocab_size": VOCABULARY},
-    ),
-    # Its attention does not say whether it is causal; a mask of None would be read as causal.
-    "splinter": ("SplinterModel", "SplinterConfig", SMALL),
-    "modernbert": (
-        "ModernBertModel",
-        "ModernBertConfig",
-        SMALL | {"local_attention": 6, "global_attn_every_n_layers": 2},
-    ),
-    "esm": ("EsmModel", "EsmConfig", SMALL | {"position_embedding_type": "rotary"}),
-}
 DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", SMALL_GPT2 | {"bos_token_id": 1, "eos_token_id": 2}),
     "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SMALL),

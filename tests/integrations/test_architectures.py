@@ -28,15 +28,21 @@ TYPICAL = [
     "gpt_neox",
     "gpt_oss",
     "llama",
+    "llama4_text",
     "llava",
     "mistral",
     "mixtral",
     "modernbert",
+    "opt",
+    "phi",
     "qwen2_vl",
     "qwen3",
     "roberta",
+    "siglip_vision_model",
+    "splinter",
     "t5",
     "vit",
+    "whisper",
 ]
 # Each builds its masks or looks up its attention in a way of its own.
 PARTICULAR = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from clearhead.errors import ArgumentError, CacheError, ClearheadError, DTypeError, ShapeError
 from clearhead.integrations import transformers as integration
 from clearhead.integrations.transformers import attention_forward
-from tests.checkpoints.architectures import CASES, randomised, t5
+from tests.checkpoints.architectures import CASES, deepseek, randomised, t5
 
 cache_for: Any = integration.cache_for  # kinds and arguments come from tables
 
@@ -31,32 +32,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def deepseek_v2() -> nn.Module:
-    config = transformers.DeepseekV2Config(
-        **SIZES,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=12,  # transformers' rotary embedding takes even sizes
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=6,
-        v_head_dim=9,
-        first_k_dense_replace=2,
-    )
-    return transformers.DeepseekV2Model(config)
-
-
 TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-SIZES: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "hidden_size": 36,
-    "intermediate_size": 29,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    **TOKENS,
-}
 DECODERS: dict[str, Callable[[], nn.Module]] = {
-    name: case.build for name, case in CASES.items() if case.causal and name not in ("bloom", "bert decoder")
-} | {"deepseek_v2": deepseek_v2}
+    name: case.build
+    for name, case in CASES.items()
+    if case.causal and name not in ("bloom", "bert decoder") and "deepseek" not in name
+} | {"deepseek_v2": functools.partial(deepseek, "v2"), "deepseek_v3": functools.partial(deepseek, "low-rank queries")}
 
 
 def model_of(name: str, implementation: str = "eager", **settings: Any) -> Any:
@@ -545,6 +526,17 @@ def test_more_tokens_than_there_is_room_for() -> None:
         model = model_of(name)
         with pytest.raises(CacheError, match=r"at most max_length = 13 tokens, got 13 held and 1 more, 14.*larger"):
             generated(model, cache_for(model, max_length=13), **inputs_of(name))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_another_batch_is_refused(name: str) -> None:
+    model, (ids, _) = model_of(name, "clearhead"), batch(False)
+    cache = cache_for(model)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        with pytest.raises(ShapeError, match=r"past_key_values: expected a batch of 2 rows, got 3.*reset\(\) it"):
+            model(ids[[0, 0, 0], :1], past_key_values=cache)
+    assert cache.get_seq_length() == TOTAL
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -92,6 +92,15 @@ def test_with_gradient_accumulation_forward_passes_are_counted(tmp_path: Path) -
     assert list(found) == [1, 3]
 
 
+def test_of_several_measured_in_one_step_the_last_is_handed_on(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, AttentionMonitorCallback(every=1), gradient_accumulation_steps=3)
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if means(entry)]
+    assert [entry["step"] for entry in entries] == [1, 2]
+    for entry in entries:  # one mean and one worst head each
+        assert sum("attention/" in name for name in entry) == 2 * len(NAMES)
+
+
 def test_after_a_training_that_failed_the_next_is_watched_once(tmp_path: Path) -> None:
     class Stop(transformers.TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -104,6 +113,13 @@ def test_after_a_training_that_failed_the_next_is_watched_once(tmp_path: Path) -
     trainer.remove_callback(Stop)
     trainer.train()
     assert list(found) == [1]
+    assert all(not module._forward_pre_hooks for module in trainer.model.modules())
+
+
+def test_a_compiled_training_is_refused_when_it_begins(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, AttentionMonitorCallback(), torch_compile=True, torch_compile_backend="eager")
+    with pytest.raises(ArgumentError, match=r"^torch_compile: expected .* cannot be observed, got torch_compile=True"):
+        trainer.train()
     assert all(not module._forward_pre_hooks for module in trainer.model.modules())
 
 

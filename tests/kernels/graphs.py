@@ -7,11 +7,28 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["BATCH", "HEADS", "HEAD_DIM", "LENGTHS", "Counting", "random"]
+from clearhead import masks
+
+__all__ = ["BATCH", "HEADS", "HEAD_DIM", "LENGTHS", "VARIANTS", "Counting", "random"]
 
 # Sizes that occur nowhere else, so that no length is taken for the same as another size.
 BATCH, HEADS, HEAD_DIM = 3, 2, 5
 LENGTHS = (11, 13, 23)
+
+#: Arguments of `attention`.
+VARIANTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "causal": {"mask": masks.causal()},
+    "bottom right": {"mask": masks.causal("bottom_right")},
+    "window": {"mask": masks.sliding_window(3, 2)},
+    "prefix": {"mask": masks.causal() | masks.prefix(2)},
+    "lengths": {"mask": masks.lengths(torch.tensor([11, 4, 0]))},
+    "where": {"mask": masks.mask_mod(lambda b, h, q, k: (q + k + h) % 3 != b)},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.tensor([0.5, -0.5], requires_grad=True)},
+    "lse": {"return_lse": True},
+    "scale": {"scale": 0.3, "mask": masks.causal() & masks.sliding_window(5, 0)},
+}
 
 
 class Counting:

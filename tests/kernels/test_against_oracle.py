@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given
 
 import clearhead
+from clearhead._native import use_instruction_set
 from tests.support.calls import Call, calls
 from tests.support.comparing import (
     KERNELS,
@@ -18,10 +21,24 @@ from tests.support.comparing import (
     require_close,
     require_half_as_good,
 )
+from tests.support.native import SETS, fewer_unless_best
 from tests.support.oracle import solve
 
-EXACT = [torch.float64, torch.float32]
+NATIVE = [f"native, {name}" for name in SETS]
+#: `native` computes in float32, on every instruction set of this machine.
+EXACT = [
+    *((kernel, dtype) for kernel in KERNELS for dtype in (torch.float64, torch.float32)),
+    *((kernel, torch.float32) for kernel in NATIVE),
+]
 HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(name="kernel")
+def _kernel(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
+    """The kernel's name, and the instruction set that it runs on, or ``""``."""
+    kernel, _, instructions = request.param.partition(", ")
+    with use_instruction_set(instructions) if instructions else nullcontext():
+        yield kernel, instructions
 
 
 def refused(call: Call, kernel: str) -> bool:
@@ -35,30 +52,33 @@ def refused(call: Call, kernel: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("dtype", EXACT, ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("kernel", "dtype"), EXACT, ids=str, indirect=["kernel"])
 @pytest.mark.parametrize("fusable", [False, True], ids=["any", "fusable"])
-def test_kernel_equals_oracle(kernel: str, dtype: torch.dtype, fusable: bool) -> None:
+def test_kernel_equals_oracle(kernel: tuple[str, str], dtype: torch.dtype, fusable: bool) -> None:
+    name, instructions = kernel
     ran: Counter[bool] = Counter()
 
+    @fewer_unless_best(instructions)
     @given(calls(dtype, fusable=fusable))
     def compare(call: Call) -> None:
-        runs = not refused(call, kernel)
-        ran[runs] += 1
-        if not runs:
-            return
         expected = expected_numbers(call)
-        require_close(kernel_numbers(call, kernel), expected)
-        require_close({"output": eval_output(call, kernel)}, {"output": expected["output"]})
+        with torch.no_grad():
+            forward_runs = not refused(call, name)
+        if forward_runs:
+            require_close({"output": eval_output(call, name)}, {"output": expected["output"]})
+        runs = not refused(call, name)
+        ran[runs] += 1
+        if runs:
+            require_close(kernel_numbers(call, name), expected)
 
     compare()
-    if kernel == "sdpa":
-        assert not fusable or ran[True] > 2 * ran[False]
-    else:
-        assert not ran[False], "chunked and reference refuse nothing"
+    if name in ("chunked", "reference"):
+        assert not ran[False], "they refuse nothing"
+    elif fusable or name == "native":
+        assert ran[True] > 2 * ran[False]
 
 
-@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_chunked_equals_oracle_in_many_blocks(dtype: torch.dtype, small_blocks: None) -> None:
     @given(calls(dtype))
     def compare(call: Call) -> None:
@@ -70,23 +90,19 @@ def test_chunked_equals_oracle_in_many_blocks(dtype: torch.dtype, small_blocks: 
 # `sdpa` is not among them: PyTorch's CPU kernel rounds p to the dtype as well, which misses the limit by up to a sixth
 # in one call of a few hundred, so it refuses half precision there.
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_half_precision_output_is_as_good_as_reference(dtype: torch.dtype) -> None:
-    @given(calls(dtype))
-    @torch.no_grad()
-    def compare(call: Call) -> None:
-        found, reference = ({"output": eval_output(call, name)} for name in ("chunked", "reference"))
-        require_half_as_good(found, reference, {"output": solve(call.problem).output.detach()}, dtype)
+@pytest.mark.parametrize("kernel", ["chunked", *NATIVE], indirect=True)
+def test_half_precision_is_as_good_as_reference(kernel: tuple[str, str], dtype: torch.dtype) -> None:
+    name, instructions = kernel
 
-    compare()
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_half_precision_gradients_are_as_good_as_reference(dtype: torch.dtype) -> None:
-    """Of `chunked`; `sdpa` refuses them on the CPU for this very reason."""
-
+    @fewer_unless_best(instructions)
     @given(calls(dtype))
     def compare(call: Call) -> None:
-        found, reference = (kernel_numbers(call, name) for name in ("chunked", "reference"))
-        require_half_as_good(found, reference, expected_numbers(call), dtype)
+        with torch.no_grad():
+            if not refused(call, name):
+                found, reference = ({"output": eval_output(call, each)} for each in (name, "reference"))
+                require_half_as_good(found, reference, {"output": solve(call.problem).output.detach()}, dtype)
+        if not refused(call, name):
+            found, reference = (kernel_numbers(call, each) for each in (name, "reference"))
+            require_half_as_good(found, reference, expected_numbers(call), dtype)
 
     compare()

@@ -11,14 +11,15 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
+from tests.support.budgets import in_turn
 from tests.support.derivatives import batched_and_looped, check_derivatives, check_vectorized, finite, random
 
 from .derivative_cases import MASKS, OPTIONS, B, D, Dv, H, L, S, attend
 
-options = pytest.mark.parametrize("name", OPTIONS)
 OF_ATTENTION_ALONE = ("dropout", "lse", "lse, fully masked rows", "sinks, fully masked rows", "everything")
 #: Options of `attention_weights` too.
 OF_WEIGHTS = [name for name in OPTIONS if name not in OF_ATTENTION_ALONE]
+KERNELS = ("chosen", "chunked", "reference")
 
 
 def inputs(name: str, dtype: torch.dtype = torch.float64, kv_heads: int = 1) -> tuple[Tensor, ...]:
@@ -26,13 +27,13 @@ def inputs(name: str, dtype: torch.dtype = torch.float64, kv_heads: int = 1) -> 
     return tuple(random(*shape).detach().to(dtype).requires_grad_() for shape in shapes)
 
 
-@pytest.fixture(name="kernel", params=["chosen", "chunked", "reference"])
+@pytest.fixture(name="kernel", params=KERNELS)
 def _kernel(request: pytest.FixtureRequest) -> Iterator[None]:
     with nullcontext() if request.param == "chosen" else clearhead.use_kernel(request.param):
         yield
 
 
-@options
+@in_turn({"name": OPTIONS}, {"kernel": KERNELS}, indirect=["kernel"])
 @pytest.mark.usefixtures("kernel")
 def test_float64(name: str) -> None:
     check_derivatives(lambda *given: finite(attend(name, *given)), *inputs(name), fast=True)
@@ -67,7 +68,7 @@ def test_vectorized_jacobian_and_hessian(with_weights: bool) -> None:
     check_vectorized(function, random(1, 2, 3, 2), random(1, 1, 5, 2), random(3, 5), random(2))
 
 
-@options
+@in_turn({"name": OPTIONS}, {"kernel": KERNELS}, always=1, indirect=["kernel"])
 @pytest.mark.usefixtures("kernel")
 def test_float32_as_one_by_one(name: str) -> None:
     """On `native` where it was built and does not refuse."""
@@ -96,8 +97,7 @@ def test_bfloat16(name: str) -> None:
             assert error <= max(2 * allowed, rounding), f"{name}: {error:.3g}, reference {allowed:.3g}"
 
 
-@pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("name", OF_WEIGHTS)
+@in_turn({"name": OF_WEIGHTS}, {"average": [False, True]})
 def test_weights(name: str, average: bool) -> None:
     """Of chosen rows, one of them twice; averaged, of all."""
     query, key, _, *rest = inputs(name)

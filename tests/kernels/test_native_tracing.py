@@ -15,23 +15,13 @@ from tests.support.allocations import Allocations
 from tests.support.budgets import slow
 from tests.support.native import needs_native
 
+from . import graphs
 from .graphs import LENGTHS, Counting, random
 
 pytestmark = needs_native
 
-VARIANTS: dict[str, dict[str, object]] = {
-    "plain": {},
-    "causal": {"mask": masks.causal()},
-    "bottom right": {"mask": masks.causal("bottom_right")},
-    "window": {"mask": masks.sliding_window(3, 2)},
-    "prefix": {"mask": masks.causal() | masks.prefix(2)},
-    "lengths": {"mask": masks.lengths(torch.tensor([11, 4, 0]))},
-    "where": {"mask": masks.mask_mod(lambda b, h, q, k: (q + k) % 3 != b)},
-    "softcap": {"softcap": 2.0},
-    "sinks": {"sinks": torch.tensor([0.5, -0.5], requires_grad=True)},
-    "lse": {"return_lse": True},
-    "scale": {"scale": 0.3, "mask": masks.causal() & masks.sliding_window(5, 0)},
-}
+# It refuses masks that differ between heads.
+VARIANTS = graphs.VARIANTS | {"where": {"mask": masks.mask_mod(lambda b, h, q, k: (q + k) % 3 != b)}}
 
 
 @pytest.fixture(autouse=True)

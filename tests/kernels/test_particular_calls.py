@@ -100,31 +100,6 @@ def test_biases_add_in_the_compute_dtype(kernel: str, dtype: torch.dtype, bias_d
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=tolerance)
 
 
-@kernels
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8], ids=str)
-@pytest.mark.parametrize("rule", ["causal", "window", "documents"])
-def test_positions_in_any_integer_dtype(kernel: str, dtype: torch.dtype, rule: str) -> None:
-    ids = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2])
-    mask, sees = {
-        "causal": (masks.causal(), lambda q, k: k <= q),
-        "window": (masks.sliding_window(3, 1), lambda q, k: q - 3 <= k <= q + 1),
-        "documents": (masks.documents(ids), lambda q, k: bool(ids[q] == ids[k])),
-    }[rule]
-    query, key, value = torch.randn(2, 3, 5, 7), torch.randn(2, 3, 11, 7), torch.randn(2, 3, 11, 7)
-    queries, keys = [0, 1, 2, 9, 10], [10, 0, 9, 1, 8, 2, 7, 3, 6, 4, 5]
-    with clearhead.use_kernel(kernel):
-        output = clearhead.attention(
-            query,
-            key,
-            value,
-            mask,
-            query_positions=torch.tensor(queries, dtype=dtype),
-            key_positions=torch.tensor(keys, dtype=dtype),
-        )
-    expected = solve(Problem(query, key, value, lambda b, h, i, j: sees(queries[i], keys[j]))).output
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize("kernel", ["chunked", "reference"])
 def test_a_bias_in_any_shape_gets_its_gradient(kernel: str) -> None:
     query, key, value = torch.randn(2, 3, 5, 7), torch.randn(2, 3, 11, 7), torch.randn(2, 3, 11, 7)

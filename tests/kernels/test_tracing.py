@@ -13,7 +13,7 @@ import clearhead
 from clearhead import masks
 from tests.support.budgets import slow
 
-from .graphs import BATCH, HEAD_DIM, HEADS, LENGTHS, Counting, random
+from .graphs import BATCH, HEAD_DIM, HEADS, LENGTHS, VARIANTS, Counting, random
 
 KERNELS = ("sdpa", "reference")  # chunked says that it cannot be traced
 
@@ -30,21 +30,6 @@ def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def compiled(function: Callable[..., object], *, dynamic: bool = True) -> tuple[Callable[..., object], Counting]:
     backend = Counting("scaled_dot_product_attention")
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic), backend
-
-
-VARIANTS: dict[str, dict[str, object]] = {
-    "plain": {},
-    "causal": {"mask": masks.causal()},
-    "bottom right": {"mask": masks.causal("bottom_right")},
-    "window": {"mask": masks.sliding_window(3, 2)},
-    "prefix": {"mask": masks.causal() | masks.prefix(2)},
-    "lengths": {"mask": masks.lengths(torch.tensor([11, 4, 0]))},
-    "where": {"mask": masks.mask_mod(lambda b, h, q, k: (q + k + h) % 3 != b)},
-    "softcap": {"softcap": 2.0},
-    "sinks": {"sinks": torch.tensor([0.5, -0.5])},
-    "lse": {"return_lse": True},
-    "scale": {"scale": 0.3, "mask": masks.causal() & masks.sliding_window(5, 0)},
-}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

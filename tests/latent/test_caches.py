@@ -25,7 +25,7 @@ from clearhead.caches import (
 from clearhead.errors import CacheError, ShapeError
 from clearhead.masks import Mask
 
-from .by_hand import CAUSAL, FEW, LOW, NOPE, RANK, ROPE, VALUE, B, E, H, L, by_hand, close, fed, module, tokens
+from .by_hand import CAUSAL, FEW, LOW, NOPE, RANK, ROPE, VALUE, B, H, L, by_hand, close, fed, module, tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -145,39 +145,7 @@ def test_fewer_keys_than_tokens() -> None:
     close(last[:, 0], attend(x, mask=CAUSAL & kept)[:, -1])
 
 
-def test_beams_and_rejected_tokens() -> None:
-    attend, x = module(), tokens()
-    cache = attend.make_cache(B, L)
-    fed(attend, x[:, :8], cache, [FEW + 1, 2])
-    cache.crop(6)
-    cache.reorder(torch.tensor([1, 1]))
-    swapped = torch.cat((x[[1, 1], :6], x[:, 6:]), 1)
-    close(fed(attend, x[:, 6:], cache, [1, 4]), attend(swapped, mask=CAUSAL)[:, 6:])
-
-
 LENGTHS = [L, 6]
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("prompt", [FEW, FEW + 2])
-def test_padded_prompts_and_steps(side: str, prompt: int) -> None:
-    """Rows of different lengths, whatever stands in padding: each as if it were alone."""
-    attend, x = module(), tokens()
-    lengths = [prompt, prompt - 3]
-    alone = [attend(x[row, : n + 4], mask=CAUSAL) for row, n in enumerate(lengths)]
-    padded, positions = torch.full((B, prompt, E), torch.nan).double(), torch.full((B, prompt), -1)
-    for row, n in enumerate(lengths):
-        place = slice(0, n) if side == "right" else slice(prompt - n, prompt)
-        padded[row, place], positions[row, place] = x[row, :n], torch.arange(n)
-    cache = attend.make_cache(B, prompt + 4)
-    with torch.no_grad():
-        first = attend(padded, mask=CAUSAL, positions=positions, cache=cache)
-        close(first[positions >= 0], torch.cat([row[:n] for row, n in zip(alone, lengths, strict=True)]))
-        close(attend(padded, mask=CAUSAL, positions=positions)[positions >= 0], first[positions >= 0])
-        for step in range(4):
-            token = torch.stack([x[row, n + step] for row, n in enumerate(lengths)])[:, None]
-            expected = torch.stack([row[n + step] for row, n in zip(alone, lengths, strict=True)])[:, None]
-            close(attend(token, mask=CAUSAL, cache=cache), expected)
 
 
 def test_positions_may_start_anywhere() -> None:

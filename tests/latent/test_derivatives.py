@@ -34,7 +34,7 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }
 
 
-@in_turn({"name": MODULES}, {"weights": WEIGHTS}, always=1)
+@in_turn({"name": MODULES}, {"weights": WEIGHTS})
 def test_expanded(name: str, weights: str) -> None:
     options, call = MODULES[name]
     attend = module(**options).double().train()

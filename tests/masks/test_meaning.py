@@ -158,15 +158,11 @@ def entry(tensor: Tensor, b: int, h: int, i: int, j: int) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_keep_and_drop_take_every_shape_with_opposite_meaning(shape: tuple[int, ...]) -> None:
+    """A plain bool tensor is `keep`."""
     marks = pattern(shape)
-    assert_means(masks.keep(marks), table(lambda b, h, i, j: bool(entry(marks, b, h, i, j))))
-    assert_means(masks.drop(marks), table(lambda b, h, i, j: not entry(marks, b, h, i, j)))
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_plain_bool_tensor_is_keep(shape: tuple[int, ...]) -> None:
-    marks = pattern(shape)
-    assert_means(marks, table(lambda b, h, i, j: bool(entry(marks, b, h, i, j))))
+    visible = table(lambda b, h, i, j: bool(entry(marks, b, h, i, j)))
+    for mask, expected in ((masks.keep(marks), visible), (marks, visible), (masks.drop(marks), ~visible)):
+        assert_means(mask, expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +9,11 @@ import torch
 from torch import Tensor
 
 from clearhead import attention, masks
-from clearhead.errors import ArgumentError, ClearheadError, DeviceError, DTypeError, MaskTypeError, ShapeError
+from clearhead.errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError
+from tests.support.refusals import Call, Refusal, require_fix, require_text, require_words
 
 Q, K = torch.zeros(2, 6, 5, 8), torch.zeros(2, 3, 7, 8)
 META = torch.ones(5, 7, dtype=torch.bool, device="meta")
-Call = Callable[[], Any]
-Refusal = tuple[str, Call, type[ClearheadError], str, str, str]
 
 
 def ints(*shape: int) -> Tensor:
@@ -30,7 +28,6 @@ KEEP, FITS = "mask keep(...)", "(B, H, L, S) = (2, 6, 5, 7)"
 ONE, DIMS = "one tensor, either positional (L, S …) or keys= (B, S)", "2 to 4 dimensions, ending in (L, S)"
 TOO_LONG = masks.lengths(torch.tensor([3, 9]))
 
-#: What was done, the error, the argument it names, a part of what was expected, what came and how the advice begins.
 REFUSED = [
     (
         "a word",
@@ -121,15 +118,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
 def test_it_is_refused_in_words(case: Refusal) -> None:
-    _, call, kind, argument, expected, got = case
-    with pytest.raises(ClearheadError) as caught:
-        call()
-    text = str(caught.value)
-    assert type(caught.value) is kind
-    assert text.startswith(f"{argument}: expected ")
-    assert expected in text.partition(", got ")[0]
-    assert f", got {got}" in text
-    assert "\n" not in text
+    require_words(case)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +156,7 @@ def test_it_is_refused_in_words(case: Refusal) -> None:
     ids=["per key", "transposed", "too long", "additive", "numbers"],
 )
 def test_the_whole_text(call: Call, text: str) -> None:
-    with pytest.raises(ClearheadError) as caught:
-        call()
-    assert str(caught.value) == text
+    require_text(call, text)
 
 
 UNADVISED = ["device", "keys", "lengths, B", "lengths, L", "bool lengths", "1-D"]
@@ -177,8 +164,7 @@ UNADVISED = ["device", "keys", "lengths, B", "lengths, L", "bool lengths", "1-D"
 
 @pytest.mark.parametrize("case", [case for case in REFUSED if case[0] in UNADVISED], ids=lambda case: case[0])
 def test_a_mismatch_comes_with_the_likely_fix(case: Refusal) -> None:
-    with pytest.raises(case[2], match=r", got .+\. [A-Z].+\.$"):
-        case[1]()
+    require_fix(case)
 
 
 def test_a_mask_of_square_sizes_is_not_told_to_transpose() -> None:

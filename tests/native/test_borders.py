@@ -73,7 +73,7 @@ def test_nothing_is_written_outside(
     query, key, value = (torch.randn(2, 2, *size).to(dtype) for size in sides)
     lse = guarded.empty(2, 2, length, dtype=torch.float64)
     call = request(query, key, value, high)
-    rounded, plan = call.plan().forward(*call.inputs), call.plan(wide=True)
+    rounded, plan = call.plan().forward(*call.inputs), call.plan(differentiable=True)
     output = plan.forward(*call.inputs, lse=lse)
     upstream = torch.randn(output.shape).to(dtype), torch.randn(2, 2, length)
     found = (rounded, output, lse, *plan.backward(*call.inputs, output, lse, *upstream))
@@ -138,7 +138,7 @@ def test_what_lies_beside_the_inputs_does_not_matter(
 
 def _everything(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
     call = request(query, key, value, 1000)
-    plan = call.plan(wide=True)
+    plan = call.plan(differentiable=True)
     lse = plan.empty_lse(query)
     output = plan.forward(*call.inputs, lse=lse)
     return output, lse, *plan.backward(*call.inputs, output, lse, gradient)

@@ -45,7 +45,9 @@ def inputs(dtype: torch.dtype, rows: list[int] = ROWS, keys: list[int] = KEYS) -
 
 
 def made(tensors: tuple[Tensor, ...], documents: int = len(ROWS), **options: Any) -> NativePlan:
-    return NativePlan(tensors[0].dtype, *map(Layout.of, tensors), scale=0.4, wide=True, documents=documents, **options)
+    return NativePlan(
+        tensors[0].dtype, *map(Layout.of, tensors), scale=0.4, differentiable=True, documents=documents, **options
+    )
 
 
 def extras_of(sinks: Tensor | None = None, **more: Tensor) -> Extras:

@@ -18,7 +18,7 @@ HEADERS = sorted(path.name for path in FOLDER.glob("*.h"))
 OF_PAIRS = ("pairs.h", "pair_layouts.h", "forward_pairs.h", "backward_pairs.h", "kernel_pairs.h")
 FEATURES = ["avx512f", "avx512vl", "avx512bw", "avx512dq", "avx512bf16", "avx2", "fma", "f16c"]
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")]
 
 
 @pytest.mark.parametrize("header", HEADERS)

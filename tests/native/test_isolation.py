@@ -76,7 +76,8 @@ def run(
     options: dict[str, Any], given: dict[str, Tensor], tensors: tuple[Tensor, ...], gradient: Tensor, **more: Any
 ) -> dict[str, Tensor]:
     layouts = {name: Layout.of(tensor) for name, tensor in given.items() if name != "last"}
-    plan = NativePlan(tensors[0].dtype, *map(Layout.of, tensors), scale=0.4, wide=True, **layouts, **options, **more)
+    options = {**layouts, **options, **more}
+    plan = NativePlan(tensors[0].dtype, *map(Layout.of, tensors), scale=0.4, differentiable=True, **options)
     extras, lse = Extras(**given), plan.empty_lse(tensors[0])
     output = plan.forward(*tensors, extras, lse)
     dq, dk, dv, correction = plan.backward(*tensors, output, lse, gradient, None, extras)
@@ -118,7 +119,14 @@ def test_the_gradient_of_a_bias_is_not_counted_twice(instructions: str) -> None:
     query, key, value, gradient = (torch.randn(BATCH, *shape) for shape in shapes)
     keys = ~seen[:1].any(-2)[..., None].expand(BATCH, -1, -1, -1)
     layouts = [Layout.of(tensor) for tensor in (query, key, value)]
-    plan = NativePlan(torch.float32, *layouts, scale=0.4, bias=Layout.of(bias), bias_gradient=tuple(bias.shape))
+    plan = NativePlan(
+        torch.float32,
+        *layouts,
+        scale=0.4,
+        differentiable=True,
+        bias=Layout.of(bias),
+        bias_gradient=tuple(bias.shape),
+    )
     extras, found = Extras(bias=bias), []
     for poison in (0.0, torch.nan):
         tensors = (query, key.masked_fill(keys, poison), value.masked_fill(keys, poison))

@@ -68,7 +68,7 @@ def test_modules(options: str, batch_first: bool, weights: str) -> None:
     check(module, {"key_padding_mask": PADDED} | WEIGHTS[weights], random(*((N, L) if batch_first else (L, N)), E))
 
 
-@in_turn({"call": CALLS}, {"weights": WEIGHTS}, always=1)
+@in_turn({"call": CALLS}, {"weights": WEIGHTS})
 def test_calls(call: str, weights: str) -> None:
     check(clearhead.nn.MultiheadAttention(E, H, batch_first=True), CALLS[call] | WEIGHTS[weights], random(N, L, E))
 

@@ -314,7 +314,6 @@ def test_downgrade_leaves_an_encoder_that_never_used_nested_tensors() -> None:
     assert model.use_nested_tensor is False
 
 
-# Fails while `_nested_off` reads `use_nested_tensor` of an encoder that has none.
 def test_an_encoder_pickled_before_nested_tensors_existed(x: Tensor) -> None:
     """PyTorch's own forward allows for encoders without the attribute; so does `upgrade`."""
     model = encoder().eval()

@@ -56,16 +56,24 @@ def test_a_distilled_model_has_two_tokens_before_its_patches() -> None:
 
 def test_at_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from PIL import Image
-    from transformers import TimmWrapperConfig, TimmWrapperImageProcessor, TimmWrapperModel
+    from transformers import TimmWrapperConfig, TimmWrapperModel
 
     from tests.cli.looking import look
 
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "timm"
-    config = TimmWrapperConfig(architecture="vit_tiny_patch16_224", model_args={"img_size": 32, "depth": 2})
+    config = TimmWrapperConfig(
+        architecture="vit_tiny_patch16_224",
+        model_args={"img_size": 32, "depth": 2},
+        pretrained_cfg={"input_size": [3, 32, 32], "crop_pct": 0.5, "mean": [0.1, 0.2, 0.3], "std": [0.7, 0.8, 0.9]},
+    )
     TimmWrapperModel(config).save_pretrained(folder)
-    TimmWrapperImageProcessor(pretrained_cfg={"input_size": (3, 32, 32)}).save_pretrained(folder)
-    Image.new("RGB", (32, 32), "red").save("photo.png")
+    image = Image.new("RGB", (80, 80), "green")
+    image.paste("red", (20, 20, 60, 60))  # all of what is seen once the edges are cut away
+    image.save("photo.png")
     result = look("--image", "photo.png", "--model", "timm")
     assert result.exit_code == 0, result.output
     assert "2 × 2 patches and class" in " ".join(result.stdout.split())
+    page = Contents((tmp_path / "attention.html").read_text())
+    pixels = page.array(0, page.data["items"][0]["picture"]["pixels"], 3, 32, 32)
+    assert pixels[:, 4:-4, 4:-4].flatten(1).unique(dim=1).tolist() == [[255], [0], [0]]

@@ -171,30 +171,6 @@ def test_pytorchs_kernel_takes_it_without_gradients() -> None:
             torch.testing.assert_close(fused, clearhead.attention(query, key, key, mask))
 
 
-def test_second_derivatives() -> None:
-    mask = RelativeBias(2, 4, 5).double()
-    x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
-    weight = mask.weight.detach().clone().requires_grad_()
-
-    def attend(x: Tensor, weight: Tensor) -> Tensor:
-        return clearhead.attention(x, x, x, mask.with_bias_tensors(iter([weight])))
-
-    with clearhead.use_kernel("chunked"):
-        assert torch.autograd.gradgradcheck(attend, (x, weight))
-
-
-def test_gradients_of_returned_weights() -> None:
-    query, key, _ = inputs()
-    mask = RelativeBias(HEADS, BUCKETS, DISTANCE).double()
-    upstream = torch.randn(BATCH, HEADS, 2, COUNT, dtype=torch.float64)
-    found = torch.autograd.grad(clearhead.attention_weights(query, key, mask, queries=[3, 1]), mask.weight, upstream)
-    scores = query @ key.repeat_interleave(HEADS // KV_HEADS, 1).transpose(-2, -1) / HEAD_DIM**0.5
-    expected = torch.autograd.grad(
-        (scores + mask.dense(LENGTH, COUNT)).softmax(-1)[:, :, [3, 1]], mask.weight, upstream
-    )
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-
-
 def test_float32_gradients_of_many_scores_keep_their_digits() -> None:
     length = 700
     tensors = [torch.randn(1, 3, length, 8, requires_grad=True) for _ in range(3)]

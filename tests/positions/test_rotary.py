@@ -43,34 +43,6 @@ def test_it_turns_pairs_as_complex_numbers(size: int, interleaved: bool, dtype: 
         torch.testing.assert_close(turned.double(), expected, rtol=0, atol=TOLERANCE[dtype])
 
 
-def test_what_a_fraction_leaves_out_is_untouched() -> None:
-    q, k = states()
-    turned_q, turned_k = Rotary(HEAD_DIM, fraction=14 / 22)(q, k, 5)
-    assert torch.equal(turned_q[..., 14:], q[..., 14:])
-    assert torch.equal(turned_k[..., 14:], k[..., 14:])
-    assert not torch.isclose(turned_q[..., :14], q[..., :14]).all()
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_scores_depend_on_the_difference_of_positions_alone(dtype: torch.dtype) -> None:
-    q, k = (torch.randn(1, 1, 1, HEAD_DIM, dtype=dtype).expand(1, 1, LENGTH, HEAD_DIM) for _ in range(2))
-    rotary = Rotary(HEAD_DIM)
-
-    def scores(start: int) -> Tensor:
-        turned_q, turned_k = rotary(q, k, start)
-        return turned_q @ turned_k.transpose(-2, -1)
-
-    torch.testing.assert_close(scores(31), scores(0), rtol=0, atol=TOLERANCE[dtype] * 10)
-    diagonals = [scores(0)[0, 0].diagonal(offset) for offset in range(LENGTH)]
-    assert all(torch.allclose(d, d[:1].expand_as(d), rtol=0, atol=TOLERANCE[dtype] * 10) for d in diagonals)
-
-
-def test_lengths_are_kept() -> None:
-    q, k = states(dtype=torch.float64)
-    turned, _ = Rotary(HEAD_DIM)(q, k, 1234567)
-    torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1), rtol=0, atol=1e-12)
-
-
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
@@ -85,17 +57,6 @@ def test_positions_come_as_a_start_a_list_or_a_list_per_item(dtype: torch.dtype)
             assert torch.equal(turned, one)
 
 
-def test_items_of_a_batch_stand_where_they_say() -> None:
-    q, k = states()
-    rotary = Rotary(HEAD_DIM)
-    starts = torch.tensor([0, 17, 5])
-    turned_q, turned_k = rotary(q, k, starts[:, None] + torch.arange(LENGTH))
-    for item, start in enumerate(starts.tolist()):
-        alone_q, alone_k = rotary(q[item : item + 1], k[item : item + 1], start)
-        torch.testing.assert_close(turned_q[item : item + 1], alone_q)
-        torch.testing.assert_close(turned_k[item : item + 1], alone_k)
-
-
 def test_left_padded_tokens_are_marked_by_minus_one_and_disturb_nobody() -> None:
     q, k = states()
     rotary = Rotary(HEAD_DIM)
@@ -104,16 +65,6 @@ def test_left_padded_tokens_are_marked_by_minus_one_and_disturb_nobody() -> None
     assert torch.equal(turned[0, :, :3], q[0, :, :3])  # as at position 0: not turned, so finite where q is
     alone, _ = rotary(q[:1, :, 3:], k[:1, :, 3:], 0)
     torch.testing.assert_close(turned[:1, :, 3:], alone)
-
-
-def test_a_step_is_turned_as_in_the_whole_sequence() -> None:
-    q, k = states(length=13)
-    rotary = Rotary(HEAD_DIM)
-    whole_q, whole_k = rotary(q, k, 0)
-    for step in range(13):
-        step_q, step_k = rotary(q[:, :, step : step + 1], k[:, :, step : step + 1], step)
-        torch.testing.assert_close(step_q, whole_q[:, :, step : step + 1], rtol=0, atol=1e-6)
-        torch.testing.assert_close(step_k, whole_k[:, :, step : step + 1], rtol=0, atol=1e-6)
 
 
 def test_no_position_is_too_long() -> None:

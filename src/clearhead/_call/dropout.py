@@ -1,4 +1,4 @@
-"""The one dropout mask all of Clearhead's kernels draw: a pure function of seed and place.
+"""The dropout mask that all kernels but PyTorch's own draw: a pure function of seed and place.
 
 Bits come from Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 The counter of a group of eight neighbouring keys is (key // 8, query, batch · H + head, 0), the key is the 64-bit

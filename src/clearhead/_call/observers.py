@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -22,6 +22,14 @@ class Observer(Protocol):
 
     @property
     def recomputing(self) -> bool: ...
+
+    def wanted(self) -> Hashable:
+        """What it does with the call that runs now, equal in every process that holds a part of it.
+
+        Raises:
+            RecordError: if it cannot be shown calls of which there are parts.
+        """
+        ...
 
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
         """See a call and its output (B, H, L, Dv); return the output that goes on."""

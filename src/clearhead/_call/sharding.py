@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -40,6 +40,23 @@ class HeadShard(Protocol):
         """A mask of all heads as one of this process's heads."""
         ...
 
+    @property
+    def all_num_kv_heads(self) -> int:
+        """Hkv of the module."""
+        ...
+
+    def all_weights(self, weights: Tensor) -> Tensor:
+        """Weights (B, h, L, S) of this process's heads, or their average (B, L, S), as those of all heads."""
+        ...
+
+    def agree(self, wanted: Hashable, problem: Exception | None) -> None:
+        """Raise, in every process, unless all of them want the same of the call and none has a problem."""
+        ...
+
+    def all_heads(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Statistics of this process's heads as those of all heads of the module."""
+        ...
+
 
 class SequenceShard(Protocol):
     """How a module is called that holds one part of a sequence, other processes holding the others."""
@@ -61,4 +78,17 @@ class SequenceShard(Protocol):
 
     def shared_cache(self, make: Callable[[int], Any], max_length: int) -> Cache:
         """A cache of this process's part of so many tokens, from what makes one of that many."""
+        ...
+
+
+class CallPart(Protocol):
+    """How statistics are computed of a call of which this process holds some queries and keys."""
+
+    @property
+    def totals(self) -> Any:
+        """The `Totals` over the processes."""
+        ...
+
+    def results(self, call: Any, names: Any, options: Any, counted: Tensor | None, queries: Any) -> dict[str, Any]:
+        """As `results_of`: of this process's queries, or keys."""
         ...

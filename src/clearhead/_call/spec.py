@@ -20,12 +20,18 @@ from ..masks._grid import Block, Grid
 from ..masks._tensors import as_mask
 from .dropout import DropoutOrigin, dropout_factors
 from .rows import Rows, within_rows
+from .sharding import CallPart
 
 #: As a logit it has no weight beside any score, and it is finite.
 NO_SINK = -1e38
 
 #: Which weights a call returns beside its output: (B, H, L, S), or their average over the heads (B, L, S).
 WeightsWanted = Literal["heads", "average"] | None
+
+
+def weights_wanted(need_weights: bool, average_attn_weights: bool) -> WeightsWanted:
+    """From the two arguments of a module's call."""
+    return ("average" if average_attn_weights else "heads") if need_weights else None
 
 
 class Layout(NamedTuple):
@@ -142,6 +148,8 @@ class AttentionCall:
         rows: the documents of a call of one batch item, within which the mask counts; or ``None``.
         dropout_seed: int64 scalar; drawn once when a kernel of ours drops weights.
         first_item: which item of a larger batch the first one is, for dropout.
+        part: of a call shown to observers of which this process holds some queries and keys: then query, key and value
+            are these, and all else, with `grid`, is of the whole.
     """
 
     spec: AttentionSpec
@@ -155,6 +163,7 @@ class AttentionCall:
     rows: Rows | None = None
     dropout_seed: Tensor | None = None
     first_item: int = 0
+    part: CallPart | None = None
     grid_: Grid | None = field(default=None, init=False, repr=False)
     coverage_: Coverage | None = field(default=None, init=False, repr=False)
 
@@ -265,15 +274,14 @@ def quick_spec(
     mask: Mask | None,
     scale: object,
     dropout_p: object,
-    lse: bool,
     weights: WeightsWanted,
     environment: Environment,
-    positions: tuple[object, object] = (None, None),
+    positions: tuple[object, object],
 ) -> AttentionSpec | None:
-    """The spec of a call of which validation looks at nothing else (but the mask's `Mask.validate`).
+    """The spec of a call without soft-cap, sinks, lse and documents, of which only the mask is left to validate.
 
     Returns:
-        ``None`` where arguments have to be looked at one by one.
+        ``None`` where `validate_call` has to check the arguments one by one.
     """
     if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         return None
@@ -314,7 +322,7 @@ def quick_spec(
         cast(float, dropout_p),
         None,
         gradients,
-        lse,
+        False,
         weights,
         None,
         False,
@@ -371,6 +379,7 @@ def validate_call(
     sinks = _sinks(sinks, query)
     biases = () if checked is None else checked.bias_tensors()
     inputs = (query, key, value, *(() if sinks is None else (sinks,)), *biases)
+    # By position, as in `quick_spec`: names for so many fields take a microsecond.
     spec = AttentionSpec(
         Layout(tuple(query.shape), _strides(query, environment)),
         Layout(tuple(key.shape), _strides(key, environment)),

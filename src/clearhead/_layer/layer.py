@@ -68,6 +68,7 @@ class Layer:
         batch_first: whether memory holds (B, L, E) rather than (L, B, E). Tensors are (B, L, E) either way.
         forms: how attention is computed of the projections, where it is not of them as they are.
         origin: where these heads begin in those of the whole module, for dropout.
+        all_heads: makes weights of these heads those of the whole module, where it has others.
     """
 
     project: Project
@@ -86,6 +87,7 @@ class Layer:
     batch_first: bool = True
     forms: Forms | None = None
     origin: DropoutOrigin | None = None
+    all_heads: Callable[[Tensor], Tensor] | None = None
 
     def run(
         self,
@@ -112,6 +114,7 @@ class Layer:
         """
         mask = self.combined(mask)
         if positions is None and cache is None:
+            # Padding is found in a mask alone, and weights have a row and a column for it.
             if mask is not None and weights is None:
                 output = self._run_unpadded(query, key, value, mask, environment)
                 if output is not None:
@@ -126,7 +129,7 @@ class Layer:
             if held is None:
                 q, k, v = self.projected(query, key, value, at, environment)
                 known = KeyValues(k, v) if cache is None else cache.update(k, v, at)
-            else:
+            else:  # cross-attention to a memory whose keys are projected already
                 q, known = self._query_heads(self.project(query, None, None)[0]), held
                 if environment.autocast:
                     (q,) = cast_for_autocast(q)
@@ -142,19 +145,22 @@ class Layer:
             weights=weights,
             **self._options,
         )
-        found = self.finished(results, form, query.dim() == 3, environment)
+        returned = self.projected_out(results, environment, form, batched=query.dim() == 3)
+        # Afterwards: what the cache evicts now, these queries have still attended to.
         if cache is not None and at is not None:
             self._observe(cache, q, known, mask, at)
-        return found
+        return returned
 
-    def finished(
-        self, results: Results, form: Form | None, batched: bool, environment: Environment
+    def projected_out(
+        self, results: Results, environment: Environment, form: Form | None = None, *, batched: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """The output after the output projection, and the weights; without a batch where the inputs have none."""
         mixed, weights = results.output, results.weights  # (B, H, L, Dv)
         if form is not None and form.finish is not None:
             mixed = form.finish(mixed)
         output = self._project_out(mixed, batched, environment)
+        if weights is not None and self.all_heads is not None:
+            weights = self.all_heads(weights)
         return output, weights if weights is None or batched else weights.squeeze(0)
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
@@ -212,6 +218,7 @@ class Layer:
         """The output of a padded batch, computed without its padding where that is faster."""
         if self.costs is None or query.dim() != 3 or key is None or value is None:
             return None
+        # A position part turns query and key by the same positions: tokens have to pair up, before and after.
         if self.position is not None and key.shape[1] != query.shape[1]:
             return None
         unpadded = unpad(mask, query, key, self.num_heads, self.costs, environment)
@@ -241,6 +248,7 @@ class Layer:
             return apply_linear(self.out_proj, merge_heads(mixed.squeeze(0)), environment)
         if self.batch_first:
             return apply_linear(self.out_proj, mixed.transpose(1, 2).flatten(2), environment)
+        # The GEMM then writes (L, B, E), and transposing it back for a sequence-first module copies nothing.
         merged = mixed.permute(2, 0, 1, 3).flatten(2)  # (L, B, H·Dv)
         return apply_linear(self.out_proj, merged, environment).transpose(0, 1)
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from .._checks import PLAIN, flag, kind, require_factory, shown, size, strided_or_jagged
 from .._environment import (
     autocast_is_on,
+    forced_linears,
     forcing,
     has_onednn_linear,
     is_dispatching,
     is_tracing,
     is_transformed,
-    linears,
     onednn_linear,
 )
 from ..errors import ArgumentError, DeviceError, DTypeError, KernelError, ShapeError
@@ -52,7 +52,7 @@ class use_linear(forcing[str]):
     def __init__(self, name: Backend) -> None:
         if not isinstance(name, str) or name not in BACKENDS:
             raise ArgumentError("name", expected=f"one of {', '.join(BACKENDS)}", got=shown(name))
-        super().__init__(linears, name)
+        super().__init__(forced_linears, name)
 
 
 class Linear(nn.Linear):
@@ -129,12 +129,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def eager_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """The function behind `linear` in this thread where nothing is traced."""
-    forced = linears.stack
+    forced = forced_linears.stack
     return F.linear if (forced[-1] if forced else _preferred()) == "pytorch" else _on_onednn
 
 
 def _on_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    forced = linears.stack
+    forced = forced_linears.stack
     if not forced and not (type(input) in PLAIN and type(weight) in PLAIN and _is_worth_it(input, weight)):
         return F.linear(input, weight, bias)
     against = _against(input, weight, bias)
@@ -161,8 +161,12 @@ def describe_backend() -> str:
         ...     describe_backend()
         "PyTorch's, forced by use_linear"
     """
-    if linears.stack:
-        return "PyTorch's, forced by use_linear" if linears.stack[-1] == "pytorch" else "oneDNN's, forced by use_linear"
+    if forced_linears.stack:
+        return (
+            "PyTorch's, forced by use_linear"
+            if forced_linears.stack[-1] == "pytorch"
+            else "oneDNN's, forced by use_linear"
+        )
     if _preferred() == "onednn":
         return (
             f"oneDNN's for float32 from {_FEWEST_ROWS} rows and {_FEWEST_MULTIPLICATIONS} multiplications on: on "

@@ -44,34 +44,34 @@ class _Tokens:
 
     Args:
         length: of each item with its padding.
-        rows: (T,) which of the B · length tokens; ``None`` for all.
+        indices: (T,) which of the B · length tokens; ``None`` for all.
         counts: how many of each item.
         starts: the position of each item's first one.
         contiguous: whether each item's have no padding between them.
     """
 
     length: int
-    rows: Tensor | None
+    indices: Tensor | None
     counts: list[int]
     starts: list[int]
     contiguous: bool
 
     def take(self, x: Tensor) -> Tensor:
         """(B, length, E) → (T, E)."""
-        rows = self.rows
-        if rows is None:
+        indices = self.indices
+        if indices is None:
             return x.flatten(0, 1)
         batch, length = x.shape[:2]
         if x.stride(0) < x.stride(1):  # (length, B, E) in memory, which need not be copied whole
-            return x.transpose(0, 1).flatten(0, 1).index_select(0, rows % length * batch + rows // length)
-        return x.flatten(0, 1).index_select(0, rows)
+            return x.transpose(0, 1).flatten(0, 1).index_select(0, indices % length * batch + indices // length)
+        return x.flatten(0, 1).index_select(0, indices)
 
     def put_back(self, x: Tensor) -> Tensor:
         """(1, H, T, D) → (B, H, length, D), zeros for padding."""
         tokens, batch = x[0].transpose(0, 1), len(self.counts)  # (T, H, D)
-        if self.rows is not None:
+        if self.indices is not None:
             whole = tokens.new_zeros(batch * self.length, *tokens.shape[1:])
-            tokens = whole.index_copy(0, self.rows, tokens)
+            tokens = whole.index_copy(0, self.indices, tokens)
         return tokens.unflatten(0, (batch, self.length)).transpose(1, 2)
 
 
@@ -97,15 +97,15 @@ class Unpadded:
     @property
     def positions(self) -> Tensor:
         """(T,) the positions of the queries in their items."""
-        rows, (batch, length) = self.queries.rows, self.shape
+        indices, (batch, length) = self.queries.indices, self.shape
         device = self.rows.cu_seqlens_q.device
-        return torch.arange(batch * length, device=device) % length if rows is None else rows % length
+        return torch.arange(batch * length, device=device) % length if indices is None else indices % length
 
     def tokens(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, length, E) → (T, E) each; one tensor stays one where it can."""
         k = self.keys.take(key)
         v = k if value is key else self.keys.take(value)
-        alike = query is key and (self.queries is self.keys or self.queries.rows is self.keys.rows is None)
+        alike = query is key and (self.queries is self.keys or self.queries.indices is self.keys.indices is None)
         return k if alike else self.queries.take(query), k, v
 
     def show(self, call: AttentionCall, output: Tensor) -> None:
@@ -128,29 +128,29 @@ class Unpadded:
 
     def project_out(self, mixed: Tensor, out_proj: nn.Module, environment: Environment, *, batch_first: bool) -> Tensor:
         """(T, H·Dv) → (B, L, E), in memory (L, B, E) unless `batch_first`; ``out_proj(0)`` for padding."""
-        (batch, length), rows = self.shape, self.queries.rows
+        (batch, length), indices = self.shape, self.queries.indices
         if not batch_first:
-            if rows is None:
+            if indices is None:
                 mixed = mixed.view(batch, length, -1).transpose(0, 1).flatten(0, 1)
             else:
-                rows = rows % length * batch + rows // length
+                indices = indices % length * batch + indices // length
         shape = (batch, length) if batch_first else (length, batch)
-        whole = _filled(mixed, rows, shape, out_proj, environment)
+        whole = _filled(mixed, indices, shape, out_proj, environment)
         return whole if batch_first else whole.transpose(0, 1)
 
 
 def _filled(
-    mixed: Tensor, rows: Tensor | None, shape: tuple[int, int], out_proj: nn.Module, environment: Environment
+    mixed: Tensor, indices: Tensor | None, shape: tuple[int, int], out_proj: nn.Module, environment: Environment
 ) -> Tensor:
-    """(T, H·Dv) → (*shape, E), projected; `rows` are the places of the tokens, ``None`` for all."""
-    if rows is None:
+    """(T, H·Dv) → (*shape, E), projected; `indices` say which tokens they are, ``None`` for all."""
+    if indices is None:
         return apply_linear(out_proj, mixed.view(*shape, -1), environment)
     count = shape[0] * shape[1]
     if is_unmodified(out_proj):  # of zeros it makes its bias
         short, bias = apply_linear(out_proj, mixed, environment), cast("Tensor | None", out_proj.bias)
         filled = short.new_zeros(()) if bias is None else bias.to(short.dtype)
-        return filled.expand(count, short.shape[1]).index_copy(0, rows, short).view(*shape, -1)
-    whole = mixed.new_zeros(count, mixed.shape[1]).index_copy(0, rows, mixed)
+        return filled.expand(count, short.shape[1]).index_copy(0, indices, short).view(*shape, -1)
+    whole = mixed.new_zeros(count, mixed.shape[1]).index_copy(0, indices, mixed)
     return apply_linear(out_proj, whole.view(*shape, -1), environment)
 
 
@@ -246,12 +246,12 @@ def _tokens(marks: Tensor | None, batch: int, length: int) -> _Tokens:
     stops = length - marks.flip(1).int().argmax(1)
     contiguous = bool(((stops - starts == counts) | (counts == 0)).all())
     total = counts.tolist()
-    rows = None if sum(total) == batch * length else marks.flatten().nonzero()[:, 0]
-    return _Tokens(length, rows, total, starts.tolist(), contiguous)
+    indices = None if sum(total) == batch * length else marks.flatten().nonzero()[:, 0]
+    return _Tokens(length, indices, total, starts.tolist(), contiguous)
 
 
 def _unless_equal(queries: _Tokens, keys: _Tokens) -> _Tokens:
     """The keys' tokens where the queries' are the same, so that both are taken once."""
-    if queries.rows is None or keys.rows is None or queries.length != keys.length:
+    if queries.indices is None or keys.indices is None or queries.length != keys.length:
         return queries
-    return keys if torch.equal(queries.rows, keys.rows) else queries
+    return keys if torch.equal(queries.indices, keys.indices) else queries

@@ -1,11 +1,11 @@
-"""From a call to its results: the choice of a kernel, the plan it makes, and the cache of plans."""
+"""From arguments to results: the plan of a call, what it adds to a kernel's own, and the cache of plans."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -25,21 +25,12 @@ from .._call.spec import (
     validate_call,
     zero_hidden,
 )
-from .._checks import shown
-from .._environment import Environment, autocast_off, cast_for_autocast, forcing, kernels, read_environment
-from ..errors import ArgumentError, KernelError
-from ..kernels._base import Kernel, Plan, Refusal
-from ..kernels._chunked import ChunkedKernel
-from ..kernels._flex import FlexKernel
-from ..kernels._native import NativeKernel
-from ..kernels._reference import ReferenceKernel
-from ..kernels._sdpa import SdpaKernel
+from .._environment import Environment, autocast_off, cast_for_autocast, read_environment
+from ..kernels._base import Kernel, Plan
+from ..kernels._choice import choose, choose_for_documents
 from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
 from ..masks._base import Mask
-
-#: In order of preference; the first that does not refuse a call runs it. `reference` refuses nothing.
-KERNELS: tuple[Kernel, ...] = (NativeKernel(), SdpaKernel(), ChunkedKernel(), FlexKernel(), ReferenceKernel())
 
 
 class PlanCache:
@@ -89,62 +80,6 @@ plans = PlanCache(256)
 Show = Callable[[AttentionCall, Tensor], None]
 
 
-class use_kernel(forcing[Kernel]):
-    """Force one kernel inside a ``with`` block, in this thread; it raises instead of falling back.
-
-    Args:
-        name: ``"native"``, ``"sdpa"``, ``"chunked"``, ``"flex"`` or ``"reference"``. ``"flex"`` is compiled for each
-            new signature of a call, which takes seconds, and is never chosen by itself.
-
-    Raises:
-        ArgumentError: for an unknown name. Inside the block, `KernelError` where the kernel refuses a call.
-
-    Example:
-        >>> import torch, clearhead
-        >>> x = torch.randn(1, 2, 3, 4)
-        >>> with clearhead.use_kernel("reference"):
-        ...     clearhead.attention(x, x, x).shape
-        torch.Size([1, 2, 3, 4])
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(kernels, _named(name))
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which kernel runs a call, and what every kernel refuses it for.
-
-    Args:
-        kernel: name of the kernel that runs; ``None`` if the forced one refuses.
-        reasons: for each kernel in order of preference its reasons against the call; empty if it can run it.
-        forced: whether `use_kernel` decided.
-        projections: which GEMM backend a module's projections use on the CPU, and why.
-
-    Example:
-        >>> import torch, clearhead
-        >>> x = torch.randn(1, 2, 3, 4)
-        >>> with clearhead.use_kernel("chunked"):
-        ...     found = clearhead.explain(x, x, x)
-        >>> found.kernel, found.forced
-        ('chunked', True)
-    """
-
-    kernel: str | None
-    reasons: dict[str, tuple[str, ...]]
-    forced: bool
-    projections: str = ""
-
-    def __str__(self) -> str:
-        how = " (forced by use_kernel)" if self.forced else ""
-        lines = [f"runs on: {self.kernel or 'no kernel'}{how}"]
-        for name, reasons in self.reasons.items():
-            lines.append(f"  {name:<10} {'; '.join(reasons) if reasons else 'can run it'}")
-        if self.projections:
-            lines.append(f"projections: {self.projections}")
-        return "\n".join(lines)
-
-
 def attend_arguments(
     query: Tensor,
     key: Tensor,
@@ -181,7 +116,8 @@ def attend_arguments(
         and (mask is None or isinstance(mask, Mask))
     ):
         positions = (query_positions, key_positions)
-        spec = quick_spec(query, key, value, mask, scale, dropout_p, False, weights, environment, positions)
+        spec = quick_spec(query, key, value, mask, scale, dropout_p, weights, environment, positions)
+        # `quick_spec` checks less than `validate_call`; a plan is there if an equal spec has passed that once.
         plan = None if spec is None else plans.get((spec, environment.kernel))
         if plan is not None:
             call = AttentionCall(cast(Any, spec), query, key, value, mask, None, *cast(Any, positions))
@@ -209,10 +145,10 @@ def attend_arguments(
             dropout_seed=dropout_seed,
             environment=environment,
         )
-        return _finished(_attend(call, environment, show), sinks is not None, query.dim() == 3)
+        return _returned(_attend(call, environment, show), sinks is not None, query.dim() == 3)
 
 
-def _finished(results: Results, has_sinks: bool, unbatched: bool) -> Results:
+def _returned(results: Results, has_sinks: bool, unbatched: bool) -> Results:
     """Results as they are returned: lse of −∞ where the sink is none, and no batch where there was none."""
     output, lse, weights = results
     if lse is not None and has_sinks:
@@ -261,20 +197,21 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
         return _resolving
     if spec.documents is not None:
         if spec.tracing:
-            return lambda call: _plan(call.as_one_document().spec, call.as_one_document(), environment)(
-                call.as_one_document()
-            )
-        kernel = _of_documents(call, environment.kernel)
+            # No values of boundaries to cut documents by: a mask hides the others.
+            return lambda call: run_call(call.as_one_document(), environment)
+        kernel = choose_for_documents(call, environment.kernel)
         if kernel is None:
             return _each_document
     else:
-        kernel = _choose(call, environment.kernel)
+        kernel = choose(call, environment.kernel)
     wants_weights = spec.weights is not None
     together = wants_weights and kernel.gives_weights(spec, mask, grid)
+    # Innermost is the kernel; each function around it adds what the kernel does not do itself.
     compute = kernel.plan(spec if together or not wants_weights else spec._replace(weights=None), mask, grid)
     if spec.dropout_p > 0 and kernel.seeds_dropout:
         compute = _with_seed(compute)
     if mask is not None and not kernel.isolates_hidden:
+        # What keeps NaN of a masked query out of its output may let it into gradients.
         only_values = not (spec.needs_gradients or spec.transformed or spec.tracing)
         compute = _with_zeros(compute, not (only_values and kernel.isolates_queries))
     if spec.needs_gradients and not kernel.twice_differentiable and not spec.tracing:
@@ -354,74 +291,3 @@ def _lse(results: Results) -> Tensor:
 def _counts_within(mask: Mask) -> bool:
     """Whether a mask says the same of a document as of a call of its own: it is made of rules about positions alone."""
     return all(part.fits_any_call for part in mask.parts())
-
-
-def _of_documents(call: AttentionCall, forced: Kernel | None) -> Kernel | None:
-    """The kernel that computes a call of documents whole, or ``None``."""
-    spec, mask, grid = call.spec, call.mask, call.grid
-    candidates = KERNELS if forced is None else (forced,)
-    for kernel in candidates:
-        if not kernel.takes_documents or kernel.refusals(spec, mask, grid):
-            continue
-        if kernel is forced or not kernel.reservations(spec, mask, grid):
-            return kernel
-    return None
-
-
-def _choose(call: AttentionCall, forced: Kernel | None) -> Kernel:
-    """The forced kernel, or the first that does not refuse calls of this spec.
-
-    Raises:
-        KernelError: if the forced kernel refuses, with its reasons and which kernels can run it.
-    """
-    if forced is None:
-        return _preferred(call)
-    refusals = _refusals(forced, call)
-    if refusals:
-        reasons = "; ".join(str(reason) for reason in refusals)
-        able = [kernel.name for kernel in KERNELS if not _refusals(kernel, call)]
-        raise KernelError(
-            f"use_kernel({forced.name!r}): this kernel cannot run the call: {reasons}. "
-            f"Leave the choice to Clearhead, or force one that can: {', '.join(able)}."
-        )
-    return forced
-
-
-def _refusals(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
-    """Every reason against a call on this kernel alone."""
-    request = call.spec, call.mask, call.grid
-    against_weights = () if call.spec.weights is None else kernel.weights_refusals(*request)
-    return kernel.refusals(*request) + against_weights
-
-
-def _preferred(call: AttentionCall) -> Kernel:
-    spec, mask, grid = call.spec, call.mask, call.grid
-    # Apart from a bias that learns, nothing here depends on gradients: what checkpointing computes again is the same.
-    for kernel in KERNELS:
-        if not (kernel.refusals(spec, mask, grid) or kernel.reservations(spec, mask, grid)):
-            return kernel
-    return KERNELS[-1]
-
-
-def explain_call(call: AttentionCall, projections: str) -> Explanation:
-    """Every kernel's reasons against a call."""
-    spec, mask, grid, forced = call.spec, call.mask, call.grid, kernels.value
-    reasons = {
-        kernel.name: tuple(
-            map(
-                str,
-                kernel.refusals(spec, mask, grid) + (() if kernel is forced else kernel.reservations(spec, mask, grid)),
-            )
-        )
-        for kernel in KERNELS
-    }
-    if forced is not None:
-        return Explanation(None if reasons[forced.name] else forced.name, reasons, True, projections)
-    return Explanation(_preferred(call).name, reasons, False, projections)
-
-
-def _named(name: str) -> Kernel:
-    for kernel in KERNELS:
-        if isinstance(name, str) and kernel.name == name:
-            return kernel
-    raise ArgumentError("name", expected=f"one of {', '.join(kernel.name for kernel in KERNELS)}", got=shown(name))

@@ -117,10 +117,7 @@ bool run_documents_backward(const Kernels& kernels, const Problem& all, const Do
     each_gap_of_rows(all, documents, [&](int64_t start, int64_t stop) {
         clear_rows(all.query_gradient, all.heads, start, stop, all.dim, all.bytes());
         for (int64_t h = 0; h < all.heads; h++)
-            for (int64_t i = start; i < stop; i++) {
-                const int64_t place = all.row_place(0, h, i);
-                all.correction[place] = all.lse_gradient ? -all.lse_gradient[place] : 0;
-            }
+            for (int64_t i = start; i < stop; i++) all.write_correction_of_hidden_row(0, h, i);
     });
     each_gap_of_keys(all, documents, [&](int64_t start, int64_t stop) {
         clear_rows(all.key_gradient, all.kv_heads, start, stop, all.dim, all.bytes());

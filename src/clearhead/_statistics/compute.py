@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from .._call.sharding import HeadShard
 from .._call.spec import AttentionCall, build_call
 from .._environment import autocast_off, cast_for_autocast, is_tracing
 from .._weights import Queries, row_numbers
@@ -17,8 +18,9 @@ from ..masks._base import Mask
 from .arguments import DEFAULT, Per, counted_queries, make_options, require_names, require_per
 from .definitions import STATISTICS, Options, Statistic
 from .native import native_results
-from .result import AttentionStatistics
+from .result import AttentionStatistics, Sizes
 from .rows import BlockRows
+from .totals import ONE_PROCESS, Totals
 
 
 def attention_statistics(
@@ -101,12 +103,10 @@ def attention_statistics(
             values[0] if values else None,
             mask,
             scale=scale,
-            dropout_p=0.0,
             softcap=softcap,
             sinks=sinks,
             query_positions=query_positions,
             key_positions=key_positions,
-            return_lse=False,
         )
         return compute_statistics(call, names, options, counted_queries(query_mask, call), queries, per)
 
@@ -118,25 +118,54 @@ def compute_statistics(
     counted: Tensor | None,
     queries: Queries | None = None,
     per: Per = "query_head",
+    heads: HeadShard | None = None,
 ) -> AttentionStatistics:
-    """Statistics of a validated call; `counted` is (B, L) bool or ``None`` for all."""
+    """Statistics of a validated call.
+
+    Args:
+        call: all of it, or a part: then the results are those of the queries, or keys, that this process holds.
+        names, options, queries, per: see `attention_statistics`; of the whole call.
+        counted: (B, L) bool of the whole call, or ``None`` for all.
+        heads: the call has some of a module's heads; the results are of all of them.
+    """
     require_per(per, names)
+    part = call.part
     with torch.no_grad(), autocast_off(call.query):
-        results = native_results(call, names, options, counted)
-        left = [name for name in names if name not in results and name != "rows"]
-        if left or "sees" not in results:
-            results |= _results_by_blocks(call, left, options, counted)
-        if "rows" in names:
-            results["rows"] = exact_weights(call, row_numbers(queries, call.grid.query_length, "queries"))
-    sees = results.pop("sees")
-    if per == "kv_head":
-        _reduce_heads(results, names, call)
-        sees = sees.unflatten(1, (call.key.shape[1], call.spec.group)).any(2)
-    results["hidden_queries"] = (~sees).sum(-1)
-    results["sees"] = sees
+        results = (results_of if part is None else part.results)(call, names, options, counted, queries)
+        kv_heads = call.key.shape[1]
+        if heads is not None:
+            results, kv_heads = heads.all_heads(results), heads.all_num_kv_heads
+        sees: Tensor = results.pop("sees")
+        sizes = Sizes(sees.shape[1], kv_heads, call.grid.key_length)
+        if per == "kv_head":
+            group = sees.shape[1] // kv_heads
+            _reduce_heads(results, names, kv_heads, group)
+            sees = sees.unflatten(1, (kv_heads, group)).any(2)
+        counted = _counted_here(call, counted)
+        results["hidden_queries"] = (~sees).sum(-1)
+        results["sees"] = sees
+        found = AttentionStatistics(sizes, counted, results, options, per)
+        return found if part is None else found.with_totals(part.totals)
+
+
+def results_of(
+    call: AttentionCall, names: Sequence[str], options: Options, counted: Tensor | None, queries: Queries | None
+) -> dict[str, Any]:
+    """Tensors of the statistics by name, of each query head, and ``sees`` (B, H, L)."""
+    results = native_results(call, names, options, counted)
+    left = [name for name in names if name not in results and name != "rows"]
+    if left or "sees" not in results:
+        results |= _results_by_blocks(call, left, options, counted)
+    if "rows" in names:
+        results["rows"] = exact_weights(call, row_numbers(queries, call.grid.query_length, "queries"))
+    return results
+
+
+def _counted_here(call: AttentionCall, counted: Tensor | None) -> Tensor:
+    """The counted queries among those that are here, bool (B, l)."""
     if counted is None:
-        counted = torch.ones(call.grid.batch_size, call.grid.query_length, dtype=torch.bool, device=call.query.device)
-    return AttentionStatistics(call, counted, results, options, per)
+        return torch.ones(call.query.shape[0], call.query.shape[2], dtype=torch.bool, device=call.query.device)
+    return counted if call.part is None else counted[:, call.part.totals.rows(counted.shape[1], counted.device)]
 
 
 def _results_by_blocks(
@@ -144,17 +173,25 @@ def _results_by_blocks(
 ) -> dict[str, Any]:
     """Results of some statistics and ``sees`` (B, H, L), folded block by block."""
     column = None if counted is None else counted[:, None, :, None]
-    gathered: list[Statistic] = [STATISTICS[name](call, options, column) for name in names]
-    shape = (call.grid.batch_size, call.grid.num_heads, call.grid.query_length)
-    sees = torch.zeros(shape, dtype=torch.bool, device=call.query.device)
-    for block, place, query, key in score_blocks(call, dtype=exact_dtype(call)):
-        part = None if column is None else column[block.batch, :, place]
-        block_rows = BlockRows(call, block, place, query, key, part)
-        sees[block.batch, block.heads, place] = (block_rows.largest > float("-inf")).squeeze(-1)
+
+    def blocks() -> Iterator[BlockRows]:
+        for block, place, query, key in score_blocks(call, dtype=exact_dtype(call)):
+            part = None if column is None else column[block.batch, :, place]
+            yield BlockRows(call, block, place, query, key, part)
+
+    return fold_blocks(blocks(), [STATISTICS[name](call, options, column) for name in names], call)
+
+
+def fold_blocks(
+    blocks: Iterable[BlockRows], gathered: Sequence[Statistic], call: AttentionCall, totals: Totals = ONE_PROCESS
+) -> dict[str, Any]:
+    """Results of statistics of the queries that are here, and ``sees`` (B, H, l)."""
+    sees = torch.zeros(call.query.shape[:3], dtype=torch.bool, device=call.query.device)
+    for rows in blocks:
+        sees[rows.block.batch, rows.block.heads, rows.place] |= (rows.largest > float("-inf")).squeeze(-1)
         for statistic in gathered:
-            statistic.add(block_rows)
-    results = {name: tensor for statistic in gathered for name, tensor in statistic.result().items()}
-    return {**results, "sees": sees}
+            statistic.add(rows)
+    return {"sees": sees} | {name: found for each in gathered for name, found in each.result(totals).items()}
 
 
 def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = None) -> Tensor:
@@ -175,7 +212,7 @@ def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = N
         return result if head is None else result[:, head]
 
 
-def _reduce_heads(results: dict[str, Any], names: Sequence[str], call: AttentionCall) -> None:
+def _reduce_heads(results: dict[str, Any], names: Sequence[str], kv_heads: int, group: int) -> None:
     for statistic in names:
         for name in STATISTICS[statistic].per_head:
-            results[name] = results[name].unflatten(1, (call.key.shape[1], call.spec.group)).mean(2)
+            results[name] = results[name].unflatten(1, (kv_heads, group)).mean(2)

@@ -1,4 +1,6 @@
-"""Statistics of attention weights, each folding blocks of whole rows into a small result.
+"""Statistics of attention weights, each folding blocks of rows into a small result.
+
+A row may come in several blocks, of some of its columns each, whose weights are those of the whole row.
 
 Notation: p_ij the weights, s_ij the scores as `attention` defines them, Q the queries that are counted (all, or those
 of `query_mask`). A masked weight is exactly 0. A query that sees no key has p = 0.
@@ -17,6 +19,7 @@ from .._call.spec import AttentionCall
 from ..kernels._blocks import LongSum, grouped, long_product
 from ..masks._grid import take
 from .rows import GROUP, BlockRows
+from .totals import ONE_PROCESS, Totals
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,15 @@ class Statistic(ABC):
     name: ClassVar[str]
     #: Result names whose second dimension is H, which `per="kv_head"` may average.
     per_head: ClassVar[tuple[str, ...]] = ()
+    #: What results have a number of: each query (B, H, L, …), each key (B, H, S), or the head alone (B, H, …).
+    of: ClassVar[Literal["queries", "keys", "heads"]] = "queries"
 
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         self.call = call
         self.options = options
         self.counted = counted  # (B, 1, L, 1) bool, or None
         grid = call.grid
-        self.row_shape = (grid.batch_size, grid.num_heads, grid.query_length)
+        self.row_shape = (grid.batch_size, grid.num_heads, call.query.shape[2])  # of L queries, those that are here
         self.column_shape = (grid.batch_size, grid.num_heads, grid.key_length)
 
     @abstractmethod
@@ -69,15 +74,15 @@ class Statistic(ABC):
         """Add a block."""
 
     @abstractmethod
-    def result(self) -> dict[str, Any]:
-        """The finished tensors by attribute name."""
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
+        """The finished tensors by attribute name; `totals` finishes what was added up over queries."""
 
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.call.spec.compute_dtype, device=self.call.query.device)
 
     def put(self, target: Tensor, rows: BlockRows, value: Tensor) -> None:
-        """Write (b, h, l, 1) into a (B, H, L) tensor."""
-        target[rows.block.batch, rows.block.heads, rows.place] = value.squeeze(-1)
+        """Add (b, h, l, 1) to a (B, H, L) tensor."""
+        target[rows.block.batch, rows.block.heads, rows.place] += value.squeeze(-1)
 
 
 @final
@@ -92,22 +97,20 @@ class Entropy(Statistic):
 
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         super().__init__(call, options, counted)
-        self._entropy, self._normalized = self.zeros(*self.row_shape), self.zeros(*self.row_shape)
+        self._entropy, self._visible = self.zeros(*self.row_shape), self.zeros(*self.row_shape)
 
     def add(self, rows: BlockRows) -> None:
         # −Σ p ln p = Σ p · ln total − Σ p (s − shift), with s − shift = −∞ only where p = 0.
         floor = torch.finfo(rows.shifted.dtype).min
         shifted = rows.shifted if self.call.mask is None else rows.shifted.clamp(min=floor)
         inner = torch.linalg.vecdot(rows.terms, shifted)[..., None] / rows.total
-        entropy = rows.mass * rows.total.log() - inner
-        entropy.clamp_(min=0)
-        self.put(self._entropy, rows, entropy)
-        visible = rows.visible
-        normalized = entropy / visible.clamp(min=2).to(entropy.dtype).log()
-        self.put(self._normalized, rows, normalized.masked_fill(visible < 2, 0))
+        self.put(self._entropy, rows, rows.mass * rows.total.log() - inner)
+        self.put(self._visible, rows, rows.visible)
 
-    def result(self) -> dict[str, Any]:
-        return {"entropy": self._entropy, "normalized_entropy": self._normalized}
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
+        entropy, visible = self._entropy.clamp_(min=0), self._visible
+        normalized = (entropy / visible.clamp(min=2).log()).masked_fill_(visible < 2, 0)
+        return {"entropy": entropy, "normalized_entropy": normalized}
 
 
 @final
@@ -120,6 +123,7 @@ class Received(Statistic):
 
     name: ClassVar[str] = "received"
     per_head: ClassVar[tuple[str, ...]] = ("received", "received_mean")
+    of: ClassVar[Literal["queries", "keys", "heads"]] = "keys"
 
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         super().__init__(call, options, counted)
@@ -138,9 +142,9 @@ class Received(Statistic):
             viewers = (mask if rows.counted is None else mask & rows.counted).sum(-2, keepdim=True)
         self._viewers.unsqueeze(2)[where] += viewers
 
-    def result(self) -> dict[str, Any]:
-        received = self._received.result()
-        return {"received": received, "received_mean": received / self._viewers.clamp(min=1)}
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
+        received, viewers = totals.of_keys(torch.stack((self._received.result(), self._viewers)))
+        return {"received": received, "received_mean": received / viewers.clamp(min=1)}
 
 
 @final
@@ -149,6 +153,7 @@ class MaxLogit(Statistic):
 
     name: ClassVar[str] = "max_logit"
     per_head: ClassVar[tuple[str, ...]] = ("max_logit",)
+    of: ClassVar[Literal["queries", "keys", "heads"]] = "heads"
 
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         super().__init__(call, options, counted)
@@ -157,8 +162,8 @@ class MaxLogit(Statistic):
     def add(self, rows: BlockRows) -> None:
         _raise_to(self._largest, rows, rows.largest)
 
-    def result(self) -> dict[str, Any]:
-        return {"max_logit": self._largest}
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
+        return {"max_logit": totals.largest(self._largest)}
 
 
 @final
@@ -171,6 +176,7 @@ class RawMaxLogit(Statistic):
 
     name: ClassVar[str] = "raw_max_logit"
     per_head: ClassVar[tuple[str, ...]] = ("raw_max_logit",)
+    of: ClassVar[Literal["queries", "keys", "heads"]] = "heads"
 
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         super().__init__(call, options, counted)
@@ -179,8 +185,8 @@ class RawMaxLogit(Statistic):
     def add(self, rows: BlockRows) -> None:
         _raise_to(self._largest, rows, rows.raw_largest)
 
-    def result(self) -> dict[str, Any]:
-        return {"raw_max_logit": self._largest}
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
+        return {"raw_max_logit": totals.largest(self._largest)}
 
 
 @final
@@ -195,9 +201,11 @@ class Confidence(Statistic):
         self._confidence = self.zeros(*self.row_shape)
 
     def add(self, rows: BlockRows) -> None:
-        self.put(self._confidence, rows, (rows.largest - rows.shift).exp().to(rows.total.dtype) / rows.total)
+        where = (rows.block.batch, rows.block.heads, rows.place)
+        largest = (rows.largest - rows.shift).exp().to(rows.total.dtype) / rows.total
+        self._confidence[where] = torch.maximum(self._confidence[where], largest.squeeze(-1))
 
-    def result(self) -> dict[str, Any]:
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
         return {"confidence": self._confidence}
 
 
@@ -211,6 +219,7 @@ class TopKeys(Statistic):
         super().__init__(call, options, counted)
         self._count = min(options.top_k, call.grid.key_length)
         self._weights = self.zeros(*self.row_shape, self._count)
+        self._shifted = torch.full_like(self._weights, float("-inf"))  # their scores, which order weights of zero too
         self._indices = torch.full(self._weights.shape, -1, device=self._weights.device)
 
     def add(self, rows: BlockRows) -> None:
@@ -218,11 +227,19 @@ class TopKeys(Statistic):
         if count == 0:
             return
         values, columns = _largest_columns(rows, count)
-        where = (rows.block.batch, rows.block.heads, rows.place, slice(0, count))
-        self._weights[where] = values.exp() / rows.total
-        self._indices[where] = (columns + rows.columns.start).masked_fill(values == float("-inf"), -1)
+        where = (rows.block.batch, rows.block.heads, rows.place)
+        found = {
+            "_shifted": values,
+            "_weights": values.exp() / rows.total,
+            "_indices": (columns + rows.columns.start).masked_fill(values == float("-inf"), -1),
+        }
+        # With those of other columns of the same rows.
+        both = {name: torch.cat((getattr(self, name)[where], new), -1) for name, new in found.items()}
+        best = both["_shifted"].topk(self._count, -1).indices
+        for name, tensor in both.items():
+            getattr(self, name)[where] = tensor.gather(-1, best)
 
-    def result(self) -> dict[str, Any]:
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
         return {"top_k": TopK(self._indices, self._weights)}
 
 
@@ -242,7 +259,7 @@ class Sink(Statistic):
         first = take(take(self._first, 0, rows.block.batch), 1, rows.block.heads)[:, :, rows.columns]  # (…, s, 1)
         self.put(self._sink, rows, rows.terms @ first / rows.total)
 
-    def result(self) -> dict[str, Any]:
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
         return {"sink": self._sink}
 
 
@@ -269,7 +286,7 @@ class Distance(Statistic):
         away = (rows.block.q - rows.block.k).abs().to(rows.terms.dtype)  # (1 or b, 1, l, s)
         self.put(self._distance, rows, torch.linalg.vecdot(rows.terms, away)[..., None] / rows.total)
 
-    def result(self) -> dict[str, Any]:
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
         return {"distance": self._distance}
 
 
@@ -283,6 +300,7 @@ class Offset(Statistic):
 
     name: ClassVar[str] = "offset"
     per_head: ClassVar[tuple[str, ...]] = ("offset",)
+    of: ClassVar[Literal["queries", "keys", "heads"]] = "heads"
 
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         super().__init__(call, options, counted)
@@ -314,8 +332,9 @@ class Offset(Statistic):
         values = rows.shifted.gather(-1, index)
         return values, inside & (values > float("-inf"))
 
-    def result(self) -> dict[str, Any]:
-        return {"offset": self._sums.result() / self._counts.clamp(min=1)}
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
+        sums, counts = totals.summed(torch.stack((self._sums.result(), self._counts)))
+        return {"offset": sums / counts.clamp(min=1)}
 
 
 @final
@@ -328,6 +347,7 @@ class Map(Statistic):
 
     name: ClassVar[str] = "map"
     per_head: ClassVar[tuple[str, ...]] = ("map",)
+    of: ClassVar[Literal["queries", "keys", "heads"]] = "heads"
 
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         super().__init__(call, options, counted)
@@ -355,25 +375,26 @@ class Map(Statistic):
         pooled = rows.terms.new_zeros(*rows.terms.shape[:3], self._columns)
         return pooled.scatter_reduce_(3, tiles.expand_as(rows.terms), rows.terms, "amax") / rows.total
 
-    def result(self) -> dict[str, Any]:
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
         if self.options.map_pooling == "max":
-            return {"map": self._map.result()}
+            return {"map": totals.largest(self._map.result())}
         counted = None if self.counted is None else self.counted[:, 0, :, 0]
-        return {"map": mean_of_tiles(self._map.result(), counted, self.row_shape[2])}
+        return {"map": mean_of_tiles(totals.summed(self._map.result()), counted, self.call.grid.query_length, totals)}
 
 
-def mean_of_tiles(sums: Tensor, counted: Tensor | None, length: int) -> Tensor:
+def mean_of_tiles(sums: Tensor, counted: Tensor | None, length: int, totals: Totals = ONE_PROCESS) -> Tensor:
     """Sums (B, H, R, C) over the counted queries of each row of a map, divided by how many there are; 0 where none.
 
     Args:
         sums: of queries i in rows ⌊i·R/L⌋.
-        counted: bool (B, L), or ``None`` for all.
+        counted: bool (B, l) of the queries that are here, or ``None`` for all.
         length: L.
+        totals: adds up their number.
     """
     rows = sums.shape[2]
-    weight = sums.new_ones(1, length) if counted is None else counted.to(sums.dtype)
-    tiles = torch.arange(length, device=sums.device) * rows // max(1, length)
-    counts = sums.new_zeros(weight.shape[0], rows).index_add_(1, tiles, weight)
+    tiles = totals.rows(length, sums.device) * rows // max(1, length)
+    weight = sums.new_ones(1, len(tiles)) if counted is None else counted.to(sums.dtype)
+    counts = totals.summed(sums.new_zeros(weight.shape[0], rows).index_add_(1, tiles, weight))
     return sums / counts.clamp_(min=1)[:, None, :, None]
 
 
@@ -390,7 +411,7 @@ class HeadAverage(Statistic):
     def add(self, rows: BlockRows) -> None:
         self._average[rows.block.batch, rows.place, rows.columns] += rows.weights.sum(1) / self.row_shape[1]
 
-    def result(self) -> dict[str, Any]:
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
         return {"head_average": self._average}
 
 
@@ -402,13 +423,13 @@ class Output(Statistic):
 
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         super().__init__(call, options, counted)
-        self._output = call.query.new_zeros(*self.row_shape, call.value.shape[-1])
+        self._output = self.zeros(*self.row_shape, call.value.shape[-1])
 
     def add(self, rows: BlockRows) -> None:
-        self._output[rows.block.batch, rows.block.heads, rows.place] = _mixed_values(rows).to(self._output.dtype)
+        self._output[rows.block.batch, rows.block.heads, rows.place] += _mixed_values(rows)
 
-    def result(self) -> dict[str, Any]:
-        return {"output": self._output}
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
+        return {"output": self._output.to(self.call.query.dtype)}
 
 
 @final
@@ -420,13 +441,13 @@ class OutputNorm(Statistic):
 
     def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
         super().__init__(call, options, counted)
-        self._norm = self.zeros(*self.row_shape)
+        self._output = self.zeros(*self.row_shape, call.value.shape[-1])
 
     def add(self, rows: BlockRows) -> None:
-        self.put(self._norm, rows, torch.linalg.vector_norm(_mixed_values(rows), dim=-1, keepdim=True))
+        self._output[rows.block.batch, rows.block.heads, rows.place] += _mixed_values(rows)
 
-    def result(self) -> dict[str, Any]:
-        return {"output_norm": self._norm}
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
+        return {"output_norm": torch.linalg.vector_norm(self._output, dim=-1)}
 
 
 def _raise_to(target: Tensor, rows: BlockRows, largest: Tensor) -> None:
@@ -439,10 +460,7 @@ def _raise_to(target: Tensor, rows: BlockRows, largest: Tensor) -> None:
 
 def _mixed_values(rows: BlockRows) -> Tensor:
     """Σ_j p_ij v_j of a block, (b, h, l, Dv)."""
-    call, heads = rows.call, rows.block.heads
-    kv_heads = slice(heads.start // call.spec.group, heads.stop // call.spec.group)
-    value = call.value[rows.block.batch, kv_heads, rows.columns].to(rows.terms.dtype)
-    return grouped(rows.terms, value) / rows.total
+    return grouped(rows.terms, rows.value.to(rows.terms.dtype)) / rows.total
 
 
 def _largest_columns(rows: BlockRows, count: int) -> tuple[Tensor, Tensor]:

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall
 from .._checks import shown
 from ..errors import ArgumentError, UnknownNameError
 from .arguments import Per, whole_numbers
 from .definitions import STATISTICS, Options, TopK
+from .totals import Totals
+
+#: Statistics with one number per query and head, (B, H, L).
+PER_QUERY = ("entropy", "normalized_entropy", "confidence", "sink", "distance", "output_norm")
+
+
+class Sizes(NamedTuple):
+    """H, Hkv and S of a call."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_length: int
 
 
 class AttentionStatistics:
@@ -23,6 +34,9 @@ class AttentionStatistics:
     (B, L), the queries that column statistics count; and the sizes ``batch_size, num_heads, num_kv_heads,
     query_length, key_length``.
 
+    Of a call whose sequence is split over processes, what has a number for each query, and ``hidden_queries``, is of
+    the L queries that this process holds; ``received`` is of the keys that it holds; all else is of the whole call.
+
     Example:
         >>> import torch, clearhead
         >>> query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 7, 8)
@@ -31,21 +45,21 @@ class AttentionStatistics:
         (torch.Size([2, 4, 5]), torch.Size([2, 4, 5, 3]))
     """
 
-    def __init__(
-        self, call: AttentionCall, counted: Tensor, results: dict[str, Any], options: Options, per: Per
-    ) -> None:
-        self.batch_size, self.num_heads, self.query_length, self.key_length = (
-            call.grid.batch_size,
-            call.grid.num_heads,
-            call.grid.query_length,
-            call.grid.key_length,
-        )
-        self.num_kv_heads = call.key.shape[1]
+    def __init__(self, sizes: Sizes, counted: Tensor, results: dict[str, Any], options: Options, per: Per) -> None:
+        self.batch_size, self.query_length = counted.shape
+        self.num_heads, self.num_kv_heads, self.key_length = sizes
         #: Which heads the results hold.
         self.heads = tuple(range(self.num_kv_heads if per == "kv_head" else self.num_heads))
         self.counted = counted
         self.options = options
         self.results = results
+        #: Of a part, sums over the counted queries of all processes, (H,) each, and ``seeing``, how many see a key.
+        self.totals: dict[str, Tensor] | None = None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other processes hold other queries of the call."""
+        return self.totals is not None
 
     @property
     def head_count(self) -> int:
@@ -68,13 +82,40 @@ class AttentionStatistics:
         )
 
     def head_sums(self, name: str) -> tuple[Tensor, Tensor]:
-        """Sum of a statistic per query over the counted queries that see a key, and their number: (H,) each."""
+        """Sum of a statistic per query over the counted queries that see a key, and their number: (H,) each.
+
+        Of a part, over those of all processes.
+        """
         if not isinstance(name, str) or name not in self.results:
             known = ", ".join(self.results)
             raise UnknownNameError("name", expected=f"one of {known}", got=shown(name))
-        values = self.results[name]
-        seeing = self.results["sees"] & self.counted[:, None]  # (B, H, L)
-        return (values * seeing).sum((0, 2)), seeing.sum((0, 2))
+        if self.totals is not None and name in self.totals:
+            return self.totals[name], self.totals["seeing"]
+        return self._sum(name), self._seeing.sum((0, 2))
+
+    @property
+    def sees_any(self) -> bool:
+        """Whether any counted query sees a key; of a part, of all processes, of results that say so."""
+        if self.totals is None or "seeing" in self.totals:
+            return bool((self._seeing if self.totals is None else self.totals["seeing"]).any())
+        largest = self.results["max_logit" if "max_logit" in self.results else "raw_max_logit"]
+        return bool((largest > float("-inf")).any())
+
+    def with_totals(self, totals: Totals) -> AttentionStatistics:
+        """Of a part: the same with totals over the queries of all processes, of statistics of each query."""
+        found, names = copy(self), [name for name in self.results if name in PER_QUERY]
+        found.totals = {}
+        if names:
+            own = torch.stack([*(self._sum(name).double() for name in names), self._seeing.sum((0, 2)).double()])
+            found.totals = dict(zip((*names, "seeing"), totals.summed(own), strict=True))
+        return found
+
+    @property
+    def _seeing(self) -> Tensor:
+        return self.results["sees"] & self.counted[:, None]  # (B, H, L)
+
+    def _sum(self, name: str) -> Tensor:
+        return (self.results[name] * self._seeing).sum((0, 2))
 
     def with_heads(self, heads: Sequence[int]) -> AttentionStatistics:
         """The same statistics for some of the heads."""
@@ -91,6 +132,8 @@ class AttentionStatistics:
         }
         chosen = self.like(results, self.counted, self.key_length)
         chosen.heads = tuple(places.tolist())
+        if self.totals is not None:
+            chosen.totals = {name: total.index_select(0, places) for name, total in self.totals.items()}
         return chosen
 
     def like(self, results: dict[str, Any], counted: Tensor, key_length: int) -> AttentionStatistics:

@@ -15,7 +15,7 @@ GROUP = 64  # neighbouring keys whose largest score is kept, to find the top-k q
 
 
 class BlockRows:
-    """Some heads' whole rows of the score matrix, restricted to the columns the mask leaves.
+    """Some heads' rows of the score matrix: whole, restricted to the columns the mask leaves, or some of their columns.
 
     Scores come in the dtype of query and key (see `exact_dtype`); what is left after the largest score is taken off
     fits the compute dtype.
@@ -27,16 +27,26 @@ class BlockRows:
         query: (b, h, l, D).
         key: (b, hkv, s, D), in the same dtype.
         counted: bool (b, 1, l, 1), the queries that column statistics count; ``None`` for all.
+        value: (b, hkv, s, Dv); those of the call where it holds all of them.
+        lse: (b, h, l, 1), the log-sum-exp of the whole rows, where the block has some of their columns.
     """
 
     def __init__(
-        self, call: AttentionCall, block: Block, place: slice, query: Tensor, key: Tensor, counted: Tensor | None
+        self,
+        call: AttentionCall,
+        block: Block,
+        place: slice,
+        query: Tensor,
+        key: Tensor,
+        counted: Tensor | None,
+        value: Tensor | None = None,
+        lse: Tensor | None = None,
     ) -> None:
         self.call = call
         self.block = block
         self.place = place
         self.counted = counted
-        self._query, self._key = query, key
+        self._query, self._key, self._value, self._lse = query, key, value, lse
         self._scores = block_scores(call, block, query, key)[0]  # (b, h, l, s), −∞ where hidden
         self.group_maxima = _group_maxima(self._scores)  # (b, h, l, ⌈s / 64⌉)
 
@@ -49,6 +59,14 @@ class BlockRows:
     def width(self) -> int:
         """s, how many columns there are."""
         return self._scores.shape[-1]
+
+    @property
+    def value(self) -> Tensor:
+        """The values of the columns, (b, hkv, s, Dv)."""
+        if self._value is not None:
+            return self._value
+        heads, group = self.block.heads, self.call.spec.group
+        return self.call.value[self.block.batch, heads.start // group : heads.stop // group, self.columns]
 
     @cached_property
     def largest(self) -> Tensor:
@@ -68,7 +86,9 @@ class BlockRows:
 
     @cached_property
     def shift(self) -> Tensor:
-        """What is subtracted before exp: the largest score or the sink, finite, (b, h, l, 1)."""
+        """What is subtracted before exp: the largest score or the sink, or the log-sum-exp; finite, (b, h, l, 1)."""
+        if self._lse is not None:
+            return self._lse.to(self._scores.dtype).masked_fill(self._lse == float("-inf"), 0)
         shift = self.largest if self._sinks is None else torch.maximum(self.largest, self._sinks)
         return shift.masked_fill(shift == float("-inf"), 0)
 
@@ -84,7 +104,9 @@ class BlockRows:
 
     @cached_property
     def total(self) -> Tensor:
-        """Σ_j exp(s − shift), with the sink's term, 1 where nothing is visible, (b, h, l, 1)."""
+        """Σ_j exp(s − shift) of whole rows, with the sink's term, 1 where nothing is visible, (b, h, l, 1)."""
+        if self._lse is not None:
+            return torch.ones_like(self._term_sum)
         total = self._term_sum
         if self._sinks is not None:
             total = total + (self._sinks - self.shift).exp().to(total.dtype)
@@ -96,7 +118,7 @@ class BlockRows:
 
     @property
     def mass(self) -> Tensor:
-        """Σ_j p: 1, or less where a sink takes mass, 0 where nothing is visible, (b, h, l, 1)."""
+        """Σ_j p over the columns, (b, h, l, 1)."""
         return self._term_sum / self.total
 
     @cached_property
@@ -106,7 +128,7 @@ class BlockRows:
 
     @cached_property
     def visible(self) -> Tensor:
-        """How many keys each query sees, (b or 1, h or 1, l, 1), int64."""
+        """How many of the columns each query sees, (b or 1, h or 1, l, 1), int64."""
         mask = None if self.call.mask is None else self.call.mask.visible(self.block)
         if mask is None:
             return torch.full((1, 1, 1, 1), self.width, device=self._scores.device)

@@ -12,10 +12,7 @@ from torch import Tensor
 from .._checks import shown
 from ..errors import UnknownNameError
 from .definitions import TopK
-from .result import AttentionStatistics
-
-#: Statistics per query, averaged over counted queries for the table.
-_PER_QUERY = ("entropy", "normalized_entropy", "confidence", "sink", "distance", "output_norm")
+from .result import PER_QUERY, AttentionStatistics
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ def summarize(recorded: Mapping[str, Sequence[AttentionStatistics]]) -> Summary:
     """Average statistics per query over counted queries, and take the largest logits, per module and head."""
     values: dict[str, dict[str, Tensor]] = {}
     for module, calls in recorded.items():
-        for statistic in _PER_QUERY:
+        for statistic in PER_QUERY:
             if statistic in calls[0].names:
                 values.setdefault(statistic, {})[module] = _weighted_mean(calls, statistic)
         for statistic in ("max_logit", "raw_max_logit"):
@@ -77,7 +74,12 @@ def fold(calls: Sequence[AttentionStatistics]) -> AttentionStatistics:
             results[name] = _concatenate(parts, 0)
     counted = _concatenate([call.counted for call in calls], 0)
     longest = max(calls, key=lambda call: call.query_length)
-    return longest.like(results, counted, max(call.key_length for call in calls))
+    folded = longest.like(results, counted, max(call.key_length for call in calls))
+    totals = [call.totals for call in calls if call.totals is not None]
+    folded.totals = (
+        {name: torch.stack([each[name] for each in totals]).sum(0) for name in totals[0]} if totals else None
+    )
+    return folded
 
 
 def _concatenate(tensors: Sequence[Tensor], fill: int) -> Tensor:

@@ -57,7 +57,7 @@ class Buffers:
     """The preallocated key and value tensors of a cache and the checks of what comes in.
 
     Args:
-        batch_size, num_kv_heads, slots, head_dim, value_head_dim: (B, Hkv, slots, D) and (…, Dv).
+        batch_size, num_kv_heads, slots, head_dim, value_head_dim: (B, Hkv, slots, D) and (…, Dv), by default as many.
         dtype: default PyTorch's.
         device: default PyTorch's.
     """
@@ -72,9 +72,10 @@ class Buffers:
         dtype: torch.dtype | None,
         device: torch.device | str | None,
     ) -> None:
+        shape = (size("batch_size", batch_size), size("num_kv_heads", num_kv_heads), slots)
+        size("head_dim", head_dim)
+        value_head_dim = head_dim if value_head_dim is None else size("value_head_dim", value_head_dim, 0)
         require_factory(device, dtype)
-        shape = (batch_size, num_kv_heads, slots)
-        value_head_dim = head_dim if value_head_dim is None else value_head_dim
         # Zeros and not uninitialised memory: a hidden slot must hold no NaN.
         self.key = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
         self.value = torch.zeros(*shape, value_head_dim, dtype=dtype, device=device)
@@ -129,12 +130,6 @@ def _require_writable(own: Tensor) -> None:
             got="one that was made within",
             fix="Make the cache before entering inference_mode, or stay in it.",
         )
-
-
-def require_sizes(**sizes: object) -> None:
-    """Raise unless every size is an int ≥ 1 (a value head dim may be 0)."""
-    for name, value in sizes.items():
-        size(name, value, 0 if name == "value_head_dim" else 1)
 
 
 def checked_indices(indices: Tensor, own: Tensor) -> Tensor:

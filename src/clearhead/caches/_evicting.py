@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from .._call.caching import Cache, KeyValues, Positions
-from .._checks import integer
+from .._checks import integer, size
 from .._statistics.compute import attention_statistics
 from ..errors import DTypeError
 from ..masks._base import Mask
 from ..masks._positional import Present
-from ._base import Buffers, checked_indices, require_sizes
+from ._base import Buffers, checked_indices
 from ._kv import checked_lengths, spelt_out
 from ._policies import EvictionPolicy, HeavyHitters, Held
 
@@ -74,19 +74,11 @@ class EvictingKVCache(Cache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        value_head_dim = head_dim if value_head_dim is None else value_head_dim
-        require_sizes(
-            batch_size=batch_size,
-            num_kv_heads=num_kv_heads,
-            budget=budget,
-            head_dim=head_dim,
-            value_head_dim=value_head_dim,
-        )
         policy = HeavyHitters() if policy is None else policy
         if not isinstance(policy, EvictionPolicy):
             fix = "Choose one of clearhead.caches, or subclass EvictionPolicy."
             raise DTypeError("policy", expected="an EvictionPolicy", got=type(policy).__name__, fix=fix)
-        self.budget = budget
+        self.budget = size("budget", budget)
         self.policy = policy
         self._buffers = Buffers(batch_size, num_kv_heads, budget + 1, head_dim, value_head_dim, dtype, device)
         self.reset()

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .._call.caching import Cache, KeyValues, Positions
-from .._checks import INTEGERS, integer, shown, strided, with_values
+from .._checks import INTEGERS, integer, shown, size, strided, with_values
 from ..errors import ArgumentError, CacheError, DTypeError, ShapeError, shape_text
 from ..masks._check import as_positions
 from ..masks._positional import Present
-from ._base import Buffers, checked_indices, require_sizes
+from ._base import Buffers, checked_indices
 
 
 @final
@@ -61,15 +61,7 @@ class KVCache(Cache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        value_head_dim = head_dim if value_head_dim is None else value_head_dim
-        require_sizes(
-            batch_size=batch_size,
-            num_kv_heads=num_kv_heads,
-            max_length=max_length,
-            head_dim=head_dim,
-            value_head_dim=value_head_dim,
-        )
-        self.max_length = max_length
+        self.max_length = size("max_length", max_length)
         self._buffers = Buffers(batch_size, num_kv_heads, max_length, head_dim, value_head_dim, dtype, device)
         self._length = 0
         self._lengths: Tensor | None = None  # (B,) columns in use per row, once rows differ

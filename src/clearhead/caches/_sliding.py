@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .._call.caching import Cache, KeyValues, Positions
-from .._checks import integer, shown
+from .._checks import integer, size
 from ..errors import CacheError
 from ..masks._positional import Present, sliding_window
-from ._base import Buffers, checked_indices, require_sizes
+from ._base import Buffers, checked_indices
 from ._kv import checked_lengths, spelt_out
 
 _FAR = 1 << 62  # no limit to the right: that is for the causal mask to say
@@ -66,16 +66,8 @@ class SlidingKVCache(Cache):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        value_head_dim = head_dim if value_head_dim is None else value_head_dim
-        require_sizes(
-            batch_size=batch_size,
-            num_kv_heads=num_kv_heads,
-            window=window,
-            head_dim=head_dim,
-            value_head_dim=value_head_dim,
-        )
-        integer("max_crop", max_crop, least=0, got=shown)
-        self.window = window
+        size("max_crop", max_crop, 0)
+        self.window = size("window", window)
         # What a crop must leave: the rest of the window, or the one token that says where its row is.
         self._needed = max(window - 1, 1)
         self._slots = self._needed + 1 + max_crop

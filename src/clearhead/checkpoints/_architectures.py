@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import _readings as read
-from ._blocks import Block
+from ._blocks import Block, Reading
 from ._build import latent, multi_head
 from ._namings import Entry, Naming, namings_called
 
@@ -33,40 +33,19 @@ _DEEPSEEK = Naming(
 
 _SELF_ATTN = "layers.{layer}.self_attn."
 
+
+def _like_llama(*readings: Reading, bias: str | bool = "attention_bias") -> Block:
+    """A block of Llama's names, with what is read of its configuration."""
+    return Block("self", _SELF_ATTN, _O_PROJ, multi_head, readings, bias=bias)
+
+
 #: The attention blocks of each ``model_type``. Several of one part are ways to store the same.
 ARCHITECTURES: dict[str, tuple[Block, ...]] = {
-    "llama": (Block("self", _SELF_ATTN, _O_PROJ, multi_head, (read.rotary,), bias="attention_bias"),),
-    "mistral": (Block("self", _SELF_ATTN, _O_PROJ, multi_head, (read.rotary, read.window), bias=False),),
-    "qwen3": (
-        Block(
-            "self",
-            _SELF_ATTN,
-            _O_PROJ,
-            multi_head,
-            (read.rotary, read.head_norms, read.alternating_window),
-            bias="attention_bias",
-        ),
-    ),
-    "gemma2": (
-        Block(
-            "self",
-            _SELF_ATTN,
-            _O_PROJ,
-            multi_head,
-            (read.rotary, read.query_scale, read.softcap, read.alternating_window),
-            bias="attention_bias",
-        ),
-    ),
-    "gpt_oss": (
-        Block(
-            "self",
-            _SELF_ATTN,
-            _O_PROJ,
-            multi_head,
-            (read.rotary, read.sinks, read.alternating_window),
-            bias="attention_bias",
-        ),
-    ),
+    "llama": (_like_llama(read.rotary),),
+    "mistral": (_like_llama(read.rotary, read.window, bias=False),),
+    "qwen3": (_like_llama(read.rotary, read.head_norms, read.alternating_window),),
+    "gemma2": (_like_llama(read.rotary, read.query_scale, read.softcap, read.alternating_window),),
+    "gpt_oss": (_like_llama(read.rotary, read.sinks, read.alternating_window),),
     "gpt_neox": (
         Block(
             "self",

@@ -19,6 +19,8 @@ from ._errors import UsageProblem
 from ._seeing import RECORDED, choose, record_windows
 from ._windows import Window
 
+SHARED_WORDS = 12  # characters
+
 
 @dataclass(frozen=True)
 class Against:
@@ -58,7 +60,9 @@ class Against:
         """The page of all windows."""
         ranked = [(self.modules[layer], head, value) for layer, head, value in self.ranked()]
         large = (self.modules[self.place[0]], self.place[1])
-        return self.views.page(self.labels, by=self.by, note=self.note, ranked=ranked, title=title, large=large)
+        return self.views.page(
+            where_they_part(*self.labels), by=self.by, note=self.note, ranked=ranked, title=title, large=large
+        )
 
 
 def see_both(
@@ -123,6 +127,13 @@ def see_both(
         windows=len(pairs),
         views=views,
     )
+
+
+def where_they_part(first: str, second: str) -> tuple[str, str]:
+    """Both without the words at the beginning that they share, which leave no room for others on a small button."""
+    alike = next((place for place, pair in enumerate(zip(first, second, strict=False)) if len(set(pair)) > 1), 0)
+    shared = first.rfind(" ", 0, alike) + 1
+    return (first, second) if shared < SHARED_WORDS else (f"…{first[shared:]}", f"…{second[shared:]}")
 
 
 def _pairs(windows: tuple[Sequence[Window], Sequence[Window]]) -> tuple[list[tuple[Window, Window]], bool, list[str]]:

@@ -99,7 +99,7 @@ def load_text_model(name: str | None = None, *, notify: Callable[[str], None] = 
     Args:
         name: a folder, or a name on the Hugging Face hub; the local cache comes before the network. Default: the
             packaged all-MiniLM-L6-v2.
-        notify: called with a sentence before anything is downloaded.
+        notify: called with a sentence before anything is downloaded, and if attention cannot be replaced.
 
     Raises:
         ArgumentError: if there is no such model, or it is none of text.
@@ -112,7 +112,10 @@ def load_text_model(name: str | None = None, *, notify: Callable[[str], None] = 
     """
     model, tokenizer = read_model(str(default_model_path()) if name is None else name, notify=notify)
     shown = DEFAULT_NAME if name is None else Path(name).name or name
-    return _prepare(shown, model, tokenizer)
+    loaded = _prepare(shown, model, tokenizer)
+    if not loaded.clearhead:
+        notify(f"{loaded.name} does not let its attention be replaced; these weights are from its own attention.")
+    return loaded
 
 
 def _prepare(name: str, model: Any, tokenizer: Any) -> TextModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Any, NoReturn
 
@@ -9,7 +10,6 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import ClearheadError
-from ._start import STOPPED, stop_at_once
 
 WRONG_USAGE, FAILED = 2, 1
 
@@ -31,8 +31,6 @@ class OneLineErrors(TyperGroup):
         """Run a command; see `click.Command.main`."""
         if not standalone_mode:
             return super().main(args, *rest, standalone_mode=False, **extra)
-        if args is None:  # a process of its own, not a call from Python
-            stop_at_once()
         arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
         try:
             result = super().main(arguments, *rest, standalone_mode=False, **extra)
@@ -46,7 +44,7 @@ class OneLineErrors(TyperGroup):
             install = f"pip install 'clearhead[{EXTRAS[missing.name]}]'"
             _fail(f"this command needs {missing.name}. Install it with: {install}", FAILED)
         except typer.Abort:
-            _fail("stopped", STOPPED)
+            _fail("stopped", 128 + signal.SIGINT)
         except Exception as error:
             # Typer's own usage errors; their base class has no public name there.
             message = getattr(error, "format_message", None)

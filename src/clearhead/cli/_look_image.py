@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .._version import __version__
+from rich.console import Group
+from rich.text import Text
+from torch import Tensor
+
 from ..errors import explain_problem
+from ..inspection._record import record
+from ..plot._heads import summarize
+from ..plot._html import PageMaker
+from ..plot._image_items import image_items, layouts_of
+from ..plot._image_plots import draw_image_sheet, looks_of, query_name
 from ..plot._labels import printable
+from ..plot._patches import PatchLayout
+from ..plot._picture import open_picture, seen_picture
+from ..plot._terminal import overview
 from ._errors import UsageProblem, warn
-from ._output import Outcome
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ..inspection._record import record
-    from ..plot._patches import PatchLayout
-    from ._image_model import VisionModel
+from ._image_model import VisionModel, load_vision_model, record_picture
+from ._output import Outcome, as_json, new_console, rounded, rounded_all, show_parts
+from ._progress import Work
+from ._seeing import PREVIOUS, STATISTICS, choose, shown_statistic
 
 MOST_LISTED = 5
 
@@ -48,18 +53,15 @@ def look_at_image(
     layer: int | None,
     head: int | None,
     statistic: str | None,
-    step: Callable[..., Callable[[], None]],
+    work: Work,
 ) -> Outcome:
     """Load a vision model, run it on a picture and read off what its heads look at."""
-    from ..plot._picture import open_picture
-    from ._image_model import load_vision_model, record_picture
-    from ._seeing import STATISTICS
-
     if statistic is not None and statistic not in STATISTICS:
         raise UsageProblem(explain_problem("--stat", expected=f"one of {', '.join(STATISTICS)}", got=statistic))
     picture = open_picture(image)
     loaded = load_vision_model(model, notify=warn)
-    step("running it")
+    work.loaded()
+    work.step("running it")
     rec = record_picture(loaded, picture, statistic)
     looked = _Looked(loaded, rec, picture, image.name, layer, head, statistic)
     return Outcome(looked.figure, looked.page, looked.as_json, looked.show)
@@ -78,11 +80,6 @@ class _Looked:
         head: int | None,
         statistic: str | None,
     ) -> None:
-        from ..plot._heads import HeadSummary, summarize
-        from ..plot._image_items import image_items, layouts_of
-        from ..plot._picture import seen_picture
-        from ._seeing import choose
-
         self.loaded, self.rec, self.name = loaded, rec, printable([name])[0]
         self.layouts = layouts_of(rec)
         [item] = image_items(rec)
@@ -91,7 +88,7 @@ class _Looked:
         self.picture = seen_picture(picture, size, loaded.processor)
         self.item = item
         self.statistic = statistic
-        self.summaries: list[list[HeadSummary]] = summarize(self.section)
+        self.summaries = summarize(self.section)
         self.place = choose(self.summaries, layer, head)
         self.module = self.section.layers[self.place[0]].name
 
@@ -100,98 +97,71 @@ class _Looked:
         return f"{printable([self.loaded.name])[0]} · {self.name}"
 
     def figure(self) -> Any:
-        from ..plot._image_plots import draw_image_sheet
-
         head = self.section.layers[self.place[0]].heads[self.place[1]]
         return draw_image_sheet(self.rec, self.picture, (self.module, head), None, title=self.title)
 
     def page(self) -> str:
-        from dataclasses import replace
-
-        from ..plot._html import PageMaker
-
         maker = PageMaker(1)
         maker.add(replace(self.item, picture=self.picture, label=self.name))
-        shown = {None: "maps", "previous": "offset -1"}.get(self.statistic, self.statistic) or "maps"
+        shown = shown_statistic(self.statistic)
         return maker.page((0, *self.place), title=self.title, statistic=shown).text
 
     def looks(self) -> tuple[PatchLayout, Tensor]:
         """Where the tokens lie, and what the class token, or the mean of the patches, looks at: (rows, columns)."""
-        from ..plot._image_plots import looks_of
-
         layout = self.layouts[self.module]
         return layout, looks_of(self.rec, self.module, layout, None, (0, 0))[self.place[1]]
 
     def show(self) -> None:
-        from rich.console import Console
-        from rich.text import Text
-
-        from ..plot._image_plots import query_name
-        from ..plot._ink import NOTE
-        from ..plot._terminal import overview
-
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-        console = Console(highlight=False)
+        """Print the overview of all heads, and what the chosen one looks at."""
+        console = new_console()
         layout, weights = self.looks()
         rows, columns = layout.grid
         heads = max(len(row) for row in self.summaries)
         others = f" and {', '.join(layout.prefix)}" if layout.prefix else ""
         facts = f"{self.title} · {len(self.summaries)} layers × {heads} heads · {rows} × {columns} patches{others}"
-        console.print(Text(facts, style="bold"))
-        console.print()
         numbers = None
         if self.statistic is not None:
-            key = "offset -1" if self.statistic == "previous" else self.statistic
+            key = PREVIOUS if self.statistic == "previous" else self.statistic
             numbers = (self.statistic, [layer.numbers[key].tolist() for layer in self.section.layers])
-        console.print(overview(self.summaries, numbers=numbers, chosen=self.place, width=console.width))
-        console.print()
-        what = f"layer {self.place[0]}, head {self.place[1]}: what {query_name(layout, None)} looks at"
-        console.print(Text(what, style="bold"))
-        console.print(_blocks(weights))
         order = weights.flatten().argsort(descending=True)[:MOST_LISTED].tolist()
         listed = [f"patch {at // columns}, {at % columns} {weights.flatten()[at]:.3f}" for at in order]
-        console.print(Text("   ".join(listed), "dim"))
-        console.print(Text(NOTE, style="dim"))
-        console.print()
+        what = f"layer {self.place[0]}, head {self.place[1]}: what {query_name(layout, None)} looks at"
+        show_parts(
+            console,
+            Text(facts, style="bold"),
+            overview(self.summaries, numbers=numbers, chosen=self.place, width=console.width),
+            Group(Text(what, style="bold"), _blocks(weights), Text("   ".join(listed), "dim")),
+        )
 
     def as_json(self) -> str:
-        from ..plot._ink import NOTE
-
+        """Everything in numbers; `docs/vision.md` describes the fields."""
         layout, weights = self.looks()
-        data = {
-            "clearhead": __version__,
-            "note": NOTE,
-            "model": self.loaded.name,
-            "image": self.name,
-            "chosen": {"layer": self.place[0], "head": self.place[1]},
-            "patches": {
+        return as_json(
+            self.loaded.name,
+            image=self.name,
+            chosen={"layer": self.place[0], "head": self.place[1]},
+            patches={
                 "before": list(layout.prefix),
                 "grid": list(layout.grid),
                 "pixels": list(layout.patch),
                 "input": list(layout.size),
             },
-            "looks_at": [[round(value, 6) for value in row] for row in weights.tolist()],
-            "heads": [
+            looks_at=[rounded_all(row) for row in weights.tolist()],
+            heads=[
                 {
                     "layer": row,
                     "head": column,
-                    "module": self.section.layers[row].name,
-                    **{
-                        name: round(value, 6) if abs(value := values[column].item()) < float("inf") else None
-                        for name, values in self.section.layers[row].numbers.items()
-                    },
+                    "module": layer.name,
+                    **{name: rounded(values[column].item()) for name, values in layer.numbers.items()},
                 }
-                for row, found in enumerate(self.summaries)
-                for column in range(len(found))
+                for row, layer in enumerate(self.section.layers)
+                for column in range(len(layer.heads))
             ],
-        }
-        return json.dumps(data, ensure_ascii=True, allow_nan=False)
+        )
 
 
-def _blocks(weights: Tensor) -> Any:
+def _blocks(weights: Tensor) -> Text:
     """The patches as blocks, two columns each, after the square root of weight / largest."""
-    from rich.text import Text
-
     shares = (weights / weights.max().clamp(min=1e-12)).sqrt().tolist()
     step = -(-len(shares) // 24)  # large grids: every n-th row and column
     lines = ["".join(" ░▒▓█"[round(4 * value)] * 2 for value in row[::step]) for row in shares[::step]]

@@ -1,14 +1,22 @@
-"""What a look leaves: files that appear whole or not at all, and what is printed."""
+"""What a look leaves: files that appear whole or not at all, numbers as JSON, and what is printed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from .._version import __version__
 from ..errors import ClearheadError
+from ..plot._files import whole_file
+from ..plot._ink import NOTE, figure_bytes
 
 
 @dataclass(frozen=True)
@@ -42,17 +50,17 @@ def deliver(outcome: Outcome, paths: Mapping[str, Path | None], step: Callable[[
     Raises:
         ClearheadError: if one of them cannot be written.
     """
-    makers: dict[str, Callable[[], bytes]] = {
-        "png": lambda: _picture(outcome.figure(), paths["png"]),
-        "html": lambda: outcome.page().encode(),
-        "json": lambda: (outcome.as_json() + "\n").encode(),
+    makers: dict[str, Callable[[Path], bytes]] = {
+        "png": lambda path: figure_bytes(outcome.figure(), path.suffix.lower()[1:]),
+        "html": lambda _: outcome.page().encode(),
+        "json": lambda _: (outcome.as_json() + "\n").encode(),
     }
     files: dict[str, tuple[Path, bytes]] = {}
     for name, title in (("png", "drawing the picture"), ("html", "writing the page"), ("json", "writing the numbers")):
         path = paths[name]
         if path is not None:
             step(title)
-            files[f"--{name}"] = (path, makers[name]())
+            files[f"--{name}"] = (path, makers[name](path))
     write_whole(files)
     return [path for path, _ in files.values()]
 
@@ -66,8 +74,6 @@ def write_whole(files: Mapping[str, tuple[Path, bytes]]) -> None:
     Raises:
         ClearheadError: if one of them cannot be written; it names the option.
     """
-    from ..plot._files import whole_file
-
     begun, path = "", Path()
     try:
         with ExitStack() as stack:
@@ -80,7 +86,30 @@ def write_whole(files: Mapping[str, tuple[Path, bytes]]) -> None:
         raise ClearheadError(begun, expected="a file that can be written", got=got) from error
 
 
-def _picture(figure: Any, path: Path | None) -> bytes:
-    from ..plot._ink import figure_bytes
+def as_json(model: str, **fields: Any) -> str:
+    """Numbers of a look at a model, in plain ASCII."""
+    data = {"clearhead": __version__, "note": NOTE, "model": model, **fields}
+    return json.dumps(data, ensure_ascii=True, allow_nan=False)
 
-    return figure_bytes(figure, "png" if path is None else path.suffix.lower()[1:])
+
+def rounded(value: float) -> float | None:
+    """A number with six decimals; ``None`` for what JSON has no number for."""
+    return round(value, 6) if abs(value) < float("inf") else None
+
+
+def rounded_all(values: Sequence[float]) -> list[float | None]:
+    """`rounded` of each."""
+    return [rounded(value) for value in values]
+
+
+def new_console() -> Console:
+    """The terminal; one, or a pipe, that is not UTF-8 shows "?" instead of failing."""
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    return Console(highlight=False)
+
+
+def show_parts(console: Console, *parts: RenderableType) -> None:
+    """Print parts with an empty line below each, and at last what weights do not say."""
+    for part in (*parts, Text(NOTE, style="dim")):
+        console.print(part)
+        console.print()

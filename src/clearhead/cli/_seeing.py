@@ -39,6 +39,11 @@ FROM_WEIGHTS = frozenset(STATISTICS) - {"max_logit", "output_norm"}
 PREVIOUS = "offset -1"
 
 
+def shown_statistic(name: str | None) -> str:
+    """What a page calls a key of `STATISTICS`; the maps, where none is chosen."""
+    return {None: "maps", "previous": PREVIOUS}.get(name, name) or "maps"
+
+
 #: Tokens of windows that run together; beyond, a batch saves nothing more and takes memory.
 TOKENS_AT_ONCE = 2048
 
@@ -68,7 +73,7 @@ class Seen:
         windows: all of them.
         summaries: per layer and head, over all windows.
         numbers: statistic → layer → head, over all windows.
-        chosen: the chosen head, per window; empty unless they were to be kept.
+        chosen: the chosen head, per window.
         place: the chosen layer and head.
         page: the page of all windows, but for its frame.
     """
@@ -89,7 +94,6 @@ def see(
     layer: int | None = None,
     head: int | None = None,
     statistic: str | None = None,
-    keep_chosen: bool = True,
     next_part: Callable[[], None] = lambda: None,
 ) -> Seen:
     """Run the model on every window and fold what is seen.
@@ -99,7 +103,6 @@ def see(
         windows: from `cut_into_windows`.
         layer, head: the chosen ones. Default: the clearest in the first window.
         statistic: a key of `STATISTICS`.
-        keep_chosen: whether the chosen head's rows are kept for every window.
         next_part: called as often as `parts_of` says, after equal parts of the work.
 
     Raises:
@@ -119,7 +122,7 @@ def see(
         items = collect(rec, [window.tokens for window in batch])
         if seeing is None:
             place = choose(summarize(items[0].sections[0]), layer, head)
-            seeing = _Folding(len(windows), items[0], place, keep_chosen)
+            seeing = _Folding(len(windows), items[0], place)
         seeing.add(rec, items, batch)
         next_part()
     if seeing is None:
@@ -134,11 +137,10 @@ class _Folding:
         count: how many windows there are.
         item: the first.
         place: the chosen layer and head.
-        keep_chosen: whether the chosen head's rows are kept for every window.
     """
 
-    def __init__(self, count: int, item: ItemPicture, place: tuple[int, int], keep_chosen: bool) -> None:
-        self._place, self._keep_chosen = place, keep_chosen
+    def __init__(self, count: int, item: ItemPicture, place: tuple[int, int]) -> None:
+        self._place = place
         layer = item.sections[0].layers[place[0]]
         self._chosen = (layer.name, layer.heads[place[1]])
         self._page = PageMaker(count, [self._chosen])
@@ -154,13 +156,11 @@ class _Folding:
             item = replace(item, label=f"tokens {window.first}–{window.last}")
             if self._page.takes_next:
                 item = with_crops_of(rec, item, number, [self._chosen])
-            section = item.sections[0]
+            section, found = item.sections[0], [summarize(picture) for picture in item.sections]
             self._first = self._first or section
-            self._page.add(item)
-            if self._keep_chosen:
-                self._rows.append(_chosen_head(section.layers[self._place[0]], self._place[1]))
-            found = summarize(section)
-            self._summaries = average([self._summaries, found]) if self._summaries else found
+            self._page.add(item, found)
+            self._rows.append(_chosen_head(section.layers[self._place[0]], self._place[1]))
+            self._summaries = average([self._summaries, found[0]]) if self._summaries else found[0]
             self._average(_numbers(item), len(window.tokens))
 
     def _average(self, numbers: dict[str, list[list[float]]], length: int) -> None:

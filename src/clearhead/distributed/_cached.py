@@ -130,4 +130,4 @@ def decode(
     if layer.sinks is not None:
         nothing = output.new_zeros(()).expand(output.shape)
         merge_some_keys(output, lse, nothing, layer.sinks.to(dtype)[None, :, None].expand(lse.shape))
-    return layer.finished(Results(output.to(q.dtype)), None, True, environment)[0]
+    return layer.projected_out(Results(output.to(q.dtype)), environment)[0]

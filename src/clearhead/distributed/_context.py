@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._call.caching import Cache, KeyValues, Positions
 from .._call.dropout import draw_seed
-from .._call.spec import Results, WeightsWanted
+from .._call.observers import computing, notify
+from .._call.spec import Results, WeightsWanted, weights_wanted
 from .._checks import FLOATS, choice, flag, shown, size
-from .._environment import Environment, outside_graphs, read_environment
+from .._environment import Environment, autocast_off, listening, outside_graphs, read_environment
 from .._layer.layer import Layer
 from .._layer.plan import attend_arguments
 from .._layer.positions import positions_of_queries, with_hidden
@@ -37,6 +38,7 @@ from ._layout import Layout, Parts
 from ._methods import Whole, by_gathering, by_heads, heads_divide
 from ._ring import Ring, by_ring
 from ._sequence import parts_of
+from ._statistics import Computed, Operands, shared_call
 
 Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
 Method = Literal["auto", "heads", "gather", "ring"]
@@ -80,11 +82,15 @@ def context_parallel(
         DistributedError: if another process raises one of these, or has another module.
 
     A call of the module raises what it raises on one process, and on every process: `DistributedError` where another
-    one refused it, or where parts do not belong together. With jagged inputs, recorders, `torch.func`, or
-    dropout of weights on a forced kernel of PyTorch's, it raises `ArgumentError`, `RecordError` or `KernelError`.
+    one refused it, where parts do not belong together, or where not all of them record the same. With jagged inputs,
+    interventions, a recorder beside a cache, `torch.func`, or dropout of weights on a forced kernel of PyTorch's, it
+    raises `ArgumentError`, `RecordError` or `KernelError`.
 
     With a cache (``module.make_cache``) every process is given all new tokens and returns their whole output; each
     keeps the keys and values of its part of the text, attends to these, and the results are merged by log-sum-exp.
+
+    `clearhead.record`, `monitor` and `qk_clip_` work as on one process, in every process alike: what has a number for
+    each query is of this process's queries, ``received`` is of its keys, and all else is of the whole.
 
     Dropped weights are those of one process, whatever W, method and layout: they follow from the first process's seed
     and the places of batch item, head, query and key in the whole.
@@ -182,6 +188,7 @@ _EQUAL: tuple[str, ...] = (
     "positions",
     "dropout",
     "cache",
+    "recorders",
 )
 _NAMES: tuple[str, ...] = (*_EQUAL, "query", "key", "seed")
 
@@ -267,19 +274,53 @@ class _Sequence:
             sizes = query.shape[0], layer.num_heads, queries.length, keys.length
             combined.validate(Grid(*sizes, query.device, at, own))
         whole = Whole(self.group, self.rank, queries, keys, combined, at, own, layer.num_heads, layer.sinks, dropout)
-        q, k, v = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
+        operands = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
+        results = self._attend(layer, operands, whole, wanted, environment)
+        return layer.projected_out(results, environment)
 
+    def _attend(
+        self,
+        layer: Layer,
+        operands: tuple[Tensor, Tensor, Tensor],
+        whole: Whole,
+        wanted: WeightsWanted,
+        environment: Environment,
+    ) -> Results:
+        """Exchange and attend, and show the call to observers."""
         options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap}
+        if not environment.observed:
+            return self._exchanged(layer, operands, whole, wanted, options, environment)[0]
+        with computing():
+            unseen = environment._replace(observed=False)
+            results, part = self._exchanged(layer, operands, whole, wanted, options, unseen)
+            with torch.no_grad(), autocast_off(operands[0]):
+                call = shared_call(operands, whole, part, options, unseen._replace(gradients=False, autocast=False))
+                notify(call, results.output)
+        return results
+
+    def _exchanged(
+        self,
+        layer: Layer,
+        operands: tuple[Tensor, Tensor, Tensor],
+        whole: Whole,
+        wanted: WeightsWanted,
+        options: dict[str, Any],
+        environment: Environment,
+    ) -> tuple[Results, Computed]:
+        """The results, and what was computed of which calls."""
         if self.method == "ring" and wanted is None:
-            return layer.finished(by_ring(q, k, v, Ring(whole, environment, options)), None, True, environment)
+            results = by_ring(*operands, Ring(whole, environment, options))
+            return results, Computed([], results.lse)
+        calls: list[Operands] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, place: tuple[int, int, int]) -> Results:
+            calls.append(Operands(q, k, v, sinks, place))
             own = options | whole.dropout_at(*place)
             return attend_arguments(q, k, v, whole.mask_at(*place), environment, weights=wanted, sinks=sinks, **own)
 
         divides = heads_divide(layer.num_heads, layer.num_kv_heads, self.world)
         exchanged = by_heads if wanted is None and self.method != "gather" and divides else by_gathering
-        return layer.finished(exchanged(q, k, v, whole, attend), None, True, environment)
+        return exchanged(*operands, whole, attend), Computed(calls)
 
     def _positions(self, at: Positions | None, queries: Parts, device: torch.device) -> Positions:
         """The positions of this process's queries: an int where they count up."""
@@ -314,8 +355,8 @@ def _require_plain(
             if given is not None:
                 fix = "Decode with a module that was not split."
                 raise ArgumentError(name, expected="nothing beside keys that are split", got=shown(given), fix=fix)
-    if environment.observed:
-        raise RecordError(f"{_WHERE}: a recorder or an intervention sees parts of calls only. Use it on one process.")
+    if environment.observed and cache is not None:
+        raise RecordError(f"{_WHERE}: a recorder does not see decoding with keys that are split.")
     if environment.transformed:
         raise KernelError(f"{_WHERE}: torch.func and forward-mode derivatives do not follow exchanges.")
     kernel = environment.kernel
@@ -358,8 +399,7 @@ def _read(
         query = query[None]
         key = query if same else key[None]
         value = key if alike else value[None]
-    weights: WeightsWanted = ("average" if average else "heads") if need_weights else None
-    return _Request(query, key, value, own, positions, weights, batched)
+    return _Request(query, key, value, own, positions, weights_wanted(need_weights, average), batched)
 
 
 def _facts(
@@ -385,6 +425,7 @@ def _facts(
         fingerprint(of_positions),
         fingerprint(module.dropout),
         -1 if cache is None else cache.length,
+        fingerprint([observer.wanted() for observer in listening()]) if environment.observed else 0,
         query.shape[1],
         key.shape[1],
         # Every process draws, so that what it draws next does not depend on its place; the first one's seed counts.

@@ -65,6 +65,26 @@ class Whole:
         return {"dropout_p": p, "dropout_seed": seed, "origin": DropoutOrigin(total, first + head, row, column)}
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A run of this process's queries and a run of keys.
+
+    Args:
+        query, key, value: (B, H, l, D), (B, Hkv, s, D), (B, Hkv, s, Dv).
+        mask: of them.
+        rows, columns: which of this process's queries, and of the keys that are here.
+        place: first head, row and column in the whole.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Mask | None
+    rows: slice
+    columns: slice
+    place: tuple[int, int, int]
+
+
 def by_gathering(q: Tensor, k: Tensor, v: Tensor, whole: Whole, attend: Attend) -> Results:
     """Every process gathers all keys and values: one all-gather, and one reduce-scatter of their gradients.
 

@@ -21,9 +21,9 @@ from .._layer.plan import attend_arguments
 from ..kernels._some_keys import gradients_of_some_keys, merge_some_keys
 from ..masks._base import Mask
 from ._collectives import filled, step
-from ._methods import Whole
+from ._methods import Piece, Whole
 
-_FORWARD, _BACKWARD = "forward: ring", "backward: ring"
+_FORWARD, _BACKWARD, _STATISTICS = "forward: ring", "backward: ring", "statistics: ring"
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,28 @@ def by_ring(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Results:
     if mask is not None:
         mask = mask.with_bias_tensors(tensor.detach() for tensor in biases)  # autograd alone holds those that learn
     ring = replace(ring, whole=replace(whole, mask=mask, sinks=None))
-    return Results(cast(Tensor, _Ring.apply(ring, q, k, v, sinks, *biases)))
+    return Results(*cast("tuple[Tensor, Tensor]", _Ring.apply(ring, q, k, v, sinks, *biases)))
+
+
+def pieces_of_ring(q: Tensor, k: Tensor, v: Tensor | None, whole: Whole) -> Iterator[Piece]:
+    """Every pair of runs of which a query may see a key, as keys, and values if there are some, come around."""
+    own = _packed(whole, k, k[..., :0] if v is None else v)
+    for keys, part in _around(whole, own, _STATISTICS):
+        yield from _pieces(whole, q, part, keys, k.shape[3])
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *biases: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *biases: Tensor
+    ) -> tuple[Tensor, Tensor]:
         whole, dtype = ring.whole, torch.promote_types(q.dtype, torch.float32)
         output = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
         own = _packed(whole, k, v)
         environment = ring.environment._replace(gradients=False)
         for keys, part in _around(whole, own, _FORWARD):
-            for block in _blocks(whole, q, part, keys, k.shape[3]):
+            for block in _pieces(whole, q, part, keys, k.shape[3]):
                 rows = block.rows
                 arguments = block.query, block.key, block.value, block.mask, environment
                 options = ring.options | whole.dropout_at(*block.place)
@@ -75,7 +84,8 @@ class _Ring(torch.autograd.Function):
         held = () if whole.mask is None else whole.mask.tensors()
         ctx.count = 5 + len(biases)
         ctx.save_for_backward(q, own, output, lse, sinks, *biases, *(x for x in held if not x.is_inference()))
-        return output.to(q.dtype)
+        ctx.mark_non_differentiable(lse)
+        return output.to(q.dtype), lse
 
     @staticmethod
     @once_differentiable
@@ -85,7 +95,7 @@ class _Ring(torch.autograd.Function):
         q, own, output, lse, sinks, *biases = ctx.saved_tensors[: ctx.count]
         ring: Ring = ctx.ring
         whole, dtype = ring.whole, output.dtype
-        (of_output,) = gradients
+        of_output = gradients[0]
         learns = any(ctx.needs_input_grad[5:])
         correction = (of_output.to(dtype) * output).sum(-1)  # δ (B, H, l)
         of_query = torch.zeros_like(q, dtype=dtype)
@@ -94,7 +104,7 @@ class _Ring(torch.autograd.Function):
         for keys, part in _around(whole, own, _BACKWARD):
             if keys != whole.rank:
                 travelling = _shifted(whole, travelling)
-            for block in _blocks(whole, q, part, keys, ctx.key_dim):
+            for block in _pieces(whole, q, part, keys, ctx.key_dim):
                 rows, columns = block.rows, block.columns
                 dq, dk, dv, *others = gradients_of_some_keys(
                     _call(ring, block),
@@ -118,34 +128,14 @@ class _Ring(torch.autograd.Function):
         return None, of_query.to(q.dtype), home[..., : ctx.key_dim], home[..., ctx.key_dim :], of_sinks, *found
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A run of this process's queries and a run of the keys that are here.
-
-    Args:
-        query, key, value: (B, H, l, D), (B, Hkv, s, D), (B, Hkv, s, Dv).
-        mask: of them.
-        rows, columns: which of this process's queries, and of the keys that are here.
-        place: first head, row and column in the whole.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Mask | None
-    rows: slice
-    columns: slice
-    place: tuple[int, int, int]
-
-
-def _blocks(whole: Whole, q: Tensor, part: Tensor, holder: int, key_dim: int) -> Iterator[_Block]:
+def _pieces(whole: Whole, q: Tensor, part: Tensor, holder: int, key_dim: int) -> Iterator[Piece]:
     """Pairs of runs of which a query may see a key."""
     key, value = part[..., :key_dim].permute(1, 2, 0, 3), part[..., key_dim:].permute(1, 2, 0, 3)
     for rows, first_row in _places(whole.queries.runs(whole.rank)):
         for columns, first_column in _places(whole.keys.runs(holder)):
             place = 0, first_row, first_column
             mask = whole.mask_at(*place)
-            block = _Block(q[:, :, rows], key[:, :, columns], value[:, :, columns], mask, rows, columns, place)
+            block = Piece(q[:, :, rows], key[:, :, columns], value[:, :, columns], mask, rows, columns, place)
             if mask is None or _may_see(mask, block):
                 yield block
 
@@ -159,14 +149,14 @@ def _places(runs: tuple[slice, ...]) -> Iterator[tuple[slice, int]]:
         start += count
 
 
-def _may_see(mask: Mask, block: _Block) -> bool:
+def _may_see(mask: Mask, block: Piece) -> bool:
     q, keys = block.query, block.key.shape[2]
     grid = AttentionCall(cast(Any, None), q, block.key, block.value).grid
     start, stop = mask.structure(grid).columns(grid, slice(0, q.shape[2]))
     return start < stop and keys > 0
 
 
-def _call(ring: Ring, block: _Block) -> AttentionCall:
+def _call(ring: Ring, block: Piece) -> AttentionCall:
     arguments = block.query, block.key, block.value, block.mask
     options = ring.options | ring.whole.dropout_at(*block.place)
     return validate_call(*arguments, environment=ring.environment._replace(gradients=False), **options)

@@ -6,7 +6,7 @@ tensors of this process.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -25,6 +25,7 @@ from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForw
 from ._agreement import agree, fingerprint, group_of, require_equal
 from ._collectives import sum_of_gradients
 from ._finding import attention_parts
+from ._statistics import with_all_heads
 
 Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
 
@@ -42,8 +43,9 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
     Where W processes share fewer than W key/value heads, key and value projections are held whole by each of them,
     which computes the head that its queries use; their gradients are summed over the processes.
 
-    Parameters become `DTensor`s, with the values of the mesh's first process. Attention weights that are returned are
-    those of this process's heads, or their average.
+    Parameters become `DTensor`s, with the values of the mesh's first process. Attention weights that are returned, and
+    what `clearhead.record` and `monitor` give, are of all heads, by one more exchange: every process asks for the same.
+    `qk_clip_` takes the logits of all heads, and scales those of each process.
 
     Args:
         module: a `MultiHeadAttention`, or a layer or stack of `clearhead.transformer` made of them.
@@ -94,6 +96,7 @@ class _Heads:
         total: H of the module.
         first: of this process's heads.
         num_heads, num_kv_heads: of this process.
+        all_num_kv_heads: Hkv of the module.
     """
 
     mesh: DeviceMesh
@@ -101,6 +104,7 @@ class _Heads:
     first: int
     num_heads: int
     num_kv_heads: int
+    all_num_kv_heads: int
 
     def enter(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         # One DTensor for one tensor: gradients of the projections are added before they are summed over processes.
@@ -119,6 +123,21 @@ class _Heads:
         parts = mask.parts() if isinstance(mask, And) else (mask,)
         found = tuple(self._part(part) for part in parts)
         return found[0] if len(found) == 1 else And(found)
+
+    def all_weights(self, weights: Tensor) -> Tensor:
+        placement: Placement = Shard(1)
+        if weights.dim() == 3:
+            weights, placement = weights / self.mesh.size(), Partial()
+        split = DTensor.from_local(weights, self.mesh, [placement], run_check=False)
+        return split.redistribute(placements=[Replicate()]).to_local()
+
+    def agree(self, wanted: Hashable, problem: Exception | None) -> None:
+        facts = {"recorders": fingerprint(wanted)}
+        gathered = agree(_WHERE, self.mesh.get_group(), self.mesh.device_type, facts, problem)
+        require_equal(_WHERE, gathered, tuple(facts), "Record in every process alike.")
+
+    def all_heads(self, results: dict[str, Any]) -> dict[str, Any]:
+        return with_all_heads(results, self.mesh.get_group(), lambda name, tensor, rank: tensor)
 
     def _part(self, part: Mask) -> Mask:
         tensors = part.bias_tensors()
@@ -224,7 +243,7 @@ class _Plan:
                 self._add_parameter(f"{name}.mask", part, "weight", Shard(1))
 
         def share(mesh: DeviceMesh) -> None:
-            module.head_shard = _Heads(mesh, heads, first, local, local_kv)
+            module.head_shard = _Heads(mesh, heads, first, local, local_kv, kv_heads)
 
         self.changes.append(share)
 

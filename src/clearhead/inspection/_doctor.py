@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from .._layer.linear import describe_backend
-from .._layer.plan import KERNELS, use_kernel
 from .._native import instruction_set, why_missing
 from .._version import __version__
 from .._versions import untested_versions
+from ..kernels._choice import KERNELS, use_kernel
 from ._doctor_cases import CASES, Case, Inputs, Result
 from ._doctor_report import Check, Measure, Report
 

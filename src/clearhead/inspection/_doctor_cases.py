@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import masks
 from .._attention import attention, explain
-from .._layer.plan import Explanation
+from ..kernels._choice import Explanation
 
 Result = dict[str, Tensor]
 

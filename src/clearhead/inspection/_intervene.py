@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .._call.observers import observing
 from .._call.spec import AttentionCall
 from .._checks import FLOATS, INTEGERS, flag, items, module, shown, strided
-from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
+from ..errors import ArgumentError, DTypeError, RecordError, ShapeError, shape_text
 from ._naming import ModuleNames, uncompiled
 
 #: A factor, ``"mean"``, a tensor put in the output's place, or a function from the head's output to another.
@@ -38,6 +38,7 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
     Raises:
         ArgumentError: for a module name the model does not have, a head number it does not have when it runs, or, at
             the end of the block, a module that never ran attention through Clearhead.
+        RecordError: for attention that `clearhead.distributed` split over processes.
         DTypeError: for a change of another kind.
         ShapeError: for a patch that does not fit.
 
@@ -51,6 +52,7 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
         False
     """
     changes = _checked_changes(module("model", model), changes)
+    _require_all_heads(model)
     running = ModuleNames(model)
     editor = _Editor(running, changes)
     with uncompiled(model), running.following(), observing(editor):
@@ -64,6 +66,22 @@ def intervene(model: nn.Module, changes: Mapping[tuple[str, int], Change]) -> Ge
             fix="Call clearhead.upgrade(model) first, or model.set_attn_implementation('clearhead') on a "
             "transformers model.",
         )
+
+
+def _require_all_heads(model: nn.Module) -> None:
+    """Raise for attention whose heads are split over processes, which would be numbered anew in each of them."""
+    for part in model.modules():
+        if getattr(part, "head_shard", None) is not None:
+            raise _of_whole_calls()
+
+
+def _of_whole_calls() -> RecordError:
+    return RecordError(
+        "interventions",
+        expected="attention that one process computes",
+        got="a module after clearhead.distributed.tensor_parallel or context_parallel",
+        fix="Change heads on one process.",
+    )
 
 
 def _checked_changes(model: nn.Module, changes: object) -> dict[tuple[str, int], Change]:
@@ -123,6 +141,7 @@ def head_importance(
 
     Raises:
         ArgumentError: if there is no batch, or no attention ran through Clearhead.
+        RecordError: for attention that `clearhead.distributed` split over processes.
         ShapeError: if `loss` does not return a scalar.
 
     Example:
@@ -133,7 +152,7 @@ def head_importance(
         >>> found["0"].shape
         torch.Size([3])
     """
-    module("model", model)
+    _require_all_heads(module("model", model))
     if not callable(loss):
         raise DTypeError("loss", expected="a function loss(model, batch)", got=shown(loss))
     if isinstance(batches, (str, bytes, Tensor)):
@@ -195,6 +214,9 @@ class _Editor:
             self._changes.setdefault(name, {})[head] = change
         self.seen: set[str] = set()
 
+    def wanted(self) -> NoReturn:
+        raise _of_whole_calls()
+
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
         name = self._running.current
         if name is None or name not in self._changes:
@@ -216,6 +238,9 @@ class _Gates:
     def __init__(self, running: ModuleNames) -> None:
         self._running = running
         self.gates: dict[str, list[Tensor]] = {}
+
+    def wanted(self) -> NoReturn:
+        raise _of_whole_calls()
 
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
         gate = torch.ones(*output.shape[:2], 1, 1, dtype=output.dtype, device=output.device, requires_grad=True)

@@ -54,7 +54,9 @@ class monitor:
     * ``attention/<module>/<statistic>/head_<h>`` of its worst head h: lowest entropy, highest of the others.
 
     Of statistics per query the mean over the batch's counted queries is meant; padding that the call's
-    ``attention_mask`` or ``src_key_padding_mask`` marks is not counted.
+    ``attention_mask`` or ``src_key_padding_mask`` marks is not counted. A model after
+    `clearhead.distributed.tensor_parallel` or `context_parallel` is monitored in every process: each gets the same
+    scalars, of all heads and the whole sequence.
 
     Args:
         model: whose calls are steps and whose submodules name the scalars. Of a model that `torch.compile` returned,
@@ -220,7 +222,7 @@ def _per_head(recording: record, statistics: Sequence[str]) -> _Heads:
     return {
         (name.removeprefix("_orig_mod."), statistic): summary[statistic][name].double().cpu()
         for name, calls in recording.items()
-        if any(bool((call.sees & call.counted[:, None]).any()) for call in calls)
+        if any(call.sees_any for call in calls)
         for statistic in statistics
     }
 

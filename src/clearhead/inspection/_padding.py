@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,8 +59,18 @@ def _named(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) 
         bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     except TypeError:
         return dict(kwargs)
-    extra = bound.get("kwargs")
-    return {**(extra if isinstance(extra, dict) else {}), **bound}
+    batches = list(_mappings(bound.values()))  # of several with a mask each, none is that of every call inside
+    names = Counter(name for batch in batches for name in batch)
+    return {name: value for batch in batches for name, value in batch.items() if names[name] == 1} | bound
+
+
+def _mappings(values: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
+    """Arguments with names of their own: ``**kwargs``, and a batch that is given as a dictionary."""
+    for value in values:
+        if isinstance(value, Mapping):
+            yield value
+        elif isinstance(value, tuple):
+            yield from (each for each in value if isinstance(each, Mapping))
 
 
 def _input_length(named: dict[str, Any]) -> int | None:

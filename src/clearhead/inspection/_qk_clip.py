@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,8 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
 
     Args:
         module: a `MultiHeadAttention`, a `MultiHeadLatentAttention`, `clearhead.nn.MultiheadAttention` or
-            `torch.nn.MultiheadAttention`.
+            `torch.nn.MultiheadAttention`. After `clearhead.distributed.tensor_parallel`, or ``fully_shard``, every
+            process calls it with the logits of all heads, and scales what it holds of the parameters.
         max_logits: (H,), or (B, H), of which each head's largest counts: scale · q·k before soft-cap and bias, which
             the statistic ``raw_max_logit`` gives (``max_logit`` holds both). −∞ is for a head that saw nothing.
         threshold: the largest logit there may be, > 0. Default 100, as for Kimi K2.
@@ -62,8 +63,9 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
     Raises:
         DTypeError: for another module; for a projection that is not a plain linear layer with float parameters of its
             own, such as one with LoRA, quantisation or a parametrization.
-        ArgumentError: for a module with norms after its projections (``q_norm``, ``k_norm``), which undo the scaling;
-            for a threshold that is not positive; for logits that are NaN or +∞.
+        ArgumentError: for a module with norms after its projections (``q_norm``, ``k_norm``), which undo the scaling,
+            or whose queries and keys share a projection; for a threshold that is not positive; for logits that are NaN
+            or +∞.
         ShapeError: if `max_logits` is not (H,) or (B, H).
 
     Example:
@@ -82,6 +84,7 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
     threshold = number("threshold", threshold, "a finite logit > 0", lambda x: 0 < x < math.inf)
     largest = _largest(max_logits, heads)
     rows = find()
+    _require_apart(module, rows)
     factors = torch.where(largest > threshold, threshold / largest, 1.0)
     with torch.no_grad():
         if bool((factors < 1).any()):  # an untouched parameter keeps its version
@@ -156,10 +159,37 @@ def _linear(name: str, projection: nn.Module) -> list[Tensor]:
 def _own(module: nn.Module, name: str, prefix: str) -> Tensor:
     """A parameter that nothing computes from others, as parametrizations and pruning do."""
     parameter = dict(module.named_parameters(recurse=False)).get(name)
-    if type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS:
+    plain = type(parameter) is nn.Parameter or _is_split(parameter)
+    if parameter is None or not plain or parameter.dtype not in FLOATS:
         got = "none of its own" if parameter is None else f"a {type(parameter).__name__} of {parameter.dtype}"
         raise _not_plain(f"{prefix}{name}", got)
     return parameter
+
+
+def _is_split(parameter: Tensor | None) -> bool:
+    """Whether processes hold parts of a parameter."""
+    if parameter is None or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return type(parameter) is DTensor
+
+
+def _require_apart(module: nn.Module, rows: list[_Rows]) -> None:
+    """Raise if the module uses what is to be scaled for something else, too: it would be scaled more than once."""
+    scaled = {id(part.parameter) for part in rows}
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in scaled:
+            names.setdefault(id(parameter), []).append(name)
+    for first, *others in names.values():
+        if others:
+            raise ArgumentError(
+                f"module.{first}",
+                expected="a parameter that belongs to one projection",
+                got=f"one that is {' and '.join(others)} as well",
+                fix="Give each its own: clone one of them, or use q_norm and k_norm to bound logits.",
+            )
 
 
 def _not_plain(name: str, got: str) -> DTypeError:
@@ -192,7 +222,17 @@ def _largest(max_logits: Tensor, heads: int) -> Tensor:
 
 def _scale(rows: _Rows, factors: Tensor) -> None:
     """Multiply each head's rows with its factor."""
-    heads = len(factors)
-    parts = rows.parameter[: heads * rows.per_head].unflatten(0, (heads, rows.per_head))[:, rows.scaled]  # (H, rows, …)
-    power = factors.pow(rows.power).to(parts)
-    parts.mul_(power.view(heads, *(1 for _ in parts.shape[1:])))
+    parameter, heads = rows.parameter, len(factors)
+    each = torch.ones(len(parameter), dtype=parameter.dtype, device=parameter.device)
+    power = factors.pow(rows.power).to(each)
+    each[: heads * rows.per_head].view(heads, rows.per_head)[:, rows.scaled] = power[:, None]  # (H, rows of a head)
+    column = each.view(-1, *(1 for _ in parameter.shape[1:]))
+    parameter.mul_(_whole_of(parameter, column) if _is_split(parameter) else column)
+
+
+def _whole_of(parameter: Any, factors: Tensor) -> Tensor:
+    """Factors that every process holds, for a parameter of which each holds a part."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = parameter.device_mesh
+    return DTensor.from_local(factors, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._call.observers import observing
+from .._call.sharding import HeadShard
 from .._call.spec import AttentionCall
 from .._checks import choice, index, integer, item_number, items, module, require_slice, shown
 from .._environment import is_compiler_error
@@ -30,7 +31,7 @@ from .._statistics.result import AttentionStatistics
 from .._statistics.rollout import rollout
 from .._statistics.summary import Summary, fold, summarize
 from .._weights import Queries, checked_queries, row_numbers
-from ..errors import ArgumentError, RecordError, UnknownNameError
+from ..errors import ArgumentError, ClearheadError, RecordError, UnknownNameError
 from ._capture import CaptureMode, obstacle
 from ._drawing import Drawable
 from ._naming import ModuleNames, uncompiled
@@ -89,6 +90,11 @@ class record(Drawable, Mapping[str, Calls]):
     training and eval. PyTorch's inference fast path is off inside the block; with a padding mask that path returns
     zeros for padded positions and the ordinary one does not, so outputs may differ there.
 
+    Of modules after `clearhead.distributed.tensor_parallel` or `context_parallel`, every process records the same, and
+    gives `query_mask` and `queries` of the whole call. Results are of all heads; where the sequence is split, what has
+    a number for each query is of the queries that the process holds, ``rows`` of the chosen ones among them,
+    ``received`` of the keys that it holds, and all else, with `summary`, of the whole call.
+
     Afterwards the record is a mapping from the qualified name of the module in which attention ran to its `Calls`, and
     draws itself: `page`, `plot_heads`, `plot_map`, `plot_received`, `plot_rollout`.
 
@@ -104,7 +110,9 @@ class record(Drawable, Mapping[str, Calls]):
         rows, top_k, map_size, map_pooling, sink_keys, offsets, per: as for `attention_statistics`.
 
     Raises:
-        RecordError: at the end of the block if no attention was seen at all, or compiled functions attended.
+        RecordError: at the end of the block if no attention was seen at all, or compiled functions attended. In a call
+            of a module that is split over processes, for ``keep="queries_keys"``.
+        DistributedError: in such a call, unless every process records the same.
         ArgumentError, DTypeError: for arguments that mean nothing.
 
     Warns:
@@ -194,6 +202,25 @@ class record(Drawable, Mapping[str, Calls]):
         self._running.root_arguments = ((), {})
         self._padding = None
 
+    def wanted(self) -> Hashable:
+        """What is recorded of the module that runs; a call of which there are parts is not kept.
+
+        Raises:
+            RecordError: if queries and keys are to be kept.
+        """
+        if not self.wants_call():
+            return None
+        if self._keep != "statistics":
+            raise RecordError(
+                "keep",
+                expected="'statistics' of a module that is split over processes",
+                got=repr(self._keep),
+                fix="Each process would keep a part, of which no weights can be computed later.",
+            )
+        rows = self._rows.tolist() if isinstance(self._rows, Tensor) else self._rows
+        marks = None if self._query_mask is None else tuple(self._query_mask.shape)
+        return self._names, repr(self._options), self._per, self._heads, repr(rows), marks
+
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
         """Record a call of Clearhead's own attention."""
         if self.wants_call():
@@ -221,10 +248,10 @@ class record(Drawable, Mapping[str, Calls]):
     def captured(self, call: AttentionCall) -> None:
         """Fold one call into statistics."""
         name = self._running.current or ""
+        heads: HeadShard | None = getattr(self.running_module, "head_shard", None)
         with torch.no_grad():
-            found = compute_statistics(
-                call, self._names, self._options, self._counted(name, call), self._rows, self._per
-            )
+            counted = self._counted(name, call) if heads is None else self._agreed(name, call, heads)
+            found = compute_statistics(call, self._names, self._options, counted, self._rows, self._per, heads)
         if self._heads is not None:
             found = found.with_heads(self._heads)
         self._picture_size = self._picture_size or picture_size(self._running.root_arguments)
@@ -348,6 +375,16 @@ class record(Drawable, Mapping[str, Calls]):
     def __repr__(self) -> str:
         names = ", ".join(name or "the model itself" for name in self._calls)
         return f"<record of {len(self._calls)} attention modules: {names or 'nothing yet'}>"
+
+    def _agreed(self, name: str, call: AttentionCall, heads: HeadShard) -> Tensor | None:
+        """The counted queries, after the processes that share the heads agreed on what they record."""
+        counted, wanted, problem = None, None, None
+        try:
+            wanted, counted = self.wanted(), self._counted(name, call)
+        except ClearheadError as error:
+            problem = error
+        heads.agree(wanted, problem)
+        return counted
 
     def _counted(self, name: str, call: AttentionCall) -> Tensor | None:
         batch, length = call.grid.batch_size, call.grid.query_length

@@ -148,6 +148,9 @@ class FullCache(Cache):
                 got=f"{held} held and {new} more, {held + new}",
                 fix="Make it with a larger max_length, or with none: cache_for(model). Or reset() it.",
             )
+        layer: Any = self.layers[layer_idx]
+        keys = layer.keys
+        _require_rows(0 if keys is None else keys.shape[0], key_states.shape[0])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
@@ -254,10 +257,7 @@ class BoundedCache(Cache):
                 got="one that an interrupted forward left halfway",
                 fix="reset() it and begin with the prompt.",
             )
-        rows = self.layers[0].rows
-        if rows not in (0, batch_size):
-            fix = "Make a cache for each batch, or reset() it before the next."
-            raise ShapeError("past_key_values", expected=f"a batch of {rows} rows", got=str(batch_size), fix=fix)
+        _require_rows(self.layers[0].rows, batch_size)
 
     def _positions(self, given: object, batch_size: int, length: int) -> Tensor | int:
         """Where the new tokens stand in their texts: an int, or (B, L) with −1 for padding."""
@@ -296,6 +296,12 @@ class BoundedCache(Cache):
             query_positions=query_positions,
             key_positions=key_positions,
         )
+
+
+def _require_rows(held: int, given: int) -> None:
+    if held not in (0, given):
+        fix = "Make a cache for each batch, or reset() it before the next."
+        raise ShapeError("past_key_values", expected=f"a batch of {held} rows", got=str(given), fix=fix)
 
 
 def _require_used(kind: str, given: dict[str, Any]) -> None:

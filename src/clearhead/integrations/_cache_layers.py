@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, final
 
@@ -59,6 +60,17 @@ class _Layer(CacheLayerMixin, Generic[Kept]):
         """(B, Hkv, S, Dv), likewise."""
         return None if self.held is None else self.held.value
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, positions: Tensor | int = 0, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Take the tokens that stand at `positions`, an int or (B, L), and return all that they attend to."""
+        # Rotary positions leave keys in float32 under autocast.
+        found = self._update(key_states, value_states.to(key_states.dtype), positions)
+        return found.key, found.value
+
+    @abstractmethod
+    def _update(self, key: Tensor, value: Tensor, positions: Tensor | int) -> KeyValues: ...
+
     def get_seq_length(self) -> int:
         return 0 if self.held is None else self.held.length
 
@@ -106,16 +118,14 @@ class FullLayer(_Layer[KVCache]):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.held = self._make(key_states, value_states, key_states.shape[2])
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        value_states = value_states.to(key_states.dtype)  # rotary positions leave keys in float32 under autocast
-        needed, held = self.get_seq_length() + key_states.shape[2], self.held
+    def _update(self, key: Tensor, value: Tensor, positions: Tensor | int) -> KeyValues:
+        needed, held = self.get_seq_length() + key.shape[2], self.held
         if held is None or needed > held.max_length:
-            larger = self._make(key_states, value_states, needed)
+            larger = self._make(key, value, needed)
             if held is not None and held.length > 0:
                 larger.update(held.key, held.value)
             self.held = held = larger
-        found = held.update(key_states, value_states)
-        return found.key, found.value
+        return held.update(key, value)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -169,20 +179,16 @@ class BoundedLayer(_Layer[Bounded]):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.held = self._make_held(key_states, value_states)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, positions: Tensor | int = 0, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Take the tokens that stand at `positions`, an int or (B, L), and return all that they attend to."""
-        value_states = value_states.to(key_states.dtype)  # rotary positions leave keys in float32 under autocast
-        held = self._make_held(key_states, value_states) if self.held is None else self.held
-        found = held.update(key_states, value_states, positions)
+    def _update(self, key: Tensor, value: Tensor, positions: Tensor | int) -> KeyValues:
+        held = self._make_held(key, value) if self.held is None else self.held
+        found = held.update(key, value, positions)
         mask = causal() if self.window is None else causal() & sliding_window(self.window - 1, _FAR)
         if found.mask is not None:
             mask = mask & found.mask
         elif isinstance(positions, Tensor):
             mask = mask & Present()
         self.held, self.seen = held, Seen(mask, positions, found.positions)
-        return found.key, found.value
+        return found
 
     def observe(self, query: Tensor, key: Tensor, **options: Any) -> None:
         """Show the cache the attention of the last `update`.

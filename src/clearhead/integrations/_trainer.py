@@ -9,6 +9,7 @@ from torch import nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
+from ..errors import ArgumentError
 from ..inspection._monitor import Scalars, ScalarWriter, monitor, receiver
 
 
@@ -17,7 +18,7 @@ class AttentionMonitorCallback(TrainerCallback):
 
     The model is watched from the begin to the end of ``trainer.train()``, in the main process only. Scalars are handed
     on at the end of the optimizer's step, with the Trainer's ``global_step``; with gradient accumulation `every` counts
-    the forward passes.
+    the forward passes, and the last that was measured in a step is handed on.
 
     Args:
         every, statistics, entropy_threshold, logit_threshold: as for `clearhead.monitor`.
@@ -27,6 +28,7 @@ class AttentionMonitorCallback(TrainerCallback):
             alone.
 
     Raises:
+        ArgumentError: when training begins with ``torch_compile=True``.
         And warns: what `clearhead.monitor` does.
 
     Example:
@@ -57,6 +59,13 @@ class AttentionMonitorCallback(TrainerCallback):
     ) -> None:
         """Begin to watch the model."""
         self._stop()  # a training that an error ended does not say so
+        if args.torch_compile:
+            raise ArgumentError(
+                "torch_compile",
+                expected="TrainingArguments that leave the model uncompiled: calls in a graph cannot be observed",
+                got="torch_compile=True",
+                fix="Leave it out, or train without this callback.",
+            )
         if state.is_world_process_zero:
             self._watching = self._watch(kwargs["model"])
 
@@ -84,7 +93,7 @@ class AttentionMonitorCallback(TrainerCallback):
         return monitor(model, self._every, self._statistics, to=self._keep, **self._thresholds)
 
     def _keep(self, step: int, values: dict[str, float]) -> None:
-        self._found |= values
+        self._found = values
 
     def _stop(self) -> None:
         if self._watching is not None:

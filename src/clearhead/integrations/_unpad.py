@@ -266,7 +266,7 @@ def _fits(module: nn.Module, real: Tensor, counts: list[int], reads_first: bool)
         return False
     if reads_first and not bool(real[:, 0].all()):
         return False
-    return not (_has_windows(module) and _has_gaps(real, counts)) and not _has_hooks(module)
+    return not (_has_windows(module) and _has_gaps(real, counts)) and _works_token_by_token(module)
 
 
 def _position_scaling_depends_on_length(config: Any) -> bool:
@@ -288,24 +288,24 @@ def _has_gaps(real: Tensor, counts: list[int]) -> bool:
     return spans.tolist() != counts
 
 
-def _has_hooks(encoder: nn.Module) -> bool:
-    """Whether something watches or changes what is inside an encoder, which would meet one row instead of a batch."""
+def _works_token_by_token(encoder: nn.Module) -> bool:
+    """Whether all that is inside an encoder works token by token: no hooks, no foreign layers, no chunks."""
     own = encoder.__dict__["_modules"]
     pooler = own.get("pooler")
     if pooler is not None and next(iter(pooler._forward_pre_hooks.values()), None) is not _pad_for_pooler:
-        return True
+        return False
     waiting = [module for module in own.values() if module is not None and module is not pooler]
     while waiting:
         module = waiting.pop()
         inside = module.__dict__
         if inside["_forward_pre_hooks"] or inside["_backward_hooks"] or inside["_backward_pre_hooks"]:
-            return True
+            return False
         if inside.get("chunk_size_feed_forward") or type(module).__module__.partition(".")[0] not in _LIBRARIES:
-            return True
+            return False
         if "forward" in inside or any(not _is_of_the_library(hook) for hook in inside["_forward_hooks"].values()):
-            return True
+            return False
         waiting.extend(part for part in inside["_modules"].values() if part is not None)
-    return False
+    return True
 
 
 def _is_of_the_library(hook: Any) -> bool:

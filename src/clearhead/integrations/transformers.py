@@ -18,7 +18,7 @@ the model's own code reads them (`lazy_mask`).
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,9 @@ from ._cache_for import cache_for
 from ._cache_layers import BoundedLayer
 from ._lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
 from ._packed_row import rows_of
-from ._trainer import AttentionMonitorCallback
+
+if TYPE_CHECKING:
+    from ._trainer import AttentionMonitorCallback
 
 __all__ = ["AttentionMonitorCallback", "attention_forward", "cache_for", "make_mask", "register"]
 
@@ -92,6 +94,15 @@ WITHOUT_EFFECT = frozenset(
 # Models with layers that neither hand ``output_attentions`` down nor are collected from: the model puts whatever the
 # attention function returns into its output.
 _WEIGHTS_IN_EVERY_CALL = frozenset({"bridgetower_text_model"})
+
+
+def __getattr__(name: str) -> object:
+    """Import what trains only where it is used: it takes a tenth of the time to read a model."""
+    if name != "AttentionMonitorCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ._trainer import AttentionMonitorCallback
+
+    return AttentionMonitorCallback
 
 
 def attention_forward(

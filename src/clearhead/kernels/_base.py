@@ -66,7 +66,7 @@ class Kernel(ABC):
     isolates_queries: ClassVar[bool] = False
     #: Whether a call of several documents (`AttentionCall.rows`) is computed whole.
     takes_documents: ClassVar[bool] = False
-    #: Whether dropped weights are those of a seed that the call brings, which every kernel of ours drops alike.
+    #: Whether dropout is drawn from the seed of the call, so that such kernels drop the same weights.
     seeds_dropout: ClassVar[bool] = True
 
     @abstractmethod

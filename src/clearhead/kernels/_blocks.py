@@ -181,10 +181,10 @@ def block_scores(
     """
     workspace = workspace or Workspace()
     scores = grouped(query, key.transpose(-2, -1), call.spec.scale, workspace)
-    squashed = None
+    tanh = None
     if call.spec.softcap is not None:
-        squashed = scores.div_(call.spec.softcap).tanh_()
-        scores = squashed * call.spec.softcap
+        tanh = scores.div_(call.spec.softcap).tanh_()
+        scores = tanh * call.spec.softcap
     if call.mask is not None:
         bias = call.mask.bias(block, scores.dtype)
         if bias is not None:
@@ -192,7 +192,7 @@ def block_scores(
         limit = workspace.limit(call.mask, block, scores.dtype)
         if limit is not None:
             torch.minimum(scores, limit, out=scores)
-    return scores, squashed
+    return scores, tanh
 
 
 def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,13 +201,13 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
     if scores.shape[-1] == 0:
         lse = scores.new_full((*scores.shape[:-1], 1), float("-inf"))
         return scores, lse if sinks is None else torch.logaddexp(lse, sinks)
-    peak = scores.amax(-1, keepdim=True)
-    empty = None if call.coverage.masked_queries is None else peak == float("-inf")
+    row_max = scores.amax(-1, keepdim=True)
+    empty = None if call.coverage.masked_queries is None else row_max == float("-inf")
     if empty is not None:
         scores.masked_fill_(empty, 0)  # any finite number: softmax of −∞ alone would be NaN
     weights = drop_subnormal(call, _softmax(scores))
     # The largest weight is e^0 / Σ, so its logarithm is the one of the sum.
-    lse = peak - weights.amax(-1, keepdim=True).log()
+    lse = row_max - weights.amax(-1, keepdim=True).log()
     if empty is not None:
         weights.masked_fill_(empty, 0)
         lse.masked_fill_(empty, float("-inf"))

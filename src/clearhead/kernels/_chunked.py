@@ -151,7 +151,7 @@ def _backward(
         for rows, block in span_blocks(call, span):
             part = block.columns
             rows_query, rows_key = query[:, :, rows], key[:, :, part]
-            scores, squashed = block_scores(call, block, rows_query, rows_key, workspace)
+            scores, tanh = block_scores(call, block, rows_query, rows_key, workspace)
             if of_all_keys is None:
                 weights = block_softmax(
                     call, block, scores
@@ -173,10 +173,11 @@ def _backward(
             else:
                 delta = span.query(of_all_keys)[:, :, rows]
             scores_gradient.sub_(delta[..., None]).mul_(weights)  # ds
+            # A bias is added to scores that are capped already: its gradient is without tanh's derivative.
             if call.mask is not None:
                 call.mask.add_bias_gradients([sums.run for sums in bias_gradients], block, scores_gradient)
-            if squashed is not None:
-                scores_gradient.mul_(1 - squashed.square())
+            if tanh is not None:
+                scores_gradient.mul_(1 - tanh.square())
             scores_gradient.mul_(call.spec.scale)
             span.query(query_gradient)[:, :, rows] = grouped(scores_gradient, rows_key).to(query_gradient.dtype)
             span_key_gradient.run[:, :, part] += grouped_transposed(scores_gradient, rows_query, key.shape[1])

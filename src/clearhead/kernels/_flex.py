@@ -171,7 +171,7 @@ def _reasons_of_device(spec: AttentionSpec, mask: Mask | None) -> list[Refusal]:
     if spec.device.type == "cuda":
         reasons: list[Refusal] = []
         if min(spec.query.shape[-1], spec.value.shape[-1]) < _NARROWEST:
-            reasons.append(Refusal("PyTorch asks for heads of {least} numbers at least", least=_NARROWEST))
+            reasons.append(Refusal("PyTorch takes head sizes of {least} or more", least=_NARROWEST))
         if mask is not None and any(spec.gradients[3 + spec.sinks :]):
             reasons.append(Refusal("it is given no gradient for a bias"))
         return reasons

@@ -67,7 +67,7 @@ class NativeKernel(Kernel):
             prepare = _prepare_every_time
         weights = spec.weights
         if not spec.needs_gradients:
-            return lambda call: _results(call, *_compute(call, prepare(call), weights, spec.lse, False))
+            return lambda call: _results(call, *_compute(call, prepare(call), weights, spec.lse))
         return lambda call: _results(call, *cast(Any, _Native.apply(call, prepare, weights, *call.inputs)))
 
 
@@ -75,15 +75,13 @@ class NativeCall(NamedTuple):
     """A call, prepared: its plans and the tensors of its mask.
 
     Args:
-        plan: the native plan, whose output is of the inputs' dtype.
+        plan: the native plan, differentiable if the call is.
         extras: tensors besides query, key and value.
-        wide: makes the plan whose output is float32.
         learning: makes the plan that gives the gradient of a bias, of this shape.
     """
 
     plan: NativePlan
     extras: Extras
-    wide: Callable[[], NativePlan]
     learning: Callable[[tuple[int, ...]], NativePlan]
 
 
@@ -112,12 +110,10 @@ def _prepare_once(spec: AttentionSpec, **options: Any) -> Prepare:
         "dropout_p": spec.dropout_p,
         **options,
     }
-    layouts = (spec.query, spec.key, spec.value)
-    plan = NativePlan(spec.dtype, *layouts, **numbers)
-    wide = plan if spec.dtype == torch.float32 else NativePlan(spec.dtype, *layouts, wide=True, **numbers)
+    plan = NativePlan(spec.dtype, spec.query, spec.key, spec.value, differentiable=spec.needs_gradients, **numbers)
 
     def prepare(call: AttentionCall) -> NativeCall:
-        return NativeCall(plan, _extras(call), lambda: wide, _no_bias)
+        return NativeCall(plan, _extras(call), _no_bias)
 
     return prepare
 
@@ -144,10 +140,9 @@ def _prepare_every_time(call: AttentionCall) -> NativeCall:
     """For calls whose mask has tensors, or other numbers every time."""
     arguments = arguments_of(call)
     return NativeCall(
-        arguments.plan(),
+        arguments.plan(differentiable=call.spec.needs_gradients),
         arguments.extras,
-        lambda: arguments.plan(wide=True),
-        lambda shape: arguments.plan(wide=True, bias_gradient=shape),
+        lambda shape: arguments.plan(differentiable=True, bias_gradient=shape),
     )
 
 
@@ -175,10 +170,10 @@ def arguments_of(call: AttentionCall) -> NativeArguments:
 
 
 def _compute(
-    call: AttentionCall, native: NativeCall, weights: WeightsWanted, with_lse: bool, wide: bool
+    call: AttentionCall, native: NativeCall, weights: WeightsWanted, with_lse: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Output, lse in float64 and weights; with `wide` the output is float32 whatever the inputs' dtype."""
-    plan = native.wide() if wide else native.plan
+    """Output, lse in float64 and weights; the output of a differentiable plan is float32."""
+    plan = native.plan
     lse = plan.empty_lse(call.query) if with_lse else None
     inputs = (call.query, call.key, call.value)
     if weights is None:
@@ -205,7 +200,7 @@ class _Native(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.rebuild, ctx.prepare, ctx.weights = call.rebuild, prepare, weights
         ctx.set_materialize_grads(False)
-        exact, lse, found = _compute(call, prepare(call), weights, True, True)
+        exact, lse, found = _compute(call, prepare(call), weights, True)
         ctx.save_for_backward(exact, lse, *inputs, *call.read_again)
         ctx.count = 2 + len(inputs)
         return exact.to(call.query.dtype), cast(Tensor, lse).float(), found
@@ -246,8 +241,9 @@ def native_gradients_of_some_keys(
         lse: (B, H, L) of all keys, sinks included, in float64.
         output_gradient: (B, H, L, Dv).
     """
-    native, inputs = _prepare_every_time(call), (call.query, call.key, call.value)
-    query, key, value, _ = native.wide().backward(*inputs, output, lse, output_gradient, None, native.extras)
+    arguments = arguments_of(call)
+    plan, extras = arguments.plan(differentiable=True), arguments.extras
+    query, key, value, _ = plan.backward(*arguments.inputs, output, lse, output_gradient, None, extras)
     return query, key, value
 
 
@@ -269,7 +265,7 @@ def _gradients(
         output_gradient = torch.zeros_like(output, dtype=call.query.dtype)
     biases = len(call.bias_tensors)
     wanted = [index for index in range(biases) if needed[index - biases]]
-    plan = native.learning(cast(Any, learnt_shape(call.mask, call.grid))) if wanted else native.wide()
+    plan = native.learning(cast(Any, learnt_shape(call.mask, call.grid))) if wanted else native.plan
     bias_gradient = plan.empty_bias_gradient(output) if wanted else None
     inputs = (call.query, call.key, call.value)
     *found, correction = plan.backward(

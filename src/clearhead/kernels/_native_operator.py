@@ -35,7 +35,7 @@ def _forward(*request: Any) -> tuple[Tensor, Tensor]:
 def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *request, output, lse, output_gradient, lse_gradient = arguments
     call = NativeArguments(*request)
-    plan, extras = call.plan(wide=True, contiguous_gradients=True), call.extras
+    plan, extras = call.plan(differentiable=True, contiguous_gradients=True), call.extras
     if output.dtype != torch.float32:  # which is rounded
         output = plan.forward(*call.inputs, extras)
     return plan.backward(*call.inputs, output, lse, output_gradient, lse_gradient, extras)

@@ -68,11 +68,8 @@ class NativePlan:
         first: layout of `Extras.first` and `Extras.last`, or ``None``.
         visible, bias: layouts of those tensors, or ``None``.
         bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
-        wide: whether the output is float32 whatever the dtype.
-        output: strides of the output (B, H, L, Dv); by default heads lie beside each other where the query's do.
+        differentiable: whether `backward` may be called; the output is then float32 whatever the dtype.
         contiguous_gradients: whether gradients of query, key and value are; by default they are laid out as the inputs.
-        offsets: bytes from the addresses of the tensors that calls give to the first query, key and value, for those
-            that lie side by side in one tensor.
         documents: how many there are; 0 for a batch. Bands, key lengths and dropout count within a document.
         from_end: whether the band of a document counts from its end: its last row stands at its last key.
         cu_seqlens_dtype: int64 or int32.
@@ -105,10 +102,8 @@ class NativePlan:
         visible: Layout | None = None,
         bias: Layout | None = None,
         bias_gradient: tuple[int, ...] | None = None,
-        wide: bool = False,
-        output: Strides | None = None,
+        differentiable: bool = False,
         contiguous_gradients: bool = False,
-        offsets: tuple[int, int, int] = (0, 0, 0),
         documents: int = 0,
         from_end: bool = False,
         cu_seqlens_dtype: torch.dtype = torch.int64,
@@ -117,15 +112,16 @@ class NativePlan:
         self._contiguous = tuple(not _has_whole_rows(*layout) for layout in (query, key, value))
         self._copies = True in self._contiguous
         strides = [_strides_as_read(*layout) for layout in (query, key, value)]
-        of_gradient = _contiguous_strides if contiguous_gradients else _strides_of_gradient
-        self._gradients = tuple(
-            (shape, strides if any(offsets) else of_gradient(shape, strides)) for shape, strides in (query, key, value)
-        )
+        self._gradients: tuple[Layout, ...] = ()
+        if differentiable:
+            of_gradient = _contiguous_strides if contiguous_gradients else _strides_of_gradient
+            self._gradients = tuple(Layout(x.shape, of_gradient(*x)) for x in (query, key, value))
+        names = ("query_gradient", "key_gradient", "value_gradient")
+        gradients = {name: layout.strides[:3] for name, layout in zip(names, self._gradients, strict=False)}
         self._shape = (batch, heads, rows, value_dim)
-        self._strides = output or _strides_of_output(self._shape, query[1])
-        self._output_dtype = torch.float32 if wide else dtype
+        self._strides = _strides_of_output(self._shape, query[1])
+        self._output_dtype = torch.float32 if differentiable else dtype
         self._rows_shape = (batch, heads, rows)
-        self._offsets = offsets
         self._bias_shape = bias_gradient
         self._one_thread = batch * heads * rows * keys * dim <= _WORK_OF_ONE
         plan = cast(Any, extension).Plan(
@@ -143,9 +139,7 @@ class NativePlan:
             key=strides[1][:3],
             value=strides[2][:3],
             output=self._strides[:3],
-            query_gradient=self._gradients[0][1][:3],
-            key_gradient=self._gradients[1][1][:3],
-            value_gradient=self._gradients[2][1][:3],
+            **gradients,
             low=low,
             high=high,
             stop=stop,
@@ -154,7 +148,7 @@ class NativePlan:
             bias=None if bias is None else _broadcast(bias),
             bias_gradient=None if bias_gradient is None else _strides_of_bias_gradient(bias_gradient),
             dropout_threshold=round(dropout_p * _LEVELS),
-            wide_output=wide,
+            wide_output=differentiable,
             documents=documents,
             from_end=from_end,
             cu_seqlens_bytes=cu_seqlens_dtype.itemsize,
@@ -195,7 +189,6 @@ class NativePlan:
         lse_gradient: Tensor | None = None,
         extras: Extras = NO_EXTRAS,
         bias_gradient: Tensor | None = None,
-        gradients: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gradients of query, key and value, and δ − dl (B, H, L), from which that of the sinks follows.
 
@@ -206,14 +199,8 @@ class NativePlan:
             output_gradient: (B, H, L, Dv).
             lse_gradient: (B, H, L), or ``None``.
             bias_gradient: an `empty_bias_gradient`, if it is wanted.
-            gradients: what they are written to, laid out as the inputs; required with offsets. Default: new tensors.
         """
-        if gradients is None:
-            dq, dk, dv = (query.new_empty_strided(shape, strides) for shape, strides in self._gradients)
-            gradients = (dq, dk, dv)
-            places = (dq.data_ptr(), dk.data_ptr(), dv.data_ptr())
-        else:
-            places = tuple(x.data_ptr() + offset for x, offset in zip(gradients, self._offsets, strict=True))
+        dq, dk, dv = (query.new_empty_strided(shape, strides) for shape, strides in self._gradients)
         correction = torch.empty_like(lse, dtype=torch.float32)
         if output.stride() != self._strides:
             output = output.new_empty_strided(self._shape, self._strides).copy_(output)
@@ -227,11 +214,13 @@ class NativePlan:
             output_gradient.data_ptr(),
             *output_gradient.stride()[:3],
             _address(lse_gradient),
-            *places,
+            dq.data_ptr(),
+            dk.data_ptr(),
+            dv.data_ptr(),
             correction.data_ptr(),
             _address(bias_gradient),
         )
-        return *gradients, correction
+        return dq, dk, dv, correction
 
     def statistics(
         self,
@@ -267,11 +256,10 @@ class NativePlan:
     def _call(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor | None, lse: Tensor | None, extras: Extras
     ) -> tuple[int, ...]:
-        of_query, of_key, of_value = self._offsets
         return (
-            query.data_ptr() + of_query,
-            key.data_ptr() + of_key,
-            value.data_ptr() + of_value,
+            query.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
             0 if output is None else output.data_ptr(),
             0 if lse is None else lse.data_ptr(),
             *(_NO_ADDRESSES if extras is NO_EXTRAS else extras.addresses()),
@@ -316,7 +304,7 @@ class NativeArguments(NamedTuple):
     def plan(
         self,
         *,
-        wide: bool = False,
+        differentiable: bool = False,
         contiguous_gradients: bool = False,
         bias_gradient: tuple[int, ...] | None = None,
     ) -> NativePlan:
@@ -325,7 +313,13 @@ class NativeArguments(NamedTuple):
         dropout_p = 0.0 if self.seed is None else self.dropout_p
         numbers = (self.scale, self.softcap, dropout_p, self.low, self.high, self.stop)
         return _native_plan_of(
-            self.query.dtype, *map(Layout.of, self.inputs), *masks, *numbers, wide, contiguous_gradients, bias_gradient
+            self.query.dtype,
+            *map(Layout.of, self.inputs),
+            *masks,
+            *numbers,
+            differentiable,
+            contiguous_gradients,
+            bias_gradient,
         )
 
 
@@ -345,7 +339,7 @@ def _native_plan_of(
     low: int,
     high: int,
     stop: int,
-    wide: bool,
+    differentiable: bool,
     contiguous_gradients: bool,
     bias_gradient: tuple[int, ...] | None,
 ) -> NativePlan:
@@ -363,7 +357,7 @@ def _native_plan_of(
         first=first,
         visible=visible,
         bias=bias,
-        wide=wide,
+        differentiable=differentiable,
         contiguous_gradients=contiguous_gradients,
         bias_gradient=bias_gradient,
     )

@@ -53,12 +53,12 @@ def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
         sinks = call.sinks.to(scores.dtype)[None, :, None, None]
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)  # (B, H, L, S + 1)
         return scores.softmax(-1)[..., :keys], scores.logsumexp(-1)
-    blind = call.coverage.masked_queries  # (1 or B, 1 or H, L, 1)
-    if blind is None:
+    masked = call.coverage.masked_queries  # (1 or B, 1 or H, L, 1)
+    if masked is None:
         return scores.softmax(-1), scores.logsumexp(-1)
-    scores = scores.masked_fill(blind, 0)  # any finite number: softmax of −∞ alone would be NaN
-    weights = scores.softmax(-1).masked_fill(blind, 0)
-    return weights, scores.logsumexp(-1).masked_fill(blind.squeeze(-1), float("-inf"))
+    scores = scores.masked_fill(masked, 0)  # any finite number: softmax of −∞ alone would be NaN
+    weights = scores.softmax(-1).masked_fill(masked, 0)
+    return weights, scores.logsumexp(-1).masked_fill(masked.squeeze(-1), float("-inf"))
 
 
 def _scores(call: AttentionCall) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._call.heads import fold_group, unfold_group
 from .._call.spec import AttentionCall, AttentionSpec, Layout, Results
 from .._environment import fused_sdpa_choice, is_tracing
 from ..masks._base import Mask
@@ -66,13 +67,13 @@ class SdpaKernel(Kernel):
         def compute(call: AttentionCall) -> Results:
             query, key, value = map(_dense_rows, (call.query, call.key, call.value))
             if folded:
-                query = _fold_query(query, key)
+                query = fold_group(query, key.shape[1])
             lowered = None if is_causal else _lower(call, group if folded else 1)
             output = F.scaled_dot_product_attention(
                 query, key, value, lowered, spec.dropout_p, is_causal, scale=spec.scale, **grouped
             )
             if folded:
-                output = output.reshape(*call.query.shape[:3], call.value.shape[-1])  # (B, H, L, Dv)
+                output = unfold_group(output, call.query.shape[1])  # (B, H, L, Dv)
             masked = call.coverage.masked_queries
             if masked is not None:  # in place where that is allowed: the copy would lay heads out anew
                 output = output.masked_fill(masked, 0) if output.requires_grad else output.masked_fill_(masked, 0)
@@ -133,7 +134,7 @@ def _has_fused_path(
     query, key, value = (like(*layout) for layout in layouts)
     grouped = query.shape[1] != key.shape[1] and not folded
     if folded:
-        query = _fold_query(query, key)
+        query = fold_group(query, key.shape[1])
     mask = None
     if mask_dtype is not None:
         mask = torch.empty(1, dtype=mask_dtype, device=device).expand((*query.shape[:3], key.shape[2]))
@@ -156,10 +157,6 @@ def _folds(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     if spec.tracing:
         return length == 1
     return length <= _FEW_ROWS and not _is_flagged_causal(spec, mask, grid)
-
-
-def _fold_query(query: Tensor, key: Tensor) -> Tensor:
-    return query.reshape(key.shape[0], key.shape[1], -1, query.shape[-1])  # (B, Hkv, G·L, D)
 
 
 def _fold_mask(mask: Tensor, call: AttentionCall) -> Tensor:

@@ -21,7 +21,7 @@ def weights_gradients(
     key_gradient, *sums = (LongSum(torch.zeros_like(tensor, dtype=dtype)) for tensor in weights_inputs(call)[1:])
     sinks_gradient, bias_gradients = (None, sums) if call.sinks is None else (sums[0], sums[1:])
     for block, place, query, key in score_blocks(call, chosen):
-        scores, squashed = block_scores(call, block, query, key)
+        scores, tanh = block_scores(call, block, query, key)
         weights, lse = block_weights(call, block, scores)
         if average:
             weights_gradient = gradient[block.batch, None, place, block.columns].to(dtype) / heads
@@ -32,10 +32,11 @@ def weights_gradients(
             of_sinks = (call.sinks[block.heads].to(dtype)[None, :, None, None] - lse).exp()
             sinks_gradient.run[block.heads] -= (of_sinks * mean).sum((0, 2, 3))
         scores_gradient = weights * (weights_gradient - mean)
+        # A bias is added to scores that are capped already: its gradient is without tanh's derivative.
         if call.mask is not None:
             call.mask.add_bias_gradients([each.run for each in bias_gradients], block, scores_gradient)
-        if squashed is not None:
-            scores_gradient.mul_(1 - squashed.square())
+        if tanh is not None:
+            scores_gradient.mul_(1 - tanh.square())
         scores_gradient.mul_(call.spec.scale)
         target = query_gradient[block.batch, block.heads]
         rows = torch.arange(place.start, place.stop, device=query.device) if chosen is None else block.rows

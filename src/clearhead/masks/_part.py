@@ -117,7 +117,7 @@ class PartMask(Mask):
     def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
         place = self._place
         if place is not None and isinstance(place.first_column, Tensor):
-            return make()
+            return make()  # for columns that differ from call to call
         first = None if place is None else (place.first_row, place.first_column)
         sizes = grid.num_heads, grid.query_length, grid.key_length
         return self._mask.lowered(self._whole(grid), ("part", key, self._first_head, first, sizes), make)
@@ -138,6 +138,7 @@ class PartMask(Mask):
 
     def _whole(self, grid: Grid) -> Grid:
         """The grid of the whole attention."""
+        # Kept with the call's grid, so that what the mask finds out for the whole is found out once.
         key = self._num_heads, self._place and id(self._place)
         if key not in grid.memo:
             whole = replace(grid, num_heads=self._num_heads, memo={})

@@ -416,7 +416,7 @@ class _Documents(Mask):
     def __init__(self, ids: Tensor) -> None:
         self._ids = ids if ids.dim() == 2 else ids[None]  # (1 or B, T)
 
-    # No signature: whether documents lie in one piece, and so how the mask is lowered, hangs on the ids' values.
+    # No signature: whether documents lie in one piece, and so how the mask is lowered, depends on the ids' values.
     def structure(self, grid: Grid) -> Structure:
         if grid.shift is None or is_tracing() or is_transformed() or not _worth_reading(self._ids, grid):
             return UNKNOWN

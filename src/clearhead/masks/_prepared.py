@@ -50,6 +50,7 @@ class PreparedMask(Wrapping):
             return make()
         key = key, grid.batch_size, grid.num_heads
         if key not in self._held:
+            # Inference tensors could not be saved for the backward pass of a later call.
             with torch.inference_mode(False), torch.no_grad():
                 found = make()
             if not all(type(tensor) is Tensor for tensor in _tensors_in(found)):

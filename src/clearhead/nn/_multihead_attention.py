@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .._call.spec import WeightsWanted
+from .._call.spec import WeightsWanted, weights_wanted
 from .._checks import flag, is_probability, number, require_factory, size, strided
 from .._environment import Environment, autocast_is_on, read_environment, skips_idle_hook
 from .._layer.layer import Layer, Project
@@ -143,7 +143,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         environment = read_environment()
         try:
             _require_inputs(self, query, key, value, environment)
-            wanted: WeightsWanted = ("average" if average_attn_weights else "heads") if need_weights else None
+            wanted = weights_wanted(need_weights, average_attn_weights)
             output, weights = self._attend(
                 query, key, value, key_padding_mask, attn_mask, is_causal, wanted, environment
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._statistics.compute import compute_statistics
-from .._statistics.result import AttentionStatistics
+from .._statistics.result import PER_QUERY, AttentionStatistics
 from ..errors import RecordError, ShapeError
 from ._patches import Tiles
 from ._protocol import Recorded
@@ -18,7 +18,6 @@ from ._tokens import Tokens, as_tokens
 from ._words import has_pieces, merge_words, row_entropy
 
 NEEDED = ("entropy", "received", "top_k", "map")
-PER_QUERY = ("entropy", "normalized_entropy", "confidence", "sink", "distance", "output_norm")
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,15 @@ def collect(
             else numbers.
 
     Raises:
-        RecordError: if a statistic is missing and queries and keys were not kept.
+        RecordError: if a statistic is missing and queries and keys were not kept; if it holds parts of sequences.
         ShapeError: if tokens do not fit.
     """
+    if any(call.is_part for name in rec for call in rec[name]):
+        expected, fix = (
+            "whole sequences",
+            "Draw what one process records; rec.summary() and plot_heads are of the whole.",
+        )
+        raise RecordError("rec", expected=expected, got="the parts that this process holds of them", fix=fix)
     sections = find_sections(rec, two_texts=key_tokens is not None)
     items: list[ItemPicture] = []
     places = item_places(rec)

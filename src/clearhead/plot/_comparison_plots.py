@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .._checks import shown
 from ..errors import ArgumentError
-from ._collect import LayerPicture, SectionPicture
+from ._collect import SectionPicture
 from ._compared_records import ComparedRecords
+from ._head_table import head_table, plot_head_table
 from ._ink import (
     FRAME,
     GAMMA,
@@ -22,7 +23,6 @@ from ._ink import (
     colors,
     fonts,
     label_tokens,
-    new_axes,
     plain_frame,
     shade,
     token_labels,
@@ -30,6 +30,7 @@ from ._ink import (
 )
 from ._labels import layer_labels, shortened
 from ._scale import scale_end
+from ._sheet import large_weights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,35 +56,13 @@ def plot_comparison(comparison: ComparedRecords, statistic: str | None, ax: Axes
         known = ", ".join(comparison.differences) or "none"
         raise ArgumentError("statistic", expected=f"one that both records have, {known}", got=shown(statistic))
     values = comparison.scores() if statistic is None else comparison.differences[statistic]
-    table = _table(list(values.values()))
-    most = table.shape[1]
-    axes = new_axes(ax, (min(1.6 + 0.42 * most, 14), min(1.3 + 0.34 * len(table), 14)))
-    if statistic is None:
-        image = axes.imshow(table.numpy(), cmap=colors(), aspect="auto", vmin=0)
-        title = NAMES.get(comparison.by, f"change of {comparison.by}")
-    else:
-        end = float(table.abs().nan_to_num(0, 0, 0).max()) or 1.0
-        image = axes.imshow(table.numpy(), cmap=change_colors(), aspect="auto", vmin=-end, vmax=end)
+    if statistic is not None:
+        end = float(head_table(list(values.values())).abs().nan_to_num(0).max()) or 1.0
         title = f"{statistic}, second − first"
-    label_tokens(axes.xaxis, [str(head) for head in range(most)], turn=0, size=9)
-    label_tokens(axes.yaxis, layer_labels(list(values)), turn=0, size=9)
-    axes.set_xlabel("head", color=QUIET)
-    axes.set_ylabel("layer", color=QUIET)
-    axes.set_title(title, loc="left")
-    plain_frame(axes)
-    bar = axes.figure.colorbar(image, ax=axes)
-    bar.outline.set_edgecolor(FRAME)  # type: ignore[operator]
-    if comparison.by == "divergence" and statistic is None:
-        bar.ax.set_ylabel("nats", color=QUIET, fontsize=9)
-    return axes
-
-
-def _table(layers: Sequence[Tensor]) -> Tensor:
-    most = max(len(values) for values in layers)
-    table = torch.full((len(layers), most), float("nan"))
-    for row, values in enumerate(layers):
-        table[row, : len(values)] = values.float()
-    return table.masked_fill(table.isinf(), float("nan"))
+        return plot_head_table(values, title, cmap=change_colors(), low=-end, high=end, ax=ax)
+    title = NAMES.get(comparison.by, f"change of {comparison.by}")
+    unit = "nats" if comparison.by == "divergence" else ""
+    return plot_head_table(values, title, cmap=colors(), low=0, unit=unit, ax=ax)
 
 
 def draw_comparison(
@@ -108,7 +87,7 @@ def draw_comparison(
 
     layer, head = place
     found = [picture.layers[layer] for picture in pictures]
-    weights = [_large(each, head) for each in found]
+    weights = [large_weights(each, each.heads[head]) for each in found]
     texts = [[token_labels(side.names) for side in (picture.queries, picture.keys)] for picture in pictures]
     longest = max(len(names) for pair in texts for names in pair)
     side = min(max(0.27 * longest, 2.4), 6.5)
@@ -159,13 +138,6 @@ def _wrapped(text: str, inches: float) -> str:
     return "\n".join(lines[:3])
 
 
-def _large(layer: LayerPicture, head: int) -> Tensor:
-    crop = layer.crops.get(layer.heads[head])
-    if crop is not None:
-        return crop.weights
-    return layer.exact_map[head] if layer.exact else layer.map[head]
-
-
 def _signed_shade(weights: Tensor, end: float) -> Any:
     return (weights.sign() * (weights.abs() / end).clamp(max=1).pow(GAMMA)).numpy()
 
@@ -191,7 +163,7 @@ def _draw_scores(
     from ._ink import MARK
 
     axes = figure.subplots()
-    table = _table([torch.tensor(row) for row in scores])
+    table = head_table([torch.tensor(row) for row in scores])
     end = float(table.nan_to_num(0).max()) or 1.0
     axes.imshow(table.numpy(), cmap=colors(), aspect="auto", vmin=0, vmax=end * 1.25)
     for row, values in enumerate(scores):

@@ -53,12 +53,12 @@ class HeadSummary:
         return largest if self.shares[largest] > 0.5 else "mixed"
 
 
-def summarize(picture: SectionPicture) -> list[list[HeadSummary]]:
-    """Describe every head of every layer of one section.
+#: One list per layer with one summary per head.
+Summaries = list[list[HeadSummary]]
 
-    Returns:
-        One list per layer with one `HeadSummary` per head.
-    """
+
+def summarize(picture: SectionPicture) -> Summaries:
+    """Describe every head of every layer of one section."""
     return [_summarize_layer(layer, picture) for layer in picture.layers]
 
 

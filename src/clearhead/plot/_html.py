@@ -22,7 +22,7 @@ from ._collect import ItemPicture, collect
 from ._crops import CROPS, CropRequest, with_crops
 from ._detail import Detail, bytes_of_crops, details_for, least_bytes
 from ._files import whole_file
-from ._heads import summarize
+from ._heads import Summaries, summarize
 from ._image_items import with_pictures
 from ._labels import printable
 from ._page_contents import ScaleEnds, describe_item, describe_section
@@ -225,8 +225,13 @@ class PageMaker:
         seen, held, count = (number // self._together for number in (self._seen, self._held, self._count))
         return seen * (held - 1) % (count - 1) < held - 1
 
-    def add(self, item: ItemPicture) -> None:
-        """Append an item, or leave it out; all have the same sections, layers and heads."""
+    def add(self, item: ItemPicture, summaries: Sequence[Summaries] | None = None) -> None:
+        """Append an item, or leave it out; all have the same sections, layers and heads.
+
+        Args:
+            item: what to append.
+            summaries: of each of its sections, where they are known.
+        """
         if not self._sections:
             self._sections = [describe_section(picture) for picture in item.sections]
             self._ends = [ScaleEnds() for _ in item.sections]
@@ -238,14 +243,18 @@ class PageMaker:
         if not takes:
             return
         room = self._room / (self._held - len(self._items))
-        place, stream, detail = self._described(item, room)
+        if summaries is None:
+            summaries = [summarize(picture) for picture in item.sections]
+        place, stream, detail = self._described(item, summaries, room)
         for ends, picture in zip(self._ends, item.sections, strict=True):
             ends.add(picture, detail, self._chosen)
         self._room -= len(stream) * 3 / 4
         self._items.append({"label": printable([item.label])[0], "description": place})
         self._streams.append(stream)
 
-    def _described(self, item: ItemPicture, room: float) -> tuple[list[int], str, Detail]:
+    def _described(
+        self, item: ItemPicture, summaries: Sequence[Summaries], room: float
+    ) -> tuple[list[int], str, Detail]:
         """An item as closely as there is room for: where its description lies in its stream, and how closely."""
         if self._keeps_crops:
             room += bytes_of_crops(item)
@@ -253,7 +262,8 @@ class PageMaker:
         details = details_for(item, self._chosen, room) if item.picture is None else iter([Detail()])
         while True:
             detail = next(details)
-            place, stream = describe_item(item, replace(detail, crops=detail.crops or self._keeps_crops), self._chosen)
+            closely = replace(detail, crops=detail.crops or self._keeps_crops)
+            place, stream = describe_item(item, summaries, closely, self._chosen)
             if len(stream) * 3 / 4 <= room or detail.is_coarsest or item.picture is not None:
                 return place, stream, detail
 

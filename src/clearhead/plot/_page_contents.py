@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture
 from ._detail import Detail, pooled_map, pooled_rows
-from ._heads import KINDS, HeadSummary, summarize
+from ._heads import KINDS, HeadSummary, Summaries
 from ._labels import layer_labels, printable
 from ._packing import Encoding, Packer
 from ._patches import Tiles
@@ -69,21 +69,23 @@ class ScaleEnds:
         return ends
 
 
-def describe_item(item: ItemPicture, detail: Detail, chosen: Collection[tuple[str, int]]) -> tuple[list[int], str]:
+def describe_item(
+    item: ItemPicture, summaries: Sequence[Summaries], detail: Detail, chosen: Collection[tuple[str, int]]
+) -> tuple[list[int], str]:
     """One item's stream, and where in it its description begins and how long it is.
 
     Args:
         item: what to describe.
+        summaries: of each of its sections.
         detail: how closely.
         chosen: modules and heads that keep all that is known of their rows.
     """
     packer, texts = Packer(), _Texts()
     sections: list[dict[str, Any]] = []
-    for picture in item.sections:
-        summaries = summarize(picture)
+    for picture, of_section in zip(item.sections, summaries, strict=True):
         layers = [
             _layer(layer, heads, packer, detail, _places(layer, chosen))
-            for layer, heads in zip(picture.layers, summaries, strict=True)
+            for layer, heads in zip(picture.layers, of_section, strict=True)
         ]
         queries, keys = texts.number(picture.queries), texts.number(picture.keys)
         sections.append(

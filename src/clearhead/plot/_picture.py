@@ -100,6 +100,10 @@ def _processed(image: Any, processor: Any) -> Any:
         expected = "an image processor of transformers, or a function"
         raise DTypeError("processor", expected=expected, got=shown(processor))
     own: Any = getattr(processor, "image_processor", processor)  # of a processor of texts and pictures
+    if hasattr(own, "val_transforms"):  # timm's
+        for transform in own.val_transforms.transforms:
+            image = image if type(transform).__name__ == "Normalize" else transform(image)
+        return image
     if not hasattr(own, "preprocess"):
         return own(image)
     return own(images=image, return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"][0]

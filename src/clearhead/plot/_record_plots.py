@@ -10,8 +10,8 @@ from torch import Tensor
 from .._checks import flag, shown
 from ..errors import ArgumentError
 from ._collect import collect
-from ._ink import BAR, FRAME, QUIET, colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
-from ._labels import layer_labels
+from ._head_table import plot_head_table
+from ._ink import BAR, QUIET, colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
 from ._one_head import head_weights, item_of, label_of, layers_of, place_of
 from ._protocol import Recorded, require_record
 from ._scale import scale_end
@@ -51,22 +51,7 @@ def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = N
             got=shown(statistic),
             fix=f"Record it with clearhead.record(model, statistics=({shown(statistic)}, ...)).",
         )
-    layers = list(summary[statistic].values())
-    most = max(len(values) for values in layers)
-    table = torch.full((len(layers), most), float("nan"))
-    for row, values in enumerate(layers):
-        table[row, : len(values)] = values.float().cpu()
-    axes = new_axes(ax, (min(1.6 + 0.42 * most, 14), min(1.3 + 0.34 * len(layers), 14)))
-    image = axes.imshow(table.masked_fill(table.isinf(), float("nan")).numpy(), cmap=colors(), aspect="auto")
-    label_tokens(axes.xaxis, [str(head) for head in range(most)], turn=0, size=9)
-    label_tokens(axes.yaxis, layer_labels(list(summary[statistic])), turn=0, size=9)
-    axes.set_xlabel("head", color=QUIET)
-    axes.set_ylabel("layer", color=QUIET)
-    axes.set_title(statistic, loc="left")
-    plain_frame(axes)
-    bar = axes.figure.colorbar(image, ax=axes)
-    bar.outline.set_edgecolor(FRAME)  # type: ignore[operator]
-    return axes
+    return plot_head_table(summary[statistic], statistic, cmap=colors(), ax=ax)
 
 
 def plot_map(

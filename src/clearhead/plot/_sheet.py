@@ -58,7 +58,7 @@ def draw_sheet(
     from matplotlib.figure import Figure
 
     found = picture.layers[layer]
-    weights = _large_weights(found, found.heads[head])
+    weights = large_weights(found, found.heads[head])
     queries, keys = token_labels(picture.queries.names), token_labels(picture.keys.names)
     sheet = _Sheet(queries, keys, picture.layers)
     figure = Figure(figsize=sheet.size, facecolor="white")
@@ -109,7 +109,8 @@ class _Sheet:
         self.heading = place(MARGIN, MARGIN, 0, 0)[:2]
 
 
-def _large_weights(layer: LayerPicture, head: int) -> Tensor:
+def large_weights(layer: LayerPicture, head: int) -> Tensor:
+    """All that is known of a head's weights, (L, S), or tiles of them."""
     crop = layer.crops.get(head)
     if crop is not None and tuple(crop.weights.shape) == (layer.entropy.shape[1], layer.received.shape[1]):
         return crop.weights  # not a part of a text that is too long for a picture

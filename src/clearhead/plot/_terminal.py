@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from rich.console import Group, RenderableType
@@ -87,22 +87,37 @@ def top_keys(picture: SectionPicture, layer: LayerPicture, head: int, *, count: 
         head: the head's place in the layer.
         count: how many keys per query.
     """
-    queries, keys = printable(picture.queries.names), printable(picture.keys.names)
-    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column()
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right")
-    table.add_column(style="dim", no_wrap=True)
-    rows = zip(queries, layer.indices[head].tolist(), layer.weights[head].tolist(), strict=True)
-    for query, places, weights in list(rows)[:MOST_ROWS]:
+    keys = printable(picture.keys.names)
+
+    def looks(places: list[int], weights: list[float]) -> list[RenderableType]:
         seen = [(keys[place], weight) for place, weight in zip(places, weights, strict=True) if place >= 0][:count]
         if not seen:
-            table.add_row(Text(query, style="bold"), "→", Text("nothing", style="dim"), "", "")
-            continue
-        others = [Text(f"{key} {weight:.2f}") for key, weight in seen[1:]]
-        first = Text(seen[0][0]), Text(f"{seen[0][1]:.2f}")
-        table.add_row(Text(query, style="bold"), "→", *first, Text("  ").join(others))
+            return [Text("nothing", style="dim")]
+        others = [Text(f"{key} {weight:.2f}", style="dim") for key, weight in seen[1:]]
+        return [Text(seen[0][0]), Text(f"{seen[0][1]:.2f}"), Text("  ").join(others)]
+
+    return token_table(picture, layer, head, looks)
+
+
+def token_table(
+    picture: SectionPicture,
+    layer: LayerPicture,
+    head: int,
+    cells: Callable[[list[int], list[float]], list[RenderableType]],
+) -> RenderableType:
+    """List the first tokens, each with what a function makes of its largest weights.
+
+    Args:
+        picture, layer, head: as for `top_keys`.
+        cells: from the places of a query's keys and their weights to at most three columns, the second of numbers.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
+    for numbers, wraps in ((True, False), (False, True), (False, False), (True, True), (False, False)):
+        table.add_column(justify="right" if numbers else "left", no_wrap=not wraps)
+    queries = printable(picture.queries.names)
+    rows = zip(queries, layer.indices[head].tolist(), layer.weights[head].tolist(), strict=True)
+    for query, places, weights in list(rows)[:MOST_ROWS]:
+        table.add_row(Text(query, style="bold"), "→", *cells(places, weights))
     if len(queries) <= MOST_ROWS:
         return table
     return Group(table, Text(f"… and {len(queries) - MOST_ROWS} more tokens; the page shows them all.", style="dim"))

@@ -11,7 +11,7 @@
     overview.style.gridTemplateColumns = `1.8rem repeat(${columns}, minmax(14px, 1fr))`;
     const header = element("div", "", "row");
     header.setAttribute("role", "row");
-    header.append(named("columnheader", ""));
+    header.append(named("cell", ""));
     for (let place = 0; place < columns; place++) header.append(named("columnheader", String(layers[0].heads[place] ?? place)));
     overview.replaceChildren(header, ...layers.map((layer, index) => buildLayer(layer, index, columns)));
   }

@@ -12,7 +12,16 @@ from ..caches._base import unchanged_if_refused
 from ..caches._cross import CrossKVCache
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
-from ._parts import Layer, Norm, attend, made_dropout, made_norm, make_part_cache, require_features, require_modules
+from ._parts import (
+    Norm,
+    ResidualLayer,
+    attend,
+    made_dropout,
+    made_norm,
+    make_part_cache,
+    require_features,
+    require_modules,
+)
 
 
 class DecoderWeights(NamedTuple):
@@ -68,7 +77,7 @@ class DecoderCache(NamedTuple):
 
 
 @final
-class DecoderLayer(Layer):
+class DecoderLayer(ResidualLayer):
     """Self-attention, attention to an encoder's output, and a feed-forward part.
 
     ::

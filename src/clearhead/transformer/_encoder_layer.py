@@ -9,11 +9,20 @@ from torch import Tensor, nn
 from .._call.caching import Cache, Positions
 from .._checks import flag, size
 from ..masks._base import Mask
-from ._parts import Layer, Norm, attend, made_dropout, made_norm, make_part_cache, require_features, require_modules
+from ._parts import (
+    Norm,
+    ResidualLayer,
+    attend,
+    made_dropout,
+    made_norm,
+    make_part_cache,
+    require_features,
+    require_modules,
+)
 
 
 @final
-class EncoderLayer(Layer):
+class EncoderLayer(ResidualLayer):
     """Self-attention and a feed-forward part, each with a residual and a norm.
 
     ::

@@ -16,7 +16,7 @@ from ..masks._base import Mask
 Norm = Callable[[int], nn.Module]
 
 
-class Layer(nn.Module):
+class ResidualLayer(nn.Module):
     """What both kinds of layer do around their parts."""
 
     dropout: nn.Module

@@ -15,7 +15,7 @@ from ..masks._base import Mask
 from ..masks._prepared import shared
 from ..masks._tensors import as_mask
 from ._decoder_layer import DecoderCache, DecoderWeights
-from ._parts import Layer, given
+from ._parts import ResidualLayer, given
 
 
 class Encoder(nn.Module):
@@ -244,7 +244,7 @@ class Decoder(nn.Module):
 def _shared(layers: nn.ModuleList, mask: Mask | Tensor | None) -> Mask | Tensor | None:
     """The mask, lowered once for all layers of this forward. A tensor stays one for layers that may know no masks."""
     if isinstance(mask, Tensor):
-        return shared(as_mask(mask)) if all(isinstance(layer, Layer) for layer in layers) else mask
+        return shared(as_mask(mask)) if all(isinstance(layer, ResidualLayer) for layer in layers) else mask
     return shared(mask) if isinstance(mask, Mask) else mask
 
 

@@ -1,4 +1,7 @@
-"""Starting a command that loads large libraries."""
+"""The console script ``clearhead``.
+
+It lies outside the package, whose import takes PyTorch and seconds, so that Ctrl-C ends the process at once then too.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +11,18 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 
-STOPPED = 130
 _kept: list[socket.socket] = []  # open for as long as the process lives
 
 
-@contextmanager
-def collecting_later() -> Generator[Callable[[], None]]:
-    """Collect no garbage until what is yielded is called, and later look at none of what was there by then.
+def main() -> None:
+    """Run the command that the arguments name."""
+    stop_at_once()
+    gc.disable()  # imports leave no garbage, but the collector would look at every object again and again
+    from clearhead.cli import main as run
 
-    While modules are imported and a model is loaded there is no garbage, but the collector looks at every object again
-    and again, which is a tenth of that time; later each full collection would look at all of them once more.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-
-    def loaded() -> None:
-        gc.freeze()
-        if enabled:
-            gc.enable()
-
-    try:
-        yield loaded
-    finally:
-        gc.unfreeze()
-        if enabled:
-            gc.enable()
+    gc.enable()
+    run()
 
 
 def stop_at_once() -> None:
@@ -55,10 +42,15 @@ def stop_at_once() -> None:
 def _wait_for_the_signal(here: socket.socket) -> None:
     while here.recv(1) != bytes([signal.SIGINT]):
         pass
-    if "clearhead.plot._files" in sys.modules:
-        sys.modules["clearhead.plot._files"].remove_unfinished()
+    remove = getattr(sys.modules.get("clearhead.plot._files"), "remove_unfinished", None)  # None while it is imported
+    if remove is not None:
+        remove()
     line = b"clearhead: stopped\n"
     if sys.stderr.isatty():
         line = b"\r\x1b[2K\x1b[?25h" + line  # in place of a bar, which hides the cursor
     os.write(2, line)
-    os._exit(STOPPED)
+    os._exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,307 @@
+"""Statistics of a call of which this process holds some queries and keys.
+
+Where the method gave it whole queries of some heads (*heads*), these are an ordinary call, whose results are exchanged.
+Otherwise its queries are folded block by block, as keys were gathered (*gather*) or come around once more (*ring*), and
+what is added up over queries is added up over processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, cast, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._call.spec import AttentionCall, validate_call, zero_hidden
+from .._environment import Environment, reduce_scatter_single
+from .._statistics.compute import fold_blocks, results_of
+from .._statistics.definitions import STATISTICS, Options, Statistic, TopK
+from .._statistics.rows import BlockRows
+from .._statistics.totals import ONE_PROCESS, Totals
+from .._weights import Queries, row_numbers
+from ..kernels._blocks import exact_dtype, score_blocks
+from ..masks._grid import Block, Grid
+from ._collectives import all_reduce_max, all_to_all, step
+from ._methods import Piece, Whole
+from ._ring import pieces_of_ring
+
+
+@final
+@dataclass(frozen=True)
+class OverProcesses:
+    """The `Totals` over the processes of a sequence."""
+
+    whole: Whole
+
+    def rows(self, length: int, device: torch.device) -> Tensor:
+        return self.whole.queries.positions(self.whole.rank, device)
+
+    def summed(self, total: Tensor) -> Tensor:
+        found = total.clone(memory_format=torch.contiguous_format)
+        with step("statistics: all-reduce"):
+            dist.all_reduce(found, group=self.whole.group)
+        return found
+
+    def largest(self, total: Tensor) -> Tensor:
+        with step("statistics: all-reduce"):
+            return all_reduce_max(total, self.whole.group)
+
+    def of_keys(self, total: Tensor) -> Tensor:
+        keys, rank, last = self.whole.keys, self.whole.rank, total.dim() - 1
+        sent = total.new_zeros(keys.world_size, *total.shape[:last], keys.longest)
+        for other in range(keys.world_size):
+            sent[other, ..., : keys.lengths[other]] = keys.take(total, last, other)
+        found = total.new_empty(1, *sent.shape[1:])
+        with step("statistics: reduce-scatter"):
+            reduce_scatter_single(found, sent, group=self.whole.group)
+        return found[0, ..., : keys.lengths[rank]]
+
+
+class Operands(NamedTuple):
+    """What an ordinary call was computed of: query, key, value, sinks, and first head, row and column in the whole."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    place: tuple[int, int, int]
+
+
+class Computed(NamedTuple):
+    """What a method has computed.
+
+    Args:
+        calls: ordinary calls: of each run of this process's queries, or of some heads.
+        lse: (B, H, l) of its queries, instead, where keys came one after the other.
+    """
+
+    calls: list[Operands]
+    lse: Tensor | None = None
+
+
+@final
+@dataclass(frozen=True)
+class _OfOwnQueries:
+    """The `CallPart` of a process that computes its queries over all keys, piece by piece.
+
+    Args:
+        whole: what is computed.
+        pieces: those of the call, in any order, with values if they are wanted.
+        lse: (B, H, l) of whole rows, where pieces hold some of their keys.
+        environment: of the call.
+    """
+
+    whole: Whole
+    pieces: Callable[[bool], Iterator[Piece]]
+    lse: Tensor | None
+    environment: Environment
+
+    @property
+    def totals(self) -> Totals:
+        return OverProcesses(self.whole)
+
+    def results(
+        self,
+        call: AttentionCall,
+        names: Sequence[str],
+        options: Options,
+        counted: Tensor | None,
+        queries: Queries | None,
+    ) -> dict[str, Any]:
+        batch, _, length, _ = call.query.shape
+        here = self.totals.rows(self.whole.queries.length, call.query.device)
+        column = call.query.new_ones(batch, 1, length, 1, dtype=torch.bool)
+        if counted is not None:
+            column = counted[:, None, here, None]
+        gathered: list[Statistic] = [STATISTICS[name](call, options, column) for name in names if name != "rows"]
+        if "rows" in names:
+            chosen = _chosen(queries, self.whole)
+            slots = torch.full((self.whole.queries.length,), -1).index_copy_(0, here.cpu(), torch.arange(length))
+            gathered.append(_ChosenRows(call, options, column, slots[chosen[torch.isin(chosen, here.cpu())]]))
+        with_values = not {"output", "output_norm"}.isdisjoint(names)
+        return fold_blocks(self._blocks(call, column, with_values), gathered, call, self.totals)
+
+    def _blocks(self, whole: AttentionCall, counted: Tensor, with_values: bool) -> Iterator[BlockRows]:
+        for piece in self.pieces(with_values):
+            first, columns = piece.rows.start, piece.place[2]
+            value = piece.value if with_values else None
+            call = validate_call(
+                piece.query,
+                piece.key,
+                value,
+                piece.mask,
+                scale=whole.spec.scale,
+                softcap=whole.spec.softcap,
+                environment=self.environment,
+            )
+            call = zero_hidden(call)
+            for block, rows, query, key in score_blocks(call, dtype=exact_dtype(whole)):
+                place, ends = _moved(rows, first), cast(slice, block.columns)
+                of_heads = slice(block.heads.start // call.spec.group, block.heads.stop // call.spec.group)
+                yield BlockRows(
+                    whole,
+                    Block(whole.grid, block.batch, block.heads, _moved(rows, piece.place[1]), _moved(ends, columns)),
+                    place,
+                    query,
+                    key,
+                    counted[block.batch, :, place],
+                    call.value[block.batch, of_heads, ends],
+                    None if self.lse is None else self.lse[block.batch, block.heads, place, None],
+                )
+
+
+@final
+@dataclass(frozen=True)
+class _OfSomeHeads:
+    """The `CallPart` of a process that computes some heads of the whole sequence.
+
+    Args:
+        whole: what is computed.
+        call: of these heads, all queries and all keys.
+    """
+
+    whole: Whole
+    call: AttentionCall
+
+    @property
+    def totals(self) -> Totals:
+        return OverProcesses(self.whole)
+
+    def results(
+        self,
+        call: AttentionCall,
+        names: Sequence[str],
+        options: Options,
+        counted: Tensor | None,
+        queries: Queries | None,
+    ) -> dict[str, Any]:
+        chosen = _chosen(queries, self.whole) if "rows" in names else None
+        own = results_of(self.call, names, options, counted, queries)
+
+        def cut(name: str, tensor: Tensor, rank: int) -> Tensor:
+            parts = self.whole.queries
+            if name == "rows" and chosen is not None:
+                there = torch.isin(chosen, parts.positions(rank, chosen.device)).nonzero()[:, 0]
+                return tensor.index_select(2, there.to(tensor.device))
+            of = _OF.get(name, "queries")
+            if of == "heads":
+                return tensor
+            return (parts if of == "queries" else self.whole.keys).take(
+                tensor, 1 if name == "head_average" else 2, rank
+            )
+
+        return with_all_heads(own, self.whole.group, cut)
+
+
+#: What each result has a number of.
+_OF: dict[str, Literal["queries", "keys", "heads"]] = {
+    name: kind.of for kind in STATISTICS.values() for name in (*kind.per_head, kind.name)
+}
+
+
+@final
+class _ChosenRows(Statistic):
+    """The weights of chosen rows, (B, H, n, S)."""
+
+    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None, places: Tensor) -> None:
+        super().__init__(call, options, counted)
+        self._places = places  # (n,), among the rows that are here
+        self._weights = self.zeros(*self.row_shape[:2], len(places), self.column_shape[2])
+
+    def add(self, rows: BlockRows) -> None:
+        there = ((self._places >= rows.place.start) & (self._places < rows.place.stop)).nonzero()[:, 0]
+        if len(there):
+            target = self._weights[rows.block.batch, rows.block.heads, :, rows.columns]
+            target[:, :, there] = rows.weights[:, :, self._places[there] - rows.place.start]
+
+    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
+        return {"rows": self._weights}
+
+
+def shared_call(
+    operands: tuple[Tensor, Tensor, Tensor],
+    whole: Whole,
+    computed: Computed,
+    options: dict[str, Any],
+    environment: Environment,
+) -> AttentionCall:
+    """The call as observers are shown it: of the whole, with the queries, keys and values of this process."""
+    q, k, v = operands
+    call = validate_call(q, k, v, None, sinks=whole.sinks, environment=environment, **options)
+    positions: dict[str, Any] = {"query_positions": whole.query_positions, "key_positions": whole.key_positions}
+    part: _OfOwnQueries | _OfSomeHeads
+    if computed.lse is not None:
+        part = _OfOwnQueries(whole, partial(_around, q, k, v, whole), computed.lse, environment)
+    elif computed.calls[0].query.shape[1] == q.shape[1]:
+        part = _OfOwnQueries(whole, lambda _: _gathered(computed.calls, whole), None, environment)
+    else:
+        query, key, value, sinks, place = computed.calls[0]
+        others: dict[str, Any] = {"sinks": sinks, "environment": environment} | positions | options
+        part = _OfSomeHeads(whole, zero_hidden(validate_call(query, key, value, whole.mask_at(*place), **others)))
+    call = replace(call, mask=whole.mask, part=part, **positions)
+    call.grid_ = Grid(q.shape[0], q.shape[1], whole.queries.length, whole.keys.length, q.device, **positions)
+    return call
+
+
+def _around(q: Tensor, k: Tensor, v: Tensor, whole: Whole, with_values: bool) -> Iterator[Piece]:
+    return pieces_of_ring(q, k, v if with_values else None, whole)
+
+
+def _gathered(calls: Sequence[Operands], whole: Whole) -> Iterator[Piece]:
+    """The runs of this process's queries, each with all keys."""
+    start = 0
+    for query, key, value, _, place in calls:
+        rows, columns = slice(start, start + query.shape[2]), slice(0, key.shape[2])
+        start = rows.stop
+        yield Piece(query, key, value, whole.mask_at(*place), rows, columns, place)
+
+
+def with_all_heads(
+    results: dict[str, Any], group: dist.ProcessGroup, cut: Callable[[str, Tensor, int], Tensor]
+) -> dict[str, Any]:
+    """Results of some heads as those of all heads, which the processes hold in order; by one all-to-all.
+
+    Args:
+        results: tensors and `TopK` by name, (B, h, …); ``head_average`` (B, …) of as many heads on each process.
+        group: of the processes.
+        cut: what of a named tensor goes to a process.
+    """
+    flat: dict[str, Tensor] = {}
+    for name, found in results.items():
+        flat |= (
+            {name: found} if isinstance(found, Tensor) else {f"{name}.{key}": x for key, x in found._asdict().items()}
+        )
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def cuts(other: int) -> list[Tensor]:
+        return [cut(name.partition(".")[0], tensor, other).contiguous() for name, tensor in flat.items()]
+
+    sent = [torch.cat([piece.view(-1).view(torch.uint8) for piece in cuts(other)]) for other in range(world)]
+    own = cuts(rank)
+    sizes = [piece.numel() * piece.element_size() for piece in own]
+    received = all_to_all(torch.cat(sent), [len(each) for each in sent], [sum(sizes)] * world, group)
+    parts = [each.split(sizes) for each in received.split([sum(sizes)] * world)]
+    whole: dict[str, Tensor] = {}
+    for number, (name, like) in enumerate(zip(flat, own, strict=True)):
+        found = [part[number].clone().view(like.dtype).view(like.shape) for part in parts]
+        whole[name] = torch.stack(found).mean(0) if name == "head_average" else torch.cat(found, 1)
+    joined: dict[str, Any] = {name: whole[name] for name in results if name in whole}
+    for name, found in results.items():
+        if isinstance(found, TopK):
+            joined[name] = TopK(whole[f"{name}.indices"], whole[f"{name}.weights"])
+    return joined
+
+
+def _chosen(queries: Queries | None, whole: Whole) -> Tensor:
+    """Numbers of the chosen queries of the whole, on the CPU."""
+    length = whole.queries.length
+    chosen = row_numbers(queries, length, "queries")
+    return torch.arange(length) if chosen is None else chosen.cpu()
+
+
+def _moved(place: slice, by: int) -> slice:
+    return slice(place.start + by, place.stop + by)

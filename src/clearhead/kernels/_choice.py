@@ -1,0 +1,151 @@
+"""Which kernel runs a call: the first in order of preference that has nothing against it, or the forced one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .._call.spec import AttentionCall
+from .._checks import shown
+from .._environment import forced_kernels, forcing
+from ..errors import ArgumentError, KernelError
+from ._base import Kernel, Refusal
+from ._chunked import ChunkedKernel
+from ._flex import FlexKernel
+from ._native import NativeKernel
+from ._reference import ReferenceKernel
+from ._sdpa import SdpaKernel
+
+#: In order of preference. `flex` refuses all that `chunked` refuses, so that nothing is compiled unless it is forced;
+#: `reference` refuses nothing.
+KERNELS: tuple[Kernel, ...] = (NativeKernel(), SdpaKernel(), ChunkedKernel(), FlexKernel(), ReferenceKernel())
+
+
+class use_kernel(forcing[Kernel]):
+    """Force one kernel inside a ``with`` block, in this thread; it raises instead of falling back.
+
+    Args:
+        name: ``"native"``, ``"sdpa"``, ``"chunked"``, ``"flex"`` or ``"reference"``. ``"flex"`` is compiled for each
+            new signature of a call, which takes seconds, and is never chosen by itself.
+
+    Raises:
+        ArgumentError: for an unknown name. Inside the block, `KernelError` where the kernel refuses a call.
+
+    Example:
+        >>> import torch, clearhead
+        >>> x = torch.randn(1, 2, 3, 4)
+        >>> with clearhead.use_kernel("reference"):
+        ...     clearhead.attention(x, x, x).shape
+        torch.Size([1, 2, 3, 4])
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(forced_kernels, _named(name))
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel runs a call, and what every kernel refuses it for.
+
+    Args:
+        kernel: name of the kernel that runs; ``None`` if the forced one refuses.
+        reasons: for each kernel in order of preference its reasons against the call; empty if it can run it.
+        forced: whether `use_kernel` decided.
+        projections: which GEMM backend a module's projections use on the CPU, and why.
+
+    Example:
+        >>> import torch, clearhead
+        >>> x = torch.randn(1, 2, 3, 4)
+        >>> with clearhead.use_kernel("chunked"):
+        ...     found = clearhead.explain(x, x, x)
+        >>> found.kernel, found.forced
+        ('chunked', True)
+    """
+
+    kernel: str | None
+    reasons: dict[str, tuple[str, ...]]
+    forced: bool
+    projections: str = ""
+
+    def __str__(self) -> str:
+        how = " (forced by use_kernel)" if self.forced else ""
+        lines = [f"runs on: {self.kernel or 'no kernel'}{how}"]
+        for name, reasons in self.reasons.items():
+            lines.append(f"  {name:<10} {'; '.join(reasons) if reasons else 'can run it'}")
+        if self.projections:
+            lines.append(f"projections: {self.projections}")
+        return "\n".join(lines)
+
+
+def choose(call: AttentionCall, forced: Kernel | None) -> Kernel:
+    """The forced kernel, or the preferred one.
+
+    Raises:
+        KernelError: if the forced kernel refuses, with its reasons and which kernels can run it.
+    """
+    if forced is None:
+        return _preferred(call)
+    refusals = _refusals(forced, call)
+    if refusals:
+        reasons = "; ".join(str(reason) for reason in refusals)
+        able = [kernel.name for kernel in KERNELS if not _refusals(kernel, call)]
+        raise KernelError(
+            f"use_kernel({forced.name!r}): this kernel cannot run the call: {reasons}. "
+            f"Leave the choice to Clearhead, or force one that can: {', '.join(able)}."
+        )
+    return forced
+
+
+def choose_for_documents(call: AttentionCall, forced: Kernel | None) -> Kernel | None:
+    """The kernel that computes a call of documents whole; ``None`` where each document has to be a call of its own.
+
+    A forced kernel then runs, or refuses, each of them.
+    """
+    if forced is None:
+        return _first((kernel for kernel in KERNELS if kernel.takes_documents), call)
+    return forced if forced.takes_documents and not forced.refusals(call.spec, call.mask, call.grid) else None
+
+
+def _preferred(call: AttentionCall) -> Kernel:
+    return _first(KERNELS, call) or KERNELS[-1]
+
+
+def _first(kernels: Iterable[Kernel], call: AttentionCall) -> Kernel | None:
+    """The first with neither a refusal nor a reservation."""
+    spec, mask, grid = call.spec, call.mask, call.grid
+    # Apart from a bias that learns, nothing here depends on gradients: what checkpointing computes again is the same.
+    for kernel in kernels:
+        if not (kernel.refusals(spec, mask, grid) or kernel.reservations(spec, mask, grid)):
+            return kernel
+    return None
+
+
+def _refusals(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
+    """Every reason against a call on this kernel alone, for which there is no pass of its own for weights."""
+    request = call.spec, call.mask, call.grid
+    against_weights = () if call.spec.weights is None else kernel.weights_refusals(*request)
+    return kernel.refusals(*request) + against_weights
+
+
+def explain_call(call: AttentionCall, projections: str) -> Explanation:
+    """Every kernel's reasons against a call."""
+    spec, mask, grid, forced = call.spec, call.mask, call.grid, forced_kernels.value
+    reasons = {
+        kernel.name: tuple(
+            map(
+                str,
+                kernel.refusals(spec, mask, grid) + (() if kernel is forced else kernel.reservations(spec, mask, grid)),
+            )
+        )
+        for kernel in KERNELS
+    }
+    if forced is not None:
+        return Explanation(None if reasons[forced.name] else forced.name, reasons, True, projections)
+    return Explanation(_preferred(call).name, reasons, False, projections)
+
+
+def _named(name: str) -> Kernel:
+    for kernel in KERNELS:
+        if isinstance(name, str) and kernel.name == name:
+            return kernel
+    raise ArgumentError("name", expected=f"one of {', '.join(kernel.name for kernel in KERNELS)}", got=shown(name))
