@@ -1,10 +1,12 @@
-"""Attention split over processes: collectives, bytes, what autograd holds, and time, per method.
+"""Attention split over processes: collectives, bytes, keys and values that are held, and time, per method.
 
-    python -m benchmarks.distributed [--world 2] [--length 8192] [--heads 8] [--kv-heads 8] [--rounds 5] [--no-times]
+    python -m benchmarks.distributed [--world 2] [--length 8192] [--heads 8] [--kv-heads 8] [--rounds 3] [--no-times]
 
 Processes of this machine, on gloo, with one thread each. Bytes are what one process receives, as the calls of
-collectives say, beside the formulas of docs/distributed.md. Times are medians of rounds in which one process works
-alone and then all of them together; with more processes than cores they mean little.
+collectives say, beside the formulas of docs/distributed.md. Held are the keys and values that autograd keeps for the
+backward pass, in shares of what it keeps on one process. Times are medians of rounds in which one process works alone
+and then all of them together; the busiest process is compared with the least busy by processor time, since they wait
+for each other. With more processes than cores times mean little.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,29 @@ from benchmarks.timing import console, machine
 from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
 
 HEAD_DIM = 64
-METHODS = ("tensor parallel", "heads", "gather", "ring")
+
+
+class Way(NamedTuple):
+    """How the module is split, and the call: without a mask in parts of equal length, or causal in zigzag."""
+
+    method: str
+    causal: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}, causal, zigzag" if self.causal else self.method
+
+    @property
+    def layout(self) -> Any:
+        return "zigzag" if self.causal else "contiguous"
+
+    @property
+    def mask(self) -> Any:
+        return clearhead.masks.causal() if self.causal else None
+
+
+METHODS = ("heads", "gather", "ring")
+WAYS = [Way(method, False) for method in ("tensor parallel", *METHODS)] + [Way(method, True) for method in METHODS]
 
 
 class Received(TorchDispatchMode):
@@ -79,85 +103,108 @@ def formulas(method: str, world: int, length: int, heads: int, kv_heads: int) ->
     return (others * length / world * sent * HEAD_DIM * number,) * 2
 
 
+class Split(NamedTuple):
+    """A module that is split, and what this process gives it: its part of the sequence, or all of it."""
+
+    way: Way
+    module: Any
+    part: Tensor
+
+
 def measure(rank: int, options: argparse.Namespace, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, options.world), rank=rank, world_size=options.world)
     mesh = init_device_mesh("cpu", (options.world,), mesh_dim_names=("cp",))
-    embed, rows = options.heads * HEAD_DIM, []
-    for method in METHODS:
-        layouts = ("contiguous",) if method in ("tensor parallel", "heads") else ("contiguous", "zigzag")
-        for layout in layouts:
-            torch.manual_seed(0)
-            whole = clearhead.MultiHeadAttention(embed, options.heads, num_kv_heads=options.kv_heads)
-            torch.manual_seed(0)
-            split: Any = clearhead.MultiHeadAttention(embed, options.heads, num_kv_heads=options.kv_heads)
-            x = torch.randn(1, options.length, embed)
-            if method == "tensor parallel":
-                split, part = tensor_parallel(split, mesh), x
-            else:
-                split = context_parallel(split, mesh, method=method, layout=layout)  # type: ignore[arg-type]
-                part = shard_sequence(x, mesh, layout=layout).clone()  # type: ignore[arg-type]
-            found = compare(whole, split, x, part, options)
-            rows.append((f"{method}, {layout}" if len(layouts) > 1 else method, method, found))
+    torch.manual_seed(0)
+    whole = _module(options)
+    x = torch.randn(1, options.length, whole.embed_dim)
+    held = _held(whole, x[:, : options.world], x)
+    splits, found = [], {}
+    for way in WAYS:
+        split, part = _module(options), x
+        if way.method == "tensor parallel":
+            split = tensor_parallel(split, mesh)
+        else:
+            split = context_parallel(split, mesh, method=way.method, layout=way.layout)  # type: ignore[arg-type]
+            part = shard_sequence(x, mesh, layout=way.layout).clone()
+        splits.append(Split(way, split, part))
+        few = part[:, : options.world] if part is x else part[:, :1]
+        found[way] = (*_counted(splits[-1]), _held(split, few, part) / held)
+    times = {}
+    if options.times:
+        for causal in (False, True):
+            times |= _timed(whole, x, [split for split in splits if split.way.causal == causal], options.rounds)
     if rank == 0:
-        show(rows, options)
+        show(found, times, options)
     dist.destroy_process_group()
 
 
-def compare(whole: Any, split: Any, x: Tensor, part: Tensor, options: argparse.Namespace) -> dict[str, Any]:
-    mask = clearhead.masks.causal()
-    found: dict[str, Any] = {}
-    for name, module, given in (("one", whole, x), ("split", split, part)):
-        given = given.detach().requires_grad_()
-        held: dict[int, int] = {}
-
-        def hold(tensor: Tensor, held: dict[int, int] = held) -> Tensor:
-            if not isinstance(tensor, DTensor | torch.nn.Parameter):
-                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor), Received() as forward:
-            output = module(given, mask=mask)
-        with Received() as backward:
-            output.square().sum().backward()
-        found[name] = forward, backward, sum(held.values())
-    if options.times:
-        for index, work in enumerate((_forward, _both)):
-            found[f"times {index}"] = times(work, whole, split, x, part, options.rounds)
-    return found
+def _module(options: argparse.Namespace) -> clearhead.MultiHeadAttention:
+    return clearhead.MultiHeadAttention(options.heads * HEAD_DIM, options.heads, num_kv_heads=options.kv_heads)
 
 
-def _forward(module: Any, x: Tensor) -> None:
+def _counted(split: Split) -> tuple[Received, Received]:
+    """What is exchanged forward and backward."""
+    given = split.part.detach().requires_grad_()
+    with Received() as forward:
+        output = split.module(given, mask=split.way.mask)
+    with Received() as backward:
+        output.square().sum().backward()
+    return forward, backward
+
+
+def _held(module: Any, queries: Tensor, keys: Tensor) -> int:
+    """Bytes that autograd keeps of keys and values: of a call with few queries, of which alone a gradient is wanted."""
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = _local(tensor).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    module.requires_grad_(False)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = module(queries.detach().requires_grad_(), keys.detach())
+    output.sum().backward()
+    module.requires_grad_(True)
+    parameters = {_local(parameter).untyped_storage().data_ptr() for parameter in module.parameters()}
+    return sum(size for where, size in storages.items() if where not in parameters)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _forward(module: Any, x: Tensor, mask: Any) -> None:
     with torch.no_grad():
-        module(x, mask=clearhead.masks.causal())
+        module(x, mask=mask)
 
 
-def _both(module: Any, x: Tensor) -> None:
-    module(x.detach().requires_grad_(), mask=clearhead.masks.causal()).square().sum().backward()
+def _both(module: Any, x: Tensor, mask: Any) -> None:
+    module(x.detach().requires_grad_(), mask=mask).square().sum().backward()
 
 
-def times(
-    work: Callable[[Any, Tensor], None], whole: Any, split: Any, x: Tensor, part: Tensor, rounds: int
-) -> tuple[float, float, float]:
-    """Seconds of one process, the others idle, and of all together; processor time of the busiest over the least busy.
-
-    Medians of rounds. Processes wait for each other in exchanges, so that processor time shows which of them does more.
-    """
-    alone, together, busy = [], [], []
-    for _ in range(rounds + 1):
-        dist.barrier()
-        if dist.get_rank() == 0:
-            alone.append(_seconds(lambda: work(whole, x))[0])
-        dist.barrier()
-        seconds, own = _seconds(lambda: work(split, part))
-        together.append(seconds)
-        busy.append(own)
-    own = torch.tensor([statistics.median(together[1:]), statistics.median(busy[1:])])
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, own)
-    seconds, processor = torch.stack(every).unbind(1)
-    ratio = processor.max() / processor.min()
-    return statistics.median(alone[1:]) if alone else 0.0, float(seconds.max()), float(ratio)
+def _timed(whole: Any, x: Tensor, splits: list[Split], rounds: int) -> dict[Way, list[tuple[float, float]]]:
+    """Of each way, forward and forward + backward: how many times faster; the busiest process over the least busy."""
+    found: dict[Way, list[tuple[float, float]]] = {split.way: [] for split in splits}
+    for work in (_forward, _both):
+        alone: list[float] = []
+        together: dict[Way, list[tuple[float, float]]] = {split.way: [] for split in splits}
+        for _ in range(rounds + 1):
+            dist.barrier()
+            if dist.get_rank() == 0:
+                alone.append(_seconds(lambda: work(whole, x, splits[0].way.mask))[0])  # noqa: B023
+            for split in splits:
+                dist.barrier()
+                together[split.way].append(_seconds(lambda: work(split.module, split.part, split.way.mask)))  # noqa: B023
+        one = statistics.median(alone[1:]) if alone else 0.0
+        for way, samples in together.items():
+            own = torch.tensor(samples[1:]).median(0).values  # seconds, and processor seconds
+            every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+            dist.all_gather(every, own)
+            seconds, processor = torch.stack(every).unbind(1)
+            found[way].append((one / float(seconds.max()), float(processor.max() / processor.min())))
+    return found
 
 
 def _seconds(call: Callable[[], None]) -> tuple[float, float]:
@@ -167,32 +214,19 @@ def _seconds(call: Callable[[], None]) -> tuple[float, float]:
     return time.perf_counter() - start, time.process_time() - used
 
 
-def show(rows: list[tuple[str, str, dict[str, Any]]], options: argparse.Namespace) -> None:
-    names = [
-        "method",
-        "collectives forward",
-        "backward",
-        "MB forward (formula)",
-        "MB backward (formula)",
-        "MB held (of one)",
-    ]
-    if options.times:
-        names += ["forward ×", "busiest / least", "forward + backward ×", "busiest / least"]
-    table = Table(
-        *names,
-        title=f"W = {options.world}, L = {options.length}, H = {options.heads}, Hkv = {options.kv_heads}, causal",
-    )
+def show(found: dict[Way, Any], times: dict[Way, Any], options: argparse.Namespace) -> None:
+    names = ["method", "collectives forward", "backward", "MB forward (formula)", "MB backward (formula)", "held ×"]
+    if times:
+        names += ["forward ×", "busiest ÷ least", "forward + backward ×", "busiest ÷ least"]
     sizes = options.world, options.length, options.heads, options.kv_heads
-    for name, method, found in rows:
-        forward, backward, held = found["split"]
-        expected = formulas(method, *sizes)
-        cells = [name, *(", ".join(f"{n} {kind}" for kind, n in mode.counts.items()) for mode in (forward, backward))]
-        cells += [f"{m.bytes / 1e6:.1f} ({e / 1e6:.1f})" for m, e in zip((forward, backward), expected, strict=True)]
-        # What tensor parallelism holds are DTensors, its parameters among them.
-        cells.append("" if method == "tensor parallel" else f"{held / 1e6:.1f} ({found['one'][2] / 1e6:.1f})")
-        if options.times:
-            for alone, together, ratio in (found["times 0"], found["times 1"]):
-                cells += [f"{alone / together:.2f}", f"{ratio:.2f}"]
+    table = Table(*names, title="W = {}, L = {}, H = {}, Hkv = {}".format(*sizes))
+    for way, (forward, backward, held) in found.items():
+        expected = formulas(way.method, *sizes)
+        modes = forward, backward
+        cells = [way.name, *(", ".join(f"{count} {kind}" for kind, count in mode.counts.items()) for mode in modes)]
+        cells += [f"{m.bytes / 1e6:.1f} ({e / 1e6:.1f})" for m, e in zip(modes, expected, strict=True)]
+        cells.append(f"{held:.2f}")
+        cells += [f"{number:.2f}" for pair in times.get(way, ()) for number in pair]
         table.add_row(*cells)
     console.print(table)
     console.print(f"Measured on: {machine()}.")
@@ -204,7 +238,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-times", dest="times", action="store_false")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

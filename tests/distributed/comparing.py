@@ -89,8 +89,8 @@ def compare_in_parts(
 
 
 def _summed(x: Any, mesh: DeviceMesh | None) -> Tensor:
-    """The sum over the processes of a mesh."""
-    found = full(x).clone()
+    """The sum over the processes of a mesh, in float32 at least."""
+    found = full(x).to(torch.promote_types(x.dtype, torch.float32), copy=True)
     if mesh is not None:
         dist.all_reduce(found, group=mesh.get_group())
     return found

@@ -57,7 +57,7 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: int, group: Group) -> Tensor:
         ctx.count, ctx.group = x.shape[0], group
         with step("forward: all-gather"):
-            return from_every_rank(_filled(x, rows), group)
+            return from_every_rank(filled(x, rows), group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -119,7 +119,8 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     return found
 
 
-def _filled(x: Tensor, rows: int) -> Tensor:
+def filled(x: Tensor, rows: int) -> Tensor:
+    """A tensor (n, …) with zeros up to `rows`: (rows, …)."""
     missing = rows - x.shape[0]
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
 

@@ -90,11 +90,10 @@ def by_gathering(q: Tensor, k: Tensor, v: Tensor, whole: Whole, attend: Attend) 
 
     Each run of this process's queries is a call of its own, so that masks stay bands.
     """
-    key_dim = k.shape[-1]
-    rows = torch.cat((k, v), -1).permute(2, 0, 1, 3)  # (s, B, Hkv, D + Dv)
+    rows = torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], -1)  # (s, B, Hkv, D + Dv)
     gathered = gather_rows(rows, whole.keys.longest, whole.group)  # (W, longest, B, Hkv, D + Dv)
     joined = whole.keys.join(list(gathered.unbind(0)), 0).permute(1, 2, 0, 3)  # (B, Hkv, S, D + Dv)
-    keys, values = joined[..., :key_dim], joined[..., key_dim:]
+    keys, values = joined.split((k.shape[-1], v.shape[-1]), -1)
     found: list[Results] = []
     start = 0
     # A process without queries computes an empty call: the others wait for its part of the keys' gradients.

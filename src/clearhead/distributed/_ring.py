@@ -20,8 +20,10 @@ from .._environment import Environment
 from .._layer.plan import attend_arguments
 from ..kernels._some_keys import gradients_of_some_keys, merge_some_keys
 from ..masks._base import Mask
-from ._collectives import step
+from ._collectives import filled, step
 from ._methods import Piece, Whole
+
+_FORWARD, _BACKWARD, _STATISTICS = "forward: ring", "backward: ring", "statistics: ring"
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def by_ring(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Results:
 def pieces_of_ring(q: Tensor, k: Tensor, v: Tensor | None, whole: Whole) -> Iterator[Piece]:
     """Every pair of runs of which a query may see a key, as keys, and values if there are some, come around."""
     own = _packed(whole, k, k[..., :0] if v is None else v)
-    for keys, part in _around(whole, own):
+    for keys, part in _around(whole, own, _STATISTICS):
         yield from _pieces(whole, q, part, keys, k.shape[3])
 
 
@@ -67,7 +69,7 @@ class _Ring(torch.autograd.Function):
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
         own = _packed(whole, k, v)
         environment = ring.environment._replace(gradients=False)
-        for keys, part in _around(whole, own):
+        for keys, part in _around(whole, own, _FORWARD):
             for block in _pieces(whole, q, part, keys, k.shape[3]):
                 rows = block.rows
                 arguments = block.query, block.key, block.value, block.mask, environment
@@ -99,7 +101,7 @@ class _Ring(torch.autograd.Function):
         of_query = torch.zeros_like(q, dtype=dtype)
         of_biases = [torch.zeros_like(tensor, dtype=dtype) for tensor in biases]
         travelling = torch.zeros_like(own, dtype=dtype)  # gradients of the keys and values that are here
-        for keys, part in _around(whole, own):
+        for keys, part in _around(whole, own, _BACKWARD):
             if keys != whole.rank:
                 travelling = _shifted(whole, travelling)
             for block in _pieces(whole, q, part, keys, ctx.key_dim):
@@ -162,40 +164,39 @@ def _call(ring: Ring, block: Piece) -> AttentionCall:
 
 def _packed(whole: Whole, k: Tensor, v: Tensor) -> Tensor:
     """Keys and values as one tensor (longest part, B, Hkv, D + Dv), which neighbours exchange."""
-    rows = k.new_zeros((whole.keys.longest, *k.shape[:2], k.shape[3] + v.shape[3]))
-    rows[: k.shape[2]] = torch.cat((k, v), -1).permute(2, 0, 1, 3)
-    return rows
+    rows = torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], -1)
+    return filled(rows, whole.keys.longest).contiguous()
 
 
-def _around(whole: Whole, own: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _around(whole: Whole, own: Tensor, name: str) -> Iterator[tuple[int, Tensor]]:
     """Whose keys and values are here, and these, beginning with this process's own; the next ones come meanwhile."""
     world, here = whole.keys.world_size, own
     for turn in range(world):
         coming, works = None, []
         if turn < world - 1:
-            coming, works = _shift(whole, here)
+            coming, works = _shift(whole, here, name)
         yield (whole.rank - turn) % world, here
-        _wait(works)
+        _wait(works, name)
         here = here if coming is None else coming
 
 
 def _shifted(whole: Whole, x: Tensor) -> Tensor:
     """What the process before this one holds, this one's going to the process after it."""
-    coming, works = _shift(whole, x)
-    _wait(works)
+    coming, works = _shift(whole, x, _BACKWARD)
+    _wait(works, _BACKWARD)
     return coming
 
 
-def _shift(whole: Whole, x: Tensor) -> tuple[Tensor, list[Any]]:
+def _shift(whole: Whole, x: Tensor, name: str) -> tuple[Tensor, list[Any]]:
     world, group = whole.keys.world_size, whole.group
     after, before = (dist.get_global_rank(group, (whole.rank + next) % world) for next in (1, -1))
     coming = torch.empty_like(x)
     operations = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, coming, before, group)]
-    with step("ring"):
+    with step(name):
         return coming, dist.batch_isend_irecv(operations)
 
 
-def _wait(works: list[Any]) -> None:
-    with step("ring"):
+def _wait(works: list[Any], name: str) -> None:
+    with step(name):
         for work in works:
             work.wait()

@@ -1,0 +1,98 @@
+"""The method *ring*: what merging many partial results costs in bfloat16, and what each process holds."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import clearhead
+from clearhead import masks
+from clearhead._environment import read_environment
+from clearhead.distributed import context_parallel, shard_sequence
+from clearhead.distributed._layout import LAYOUTS, Layout, Parts
+from clearhead.distributed._methods import Whole
+from clearhead.distributed._ring import Ring, by_ring
+
+from .building import EMBED, attention
+from .meshes import line
+from .processes import Processes, processes
+
+LENGTH, BLOCKS = 2048, 16
+
+
+def _errors(layout: Layout, causal: bool) -> dict[str, tuple[float, float]]:
+    """Largest errors against float64 of output and gradients: of the ring, and of one call of a kernel."""
+    group, rank = line().get_group(), dist.get_rank()
+    parts, mask = Parts(LENGTH, BLOCKS, layout), masks.causal() if causal else None
+    inputs = [torch.randn(1, 2, LENGTH, 64, dtype=torch.bfloat16) for _ in range(3)]
+    factors = torch.randn(1, 2, LENGTH, 64, dtype=torch.bfloat16)
+
+    def results(attend: Any, inputs: Any, factors: torch.Tensor) -> list[torch.Tensor]:
+        own = [x.clone().requires_grad_() for x in inputs]
+        output = attend(*own)
+        return [output.detach(), *torch.autograd.grad(output, own, factors)]
+
+    cut = partial(parts.take, dim=2, rank=rank)
+    whole = Whole(group, rank, parts, parts, mask, None, None, 2, None)
+    ring = Ring(whole, read_environment(), {"scale": None, "softcap": None})
+    found = results(lambda *own: by_ring(*own, ring).output, [cut(x) for x in inputs], cut(factors))
+    one = results(lambda *own: clearhead.attention(*own, mask=mask), inputs, factors)
+    exact: list[torch.Tensor] = [x.new_zeros(x.shape, dtype=torch.float64) for x in (factors, *inputs)]
+    if rank == 0:
+        doubles = [x.double() for x in inputs]
+        exact = results(lambda *own: clearhead.attention(*own, mask=mask), doubles, factors.double())
+    errors = []
+    for numbers, other, right in zip(found, one, exact, strict=True):
+        dist.all_reduce(right)
+        errors.append([(numbers - cut(right)).abs().max(), (other - right).abs().max()])
+    largest = torch.tensor(errors)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return {
+        name: (float(ring), float(one))
+        for name, (ring, one) in zip(("output", "query", "key", "value"), largest, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "causal"), [pytest.param("contiguous", False, marks=pytest.mark.slow), ("zigzag", True)]
+)
+def test_sixteen_blocks_in_bfloat16_are_as_exact_as_one_kernel(layout: Layout, causal: bool) -> None:
+    with processes(BLOCKS) as many:
+        for errors in many.run(_errors, layout, causal):
+            for name, (ring, one) in errors.items():
+                assert 0 < ring <= 2.5 * one, (name, ring, one)
+
+
+def _held(layout: Layout) -> tuple[int, int]:
+    """Bytes of keys and values that autograd holds, of this process and of one: of a call with few queries."""
+    world, held = dist.get_world_size(), []
+    x = torch.randn(1, 512, EMBED)
+    for split in (True, False):
+        module = attention(4, dtype=torch.float32).requires_grad_(False)
+        query, key = x[:, : 2 * world], x
+        if split:
+            module = context_parallel(module, line(), method="ring", layout=layout)
+            query, key = (shard_sequence(each, line(), layout=layout).clone() for each in (query, key))
+        known = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        storages: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, known: Any = known, storages: Any = storages) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            module(query.clone().requires_grad_(), key.clone()).sum().backward()
+        held.append(sum(storages.values()))
+    return held[0], held[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_process_holds_its_part_of_keys_and_values(four: Processes, layout: Layout) -> None:
+    for own, whole in four.run(_held, layout):
+        assert 0 < own <= 0.3 * whole
