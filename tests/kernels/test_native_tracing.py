@@ -99,7 +99,7 @@ def test_dispatch_modes_see_an_operator() -> None:
 def test_the_operator_keeps_pytorchs_rules(dtype: torch.dtype) -> None:
     query, key, value = (random(length).to(dtype).requires_grad_() for length in (11, 13, 13))
     visible = torch.rand(11, 13)[None, None] > 0.3
-    arguments = (query, key, value, None, visible, None, None, None, None, 0.5, 0.0, 0.0, -11, 13, 13)
+    arguments = (query, key, value, None, visible, None, None, None, None, 0.5, 0.0, 0.0, -11, 13, 13, 0)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.clearhead.attention.default, arguments, test_utils=tests)
 
