@@ -91,7 +91,9 @@ def _model(name: str, dtype: str) -> nn.Module:
         model = transformers.AutoModel.from_pretrained(str(default_model_path()), attn_implementation="sdpa")
     else:
         torch.manual_seed(0)
-        model = transformers.BertModel(transformers.BertConfig(attn_implementation="sdpa"))
+        config = transformers.BertConfig(attn_implementation="sdpa")
+        config.position_embedding_type = "absolute"  # as in files of models; CTranslate2's converter reads it
+        model = transformers.BertModel(config)
     return model.eval().to(DTYPES[dtype])
 
 
