@@ -162,11 +162,8 @@ def describe_backend() -> str:
         "PyTorch's, forced by use_linear"
     """
     if forced_linears.stack:
-        return (
-            "PyTorch's, forced by use_linear"
-            if forced_linears.stack[-1] == "pytorch"
-            else "oneDNN's, forced by use_linear"
-        )
+        maker = "PyTorch" if forced_linears.stack[-1] == "pytorch" else "oneDNN"
+        return f"{maker}'s, forced by use_linear"
     if _preferred() == "onednn":
         return (
             f"oneDNN's for float32 from {_FEWEST_ROWS} rows and {_FEWEST_MULTIPLICATIONS} multiplications on: on "
