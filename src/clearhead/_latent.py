@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast, final, overload
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -174,34 +174,6 @@ class MultiHeadLatentAttention(nn.Module):
         weight = self.kv_down.weight
         sizes = batch_size, 1, max_length, self.cache_head_dim
         return KVCache(*sizes, value_head_dim=0, dtype=cache_dtype(weight), device=weight.device)
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        need_weights: Literal[False] = False,
-        average_attn_weights: bool = True,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        need_weights: Literal[True],
-        average_attn_weights: bool = True,
-    ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
         self,
