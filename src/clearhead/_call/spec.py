@@ -30,7 +30,9 @@ WeightsWanted = Literal["heads", "average"] | None
 
 
 def weights_wanted(need_weights: bool, average_attn_weights: bool) -> WeightsWanted:
-    """From the two arguments of a module's call."""
+    """From the two arguments of a module's call, which are checked."""
+    need_weights = flag("need_weights", need_weights)
+    average_attn_weights = flag("average_attn_weights", average_attn_weights)
     return ("average" if average_attn_weights else "heads") if need_weights else None
 
 

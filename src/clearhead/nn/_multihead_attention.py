@@ -135,15 +135,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             ShapeError, DTypeError: which are also instances of what PyTorch raises in the same place.
         """
-        try:
-            need_weights, is_causal = flag("need_weights", need_weights), flag("is_causal", is_causal)
-            average_attn_weights = flag("average_attn_weights", average_attn_weights)
-        except ClearheadError as error:
-            raise also_pytorchs(error) from None
         environment = read_environment()
         try:
+            wanted, is_causal = weights_wanted(need_weights, average_attn_weights), flag("is_causal", is_causal)
             _require_inputs(self, query, key, value, environment)
-            wanted = weights_wanted(need_weights, average_attn_weights)
             output, weights = self._attend(
                 query, key, value, key_padding_mask, attn_mask, is_causal, wanted, environment
             )
