@@ -124,11 +124,6 @@ def within_rows(rows: Rows, mask: Mask | None) -> Mask:
     return same if mask is None else same & mask
 
 
-def mask_of_document(mask: Mask | None, whole: Grid, queries: slice, keys: slice) -> Mask | None:
-    """A mask of one document's scores: what `mask` shows of these rows and columns of the whole."""
-    return None if mask is None else _OfDocument(mask, whole, queries, keys)
-
-
 @final
 class _SameDocument(Mask):
     """Each query sees the keys of its own document."""
@@ -151,8 +146,8 @@ class _SameDocument(Mask):
 
 
 @final
-class _OfDocument(Wrapping):
-    """Some rows and columns of another mask's scores."""
+class OfDocument(Wrapping):
+    """What another mask shows of one document: some rows and columns of its scores."""
 
     def __init__(self, mask: Mask, whole: Grid, rows: slice, columns: slice) -> None:
         super().__init__(mask)
@@ -163,7 +158,7 @@ class _OfDocument(Wrapping):
         return replace(block, grid=self._whole, rows=rows, columns=columns)
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return _OfDocument(self._mask.with_bias_tensors(tensors), self._whole, self._rows, self._columns)
+        return OfDocument(self._mask.with_bias_tensors(tensors), self._whole, self._rows, self._columns)
 
     def describe(self) -> str:
         return f"{self._mask.describe()} of one document"

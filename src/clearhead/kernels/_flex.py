@@ -18,10 +18,9 @@ from .._call.spec import AttentionCall, AttentionSpec, Results
 from .._environment import has_avx2, mark_static, sizes_apart
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
-from ._base import Kernel, Plan, Refusal
+from ._base import Kernel, Plan, Refusal, refusals_of_half
 from ._flex_blocks import SIDE, BandBlocks, Table, lower_blocks
 
-_HALF = (torch.bfloat16, torch.float16)
 _LISTS = {"places", "cells", "bias"}  # as long as the mask makes them
 _SHORTEST = 1 << 20  # filling up to this takes a millisecond, compiling for another length ten seconds
 _NARROWEST = 16  # the head size from which on PyTorch's CUDA kernels run
@@ -172,7 +171,7 @@ def _reasons_of_device(spec: AttentionSpec, mask: Mask | None) -> list[Refusal]:
         reasons: list[Refusal] = []
         if min(spec.query.shape[-1], spec.value.shape[-1]) < _NARROWEST:
             reasons.append(Refusal("PyTorch takes head sizes of {least} or more", least=_NARROWEST))
-        if mask is not None and any(spec.gradients[3 + spec.sinks :]):
+        if mask is not None and spec.learns_bias:
             reasons.append(Refusal("it is given no gradient for a bias"))
         return reasons
     if spec.device.type != "cpu":
@@ -180,8 +179,7 @@ def _reasons_of_device(spec: AttentionSpec, mask: Mask | None) -> list[Refusal]:
     reasons = []
     if spec.needs_gradients:
         reasons.append(Refusal("it has no backward on the CPU"))
-    if spec.dtype in _HALF:
-        reasons.append(Refusal("on the CPU it rounds weights to half precision, which can more than double the error"))
+    reasons += refusals_of_half(spec)
     if not _builds_for_this_cpu():
         reasons.append(Refusal("PyTorch builds it for x86 processors with AVX2 alone, on Linux and Windows"))
     elif not _finds_compiler():
