@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ._call.caching import Cache
 from ._checks import FLOATS, module, strided
-from ._environment import autocast_is_on, cast_for_autocast, is_tracing
-from ._layer.linear import Linear
+from ._environment import cast_for_autocast, is_tracing
+from ._layer.linear import Linear, require_same
 from ._layer.unmodified import inputs_fit
 from .caches._cross import CrossKVCache
-from .errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
+from .errors import ArgumentError, DTypeError, MaskTypeError, ShapeError, shape_text
 from .masks._base import Mask
 
 
@@ -116,23 +116,8 @@ def require_features(name: str, x: object, projection: nn.Module) -> None:
             got=shape_text(x.shape),
             fix=f"The module is batch first; the features of the {name} input are set by {name[0]}dim=.",
         )
-    if type(projection) not in (Linear, nn.Linear) or autocast_is_on(x):
-        return
-    weight = cast(Tensor, projection.weight)
-    if x.dtype != weight.dtype:
-        raise DTypeError(
-            name,
-            expected=f"the module's dtype {weight.dtype}",
-            got=str(x.dtype),
-            fix=f"Convert the input with .to({weight.dtype}), or the module.",
-        )
-    if x.device != weight.device:
-        raise DeviceError(
-            name,
-            expected=f"the module's device {weight.device}",
-            got=str(x.device),
-            fix="Move the input or the module with .to(...).",
-        )
+    if type(projection) in (Linear, nn.Linear):
+        require_same(name, x, cast(Tensor, projection.weight))
 
 
 def require_together(**inputs: Tensor) -> None:

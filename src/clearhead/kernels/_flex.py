@@ -19,7 +19,7 @@ from .._environment import has_avx2, mark_static, sizes_apart
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ._base import Kernel, Plan, Refusal, refusals_of_half
-from ._flex_blocks import SIDE, BandBlocks, Table, lower_blocks
+from ._flex_blocks import SIDE, lower_blocks, table
 
 _LISTS = {"places", "cells", "bias"}  # as long as the mask makes them
 _SHORTEST = 1 << 20  # filling up to this takes a millisecond, compiling for another length ten seconds
@@ -77,16 +77,12 @@ def _numbers(call: AttentionCall) -> dict[str, Tensor]:
     blocks = lower_blocks(call.mask, call.grid)
     counts, columns, full_counts, full_columns = blocks.ordered()
     numbers = {"counts": counts, "columns": columns, "full_counts": full_counts, "full_columns": full_columns}
-    if isinstance(blocks, BandBlocks):
-        numbers["ends"] = blocks.ends
-    else:
-        numbers |= {"places": blocks.places.flat, "place_steps": blocks.places.steps, "cells": blocks.cells}
+    numbers |= blocks.rule
     if call.spec.softcap is not None:
         numbers["softcap"] = torch.tensor(call.spec.softcap, device=call.query.device)
     bias = None if call.mask is None else call.mask.bias(Block(call.grid), call.spec.compute_dtype)
     if bias is not None:
-        table = Table.of(bias)
-        numbers |= {"bias": table.flat, "bias_steps": table.steps}
+        numbers |= table("bias", bias)
     return numbers
 
 
@@ -104,7 +100,7 @@ def _attend(
         return (j >= i + ends[0]) & (j <= i + ends[1]) & (j < ends[2])
 
     def in_cells(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        place = pick(numbers["places"], numbers["place_steps"], b, h, i // SIDE, j // SIDE)
+        place = pick(numbers["places"], numbers["places_steps"], b, h, i // SIDE, j // SIDE)
         return numbers["cells"][(place * SIDE + i % SIDE) * SIDE + j % SIDE]
 
     def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

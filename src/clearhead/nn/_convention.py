@@ -40,10 +40,10 @@ def _translated(
     if is_causal:
         parts.append(causal() if appended == 0 else Or(causal(), Not(prefix(grid.key_length))))
     if attn_mask is not None:
-        _require_bool_or_float("attn_mask", attn_mask)
+        require_bool_or_float("attn_mask", attn_mask, "True = hidden")
         parts.append(_tensor_mask(_four_dimensional(attn_mask, grid), appended))
     if key_padding_mask is not None:
-        _require_bool_or_float("key_padding_mask", key_padding_mask)
+        require_bool_or_float("key_padding_mask", key_padding_mask, "True = hidden")
         parts.append(_tensor_mask(_per_key(key_padding_mask, grid), appended))
     return all_of(parts)
 
@@ -88,7 +88,8 @@ def _per_key(key_padding_mask: Tensor, grid: Grid) -> Tensor:
     return key_padding_mask[:, None, None, :]
 
 
-def _require_bool_or_float(name: str, mask: object) -> None:
+def require_bool_or_float(name: str, mask: object, meaning: str) -> None:
+    """Raise unless a mask is a bool tensor, which has this meaning, or a float one."""
     if not isinstance(mask, Tensor):
         raise DTypeError(
             name,
@@ -99,7 +100,7 @@ def _require_bool_or_float(name: str, mask: object) -> None:
     if strided(name, mask).dtype != torch.bool and mask.dtype not in FLOATS:
         raise DTypeError(
             name,
-            expected="bool (True = hidden) or float (added to the scores)",
+            expected=f"bool ({meaning}) or float (added to the scores)",
             got=str(mask.dtype),
-            fix="Write mask.bool() if non-zero means hidden.",
+            fix=f"Write mask.bool() if non-zero means {meaning.removeprefix('True = ')}.",
         )
