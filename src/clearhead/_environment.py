@@ -175,6 +175,20 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def has_hook(module: nn.Module, hook: object) -> bool:
+    """Whether a function is one of a module's forward hooks, before or after."""
+    return any(own is hook for hooks in (module._forward_pre_hooks, module._forward_hooks) for own in hooks.values())
+
+
+def remove_hook(module: nn.Module, hook: object) -> None:
+    """Undo what registered it: the handle that PyTorch gave is not copied or pickled with the module."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, own in hooks.items() if own is hook]:
+            del hooks[number]
+            for options in (module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
+                options.pop(number, None)
+
+
 @contextmanager
 def calls_uncompiled(modules: Iterable[nn.Module]) -> Generator[None, None, None]:
     """Undo `nn.Module.compile` inside the block."""

@@ -26,15 +26,15 @@ def hidden_mask(
         appended: how many always visible keys it appends to the S.
     """
     tensors = attn_mask, key_padding_mask
-    if attn_mask is key_padding_mask is None:
-        return _translated(attn_mask, key_padding_mask, is_causal, grid, appended)
+    if attn_mask is key_padding_mask is None:  # rules alone are lowered as fast as they are looked up
+        return _translated(*tensors, is_causal, grid, appended)
     return shared_in_forward(
         tensors, (is_causal, grid, appended), lambda: _translated(*tensors, is_causal, grid, appended)
     )
 
 
 def _translated(
-    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, grid: Grid, appended: int = 0
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, grid: Grid, appended: int
 ) -> Mask | None:
     parts: list[Mask | None] = []
     if is_causal:
