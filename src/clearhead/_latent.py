@@ -93,6 +93,8 @@ class MultiHeadLatentAttention(nn.Module):
         (True, torch.Size([2, 1, 7, 7]), 0)
     """
 
+    mask: Mask | None
+
     def __init__(
         self,
         embed_dim: int,

@@ -89,6 +89,7 @@ class MultiHeadAttention(nn.Module):
     #: Set by `clearhead.distributed`: the heads, and the part of the sequence, that are this process's.
     head_shard: HeadShard | None = None
     sequence_shard: SequenceShard | None = None
+    mask: Mask | None
 
     def __init__(
         self,
@@ -280,7 +281,7 @@ def layer_of(module: MultiHeadAttention, query: Tensor, environment: Environment
     # Within the documents of an unpadded batch dropout counts anew, which an origin among the heads of the whole
     # module does not describe: other processes would drop other weights. Padding then stays in.
     costs = Costs((query.shape[-1] + module.embed_dim) * inner, 2 * module.embed_dim * kv_inner, 2 * inner)
-    modules: dict[str, Any] = module._modules  # attributes of modules are looked up slowly
+    modules: dict[str, Any] = vars(module)["_modules"]  # attributes of modules are looked up slowly
 
     def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
         if shard is not None:

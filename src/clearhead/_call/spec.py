@@ -52,6 +52,7 @@ class Layout(NamedTuple):
         return self.strides[-1] == 1 or self.shape[-1] <= 1
 
 
+# A tuple and no dataclass: it is made, hashed and compared in every call.
 class AttentionSpec(NamedTuple):
     """Everything about a call but its tensors: hashable, the key of a cached plan.
 
@@ -128,6 +129,8 @@ class AttentionSpec(NamedTuple):
     @property
     def can_be_cached(self) -> bool:
         """Whether equal specs are planned alike."""
+        # A subclass may hold what no spec does, sizes of a graph are symbols, and a mask without a signature may be
+        # another one in the next call.
         return self.subclass is None and not self.tracing and (self.mask is not None or not self.masked)
 
 
@@ -269,6 +272,7 @@ class AttentionCall:
             return self
         rows = self.rows
         mask, spec = within_rows(rows, self.mask), self.spec
+        # Rules about positions count within a document, whose first token is at 0.
         q_positions, k_positions = rows.query_positions[None], rows.key_positions[None]
         spec = spec._replace(
             documents=None,
@@ -299,6 +303,7 @@ def quick_spec(
     Returns:
         ``None`` where `validate_call` has to check the arguments one by one.
     """
+    # Exact types: what a subclass's operations do is up to the subclass.
     if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         return None
     if type(dropout_p) not in _NUMBERS or not (scale is None or type(scale) is float):
@@ -312,6 +317,7 @@ def quick_spec(
         k_layout, v_layout = Layout(key.shape, key.stride()), Layout(value.shape, value.stride())
     except RuntimeError:  # nested and sparse tensors have none
         return None
+    # The spec holds the query's dtype and device alone; whatever else does not fit has no plan.
     if len(shape) != 4 or query.dtype is not key.dtype or query.dtype is not value.dtype or not _strided(query):
         return None
     if query.device != key.device or query.device != value.device or not _strided(key) or not _strided(value):
@@ -354,6 +360,7 @@ def _strided(tensor: Tensor) -> bool:
 def _gradients(inputs: tuple[Tensor, ...], environment: Environment) -> tuple[bool, ...]:
     if not environment.gradients:
         return ()
+    # Where no input wants one, calls with and without `no_grad` share a plan.
     wanted = tuple([tensor.requires_grad for tensor in inputs])
     return wanted if True in wanted else ()
 
@@ -412,7 +419,9 @@ def validate_call(
         _softcap(softcap, query),
         sinks is not None,
         _dropout(dropout_p),
+        # Without dropout it would only keep equal calls from sharing a plan.
         origin if dropout_p else None,
+        # Read anew: the environment may have been read outside of the `no_grad` that this call is in.
         _gradients(inputs, environment._replace(gradients=torch.is_grad_enabled())),
         flag("return_lse", return_lse),
         weights,
@@ -426,6 +435,7 @@ def validate_call(
         if rows is None:
             checked.validate(call.grid)
         else:
+            # Its tensors line up with the tokens of all documents, end to end.
             within_rows(rows, checked).validate(call.as_one_document().grid)
     return call
 
@@ -449,10 +459,12 @@ def zero_hidden(call: AttentionCall, queries: bool = True) -> AttentionCall:
         query = query.masked_fill(covered.masked_queries, 0)
     masked = covered.masked_keys_of(key.shape[1])
     if masked is not None:
+        # One tensor stays one, so that it is filled, and read by the kernel, once.
         same = key is value
         key = key.masked_fill(masked, 0)
         value = key if same else value.masked_fill(masked, 0)
     zeroed = replace(call, query=query, key=key, value=value)
+    # Both follow from sizes and mask, which are the same.
     zeroed.grid_, zeroed.coverage_ = call.grid_, covered
     return zeroed
 
@@ -462,6 +474,7 @@ def _subclass(*tensors: Tensor) -> str | None:
 
 
 def _strides(tensor: Tensor, environment: Environment) -> tuple[int, ...]:
+    # In a graph they are symbols, which a comparison would tie to these strides.
     return () if environment.tracing else tensor.stride()
 
 
@@ -480,6 +493,7 @@ def _require_tensors(given: dict[str, Tensor]) -> None:
 def _require_shapes(given: dict[str, Tensor]) -> None:
     query, key = given["query"], given["key"]
     dims = {tensor.dim() for tensor in given.values()}
+    # Before sizes are compared, which stand elsewhere in the other form.
     if dims == {3, 4}:
         _mismatch(
             "numbers of dimensions: all (B, H, L, D), or all (H, L, D)", given, "Add the batch with .unsqueeze(0)."
@@ -565,6 +579,7 @@ def _positions(name: str, positions: object, tensor: Tensor, *, heads: int | Non
 def _scale(scale: float | None, query: Tensor) -> float:
     if scale is None:
         head_dim = query.shape[-1]
+        # Sums of no products are 0, whatever the factor.
         return 1.0 if head_dim == 0 else 1.0 / math.sqrt(head_dim)
     most = _largest(query)
     return number("scale", scale, "a finite number, or None for 1/√D", lambda factor: -most <= factor <= most)

@@ -261,6 +261,7 @@ class Layer:
 def _heads(x: Tensor, num_heads: int) -> Tensor:
     """(B, L, H·D), or (L, H·D) without a batch → (B or 1, H, L, D)."""
     if x.dim() == 3:
+        # Not `split_heads`: its checks cost tiny calls as much as the view, and projections give what fits.
         batch, length, features = x.shape
         return x.view(batch, length, num_heads, features // num_heads).transpose(1, 2)
     return split_heads(x, num_heads)[None]

@@ -83,6 +83,7 @@ class Workspace:
         """What scores are at most, −∞ where hidden and ∞ elsewhere, for (b, h, l, s); ``None`` if nothing is hidden."""
         if mask is not self._banded:
             self._band, self._banded = mask.structure(block.grid).only_band(block.grid), mask
+        # Neighbouring blocks of a band hide the same cells, counted from their corners.
         outline = None if self._band is None else self._band.outline(block)
         if outline is None or outline != self._outline:
             visible = mask.visible(block)

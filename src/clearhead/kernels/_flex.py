@@ -58,6 +58,7 @@ class FlexKernel(Kernel):
         return self._compute
 
     def _compute(self, call: AttentionCall) -> Results:
+        # Other strides would be compiled for anew.
         inputs = [tensor.contiguous() for tensor in (call.query, call.key, call.value)]
         if not call.spec.needs_gradients:
             inputs = [tensor.detach() for tensor in inputs]  # on the CPU it refuses what could be asked for some

@@ -181,6 +181,7 @@ def _of_rows(request: NativeArguments, rows: Tensor) -> NativeArguments:
     def cut(tensor: Tensor | None, dim: int) -> Tensor | None:
         return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.index_select(dim, rows)
 
+    # Chosen rows need not be neighbours, so that a band becomes one range of columns for each.
     first, last = cut(request.first, 1), cut(request.last, 1)
     if request.low > -length or request.high < keys - 1:
         from_band, to_band = ((rows + step)[None].int() for step in (request.low, request.high + 1))
