@@ -122,8 +122,7 @@ class Keep(Mask):
         return Structure(tensors=(marks,))
 
     def signature(self) -> Hashable | None:
-        of_tensor = tensor_signature(self.marks)
-        return None if of_tensor is None else ("keep", self.per_key, of_tensor)
+        return tensor_signature("keys" if self.per_key else "keep", self.marks)
 
     def _four_dimensional(self, grid: Grid) -> Tensor:
         return self.marks[:, None, None, :] if self.per_key else four_dimensional(self.marks, grid)
@@ -132,7 +131,7 @@ class Keep(Mask):
         if self.per_key:
             _require_device(self._name, self.marks, grid)
             batch, length = self.marks.shape
-            if not _broadcasts(batch, grid.batch_size) or length != grid.key_length:
+            if not broadcasts(batch, grid.batch_size) or length != grid.key_length:
                 expected = f"(B, S) = ({grid.batch_size}, {grid.key_length})"
                 got = shape_text(self.marks.shape)
                 fix = "Marks of other keys than this call's? One row per batch item, one mark per key."
@@ -142,8 +141,8 @@ class Keep(Mask):
 
     def sizes(self) -> Sizes:
         if self.per_key:
-            batch, keys = self.marks.shape
-            return Sizes(batch if batch != 1 else None, None, None, keys)
+            # One column alone is one key, and broadcasts to no more.
+            return replace(Sizes.of(self.marks.shape[0]), key_length=self.marks.shape[1])
         return tensor_sizes(self.marks)
 
     def describe(self) -> str:
@@ -167,8 +166,7 @@ class Bias(Mask):
         return Structure(biases=(four_dimensional(self.tensor, grid),))
 
     def signature(self) -> Hashable | None:
-        of_tensor = tensor_signature(self.tensor)
-        return None if of_tensor is None else ("bias", of_tensor)
+        return tensor_signature("bias", self.tensor)
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
         return (self.tensor,)
@@ -202,16 +200,16 @@ def four_dimensional(tensor: Tensor, grid: Grid) -> Tensor:
         return tensor[None, None]
     if tensor.dim() == 4:
         return tensor
-    if _broadcasts(tensor.shape[0], grid.batch_size):
+    if broadcasts(tensor.shape[0], grid.batch_size):
         return tensor[:, None]
     return tensor.unflatten(0, (grid.batch_size, grid.num_heads))
 
 
-def tensor_signature(tensor: Tensor) -> Hashable | None:
-    """What lowering depends on, but a tensor's values; ``None`` for subclasses, which may mean something else."""
+def tensor_signature(name: str, tensor: Tensor) -> Hashable | None:
+    """The signature of a mask of this name with one tensor; ``None`` for subclasses, which may mean something else."""
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
         return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+    return name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def require_fit(name: str, tensor: Tensor, grid: Grid) -> None:
@@ -219,11 +217,11 @@ def require_fit(name: str, tensor: Tensor, grid: Grid) -> None:
     b, h, length, keys = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
     _require_device(name, tensor, grid)
     sizes = tuple(tensor.shape)
-    fits = _broadcasts(sizes[-2], length) and _broadcasts(sizes[-1], keys)
+    fits = broadcasts(sizes[-2], length) and broadcasts(sizes[-1], keys)
     if tensor.dim() == 3:
-        fits = fits and (_broadcasts(sizes[0], b) or sizes[0] == b * h)
+        fits = fits and (broadcasts(sizes[0], b) or sizes[0] == b * h)
     if tensor.dim() == 4:
-        fits = fits and _broadcasts(sizes[0], b) and _broadcasts(sizes[1], h)
+        fits = fits and broadcasts(sizes[0], b) and broadcasts(sizes[1], h)
     if fits:
         return
     fix = ""
@@ -242,15 +240,15 @@ def require_fit(name: str, tensor: Tensor, grid: Grid) -> None:
     )
 
 
-def _broadcasts(size: int, full: int) -> bool:
+def broadcasts(size: int, full: int) -> bool:
     # Written out, because a traced size is in no tuple.
     return size == 1 or size == full
 
 
 def tensor_sizes(tensor: Tensor) -> Sizes:
-    *first, rows, columns = (size if size != 1 else None for size in tensor.shape)
-    batch, heads = first if len(first) == 2 else (first[0] if first else None, None)
-    return Sizes(batch, heads, rows, columns)
+    *outer, rows, columns = tensor.shape
+    batch, heads = (*outer, 1, 1)[:2]
+    return Sizes.of(batch, heads, rows, columns)
 
 
 def _keep(name: str, tensor: Tensor | None, keys: Tensor | None) -> Mask:
