@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from . import _readings as read
 from ._blocks import Block, Reading
-from ._build import latent, multi_head
+from ._build import multi_head
+from ._deepseek import latent
 from ._namings import Entry, Naming, namings_called
 
 _O_PROJ = namings_called("o_proj")[0]
@@ -29,6 +30,7 @@ _DEEPSEEK = Naming(
     "DeepSeek in transformers, whose keys and values come from one latent",
     weights=(Entry("kv_b_proj.weight", ("key", "value")), Entry("o_proj.weight", ("output",))),
     biases=(),
+    ignored=(r"rotary_emb\.inv_freq",),
 )
 
 _SELF_ATTN = "layers.{layer}.self_attn."

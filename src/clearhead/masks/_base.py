@@ -50,6 +50,36 @@ class Sizes:
         )
 
 
+@dataclass(frozen=True)
+class Tools:
+    """What methods of `Mask` call that is itself made of masks. `clearhead.masks` provides it when it is imported.
+
+    Args:
+        grid_for: sizes completed by what the mask's tensors determine.
+        dense, prepared, check, draw: see the methods of `Mask`.
+        from_tensor: a mask of a tensor that is combined with one.
+    """
+
+    grid_for: Callable[..., Grid]
+    dense: Callable[[Mask, Grid], Tensor]
+    prepared: Callable[[Mask, Grid, bool, bool], Mask]
+    check: Callable[[Mask, Grid], MaskReport]
+    draw: Callable[[Mask], str]
+    from_tensor: Callable[[object], Mask]
+
+
+_provided: list[Tools] = []
+
+
+def provide(tools: Tools) -> None:
+    """Give the methods of `Mask` what they call."""
+    _provided[:] = [tools]
+
+
+def _tools() -> Tools:
+    return _provided[0]
+
+
 class Mask(ABC):
     """Which keys each query may attend to; ``True`` always means *may attend*.
 
@@ -265,36 +295,6 @@ class Mask(ABC):
 
     def __repr__(self) -> str:
         return _tools().draw(self)
-
-
-@dataclass(frozen=True)
-class Tools:
-    """What methods of `Mask` call that is itself made of masks. `clearhead.masks` provides it when it is imported.
-
-    Args:
-        grid_for: sizes completed by what the mask's tensors determine.
-        dense, prepared, check, draw: see the methods of `Mask`.
-        from_tensor: a mask of a tensor that is combined with one.
-    """
-
-    grid_for: Callable[..., Grid]
-    dense: Callable[[Mask, Grid], Tensor]
-    prepared: Callable[[Mask, Grid, bool, bool], Mask]
-    check: Callable[[Mask, Grid], MaskReport]
-    draw: Callable[[Mask], str]
-    from_tensor: Callable[[object], Mask]
-
-
-_provided: list[Tools] = []
-
-
-def provide(tools: Tools) -> None:
-    """Give the methods of `Mask` what they call."""
-    _provided[:] = [tools]
-
-
-def _tools() -> Tools:
-    return _provided[0]
 
 
 class _Combined(Mask):

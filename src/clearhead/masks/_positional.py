@@ -17,7 +17,7 @@ from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._base import Mask, Sizes
 from ._grid import Block, Grid, take
 from ._structure import UNKNOWN, Band, RowRanges, Structure
-from ._tensors import broadcasts, tensor_signature
+from ._tensors import OfTensor, broadcasts
 
 Align = Literal["top_left", "bottom_right"]
 _FAR = 2**61  # as good as no limit, and with a position added still within 64 bits
@@ -292,11 +292,11 @@ class Prefix(_Rule):
         return f"prefix({self.n})"
 
 
-class _Counts(Mask):
+class _Counts(OfTensor):
     """How many of the first positions of each batch item are visible, or may see."""
 
-    def __init__(self, argument: str, counts: Tensor) -> None:
-        self._counts = counts
+    def __init__(self, name: str, argument: str, counts: Tensor) -> None:
+        super().__init__(name, counts)
         # Read once, so that a call on an accelerator never waits for the values.
         self._largest = 0
         if is_tracing() or counts.numel() == 0:
@@ -321,26 +321,22 @@ class _Lengths(_Counts):
     """`lengths` and `prefix` with a tensor: each query sees so many of the first keys."""
 
     def __init__(self, lengths: Tensor, name: Literal["lengths", "prefix"]) -> None:
-        super().__init__("key_lengths" if name == "lengths" else "n", lengths)
-        self._name = name
+        super().__init__(name, "key_lengths" if name == "lengths" else "n", lengths)
 
     def visible(self, block: Block) -> Tensor:
-        lengths = self._counts.to(block.grid.device)
+        lengths = self._tensor.to(block.grid.device)
         column = lengths[:, None, None, None] if lengths.dim() == 1 else lengths[:, None, :, None]
         return block.k < block.cut(column)
 
     def structure(self, grid: Grid) -> Structure:
         if isinstance(grid.key_positions, Tensor):
             return UNKNOWN
-        lengths = self._counts.to(grid.device)
+        lengths = self._tensor.to(grid.device)
         stop = lengths if lengths.dim() == 2 else lengths[:, None]  # (1 or B, 1 or L)
         return Structure(rows=RowRanges(None, stop.long() - grid.key_positions if grid.key_positions else stop))
 
-    def signature(self) -> Hashable | None:
-        return tensor_signature(self._name, self._counts)
-
     def validate(self, grid: Grid) -> None:
-        shape = self._counts.shape
+        shape = self._tensor.shape
         if not broadcasts(shape[0], grid.batch_size) or (
             len(shape) == 2 and not broadcasts(shape[1], grid.query_length)
         ):
@@ -352,12 +348,9 @@ class _Lengths(_Counts):
             self._require_at_most(grid.key_length, "S", "lengths", "keys")
 
     def sizes(self) -> Sizes:
-        rows = self._counts.shape[1] if self._counts.dim() == 2 else 1
+        rows = self._tensor.shape[1] if self._tensor.dim() == 2 else 1
         fewest = self._largest if self._name == "lengths" else 0
-        return Sizes.of(self._counts.shape[0], query_length=rows, fewest_keys=fewest)
-
-    def describe(self) -> str:
-        return f"{self._name}({shape_text(self._counts.shape)})"
+        return Sizes.of(self._tensor.shape[0], query_length=rows, fewest_keys=fewest)
 
 
 @final
@@ -365,33 +358,27 @@ class QueryLengths(_Counts):
     """Shows nothing to queries beyond the first so many of each item. See `lengths`."""
 
     def __init__(self, lengths: Tensor) -> None:
-        super().__init__("query_lengths", lengths)
+        super().__init__("query_lengths", "query_lengths", lengths)
 
     def visible(self, block: Block) -> Tensor:
-        return block.q < take(self._counts.to(block.grid.device), 0, block.batch)[:, None, None, None]
+        return block.q < take(self._tensor.to(block.grid.device), 0, block.batch)[:, None, None, None]
 
     def structure(self, grid: Grid) -> Structure:
         if isinstance(grid.query_positions, Tensor):
             return UNKNOWN
         places = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
-        return Structure(queries=places < self._counts.to(grid.device)[:, None])
-
-    def signature(self) -> Hashable | None:
-        return tensor_signature("query_lengths", self._counts)
+        return Structure(queries=places < self._tensor.to(grid.device)[:, None])
 
     def validate(self, grid: Grid) -> None:
-        if not broadcasts(self._counts.shape[0], grid.batch_size):
+        if not broadcasts(self._tensor.shape[0], grid.batch_size):
             expected, fix = f"query_lengths of shape ({grid.batch_size},)", "Give one number per batch item."
-            got = shape_text(self._counts.shape)
+            got = shape_text(self._tensor.shape)
             raise ShapeError("mask lengths(...)", expected=expected, got=got, fix=fix)
         if not grid.has_positions:
             self._require_at_most(grid.query_length, "L", "query_lengths", "queries")
 
     def sizes(self) -> Sizes:
-        return Sizes.of(self._counts.shape[0])
-
-    def describe(self) -> str:
-        return f"query_lengths({shape_text(self._counts.shape)})"
+        return Sizes.of(self._tensor.shape[0])
 
 
 @final

@@ -84,11 +84,8 @@ class PreparedMask(Wrapping):
                 )
 
     def sizes(self) -> Sizes:
-        batch, heads, length, keys = (
-            None if free else size
-            for free, size in zip((*self._any, False, False), _sizes_of(self._grid).values(), strict=True)
-        )
-        return Sizes(batch, heads, length, keys)
+        known = self._sizes_of(self._grid)
+        return Sizes(known.get("B"), known.get("H"), known["L"], known["S"])
 
     def structure(self, grid: Grid) -> Structure:
         return self.lowered(grid, "structure", lambda: self._mask.structure(grid))

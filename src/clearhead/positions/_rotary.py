@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._checks import FLOATS, INTEGERS, flag, integer, strided
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_text
-from ._checks import positive, require_in_range, whole
+from ._checks import positive, require_in_range
 from ._scaling import Scaling, unscaled
 
 
@@ -61,7 +61,7 @@ class Rotary(nn.Module):
         scaling: Scaling | None = None,
     ) -> None:
         super().__init__()
-        self.head_dim = whole("head_dim", head_dim)
+        self.head_dim = integer("head_dim", head_dim, least=1)
         self.base = positive("base", base, above=1)
         self.fraction = positive("fraction", fraction)
         self.interleaved = flag("interleaved", interleaved)
