@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import INTEGERS, integer, strided
-from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, shape_text
+from ..errors import ArgumentError, ClearheadError, DeviceError, ShapeError, shape_text
 from ._base import Mask
 from ._coverage import find_coverage
 from ._grid import Block, Grid
@@ -103,9 +103,7 @@ def as_positions(name: str, positions: object, *, per_head: bool = False) -> Ten
     if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
         return integer(name, positions, least=0, expected="a first position ≥ 0")
     expected = f"an int, or an integer tensor {shapes}"
-    positions = strided(name, positions, expected)
-    if positions.dtype not in INTEGERS:
-        raise DTypeError(name, expected=expected, got=str(positions.dtype))
+    positions = strided(name, positions, expected, dtypes=INTEGERS)
     if positions.dim() not in ((1, 2, 3) if per_head else (1, 2)):
         raise ShapeError(name, expected=f"shape {shapes}", got=shape_text(positions.shape))
     # int64, because small and unsigned integers overflow when a window is added or taken off.

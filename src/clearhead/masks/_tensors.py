@@ -70,9 +70,7 @@ def bias(tensor: Tensor) -> Mask:
         tensor([[[[0., -inf]]]])
     """
     fix = "For 0/1 marks use masks.keep(...) or masks.drop(...)."
-    if strided("bias", tensor, "a float tensor", fix).dtype not in FLOATS:
-        raise DTypeError("bias", expected="a float tensor", got=str(tensor.dtype), fix=fix)
-    _require_mask_shape("masks.bias", tensor)
+    _require_mask_shape("masks.bias", strided("bias", tensor, "a float tensor", fix, FLOATS))
     return Bias(tensor)
 
 
@@ -268,11 +266,9 @@ def _keep(name: str, tensor: Tensor | None, keys: Tensor | None) -> Mask:
 
 
 def _marks(name: str, tensor: Tensor | None) -> Tensor:
-    tensor = strided(name, tensor, "a bool or 0/1 tensor")
+    tensor = strided(name, tensor, "a bool or 0/1 tensor", dtypes=(torch.bool, *FLOATS, *INTEGERS))
     if tensor.dtype == torch.bool:
         return tensor
-    if tensor.dtype not in FLOATS + INTEGERS:
-        raise DTypeError(name, expected="a bool or 0/1 tensor", got=str(tensor.dtype))
     with_values(name, tensor)
     marks = tensor == 1
     if not is_tracing() and not bool((marks | (tensor == 0)).all()):

@@ -146,9 +146,7 @@ class Rotary(nn.Module):
 
     def _require_fit(self, name: str, x: Tensor) -> None:
         expected = "a float tensor (B, H, L, D)"
-        if strided(name, x, expected).dtype not in FLOATS:
-            raise DTypeError(name, expected=expected, got=str(x.dtype))
-        if x.dim() != 4 or x.shape[-1] != self.head_dim:
+        if strided(name, x, expected, dtypes=FLOATS).dim() != 4 or x.shape[-1] != self.head_dim:
             raise ShapeError(
                 name,
                 expected=f"(B, H, L, D) with D = head_dim = {self.head_dim}",
@@ -208,9 +206,7 @@ def _checked_positions(positions: object, q: Tensor) -> Tensor:
         first = integer("positions", positions, least=0, expected=expected, fix=fix)
         return (torch.arange(length, device=q.device) + first)[None]  # (1, L)
     expected = "an int or an integer tensor (L,) or (B, L)"
-    positions = strided("positions", positions, expected)
-    if positions.dtype not in INTEGERS:
-        raise DTypeError("positions", expected=expected, got=str(positions.dtype))
+    positions = strided("positions", positions, expected, dtypes=INTEGERS)
     rows = positions if positions.dim() == 2 else positions[None]  # (1 or B, L)
     if rows.dim() != 2 or rows.shape[1] != length or (rows.shape[0] != 1 and rows.shape[0] != batch):
         raise ShapeError(
