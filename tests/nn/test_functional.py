@@ -147,11 +147,6 @@ def test_scale(scale: float) -> None:
     assert_same(normal(B, H, L, D), normal(B, H, S, D), normal(B, H, S, DV), scale=scale)
 
 
-@pytest.mark.parametrize(("length", "keys"), [(7, 5), (5, 7), (1, 7), (7, 1)])
-def test_causal_is_top_left(length: int, keys: int) -> None:
-    assert_same(normal(B, H, length, D), normal(B, H, keys, D), normal(B, H, keys, DV), is_causal=True)
-
-
 ZEROS = {
     "no queries": ((B, H, 0, D), (B, H, S, D), (B, H, S, DV)),
     "no keys": ((B, H, L, D), (B, H, 0, D), (B, H, 0, DV)),
