@@ -16,12 +16,7 @@ from clearhead.errors import CheckpointError
 from tests.support.models import encoder_decoder
 
 B, L, H, E = 3, 7, 4, 24
-SIZES: dict[str, Any] = {
-    "hidden_size": E,
-    "num_attention_heads": H,
-    "num_hidden_layers": 2,
-    "intermediate_size": 29,
-}
+SIZES: dict[str, Any] = {"hidden_size": E, "num_attention_heads": H, "num_hidden_layers": 2, "intermediate_size": 29}
 TEXT: dict[str, Any] = SIZES | {"vocab_size": 31, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -144,11 +139,7 @@ def test_grouped_heads(family: str, num_kv_heads: int) -> None:
     positions = torch.zeros(B, L, dtype=torch.long)
     causal = torch.full((L, L), float("-inf"), dtype=torch.float64).triu(1).expand(B, 1, L, L)
     ((x, expected),) = run_and_watch(
-        model,
-        "layers.1.self_attn",
-        input_ids=torch.randint(31, (B, L)),
-        position_ids=positions,
-        attention_mask=causal,
+        model, "layers.1.self_attn", input_ids=torch.randint(31, (B, L)), position_ids=positions, attention_mask=causal
     )
     torch.testing.assert_close(ours(x, mask=masks.causal()), expected, atol=1e-10, rtol=0)
 

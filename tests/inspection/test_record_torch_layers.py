@@ -62,11 +62,7 @@ def test_transformer(upgraded: bool, training: bool) -> None:
         with record(model) as rec:
             inside = model(source, target, **masks)
     torch.testing.assert_close(inside, outside, rtol=0, atol=EXACT)
-    assert list(rec) == [
-        "encoder.layers.0.self_attn",
-        "decoder.layers.0.self_attn",
-        "decoder.layers.0.multihead_attn",
-    ]
+    assert list(rec) == ["encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"]
     real = (~padding(KEYS), ~padding(LENGTH).flip(0), ~padding(LENGTH).flip(0))
     for found, counted in zip(rec.values(), real, strict=True):
         assert found.counted.tolist() == counted.tolist()

@@ -22,13 +22,7 @@ from tests.support.statistics_oracle import EVERY, Oracle, compare
 from .small_models import VOCABULARY, enlivened, padding, small, small_bart, token_ids
 from .stacks import require_same_training
 
-OPTIONS: dict[str, Any] = {
-    "statistics": EVERY,
-    "top_k": 8,
-    "map_size": 5,
-    "sink_keys": 2,
-    "offsets": (-1, 0, 2),
-}
+OPTIONS: dict[str, Any] = {"statistics": EVERY, "top_k": 8, "map_size": 5, "sink_keys": 2, "offsets": (-1, 0, 2)}
 SENTENCES = [
     "The animal didn't cross the street because it was too tired.",
     "A short one.",

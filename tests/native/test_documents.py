@@ -26,10 +26,7 @@ BANDS: dict[str, dict[str, Any]] = {
     "causal from the end": {"high": 0, "from_end": True},
     "window": {"low": -31, "high": 5},
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "soft-cap": {"softcap": 1.5},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "soft-cap": {"softcap": 1.5}}
 
 
 def starts(lengths: list[int], before: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -53,13 +53,7 @@ def test_the_signature_is_pytorchs() -> None:
     parameters = inspect.signature(ours).parameters
     assert [name for name in names if name] == list(parameters)
     defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
-    assert defaults == {
-        "attn_mask": None,
-        "dropout_p": 0.0,
-        "is_causal": False,
-        "scale": None,
-        "enable_gqa": False,
-    }
+    assert defaults == {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 
 
 LEADING = {

@@ -68,10 +68,7 @@ def inputs(dtype: torch.dtype = torch.float64, length: int = LENGTH) -> tuple[Te
 PLACES: dict[str, tuple[list[list[int]] | None, list[list[int]] | None]] = {
     "counted": (None, None),
     "one place for all": ([[9, 8, 3, 30, 4]], [[0, 1, 2, 40, 4, 5, 6]]),
-    "a place per item": (
-        [[2, 3, 4, 5, 6], [-1, -1, 0, 1, 2]],
-        [[0, 1, 2, 3, 4, 5, 6], [-1, -1, -1, -1, 0, 1, 2]],
-    ),
+    "a place per item": ([[2, 3, 4, 5, 6], [-1, -1, 0, 1, 2]], [[0, 1, 2, 3, 4, 5, 6], [-1, -1, -1, -1, 0, 1, 2]]),
     "a step": ([[6]], None),
 }
 
