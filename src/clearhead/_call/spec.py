@@ -83,24 +83,25 @@ class AttentionSpec(NamedTuple):
     value: Layout
     dtype: torch.dtype
     device: torch.device
-    subclass: str | None
     negative: bool
     mask: Hashable | None
     masked: bool
     query_positions: int | tuple[int, ...] | None
     key_positions: int | tuple[int, ...] | None
     scale: float
-    softcap: float | None
-    sinks: bool
     dropout_p: float
-    origin: DropoutOrigin | None
     gradients: tuple[bool, ...]
-    lse: bool
     weights: WeightsWanted
-    documents: int | None
-    tracing: bool
     transformed: bool
     dispatching: bool
+    # What `quick_spec` has nothing of.
+    tracing: bool = False
+    subclass: str | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    origin: DropoutOrigin | None = None
+    lse: bool = False
+    documents: int | None = None
 
     @property
     def group(self) -> int:
@@ -332,22 +333,15 @@ def quick_spec(
         v_layout,
         query.dtype,
         query.device,
-        None,
         query.is_neg() or key.is_neg() or value.is_neg(),
         signature,
         mask is not None,
         cast("int | None", positions[0]),
         cast("int | None", positions[1]),
         (1.0 / math.sqrt(shape[3]) if shape[3] else 1.0) if scale is None else scale,
-        None,
-        False,
         cast(float, dropout_p),
-        None,
         gradients,
-        False,
         weights,
-        None,
-        False,
         environment.transformed,
         environment.dispatching,
     )
@@ -392,7 +386,6 @@ def validate_call(
     given = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
     _require_tensors(given)
     _require_shapes(given)
-    _require_same(given)
     if query.dim() == 3:
         query, key, value = query[None], key[None], None if value is None else value[None]  # (1, H, L, D)
     value = key if value is None else value
@@ -402,33 +395,33 @@ def validate_call(
     sinks = _sinks(sinks, query)
     biases = () if checked is None else checked.bias_tensors()
     inputs = (query, key, value, *(() if sinks is None else (sinks,)), *biases)
-    # By position, as in `quick_spec`: names for so many fields take a microsecond.
+    # By position as far as in `quick_spec`: names for so many fields take a microsecond.
     spec = AttentionSpec(
         Layout(tuple(query.shape), _strides(query, environment)),
         Layout(tuple(key.shape), _strides(key, environment)),
         Layout(tuple(value.shape), _strides(value, environment)),
         query.dtype,
         query.device,
-        _subclass(query, key, value),
         not environment.tracing and any(tensor.is_neg() for tensor in (query, key, value)),
         None if checked is None or environment.tracing else checked.signature(),
         checked is not None,
         tuple(q_positions.shape) if isinstance(q_positions, Tensor) else q_positions,
         tuple(k_positions.shape) if isinstance(k_positions, Tensor) else k_positions,
         _scale(scale, query),
-        _softcap(softcap, query),
-        sinks is not None,
-        _dropout(dropout_p),
-        # Without dropout it would only keep equal calls from sharing a plan.
-        origin if dropout_p else None,
+        number("dropout_p", dropout_p, "a probability in [0, 1]", is_probability),
         # Read anew: the environment may have been read outside of the `no_grad` that this call is in.
         _gradients(inputs, environment._replace(gradients=torch.is_grad_enabled())),
-        flag("return_lse", return_lse),
         weights,
-        None if rows is None else rows.count,
-        environment.tracing,
         environment.transformed,
         environment.dispatching,
+        tracing=environment.tracing,
+        subclass=next((type(tensor).__name__ for tensor in (query, key, value) if type(tensor) not in PLAIN), None),
+        softcap=_softcap(softcap, query),
+        sinks=sinks is not None,
+        # Without dropout it would only keep equal calls from sharing a plan.
+        origin=origin if dropout_p else None,
+        lse=flag("return_lse", return_lse),
+        documents=None if rows is None else rows.count,
     )
     call = AttentionCall(spec, query, key, value, checked, sinks, q_positions, k_positions, rows, dropout_seed)
     if checked is not None:
@@ -469,16 +462,13 @@ def zero_hidden(call: AttentionCall, queries: bool = True) -> AttentionCall:
     return zeroed
 
 
-def _subclass(*tensors: Tensor) -> str | None:
-    return next((type(tensor).__name__ for tensor in tensors if type(tensor) not in PLAIN), None)
-
-
 def _strides(tensor: Tensor, environment: Environment) -> tuple[int, ...]:
     # In a graph they are symbols, which a comparison would tie to these strides.
     return () if environment.tracing else tensor.stride()
 
 
 def _require_tensors(given: dict[str, Tensor]) -> None:
+    query = given["query"]
     for name, tensor in given.items():
         strided(name, tensor)
         if tensor.dtype not in FLOATS:
@@ -488,6 +478,10 @@ def _require_tensors(given: dict[str, Tensor]) -> None:
                 got=str(tensor.dtype),
                 fix="Convert it, for example with .float().",
             )
+        if tensor.dtype != query.dtype:
+            fix = f"Convert it with .to({query.dtype})."
+            raise DTypeError(name, expected=f"query's dtype {query.dtype}", got=str(tensor.dtype), fix=fix)
+        _require_device(name, tensor, query)
 
 
 def _require_shapes(given: dict[str, Tensor]) -> None:
@@ -535,27 +529,10 @@ def _mismatch(what: str, given: dict[str, Tensor], fix: str) -> NoReturn:
     raise ShapeError(", ".join(given), expected=f"equal {what}", got=shapes, fix=fix)
 
 
-def _require_same(given: dict[str, Tensor]) -> None:
-    query = given["query"]
-    for name, tensor in given.items():
-        if tensor.dtype != query.dtype:
-            raise DTypeError(
-                name,
-                expected=f"query's dtype {query.dtype}",
-                got=str(tensor.dtype),
-                fix=f"Convert it with .to({query.dtype}).",
-            )
-        _require_device(name, tensor, query)
-
-
 def _require_device(name: str, tensor: Tensor, query: Tensor) -> None:
     if tensor.device != query.device:
-        raise DeviceError(
-            name,
-            expected=f"query's device {query.device}",
-            got=str(tensor.device),
-            fix=f"Move it with .to({str(query.device)!r}).",
-        )
+        fix = f"Move it with .to({str(query.device)!r})."
+        raise DeviceError(name, expected=f"query's device {query.device}", got=str(tensor.device), fix=fix)
 
 
 def _positions(name: str, positions: object, tensor: Tensor, *, heads: int | None = None) -> Tensor | int | None:
@@ -595,10 +572,6 @@ def _softcap(softcap: float | None, query: Tensor) -> float | None:
 def _largest(query: Tensor) -> float:
     """The largest number of the dtype that scores are computed in."""
     return torch.finfo(torch.float64 if query.dtype == torch.float64 else torch.float32).max
-
-
-def _dropout(dropout_p: float) -> float:
-    return number("dropout_p", dropout_p, "a probability in [0, 1]", is_probability)
 
 
 def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:

@@ -152,10 +152,6 @@ def span_blocks(call: AttentionCall, span: HeadSpan) -> Iterator[tuple[slice, Bl
         yield rows, Block(call.grid, span.batch, span.heads, rows, slice(start, stop))
 
 
-def _chosen_spans(call: AttentionCall, count: int) -> Iterator[HeadSpan]:
-    return _spans(call, min(_ROWS, count) * call.grid.key_length)
-
-
 def _chosen_blocks(call: AttentionCall, span: HeadSpan, chosen: Tensor) -> Iterator[tuple[slice, Block]]:
     """Split chosen rows, which may see any column, into blocks that fit the budget: places, and the block."""
     columns = slice(0, call.grid.key_length)
@@ -271,7 +267,9 @@ def score_blocks(
         The block, its place among the (chosen) rows, and its query (b, h, l, D) and key (b, hkv, s, D).
     """
     dtype = dtype or call.spec.compute_dtype
-    for span in head_spans(call) if chosen is None else _chosen_spans(call, len(chosen)):
+    # Chosen rows are no neighbours: of them nothing is ruled out before the mask is evaluated.
+    spans = head_spans(call) if chosen is None else _spans(call, min(_ROWS, len(chosen)) * call.grid.key_length)
+    for span in spans:
         key = span.key(call.key).to(dtype).contiguous()
         blocks = span_blocks(call, span) if chosen is None else _chosen_blocks(call, span, chosen)
         for place, block in blocks:
