@@ -95,7 +95,7 @@ def _named(name: str, found: WeightStatistics) -> dict[str, Any]:
         case "map" if not found.map_max:
             source = mean_of_tiles(source, found.counted, found.largest.shape[-1])
         case "head_average":
-            source = cast(Tensor, found.weights)[:, 0]
+            source = cast(Tensor, found.weights)
         case "offset":
             source = _mean_of_stripes(source, found.counted)
         case _:

@@ -161,19 +161,20 @@ def _compute(
         return plan.forward(*inputs, extras, lse), lse, None
     output, found = plan.empty_output(call.query), empty_weights(call, average=weights == "average")
     plan.statistics(*inputs, extras, output, lse, weights=found, weights_strides=weights_strides(found))
-    return output, lse, found.squeeze(1) if weights == "average" else found
+    return output, lse, found
 
 
 def empty_weights(call: AttentionCall | NativeArguments, *, average: bool) -> Tensor:
-    """Zeros for the weights of a call, (B, H, L, S), or (B, 1, L, S) for their mean over the heads."""
+    """Zeros for the weights of a call, (B, H, L, S), or for their mean over the heads (B, L, S)."""
     (batch, heads, length, _), keys = call.query.shape, call.key.shape[2]
-    return call.query.new_zeros(batch, 1 if average else heads, length, keys, dtype=torch.float32)
+    shape = (batch, length, keys) if average else (batch, heads, length, keys)
+    return call.query.new_zeros(shape, dtype=torch.float32)
 
 
-def weights_strides(weights: Tensor) -> tuple[int, int, int]:
+def weights_strides(weights: Tensor) -> tuple[int, ...]:
     """Of items, heads and rows, as `NativePlan.statistics` takes them: heads that are averaged share a place."""
-    batch, heads, rows, _ = weights.stride()
-    return batch, 0 if weights.shape[1] == 1 else heads, rows
+    items, *heads, rows, _ = weights.stride()
+    return items, *(heads or [0]), rows
 
 
 class _Native(torch.autograd.Function):
