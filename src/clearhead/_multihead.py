@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -37,6 +38,8 @@ from .caches._kv import KVCache
 from .errors import ArgumentError
 from .masks._base import Mask
 from .masks._tensors import as_mask
+
+_NOTHING_TO_UNDO: AbstractContextManager[None] = nullcontext()
 
 
 class MultiHeadAttention(nn.Module):
@@ -228,9 +231,12 @@ class MultiHeadAttention(nn.Module):
         if is_jagged(query, key, value):
             refuse_jagged(positions=positions, cache=cache, need_weights=wanted)
             return self._run_jagged(query, *complete(query, key, value), mask, environment)
-        require_cache(cache, self.position)
-        # Masks are checked against a grid of which the new keys are a part: after the cache has taken them.
-        with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
+        undoing = _NOTHING_TO_UNDO
+        if cache is not None:
+            require_cache(cache, self.position)
+            # Masks are checked against a grid of which the new keys are a part: after the cache has taken them.
+            undoing = unchanged_if_refused((cache,), query if key is None else key, self.mask, mask)
+        with undoing:
             if cache is None or cache.get() is None:
                 key, value = complete(query, key, value)
                 require_inputs(self, query, key, value)
