@@ -39,8 +39,6 @@ from .errors import ArgumentError
 from .masks._base import Mask
 from .masks._tensors import as_mask
 
-_NOTHING_TO_UNDO: AbstractContextManager[None] = nullcontext()
-
 
 class MultiHeadAttention(nn.Module):
     """Multi-head attention, batch first, with weights on request.
@@ -229,9 +227,9 @@ class MultiHeadAttention(nn.Module):
         if self.head_shard is not None and mask is not None:
             mask = self.head_shard.mask(as_mask(mask))
         if is_jagged(query, key, value):
-            refuse_jagged(positions=positions, cache=cache, need_weights=wanted)
+            refuse_jagged(positions=positions, cache=cache, need_weights=wanted is not None)
             return self._run_jagged(query, *complete(query, key, value), mask, environment)
-        undoing = _NOTHING_TO_UNDO
+        undoing: AbstractContextManager[None] = nullcontext()
         if cache is not None:
             require_cache(cache, self.position)
             # Masks are checked against a grid of which the new keys are a part: after the cache has taken them.
