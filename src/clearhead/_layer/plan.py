@@ -252,7 +252,8 @@ def _with_weights(compute: Plan, forced: Kernel | None) -> Plan:
 
 def _each_document(call: AttentionCall) -> Results:
     """Documents one by one: they share no block of keys, so no NaN passes from one to another."""
-    environment, found = read_environment(), list[Results]()
+    environment = read_environment()
+    found: list[Results] = []
     for one in call.each_document():
         if one.query.shape[2] == 0:
             continue
