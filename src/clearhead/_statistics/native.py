@@ -42,6 +42,7 @@ def native_results(
     Float64 inputs are not for it. Calls of few keys are scored in double precision all the same; see `exact_dtype`.
     """
     top_k = min(options.top_k, call.grid.key_length)
+    # What is left out here is computed by blocks, and the results are put together.
     chosen = [name for name in names if name in _SOURCES and _is_given(name, call, options)]
     if not chosen or call.spec.compute_dtype != torch.float32 or is_tracing() or refuses(call):
         return {}
@@ -74,8 +75,9 @@ def _first_keys(call: AttentionCall, options: Options) -> Tensor:
     """The first keys that any query of the item sees, (B, H, `sink_keys`); −1 where there are fewer."""
     marks = sink_marks(call, options.sink_keys).squeeze(-1)  # (1 or B, 1 or H, S)
     count = min(options.sink_keys, call.grid.key_length)
+    # A stable sort of the marks puts the numbers of the marked keys first, in order, without reading any.
     there, places = marks.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
-    first = places.masked_fill(there == 0, -1)[..., :count]
+    first = places.masked_fill(there == 0, -1)[..., :count]  # (1 or B, 1 or H, count)
     return first.expand(call.grid.batch_size, call.grid.num_heads, count)
 
 
@@ -108,6 +110,7 @@ def _mean_of_stripes(stripes: Tensor, counted: Tensor | None) -> Tensor:
     there = stripes >= 0
     if counted is not None:
         there &= counted[:, None, :, None]
+    # One running sum over a long sequence would lose digits in float32.
     sums = (stripes * there).sum(2, dtype=torch.float64)
     return (sums / there.sum(2).clamp(min=1)).float()
 
@@ -116,6 +119,7 @@ def _largest_of_rows(largest: Tensor, counted: Tensor | None) -> Tensor:
     """(B, H) of the counted rows of (B, H, L)."""
     if counted is not None:
         largest = largest.masked_fill(~counted[:, None], float("-inf"))
+    # `amax` refuses to reduce nothing.
     if largest.shape[-1] == 0:
         return largest.new_full(largest.shape[:2], float("-inf"))
     return largest.amax(-1)

@@ -133,6 +133,7 @@ def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
     _require_integers("query_lengths", query_lengths)
     if query_lengths.dim() != 1:
         raise ShapeError("query_lengths", expected="shape (B,)", got=shape_text(query_lengths.shape))
+    # Two masks: padded queries and padded keys are taken out of a batch one without the other.
     return of_keys & QueryLengths(query_lengths)
 
 
@@ -199,6 +200,7 @@ class _Diagonals(_Rule):
         """The lowest j − i that is visible, ``None`` for no limit, and the highest."""
 
     def visible(self, block: Block) -> Tensor | None:
+        # A block that lies within the limits hides nothing, which its corners show without a tensor.
         low, high = self.limits(block.grid)
         shift = block.grid.shift
         if shift is not None and block.ends is not None:
@@ -210,6 +212,7 @@ class _Diagonals(_Rule):
         return seen if low is None else seen & (block.k >= block.q + low)
 
     def structure(self, grid: Grid) -> Structure:
+        # Positions that are tensors may stand in any order, and no block is known to be hidden.
         if grid.shift is None:
             return UNKNOWN
         low, high = self.limits(grid)
@@ -254,12 +257,14 @@ class Present(_Rule):
     """Hides what stands at position −1, which is padding, and lets it see nothing."""
 
     def visible(self, block: Block) -> Tensor | None:
+        # Positions that count up begin at 0 or above: nothing is padding.
         if block.grid.shift is not None:
             return None
         return (block.k >= 0) & (block.q >= 0)
 
     def structure(self, grid: Grid) -> Structure:
         queries, keys = grid.query_positions, grid.key_positions
+        # Marks of keys are the same for all heads, which these positions are not.
         if isinstance(keys, Tensor) and keys.dim() == 3:
             return UNKNOWN
         return Structure(
@@ -285,6 +290,7 @@ class Prefix(_Rule):
         first, whole = grid.key_positions, Band.whole(grid)
         if isinstance(first, Tensor):
             return UNKNOWN
+        # Counted from position 0, and not from the call's first key.
         stop = max(0, min(self.n - (first or 0), whole.stop))
         return Structure(band=Band(whole.low, whole.high, stop))
 
@@ -324,11 +330,13 @@ class _Lengths(_Counts):
         super().__init__(name, "key_lengths" if name == "lengths" else "n", lengths)
 
     def visible(self, block: Block) -> Tensor:
+        # Lengths are counted on the CPU as a rule, and are small.
         lengths = self._tensor.to(block.grid.device)
-        column = lengths[:, None, None, None] if lengths.dim() == 1 else lengths[:, None, :, None]
+        column = lengths[:, None, None, None] if lengths.dim() == 1 else lengths[:, None, :, None]  # (B, 1, 1 or L, 1)
         return block.k < block.cut(column)
 
     def structure(self, grid: Grid) -> Structure:
+        # A range of positions is a range of columns only where they count up.
         if isinstance(grid.key_positions, Tensor):
             return UNKNOWN
         lengths = self._tensor.to(grid.device)
@@ -344,6 +352,7 @@ class _Lengths(_Counts):
             expected = f"shape ({grid.batch_size},){per_query}"
             fix = "Give one number per batch item."
             raise ShapeError(f"mask {self._name}(...)", expected=expected, got=shape_text(shape), fix=fix)
+        # A prefix may be longer than the keys. With positions, lengths count in those and may reach beyond the call.
         if self._name == "lengths" and not grid.has_positions:
             self._require_at_most(grid.key_length, "S", "lengths", "keys")
 
@@ -366,8 +375,9 @@ class QueryLengths(_Counts):
     def structure(self, grid: Grid) -> Structure:
         if isinstance(grid.query_positions, Tensor):
             return UNKNOWN
+        # A mark per query, which says more than a range: the row is fully masked.
         places = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
-        return Structure(queries=places < self._tensor.to(grid.device)[:, None])
+        return Structure(queries=places < self._tensor.to(grid.device)[:, None])  # (1 or B, L)
 
     def validate(self, grid: Grid) -> None:
         if not broadcasts(self._tensor.shape[0], grid.batch_size):
@@ -390,19 +400,23 @@ class _Documents(Mask):
     def structure(self, grid: Grid) -> Structure:
         if grid.shift is None or is_tracing() or is_transformed() or not _worth_reading(self._ids, grid):
             return UNKNOWN
+        # Found out once per call: kernels use the structure several times, and the ids are sorted for it.
         if self not in grid.memo:
             grid.memo[self] = self._structure(grid)
         return grid.memo[self]
 
     def _structure(self, grid: Grid) -> Structure:
+        # Documents in several pieces are evaluated; there is no one range per row.
         ranges = _row_ranges(self._ids)
         if ranges is None:
             return UNKNOWN
         query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
+        # From positions to the rows and columns of this call.
         first, stop = (numbers[:, query : query + grid.query_length].to(grid.device) - key for numbers in ranges)
         return Structure(rows=RowRanges(first, stop))
 
     def visible(self, block: Block) -> Tensor:
+        # Looked up at absolute positions: under a cache the call's rows are the last tokens alone.
         ids = take(self._ids.to(block.grid.device), 0, block.batch)
         queries = _look_up(ids, block.q[:, 0, :, 0])[:, None, :, None]  # (1 or b, 1, l, 1)
         k = block.k[:, :, 0]  # (1 or b, 1 or h, s)
@@ -455,6 +469,7 @@ class _MaskMod(Mask):
         try:
             result = self._fn(block.b, block.h, block.q, block.k)
         except TypeError as error:
+            # Mostly a function of other arguments; the original error says which.
             expected = "fn to take index tensors (b, h, q, k)"
             raise DTypeError("mask mask_mod(fn)", expected=expected, got=str(error)) from error
         if not isinstance(result, Tensor) or result.dtype != torch.bool:
@@ -463,6 +478,7 @@ class _MaskMod(Mask):
                 "mask mask_mod(fn)", expected="fn to return a bool tensor", got=got, fix="Compare, as in q >= k."
             )
         sizes = (block.b.shape[0], block.h.shape[1], block.q.shape[2], block.k.shape[3])
+        # Dimensions are missing at the front, as PyTorch broadcasts.
         missing = 4 - result.dim()
         if missing < 0 or not all(map(broadcasts, result.shape, sizes[missing:])):
             raise ShapeError(
@@ -474,9 +490,11 @@ class _MaskMod(Mask):
         return result.reshape((1,) * missing + tuple(result.shape))
 
     def signature(self) -> Hashable | None:
+        # Code that reads no names and closes over nothing gives the same for the same indices. Any other may read
+        # what changes from call to call.
         code = getattr(self._fn, "__code__", None)
         if code is None or code.co_names or code.co_freevars or not isinstance(self._fn, FunctionType):
-            return None  # it may read what changes from call to call
+            return None
         return None if self._fn.__defaults__ or self._fn.__kwdefaults__ else ("mask_mod", code)
 
     def describe(self) -> str:
@@ -494,6 +512,7 @@ def _row_ranges(ids: Tensor) -> tuple[Tensor, Tensor] | None:
     ``None`` if a document of any item does not lie in one piece.
     """
     length = ids.shape[1]
+    # Running extremes of nothing are refused by PyTorch.
     if ids.numel() == 0:
         return None
     new = torch.ones_like(ids, dtype=torch.bool)
@@ -506,14 +525,15 @@ def _row_ranges(ids: Tensor) -> tuple[Tensor, Tensor] | None:
     if bool(split.any()):
         return None
     places = torch.arange(length, device=ids.device).expand_as(ids)
-    first = places.masked_fill(~new, 0).cummax(1).values
+    first = places.masked_fill(~new, 0).cummax(1).values  # (1 or B, T): the last start so far
     starts_after = places.masked_fill(~new, length)[:, 1:]
-    stop = starts_after.flip(1).cummin(1).values.flip(1)
+    stop = starts_after.flip(1).cummin(1).values.flip(1)  # (1 or B, T − 1)
     return first, torch.nn.functional.pad(stop, (0, 1), value=length)
 
 
 def _look_up(ids: Tensor, positions: Tensor) -> Tensor:
     """Look ids (1 or b, T) up at positions (1 or b, n) → (1 or b, n)."""
+    # `gather` does not broadcast.
     batch = positions.shape[0] if ids.shape[0] == 1 else ids.shape[0]
     return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))
 
