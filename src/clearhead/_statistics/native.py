@@ -12,24 +12,16 @@ from .._call.spec import AttentionCall
 from .._environment import is_tracing
 from ..kernels._blocks import exact_dtype
 from ..kernels._native_statistics import MOST_KEYS_OF_A_QUERY, WeightStatistics, gather, refuses
-from .definitions import Options, TopK, entropy_results, mean_of_tiles, sink_marks
+from .definitions import STATISTICS, Options, TopK, entropy_results, mean_of_tiles, sink_marks
 
 _MOST_SINK_KEYS = 64
 
-#: Statistics, and what `gather` calls the results of the kernel that each is read from.
+#: What `gather` calls the results of the kernel that a statistic is read from, where it is not the statistic's name.
 _SOURCES = {
-    "entropy": "entropy",
-    "received": "received",
     "max_logit": "largest",
     "raw_max_logit": "raw",
-    "confidence": "confidence",
     "top_k": "top",
-    "output": "output",
     "output_norm": "norm",
-    "map": "map",
-    "head_average": "head_average",
-    "sink": "sink",
-    "distance": "distance",
     "offset": "stripes",
 }
 
@@ -43,12 +35,12 @@ def native_results(
     """
     top_k = min(options.top_k, call.grid.key_length)
     # What is left out here is computed by blocks, and the results are put together.
-    chosen = [name for name in names if name in _SOURCES and _is_given(name, call, options)]
+    chosen = [name for name in names if name in STATISTICS and _is_given(name, call, options)]
     if not chosen or call.spec.compute_dtype != torch.float32 or is_tracing() or refuses(call):
         return {}
     found = gather(
         call,
-        frozenset(_SOURCES[name] for name in chosen),
+        frozenset(_SOURCES.get(name, name) for name in chosen),
         counted,
         top_k=top_k,
         map_size=options.map_size,
@@ -83,7 +75,7 @@ def _first_keys(call: AttentionCall, options: Options) -> Tensor:
 
 def _named(name: str, found: WeightStatistics) -> dict[str, Any]:
     """The results of one statistic, as its class in `definitions` names and defines them."""
-    source: Any = getattr(found, _SOURCES[name], None)
+    source: Any = getattr(found, _SOURCES.get(name, name), None)
     match name:
         case "entropy":
             return entropy_results(source, found.visible)

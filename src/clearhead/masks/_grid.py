@@ -12,6 +12,11 @@ Index = slice | Tensor
 ALL = slice(None)  # compared by value: a dimension that is not cut needs no operator
 
 
+# A function, because torch.compile traces no call of `dict[object, Any]`.
+def _empty() -> dict[object, Any]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Grid:
     """Sizes of one attention call, and where its queries and keys stand.
@@ -35,7 +40,7 @@ class Grid:
     query_positions: Tensor | int | None = None
     key_positions: Tensor | int | None = None
     #: What a mask has found out for this grid at some cost; it lives as long as the call.
-    memo: dict[object, Any] = field(default_factory=dict[object, Any], compare=False, repr=False)
+    memo: dict[object, Any] = field(default_factory=_empty, compare=False, repr=False)
 
     @property
     def has_positions(self) -> bool:

@@ -86,13 +86,11 @@ def additive(mask: Mask, grid: Grid, dtype: torch.dtype) -> tuple[Tensor | None,
 def dense_mask(mask: Mask, grid: Grid) -> Tensor:
     """The whole mask, (B, H, L, S): bool, or float with −inf for hidden keys if there is a bias."""
     shape = (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length)
-    block = Block(grid)
-    visible = mask.visible(block)
     dtype = torch.float32
     # The dtype of the scores is not known here; a bias is shown without losing digits.
     for tensor in mask.bias_tensors():
         dtype = torch.promote_types(dtype, tensor.dtype)
-    bias = mask.bias(block, dtype)
+    visible, bias = additive(mask, grid, dtype)
     if bias is None:
         if visible is None:
             return torch.ones(shape, dtype=torch.bool, device=grid.device)
