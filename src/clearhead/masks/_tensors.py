@@ -236,6 +236,17 @@ class Bias(_OfScores):
             part += scores_gradient.sum_to_size(part.shape)
 
 
+def require_integers(name: str, tensor: object) -> None:
+    """Raise unless it is a tensor of integers with values."""
+    integers = strided(name, tensor, "an integer tensor")
+    if integers.dtype not in INTEGERS:
+        fix = (
+            "Marks of 0 and 1 go into masks.keep(...)." if integers.dtype == torch.bool else "Convert it with .long()."
+        )
+        raise DTypeError(name, expected="an integer tensor", got=str(integers.dtype), fix=fix)
+    with_values(name, integers)
+
+
 def _likely_fix(name: str, sizes: tuple[int, ...], grid: Grid) -> str:
     """What the user of a tensor that does not fit may have meant."""
     length, keys = grid.query_length, grid.key_length
