@@ -192,7 +192,8 @@ def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool) -> Prepar
     with torch.inference_mode(False), torch.no_grad():
         # Part by part, so that what kernels read in place is still found among the parts.
         mask = And(tuple(map(_snapshot, mask.parts()))) if len(mask.parts()) > 1 else _snapshot(mask)
-        queries, keys = (deepcopy(each) for each in (grid.query_positions, grid.key_positions))
+        given = grid.query_positions, grid.key_positions
+        queries, keys = (_copy(each) if isinstance(each, Tensor) else each for each in given)
         grid = replace(grid, query_positions=queries, key_positions=keys, memo={})
         batch, heads = _depends_on(mask, grid)
     return PreparedMask(mask, grid, any_batch and not batch, any_heads and not heads)
@@ -221,7 +222,10 @@ def _depends_on(mask: Mask, grid: Grid) -> tuple[bool, bool]:
 def _snapshot(mask: Mask) -> Mask:
     # Not `deepcopy` of these: the mask may be a module, of which the table alone is needed.
     biases = mask.bias_tensors()
-    return mask.with_bias_tensors(map(_copy, biases)) if biases else deepcopy(mask)
+    if biases:
+        return mask.with_bias_tensors(map(_copy, biases))
+    # Tensors are copied here, because some subclasses refuse `deepcopy`.
+    return deepcopy(mask, {id(tensor): _copy(tensor) for tensor in mask.tensors()})
 
 
 def _copy(tensor: Tensor) -> Tensor:
