@@ -181,8 +181,9 @@ class _Diagonals(_Rule):
         shift = block.grid.shift
         if shift is not None and block.ends is not None:
             first_row, stop_row, first, stop = block.ends
-            below, above = first_row + shift + high, stop_row - 1 + shift
-            if stop - 1 <= below and (low is None or first >= above + low):
+            # The first row sees least to the right, the last one least to the left.
+            all_right = stop - 1 <= first_row + shift + high
+            if all_right and (low is None or first >= stop_row - 1 + shift + low):
                 return None
         seen = block.k <= block.q + high
         return seen if low is None else seen & (block.k >= block.q + low)
