@@ -283,11 +283,10 @@ def with_all_heads(
     sent = [torch.cat([piece.view(-1).view(torch.uint8) for piece in cuts(other)]) for other in range(world)]
     own = cuts(rank)
     sizes = [piece.numel() * piece.element_size() for piece in own]
-    received = all_to_all(torch.cat(sent), [len(each) for each in sent], [sum(sizes)] * world, group)
-    parts = [each.split(sizes) for each in received.split([sum(sizes)] * world)]
+    received = all_to_all([[each] for each in sent], [[(size,) for size in sizes]] * world, group)
     whole: dict[str, Tensor] = {}
     for number, (name, like) in enumerate(zip(flat, own, strict=True)):
-        found = [part[number].clone().view(like.dtype).view(like.shape) for part in parts]
+        found = [part[number].clone().view(like.dtype).view(like.shape) for part in received]
         whole[name] = torch.stack(found).mean(0) if name == "head_average" else torch.cat(found, 1)
     joined: dict[str, Any] = {name: whole[name] for name in results if name in whole}
     for name, found in results.items():
