@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._statistics.patch_layout import PatchLayout
+from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, ClearheadError, RecordError, ShapeError
 from ._collect import ItemPicture, LayerPicture, SectionPicture, collect, item_places
-from ._patches import PatchLayout, Tiles
+from ._patches import Tiles
 from ._picture import seen_picture
-from ._protocol import Recorded
 from ._tokens import Tokens
 
 #: Weights that a page holds of one batch item; at most one byte each before they are packed.
