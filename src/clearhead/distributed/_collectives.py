@@ -22,8 +22,12 @@ Group = dist.ProcessGroup
 
 
 @contextmanager
-def step(name: str) -> Generator[None, None, None]:
+def step(name: str, where: str = "context_parallel") -> Generator[None, None, None]:
     """Name the step in which a collective fails, as it does within the group's time-out if a process has ended.
+
+    Args:
+        name: of the step.
+        where: the function that split the module.
 
     Raises:
         DistributedError: for what `torch.distributed` raises inside the block.
@@ -34,7 +38,7 @@ def step(name: str) -> Generator[None, None, None]:
         raise
     except RuntimeError as error:
         fix = "Another process has ended, or waits in another call; look at what it said first."
-        raise DistributedError(f"context_parallel: {name}: the exchange failed. {fix} ({error})") from error
+        raise DistributedError(f"{where}: {name}: the exchange failed. {fix} ({error})") from error
 
 
 def from_every_rank(x: Tensor, group: Group) -> Tensor:
@@ -62,7 +66,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
-        summed = gradient.to(_sum_dtype(gradient)).contiguous()
+        summed = gradient.to(sum_dtype(gradient)).contiguous()
         found = summed.new_empty((1, *summed.shape[1:]))
         with step("backward: reduce-scatter"):
             reduce_scatter_single(found, summed, group=ctx.group)
@@ -79,37 +83,39 @@ class _AllToAll(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         with step("forward: all-to-all"):
-            return _exchanged(x, sent, received, group)
+            return exchange(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         with step("backward: all-to-all"):
-            return _exchanged(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+            return exchange(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _exchanged(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+def exchange(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    """As `all_to_all`, without gradients."""
     found = x.new_empty(sum(received))
     dist.all_to_all_single(found, x.contiguous(), received, sent, group=group)
     return found
 
 
-def sum_of_gradients(x: Tensor, group: Group) -> Tensor:
+def sum_of_gradients(x: Tensor, group: Group, where: str) -> Tensor:
     """The tensor itself, which every process holds alike; its gradient is summed over them."""
-    return cast(Tensor, _SumOfGradients.apply(x, group)) if x.requires_grad and torch.is_grad_enabled() else x
+    return cast(Tensor, _SumOfGradients.apply(x, group, where)) if x.requires_grad and torch.is_grad_enabled() else x
 
 
 class _SumOfGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: Group, where: str) -> Tensor:
+        ctx.group, ctx.where = group, where
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
-        summed = gradient.to(_sum_dtype(gradient), copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=ctx.group)
-        return summed.to(gradient.dtype), None
+        summed = gradient.to(sum_dtype(gradient), copy=True, memory_format=torch.contiguous_format)
+        with step("backward: all-reduce of a bias's gradient", ctx.where):
+            dist.all_reduce(summed, group=ctx.group)
+        return summed.to(gradient.dtype), None, None
 
 
 def all_reduce_max(x: Tensor, group: Group) -> Tensor:
@@ -125,5 +131,6 @@ def filled(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
 
 
-def _sum_dtype(x: Tensor) -> torch.dtype:
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """In which tensors of this dtype are summed."""
     return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
