@@ -78,3 +78,11 @@ def _instructions(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the native kernel on each instruction set of this machine in turn."""
     with use_instruction_set(request.param):
         yield request.param
+
+
+@pytest.fixture(name="fresh_compiler")
+def _fresh_compiler() -> Iterator[None]:
+    """Without graphs of other tests, and none of this test's left."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

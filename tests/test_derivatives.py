@@ -14,7 +14,7 @@ from clearhead import MultiHeadAttention, masks
 from clearhead.caches import Cache, CrossKVCache, EvictingKVCache, KVCache, SinksAndRecent, SlidingKVCache
 from clearhead.positions import ALiBi, RelativeBias, Rotary
 from tests.support.budgets import in_turn
-from tests.support.derivatives import batched_and_looped, check_derivatives, check_vectorized, finite, random
+from tests.support.derivatives import WEIGHTS, check_batched, check_derivatives, check_vectorized, finite, random
 
 B, L, S, E, H, D = 2, 5, 7, 12, 3, 4
 LENGTHS = masks.lengths(torch.tensor([4, 0]))
@@ -40,11 +40,6 @@ MODULES: dict[str, tuple[Callable[[], MultiHeadAttention], dict[str, Any]]] = {
         ),
         {"mask": masks.causal() & LENGTHS},
     ),
-}
-WEIGHTS: dict[str, dict[str, Any]] = {
-    "without weights": {},
-    "averaged": {"need_weights": True},
-    "per head": {"need_weights": True, "average_attn_weights": False},
 }
 weights = pytest.mark.parametrize("weights", WEIGHTS)
 every_module = in_turn({"name": MODULES}, {"weights": WEIGHTS})
@@ -75,9 +70,7 @@ def test_module_in_float32(name: str, weights: str) -> None:
     module = make()
     x = torch.randn(B, L, E, requires_grad=True)
     leaves = (x, *module.parameters())
-    outputs = function_of(module, arguments | WEIGHTS[weights])(*leaves)
-    for one, other in zip(*batched_and_looped(outputs, leaves), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
+    check_batched(function_of(module, arguments | WEIGHTS[weights])(*leaves), leaves)
 
 
 @weights

@@ -32,8 +32,12 @@ def ints(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
+def of(*inputs: Any, **options: Any) -> Call:
+    return lambda: attention(*inputs, **options)
+
+
 def called(**options: Any) -> Call:
-    return lambda: attention(Q, K, K, **options)
+    return of(Q, K, K, **options)
 
 
 def weights(key: Tensor = K, **options: Any) -> Call:
@@ -51,65 +55,23 @@ def module(*inputs: Any, **options: Any) -> Call:
 ALL = "query, key, value"
 
 REFUSED = [
-    ("integer query", lambda: attention(Q.long(), K, K), DTypeError, "query", "float32", "torch.int64. Convert it"),
-    ("bool query", lambda: attention(Q.bool(), K, K), DTypeError, "query", "float32", "torch.bool. Convert it"),
-    ("complex query", lambda: attention(Q.cfloat(), K, K), DTypeError, "query", "float32", "torch.complex64. Convert"),
-    ("no tensor", lambda: attention([1.0], K, K), DTypeError, "query", "a torch.Tensor", "list."),
-    ("two sizes", lambda: attention(Q[0, 0], K, K), ShapeError, "query", "(B, H, L, D)", "(5, 8). clearhead.split_"),
-    ("five sizes", lambda: attention(Q[None], K, K), ShapeError, "query", "(B, H, L, D)", "(1, 2, 6, 5, 8). clearhead"),
-    (
-        "one batch",
-        lambda: attention(Q, K[0], K[0]),
-        ShapeError,
-        ALL,
-        "all (H, L, D)",
-        "query (2, 6, 5, 8), key (3, 7, 8)",
-    ),
-    ("key dtype", lambda: attention(Q, K.double(), K), DTypeError, "key", "torch.float32", "torch.float64. Convert it"),
-    ("value dtype", lambda: attention(Q, K, K.half()), DTypeError, "value", "torch.float32", "torch.float16. Convert"),
-    ("key device", lambda: attention(Q, K.to("meta"), K), DeviceError, "key", "query's device cpu", "meta."),
-    ("value device", lambda: attention(Q, K, K.to("meta")), DeviceError, "value", "query's device cpu", "meta."),
-    (
-        "batch",
-        lambda: attention(Q, K[:1], K[:1]),
-        ShapeError,
-        ALL,
-        "sizes (B)",
-        "query (2, 6, 5, 8), key (1, 3, 7, 8), ",
-    ),
-    ("value batch", lambda: attention(Q, K, K[:1]), ShapeError, ALL, "(B)", "query (2, 6, 5, 8), key (2, 3, 7, 8), "),
-    (
-        "value heads",
-        lambda: attention(Q, K, K[:, :2]),
-        ShapeError,
-        ALL,
-        "(Hkv)",
-        "query (2, 6, 5, 8), key (2, 3, 7, 8), ",
-    ),
-    (
-        "value length",
-        lambda: attention(Q, K, K[:, :, :4]),
-        ShapeError,
-        ALL,
-        "(S)",
-        "query (2, 6, 5, 8), key (2, 3, 7, ",
-    ),
-    (
-        "head_dim",
-        lambda: attention(Q, K[..., :4], K),
-        ShapeError,
-        "key",
-        "D = 8 as in query (2, 6, 5, 8)",
-        "(2, 3, 7, 4).",
-    ),
-    (
-        "heads",
-        lambda: attention(Q, Q[:, :4], Q[:, :4]),
-        ShapeError,
-        "key",
-        "H = 6",
-        "Hkv = 4 in (2, 4, 5, 8). Heads are",
-    ),
+    ("integer query", of(Q.long(), K, K), DTypeError, "query", "float32", "torch.int64. Convert it"),
+    ("bool query", of(Q.bool(), K, K), DTypeError, "query", "float32", "torch.bool. Convert it"),
+    ("complex query", of(Q.cfloat(), K, K), DTypeError, "query", "float32", "torch.complex64. Convert"),
+    ("no tensor", of([1.0], K, K), DTypeError, "query", "a torch.Tensor", "list."),
+    ("two sizes", of(Q[0, 0], K, K), ShapeError, "query", "(B, H, L, D)", "(5, 8). clearhead.split_"),
+    ("five sizes", of(Q[None], K, K), ShapeError, "query", "(B, H, L, D)", "(1, 2, 6, 5, 8). clearhead"),
+    ("one batch", of(Q, K[0], K[0]), ShapeError, ALL, "all (H, L, D)", "query (2, 6, 5, 8), key (3, 7, 8)"),
+    ("key dtype", of(Q, K.double(), K), DTypeError, "key", "torch.float32", "torch.float64. Convert it"),
+    ("value dtype", of(Q, K, K.half()), DTypeError, "value", "torch.float32", "torch.float16. Convert"),
+    ("key device", of(Q, K.to("meta"), K), DeviceError, "key", "query's device cpu", "meta."),
+    ("value device", of(Q, K, K.to("meta")), DeviceError, "value", "query's device cpu", "meta."),
+    ("batch", of(Q, K[:1], K[:1]), ShapeError, ALL, "sizes (B)", "query (2, 6, 5, 8), key (1, 3, 7, 8), "),
+    ("value batch", of(Q, K, K[:1]), ShapeError, ALL, "(B)", "query (2, 6, 5, 8), key (2, 3, 7, 8), "),
+    ("value heads", of(Q, K, K[:, :2]), ShapeError, ALL, "(Hkv)", "query (2, 6, 5, 8), key (2, 3, 7, 8), "),
+    ("value length", of(Q, K, K[:, :, :4]), ShapeError, ALL, "(S)", "query (2, 6, 5, 8), key (2, 3, 7, "),
+    ("head_dim", of(Q, K[..., :4], K), ShapeError, "key", "D = 8 as in query (2, 6, 5, 8)", "(2, 3, 7, 4)."),
+    ("heads", of(Q, Q[:, :4], Q[:, :4]), ShapeError, "key", "H = 6", "Hkv = 4 in (2, 4, 5, 8). Heads are"),
     ("dropout 1.5", called(dropout_p=1.5), ArgumentError, "dropout_p", "a probability in [0, 1]", "1.5."),
     ("dropout -0.1", called(dropout_p=-0.1), ArgumentError, "dropout_p", "a probability in [0, 1]", "-0.1."),
     ("dropout nan", called(dropout_p=float("nan")), ArgumentError, "dropout_p", "a probability in [0, 1]", "nan."),
@@ -204,16 +166,13 @@ def test_a_mismatch_comes_with_the_likely_fix(case: Refusal) -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
+        (called(dropout_p=1.5), "dropout_p: expected a probability in [0, 1], got 1.5."),
         (
-            called(dropout_p=1.5),
-            "dropout_p: expected a probability in [0, 1], got 1.5.",
-        ),
-        (
-            lambda: attention(Q, K.double(), K),
+            of(Q, K.double(), K),
             "key: expected query's dtype torch.float32, got torch.float64. Convert it with .to(torch.float32).",
         ),
         (
-            lambda: attention(Q, Q[:, :4], Q[:, :4]),
+            of(Q, Q[:, :4], Q[:, :4]),
             "key: expected a head count that divides the query's H = 6, got Hkv = 4 in (2, 4, 5, 8). "
             "Heads are the second dimension: (B, H, L, D), not (B, L, H, D).",
         ),
@@ -239,8 +198,8 @@ def test_the_whole_text(call: Call, text: str) -> None:
 
 
 ESCAPED = [
-    ("list", lambda: attention(Q[0], [1.0], K[0]), DTypeError, "key: expected a torch.Tensor, got list"),
-    ("unbatched", lambda: attention(Q[0], K[0, ..., :4], K[0]), ShapeError, "key: .* query (6, 5, 8), got (3, 7, 4)"),
+    ("list", of(Q[0], [1.0], K[0]), DTypeError, "key: expected a torch.Tensor, got list"),
+    ("unbatched", of(Q[0], K[0, ..., :4], K[0]), ShapeError, "key: .* query (6, 5, 8), got (3, 7, 4)"),
     ("no value", weights(K[0]), ShapeError, "query, key: expected"),
     ("rows in words", weights(queries="all"), DTypeError, "queries: expected an int, a slice .*, got 'all'"),
     (

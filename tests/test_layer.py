@@ -199,15 +199,6 @@ def test_second_derivatives(kind: str, count: int) -> None:
     assert all((one.double() - other).abs().max() < 1e-5 * largest for one, other in zip(found, exact, strict=True))
 
 
-@both
-def test_many_gradients_at_once(kind: str) -> None:
-    module, (x,) = made(kind), drawn()
-    output, gradients = attend(module, [x]), torch.randn(4, B, L, E)
-    found = torch.autograd.grad(output, x, gradients, is_grads_batched=True, retain_graph=True)[0]
-    for one, gradient in zip(found, gradients, strict=True):
-        torch.testing.assert_close(one, torch.autograd.grad(output, x, gradient, retain_graph=True)[0])
-
-
 @every_kind
 def test_only_the_gradients_that_are_wanted(kind: str) -> None:
     module, inputs, given = made(kind), drawn(2), MASKS["padding"](S)

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import clearhead
 from clearhead import MultiHeadAttention, masks
-from clearhead.positions import ALiBi, RelativeBias, Rotary
+from clearhead.positions import RelativeBias, Rotary
+
+from .test_multihead import by_hand
 
 B, L, E, H, KV, D = 2, 7, 11, 6, 3, 4
-
-
-def by_hand(module: MultiHeadAttention, x: Tensor, visible: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The textbook formula, head by head."""
-    q, k, v = (proj(x).unflatten(-1, (-1, D)).transpose(1, 2) for proj in (module.q_proj, module.k_proj, module.v_proj))
-    if module.q_norm is not None:
-        q = q / (q.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * module.q_norm.weight
-    if module.k_norm is not None:
-        k = k / (k.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt() * module.k_norm.weight
-    heads: list[Tensor] = []
-    for h in range(H):
-        scores = q[:, h] @ k[:, h // 2].mT / math.sqrt(D)
-        if module.softcap is not None:
-            scores = module.softcap * torch.tanh(scores / module.softcap)
-        if bias is not None:
-            scores = scores + bias[h]
-        terms = scores.exp() * visible
-        total = terms.sum(-1, keepdim=True) + (0 if module.sinks is None else module.sinks[h].exp())
-        heads.append(terms / total @ v[:, h // 2])
-    return module.out_proj(torch.cat(heads, -1))
 
 
 def made(**parts: Any) -> MultiHeadAttention:
@@ -58,10 +39,9 @@ def test_the_formula_and_its_gradients(parts: str) -> None:
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(B, L, E, dtype=torch.float64, requires_grad=True)
-    visible = torch.ones(L, L).tril().double()
     inputs = [x, *module.parameters()]
     found = module(x, mask=masks.causal())
-    expected = by_hand(module, x, visible)
+    expected = by_hand(module, x, x, x, masks.causal())
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     towards = torch.randn_like(found)
     for mine, theirs in zip(
@@ -73,11 +53,9 @@ def test_the_formula_and_its_gradients(parts: str) -> None:
 def test_the_layers_mask_and_the_calls_both_hide() -> None:
     module = made(mask=masks.sliding_window(2, 1))
     x = torch.randn(B, L, E, dtype=torch.float64)
-    near = (masks.sliding_window(2, 1) & masks.causal()).dense(L)[0, 0].double()
-    torch.testing.assert_close(module(x, mask=masks.causal()), by_hand(module, x, near), rtol=0, atol=1e-10)
-    torch.testing.assert_close(
-        module(x), by_hand(module, x, masks.sliding_window(2, 1).dense(L)[0, 0].double()), rtol=0, atol=1e-10
-    )
+    near = masks.sliding_window(2, 1)
+    for mask, both in ((None, near), (masks.causal(), near & masks.causal())):
+        torch.testing.assert_close(module(x, mask=mask), by_hand(module, x, x, x, both), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("combined", [False, True])
@@ -95,25 +73,6 @@ def test_a_bias_that_learns_belongs_to_the_module(combined: bool) -> None:
     output.square().sum().backward()
     assert bias.weight.grad is not None
     assert bias.weight.grad.abs().sum() > 0
-
-
-def test_alibi_and_rotary_compose() -> None:
-    """Both say positions; moving all of them changes nothing."""
-    module = made(position=Rotary(D), mask=ALiBi(H) & masks.sliding_window(4, 0))
-    x = torch.randn(B, L, E, dtype=torch.float64)
-    torch.testing.assert_close(
-        module(x, mask=masks.causal(), positions=1000), module(x, mask=masks.causal()), rtol=0, atol=1e-6
-    )
-
-
-def test_positions_of_a_left_padded_batch() -> None:
-    module = made(position=Rotary(D), mask=ALiBi(H))
-    x = torch.randn(2, L, E, dtype=torch.float64)
-    positions = torch.stack((torch.arange(L), torch.arange(L) - 3)).clamp(min=-1)
-    found = module(x, mask=masks.causal(), positions=positions)
-    torch.testing.assert_close(found[0], module(x[0], mask=masks.causal()), rtol=0, atol=1e-10)
-    torch.testing.assert_close(found[1, 3:], module(x[1, 3:], mask=masks.causal()), rtol=0, atol=1e-10)
-    torch.testing.assert_close(found[1, :3], module.out_proj.bias.expand(3, -1), rtol=0, atol=1e-12)
 
 
 def test_keys_stand_where_a_position_part_turns_them() -> None:

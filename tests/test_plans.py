@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ from clearhead._layer.plan import PlanCache, plans
 from clearhead.errors import ClearheadError, KernelError
 from clearhead.masks import Mask
 from tests.support.derivatives import check_derivatives
+from tests.support.threads import in_threads
 
 B, H, L, S, D = 2, 3, 5, 7, 11
 
@@ -413,27 +413,17 @@ def test_a_decoder_does_not_fill_the_memory() -> None:
 
 def test_threads_share_plans() -> None:
     """More specs than fit, so that plans are put, found and dropped at once."""
-    failed: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            for keys in range(1, 200):
-                given = drawn(number, keys=keys)
-                with clearhead.use_kernel("reference") if number % 2 else nullcontext():
-                    found = attend(given)
-                torch.testing.assert_close(found, expected[number][keys - 1], rtol=1e-5, atol=1e-5)
-        except BaseException as error:
-            failed.append(error)
+        for keys in range(1, 200):
+            with clearhead.use_kernel("reference") if number % 2 else nullcontext():
+                found = attend(drawn(number, keys=keys))
+            torch.testing.assert_close(found, expected[number][keys - 1], rtol=1e-5, atol=1e-5)
 
     expected = [
         [attend(drawn(number, torch.float64, keys=keys)).float() for keys in range(1, 200)] for number in range(3)
     ]
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    in_threads(work, 3)
 
 
 def test_a_bias_that_learns_between_calls_that_do_not() -> None:

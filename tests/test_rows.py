@@ -51,11 +51,7 @@ def forced(kernel: str) -> Any:
 
 
 def one_by_one(
-    given: Sequence[Tensor],
-    queries: list[int],
-    keys: list[int],
-    mask_of: Callable[[slice, slice], Any],
-    **more: Any,
+    given: Sequence[Tensor], queries: list[int], keys: list[int], mask_of: Callable[[slice, slice], Any], **more: Any
 ) -> tuple[Tensor, Tensor]:
     """Every document of these lengths alone, by the reference kernel."""
     found: list[tuple[Tensor, Tensor]] = []
@@ -100,10 +96,7 @@ MASKS: dict[str, Case] = {
         lambda bias: masks.keep(keys=whole(4)[:1]),
         lambda bias, rows, columns: masks.keep(keys=whole(4)[:1, columns]),
     ),
-    "bias": (
-        lambda bias: masks.bias(bias[0]),
-        lambda bias, rows, columns: masks.bias(bias[0, rows, columns]),
-    ),
+    "bias": (lambda bias: masks.bias(bias[0]), lambda bias, rows, columns: masks.bias(bias[0, rows, columns])),
     "bias per head": (
         lambda bias: masks.bias(bias[None]) & masks.sliding_window(3, 3),
         lambda bias, rows, columns: masks.bias(bias[None, :, rows, columns]) & masks.sliding_window(3, 3),

@@ -163,8 +163,12 @@ def number(name: str, value: Any, expected: str, accept: Callable[[float], bool]
     return float(cast(float, value))
 
 
-def strided(name: str, value: object, expected: str = "a torch.Tensor", fix: str = "") -> Tensor:
-    """A tensor with strides: not sparse, and not nested; `fix` is for what is no tensor at all.
+def strided(
+    name: str, value: object, expected: str = "a torch.Tensor", fix: str = "", dtypes: Sequence[torch.dtype] = ()
+) -> Tensor:
+    """A tensor with strides, neither sparse nor nested, of one of these dtypes if any are named.
+
+    What to do about anything that is no tensor, or of another dtype, is `fix`.
 
     Raises:
         DTypeError: for anything else.
@@ -177,6 +181,8 @@ def strided(name: str, value: object, expected: str = "a torch.Tensor", fix: str
     if value.layout is not torch.strided:
         fix = "Convert it with .to_dense()."
         raise DTypeError(name, expected=expected, got=f"a tensor of layout {value.layout}", fix=fix)
+    if dtypes and value.dtype not in dtypes:
+        raise DTypeError(name, expected=expected, got=str(value.dtype), fix=fix)
     return value
 
 

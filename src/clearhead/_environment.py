@@ -107,12 +107,14 @@ def _one() -> int:
 
 _transforms: Callable[[], bool] = _found("_C._are_functorch_transforms_active", _yes)
 _dispatch_modes: Callable[[], int] = _found("_C._len_torch_dispatch_stack", _one)
-_any_autocast: Callable[[], bool] = _found("_C._is_any_autocast_enabled", _yes)
+#: Whether autocast is enabled for any device.
+any_autocast: Callable[[], bool] = _found("_C._is_any_autocast_enabled", _yes)
 _graph_task: Callable[[], int] = _found("_C._current_graph_task_id", lambda: -1)
 _legacy_batched: Callable[[Tensor], bool] = _found("_C._functorch.is_legacy_batchedtensor", lambda _: False)
 _global_hooks: Callable[[], bool] = _found("nn.modules.module._has_any_global_hook", _yes)
 _functorch: Any = _found("_C._functorch", None)
-_avx2: Callable[[], bool] = _found("cpu._is_avx2_supported", lambda: False)
+#: Whether PyTorch's compiler can build for this processor.
+has_avx2: Callable[[], bool] = _found("cpu._is_avx2_supported", lambda: False)
 _wrap: Callable[..., Tensor] | None = _found("Tensor._make_wrapper_subclass", None)
 _forward_level: Any = _found("autograd.forward_ad", None)
 
@@ -126,7 +128,7 @@ def read_environment() -> Environment:
         False,
         is_transformed(),
         _dispatch_modes() > 0,
-        _any_autocast(),
+        any_autocast(),
         _global_hooks(),
         torch.is_grad_enabled(),
         bool(state.observers) and not state.computing and bool(listening()),
@@ -171,6 +173,20 @@ def listening() -> tuple[Any, ...]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether `nn.Module.compile` has replaced what calling the module does."""
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def has_hook(module: nn.Module, hook: object) -> bool:
+    """Whether a function is one of a module's forward hooks, before or after."""
+    return any(own is hook for hooks in (module._forward_pre_hooks, module._forward_hooks) for own in hooks.values())
+
+
+def remove_hook(module: nn.Module, hook: object) -> None:
+    """Undo what registered it: the handle that PyTorch gave is not copied or pickled with the module."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for number in [number for number, own in hooks.items() if own is hook]:
+            del hooks[number]
+            for options in (module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
+                options.pop(number, None)
 
 
 @contextmanager
@@ -222,11 +238,6 @@ def skips_idle_hook(hook: Callable[..., None]) -> Callable[[type[Kind]], type[Ki
     return decorate
 
 
-def any_autocast() -> bool:
-    """Whether autocast is enabled for any device."""
-    return _any_autocast()
-
-
 def _device_type(tensor: object) -> str:
     """The type of device whose autocast counts; for one without autocast (meta) the CPU's."""
     if isinstance(tensor, Tensor) and torch.amp.is_autocast_available(tensor.device.type):
@@ -275,11 +286,6 @@ def has_onednn_linear() -> bool:
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """X Wᵀ + b on oneDNN's GEMM, without gradients."""
     return _onednn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
-def has_avx2() -> bool:
-    """Whether PyTorch's compiler can build for this processor."""
-    return bool(_avx2())
 
 
 def mark_static(tensor: Tensor, dim: int) -> None:

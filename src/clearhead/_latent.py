@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, cast, final, overload
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,15 @@ from ._latent_forms import UpWeights, absorbed, absorbing_is_less, expanded, up_
 from ._layer.layer import Form, Layer
 from ._layer.positions import PositionPart
 from ._layer.unmodified import apply_linear
-from ._multihead_checks import cache_dtype, require_cache, require_features, require_mask, require_parts
+from ._multihead_checks import (
+    cache_dtype,
+    draw_projections,
+    require_cache,
+    require_features,
+    require_parts,
+    require_together,
+    set_mask,
+)
 from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
 from .errors import ArgumentError, ShapeError, shape_text
@@ -118,16 +126,12 @@ class MultiHeadLatentAttention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else number("scale", scale, "a finite number", is_finite)
         self.dropout = number("dropout", dropout, "a probability in [0, 1]", is_probability)
         require_parts(position, q_norm=q_norm, kv_norm=kv_norm)
-        require_mask(mask)
         _require_q_norm(q_norm, q_lora_rank)
         require_factory(device, dtype)
         bias = flag("bias", bias)
         out_bias = bias if out_bias is None else flag("out_bias", out_bias)
         self.position = position
-        self.mask = mask
-        if mask is not None and not isinstance(mask, nn.Module):
-            # What learns in a combined mask is this module's too.
-            self.mask_parts = nn.ModuleList(part for part in mask.parts() if isinstance(part, nn.Module))
+        set_mask(self, mask)
 
         def linear(inputs: int, outputs: int, has_bias: bool = False) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=has_bias, device=device, dtype=dtype)
@@ -152,10 +156,7 @@ class MultiHeadLatentAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Draw every projection from Xavier's uniform distribution and set biases to zero."""
         queries = [part for part in self.q_proj.modules() if isinstance(part, nn.Linear)]
-        for projection in (*queries, self.kv_down, self.kv_up, self.out_proj):
-            nn.init.xavier_uniform_(projection.weight)
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
+        draw_projections(*queries, self.kv_down, self.kv_up, self.out_proj)
 
     @property
     def cache_head_dim(self) -> int:
@@ -174,34 +175,6 @@ class MultiHeadLatentAttention(nn.Module):
         weight = self.kv_down.weight
         sizes = batch_size, 1, max_length, self.cache_head_dim
         return KVCache(*sizes, value_head_dim=0, dtype=cache_dtype(weight), device=weight.device)
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        need_weights: Literal[False] = False,
-        average_attn_weights: bool = True,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        need_weights: Literal[True],
-        average_attn_weights: bool = True,
-    ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
         self,
@@ -241,18 +214,16 @@ class MultiHeadLatentAttention(nn.Module):
             CacheError: if the cache is full, or gradients are asked for.
             And what `attention` raises.
         """
-        need_weights = flag("need_weights", need_weights)
-        average_attn_weights = flag("average_attn_weights", average_attn_weights)
+        wanted = weights_wanted(need_weights, average_attn_weights)
         environment = read_environment()
         require_cache(cache, self.position)
-        wanted = weights_wanted(need_weights, average_attn_weights)
         with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
             self._require_input("query", query)
             source = None
             if cache is None or cache.get() is None:
                 source = _one_source(query, key, value)
                 self._require_input("key", source)
-                _require_together(query, source)
+                require_together(query=query, key=source)
             output, weights = self._layer(environment).run(
                 query, source, source, mask, environment, positions=positions, cache=cache, weights=wanted
             )
@@ -353,13 +324,6 @@ def _one_source(query: Tensor, key: Tensor | None, value: Tensor | None) -> Tens
             fix="One latent gives keys and values both; MultiHeadAttention takes them apart.",
         )
     return source
-
-
-def _require_together(query: Tensor, key: Tensor) -> None:
-    if query.dim() != key.dim() or query.shape[:-2] != key.shape[:-2]:
-        got = f"query {shape_text(query.shape)}, key {shape_text(key.shape)}"
-        fix = "Inputs are (B, length, features)."
-        raise ShapeError("query, key", expected="equal batch sizes B, or no batch", got=got, fix=fix)
 
 
 def _require_q_norm(q_norm: nn.Module | None, q_lora_rank: int | None) -> None:

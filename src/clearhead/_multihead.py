@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, cast, overload
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,12 @@ from ._layer.unmodified import apply_linear
 from ._multihead_checks import (
     cache_dtype,
     complete,
+    draw_projections,
     require_cache,
     require_features,
     require_inputs,
-    require_mask,
     require_parts,
+    set_mask,
     unfit_projections,
     whole_head_dim,
 )
@@ -130,13 +131,9 @@ class MultiHeadAttention(nn.Module):
             None if softcap is None else number("softcap", softcap, "a number > 0, or None", lambda c: 0 < c < math.inf)
         )
         require_parts(position, q_norm=q_norm, k_norm=k_norm)
-        require_mask(mask)
         self.position = position
         self.q_norm, self.k_norm = q_norm, k_norm
-        self.mask = mask
-        if mask is not None and not isinstance(mask, nn.Module):
-            # What learns in a combined mask is this module's too.
-            self.mask_parts = nn.ModuleList(part for part in mask.parts() if isinstance(part, nn.Module))
+        set_mask(self, mask)
         require_factory(device, dtype)
         bias = flag("bias", bias)
         inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -156,10 +153,7 @@ class MultiHeadAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw every projection from Xavier's uniform distribution and set biases and sinks to zero."""
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
-            nn.init.xavier_uniform_(projection.weight)
-            if projection.bias is not None:
-                nn.init.zeros_(projection.bias)
+        draw_projections(self.q_proj, self.k_proj, self.v_proj, self.out_proj)
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -181,34 +175,6 @@ class MultiHeadAttention(nn.Module):
             return KVCache(batch_size, kv_heads, length, self.head_dim, dtype=dtype, device=device)
 
         return make(max_length) if self.sequence_shard is None else self.sequence_shard.shared_cache(make, max_length)
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        need_weights: Literal[False] = False,
-        average_attn_weights: bool = True,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        need_weights: Literal[True],
-        average_attn_weights: bool = True,
-    ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
         self,
@@ -254,77 +220,25 @@ class MultiHeadAttention(nn.Module):
             options = mask, positions, cache, need_weights, average_attn_weights
             output, weights = self.sequence_shard.call(self, query, key, value, *options)
             return output if weights is None else (output, weights)
-        need_weights = flag("need_weights", need_weights)
-        average_attn_weights = flag("average_attn_weights", average_attn_weights)
+        wanted = weights_wanted(need_weights, average_attn_weights)
         environment = read_environment()
         if self.head_shard is not None and mask is not None:
             mask = self.head_shard.mask(as_mask(mask))
         if is_jagged(query, key, value):
-            refuse_jagged(positions=positions, cache=cache, need_weights=need_weights)
+            refuse_jagged(positions=positions, cache=cache, need_weights=wanted)
             return self._run_jagged(query, *complete(query, key, value), mask, environment)
-        if positions is None and cache is None:  # no cache to restore if the call is refused
-            key, value = complete(query, key, value)
-            require_inputs(self, query, key, value)
-            output, weights = self.layer(query, environment).run(
-                query, key, value, mask, environment, weights=weights_wanted(need_weights, average_attn_weights)
-            )
-            return output if weights is None else (output, weights)
         require_cache(cache, self.position)
+        # Masks are checked against a grid of which the new keys are a part: after the cache has taken them.
         with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
-            require_features("query", query, self.q_proj)
             if cache is None or cache.get() is None:
                 key, value = complete(query, key, value)
                 require_inputs(self, query, key, value)
-            wanted = weights_wanted(need_weights, average_attn_weights)
-            output, weights = self.layer(query, environment).run(
+            else:  # a memory whose keys are projected already
+                require_features("query", query, self.q_proj)
+            output, weights = layer_of(self, query, environment).run(
                 query, key, value, mask, environment, positions=positions, cache=cache, weights=wanted
             )
         return output if weights is None else (output, weights)
-
-    def layer(self, query: Tensor, environment: Environment) -> Layer:
-        """The call of this module for a query (B, L, qdim), as far as it does not depend on other arguments."""
-        shard = self.head_shard
-        heads, kv_heads, sinks, mask = self.num_heads, self.num_kv_heads, self.sinks, self.mask
-        if shard is not None:
-            heads, kv_heads, mask = shard.num_heads, shard.num_kv_heads, shard.mask(mask)
-            sinks = None if sinks is None else shard.local(sinks)
-        inner, kv_inner = heads * self.head_dim, kv_heads * self.head_dim
-        dropout_p = self.dropout if self.training else 0.0
-        origin = DropoutOrigin(self.num_heads, shard.first) if shard is not None and dropout_p else None
-        # Within the documents of an unpadded batch dropout counts anew, which an origin among the heads of the whole
-        # module does not describe: other processes would drop other weights. Padding then stays in.
-        costs = Costs((query.shape[-1] + self.embed_dim) * inner, 2 * self.embed_dim * kv_inner, 2 * inner)
-        modules: dict[str, Any] = self._modules  # attributes of modules are looked up slowly
-
-        def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
-            if shard is not None:
-                query, key, value = cast("tuple[Tensor, Any, Any]", shard.enter(query, key, value))
-            q = apply_linear(modules["q_proj"], query, environment)
-            if key is None or value is None:
-                return q, None, None
-            k = apply_linear(modules["k_proj"], key, environment)
-            v = apply_linear(modules["v_proj"], value, environment)
-            if q.shape[-1] != inner or k.shape[-1] != kv_inner or v.shape[-1] != kv_inner:
-                raise unfit_projections((q, k, v), inner, kv_inner)
-            return q, k, v
-
-        return Layer(
-            project,
-            modules["out_proj"],
-            heads,
-            kv_heads,
-            self.scale,
-            dropout_p,
-            self.softcap,
-            sinks,
-            self.q_norm,
-            self.k_norm,
-            self.position,
-            mask,
-            costs if origin is None else None,
-            origin=origin,
-            all_heads=None if shard is None else shard.all_weights,
-        )
 
     def _run_jagged(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None, environment: Environment
@@ -334,7 +248,7 @@ class MultiHeadAttention(nn.Module):
             ("query", "key", "value"), tokens, (self.q_proj, self.k_proj, self.v_proj), strict=True
         ):
             require_features(name, x, projection)
-        layer = self.layer(tokens[0], environment)
+        layer = layer_of(self, tokens[0], environment)
         if layer.origin is not None:
             fix = "Pad them and pass masks.lengths(...), or set module.dropout = 0.0."
             expected = "padded inputs where heads are split over processes and weights are dropped"
@@ -351,3 +265,49 @@ class MultiHeadAttention(nn.Module):
         dropout = f", dropout={self.dropout}" if self.dropout else ""
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}{kv}, head_dim={self.head_dim}"
         return f"{sizes}{softcap}{sinks}{mask}{dropout}"
+
+
+def layer_of(module: MultiHeadAttention, query: Tensor, environment: Environment) -> Layer:
+    """The call of a module for a query (B, L, qdim), as far as it does not depend on other arguments."""
+    shard = module.head_shard
+    heads, kv_heads, sinks, mask = module.num_heads, module.num_kv_heads, module.sinks, module.mask
+    if shard is not None:
+        heads, kv_heads, mask = shard.num_heads, shard.num_kv_heads, shard.mask(mask)
+        sinks = None if sinks is None else shard.local(sinks)
+    inner, kv_inner = heads * module.head_dim, kv_heads * module.head_dim
+    dropout_p = module.dropout if module.training else 0.0
+    origin = DropoutOrigin(module.num_heads, shard.first) if shard is not None and dropout_p else None
+    # Within the documents of an unpadded batch dropout counts anew, which an origin among the heads of the whole
+    # module does not describe: other processes would drop other weights. Padding then stays in.
+    costs = Costs((query.shape[-1] + module.embed_dim) * inner, 2 * module.embed_dim * kv_inner, 2 * inner)
+    modules: dict[str, Any] = module._modules  # attributes of modules are looked up slowly
+
+    def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
+        if shard is not None:
+            query, key, value = cast("tuple[Tensor, Any, Any]", shard.enter(query, key, value))
+        q = apply_linear(modules["q_proj"], query, environment)
+        if key is None or value is None:
+            return q, None, None
+        k = apply_linear(modules["k_proj"], key, environment)
+        v = apply_linear(modules["v_proj"], value, environment)
+        if q.shape[-1] != inner or k.shape[-1] != kv_inner or v.shape[-1] != kv_inner:
+            raise unfit_projections((q, k, v), inner, kv_inner)
+        return q, k, v
+
+    return Layer(
+        project,
+        modules["out_proj"],
+        heads,
+        kv_heads,
+        module.scale,
+        dropout_p,
+        module.softcap,
+        sinks,
+        module.q_norm,
+        module.k_norm,
+        module.position,
+        mask,
+        costs if origin is None else None,
+        origin=origin,
+        all_heads=None if shard is None else shard.all_weights,
+    )

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ._call.caching import Cache
 from ._checks import FLOATS, module, strided
-from ._environment import autocast_is_on, cast_for_autocast, is_tracing
-from ._layer.linear import Linear
+from ._environment import cast_for_autocast, is_tracing
+from ._layer.linear import Linear, require_same
 from ._layer.unmodified import inputs_fit
 from .caches._cross import CrossKVCache
-from .errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
+from .errors import ArgumentError, DTypeError, MaskTypeError, ShapeError, shape_text
 from .masks._base import Mask
 
 
@@ -42,7 +42,7 @@ def require_inputs(module: Any, query: Tensor, key: Tensor, value: Tensor) -> No
     require_features("query", query, module.q_proj)
     require_features("key", key, module.k_proj)
     require_features("value", value, module.v_proj)
-    _require_together(query, key, value)
+    require_together(query=query, key=key, value=value)
 
 
 def require_parts(position: object, **modules: object) -> None:
@@ -78,11 +78,28 @@ def cache_dtype(weight: Tensor) -> torch.dtype | None:
     return cast_for_autocast(weight[:0])[0].dtype if weight.is_floating_point() else None
 
 
-def require_mask(mask: object) -> None:
-    """Raise unless a layer's own mask fits calls of any size."""
-    if mask is not None and not isinstance(mask, Mask):
+def set_mask(owner: nn.Module, mask: Mask | None) -> None:
+    """Make a mask a module's own, with what learns in it.
+
+    Raises:
+        MaskTypeError: unless it fits calls of any size.
+    """
+    given: object = mask
+    if given is not None and not isinstance(given, Mask):
         fix = "A tensor belongs to a call; give the layer a rule, such as masks.sliding_window(255, 0)."
-        raise MaskTypeError("mask", expected="a clearhead Mask", got=type(mask).__name__, fix=fix)
+        raise MaskTypeError("mask", expected="a clearhead Mask", got=type(given).__name__, fix=fix)
+    owner.mask = mask
+    if mask is not None and not isinstance(mask, nn.Module):
+        # A mask that is no module itself would hide the parameters of its parts from `parameters()`.
+        owner.mask_parts = nn.ModuleList(part for part in mask.parts() if isinstance(part, nn.Module))
+
+
+def draw_projections(*projections: nn.Linear) -> None:
+    """Draw weights from Xavier's uniform distribution and set biases to zero."""
+    for projection in projections:
+        nn.init.xavier_uniform_(projection.weight)
+        if projection.bias is not None:
+            nn.init.zeros_(projection.bias)
 
 
 def require_features(name: str, x: object, projection: nn.Module) -> None:
@@ -99,38 +116,23 @@ def require_features(name: str, x: object, projection: nn.Module) -> None:
             got=shape_text(x.shape),
             fix=f"The module is batch first; the features of the {name} input are set by {name[0]}dim=.",
         )
-    if type(projection) not in (Linear, nn.Linear) or autocast_is_on(x):
-        return
-    weight = cast(Tensor, projection.weight)
-    if x.dtype != weight.dtype:
-        raise DTypeError(
-            name,
-            expected=f"the module's dtype {weight.dtype}",
-            got=str(x.dtype),
-            fix=f"Convert the input with .to({weight.dtype}), or the module.",
-        )
-    if x.device != weight.device:
-        raise DeviceError(
-            name,
-            expected=f"the module's device {weight.device}",
-            got=str(x.device),
-            fix="Move the input or the module with .to(...).",
-        )
+    if type(projection) in (Linear, nn.Linear):
+        require_same(name, x, cast(Tensor, projection.weight))
 
 
-def _require_together(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Raise unless the inputs belong to one batch and each key has its value."""
-    if not query.dim() == key.dim() == value.dim():
+def require_together(**inputs: Tensor) -> None:
+    """Raise unless the inputs, named as the arguments are, belong to one batch and each key has its value."""
+    query, key = inputs["query"], inputs["key"]
+    if any(x.dim() != query.dim() for x in inputs.values()):
         problem = "inputs that all have a batch, or none"
-    elif query.dim() == 3 and not (query.shape[0] == key.shape[0] and key.shape[0] == value.shape[0]):
-        problem = "equal batch sizes B"
-    elif key.shape[-2] != value.shape[-2]:
+    elif query.dim() == 3 and any(x.shape[0] != query.shape[0] for x in inputs.values()):
+        problem = "equal batch sizes B, or no batch"
+    elif key.shape[-2] != inputs.get("value", key).shape[-2]:
         problem = "equal key and value lengths S"
     else:
         return
-    got = f"query {shape_text(query.shape)}, key {shape_text(key.shape)}, value {shape_text(value.shape)}"
-    fix = "Inputs are (B, length, features)."
-    raise ShapeError("query, key, value", expected=problem, got=got, fix=fix)
+    got = ", ".join(f"{name} {shape_text(x.shape)}" for name, x in inputs.items())
+    raise ShapeError(", ".join(inputs), expected=problem, got=got, fix="Inputs are (B, length, features).")
 
 
 def unfit_projections(found: tuple[Tensor, Tensor, Tensor], inner: int, kv_inner: int) -> ShapeError:

@@ -11,13 +11,7 @@ from benchmarks import cpu
 from benchmarks.comparing import OURS, Result, read, write
 from benchmarks.comparing.page import marks
 
-KEPT = Result(
-    "decoding",
-    "one row",
-    "ms",
-    {OURS: 2.0, "SDPA": 3.0},
-    kernel="sdpa",
-)
+KEPT = Result("decoding", "one row", "ms", {OURS: 2.0, "SDPA": 3.0}, kernel="sdpa")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

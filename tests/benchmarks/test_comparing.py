@@ -13,17 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.comparing import (
-    OURS,
-    Case,
-    Contest,
-    Result,
-    TimedCase,
-    enter,
-    read,
-    scale_difference,
-    write,
-)
+from benchmarks.comparing import OURS, Case, Contest, Result, TimedCase, enter, read, scale_difference, write
 from benchmarks.comparing.load import with_load
 from benchmarks.comparing.page import fill, marks
 from benchmarks.comparing.pictures import draw_rates, draw_ratios

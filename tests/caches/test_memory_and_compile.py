@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._dynamo.testing import CompileCounter
 
 from clearhead import masks
 from clearhead.caches import Cache, EvictingKVCache, KVCache, SlidingKVCache
+from tests.support.compiling import compiled_steps
 
 from .decoding import DIM, EMBED, KV_HEADS, close, fed, module, whole
 
@@ -37,30 +35,11 @@ def test_memory_does_not_grow(make: Callable[..., Cache]) -> None:
     assert len(places) == 1
 
 
-def compiled_steps(cache: Cache, steps: int, kind: str) -> tuple[Any, list[int]]:
-    """Decode with a compiled step; how often it had been compiled after each step."""
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    attend = module(rotary=False, dtype=torch.float64)
-    x = torch.randn(2, steps + 3, EMBED, dtype=torch.float64)
-    causal = masks.causal()
-
-    @torch.compile(backend=counter, fullgraph=True)
-    def step(token: Tensor) -> Tensor:
-        return attend(token, mask=causal, cache=cache)
-
-    with torch.no_grad():
-        found = [attend(x[:, :3], mask=causal, cache=cache)]
-        counts: list[int] = []
-        for n in range(3, steps + 3):
-            found.append(step(x[:, [n]]))
-            counts.append(counter.frame_count)
-    close(torch.cat(found, 1), whole(attend, x, kind))
-    return counter, counts
-
-
 def test_a_compiled_step_recompiles_once_at_most() -> None:
-    _, counts = compiled_steps(KVCache(2, KV_HEADS, 40, DIM, dtype=torch.float64), 12, "kv")
+    attend, x = module(rotary=False, dtype=torch.float64), torch.randn(2, 15, EMBED, dtype=torch.float64)
+    cache = KVCache(2, KV_HEADS, 40, DIM, dtype=torch.float64)
+    found, counts = compiled_steps(lambda token: attend(token, mask=masks.causal(), cache=cache), x)
+    close(found, whole(attend, x, "kv"))
     assert counts[0] == 1
     assert counts[1] <= 2
     assert counts[-1] == counts[1]

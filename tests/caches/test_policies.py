@@ -7,14 +7,7 @@ import torch
 from torch import Tensor
 
 from clearhead import attention_weights, masks
-from clearhead.caches import (
-    EvictingKVCache,
-    EvictionPolicy,
-    HeavyHitters,
-    Held,
-    RandomEviction,
-    SinksAndRecent,
-)
+from clearhead.caches import EvictingKVCache, EvictionPolicy, HeavyHitters, Held, RandomEviction, SinksAndRecent
 
 from .decoding import DIM, EMBED, HEADS, KV_HEADS, close, fed, module
 

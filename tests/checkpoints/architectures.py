@@ -314,16 +314,11 @@ CASES = {
     "gpt2": Case(_gpt2, "h.{layer}.attn", "h.{layer}.attn"),
     # BERT's block adds its input and normalises: `output.dense` is where attention ends.
     "bert": Case(
-        _bert,
-        "encoder.layer.{layer}.attention.self",
-        "encoder.layer.{layer}.attention.output.dense",
-        causal=False,
+        _bert, "encoder.layer.{layer}.attention.self", "encoder.layer.{layer}.attention.output.dense", causal=False
     ),
     # The same as a language model, step by step.
     "bert decoder": Case(
-        _bert_decoder,
-        "encoder.layer.{layer}.attention.self",
-        "encoder.layer.{layer}.attention.output.dense",
+        _bert_decoder, "encoder.layer.{layer}.attention.self", "encoder.layer.{layer}.attention.output.dense"
     ),
 }
 DECODERS = [name for name, case in CASES.items() if case.causal]

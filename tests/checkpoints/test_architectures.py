@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import transformers
@@ -12,18 +10,9 @@ from torch import Tensor, nn
 from clearhead import MultiHeadAttention, masks
 from clearhead._latent import MultiHeadLatentAttention
 from clearhead.checkpoints import from_transformers
+from tests.support.models import VIT
 
-from .architectures import (
-    CASES,
-    Case,
-    Seen,
-    assert_close,
-    marks,
-    positions_of,
-    randomised,
-    token_ids,
-    watching,
-)
+from .architectures import CASES, Case, Seen, assert_close, marks, positions_of, randomised, token_ids, watching
 
 
 def run(case: Case, model: nn.Module, **inputs: Tensor) -> Seen:
@@ -32,16 +21,19 @@ def run(case: Case, model: nn.Module, **inputs: Tensor) -> Seen:
     return seen
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_whole_batch(name: str) -> None:
-    case = CASES[name]
-    model = case.model()
+def compare(case: Case, model: nn.Module) -> None:
+    """Every layer on a whole batch."""
     seen = run(case, model, input_ids=token_ids())
     for layer in case.layers:
         ours = from_transformers(model, layer)
-        assert isinstance(ours, MultiHeadLatentAttention if "deepseek" in name else MultiHeadAttention)
+        assert isinstance(ours, MultiHeadLatentAttention if "Deepseek" in type(model).__name__ else MultiHeadAttention)
         with torch.no_grad():
             assert_close(ours(seen.x[layer][0], mask=case.mask), seen.output[layer][0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_whole_batch(name: str) -> None:
+    compare(CASES[name], CASES[name].model())
 
 
 @pytest.mark.parametrize("told_by", ["positions", "mask"])
@@ -74,23 +66,10 @@ def test_alternating_layers_differ_in_their_window_alone(name: str) -> None:
     assert described == ["sliding_window(3, 0)", None, "sliding_window(3, 0)"]
 
 
-def vit(**settings: Any) -> nn.Module:
-    config = transformers.ViTConfig(
-        hidden_size=35,
-        num_attention_heads=5,
-        num_hidden_layers=2,
-        intermediate_size=29,
-        image_size=12,
-        patch_size=4,
-        attn_implementation="eager",
-        **settings,
-    )
-    return randomised(transformers.ViTModel(config, add_pooling_layer=False))
-
-
 @pytest.mark.parametrize("qkv_bias", [False, True])
 def test_vit(qkv_bias: bool) -> None:
-    model, name = vit(qkv_bias=qkv_bias), "layers.{layer}.attention"
+    config = transformers.ViTConfig(**VIT, qkv_bias=qkv_bias, attn_implementation="eager")
+    model, name = randomised(transformers.ViTModel(config, add_pooling_layer=False)), "layers.{layer}.attention"
     with watching(model, name, name, (0, 1)) as seen:
         model(pixel_values=torch.randn(3, 3, 12, 12))
     for layer in (0, 1):
@@ -105,34 +84,15 @@ def test_scaling_that_follows_the_length() -> None:
     config = CASES["llama"].build().config
     config.max_position_embeddings = 7
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
-    model = randomised(transformers.LlamaModel(config))
-    seen = run(CASES["llama"], model, input_ids=token_ids())
-    with torch.no_grad():
-        output = from_transformers(model, 1)(seen.x[1][0], mask=masks.causal())
-    assert_close(output, seen.output[1][0])
+    compare(CASES["llama"], randomised(transformers.LlamaModel(config)))
 
 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("by_layer", [True, False])
 def test_every_scale_of_gpt2(scaled: bool, by_layer: bool) -> None:
-    config = transformers.GPT2Config(
-        vocab_size=31,
-        n_embd=35,
-        n_head=5,
-        n_layer=2,
-        n_positions=17,
-        bos_token_id=None,
-        eos_token_id=None,
-        scale_attn_weights=scaled,
-        scale_attn_by_inverse_layer_idx=by_layer,
-        attn_implementation="eager",
-    )
-    model = randomised(transformers.GPT2Model(config))
-    seen = run(CASES["gpt2"], model, input_ids=token_ids())
-    for layer in (0, 1):
-        with torch.no_grad():
-            output = from_transformers(model, layer)(seen.x[layer][0], mask=masks.causal())
-        assert_close(output, seen.output[layer][0])
+    config = CASES["gpt2"].build().config
+    config.update({"scale_attn_weights": scaled, "scale_attn_by_inverse_layer_idx": by_layer})
+    compare(CASES["gpt2"], randomised(transformers.GPT2Model(config)))
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 4, 7, 8])
@@ -140,8 +100,4 @@ def test_bloom_with_any_number_of_heads(num_heads: int) -> None:
     config = transformers.BloomConfig(
         vocab_size=31, hidden_size=56, n_head=num_heads, n_layer=2, attn_implementation="eager"
     )
-    model = randomised(transformers.BloomModel(config))
-    seen = run(CASES["bloom"], model, input_ids=token_ids())
-    with torch.no_grad():
-        output = from_transformers(model, 1)(seen.x[1][0], mask=masks.causal())
-    assert_close(output, seen.output[1][0])
+    compare(CASES["bloom"], randomised(transformers.BloomModel(config)))

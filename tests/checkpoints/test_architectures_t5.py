@@ -14,17 +14,7 @@ from clearhead.caches import CrossKVCache
 from clearhead.checkpoints import from_transformers, layers_from_transformers
 from clearhead.masks import Mask
 
-from .architectures import (
-    PROMPT,
-    B,
-    L,
-    assert_close,
-    marks,
-    positions_of,
-    t5,
-    token_ids,
-    watching,
-)
+from .architectures import PROMPT, B, L, assert_close, marks, positions_of, t5, token_ids, watching
 
 #: Where an attention is, and how many layers have it.
 PLACES = {

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from clearhead._latent import MultiHeadLatentAttention
-from clearhead.checkpoints import layers_from_transformers
-from clearhead.checkpoints._deepseek import latent_from_transformers
+from clearhead.checkpoints import from_transformers, layers_from_transformers
 from clearhead.errors import ArgumentError, CheckpointError
 
 from .architectures import DEEPSEEK, deepseek, randomised
 
-PREFIX = "layers.{layer}.self_attn."
+PREFIX = "layers.0.self_attn."
 
 
 def model_of(name: str) -> nn.Module:
@@ -24,7 +23,9 @@ def model_of(name: str) -> nn.Module:
 
 
 def loaded(model: nn.Module, layer: int) -> MultiHeadLatentAttention:
-    return latent_from_transformers(model.config, model.state_dict(), PREFIX.format(layer=layer)).eval()
+    ours = from_transformers(model.state_dict(), layer, config=model.config).eval()
+    assert isinstance(ours, MultiHeadLatentAttention)
+    return ours
 
 
 @pytest.mark.parametrize("name", ["yarn", "v2"])
@@ -61,24 +62,15 @@ def test_tensors_are_copies_of_their_own_dtype() -> None:
     assert not any(tensor.is_meta for tensor in (*ours.parameters(), *ours.buffers()))
 
 
-def test_an_attention_module_by_itself() -> None:
-    model = model_of("low-rank queries")
-    attention = model.get_submodule("layers.0.self_attn")
-    ours, same = latent_from_transformers(model.config, attention.state_dict()).eval(), loaded(model, 0)
-    x = torch.randn(2, 3, 35)
-    assert torch.equal(ours(x), same(x))
-
-
 def state_and_config(**settings: Any) -> tuple[dict[str, Tensor], Any]:
     model = model_of("low-rank queries")
-    state = model.get_submodule("layers.0.self_attn").state_dict()
+    state = model.get_submodule("layers.0.self_attn").state_dict(prefix=PREFIX)
     return state, SimpleNamespace(**(model.config.to_dict() | settings))
 
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"model_type": "llama"}, "config.model_type: expected one of deepseek_v3, deepseek_v2, got 'llama'."),
         (
             {"num_key_value_heads": 1},
             "config.num_key_value_heads: expected num_attention_heads = 5, for every head has keys of its own, got 1.",
@@ -89,7 +81,7 @@ def state_and_config(**settings: Any) -> tuple[dict[str, Tensor], Any]:
 def test_configurations_of_something_else(settings: dict[str, Any], problem: str) -> None:
     state, config = state_and_config(**settings)
     with pytest.raises(ArgumentError) as raised:
-        latent_from_transformers(config, state)
+        from_transformers(state, 0, config=config)
     assert str(raised.value).startswith(problem)
 
 
@@ -99,22 +91,23 @@ def test_a_configuration_without_a_setting() -> None:
     with pytest.raises(
         ArgumentError, match="config: expected the setting v_head_dim, as configurations of deepseek_v3"
     ):
-        latent_from_transformers(config, state)
+        from_transformers(state, 0, config=config)
 
 
 def test_weights_that_are_not_the_configurations() -> None:
     state, config = state_and_config()
     with pytest.raises(CheckpointError, match=r"kv_b_proj.weight: expected \(90, 13\), got \(3, 2\)\. Does the config"):
-        latent_from_transformers(config, state | {"kv_b_proj.weight": torch.zeros(3, 2)})
-    with pytest.raises(CheckpointError, match=r"under 'model\.', got no kv_a_layernorm\.weight, .*q_b_proj\.weight"):
-        latent_from_transformers(config, state, "model.")
-    with pytest.raises(CheckpointError, match=r"got also q_norm\.weight\."):
-        latent_from_transformers(config, state | {"q_norm.weight": torch.zeros(7)})
-    scales = {"kv_b_proj.weight_scale_inv": torch.ones(1, 1)}
+        from_transformers(state | {PREFIX + "kv_b_proj.weight": torch.zeros(3, 2)}, 0, config=config)
+    absent = {PREFIX + "kv_a_layernorm.weight", PREFIX + "q_b_proj.weight"}
+    with pytest.raises(CheckpointError, match=r"self_attn\.', got no .*q_b_proj\.weight, .*kv_a_layernorm\.weight"):
+        from_transformers({name: state[name] for name in state.keys() - absent}, 0, config=config)
+    with pytest.raises(CheckpointError, match=r"got .*q_norm\.weight\."):
+        from_transformers(state | {PREFIX + "q_norm.weight": torch.zeros(7)}, 0, config=config)
+    scales = {PREFIX + "kv_b_proj.weight_scale_inv": torch.ones(1, 1)}
     with pytest.raises(CheckpointError, match=r"The weights are quantised: convert them to bfloat16 first\."):
-        latent_from_transformers(config, state | scales)
-    old = {"rotary_emb.inv_freq": torch.ones(3)}
-    latent_from_transformers(config, state | old)
+        from_transformers(state | scales, 0, config=config)
+    old = {PREFIX + "rotary_emb.inv_freq": torch.ones(3)}
+    assert isinstance(from_transformers(state | old, 0, config=config), MultiHeadLatentAttention)
 
 
 def test_yarns_factor_may_follow_from_the_lengths() -> None:
@@ -125,4 +118,5 @@ def test_yarns_factor_may_follow_from_the_lengths() -> None:
     }
     state, config = state_and_config(rope_parameters=rope)
     _, told = state_and_config(rope_parameters=rope | {"factor": 4.0})
-    assert latent_from_transformers(config, state).scale == latent_from_transformers(told, state).scale > 13**-0.5
+    scales = [from_transformers(state, 0, config=each).scale for each in (config, told)]
+    assert scales[0] == scales[1] > 13**-0.5

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from clearhead import MultiHeadAttention, masks
 from clearhead.checkpoints import from_transformers, layers_from_transformers
 from clearhead.errors import ArgumentError, CheckpointError, DTypeError
+from tests.support.models import VIT
 
 from .architectures import CASES, B, L, randomised, t5
 
@@ -60,15 +61,7 @@ def test_every_kind_of_source_gives_the_same(models: dict[str, nn.Module], sourc
 
 def test_a_model_saved_by_transformers(tmp_path: Path) -> None:
     """Its files have other names than its modules."""
-    config = transformers.ViTConfig(
-        hidden_size=35,
-        num_attention_heads=5,
-        num_hidden_layers=2,
-        intermediate_size=29,
-        image_size=12,
-        patch_size=4,
-    )
-    model = randomised(transformers.ViTForImageClassification(config))
+    model = randomised(transformers.ViTForImageClassification(transformers.ViTConfig(**VIT)))
     model.save_pretrained(tmp_path)
     read = transformers.AutoConfig.from_pretrained(tmp_path)
     from_file = from_transformers(tmp_path / "model.safetensors", 1, config=read)

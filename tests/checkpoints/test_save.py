@@ -12,14 +12,7 @@ import clearhead
 from clearhead.checkpoints import NAMINGS, Naming, identify, load, save
 from clearhead.errors import ArgumentError, CheckpointError, DTypeError
 
-from .lessons import (
-    AnnotatedLesson,
-    DiveLesson,
-    NanoLesson,
-    SelfAttentionLesson,
-    TransformerLesson,
-    VisionLesson,
-)
+from .lessons import AnnotatedLesson, DiveLesson, NanoLesson, SelfAttentionLesson, TransformerLesson, VisionLesson
 
 E, H = 35, 5
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

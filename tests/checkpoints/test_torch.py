@@ -109,11 +109,7 @@ def test_the_zero_key_is_refused_too() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "problem"),
-    [
-        ({"num_kv_heads": 1}, "key/value heads 7 and"),
-        ({"qdim": 17}, "query 17,"),
-        ({"head_dim": 3}, "all heads 15,"),
-    ],
+    [({"num_kv_heads": 1}, "key/value heads 7 and"), ({"qdim": 17}, "query 17,"), ({"head_dim": 3}, "all heads 15,")],
 )
 def test_sizes_that_pytorch_cannot_have_are_not_written(sizes: dict[str, int], problem: str) -> None:
     with pytest.raises(CheckpointError, match=f"the naming torch has a place for, got .*{problem}"):

@@ -13,14 +13,10 @@ from torch import Tensor, nn
 from clearhead import masks
 from clearhead.checkpoints import identify, load
 from clearhead.errors import CheckpointError
+from tests.support.models import encoder_decoder
 
 B, L, H, E = 3, 7, 4, 24
-SIZES: dict[str, Any] = {
-    "hidden_size": E,
-    "num_attention_heads": H,
-    "num_hidden_layers": 2,
-    "intermediate_size": 29,
-}
+SIZES: dict[str, Any] = {"hidden_size": E, "num_attention_heads": H, "num_hidden_layers": 2, "intermediate_size": 29}
 TEXT: dict[str, Any] = SIZES | {"vocab_size": 31, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -63,11 +59,7 @@ def test_bert(source: str) -> None:
         bert, f"{name}.self", f"{name}.output.dense", input_ids=torch.randint(31, (B, L)), attention_mask=marks()
     )
     x, expected = seen[0][0], seen[1][1]
-    given: Any = {
-        "model": bert,
-        "state dict": bert.state_dict(),
-        "attention": bert.get_submodule(name),
-    }[source]
+    given: Any = {"model": bert, "state dict": bert.state_dict(), "attention": bert.get_submodule(name)}[source]
     found = identify(given, prefix="" if source == "attention" else name)
     assert (found.naming.name, found.ignored) == ("bert", ("output.LayerNorm.weight", "output.LayerNorm.bias"))
     heads = H if source == "state dict" else None
@@ -76,31 +68,23 @@ def test_bert(source: str) -> None:
     torch.testing.assert_close(ours(x, mask=masks.keep(keys=marks())), expected, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("as_module", [False, True])
-def test_gpt2(as_module: bool) -> None:
-    config = transformers.GPT2Config(
-        n_embd=E, n_head=H, n_layer=2, vocab_size=31, n_positions=L, bos_token_id=None, eos_token_id=None
-    )
+def gpt2_and_its_attention(**settings: Any) -> tuple[Any, Tensor, Tensor]:
+    config = transformers.GPT2Config(**TEXT | {"hidden_size": E}, n_positions=L, **settings)
     gpt2 = built(transformers.GPT2Model(config))
     ((x, expected),) = run_and_watch(gpt2, "h.1.attn", input_ids=torch.randint(31, (B, L)))
+    return gpt2, x, expected
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_gpt2(as_module: bool) -> None:
+    gpt2, x, expected = gpt2_and_its_attention()
     ours = load(gpt2, prefix="h.1.attn") if as_module else load(gpt2.state_dict(), H, prefix="h.1")
     assert str(ours.loaded_from).startswith("gpt2: GPT-2 in transformers")
     torch.testing.assert_close(ours.eval()(x, mask=masks.causal()), expected, atol=1e-10, rtol=0)
 
 
 def test_gpt2_with_a_scale_of_its_own_keeps_it() -> None:
-    config = transformers.GPT2Config(
-        n_embd=E,
-        n_head=H,
-        n_layer=2,
-        vocab_size=31,
-        scale_attn_by_inverse_layer_idx=True,
-        n_positions=L,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    gpt2 = built(transformers.GPT2Model(config))
-    ((x, expected),) = run_and_watch(gpt2, "h.1.attn", input_ids=torch.randint(31, (B, L)))
+    gpt2, x, expected = gpt2_and_its_attention(scale_attn_by_inverse_layer_idx=True)
     ours = load(gpt2, prefix="h.1")
     assert ours.scale == (E // H) ** -0.5 / 2
     assert "scale: 0.20" in str(ours.loaded_from)
@@ -147,24 +131,15 @@ def test_grouped_heads(family: str, num_kv_heads: int) -> None:
     attention = model.get_submodule("layers.1.self_attn")
     ours = load(model.state_dict(), H, prefix="layers.1")
     assert (ours.num_heads, ours.num_kv_heads) == (H, num_kv_heads)
-    for mine, theirs in (
-        (ours.q_proj, attention.q_proj),
-        (ours.k_proj, attention.k_proj),
-        (ours.v_proj, attention.v_proj),
-        (ours.out_proj, attention.o_proj),
-    ):
-        assert torch.equal(mine.weight, theirs.weight)
-        assert (mine.bias is None) == (theirs.bias is None)
-        assert mine.bias is None or torch.equal(mine.bias, theirs.bias)
+    for mine, its in (("q_proj", "q_proj"), ("k_proj", "k_proj"), ("v_proj", "v_proj"), ("out_proj", "o_proj")):
+        found, theirs = ours.get_submodule(mine).state_dict(), attention.get_submodule(its).state_dict()
+        assert found.keys() == theirs.keys()
+        assert all(torch.equal(found[name], theirs[name]) for name in theirs)
     # At position 0 a rotary embedding turns nothing, so that what is left is exactly these weights.
     positions = torch.zeros(B, L, dtype=torch.long)
     causal = torch.full((L, L), float("-inf"), dtype=torch.float64).triu(1).expand(B, 1, L, L)
     ((x, expected),) = run_and_watch(
-        model,
-        "layers.1.self_attn",
-        input_ids=torch.randint(31, (B, L)),
-        position_ids=positions,
-        attention_mask=causal,
+        model, "layers.1.self_attn", input_ids=torch.randint(31, (B, L)), position_ids=positions, attention_mask=causal
     )
     torch.testing.assert_close(ours(x, mask=masks.causal()), expected, atol=1e-10, rtol=0)
 
@@ -201,23 +176,8 @@ def test_t5_is_refused_by_name() -> None:
 
 
 def test_whisper_whose_keys_have_no_bias() -> None:
-    config = transformers.WhisperConfig(
-        d_model=E,
-        encoder_attention_heads=H,
-        encoder_layers=1,
-        decoder_layers=1,
-        decoder_attention_heads=H,
-        vocab_size=31,
-        num_mel_bins=5,
-        max_source_positions=L,
-        pad_token_id=None,
-        bos_token_id=None,
-        eos_token_id=None,
-        decoder_start_token_id=0,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-    )
-    whisper = built(transformers.WhisperModel(config))
+    sizes = encoder_decoder(E, H, 1, vocab_size=31, num_mel_bins=5, max_source_positions=L)
+    whisper = built(transformers.WhisperModel(transformers.WhisperConfig(**sizes)))
     attention = whisper.get_submodule("encoder.layers.0.self_attn")
     x = torch.randn(B, L, E, dtype=torch.float64)
     ours = load(attention)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,14 +11,13 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import clearhead
-from clearhead._call.spec import AttentionCall, Results
 from clearhead._native import extension
 from clearhead.cli import _doctor as command
 from clearhead.cli._app import main
 from clearhead.inspection import _doctor as inspection
 from clearhead.inspection._doctor_cases import CASES
-from clearhead.kernels._base import Plan
 from clearhead.kernels._chunked import ChunkedKernel
+from tests.inspection.test_doctor import break_kernel
 
 #: How many of the calls below the native kernel computes: both in float32, none in float64, none if it was not built.
 NATIVE = 0 if extension is None else 2
@@ -33,18 +31,7 @@ def _few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def broken_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    healthy = ChunkedKernel.plan
-
-    def broken(self: ChunkedKernel, *arguments: Any) -> Plan:
-        compute = healthy(self, *arguments)
-
-        def wrong(call: AttentionCall) -> Results:
-            results = compute(call)
-            return results._replace(output=results.output + 1)
-
-        return wrong
-
-    monkeypatch.setattr(ChunkedKernel, "plan", broken)
+    break_kernel(monkeypatch, ChunkedKernel, lambda output: output + 1)
 
 
 def run(*arguments: str) -> Result:

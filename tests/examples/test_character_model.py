@@ -50,9 +50,7 @@ def test_the_bigram_baseline_is_its_formula(characters: ModuleType) -> None:
 
 
 @torch.no_grad()
-def test_sliding_caches_read_beyond_the_training_length_as_a_window_does(
-    characters: ModuleType,
-) -> None:
+def test_sliding_caches_read_beyond_the_training_length_as_a_window_does(characters: ModuleType) -> None:
     model, text = characters.CharacterModel(17, **SIZES).double().eval(), torch.randint(17, (3, 61))
     found = characters.bits_read(model, text, model.sliding_caches(3, window=13), chunk=7)
     whole = model.decoder(model.embed(text[:, :-1]), mask=masks.causal() & masks.sliding_window(12, 0))

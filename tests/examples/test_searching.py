@@ -34,11 +34,7 @@ class Small(nn.Module):
         return self.embed(source)
 
     def decode(
-        self,
-        target: Tensor,
-        memory: Tensor | None,
-        source: Tensor,
-        cache: Sequence[DecoderCache] | None = None,
+        self, target: Tensor, memory: Tensor | None, source: Tensor, cache: Sequence[DecoderCache] | None = None
     ) -> Tensor:
         visible = masks.keep(keys=source != START)
         return self.head(

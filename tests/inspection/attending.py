@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import clearhead
 import clearhead.integrations.transformers
 from clearhead import masks
+
+from .small_models import small
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 7, 12, 3
 HEAD_DIM = WIDTH // HEADS
@@ -37,24 +38,8 @@ def upgraded() -> nn.Module:
 
 
 def llama() -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=1,
-        head_dim=HEAD_DIM,
-        intermediate_size=16,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=32,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.3)
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": 1, "head_dim": HEAD_DIM}
+    model = small("llama", hidden_size=WIDTH, intermediate_size=16, vocab_size=VOCABULARY, **heads)
     model.set_attn_implementation("clearhead")
     return model
 

@@ -8,47 +8,25 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.support.models import TOKENS, encoder_decoder
+
 __all__ = ["VOCABULARY", "enlivened", "padding", "small", "small_bart", "token_ids"]
 
 VOCABULARY = 97
 
 
-def small(kind: str) -> Any:
-    common = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    if kind == "llama":
-        config = transformers.LlamaConfig(
-            hidden_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=8,
-            intermediate_size=40,
-            max_position_embeddings=64,
-            **common,
-        )
-        model = transformers.LlamaForCausalLM(config)
-    else:
+def small(kind: str, **settings: Any) -> Any:
+    common = {"vocab_size": VOCABULARY, **TOKENS}
+    if kind == "gpt2":
         config = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=3, n_positions=64, **common)
-        model = transformers.GPT2LMHeadModel(config)
-    return enlivened(model)
+        return enlivened(transformers.GPT2LMHeadModel(config))
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 8, "intermediate_size": 40, "max_position_embeddings": 64}
+    return enlivened(transformers.LlamaForCausalLM(transformers.LlamaConfig(**common | sizes | settings)))
 
 
 def small_bart() -> Any:
-    config = transformers.BartConfig(
-        d_model=24,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=3,
-        decoder_attention_heads=3,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        vocab_size=VOCABULARY,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=2,
-        dropout=0.0,
-    )
+    config = transformers.BartConfig(**encoder_decoder(24, 3, 2), vocab_size=VOCABULARY, dropout=0.0)
     return enlivened(transformers.BartForConditionalGeneration(config))
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
+import torch
 from torch import Tensor, nn
 
 import clearhead
+from tests.support.statistics_oracle import EVERY
 
-__all__ = ["BATCH", "CAUSAL", "HEADS", "LENGTH", "NAMES", "WIDTH", "Block", "Stack", "hooks"]
+__all__ = ["BATCH", "CAUSAL", "HEADS", "LENGTH", "NAMES", "WIDTH", "Block", "Stack", "hooks", "require_same_training"]
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 7, 12, 4
 CAUSAL = clearhead.masks.causal()
@@ -45,3 +48,17 @@ def hooks(model: nn.Module) -> list[str]:
         for attribute, value in vars(module).items()
         if "hooks" in attribute and isinstance(value, Mapping) and value
     ]
+
+
+def require_same_training(model: nn.Module, loss: Callable[[], Tensor]) -> None:
+    """A step inside a record has the gradients of one outside, to the bit and with the same dropout."""
+    found: list[list[Tensor | None]] = []
+    for around in (nullcontext(), clearhead.record(model, EVERY)):
+        model.zero_grad()
+        torch.manual_seed(5)
+        with around as rec:
+            loss().backward()
+        if rec is not None:
+            assert all(len(calls) == 1 and not calls.entropy.requires_grad for calls in rec.values())
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import clearhead
 from clearhead._environment import state
 from clearhead.errors import ArgumentError, ShapeError
+from tests.support.threads import in_threads
 
 from .stacks import BATCH, HEADS, LENGTH, NAMES, WIDTH, Stack, hooks
 
@@ -95,11 +97,7 @@ def test_two_threads_do_not_see_each_other() -> None:
             together.wait()
         records[number] = rec
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
+    in_threads(work, 2)
     assert list(records[0]) == NAMES[:2]
     assert list(records[1]) == [""]
     for number, rec in records.items():
@@ -118,11 +116,7 @@ def test_one_model_in_two_threads(model: Stack) -> None:
             together.wait()
         records[number] = rec
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
+    in_threads(work, 2)
     assert [rec[NAMES[0]].batch_size for _, rec in sorted(records.items())] == [1, 2]
     assert not hooks(model)
 
@@ -145,14 +139,9 @@ def test_overlapping_threads_leave_the_compiler_on(model: Stack, x: Tensor) -> N
         entered.set()
         assert left.wait(60)
     thread.join(60)
-    graphs: list[object] = []
-
-    def counting(graph: Any, inputs: object) -> Any:
-        graphs.append(graph)
-        return graph
-
-    torch.compile(lambda y: y + 3, backend=counting)(x)
-    assert len(graphs) == 1
+    counter = CompileCounter()
+    torch.compile(lambda y: y + 3, backend=counter)(x)
+    assert counter.frame_count == 1
 
 
 def test_records_nest(model: Stack, x: Tensor) -> None:

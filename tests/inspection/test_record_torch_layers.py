@@ -13,6 +13,7 @@ import clearhead
 from tests.support.statistics_oracle import compare
 from tests.support.torch_oracle import explicit_bias
 
+from .stacks import require_same_training
 from .torch_calls import BATCH, EVEN_HEADS, EXACT, HEADS, KEYS, LENGTH, WIDTH, kinds, modes, oracle, padding, record
 
 nested = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -61,11 +62,7 @@ def test_transformer(upgraded: bool, training: bool) -> None:
         with record(model) as rec:
             inside = model(source, target, **masks)
     torch.testing.assert_close(inside, outside, rtol=0, atol=EXACT)
-    assert list(rec) == [
-        "encoder.layers.0.self_attn",
-        "decoder.layers.0.self_attn",
-        "decoder.layers.0.multihead_attn",
-    ]
+    assert list(rec) == ["encoder.layers.0.self_attn", "decoder.layers.0.self_attn", "decoder.layers.0.multihead_attn"]
     real = (~padding(KEYS), ~padding(LENGTH).flip(0), ~padding(LENGTH).flip(0))
     for found, counted in zip(rec.values(), real, strict=True):
         assert found.counted.tolist() == counted.tolist()
@@ -134,34 +131,16 @@ def test_training_inside_has_the_gradients_of_training_outside(upgraded: bool) -
     model, x = encoder(dropout=0.3).train(), torch.randn(BATCH, LENGTH, WIDTH).double()
     if upgraded:
         clearhead.upgrade(model)
-    found: list[list[Tensor]] = []
-    for recorded in (False, True):
-        model.zero_grad()
-        torch.manual_seed(5)
-        if recorded:
-            with record(model) as rec:
-                model(x).square().mean().backward()
-            assert not any(calls.entropy.requires_grad for calls in rec.values())
-        else:
-            model(x).square().mean().backward()
-        found.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), "the same dropout and the same gradients"
+    require_same_training(model, lambda: model(x).square().mean())
 
 
 def test_training_under_autocast_keeps_its_gradients() -> None:
     """Casts of the weights that the record makes without gradients must not be cached for the model."""
     module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
     x = torch.randn(BATCH, LENGTH, WIDTH)
-    gradients: list[Tensor] = []
-    for recorded in (False, True):
-        module.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            if recorded:
-                with record(module):
-                    loss = module(x, x, x, need_weights=False)[0].float().square().mean()
-            else:
-                loss = module(x, x, x, need_weights=False)[0].float().square().mean()
-        loss.backward()
-        assert module.in_proj_weight.grad is not None
-        gradients.append(module.in_proj_weight.grad.clone())
-    assert torch.equal(*gradients)
+
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def loss() -> Tensor:
+        return module(x, x, x, need_weights=False)[0].float().square().mean()
+
+    require_same_training(module, loss)

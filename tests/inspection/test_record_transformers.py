@@ -16,17 +16,13 @@ import clearhead
 import clearhead.integrations.transformers
 from clearhead.cli._demo import default_model_path
 from clearhead.errors import RecordError
+from tests.support.models import encoder_decoder
 from tests.support.statistics_oracle import EVERY, Oracle, compare
 
 from .small_models import VOCABULARY, enlivened, padding, small, small_bart, token_ids
+from .stacks import require_same_training
 
-OPTIONS: dict[str, Any] = {
-    "statistics": EVERY,
-    "top_k": 8,
-    "map_size": 5,
-    "sink_keys": 2,
-    "offsets": (-1, 0, 2),
-}
+OPTIONS: dict[str, Any] = {"statistics": EVERY, "top_k": 8, "map_size": 5, "sink_keys": 2, "offsets": (-1, 0, 2)}
 SENTENCES = [
     "The animal didn't cross the street because it was too tired.",
     "A short one.",
@@ -179,23 +175,8 @@ def test_encoder_and_decoder_count_their_own_queries(
 
 @both
 def test_whisper(implementation: str, handed: list[Handed]) -> None:
-    config = transformers.WhisperConfig(
-        d_model=24,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=3,
-        decoder_attention_heads=3,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
-        vocab_size=VOCABULARY,
-        num_mel_bins=8,
-        max_source_positions=19,
-        max_target_positions=12,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=2,
-    )
+    lengths = {"num_mel_bins": 8, "max_source_positions": 19, "max_target_positions": 12}
+    config = transformers.WhisperConfig(**encoder_decoder(24, 3, 1), **lengths, vocab_size=VOCABULARY)
     model = enlivened(transformers.WhisperForConditionalGeneration(config))
     model.set_attn_implementation(implementation)
     with torch.no_grad(), clearhead.record(model, **OPTIONS) as rec:
@@ -246,15 +227,4 @@ def test_eager_attention_is_an_error_by_name() -> None:
 def test_training_inside_has_the_gradients_of_training_outside(implementation: str) -> None:
     model, ids = small("gpt2").train(), token_ids(9)
     model.set_attn_implementation(implementation)
-    gradients: list[list[Tensor]] = []
-    for recorded in (False, True):
-        model.zero_grad()
-        torch.manual_seed(1)
-        if recorded:
-            with clearhead.record(model) as rec:
-                model(input_ids=ids, labels=ids).loss.backward()
-            assert all(len(calls) == 1 and not calls.entropy.requires_grad for calls in rec.values())
-        else:
-            model(input_ids=ids, labels=ids).loss.backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True)), "dropout draws included"
+    require_same_training(model, lambda: model(input_ids=ids, labels=ids).loss)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 import clearhead
 from clearhead.errors import RecordError, UnseenAttentionWarning
@@ -85,11 +86,6 @@ def test_a_compiled_model_is_recorded_uncompiled(way: str, model: Stack, x: Tens
         found = compiled(x)
     torch.testing.assert_close(found, expected)
     assert [name.removeprefix("_orig_mod.") for name in rec] == NAMES
-    graphs: list[object] = []
-
-    def counting(graph: Any, inputs: object) -> Any:
-        graphs.append(graph)
-        return graph
-
-    torch.compile(lambda y: y + 1, backend=counting)(x)
-    assert len(graphs) == 1, "the compiler is on again"
+    counter = CompileCounter()
+    torch.compile(lambda y: y + 1, backend=counter)(x)
+    assert counter.frame_count == 1, "the compiler is on again"

@@ -19,7 +19,7 @@ from clearhead._call.spec import AttentionCall
 from clearhead._statistics.result import AttentionStatistics
 from clearhead.kernels._native_statistics import WeightStatistics
 from tests.support.calls import Call, calls
-from tests.support.native import fewer_unless_best, needs_native, on_every_set
+from tests.support.native import fewer_unless_best, needs_native, on_every_set, threads
 from tests.support.native_cases import CASES, Case
 from tests.support.statistics_oracle import EVERY, TOLERANCES, Oracle, compare
 
@@ -256,13 +256,10 @@ def test_a_hidden_key_at_an_offset_is_not_counted_and_a_weight_of_zero_is(instru
 
 def test_the_same_bits_whatever_the_threads() -> None:
     query, key, value = torch.randn(2, 3, 499, 8), torch.randn(2, 3, 1031, 8), torch.randn(2, 3, 1031, 8)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
             results.append(clearhead.attention_statistics(query, key, value=value, statistics=NATIVE))
-    finally:
-        torch.set_num_threads(before)
     for other in results[1:]:
         for name in set(other.names) - {"top_k"}:
             assert torch.equal(getattr(other, name), getattr(results[0], name)), name

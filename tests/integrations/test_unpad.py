@@ -68,6 +68,14 @@ def pair(model: Any) -> tuple[Any, Any]:
     return model, ours
 
 
+def require_same(theirs: Any, ours: Any, given: dict[str, Tensor], pooled: bool = False) -> None:
+    """The two models agree on real tokens, and on what is read of them."""
+    expected, actual, real = theirs(**given), ours(**given), given["attention_mask"].bool()
+    assert relative_error(actual[0][real], expected[0][real]) <= 2e-5
+    assert not pooled or relative_error(actual.pooler_output, expected.pooler_output) <= 2e-5
+    assert type(actual) is type(expected)
+
+
 def token_ids() -> Tensor:
     return torch.randint(3, VOCABULARY, (BATCH, LENGTH))
 
@@ -176,11 +184,8 @@ def test_heads_give_the_same_loss(rows: Rows, name: str, head: str) -> None:
 
 def test_the_pooler_reads_the_padded_result(rows: Rows) -> None:
     theirs, ours = pair(build("BertModel"))
-    given = inputs_of("right")
-    expected, actual = theirs(**given), ours(**given)
+    require_same(theirs, ours, inputs_of("right"), pooled=True)
     assert rows.unpadded
-    assert relative_error(actual.pooler_output, expected.pooler_output) <= 2e-5
-    assert type(actual) is type(expected)
 
 
 CALLS: dict[str, Callable[[Any, dict[str, Tensor]], Any]] = {
@@ -239,9 +244,7 @@ def test_the_signature_stays() -> None:
 def test_windows_reach_as_far_as_in_the_padded_batch(rows: Rows) -> None:
     theirs, ours = pair(build("ModernBertModel"))
     for kind in ("right", "left"):
-        given = inputs_of(kind)
-        real = given["attention_mask"].bool()
-        assert relative_error(ours(**given)[0][real], theirs(**given)[0][real]) <= 2e-5
+        require_same(theirs, ours, inputs_of(kind))
         assert rows.unpadded
 
 
@@ -450,8 +453,7 @@ def test_an_error_inside_leaves_nothing_behind(rows: Rows) -> None:
     whole = {"input_ids": given["input_ids"]}
     assert relative_error(ours(**whole)[0], theirs(**whole)[0]) <= 2e-5
     assert not rows.unpadded
-    real = given["attention_mask"].bool()
-    assert relative_error(ours(**given)[0][real], theirs(**given)[0][real]) <= 2e-5
+    require_same(theirs, ours, given)
     assert rows.unpadded
 
 
@@ -552,9 +554,7 @@ def quantised(model: Any) -> Any:
 @pytest.mark.parametrize("change", [across_tokens, quantised])
 def test_layers_that_mix_tokens_keep_padding(rows: Rows, change: Callable[[Any], Any]) -> None:
     expected, changed = pair(change(build("BertModel")))
-    given = inputs_of("right")
-    real = given["attention_mask"].bool()
-    assert relative_error(changed(**given)[0][real], expected(**given)[0][real]) <= 2e-5
+    require_same(expected, changed, inputs_of("right"))
     assert not rows.unpadded
 
 
@@ -568,9 +568,7 @@ def test_copies_of_the_pooler_are_found_again() -> None:
     clearhead.downgrade(adapted)
     merged = adapted.merge_and_unload()
     assert not merged.pooler._forward_pre_hooks
-    expected, changed = pair(merged)
-    given = inputs_of("right")
-    assert relative_error(changed(**given).pooler_output, expected(**given).pooler_output) <= 2e-5
+    require_same(*pair(merged), inputs_of("right"), pooled=True)
 
 
 def test_a_forward_that_accelerate_bound_once_more(rows: Rows) -> None:

@@ -144,26 +144,6 @@ def gradients_of(inputs: list[Tensor], function: Callable[..., Tensor], reentran
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_training_step_of_a_module(reentrant: bool) -> None:
-    module = clearhead.MultiHeadAttention(10, 2, dropout=0.3)
-    x = torch.randn(2, 7, 10, requires_grad=True)
-    gradients: list[list[Tensor]] = []
-    for use in (True, False):
-        torch.manual_seed(3)
-        module.zero_grad()
-        x.grad = None
-
-        def layer(y: Tensor) -> Tensor:
-            return module(y, mask=masks.causal())
-
-        output = checkpoint(layer, x, use_reentrant=reentrant) if use else layer(x)
-        output.square().sum().backward()
-        gradients.append([tensor.grad.clone() for tensor in (x, *module.parameters())])
-    for found, expected in zip(*gradients, strict=True):
-        assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kernel", [None, "sdpa", "chunked", "reference"])
 def test_checkpointing_lets_go_of_the_activations(kernel: str | None, reentrant: bool) -> None:
     """Between forward and backward nothing may keep the query, or checkpointing would save no memory."""
@@ -180,15 +160,3 @@ def test_checkpointing_lets_go_of_the_activations(kernel: str | None, reentrant:
     assert queries[0]() is None
     output.sum().backward()
     assert len(queries) == 2, "it ran again"
-
-
-def test_functional_call_with_other_parameters() -> None:
-    module, other = (clearhead.MultiHeadAttention(10, 2) for _ in range(2))
-    x = torch.randn(2, 7, 10)
-    parameters = dict(other.named_parameters())
-    output = torch.func.functional_call(module, parameters, (x,), {"mask": masks.causal()})
-    assert torch.equal(output, other(x, mask=masks.causal()))
-    found = torch.autograd.grad(output.square().sum(), tuple(parameters.values()))
-    expected = torch.autograd.grad(other(x, mask=masks.causal()).square().sum(), tuple(other.parameters()))
-    for one, another in zip(found, expected, strict=True):
-        assert torch.equal(one, another)

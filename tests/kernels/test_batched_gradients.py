@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,8 +10,16 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
+from clearhead.kernels._sdpa import SdpaKernel
 from tests.support.budgets import in_turn
-from tests.support.derivatives import batched_and_looped, check_derivatives, check_vectorized, finite, random
+from tests.support.derivatives import (
+    batched_and_looped,
+    check_batched,
+    check_derivatives,
+    check_vectorized,
+    finite,
+    random,
+)
 
 from .derivative_cases import MASKS, OPTIONS, B, D, Dv, H, L, S, attend
 
@@ -20,17 +27,12 @@ OF_ATTENTION_ALONE = ("dropout", "lse", "lse, fully masked rows", "sinks, fully 
 #: Options of `attention_weights` too.
 OF_WEIGHTS = [name for name in OPTIONS if name not in OF_ATTENTION_ALONE]
 KERNELS = ("chosen", "chunked", "reference")
+X = torch.randn(1, 2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
 
 
 def inputs(name: str, dtype: torch.dtype = torch.float64, kv_heads: int = 1) -> tuple[Tensor, ...]:
     shapes = ((B, H, L, D), (B, kv_heads, S, D), (B, kv_heads, S, Dv), *OPTIONS[name].shapes)
     return tuple(random(*shape).detach().to(dtype).requires_grad_() for shape in shapes)
-
-
-@pytest.fixture(name="kernel", params=KERNELS)
-def _kernel(request: pytest.FixtureRequest) -> Iterator[None]:
-    with nullcontext() if request.param == "chosen" else clearhead.use_kernel(request.param):
-        yield
 
 
 @in_turn({"name": OPTIONS}, {"kernel": KERNELS}, indirect=["kernel"])
@@ -73,10 +75,7 @@ def test_vectorized_jacobian_and_hessian(with_weights: bool) -> None:
 def test_float32_as_one_by_one(name: str) -> None:
     """On `native` where it was built and does not refuse."""
     given = inputs(name, torch.float32)
-    found, expected = batched_and_looped(attend(name, *given), given)
-    for one, other in zip(found, expected, strict=True):
-        largest = max(1.0, float(other.abs().max()))
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * largest)
+    check_batched(attend(name, *given), given)
 
 
 @pytest.mark.parametrize("name", ["causal", "bias (1, H, L, S)", "sinks, fully masked rows", "everything"])
@@ -127,3 +126,33 @@ def test_mapped_by_torch_func() -> None:
 
     for one, other in zip(torch.vmap(gradients)(*vectors), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+# A bias that the query, key or value is made from gets its own gradient and theirs.
+SHARED: dict[str, tuple[Callable[[Tensor], Tensor | tuple[Tensor, ...]], tuple[int, ...]]] = {
+    "one bias twice": (lambda bias: clearhead.attention(X, X, X, masks.bias(bias) & masks.bias(bias)), (3, 3)),
+    "key and bias": (lambda x: clearhead.attention(X, x, X, masks.bias(x)), (1, 2, 3, 3)),
+    "query made from the bias": (lambda bias: clearhead.attention(X + bias, X, X, masks.bias(bias)), (3, 3)),
+    "weights of one tensor": (lambda x: clearhead.attention_weights(x, x, masks.causal()), (1, 2, 3, 2)),
+    "weights of a query made from the bias": (
+        lambda bias: clearhead.attention_weights(X + bias, X, masks.bias(bias)),
+        (3, 3),
+    ),
+}
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("name", SHARED)
+def test_one_tensor_in_two_places(name: str) -> None:
+    function, shape = SHARED[name]
+    check_derivatives(function, random(*shape))
+
+
+def test_create_graph_with_a_dropout_that_cannot_be_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's CPU kernels have no dropout, so one that has is pretended."""
+    monkeypatch.setattr(SdpaKernel, "refusals", lambda self, spec, mask, grid: ())
+    x = random(1, 2, 3, 2)
+    with clearhead.use_kernel("sdpa"):
+        output = clearhead.attention(x, x, x, dropout_p=0.5)
+    with pytest.raises(clearhead.errors.KernelError, match=r"create_graph=True: sdpa drew its own dropout"):
+        torch.autograd.grad(output.sum(), x, create_graph=True)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from clearhead import masks
 from clearhead.kernels import _flex_blocks as flex_blocks
-from clearhead.kernels._flex_blocks import BandBlocks, CellBlocks, Table, lower_blocks
+from clearhead.kernels._flex_blocks import Blocks, lower_blocks, table
 from clearhead.masks import Mask
 from clearhead.masks._grid import Grid
 from clearhead.masks._lowering import dense_mask
@@ -19,17 +19,17 @@ CPU = torch.device("cpu")
 B, H = 2, 3
 
 
-def rule(blocks: BandBlocks | CellBlocks, grid: Grid, side: int) -> Tensor:
+def rule(blocks: Blocks, grid: Grid, side: int) -> Tensor:
     """What the rule says of every cell, (1 or B, 1 or H, L, S), read as the compiled kernel reads it."""
     i = torch.arange(grid.query_length)[:, None]
     j = torch.arange(grid.key_length)
-    if isinstance(blocks, BandBlocks):
-        low, high, stop = blocks.ends
+    if "ends" in blocks.rule:
+        low, high, stop = blocks.rule["ends"]
         return ((j >= i + low) & (j <= i + high) & (j < stop))[None, None]
     b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
-    steps = blocks.places.steps
-    place = blocks.places.flat[b * steps[0] + h * steps[1] + i // side * steps[2] + j // side * steps[3]]
-    return blocks.cells[(place * side + i % side) * side + j % side]
+    places, steps = blocks.rule["places"], blocks.rule["places_steps"]
+    place = places[b * steps[0] + h * steps[1] + i // side * steps[2] + j // side * steps[3]]
+    return blocks.rule["cells"][(place * side + i % side) * side + j % side]
 
 
 def spread(blocks: Tensor, grid: Grid, side: int) -> Tensor:
@@ -98,15 +98,15 @@ def test_cells_are_written_down_for_partial_blocks_alone() -> None:
     blocks = lower_blocks(
         masks.documents(torch.arange(length) // 1000) & masks.causal(), Grid(1, 1, length, length, CPU)
     )
-    assert isinstance(blocks, CellBlocks)
-    assert blocks.cells.numel() <= (1 + 3 * 64) * 128 * 128
-    assert blocks.cells.numel() < length * length / 20
+    cells = blocks.rule["cells"].numel()
+    assert cells <= (1 + 3 * 64) * 128 * 128
+    assert cells < length * length / 20
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 3, 1, 7), (2, 1, 5, 1), (1, 1, 1, 1)], ids=str)
 def test_a_table_broadcasts(shape: tuple[int, ...]) -> None:
     tensor = torch.randn(*shape[:-2], shape[-1], shape[-2]).mT
-    table = Table.of(tensor)
+    found = table("numbers", tensor)
     b, h, i, j = torch.meshgrid(*(torch.arange(size) for size in (2, 3, 5, 7)), indexing="ij")
-    s = table.steps
-    assert torch.equal(table.flat[b * s[0] + h * s[1] + i * s[2] + j * s[3]], tensor.expand(2, 3, 5, 7))
+    s = found["numbers_steps"]
+    assert torch.equal(found["numbers"][b * s[0] + h * s[1] + i * s[2] + j * s[3]], tensor.expand(2, 3, 5, 7))

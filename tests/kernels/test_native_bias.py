@@ -10,7 +10,7 @@ import clearhead
 from clearhead import masks
 from clearhead.masks import Mask
 from tests.support.comparing import require_half_as_good
-from tests.support.native import needs_native
+from tests.support.native import needs_native, threads
 
 B, H, GROUP, L, S, D, DV = 2, 6, 3, 101, 151, 7, 5
 
@@ -63,13 +63,12 @@ def test_equals_the_exact_one(shape: tuple[int, ...], options: dict[str, object]
     assert_exact(torch.randn(shape), **options)
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_threads_add_it_up_in_one_order(threads: int) -> None:
-    bias, before = torch.randn(1, H, L, S), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    assert_exact(bias)
-    found = [gradients("native", bias, torch.float32)[-1] for _ in range(5)]
-    torch.set_num_threads(before)
+@pytest.mark.parametrize("count", [2, 3])
+def test_threads_add_it_up_in_one_order(count: int) -> None:
+    bias = torch.randn(1, H, L, S)
+    with threads(count):
+        assert_exact(bias)
+        found = [gradients("native", bias, torch.float32)[-1] for _ in range(5)]
     assert all(torch.equal(found[0], other) for other in found)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from clearhead import masks
-from tests.support.native import needs_native
+from tests.support.native import needs_native, threads
 from tests.support.native_cases import Case, close_to_exact
 
 #: Beyond the length from which the backward pass takes the keys in parts, and no multiple of a part.
@@ -45,11 +45,7 @@ def test_many_keys(name: str, instructions: str) -> None:
     close_to_exact(MANY_KEYS[name], "native")
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_share_the_keys_of_one_head(threads: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_threads_share_the_keys_of_one_head(count: int) -> None:
+    with threads(count):
         close_to_exact(Case(length=3, batch=1, count=MANY), "native")
-    finally:
-        torch.set_num_threads(before)

@@ -25,11 +25,9 @@ VARIANTS = graphs.VARIANTS | {"where": {"mask": masks.mask_mod(lambda b, h, q, k
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
+def _native(fresh_compiler: None) -> Iterator[None]:
     with clearhead.use_kernel("native"):
         yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

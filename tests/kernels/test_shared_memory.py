@@ -46,10 +46,7 @@ SHARED: dict[str, tuple[list[tuple[int, ...]], Callable[..., Inputs]]] = {
         lambda *leaves: tuple(x.unfold(-1, D, 1).transpose(1, 2) for x in leaves),
     ),
     "one tensor": ([(B, H, S, D)], lambda x: (x[:, :, :L], x, x)),
-    "slices of one tensor": (
-        [(B, H, S, 2 * D)],
-        lambda x: (x[:, :, :L, :D], x[..., 1 : D + 1], x[..., D:]),
-    ),
+    "slices of one tensor": ([(B, H, S, 2 * D)], lambda x: (x[:, :, :L, :D], x[..., 1 : D + 1], x[..., D:])),
 }
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,12 +17,6 @@ Results = Tensor | tuple[Tensor, ...]
 NAMES = ("causal", "bias (1, H, L, S)", "bias (L, S)", "sinks", "sinks, fully masked rows", "lse", "everything")
 INPUTS = ("query", "key", "value", "first of the rest", "second of the rest")
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-
-
-@pytest.fixture(name="kernel", params=["chosen", "chunked", "reference"])
-def _kernel(request: pytest.FixtureRequest) -> Iterator[None]:
-    with nullcontext() if request.param == "chosen" else clearhead.use_kernel(request.param):
-        yield
 
 
 def attention(name: str, *given: Tensor) -> Results:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,12 +12,6 @@ from clearhead import masks
 B, H, L, S, D = 2, 3, 5, 7, 11
 BLIND = masks.keep(keys=torch.tensor([[1, 0, 1, 1, 0, 1, 1], [0] * S])) & masks.causal()
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.003}
-
-
-@pytest.fixture(name="kernel", params=["chosen", "chunked", "reference"])
-def _kernel(request: pytest.FixtureRequest) -> Iterator[None]:
-    with nullcontext() if request.param == "chosen" else clearhead.use_kernel(request.param):
-        yield
 
 
 @pytest.mark.usefixtures("kernel")

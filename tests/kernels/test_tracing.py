@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,12 +19,9 @@ KERNELS = ("sdpa", "reference")  # chunked says that it cannot be traced
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # The native kernel's graphs have tests of their own.
+def _without_native(monkeypatch: pytest.MonkeyPatch, fresh_compiler: None) -> None:
+    """The native kernel's graphs have tests of their own."""
     monkeypatch.setattr("clearhead.kernels._native_support.extension", None)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(function: Callable[..., object], *, dynamic: bool = True) -> tuple[Callable[..., object], Counting]:

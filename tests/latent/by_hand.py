@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from clearhead import masks
 from clearhead._latent import MultiHeadLatentAttention
-from clearhead.caches import (
-    Cache,
-)
+from clearhead.caches import Cache
 from clearhead.masks import Mask
 from clearhead.positions import Rotary
 

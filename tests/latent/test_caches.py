@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
 
 import clearhead
 import clearhead._layer.layer
@@ -24,6 +23,8 @@ from clearhead.caches import (
 )
 from clearhead.errors import CacheError, ShapeError
 from clearhead.masks import Mask
+from tests.caches.test_policies import Seen
+from tests.support.compiling import compiled_steps
 
 from .by_hand import CAUSAL, FEW, LOW, NOPE, RANK, ROPE, VALUE, B, H, L, by_hand, close, fed, module, tokens
 
@@ -115,25 +116,12 @@ def test_other_caches(cache: Callable[[], Cache], rule: Mask, sizes: list[int]) 
     close(fed(attend, x, cache(), sizes), attend(x, mask=rule))
 
 
-class Noting(EvictionPolicy):
-    """Keep the latest, and note what every key received."""
-
-    needs_received = True
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def rank(self, held: Any) -> Tensor:
-        self.seen.append(held.received.clone())
-        return held.positions.double()
-
-
 @pytest.mark.parametrize("sizes", [[L], [1] * L, [4, FEW + 2]], ids=str)
 def test_policies_hear_what_every_key_received(sizes: list[int]) -> None:
-    attend, x, policy = module(), tokens(), Noting()
+    attend, x, policy = module(), tokens(), Seen()
     fed(attend, x, evicting(L - 1, policy), sizes)
     _, weights = by_hand(attend, x, CAUSAL)
-    torch.testing.assert_close(policy.seen[-1].double(), weights.sum((1, 2))[:, None], rtol=0, atol=1e-5)
+    torch.testing.assert_close(policy.shown[-1].received.double(), weights.sum((1, 2))[:, None], rtol=0, atol=1e-5)
 
 
 def test_fewer_keys_than_tokens() -> None:
@@ -165,22 +153,10 @@ def test_gradients_and_a_cache_do_not_go_together() -> None:
 
 
 def test_a_step_is_compiled_twice_at_most() -> None:
-    torch._dynamo.reset()
-    counter = CompileCounter()
     attend, x = module(), tokens()
     cache = attend.make_cache(B, L + 1)
-
-    @torch.compile(backend=counter, fullgraph=True)
-    def step(token: Tensor) -> Tensor:
-        return attend(token, mask=CAUSAL, cache=cache)
-
-    with torch.no_grad():
-        found = [attend(x[:, :3], mask=CAUSAL, cache=cache)]
-        counts: list[int] = []
-        for n in range(3, L):
-            found.append(step(x[:, [n]]))
-            counts.append(counter.frame_count)
-    close(torch.cat(found, 1), attend(x, mask=CAUSAL))
+    found, counts = compiled_steps(lambda token: attend(token, mask=CAUSAL, cache=cache), x)
+    close(found, attend(x, mask=CAUSAL))
     assert counts[1] <= 2
     assert counts[-1] == counts[1]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from clearhead import masks
 from clearhead.positions import ALiBi, RelativeBias
 from tests.support.budgets import in_turn
-from tests.support.derivatives import batched_and_looped, check_derivatives, random
+from tests.support.derivatives import WEIGHTS, check_batched, check_derivatives, random
 
 from .by_hand import CAUSAL, LOW, B, E, H, L, module
 
@@ -27,11 +27,6 @@ MODULES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "norms": ({"q_norm": nn.LayerNorm(LOW)}, {}),
     "dropout": ({"dropout": 0.3}, {"mask": CAUSAL}),
 }
-WEIGHTS: dict[str, dict[str, Any]] = {
-    "without weights": {},
-    "averaged": {"need_weights": True},
-    "per head": {"need_weights": True, "average_attn_weights": False},
-}
 
 
 @in_turn({"name": MODULES}, {"weights": WEIGHTS})
@@ -46,8 +41,7 @@ def test_expanded(name: str, weights: str) -> None:
     check_derivatives(function, random(B, L, E), *attend.parameters(), fast=True)
     attend.float()
     leaves = (torch.randn(B, L, E, requires_grad=True), *attend.parameters())
-    for one, other in zip(*batched_and_looped(function(*leaves), leaves), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
+    check_batched(function(*leaves), leaves)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from clearhead import masks
-from clearhead.caches import (
-    CrossKVCache,
-)
+from clearhead.caches import CrossKVCache
 from clearhead.masks import Mask
 
 from .by_hand import CAUSAL, FEW, LOW, NOPE, ROPE, VALUE, B, E, H, L, by_hand, close, fed, module, tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,29 +20,15 @@ def qkv() -> dict[str, Any]:
     return {"query": torch.randn(B, H, L, D), "key": torch.randn(B, KV, S, D), "value": torch.randn(B, KV, S, D)}
 
 
-@case("attention", weight=16)
-def _() -> Call:
-    return Call(clearhead.attention, {**qkv(), "mask": masks.causal()})
-
-
-@case("attention, a tensor as mask", weight=8)
-def _() -> Call:
-    return Call(clearhead.attention, {**qkv(), "mask": torch.rand(L, S) < 0.5})
-
-
-@case("attention, everything given", weight=8)
-def _() -> Call:
-    return Call(clearhead.attention, {**qkv(), **_extras(), "return_lse": True, "dropout_p": 0.1})
-
-
-@case("attention without a mask", weight=8)
-def _() -> Call:
-    return Call(clearhead.attention, qkv())
-
-
-@case("explain")
-def _() -> Call:
-    return Call(clearhead.explain, {**qkv(), **_extras()})
+case("attention", weight=16)(lambda: Call(clearhead.attention, {**qkv(), "mask": masks.causal()}))
+case("attention, a tensor as mask", weight=8)(
+    lambda: Call(clearhead.attention, {**qkv(), "mask": torch.rand(L, S) < 0.5})
+)
+case("attention, everything given", weight=8)(
+    lambda: Call(clearhead.attention, {**qkv(), **_extras(), "return_lse": True, "dropout_p": 0.1})
+)
+case("attention without a mask", weight=8)(lambda: Call(clearhead.attention, qkv()))
+case("explain")(lambda: Call(clearhead.explain, {**qkv(), **_extras()}))
 
 
 @case("attention_weights", weight=8)
@@ -72,14 +57,8 @@ def _() -> Call:
     return Call(clearhead.attention_varlen, {**tensors, **ends, "mask": masks.causal()})
 
 
-@case("split_heads")
-def _() -> Call:
-    return Call(clearhead.split_heads, {"x": torch.randn(B, L, 12), "num_heads": 3})
-
-
-@case("merge_heads")
-def _() -> Call:
-    return Call(clearhead.merge_heads, {"x": torch.randn(B, H, L, D)})
+case("split_heads")(lambda: Call(clearhead.split_heads, {"x": torch.randn(B, L, 12), "num_heads": 3}))
+case("merge_heads")(lambda: Call(clearhead.merge_heads, {"x": torch.randn(B, H, L, D)}))
 
 
 @case("use_kernel")
@@ -133,14 +112,10 @@ def _() -> Call:
     return Call(integration.make_mask, {**given, "allow_is_causal_skip": True})
 
 
-@case("positions.ALiBi")
-def _() -> Call:
-    return Call(lambda num_heads: positions.ALiBi(num_heads).dense(2, 3), {"num_heads": 3})
-
-
-@case("positions.RelativeBias")
-def _() -> Call:
-    return Call(positions.RelativeBias, {"num_heads": 3, "num_buckets": 8, "max_distance": 16, "bidirectional": True})
+case("positions.ALiBi")(lambda: Call(lambda num_heads: positions.ALiBi(num_heads).dense(2, 3), {"num_heads": 3}))
+case("positions.RelativeBias")(
+    lambda: Call(positions.RelativeBias, {"num_heads": 3, "num_buckets": 8, "max_distance": 16, "bidirectional": True})
+)
 
 
 @case("positions.Rotary")
@@ -150,21 +125,13 @@ def _() -> Call:
     return Call(positions.Rotary, given)
 
 
-@case("positions.Rotary.forward", weight=6)
-def _() -> Call:
-    rotary = positions.Rotary(D)
-    given = {"q": torch.randn(B, H, L, D), "k": torch.randn(B, KV, L, D), "positions": torch.arange(L)}
-    return Call(rotary, given)
-
-
-@case("positions.LinearScaling")
-def _() -> Call:
-    return Call(positions.LinearScaling, {"factor": 2.0})
-
-
-@case("positions.DynamicNTKScaling")
-def _() -> Call:
-    return Call(positions.DynamicNTKScaling, {"factor": 2.0, "original_length": 16})
+case("positions.Rotary.forward", weight=6)(
+    lambda: Call(
+        positions.Rotary(D), {"q": torch.randn(B, H, L, D), "k": torch.randn(B, KV, L, D), "positions": torch.arange(L)}
+    )
+)
+case("positions.LinearScaling")(lambda: Call(positions.LinearScaling, {"factor": 2.0}))
+case("positions.DynamicNTKScaling")(lambda: Call(positions.DynamicNTKScaling, {"factor": 2.0, "original_length": 16}))
 
 
 @case("positions.Llama3Scaling")
@@ -207,16 +174,9 @@ def _() -> Call:
     return Call(clearhead.upgrade, {"model": nn.TransformerEncoderLayer(12, 3, 8), **given})
 
 
-@case("downgrade")
-def _() -> Call:
-    return Call(clearhead.downgrade, {"model": nn.TransformerEncoderLayer(12, 3, 8)})
-
-
-@case("load_transformer")
-def _() -> Call:
-    return Call(
+case("downgrade")(lambda: Call(clearhead.downgrade, {"model": nn.TransformerEncoderLayer(12, 3, 8)}))
+case("load_transformer")(
+    lambda: Call(
         clearhead.transformer.load_transformer, {"module": nn.TransformerEncoderLayer(12, 3, 8, batch_first=True)}
     )
-
-
-CONFIG = SimpleNamespace(model_type="bloom", hidden_size=12, num_attention_heads=3, num_hidden_layers=1)
+)

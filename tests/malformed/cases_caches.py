@@ -82,19 +82,9 @@ def _() -> Call:
     return Call(cache.update, given, after=_next(cache))
 
 
-@case("caches.KVCache")
-def _() -> Call:
-    return Call(KVCache, {**_sizes(), "max_length": 5})
-
-
-@case("caches.SlidingKVCache")
-def _() -> Call:
-    return Call(SlidingKVCache, {**_sizes(), "window": 5, "max_crop": 2})
-
-
-@case("caches.EvictingKVCache")
-def _() -> Call:
-    return Call(EvictingKVCache, {**_sizes(), "budget": 5, "policy": HeavyHitters()})
+case("caches.KVCache")(lambda: Call(KVCache, {**_sizes(), "max_length": 5}))
+case("caches.SlidingKVCache")(lambda: Call(SlidingKVCache, {**_sizes(), "window": 5, "max_crop": 2}))
+case("caches.EvictingKVCache")(lambda: Call(EvictingKVCache, {**_sizes(), "budget": 5, "policy": HeavyHitters()}))
 
 
 def _sizes() -> dict[str, Any]:
@@ -102,24 +92,12 @@ def _sizes() -> dict[str, Any]:
     return {**sizes, "dtype": torch.float32, "device": "cpu"}
 
 
-@case("caches.HeavyHitters", weight=2)
-def _() -> Call:
-    return Call(HeavyHitters, {"recent": 0.5})
-
-
-@case("caches.SinksAndRecent", weight=2)
-def _() -> Call:
-    return Call(SinksAndRecent, {"sinks": 2})
-
-
-@case("caches.RandomEviction", weight=2)
-def _() -> Call:
-    return Call(RandomEviction, {"seed": 2})
-
-
-@case("caches.Held.among_last", weight=2)
-def _() -> Call:
-    return Call(Held(torch.arange(4).expand(1, 1, 4), torch.zeros(1, 1, 4), 3).among_last, {"count": 2})
+case("caches.HeavyHitters", weight=2)(lambda: Call(HeavyHitters, {"recent": 0.5}))
+case("caches.SinksAndRecent", weight=2)(lambda: Call(SinksAndRecent, {"sinks": 2}))
+case("caches.RandomEviction", weight=2)(lambda: Call(RandomEviction, {"seed": 2}))
+case("caches.Held.among_last", weight=2)(
+    lambda: Call(Held(torch.arange(4).expand(1, 1, 4), torch.zeros(1, 1, 4), 3).among_last, {"count": 2})
+)
 
 
 @once

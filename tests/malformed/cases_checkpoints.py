@@ -24,20 +24,15 @@ def _() -> Call:
     return Call(checkpoints.load, {**given, "dropout": 0.1, "scale": 0.5})
 
 
-@case("checkpoints.load, one tensor", names=tuple(f"a.{role}_proj.weight" for role in "qkvo"), weight=6)
-def _() -> Call:
-    return Call(lambda **state: checkpoints.load(state, 3), _state())
-
-
-@case("checkpoints.identify", weight=4)
-def _() -> Call:
-    return Call(checkpoints.identify, {"source": _state(), "naming": "o_proj", "prefix": "a"})
-
-
-@case("checkpoints.save", weight=4)
-def _() -> Call:
-    given = {"module": clearhead.MultiHeadAttention(12, 3), "naming": "torch", "prefix": "a"}
-    return Call(checkpoints.save, given)
+case("checkpoints.load, one tensor", names=tuple(f"a.{role}_proj.weight" for role in "qkvo"), weight=6)(
+    lambda: Call(lambda **state: checkpoints.load(state, 3), _state())
+)
+case("checkpoints.identify", weight=4)(
+    lambda: Call(checkpoints.identify, {"source": _state(), "naming": "o_proj", "prefix": "a"})
+)
+case("checkpoints.save", weight=4)(
+    lambda: Call(checkpoints.save, {"module": clearhead.MultiHeadAttention(12, 3), "naming": "torch", "prefix": "a"})
+)
 
 
 @functools.cache

@@ -82,54 +82,20 @@ def _() -> Call:
     return Call(_record, {**given, **more}, after=_after)
 
 
-@case("record[...]", name="recorded")
-def _() -> Call:
-    return Call(lambda name: recorded()[name], {"name": "self_attn"})
-
-
-@case("record[...][...]")
-def _() -> Call:
-    return Call(lambda index: recorded()["self_attn"][index], {"index": 0})
-
-
-@case("record.name_of")
-def _() -> Call:
-    return Call(recorded().name_of, {"layer": 0})
-
-
-@case("record.kept_call")
-def _() -> Call:
-    return Call(recorded().kept_call, {"layer": 0, "call": 0})
-
-
-@case("record.weights", weight=6)
-def _() -> Call:
-    return Call(recorded().weights, {"layer": 0, "head": 1, "queries": [0], "call": 0})
-
-
-@case("record.rollout", weight=6, layers="layer")
-def _() -> Call:
-    return Call(recorded().rollout, {"targets": [0, 2], "layers": ["self_attn"], "residual": 0.5})
-
-
-@case("rollout", calls="layers")
-def _() -> Call:
-    return Call(rollout, {"calls": [recorded().kept_call(0)], "targets": [0, 2], "residual": 0.5})
-
-
-@case("summary[...]")
-def _() -> Call:
-    return Call(lambda statistic: recorded().summary()[statistic], {"statistic": "entropy"})
-
-
-@case("AttentionStatistics.with_heads")
-def _() -> Call:
-    return Call(recorded()["self_attn"][0].with_heads, {"heads": [0, 1]})
-
-
-@case("AttentionStatistics.head_sums")
-def _() -> Call:
-    return Call(recorded()["self_attn"][0].head_sums, {"name": "entropy"})
+case("record[...]", name="recorded")(lambda: Call(lambda name: recorded()[name], {"name": "self_attn"}))
+case("record[...][...]")(lambda: Call(lambda index: recorded()["self_attn"][index], {"index": 0}))
+case("record.name_of")(lambda: Call(recorded().name_of, {"layer": 0}))
+case("record.kept_call")(lambda: Call(recorded().kept_call, {"layer": 0, "call": 0}))
+case("record.weights", weight=6)(lambda: Call(recorded().weights, {"layer": 0, "head": 1, "queries": [0], "call": 0}))
+case("record.rollout", weight=6, layers="layer")(
+    lambda: Call(recorded().rollout, {"targets": [0, 2], "layers": ["self_attn"], "residual": 0.5})
+)
+case("rollout", calls="layers")(
+    lambda: Call(rollout, {"calls": [recorded().kept_call(0)], "targets": [0, 2], "residual": 0.5})
+)
+case("summary[...]")(lambda: Call(lambda statistic: recorded().summary()[statistic], {"statistic": "entropy"}))
+case("AttentionStatistics.with_heads")(lambda: Call(recorded()["self_attn"][0].with_heads, {"heads": [0, 1]}))
+case("AttentionStatistics.head_sums")(lambda: Call(recorded()["self_attn"][0].head_sums, {"name": "entropy"}))
 
 
 @case("intervene", weight=6)
@@ -183,9 +149,7 @@ def walked() -> Any:
     return clearhead.walkthrough(model().self_attn, x())
 
 
-@case("walkthrough[...]")
-def _() -> Call:
-    return Call(lambda name: walked()[name], {"name": "scores"})
+case("walkthrough[...]")(lambda: Call(lambda name: walked()[name], {"name": "scores"}))
 
 
 @case("monitor", weight=6)

@@ -24,19 +24,11 @@ def _used(mask: masks.Mask) -> Any:
     return clearhead.attention(x, x, x, mask), str(report)
 
 
-@case("masks.causal")
-def _() -> Call:
-    return Call(lambda align: _used(masks.causal(align)), {"align": "bottom_right"})
-
-
-@case("masks.sliding_window", weight=6, left="window", right="window")
-def _() -> Call:
-    return Call(lambda left, right: _used(masks.sliding_window(left, right)), {"left": 1, "right": 0})
-
-
-@case("masks.prefix", weight=6, n="prefix")
-def _() -> Call:
-    return Call(lambda n: _used(masks.prefix(n)), {"n": LENGTHS})
+case("masks.causal")(lambda: Call(lambda align: _used(masks.causal(align)), {"align": "bottom_right"}))
+case("masks.sliding_window", weight=6, left="window", right="window")(
+    lambda: Call(lambda left, right: _used(masks.sliding_window(left, right)), {"left": 1, "right": 0})
+)
+case("masks.prefix", weight=6, n="prefix")(lambda: Call(lambda n: _used(masks.prefix(n)), {"n": LENGTHS}))
 
 
 @case("masks.lengths", weight=6, key_lengths="lengths", query_lengths="lengths")
@@ -45,9 +37,9 @@ def _() -> Call:
     return Call(lambda key_lengths, query_lengths: _used(masks.lengths(key_lengths, query_lengths)), given)
 
 
-@case("masks.documents", weight=6, ids="documents")
-def _() -> Call:
-    return Call(lambda ids: _used(masks.documents(ids)), {"ids": torch.tensor([0, 0, 1, 1, 2])})
+case("masks.documents", weight=6, ids="documents")(
+    lambda: Call(lambda ids: _used(masks.documents(ids)), {"ids": torch.tensor([0, 0, 1, 1, 2])})
+)
 
 
 @case("masks.mask_mod", fn="where")
@@ -58,24 +50,18 @@ def _() -> Call:
     return Call(used, {"fn": lambda b, h, q, k: (q - k) % 2 == 0})
 
 
-@case("masks.keep", weight=6, tensor=("keep", "mask"), keys=("keep", "mask"))
-def _() -> Call:
-    return Call(lambda tensor=None, keys=None: _used(masks.keep(tensor, keys=keys)), {"tensor": torch.ones(5, 5)})
-
-
-@case("masks.keep(keys=...)", weight=6, tensor=("keep", "mask"), keys=("keep", "mask"))
-def _() -> Call:
-    return Call(lambda tensor=None, keys=None: _used(masks.keep(tensor, keys=keys)), {"keys": torch.ones(2, 5)})
-
-
-@case("masks.drop", weight=6, tensor=("drop", "mask"), keys=("drop", "mask"))
-def _() -> Call:
-    return Call(lambda tensor=None, keys=None: _used(masks.drop(tensor, keys=keys)), {"tensor": torch.ones(5, 5)})
-
-
-@case("masks.bias", weight=6, tensor=("bias", "mask"))
-def _() -> Call:
-    return Call(lambda tensor: _used(masks.bias(tensor)), {"tensor": torch.randn(2, 3, 5, 5)})
+case("masks.keep", weight=6, tensor=("keep", "mask"), keys=("keep", "mask"))(
+    lambda: Call(lambda tensor=None, keys=None: _used(masks.keep(tensor, keys=keys)), {"tensor": torch.ones(5, 5)})
+)
+case("masks.keep(keys=...)", weight=6, tensor=("keep", "mask"), keys=("keep", "mask"))(
+    lambda: Call(lambda tensor=None, keys=None: _used(masks.keep(tensor, keys=keys)), {"keys": torch.ones(2, 5)})
+)
+case("masks.drop", weight=6, tensor=("drop", "mask"), keys=("drop", "mask"))(
+    lambda: Call(lambda tensor=None, keys=None: _used(masks.drop(tensor, keys=keys)), {"tensor": torch.ones(5, 5)})
+)
+case("masks.bias", weight=6, tensor=("bias", "mask"))(
+    lambda: Call(lambda tensor: _used(masks.bias(tensor)), {"tensor": torch.randn(2, 3, 5, 5)})
+)
 
 
 def _sizes() -> dict[str, Any]:
@@ -84,14 +70,8 @@ def _sizes() -> dict[str, Any]:
 
 
 # Masks speak of the sizes of a call by their letters.
-@case("Mask.dense", weight=8, **LETTERS)
-def _() -> Call:
-    return Call((masks.causal() & masks.lengths(LENGTHS)).dense, _sizes())
-
-
-@case("Mask.prepare", weight=8, **LETTERS)
-def _() -> Call:
-    return Call((masks.causal() & masks.lengths(LENGTHS)).prepare, _sizes())
+case("Mask.dense", weight=8, **LETTERS)(lambda: Call((masks.causal() & masks.lengths(LENGTHS)).dense, _sizes()))
+case("Mask.prepare", weight=8, **LETTERS)(lambda: Call((masks.causal() & masks.lengths(LENGTHS)).prepare, _sizes()))
 
 
 @case("Mask.dense of a tensor", weight=4, **LETTERS)
@@ -100,21 +80,15 @@ def _() -> Call:
     return Call(mask.dense, _sizes())
 
 
-@case("Mask.check", weight=8, **LETTERS)
-def _() -> Call:
-    return Call((masks.sliding_window(2, 0) & masks.lengths(LENGTHS)).check, _sizes())
-
-
-@case("Mask.check of a rule", weight=4)
-def _() -> Call:
-    return Call((masks.causal("bottom_right") | masks.prefix(2)).check, {"query_length": 5, "key_length": 7})
-
-
-@case("Mask & other", other=("mask", "bias"))
-def _() -> Call:
-    return Call(lambda other: _used(operator.and_(masks.causal(), other)), {"other": torch.ones(5, 5).bool()})
-
-
-@case("Mask | other", other=("mask", "bias"))
-def _() -> Call:
-    return Call(lambda other: _used(operator.or_(masks.causal(), other)), {"other": torch.ones(5, 5).bool()})
+case("Mask.check", weight=8, **LETTERS)(
+    lambda: Call((masks.sliding_window(2, 0) & masks.lengths(LENGTHS)).check, _sizes())
+)
+case("Mask.check of a rule", weight=4)(
+    lambda: Call((masks.causal("bottom_right") | masks.prefix(2)).check, {"query_length": 5, "key_length": 7})
+)
+case("Mask & other", other=("mask", "bias"))(
+    lambda: Call(lambda other: _used(operator.and_(masks.causal(), other)), {"other": torch.ones(5, 5).bool()})
+)
+case("Mask | other", other=("mask", "bias"))(
+    lambda: Call(lambda other: _used(operator.or_(masks.causal(), other)), {"other": torch.ones(5, 5).bool()})
+)

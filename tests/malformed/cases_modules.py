@@ -46,14 +46,10 @@ def _() -> Call:
     return Call(clearhead.MultiHeadAttention, {**sizes, **parts, "scale": 0.5, "dropout": 0.1, "dtype": torch.float32})
 
 
-@case("MultiHeadAttention.forward", weight=16)
-def _() -> Call:
-    return _forward(_attention(), {"query": _x(), "key": _x(S), "value": _x(S), "mask": masks.causal()})
-
-
-@case("MultiHeadAttention.forward, itself", weight=8)
-def _() -> Call:
-    return _forward(_attention(), {"query": _x()})
+case("MultiHeadAttention.forward", weight=16)(
+    lambda: _forward(_attention(), {"query": _x(), "key": _x(S), "value": _x(S), "mask": masks.causal()})
+)
+case("MultiHeadAttention.forward, itself", weight=8)(lambda: _forward(_attention(), {"query": _x()}))
 
 
 @case("MultiHeadAttention.forward, with weights", weight=8)
@@ -83,14 +79,10 @@ def _() -> Call:
     return Call(module, given, after=after)
 
 
-@case("MultiHeadAttention.make_cache")
-def _() -> Call:
-    return Call(_attention().make_cache, {"batch_size": 2, "max_length": 5})
-
-
-@case("MultiHeadLatentAttention", weight=6)
-def _() -> Call:
-    return Call(clearhead.MultiHeadLatentAttention, {"embed_dim": E, "num_heads": H, **_latent(), "dropout": 0.1})
+case("MultiHeadAttention.make_cache")(lambda: Call(_attention().make_cache, {"batch_size": 2, "max_length": 5}))
+case("MultiHeadLatentAttention", weight=6)(
+    lambda: Call(clearhead.MultiHeadLatentAttention, {"embed_dim": E, "num_heads": H, **_latent(), "dropout": 0.1})
+)
 
 
 @case("MultiHeadLatentAttention.forward", weight=8)
@@ -110,14 +102,10 @@ def _latent() -> dict[str, Any]:
     return {**sizes, "position": positions.Rotary(2), "q_norm": nn.LayerNorm(5), "kv_norm": nn.LayerNorm(6)}
 
 
-@case("Linear")
-def _() -> Call:
-    return Call(clearhead.nn.Linear, {"in_features": 3, "out_features": 5, "bias": True, "dtype": torch.float32})
-
-
-@case("Linear.forward")
-def _() -> Call:
-    return _forward(_seeded(lambda: clearhead.nn.Linear(E, 5)), {"input": _x()})
+case("Linear")(
+    lambda: Call(clearhead.nn.Linear, {"in_features": 3, "out_features": 5, "bias": True, "dtype": torch.float32})
+)
+case("Linear.forward")(lambda: _forward(_seeded(lambda: clearhead.nn.Linear(E, 5)), {"input": _x()}))
 
 
 @case("FeedForward")
@@ -126,19 +114,9 @@ def _() -> Call:
     return Call(FeedForward, {**given, "device": "cpu", "dtype": torch.float32})
 
 
-@case("FeedForward.forward")
-def _() -> Call:
-    return _forward(_seeded(lambda: FeedForward(E, 8)), {"x": _x()})
-
-
-@case("SwiGLU")
-def _() -> Call:
-    return Call(SwiGLU, {"embed_dim": E, "hidden_dim": 8, "bias": True, "device": "cpu"})
-
-
-@case("SwiGLU.forward")
-def _() -> Call:
-    return _forward(_seeded(lambda: SwiGLU(E, 8)), {"x": _x()})
+case("FeedForward.forward")(lambda: _forward(_seeded(lambda: FeedForward(E, 8)), {"x": _x()}))
+case("SwiGLU")(lambda: Call(SwiGLU, {"embed_dim": E, "hidden_dim": 8, "bias": True, "device": "cpu"}))
+case("SwiGLU.forward")(lambda: _forward(_seeded(lambda: SwiGLU(E, 8)), {"x": _x()}))
 
 
 def _encoder_layer() -> Any:
@@ -152,14 +130,8 @@ def _decoder_layer() -> Any:
 
 @case("EncoderLayer")
 def _() -> Call:
-    parts = {
-        "self_attention": clearhead.MultiHeadAttention(E, H),
-        "feed_forward": FeedForward(E, 8),
-    }
-    return Call(
-        EncoderLayer,
-        {"embed_dim": E, **parts, "norm": nn.RMSNorm, "norm_first": True, "dropout": 0.1},
-    )
+    parts = {"self_attention": clearhead.MultiHeadAttention(E, H), "feed_forward": FeedForward(E, 8)}
+    return Call(EncoderLayer, {"embed_dim": E, **parts, "norm": nn.RMSNorm, "norm_first": True, "dropout": 0.1})
 
 
 @case("DecoderLayer")
@@ -181,14 +153,8 @@ def _() -> Call:
     return _forward(_seeded(_decoder_layer), {**given, "need_weights": True})
 
 
-@case("Encoder")
-def _() -> Call:
-    return Call(Encoder, {"layers": [_encoder_layer(), _encoder_layer()], "norm": nn.LayerNorm(E)})
-
-
-@case("Decoder")
-def _() -> Call:
-    return Call(Decoder, {"layers": [_decoder_layer()], "norm": nn.LayerNorm(E)})
+case("Encoder")(lambda: Call(Encoder, {"layers": [_encoder_layer(), _encoder_layer()], "norm": nn.LayerNorm(E)}))
+case("Decoder")(lambda: Call(Decoder, {"layers": [_decoder_layer()], "norm": nn.LayerNorm(E)}))
 
 
 @case("Encoder.forward", weight=6, x="query")
@@ -212,24 +178,10 @@ def _() -> Call:
     return Call(module, given, after=lambda: (module(_x(2), mask=masks.causal(), cache=held), [c.length for c in held]))
 
 
-@case("Encoder.make_cache")
-def _() -> Call:
-    return Call(Encoder([_encoder_layer()]).make_cache, {"batch_size": 2, "max_length": 4})
-
-
-@case("Decoder.make_cache")
-def _() -> Call:
-    return Call(Decoder([_decoder_layer()]).make_cache, {"batch_size": 2, "max_length": 4})
-
-
-@case("DecoderCache.reorder", weight=2)
-def _() -> Call:
-    return Call(_both().reorder, {"indices": torch.tensor([1, 0])})
-
-
-@case("DecoderCache.crop", weight=2)
-def _() -> Call:
-    return Call(_both().crop, {"length": 0})
+case("Encoder.make_cache")(lambda: Call(Encoder([_encoder_layer()]).make_cache, {"batch_size": 2, "max_length": 4}))
+case("Decoder.make_cache")(lambda: Call(Decoder([_decoder_layer()]).make_cache, {"batch_size": 2, "max_length": 4}))
+case("DecoderCache.reorder", weight=2)(lambda: Call(_both().reorder, {"indices": torch.tensor([1, 0])}))
+case("DecoderCache.crop", weight=2)(lambda: Call(_both().crop, {"length": 0}))
 
 
 def _both() -> Any:

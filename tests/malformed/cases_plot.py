@@ -56,19 +56,11 @@ def _() -> Call:
     return Call(plot.page, given)
 
 
-@case("record.page", weight=2)
-def _() -> Call:
-    return Call(recorded().page, {"tokens": [NAMES, NAMES], "key_tokens": [NAMES, NAMES]})
-
-
-@case("plot.page, crops", weight=2)
-def _() -> Call:
-    return Call(plot.page, {"rec": recorded(), "crops": [(0, 1, slice(0, 3), slice(0, 2))]})
-
-
-@case("plot.plot_heads", weight=1)
-def _() -> Call:
-    return Call(_closing(plot.plot_heads), {"rec": recorded(), "statistic": "entropy"})
+case("record.page", weight=2)(lambda: Call(recorded().page, {"tokens": [NAMES, NAMES], "key_tokens": [NAMES, NAMES]}))
+case("plot.page, crops", weight=2)(
+    lambda: Call(plot.page, {"rec": recorded(), "crops": [(0, 1, slice(0, 3), slice(0, 2))]})
+)
+case("plot.plot_heads", weight=1)(lambda: Call(_closing(plot.plot_heads), {"rec": recorded(), "statistic": "entropy"}))
 
 
 @case("plot.plot_map", weight=1)
@@ -107,21 +99,13 @@ def _() -> Call:
     return Call(_closing(plot.plot_image), {"rec": vision_record(), **given})
 
 
-@case("plot.given")
-def _() -> Call:
-    return Call(plot.given, {"weights": [torch.eye(3).expand(2, 3, 3)], "names": ["a"]})
-
-
-@case("plot.given, its methods", weight=4)
-def _() -> Call:
-    rec = plot.given([torch.eye(3).expand(2, 3, 3)])
-    return Call(rec.weights, {"layer": 0, "head": 1, "queries": [0], "call": 0})
-
-
-@case("plot.given, rollout", weight=2, layers="layer")
-def _() -> Call:
-    rec = plot.given([torch.eye(3).expand(2, 3, 3)])
-    return Call(rec.rollout, {"targets": [0], "layers": [0], "residual": 0.5})
+case("plot.given")(lambda: Call(plot.given, {"weights": [torch.eye(3).expand(2, 3, 3)], "names": ["a"]}))
+case("plot.given, its methods", weight=4)(
+    lambda: Call(plot.given([torch.eye(3).expand(2, 3, 3)]).weights, {"layer": 0, "head": 1, "queries": [0], "call": 0})
+)
+case("plot.given, rollout", weight=2, layers="layer")(
+    lambda: Call(plot.given([torch.eye(3).expand(2, 3, 3)]).rollout, {"targets": [0], "layers": [0], "residual": 0.5})
+)
 
 
 @case("plot.Tokens", arguments=("names", "special", "words"), names=("tokens", "token"))
@@ -130,9 +114,7 @@ def _() -> Call:
     return Call(lambda **given: Tokens(**given).word_names(), given)
 
 
-@case("plot.Tokens.cut", weight=2)
-def _() -> Call:
-    return Call(Tokens(NAMES).cut, {"start": 0, "stop": 2})
+case("plot.Tokens.cut", weight=2)(lambda: Call(Tokens(NAMES).cut, {"start": 0, "stop": 2}))
 
 
 class _Tokenizer:
@@ -146,9 +128,9 @@ class _Tokenizer:
         return f"t{ids[0]}"
 
 
-@case("plot.read_tokens", weight=2)
-def _() -> Call:
-    return Call(read_tokens, {"tokenizer": _Tokenizer(), "ids": [0, 3, 4], "words": [None, 0, 1]})
+case("plot.read_tokens", weight=2)(
+    lambda: Call(read_tokens, {"tokenizer": _Tokenizer(), "ids": [0, 3, 4], "words": [None, 0, 1]})
+)
 
 
 @case("plot.Page.save", weight=1)

@@ -83,11 +83,7 @@ PACKAGES = (
 )
 
 
-@pytest.mark.parametrize(
-    "module",
-    PACKAGES,
-    ids=lambda module: module.__name__,
-)
+@pytest.mark.parametrize("module", PACKAGES, ids=lambda module: module.__name__)
 def test_every_public_callable_has_a_case(module: ModuleType) -> None:
     known = {part.split("(")[0] for name in CASES for part in name.replace(",", " ").replace("[", " ").split()}
     known |= {name.rpartition(".")[2] for name in known} | {name.split(".")[0] for name in known}

@@ -13,6 +13,7 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead.masks import Mask
+from clearhead.positions import ALiBi, RelativeBias
 
 B, H, L, S = 2, 3, 5, 7
 Rule = Callable[[int, int, int, int], bool]
@@ -262,13 +263,11 @@ def test_a_bias_is_added_after_scaling_and_soft_capping() -> None:
 
 @pytest.mark.parametrize("other", [masks.causal(), masks.bias(torch.zeros(L, S))], ids=["predicate", "bias"])
 def test_a_bias_has_no_or_and_no_opposite(other: Mask) -> None:
-    for mask in (masks.bias(torch.zeros(L, S)), masks.causal() & masks.bias(torch.zeros(L, S))):
-        with pytest.raises(TypeError, match=r"no 'or' and no opposite.*& only"):
-            _ = mask | other
-        with pytest.raises(TypeError, match=r"no 'or' and no opposite.*& only"):
-            _ = other | mask
-        with pytest.raises(TypeError, match=r"no 'or' and no opposite.*& only"):
-            _ = ~mask
+    bias = masks.bias(torch.zeros(L, S))
+    for mask in (bias, masks.causal() & bias, ALiBi(3), RelativeBias(3)):
+        for combine in (lambda mask=mask: mask | other, lambda mask=mask: other | mask, lambda mask=mask: ~mask):
+            with pytest.raises(TypeError, match=r"a bias adds numbers to scores.*no 'or' and no opposite.*& only"):
+                combine()
 
 
 @pytest.mark.parametrize("other", [None, 1, [True], "causal"], ids=repr)

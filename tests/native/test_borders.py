@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -13,16 +12,17 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._native import instruction_sets, use_instruction_set
+from clearhead._native import use_instruction_set
 from clearhead.kernels._native_plan import NativeArguments
+from tests.support.native import needs_native, threads
 from tests.support.native_cases import CASES, numbers
+from tests.support.threads import in_threads
 
-SETS = instruction_sets()
 GUARD = 64  # numbers before and behind each tensor
 BORDER = -131072.0  # exact in bfloat16 too
 SIZES = [(1, 1, 1, 1), (3, 17, 5, 3), (50, 131, 16, 19), (97, 7, 33, 1), (8, 300, 64, 64), (61, 547, 64, 32)]
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+pytestmark = needs_native
 
 
 class Guarded:
@@ -150,22 +150,16 @@ def test_several_threads_at_once() -> None:
     alone = {name: numbers(CASES[name], "native", CASES[name].inputs())["output"] for name in names}
     wrong: list[str] = []
 
-    def work() -> None:
+    def work(_: int) -> None:
         torch.set_num_threads(2)
         for name in 3 * names:
             found = numbers(CASES[name], "native", CASES[name].inputs())["output"]
             if not torch.allclose(found, alone[name], rtol=1e-5, atol=1e-6):
                 wrong.append(name)
 
-    before = torch.get_num_threads()
-    workers = [threading.Thread(target=work) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(timeout=120)
-    torch.set_num_threads(before)
+    with threads(torch.get_num_threads()):  # `work` changes it
+        in_threads(work, 3)
     assert not wrong
-    assert not any(worker.is_alive() for worker in workers)
 
 
 _FORKED = """

@@ -11,15 +11,14 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead._call.spec import Layout
-from clearhead._native import instruction_sets
 from clearhead.kernels._native_plan import Extras, NativePlan
+from tests.support.native import needs_native, threads
 
-SETS = instruction_sets()
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 13, 7
 ROWS = [61, 0, 1, 211, 5, 7, 3, 0]
 KEYS = [61, 3, 17, 307, 2, 0, 1301, 0]
 
-pytestmark = pytest.mark.skipif(not SETS, reason="the extension was not built here")
+pytestmark = needs_native
 
 BANDS: dict[str, dict[str, Any]] = {
     "all": {},
@@ -27,10 +26,7 @@ BANDS: dict[str, dict[str, Any]] = {
     "causal from the end": {"high": 0, "from_end": True},
     "window": {"low": -31, "high": 5},
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "soft-cap": {"softcap": 1.5},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "soft-cap": {"softcap": 1.5}}
 
 
 def starts(lengths: list[int], before: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -155,22 +151,18 @@ def test_tokens_of_no_document() -> None:
 
 
 @pytest.mark.parametrize("poisoned", range(4))
-@pytest.mark.parametrize("threads", [1, 3])
-def test_nan_stays_in_its_document(poisoned: int, threads: int, instructions: str) -> None:
+@pytest.mark.parametrize("count", [1, 3])
+def test_nan_stays_in_its_document(poisoned: int, count: int, instructions: str) -> None:
     """In query, key, value or the output's gradient."""
     rows = keys = [37, 5, 64, 1]
     tensors = (*inputs(torch.float32, rows, keys), torch.randn(1, HEADS, sum(rows), VALUE_DIM))
     cu = starts(rows)
     extras = Extras(cu_seqlens_q=cu, cu_seqlens_k=cu)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads(count):
         plan = made(tensors[:3], documents=4, high=0)
         clean = run(plan, tensors[:3], extras, tensors[3])
         tensors[poisoned][:, :, 37:42] = torch.nan
         found = run(plan, tensors[:3], extras, tensors[3])
-    finally:
-        torch.set_num_threads(before)
     for name, tensor in found.items():
         rest = [torch.cat([x[:, :, :37], x[:, :, 42:]], 2) for x in (tensor, clean[name])]
         torch.testing.assert_close(*rest, rtol=0, atol=1e-5)

@@ -120,12 +120,7 @@ def test_the_gradient_of_a_bias_is_not_counted_twice(instructions: str) -> None:
     keys = ~seen[:1].any(-2)[..., None].expand(BATCH, -1, -1, -1)
     layouts = [Layout.of(tensor) for tensor in (query, key, value)]
     plan = NativePlan(
-        torch.float32,
-        *layouts,
-        scale=0.4,
-        differentiable=True,
-        bias=Layout.of(bias),
-        bias_gradient=tuple(bias.shape),
+        torch.float32, *layouts, scale=0.4, differentiable=True, bias=Layout.of(bias), bias_gradient=tuple(bias.shape)
     )
     extras, found = Extras(bias=bias), []
     for poison in (0.0, torch.nan):

@@ -13,8 +13,9 @@ import torch
 from clearhead._call.spec import Layout
 from clearhead._native import extension, instruction_sets
 from clearhead.kernels._native_plan import Extras, NativePlan
+from tests.support.native import needs_native
 
-pytestmark = pytest.mark.skipif(extension is None, reason="the extension was not built here")
+pytestmark = needs_native
 
 ARGUMENTS: dict[str, Any] = {
     "dtype": "float32",

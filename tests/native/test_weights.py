@@ -18,7 +18,7 @@ from clearhead._call.spec import WeightsWanted
 from clearhead._environment import read_environment
 from clearhead.kernels._native_statistics import native_weights
 from clearhead.kernels._weights import compute_weights
-from tests.support.native import needs_native, on_every_set
+from tests.support.native import needs_native, on_every_set, threads
 from tests.support.native_cases import CASES, Case
 
 EVERY = [name for name in CASES if not name.startswith("dropout")]
@@ -246,14 +246,9 @@ def test_few_rows_do_not_write_a_rule_down() -> None:
 
 def test_the_same_bits_whatever_the_threads() -> None:
     query, key = torch.randn(2, 6, 499, 8), torch.randn(2, 3, 131, 8)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(
-                [clearhead.attention_weights(query, key, average_attn_weights=mean) for mean in (False, True)]
-            )
-    finally:
-        torch.set_num_threads(before)
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
+            results.append([clearhead.attention_weights(query, key, average_attn_weights=x) for x in (False, True)])
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(other, results[0], strict=True))

@@ -35,6 +35,11 @@ def with_bias(kind: type[nn.MultiheadAttention], dtypes: tuple[torch.dtype, torc
     return module
 
 
+def pair(dtypes: tuple[torch.dtype, torch.dtype], **options: Any) -> list[Any]:
+    kinds = (clearhead.nn.MultiheadAttention, nn.MultiheadAttention)
+    return [with_bias(kind, dtypes, batch_first=True, **options) for kind in kinds]
+
+
 def derivatives(module: nn.MultiheadAttention, inputs: tuple[Tensor, ...], call: dict[str, Any]) -> list[Tensor]:
     leaves = (*(x.detach().requires_grad_() for x in inputs), *module.parameters())
     query, key, value = leaves[: len(inputs)] if len(inputs) == 3 else leaves[:1] * 3
@@ -63,9 +68,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_as_pytorchs_class(dtypes: tuple[torch.dtype, torch.dtype], call: str) -> None:
     """Which takes it where the inputs are batch first."""
-    ours, theirs = (
-        with_bias(kind, dtypes, batch_first=True) for kind in (clearhead.nn.MultiheadAttention, nn.MultiheadAttention)
-    )
+    ours, theirs = pair(dtypes)
     inputs = (torch.randn(N, L, E).to(dtypes[0]),)
     require_close(derivatives(ours, inputs, CALLS[call]), derivatives(theirs, inputs, CALLS[call]))
 
@@ -77,10 +80,7 @@ def test_keys_of_other_features(dtypes: tuple[torch.dtype, torch.dtype], several
     inputs = [torch.randn(N, length, size).to(dtypes[0]) for length, size in ((L, E), (S, 11), (S, 13))]
     if not several:
         inputs[1:] = [torch.randn(N, S, E).to(dtypes[0]) for _ in range(2)]
-    ours, theirs = (
-        with_bias(kind, dtypes, batch_first=True, **options)
-        for kind in (clearhead.nn.MultiheadAttention, nn.MultiheadAttention)
-    )
+    ours, theirs = pair(dtypes, **options)
     require_close(derivatives(ours, tuple(inputs), {}), derivatives(theirs, tuple(inputs), {}))
 
 
@@ -97,10 +97,7 @@ def test_length_first_and_without_a_batch_too(dtypes: tuple[torch.dtype, torch.d
 
 
 def test_autocast_casts_it() -> None:
-    ours, theirs = (
-        with_bias(kind, (torch.float32, torch.bfloat16), batch_first=True)
-        for kind in (clearhead.nn.MultiheadAttention, nn.MultiheadAttention)
-    )
+    ours, theirs = pair((torch.float32, torch.bfloat16))
     x = torch.randn(N, L, E)
     with torch.autocast("cpu", torch.bfloat16):
         found, expected = ours(x, x, x)[0], theirs(x, x, x)[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import clearhead.nn
 from tests.support.budgets import in_turn
-from tests.support.derivatives import batched_and_looped, check_derivatives, random
+from tests.support.derivatives import WEIGHTS, check_batched, check_derivatives, random
 
 N, L, S, E, H, KEYS, VALUES = 2, 5, 7, 12, 3, 11, 13
 HIDDEN = torch.arange(L * L).view(L, L) % 4 == 1
@@ -32,11 +32,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "float masks": {"attn_mask": HIDDEN.double(), "key_padding_mask": PADDED.double()},
     "fully masked rows": {"key_padding_mask": PADDED, "attn_mask": HIDDEN},
 }
-WEIGHTS: dict[str, dict[str, Any]] = {
-    "without weights": {"need_weights": False},
-    "averaged": {},
-    "weights per head": {"average_attn_weights": False},
-}
 weights = pytest.mark.parametrize("weights", WEIGHTS)
 
 
@@ -57,9 +52,7 @@ def check(module: clearhead.nn.MultiheadAttention, call: dict[str, Any], *inputs
     check_derivatives(lambda *given: run(module, given[:count], call), *inputs, *module.parameters(), fast=True)
     module.float()
     single = tuple(x.detach().float().requires_grad_() for x in inputs)
-    leaves = (*single, *module.parameters())
-    for one, other in zip(*batched_and_looped(run(module, single, call), leaves), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * max(1.0, float(other.abs().max())))
+    check_batched(run(module, single, call), (*single, *module.parameters()))
 
 
 @in_turn({"options": MODULES, "batch_first": [False, True]}, {"weights": WEIGHTS})

@@ -61,7 +61,6 @@ def test_upgrading_half_way_does_not_change_the_losses(digits: tuple[Tensor, Ten
     expected = train(model, digits, upgrade_at=None)
     losses = train(other, digits, upgrade_at=STEPS // 2)
     difference = max(abs(one - two) for one, two in zip(losses, expected, strict=True))
-    print(f"{STEPS} steps, loss {expected[0]:.3f} -> {expected[-1]:.3f}, largest difference {difference:.1e}")
     assert difference <= 1e-4
     assert expected[-1] < expected[0] - 0.3  # it did learn
 
@@ -91,5 +90,4 @@ def test_a_model_trained_while_upgraded_reads_the_digits(digits: tuple[Tensor, T
     model.eval()
     with torch.no_grad():
         right = (model(images[1400:]).argmax(-1) == targets[1400:]).float().mean().item()
-    print(f"{right:.1%} of {len(images) - 1400} held-out digits")
     assert right > 0.8

@@ -237,11 +237,7 @@ LORA = {
     "the attention module": (Reader, {"target_modules": ["self_attn"]}, 8),
     "out_proj": (Reader, {"target_modules": ["out_proj"]}, 4),
     "the attention module of a block": (Block, {"target_modules": ["attend"]}, 4),
-    "in_proj_weight as a parameter": (
-        Block,
-        {"target_modules": [], "target_parameters": ["attend.in_proj_weight"]},
-        2,
-    ),
+    "in_proj_weight as a parameter": (Block, {"target_modules": [], "target_parameters": ["attend.in_proj_weight"]}, 2),
 }
 
 

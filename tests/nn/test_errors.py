@@ -67,170 +67,112 @@ def test_a_dropout_that_is_no_probability_is_refused_at_once() -> None:
         clearhead.nn.MultiheadAttention(12, 3, dropout=-0.1)
 
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]
+Given = tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]
 
 
-def masked(**masks: Any) -> Given:
-    return (x(L, N, E), x(S, N, E), x(S, N, E)), masks
-
-
-def unbatched(**masks: Any) -> Given:
-    return (x(L, E), x(S, E), x(S, E)), masks
+def given(query: Any = (L, N, E), key: Any = (S, N, E), value: Any = None, of: Any = None, **masks: Any) -> Given:
+    """Options of a module, and arguments of its call: ones of these sizes, or what is no size as it is."""
+    inputs = (query, key, key if value is None else value)
+    return of or {}, tuple(x(*each) if isinstance(each, tuple) else each for each in inputs), masks
 
 
 BATCH_FIRST, OWN_SIZES = {"batch_first": True}, {"kdim": 5, "vdim": 6}
+UNBATCHED = {"query": (L, E), "key": (S, E)}
+FOUR, INTEGERS = x(1, L, N, E), x(L, N, E, dtype=torch.int64)
+PADDING = ("key_padding_mask", "(N, S) = (2, 7)")
 ATTN_MASK = "(L, S) = (5, 7), (N·H, L, S) = (6, 5, 7), (N, L, S) = (2, 5, 7) or (N, H, L, S) = (2, 3, 5, 7)"
+HIDES = "bool (True = hidden) or float"
+SEVERAL = "query, key, value"
 
-#: name: (options of the module, arguments of the call, Clearhead's error, words its text has)
-CALLS: dict[str, tuple[dict[str, Any], Given, type[ClearheadError], tuple[str, ...]]] = {
-    "query features": ({}, ((x(L, N, 11), x(S, N, E), x(S, N, E)), {}), ShapeError, ("query", "12 features", "11)")),
-    "key features": ({}, ((x(L, N, E), x(S, N, 11), x(S, N, 11)), {}), ShapeError, ("key", "12 features", "11)")),
-    "value features": ({}, ((x(L, N, E), x(S, N, E), x(S, N, 11)), {}), ShapeError, ("value", "12 features", "11)")),
+#: name: (what is called how, Clearhead's error, words its text has)
+CALLS: dict[str, tuple[Given, type[ClearheadError], tuple[str, ...]]] = {
+    "query features": (given((L, N, 11)), ShapeError, ("query", "12 features", "11)")),
+    "key features": (given(key=(S, N, 11)), ShapeError, ("key", "12 features", "11)")),
+    "value features": (given(value=(S, N, 11)), ShapeError, ("value", "12 features", "11)")),
     "key features beside kdim": (
-        OWN_SIZES,
-        ((x(L, N, E), x(S, N, 4), x(S, N, 6)), {}),
-        ShapeError,
+        *(given(key=(S, N, 4), value=(S, N, 6), of=OWN_SIZES), ShapeError),
         ("key", "5 features", "(7, 2, 4)"),
     ),
     "value features beside vdim": (
-        OWN_SIZES,
-        ((x(L, N, E), x(S, N, 5), x(S, N, 4)), {}),
-        ShapeError,
+        *(given(key=(S, N, 5), value=(S, N, 4), of=OWN_SIZES), ShapeError),
         ("value", "6 features", "(7, 2, 4)"),
     ),
     "key and value lengths": (
-        {},
-        ((x(L, N, E), x(S, N, E), x(6, N, E)), {}),
-        ShapeError,
+        *(given(value=(6, N, E)), ShapeError),
         ("key, value", "equal lengths", "key (7, 2, 12)", "value (6, 2, 12)"),
     ),
     "key and value lengths beside kdim": (
-        OWN_SIZES,
-        ((x(L, N, E), x(S, N, 5), x(6, N, 6)), {}),
-        ShapeError,
+        *(given(key=(S, N, 5), value=(6, N, 6), of=OWN_SIZES), ShapeError),
         ("key, value", "equal lengths", "value (6, 2, 6)"),
     ),
     "batch sizes": (
-        {},
-        ((x(L, N, E), x(S, 4, E), x(S, 4, E)), {}),
-        ShapeError,
+        *(given(key=(S, 4, E)), ShapeError),
         ("query, key", "equal batch sizes N in dimension 1", "(7, 4, 12)", "batch_first=False"),
     ),
     "batch sizes, batch first": (
-        BATCH_FIRST,
-        ((x(N, L, E), x(4, S, E), x(4, S, E)), {}),
-        ShapeError,
+        *(given((N, L, E), (4, S, E), of=BATCH_FIRST), ShapeError),
         ("query, key", "equal batch sizes N in dimension 0", "(4, 7, 12)", "batch_first=True"),
     ),
-    "one dimension": ({}, ((x(E), x(E), x(E)), {}), ShapeError, ("three-dimensional", "two-dimensional", "(12,)")),
-    "four dimensions": ({}, ((x(1, L, N, E),) * 3, {}), ShapeError, ("three-dimensional", "(1, 5, 2, 12)")),
-    "batched query only": (
-        {},
-        ((x(L, N, E), x(S, E), x(S, E)), {}),
-        ShapeError,
-        ("query, key, value", "query (5, 2, 12)", "key (7, 12)"),
-    ),
-    "unbatched query only": (
-        {},
-        ((x(L, E), x(S, N, E), x(S, N, E)), {}),
-        ShapeError,
-        ("query, key, value", "query (5, 12)", "key (7, 2, 12)"),
-    ),
+    "one dimension": (given((E,), (E,)), ShapeError, ("three-dimensional", "two-dimensional", "(12,)")),
+    "four dimensions": (given(FOUR, FOUR), ShapeError, ("three-dimensional", "(1, 5, 2, 12)")),
+    "batched query only": (given(key=(S, E)), ShapeError, (SEVERAL, "query (5, 2, 12)", "key (7, 12)")),
+    "unbatched query only": (given((L, E)), ShapeError, (SEVERAL, "query (5, 12)", "key (7, 2, 12)")),
     "float64 in a float32 module": (
-        {},
-        ((x(L, N, E, dtype=torch.float64), x(S, N, E), x(S, N, E)), {}),
-        DTypeError,
+        *(given(x(L, N, E, dtype=torch.float64)), DTypeError),
         ("query", "torch.float32", "got torch.float64", ".to(torch.float32)"),
     ),
-    "integer query": (
-        {},
-        ((x(L, N, E, dtype=torch.int64),) * 3, {}),
-        DTypeError,
-        ("query", "torch.float32", "got torch.int64"),
-    ),
-    "query is None": ({}, ((None, x(S, N, E), x(S, N, E)), {}), DTypeError, ("query", "torch.Tensor", "NoneType")),
-    "key is a list": ({}, ((x(L, N, E), [1.0], x(S, N, E)), {}), DTypeError, ("key", "torch.Tensor", "list")),
+    "integer query": (given(INTEGERS, INTEGERS), DTypeError, ("query", "torch.float32", "got torch.int64")),
+    "query is None": (given(None), DTypeError, ("query", "torch.Tensor", "NoneType")),
+    "key is a list": (given(key=[1.0], value=(S, N, E)), DTypeError, ("key", "torch.Tensor", "list")),
     "padding mask transposed": (
-        {},
-        masked(key_padding_mask=mask(S, N)),
-        ShapeError,
-        ("key_padding_mask", "(N, S) = (2, 7)", "got (7, 2)", "batch first"),
+        *(given(key_padding_mask=mask(S, N)), ShapeError),
+        (*PADDING, "got (7, 2)", "batch first"),
     ),
-    "padding mask for another batch": (
-        {},
-        masked(key_padding_mask=mask(3, S)),
-        ShapeError,
-        ("key_padding_mask", "(N, S) = (2, 7)", "got (3, 7)"),
-    ),
-    "padding mask without a batch": (
-        {},
-        masked(key_padding_mask=mask(S)),
-        ShapeError,
-        ("key_padding_mask", "(N, S) = (2, 7)", "got (7,)"),
-    ),
+    "padding mask for another batch": (given(key_padding_mask=mask(3, S)), ShapeError, (*PADDING, "got (3, 7)")),
+    "padding mask without a batch": (given(key_padding_mask=mask(S)), ShapeError, (*PADDING, "got (7,)")),
     "padding mask with three dimensions": (
-        {},
-        masked(key_padding_mask=mask(N, 1, S)),
-        ShapeError,
-        ("key_padding_mask", "(N, S) = (2, 7)", "got (2, 1, 7)"),
+        *(given(key_padding_mask=mask(N, 1, S)), ShapeError),
+        (*PADDING, "got (2, 1, 7)"),
     ),
     "padding mask of a wrong length, unbatched": (
-        {},
-        unbatched(key_padding_mask=mask(6)),
-        ShapeError,
+        *(given(**UNBATCHED, key_padding_mask=mask(6)), ShapeError),
         ("key_padding_mask", "7", "6"),
     ),
     "integer padding mask": (
-        {},
-        masked(key_padding_mask=mask(N, S, dtype=torch.int64)),
-        DTypeError,
-        ("key_padding_mask", "bool (True = hidden) or float", "got torch.int64", ".bool()"),
+        *(given(key_padding_mask=mask(N, S, dtype=torch.int64)), DTypeError),
+        ("key_padding_mask", HIDES, "got torch.int64", ".bool()"),
     ),
     "integer attn_mask": (
-        {},
-        masked(attn_mask=mask(L, S, dtype=torch.uint8)),
-        DTypeError,
-        ("attn_mask", "bool (True = hidden) or float", "got torch.uint8", ".bool()"),
+        *(given(attn_mask=mask(L, S, dtype=torch.uint8)), DTypeError),
+        ("attn_mask", HIDES, "got torch.uint8", ".bool()"),
     ),
-    "attn_mask transposed": ({}, masked(attn_mask=mask(S, L)), ShapeError, ("attn_mask", ATTN_MASK, "got (7, 5)")),
+    "attn_mask transposed": (given(attn_mask=mask(S, L)), ShapeError, ("attn_mask", ATTN_MASK, "got (7, 5)")),
     "attn_mask that is a padding mask": (
-        {},
-        masked(attn_mask=mask(N, S)),
-        ShapeError,
+        *(given(attn_mask=mask(N, S)), ShapeError),
         ("attn_mask", ATTN_MASK, "got (2, 7)", "key_padding_mask"),
     ),
-    "attn_mask for another batch": ({}, masked(attn_mask=mask(4, L, S)), ShapeError, (ATTN_MASK, "got (4, 5, 7)")),
-    "attn_mask with one dimension": ({}, masked(attn_mask=mask(S)), ShapeError, (ATTN_MASK, "got (7,)")),
-    "attn_mask with four wrong sizes": (
-        {},
-        masked(attn_mask=mask(N, 2, L, S)),
-        ShapeError,
-        (ATTN_MASK, "got (2, 2, 5, 7)"),
-    ),
+    "attn_mask for another batch": (given(attn_mask=mask(4, L, S)), ShapeError, (ATTN_MASK, "got (4, 5, 7)")),
+    "attn_mask with one dimension": (given(attn_mask=mask(S)), ShapeError, (ATTN_MASK, "got (7,)")),
+    "attn_mask with four wrong sizes": (given(attn_mask=mask(N, 2, L, S)), ShapeError, (ATTN_MASK, "got (2, 2, 5, 7)")),
     "attn_mask with five dimensions": (
-        {},
-        masked(attn_mask=mask(1, N, H, L, S)),
-        ShapeError,
+        *(given(attn_mask=mask(1, N, H, L, S)), ShapeError),
         (ATTN_MASK, "got (1, 2, 3, 5, 7)"),
     ),
-    "attn_mask transposed, unbatched": ({}, unbatched(attn_mask=mask(S, L)), ShapeError, ("attn_mask", "got (7, 5)")),
+    "attn_mask transposed, unbatched": (
+        *(given(**UNBATCHED, attn_mask=mask(S, L)), ShapeError),
+        ("attn_mask", "got (7, 5)"),
+    ),
     "attn_mask of other heads, unbatched": (
-        {},
-        unbatched(attn_mask=mask(4, L, S)),
-        ShapeError,
+        *(given(**UNBATCHED, attn_mask=mask(4, L, S)), ShapeError),
         ("attn_mask", "(3, 5, 7)", "got (4, 5, 7)"),
     ),
-    "attn_mask is a list": ({}, masked(attn_mask=[[0.0] * S] * L), DTypeError, ("attn_mask", "torch.Tensor", "list")),
+    "attn_mask is a list": (given(attn_mask=[[0.0] * S] * L), DTypeError, ("attn_mask", "torch.Tensor", "list")),
     "attn_mask is one of Clearhead's masks": (
-        {},
-        masked(attn_mask=clearhead.masks.causal()),
-        DTypeError,
+        *(given(attn_mask=clearhead.masks.causal()), DTypeError),
         ("attn_mask", "torch.Tensor", "Causal", "clearhead.MultiHeadAttention"),
     ),
     "padding mask is a list": (
-        {},
-        masked(key_padding_mask=[[0.0] * S] * N),
-        DTypeError,
+        *(given(key_padding_mask=[[0.0] * S] * N), DTypeError),
         ("key_padding_mask", "torch.Tensor", "list"),
     ),
 }
@@ -238,7 +180,7 @@ CALLS: dict[str, tuple[dict[str, Any], Given, type[ClearheadError], tuple[str, .
 
 @pytest.mark.parametrize("name", CALLS)
 def test_call(name: str) -> None:
-    options, (args, keywords), kind, words = CALLS[name]
+    (options, args, keywords), kind, words = CALLS[name]
     ours = raised(lambda: clearhead.nn.MultiheadAttention(E, H, **options)(*args, **keywords))
     theirs = raised(lambda: nn.MultiheadAttention(E, H, **options)(*args, **keywords))
     assert_useful(ours, theirs, kind, *words)
@@ -273,57 +215,44 @@ def test_an_error_can_be_sent_to_another_process() -> None:
     assert isinstance(received, (ShapeError, AssertionError))
 
 
-def four(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.ones(shape, dtype=dtype)
+Q, K, V = x(2, 6, 5, 4), x(2, 6, 7, 4), x(2, 6, 7, 3)
 
-
-Q, K, V = four(2, 6, 5, 4), four(2, 6, 7, 4), four(2, 6, 7, 3)
-
-FUNCTIONAL: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[ClearheadError], tuple[str, ...]]] = {
+FUNCTIONAL: dict[str, tuple[tuple[Any, ...], type[ClearheadError], tuple[str, ...]]] = {
     "heads": (
-        (Q, K[:, :2], V[:, :2]),
-        {},
-        ShapeError,
+        *((Q, K[:, :2], V[:, :2]), ShapeError),
         ("key", "equal numbers of heads", "(2, 2, 7, 4)", "enable_gqa=True"),
     ),
     "heads that do not divide": (
-        (Q, K[:, :4], V[:, :4]),
-        {"enable_gqa": True},
+        (Q, K[:, :4], V[:, :4], {"enable_gqa": True}),
         ShapeError,
         ("key", "H = 6", "(2, 4, 7, 4)"),
     ),
-    "features": ((Q, K[..., :3], V), {}, ShapeError, ("key", "D = 4", "(2, 6, 7, 3)")),
-    "lengths": ((Q, K, V[:, :, :6]), {}, ShapeError, ("key", "value", "(2, 6, 6, 3)")),
-    "batch sizes": (
-        (Q, four(4, 6, 7, 4), four(4, 6, 7, 3)),
-        {},
-        ShapeError,
-        ("query, key, value", "broadcast", "(4, 6, 7, 4)"),
-    ),
-    "one dimension": ((four(4), four(4), four(4)), {}, ShapeError, ("query", "(length, features)", "(4,)")),
-    "dtypes": ((Q, K.double(), V.double()), {}, DTypeError, ("key", "torch.float32", "torch.float64")),
-    "dtype of value": ((Q, K, V.double()), {}, DTypeError, ("value", "torch.float32", "torch.float64")),
-    "integers": ((Q.long(), K.long(), V.long()), {}, DTypeError, ("query", "torch.int64", ".float()")),
-    "mask shape": ((Q, K, V, mask(7, 5)), {}, ShapeError, ("attn_mask", "(7, 5)")),
-    "mask per item without a head dimension": ((Q, K, V, mask(2, 5, 7)), {}, ShapeError, ("attn_mask", "(2, 5, 7)")),
-    "mask with too many dimensions": ((Q, K, V, mask(1, 2, 6, 5, 7)), {}, ShapeError, ("attn_mask", "(1, 2, 6, 5, 7)")),
+    "features": ((Q, K[..., :3], V), ShapeError, ("key", "D = 4", "(2, 6, 7, 3)")),
+    "lengths": ((Q, K, V[:, :, :6]), ShapeError, ("key", "value", "(2, 6, 6, 3)")),
+    "batch sizes": ((Q, x(4, 6, 7, 4), x(4, 6, 7, 3)), ShapeError, (SEVERAL, "broadcast", "(4, 6, 7, 4)")),
+    "one dimension": ((x(4), x(4), x(4)), ShapeError, ("query", "(length, features)", "(4,)")),
+    "dtypes": ((Q, K.double(), V.double()), DTypeError, ("key", "torch.float32", "torch.float64")),
+    "dtype of value": ((Q, K, V.double()), DTypeError, ("value", "torch.float32", "torch.float64")),
+    "integers": ((Q.long(), K.long(), V.long()), DTypeError, ("query", "torch.int64", ".float()")),
+    "mask shape": ((Q, K, V, mask(7, 5)), ShapeError, ("attn_mask", "(7, 5)")),
+    "mask per item without a head dimension": ((Q, K, V, mask(2, 5, 7)), ShapeError, ("attn_mask", "(2, 5, 7)")),
+    "mask with too many dimensions": ((Q, K, V, mask(1, 2, 6, 5, 7)), ShapeError, ("attn_mask", "(1, 2, 6, 5, 7)")),
     "mask with a batch for inputs without": (
-        (Q[0], K[0], V[0], mask(2, 6, 5, 7)),
-        {},
-        ShapeError,
+        *((Q[0], K[0], V[0], mask(2, 6, 5, 7)), ShapeError),
         ("attn_mask", "(2, 6, 5, 7)"),
     ),
-    "integer mask": ((Q, K, V, mask(5, 7, dtype=torch.int64)), {}, DTypeError, ("attn_mask", "bool", "torch.int64")),
-    "mask is a list": ((Q, K, V, [[True] * 7] * 5), {}, DTypeError, ("attn_mask", "torch.Tensor", "list")),
-    "dropout": ((Q, K, V, None, 1.5), {}, ArgumentError, ("dropout_p", "[0, 1]", "1.5")),
-    "query is None": ((None, K, V), {}, DTypeError, ("query", "torch.Tensor", "NoneType")),
-    "scale": ((Q, K, V), {"scale": "small"}, DTypeError, ("scale", "a finite number", "str")),
+    "integer mask": ((Q, K, V, mask(5, 7, dtype=torch.int64)), DTypeError, ("attn_mask", "bool", "torch.int64")),
+    "mask is a list": ((Q, K, V, [[True] * 7] * 5), DTypeError, ("attn_mask", "torch.Tensor", "list")),
+    "dropout": ((Q, K, V, None, 1.5), ArgumentError, ("dropout_p", "[0, 1]", "1.5")),
+    "query is None": ((None, K, V), DTypeError, ("query", "torch.Tensor", "NoneType")),
+    "scale": ((Q, K, V, {"scale": "small"}), DTypeError, ("scale", "a finite number", "str")),
 }
 
 
 @pytest.mark.parametrize("name", FUNCTIONAL)
 def test_functional(name: str) -> None:
-    args, keywords, kind, words = FUNCTIONAL[name]
+    args, kind, words = FUNCTIONAL[name]
+    *args, keywords = args if isinstance(args[-1], dict) else (*args, {})
     ours = raised(lambda: clearhead.nn.functional.scaled_dot_product_attention(*args, **keywords))
     theirs = raised(lambda: F.scaled_dot_product_attention(*args, **keywords))
     assert_useful(ours, theirs, kind, *words)

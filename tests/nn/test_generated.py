@@ -225,10 +225,6 @@ def test_enough_calls_were_compared() -> None:
     if len(cells) < len(CELLS):
         pytest.skip("only some of the cells above were run")
     calls = sum(_calls[cell] for cell in cells)
-    print(
-        f"{calls} calls compared, {_calls['same arguments']} of them also with the very same arguments, "
-        f"{_calls['hidden rows']} with queries that see no key"
-    )
     assert calls >= len(CELLS) * PER_CELL
     assert _calls["same arguments"] >= calls // 6
     assert _calls["hidden rows"] >= calls // 24

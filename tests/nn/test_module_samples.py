@@ -122,7 +122,6 @@ def test_outputs_gradients_and_second_derivatives(
                     exact = list(derivatives(*in_float64(theirs, sample), order=2))
                 allowed = max(allowed, 4 * distance(wanted, exact[order]))
             assert difference <= allowed, f"sample {number} ({sample.desc}), derivative {order}: {difference:.2e}"
-    print(f"{module_class.__name__}, {'training' if training else 'eval'}, {dtype}: {len(found)} samples")
     assert len(found) >= SAMPLES[module_class][0 if training else 1]
 
 

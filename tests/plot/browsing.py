@@ -6,8 +6,11 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 QUIET = [
@@ -17,6 +20,20 @@ QUIET = [
     "--disable-component-update",
     "--disable-sync",
 ]
+
+
+needs_chromium = pytest.mark.skipif(
+    CHROMIUM is None or find_spec("playwright") is None, reason="needs the package playwright and an installed chromium"
+)
+
+
+def text_of(shown: Any, name: str) -> str:
+    """What the element of this id says, in one line."""
+    return " ".join(shown.locator(f"#{name}").inner_text().split())
+
+
+def token(shown: Any, place: int) -> Any:
+    return shown.locator(".text span").nth(place)
 
 
 def wait_until(shown: Any, condition: str, seconds: float = 20) -> None:

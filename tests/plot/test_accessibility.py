@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import transformers
 import clearhead
 from clearhead.plot import given
 
-from .browsing import CHROMIUM, opened_browser
+from .browsing import needs_chromium
 from .recorded import KEPT, record_two
 from .test_images import SMALL
 
 axe = pytest.importorskip("axe_playwright_python", reason="needs the package axe-playwright-python")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs an installed chromium")
+pytestmark = needs_chromium
 
 WORDS = ["The", "animal", "didn't", "cross", "the", "street", "because", "it", "was", "too", "tired"]
 RUN = "async () => (await axe.run()).violations.map(v => `${v.impact} ${v.id}: ${v.nodes[0].html}`)"
@@ -43,12 +42,6 @@ def image() -> Any:
     with torch.no_grad(), clearhead.record(model, **KEPT) as rec:
         model(pixel_values=pixels)
     return rec.page(image=pixels[0])
-
-
-@pytest.fixture(scope="module", name="browser")
-def _browser() -> Iterator[Any]:
-    with opened_browser() as browser:
-        yield browser
 
 
 @pytest.mark.parametrize("make", [short, long, compared, image])

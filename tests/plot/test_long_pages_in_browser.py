@@ -12,20 +12,13 @@ import torch
 
 from clearhead.plot import page
 
-from .browsing import CHROMIUM, opened_browser, wait_until, watched_page
+from .browsing import needs_chromium, text_of, wait_until, watched_page
 from .pages import Contents
 from .recorded import record_pair, record_two
 
-pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs an installed chromium")
+pytestmark = needs_chromium
 
 LENGTH = 300
-
-
-@pytest.fixture(scope="module", name="browser")
-def _browser() -> Iterator[Any]:
-    with opened_browser() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module", name="rec")
@@ -39,10 +32,6 @@ def _shown(browser: Any, rec: Any, tmp_path: Path) -> Iterator[Any]:
     made = page(rec, [f"t{place}" for place in range(LENGTH)], layer=1, head=0)
     with watched_page(browser, made.save(tmp_path / "long.html")) as opened:
         yield opened
-
-
-def text_of(shown: Any, name: str) -> str:
-    return " ".join(shown.locator(f"#{name}").inner_text().split())
 
 
 def view(shown: Any) -> list[int]:

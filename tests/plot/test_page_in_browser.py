@@ -11,10 +11,9 @@ import torch
 
 from clearhead.plot import Tokens, given, page
 
-from .browsing import CHROMIUM, opened_browser, wait_until, watched_page
+from .browsing import needs_chromium, text_of, token, wait_until, watched_page
 
-pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs an installed chromium")
+pytestmark = needs_chromium
 
 NAMES = ["the", "</script><img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "str", "##eet", "街"]
 TOKENS = Tokens(NAMES)
@@ -28,12 +27,6 @@ def _weights() -> list[torch.Tensor]:
     return [torch.randn(3, SIZE, SIZE).softmax(-1) for _ in range(2)]
 
 
-@pytest.fixture(scope="module", name="browser")
-def _browser() -> Iterator[Any]:
-    with opened_browser() as browser:
-        yield browser
-
-
 @pytest.fixture(name="shown")
 def _shown(browser: Any, weights: list[torch.Tensor], tmp_path: Path) -> Iterator[Any]:
     made = page(given(weights), TOKENS, layer=0, head=1, title="</title><script>alert(3)</script>")
@@ -45,18 +38,10 @@ def written(weight: torch.Tensor) -> str:
     return f"{weight.item():.4f}"
 
 
-def text_of(shown: Any, name: str) -> str:
-    return " ".join(shown.locator(f"#{name}").inner_text().split())
-
-
 def cell(shown: Any, query: int, key: int, count: int = SIZE) -> tuple[float, float]:
     """Where on the screen a cell of the map is."""
     box = shown.locator("#cells").bounding_box()
     return box["x"] + box["width"] * (key + 0.5) / count, box["y"] + box["height"] * (query + 0.5) / count
-
-
-def token(shown: Any, place: int) -> Any:
-    return shown.locator(".text span").nth(place)
 
 
 def test_the_pointer_reads_the_weight_and_what_row_and_column_come_to(shown: Any, weights: list[torch.Tensor]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,6 @@ METHODS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "plot_received": ((0, 1), {"tokens": TOKENS}),
     "plot_rollout": (([2, 5],), {"tokens": TOKENS}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _close_figures() -> Iterator[None]:
-    yield
-    pyplot.close("all")
 
 
 @pytest.fixture(scope="module", name="rec")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from clearhead.plot import Tokens, given, plot_heads, plot_map, plot_received, p
 from clearhead.plot._ink import save_figure
 
 from .recorded import KEPT, Two, record_pair, record_two
-
-
-@pytest.fixture(autouse=True)
-def _close_figures() -> Iterator[None]:
-    yield
-    pyplot.close("all")
 
 
 def values(axes: Any, end: float = 1.0) -> torch.Tensor:

@@ -13,22 +13,15 @@ import transformers
 import clearhead
 from clearhead.plot import given
 
-from .browsing import CHROMIUM, opened_browser, wait_until, watched_page
+from .browsing import needs_chromium, text_of, token, wait_until, watched_page
 from .recorded import KEPT
 from .test_images import SMALL
 
-pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs an installed chromium")
+pytestmark = needs_chromium
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 TEXTS = (["a", HOSTILE, "b", "c", "d", "e"], ["a", HOSTILE, "b", "c", "x", "d", "e"])
 SHARED = [0, 1, 2, 3, 5, 6]
-
-
-@pytest.fixture(scope="module", name="browser")
-def _browser() -> Iterator[Any]:
-    with opened_browser() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module", name="weights")
@@ -45,16 +38,8 @@ def _shown(browser: Any, weights: list[torch.Tensor], tmp_path: Path) -> Iterato
         yield opened
 
 
-def text_of(shown: Any, name: str) -> str:
-    return " ".join(shown.locator(f"#{name}").inner_text().split())
-
-
 def view(shown: Any, number: int) -> Any:
     return shown.locator("#views button").nth(number)
-
-
-def token(shown: Any, place: int) -> Any:
-    return shown.locator(".text span").nth(place)
 
 
 def chosen_head(shown: Any) -> int:

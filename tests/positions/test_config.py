@@ -88,10 +88,7 @@ ERRORS: dict[str, tuple[object, str]] = {
         "high_freq_factor: expected a number, which rope_type 'llama3' needs",
     ),
     "factor below one": ({"rope_type": "linear", "factor": 0.5}, "factor: expected a finite number ≥ 1, got 0.5."),
-    "fraction out of range": (
-        {"partial_rotary_factor": 1.5},
-        "fraction: expected a share in (0, 1], got 1.5.",
-    ),
+    "fraction out of range": ({"partial_rotary_factor": 1.5}, "fraction: expected a share in (0, 1], got 1.5."),
     "unknown setting": (
         {"rope_type": "default", "mrope_section": [1, 2]},
         "got mrope_section. Remove what has no effect in your model",

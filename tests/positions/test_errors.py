@@ -9,7 +9,7 @@ import torch
 
 import clearhead
 from clearhead import masks
-from clearhead.errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError
+from clearhead.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from clearhead.positions import (
     ALiBi,
     DynamicNTKScaling,
@@ -155,13 +155,6 @@ def test_a_mask_made_for_another_number_of_heads(mask: masks.Mask) -> None:
     )
     with pytest.raises(ShapeError, match=re.escape(text)):
         clearhead.attention(Q, K, K, mask & masks.causal())
-
-
-@pytest.mark.parametrize("mask", [ALiBi(3), RelativeBias(3)], ids=["ALiBi", "RelativeBias"])
-def test_biases_have_no_or_and_no_opposite(mask: masks.Mask) -> None:
-    for combine in (lambda: mask | masks.causal(), lambda: masks.causal() | mask, lambda: ~mask):
-        with pytest.raises(MaskTypeError, match=type(mask).__name__ + r"\(.*a bias adds numbers to scores"):
-            combine()
 
 
 def test_a_table_on_another_device() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -68,10 +68,7 @@ def inputs(dtype: torch.dtype = torch.float64, length: int = LENGTH) -> tuple[Te
 PLACES: dict[str, tuple[list[list[int]] | None, list[list[int]] | None]] = {
     "counted": (None, None),
     "one place for all": ([[9, 8, 3, 30, 4]], [[0, 1, 2, 40, 4, 5, 6]]),
-    "a place per item": (
-        [[2, 3, 4, 5, 6], [-1, -1, 0, 1, 2]],
-        [[0, 1, 2, 3, 4, 5, 6], [-1, -1, -1, -1, 0, 1, 2]],
-    ),
+    "a place per item": ([[2, 3, 4, 5, 6], [-1, -1, 0, 1, 2]], [[0, 1, 2, 3, 4, 5, 6], [-1, -1, -1, -1, 0, 1, 2]]),
     "a step": ([[6]], None),
 }
 
@@ -249,34 +246,22 @@ def test_it_is_shown_as_a_module_and_as_a_mask() -> None:
     assert repr(mask & masks.causal()).startswith(f"<mask {text} & causal()")
 
 
-@pytest.fixture(name="fresh_compiler")
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("make", [ALiBi, RelativeBias])
 @pytest.mark.usefixtures("fresh_compiler")
 def test_one_graph_for_all_steps(make: type) -> None:
-    mask = make(HEADS)
-    graphs = []
-
-    def backend(graph, example):
-        graphs.append(graph)
-        return graph.forward
+    mask, counter = make(HEADS), CompileCounter()
 
     def attend(query: Tensor, key: Tensor, position: int) -> Tensor:
         positions = torch.arange(1) + position
         return clearhead.attention(query, key, key, mask & masks.causal(), query_positions=positions)
 
-    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    compiled = torch.compile(attend, backend=counter, fullgraph=True)
     key = torch.randn(BATCH, KV_HEADS, 23, HEAD_DIM)
     with torch.no_grad():
         for position in range(3, 8):
             query = torch.randn(BATCH, HEADS, 1, HEAD_DIM)
             torch.testing.assert_close(compiled(query, key, position), attend(query, key, position))
-    assert len(graphs) <= 2
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.usefixtures("fresh_compiler")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.export import Dim, export
 
 from clearhead.positions import DynamicNTKScaling, LinearScaling, Rotary, YarnScaling
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 3, 10, 5, 14
 
@@ -22,21 +25,9 @@ VARIANTS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def compiled(function: Callable[..., object], **options: object) -> tuple[Callable[..., object], list[object]]:
-    graphs: list[object] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        graphs.append(graph)
-        return graph.forward
-
-    return torch.compile(function, backend=backend, fullgraph=True, **options), graphs
+def compiled(function: Callable[..., object], **options: object) -> tuple[Callable[..., object], CompileCounter]:
+    counter = CompileCounter()
+    return torch.compile(function, backend=counter, fullgraph=True, **options), counter
 
 
 def states(length: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -46,46 +37,35 @@ def states(length: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Ten
     )
 
 
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["int", "tensor"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_int_position_that_grows_recompiles_once(variant: str) -> None:
+def test_positions_that_grow_need_one_graph_as_tensors_and_two_at_most_as_ints(variant: str, as_tensor: bool) -> None:
     rotary = VARIANTS[variant]
-    function, graphs = compiled(rotary)
-    for position in range(7, 19):
-        q, k = states(1)
-        for turned, one in zip(function(q, k, position), rotary(q, k, position), strict=True):
-            torch.testing.assert_close(turned, one)
-    assert len(graphs) <= 2
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_positions_in_a_tensor_need_one_graph(variant: str) -> None:
-    rotary = VARIANTS[variant]
-    function, graphs = compiled(rotary)
+    function, counter = compiled(rotary)
     for position in range(3, 15):
         q, k = states(1)
-        positions = torch.full((BATCH, 1), position)
-        positions[0] = -1
-        for turned, one in zip(function(q, k, positions), rotary(q, k, positions), strict=True):
+        place = torch.tensor([[-1], [position], [position]]) if as_tensor else position
+        for turned, one in zip(function(q, k, place), rotary(q, k, place), strict=True):
             torch.testing.assert_close(turned, one)
-    assert len(graphs) == 1
+    assert counter.frame_count <= (1 if as_tensor else 2)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_graph_for_all_lengths(variant: str) -> None:
     rotary = VARIANTS[variant]
-    function, graphs = compiled(rotary, dynamic=True)
+    function, counter = compiled(rotary, dynamic=True)
     for length in (13, 17, 23):
         q, k = states(length)
         torch.testing.assert_close(function(q, k, 4), rotary(q, k, 4))
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
 
 
 def test_float64_frequencies_are_traced_too() -> None:
     rotary = Rotary(HEAD_DIM)
-    function, graphs = compiled(rotary)
+    function, counter = compiled(rotary)
     q, k = states(5, torch.float64)
     torch.testing.assert_close(function(q, k, 4), rotary(q, k, 4), rtol=0, atol=1e-14)
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
 
 
 class Turning(nn.Module):

@@ -16,14 +16,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.llama import modeling_llama as llama
 
-from clearhead.positions import (
-    DynamicNTKScaling,
-    LinearScaling,
-    Llama3Scaling,
-    Rotary,
-    YarnScaling,
-    rotary_from_config,
-)
+from clearhead.positions import DynamicNTKScaling, LinearScaling, Llama3Scaling, Rotary, YarnScaling, rotary_from_config
 from tests.support.positions_oracle import frequency, turn
 
 BATCH, HEADS, KV_HEADS, HEAD_DIM = 3, 10, 5, 22

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.functional import hessian, jacobian
 
-__all__ = ["batched_and_looped", "check_derivatives", "check_vectorized", "finite", "random"]
+__all__ = [
+    "WEIGHTS",
+    "batched_and_looped",
+    "check_batched",
+    "check_derivatives",
+    "check_vectorized",
+    "finite",
+    "random",
+]
 
 Outputs = Tensor | tuple[Tensor, ...]
 Function = Callable[..., Outputs]
+
+#: Arguments of a module's call.
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "without weights": {"need_weights": False},
+    "averaged": {"need_weights": True},
+    "per head": {"need_weights": True, "average_attn_weights": False},
+}
 
 
 def random(*shape: int) -> Tensor:
@@ -73,6 +89,12 @@ def batched_and_looped(
 
     looped = [gradients([vector[number] for vector in vectors], batched=False) for number in range(count)]
     return gradients(vectors, batched=True), tuple(map(torch.stack, zip(*looped, strict=True)))
+
+
+def check_batched(outputs: Outputs, inputs: tuple[Tensor, ...], tolerance: float = 1e-5) -> None:
+    """``is_grads_batched=True`` gives what one gradient after another gives, to so much of the largest number."""
+    for one, other in zip(*batched_and_looped(outputs, inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * max(1.0, float(other.abs().max())))
 
 
 def _square(outputs: Outputs) -> Tensor:

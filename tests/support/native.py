@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from clearhead._native import instruction_sets
 from tests.support.budgets import in_turn
 
-__all__ = ["SETS", "fewer_unless_best", "needs_native", "on_every_set"]
+__all__ = ["SETS", "fewer_unless_best", "needs_native", "on_every_set", "threads"]
 
 SETS = instruction_sets()
 
@@ -37,3 +39,14 @@ def on_every_set(
     """
     sets = {fixture: (*whole, *rest)}
     return in_turn({**sets, **cases}, turns, whole=lambda name, *_: name in whole, indirect=[fixture])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute on so many threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

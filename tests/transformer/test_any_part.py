@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
+from torch import nn
 
 import clearhead
 from clearhead import masks
 from clearhead.caches import Cache, EvictingKVCache, SinksAndRecent, SlidingKVCache
 from clearhead.positions import ALiBi, RelativeBias, Rotary
 from clearhead.transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
+from tests.caches.decoding import close
+from tests.support.compiling import compiled_steps
+
+from .test_caches import normal
 
 B, L, S, E, H, KV_HEADS, DIM, WINDOW = 2, 11, 7, 13, 6, 3, 4, 5
 F64 = torch.float64
@@ -58,14 +61,6 @@ def randomised(module: Any) -> Any:
         for parameter in module.parameters():
             parameter.normal_(std=0.5)
     return module.to(F64).eval()
-
-
-def normal(*sizes: int) -> Tensor:
-    return torch.randn(*sizes, dtype=F64)
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @attentions
@@ -122,7 +117,7 @@ def test_jagged_rows_are_what_each_is_alone() -> None:
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 @torch.no_grad()
 def test_a_step_of_a_stack_compiles_without_breaks_and_once_more_at_most(kind: str) -> None:
-    counter, x, memory = CompileCounter(), normal(B, L, E), normal(B, S, E)
+    x, memory = normal(B, L, E), normal(B, S, E)
     if kind == "encoder":
         model, first, later = stack(ATTENTIONS["rotary"]), (), ()
     else:
@@ -130,12 +125,11 @@ def test_a_step_of_a_stack_compiles_without_breaks_and_once_more_at_most(kind: s
         model = randomised(Decoder(DecoderLayer(E, *own) for own in parts))
         first, later = (memory,), (None,)
     caches = model.make_cache(B, L)
-    torch._dynamo.reset()
-    step = torch.compile(lambda token: model(token, *later, mask=causal, cache=caches), fullgraph=True, backend=counter)
-    found, counts = [model(x[:, :3], *first, mask=causal, cache=caches)], list[int]()
-    for n in range(3, L):
-        found.append(step(x[:, [n]]))
-        counts.append(counter.frame_count)
-    close(torch.cat(found, 1), model(x, *first, mask=causal))
+    found, counts = compiled_steps(
+        lambda token: model(token, *later, mask=causal, cache=caches),
+        x,
+        lambda token: model(token, *first, mask=causal, cache=caches),
+    )
+    close(found, model(x, *first, mask=causal))
     assert counts[0] == 1
     assert counts[1] == counts[-1] <= 2

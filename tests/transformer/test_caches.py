@@ -14,6 +14,7 @@ from clearhead.caches import Cache, CrossKVCache, KVCache, SlidingKVCache
 from clearhead.errors import ArgumentError, CacheError, DTypeError, ShapeError
 from clearhead.positions import ALiBi, Rotary
 from clearhead.transformer import Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer, SwiGLU
+from tests.caches.decoding import close
 
 B, L, S, E, H, KV_HEADS, DIM, LAYERS = 2, 11, 7, 13, 6, 3, 4, 3
 F64 = torch.float64
@@ -48,10 +49,6 @@ def decoder() -> Decoder:
 
 def normal(*sizes: int) -> Tensor:
     return torch.randn(*sizes, dtype=F64)
-
-
-def close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 chunks = pytest.mark.parametrize("sizes", [[1] * L, [5, 1, 1, 1, 3], [L]], ids=["steps", "mixed", "whole"])

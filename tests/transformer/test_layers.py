@@ -83,10 +83,7 @@ def test_a_decoder_layer_equals_pytorchs(options: dict[str, object], dtype: torc
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 def test_stacks_equal_pytorchs() -> None:
     model = randomised(nn.Transformer(E, H, 2, 3, 4 * E, batch_first=True, dtype=torch.float64))
-    encoder, decoder = (
-        load_transformer(model.encoder),
-        load_transformer(model.decoder),
-    )
+    encoder, decoder = (load_transformer(model.encoder), load_transformer(model.decoder))
     source, target = torch.randn(B, S, E, dtype=torch.float64), torch.randn(B, L, E, dtype=torch.float64)
     hidden = torch.ones(L, L, dtype=torch.bool).triu(1)
     expected = model(source, target, tgt_mask=hidden)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import final
 
@@ -36,46 +37,44 @@ class Rows:
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     tokens: tuple[int, int]
-    _own: dict[str, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def count(self) -> int:
         """How many documents there are."""
         return self.cu_seqlens_q.shape[0] - 1
 
-    @property
+    @cached_property
     def query_documents(self) -> Tensor:
         """(T,) the document of every query."""
-        return self._documents("q")[0]
+        return _documents(self.cu_seqlens_q, self.tokens[0])
 
-    @property
+    @cached_property
     def key_documents(self) -> Tensor:
         """(Tk,) the document of every key."""
-        return self._documents("k")[0]
+        return _documents(self.cu_seqlens_k, self.tokens[1])
 
-    @property
+    @cached_property
     def query_positions(self) -> Tensor:
         """(T,) positions within each document."""
-        return self._documents("q")[1]
+        return _positions(self.cu_seqlens_q, self.query_documents)
 
-    @property
+    @cached_property
     def key_positions(self) -> Tensor:
         """(Tk,) likewise."""
-        return self._documents("k")[1]
-
-    def _documents(self, side: str) -> tuple[Tensor, Tensor]:
-        if side not in self._own:
-            bounds, count = (self.cu_seqlens_q, self.tokens[0]) if side == "q" else (self.cu_seqlens_k, self.tokens[1])
-            tokens = torch.arange(count, device=bounds.device)
-            numbers = torch.searchsorted(bounds, tokens, right=True) - 1
-            self._own[side] = numbers
-            self._own[side + "p"] = tokens - bounds[numbers]
-        return self._own[side], self._own[side + "p"]
+        return _positions(self.cu_seqlens_k, self.key_documents)
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
         """The queries and the keys of each document."""
         for (start, stop), (first, last) in zip(pairwise(self.queries), pairwise(self.keys), strict=True):
             yield slice(start, stop), slice(first, last)
+
+
+def _documents(bounds: Tensor, tokens: int) -> Tensor:
+    return torch.searchsorted(bounds, torch.arange(tokens, device=bounds.device), right=True) - 1
+
+
+def _positions(bounds: Tensor, documents: Tensor) -> Tensor:
+    return torch.arange(len(documents), device=bounds.device) - bounds[documents]
 
 
 def read_rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, key: Tensor) -> Rows:
@@ -124,11 +123,6 @@ def within_rows(rows: Rows, mask: Mask | None) -> Mask:
     return same if mask is None else same & mask
 
 
-def mask_of_document(mask: Mask | None, whole: Grid, queries: slice, keys: slice) -> Mask | None:
-    """A mask of one document's scores: what `mask` shows of these rows and columns of the whole."""
-    return None if mask is None else _OfDocument(mask, whole, queries, keys)
-
-
 @final
 class _SameDocument(Mask):
     """Each query sees the keys of its own document."""
@@ -151,8 +145,8 @@ class _SameDocument(Mask):
 
 
 @final
-class _OfDocument(Wrapping):
-    """Some rows and columns of another mask's scores."""
+class OfDocument(Wrapping):
+    """What another mask shows of one document: some rows and columns of its scores."""
 
     def __init__(self, mask: Mask, whole: Grid, rows: slice, columns: slice) -> None:
         super().__init__(mask)
@@ -163,7 +157,7 @@ class _OfDocument(Wrapping):
         return replace(block, grid=self._whole, rows=rows, columns=columns)
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return _OfDocument(self._mask.with_bias_tensors(tensors), self._whole, self._rows, self._columns)
+        return OfDocument(self._mask.with_bias_tensors(tensors), self._whole, self._rows, self._columns)
 
     def describe(self) -> str:
         return f"{self._mask.describe()} of one document"

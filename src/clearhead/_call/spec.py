@@ -19,7 +19,7 @@ from ..masks._coverage import COVERS_ALL, Coverage, coverage
 from ..masks._grid import Block, Grid
 from ..masks._tensors import as_mask
 from .dropout import DropoutOrigin, dropout_factors
-from .rows import Rows, within_rows
+from .rows import OfDocument, Rows, within_rows
 from .sharding import CallPart
 
 #: As a logit it has no weight beside any score, and it is finite.
@@ -30,7 +30,9 @@ WeightsWanted = Literal["heads", "average"] | None
 
 
 def weights_wanted(need_weights: bool, average_attn_weights: bool) -> WeightsWanted:
-    """From the two arguments of a module's call."""
+    """From the two arguments of a module's call, which are checked."""
+    need_weights = flag("need_weights", need_weights)
+    average_attn_weights = flag("average_attn_weights", average_attn_weights)
     return ("average" if average_attn_weights else "heads") if need_weights else None
 
 
@@ -43,6 +45,11 @@ class Layout(NamedTuple):
     @staticmethod
     def of(tensor: Tensor) -> Layout:
         return Layout(tuple(tensor.shape), tensor.stride())
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether the elements of a row lie side by side."""
+        return self.strides[-1] == 1 or self.shape[-1] <= 1
 
 
 class AttentionSpec(NamedTuple):
@@ -107,6 +114,11 @@ class AttentionSpec(NamedTuple):
     @property
     def needs_gradients(self) -> bool:
         return bool(self.gradients)
+
+    @property
+    def learns_bias(self) -> bool:
+        """Whether a tensor that the mask adds to the scores wants a gradient."""
+        return any(self.gradients[3 + self.sinks :])
 
     @property
     def empty(self) -> bool:
@@ -236,16 +248,20 @@ class AttentionCall:
         return call
 
     def each_document(self) -> Iterator[AttentionCall]:
-        """The documents of a call whose mask is rules about positions, as calls that drop what the whole drops."""
-        if self.rows is None:
-            yield self
-            return
-        spec = self.spec._replace(documents=None)
-        for document, (queries, keys) in enumerate(self.rows.slices()):
+        """The documents of a call that has `rows`, as calls of their own.
+
+        Each is an item of a batch to dropout, so that they drop what a kernel drops that computes the call whole.
+        """
+        rows, mask, spec = cast(Rows, self.rows), self.mask, self.spec
+        # Rules about positions count within a document as they do within a call; tensors have to be cut out.
+        is_cut = mask is not None and not mask.fits_any_call
+        whole = self.as_one_document().grid if is_cut else None
+        for document, (queries, keys) in enumerate(rows.slices()):
             parts = self.query[:, :, queries], self.key[:, :, keys], self.value[:, :, keys]
-            yield AttentionCall(
-                spec, *parts, self.mask, self.sinks, dropout_seed=self.dropout_seed, first_item=document
-            )
+            layouts = dict(zip(("query", "key", "value"), map(Layout.of, parts), strict=True))
+            one = spec._replace(**layouts, mask=None if is_cut else spec.mask, documents=None)
+            own = mask if mask is None or whole is None else OfDocument(mask, whole, queries, keys)
+            yield AttentionCall(one, *parts, own, self.sinks, dropout_seed=self.dropout_seed, first_item=document)
 
     def as_one_document(self) -> AttentionCall:
         """A call of documents as one of T × Tk scores whose mask hides other documents."""

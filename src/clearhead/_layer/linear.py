@@ -98,13 +98,17 @@ def require_input(name: str, x: object, layer: nn.Module) -> None:
     if x.dim() == 0 or x.shape[-1] != own.in_features:
         expected = f"(…, {own.in_features})"
         raise ShapeError(name, expected=expected, got=kind(x))
-    dtype, device = own.weight.dtype, own.weight.device
-    if x.dtype != dtype and not (autocast_is_on(x) and x.is_floating_point()):
-        fix = f"Convert it with .to({dtype}), or the module."
-        raise DTypeError(name, expected=f"the module's dtype {dtype}", got=str(x.dtype), fix=fix)
-    if x.device != device:
+    require_same(name, x, own.weight)
+
+
+def require_same(name: str, x: Tensor, weight: Tensor) -> None:
+    """Raise unless an input has the dtype and the device of a module's weight, or autocast will see to its dtype."""
+    if x.device != weight.device:
         fix = "Move the input or the module with .to(...)."
-        raise DeviceError(name, expected=f"the module's device {device}", got=str(x.device), fix=fix)
+        raise DeviceError(name, expected=f"the module's device {weight.device}", got=str(x.device), fix=fix)
+    if x.dtype != weight.dtype and not (autocast_is_on(x) and x.is_floating_point()):
+        fix = f"Convert the input with .to({weight.dtype}), or the module."
+        raise DTypeError(name, expected=f"the module's dtype {weight.dtype}", got=str(x.dtype), fix=fix)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -129,29 +129,20 @@ class Unpadded:
     def project_out(self, mixed: Tensor, out_proj: nn.Module, environment: Environment, *, batch_first: bool) -> Tensor:
         """(T, H·Dv) → (B, L, E), in memory (L, B, E) unless `batch_first`; ``out_proj(0)`` for padding."""
         (batch, length), indices = self.shape, self.queries.indices
-        if not batch_first:
-            if indices is None:
-                mixed = mixed.view(batch, length, -1).transpose(0, 1).flatten(0, 1)
-            else:
-                indices = indices % length * batch + indices // length
         shape = (batch, length) if batch_first else (length, batch)
-        whole = _filled(mixed, indices, shape, out_proj, environment)
-        return whole if batch_first else whole.transpose(0, 1)
-
-
-def _filled(
-    mixed: Tensor, indices: Tensor | None, shape: tuple[int, int], out_proj: nn.Module, environment: Environment
-) -> Tensor:
-    """(T, H·Dv) → (*shape, E), projected; `indices` say which tokens they are, ``None`` for all."""
-    if indices is None:
-        return apply_linear(out_proj, mixed.view(*shape, -1), environment)
-    count = shape[0] * shape[1]
-    if is_unmodified(out_proj):  # of zeros it makes its bias
-        short, bias = apply_linear(out_proj, mixed, environment), cast("Tensor | None", out_proj.bias)
-        filled = short.new_zeros(()) if bias is None else bias.to(short.dtype)
-        return filled.expand(count, short.shape[1]).index_copy(0, indices, short).view(*shape, -1)
-    whole = mixed.new_zeros(count, mixed.shape[1]).index_copy(0, indices, mixed)
-    return apply_linear(out_proj, whole.view(*shape, -1), environment)
+        if not batch_first and indices is not None:
+            indices = indices % length * batch + indices // length
+        if indices is None:
+            whole = mixed.view(batch, length, -1)
+            projected = apply_linear(out_proj, whole if batch_first else whole.transpose(0, 1), environment)
+        elif is_unmodified(out_proj):  # of zeros it makes its bias, which costs no GEMM
+            short, bias = apply_linear(out_proj, mixed, environment), cast("Tensor | None", out_proj.bias)
+            filling = short.new_zeros(()) if bias is None else bias.to(short.dtype)
+            projected = filling.expand(batch * length, short.shape[1]).index_copy(0, indices, short).view(*shape, -1)
+        else:
+            whole = mixed.new_zeros(batch * length, mixed.shape[1]).index_copy(0, indices, mixed)
+            projected = apply_linear(out_proj, whole.view(*shape, -1), environment)
+        return projected if batch_first else projected.transpose(0, 1)
 
 
 def unpad(

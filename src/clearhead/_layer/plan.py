@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._call.dropout import DropoutOrigin, draw_seed
 from .._call.observers import computing, notify
-from .._call.rows import Rows, mask_of_document, require_within
+from .._call.rows import Rows, require_within
 from .._call.spec import (
     NO_SINK,
     AttentionCall,
@@ -175,20 +175,14 @@ def _attend(call: AttentionCall, environment: Environment, show: Show | None) ->
 
 def run_call(call: AttentionCall, environment: Environment) -> Results:
     """Compute a validated call on the kernel that is forced, or the first that does not refuse it."""
-    return plan_of(call, environment)(call)
-
-
-def plan_of(call: AttentionCall, environment: Environment) -> Plan:
-    """The cached plan of the call's spec, or a new one."""
-    spec = call.spec
-    if not spec.can_be_cached:
-        return _plan(spec, call, environment)
-    key = (spec, environment.kernel)
+    if not call.spec.can_be_cached:
+        return _plan(call.spec, call, environment)(call)
+    key = (call.spec, environment.kernel)
     plan = plans.get(key)
     if plan is None:
-        plan = _plan(spec, call, environment)
+        plan = _plan(call.spec, call, environment)
         plans.put(key, plan)
-    return plan
+    return plan(call)
 
 
 def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) -> Plan:
@@ -201,7 +195,7 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
             return lambda call: run_call(call.as_one_document(), environment)
         kernel = choose_for_documents(call, environment.kernel)
         if kernel is None:
-            return _each_document
+            return _with_seed(_each_document) if spec.dropout_p > 0 else _each_document
     else:
         kernel = choose(call, environment.kernel)
     wants_weights = spec.weights is not None
@@ -253,46 +247,14 @@ def _with_weights(compute: Plan, forced: Kernel | None) -> Plan:
 
 
 def _each_document(call: AttentionCall) -> Results:
-    """Documents one by one: they share no block of keys, so no NaN passes from one to another.
-
-    Each is an item of a batch to dropout, so that all kernels drop the same weights.
-    """
-    rows: Rows = call.rows  # type: ignore[assignment]
-    environment, spec = read_environment(), call.spec
-    whole = call.as_one_document().grid
-    plain = call.mask is None or _counts_within(call.mask)
-    seed = draw_seed(call.query.device) if spec.dropout_p > 0 and call.dropout_seed is None else call.dropout_seed
-    found: list[Results] = []
-    for document, (queries, keys) in enumerate(rows.slices()):
-        if queries.start == queries.stop:
+    """Documents one by one: they share no block of keys, so no NaN passes from one to another."""
+    environment, found = read_environment(), list[Results]()
+    for one in call.each_document():
+        if one.query.shape[2] == 0:
             continue
-        mask = call.mask if plain else mask_of_document(call.mask, whole, queries, keys)
-        one = validate_call(
-            call.query[:, :, queries],
-            call.key[:, :, keys],
-            call.value[:, :, keys],
-            mask,
-            scale=spec.scale,
-            dropout_p=spec.dropout_p,
-            softcap=spec.softcap,
-            sinks=call.sinks,
-            return_lse=spec.lse,
-            environment=environment,
-        )
-        one = replace(one, dropout_seed=seed, first_item=document)
         # Without keys nothing is computed, and fused kernels refuse it.
         found.append(run_call(one, environment._replace(kernel=None) if one.spec.empty else environment))
     if not found:
         return run_call(call.as_one_document(), environment)
     output = torch.cat([results.output for results in found], 2)  # (1, H, T, Dv)
-    return Results(output, torch.cat([_lse(results) for results in found], 2) if spec.lse else None)
-
-
-def _lse(results: Results) -> Tensor:
-    assert results.lse is not None  # noqa: S101
-    return results.lse
-
-
-def _counts_within(mask: Mask) -> bool:
-    """Whether a mask says the same of a document as of a call of its own: it is made of rules about positions alone."""
-    return all(part.fits_any_call for part in mask.parts())
+    return Results(output, torch.cat([cast(Tensor, results.lse) for results in found], 2) if call.spec.lse else None)

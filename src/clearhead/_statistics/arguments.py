@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._call.spec import AttentionCall
 from .._checks import INTEGERS, LARGEST, choice, items, shown, strided, with_values
-from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
+from ..errors import ArgumentError, ShapeError, shape_text
 from .definitions import STATISTICS, Options
 
 Per = Literal["query_head", "kv_head"]
@@ -108,7 +108,4 @@ def query_marks(query_mask: object) -> Tensor:
         DTypeError: for anything else.
     """
     expected = "a bool or 0/1 tensor (B, L)"
-    marks = with_values("query_mask", strided("query_mask", query_mask, expected))
-    if marks.dtype != torch.bool and marks.dtype not in INTEGERS:
-        raise DTypeError("query_mask", expected=expected, got=str(marks.dtype))
-    return marks
+    return with_values("query_mask", strided("query_mask", query_mask, expected, dtypes=(torch.bool, *INTEGERS)))

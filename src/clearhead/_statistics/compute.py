@@ -207,7 +207,7 @@ def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = N
                 return native if head is None else native[:, 0]
         result = call.query.new_zeros(shape, dtype=call.spec.compute_dtype)
         for block, place, query, key in score_blocks(call, chosen, exact_dtype(call)):
-            part = BlockRows(call, block, place, query, key, None)
+            part = BlockRows(call, block, place, query, key)
             result[block.batch, block.heads, place, part.columns] = part.weights
         return result if head is None else result[:, head]
 

@@ -68,14 +68,19 @@ class Statistic(ABC):
         grid = call.grid
         self.row_shape = (grid.batch_size, grid.num_heads, call.query.shape[2])  # of L queries, those that are here
         self.column_shape = (grid.batch_size, grid.num_heads, grid.key_length)
+        self.begin()
+
+    def begin(self) -> None:
+        """Make the tensors that blocks are added to. Default: `found`, one number per query that is here."""
+        self.found = self.zeros(*self.row_shape)
 
     @abstractmethod
     def add(self, rows: BlockRows) -> None:
         """Add a block."""
 
-    @abstractmethod
     def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
-        """The finished tensors by attribute name; `totals` finishes what was added up over queries."""
+        """The finished tensors by name, `found` by default; `totals` finishes what was added up over queries."""
+        return {self.name: self.found}
 
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.call.spec.compute_dtype, device=self.call.query.device)
@@ -92,11 +97,10 @@ class Entropy(Statistic):
     ``normalized_entropy`` is divided by ln of the number of visible keys; 0 where at most one is visible.
     """
 
-    name: ClassVar[str] = "entropy"
-    per_head: ClassVar[tuple[str, ...]] = ("entropy", "normalized_entropy")
+    name = "entropy"
+    per_head = ("entropy", "normalized_entropy")
 
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
-        super().__init__(call, options, counted)
+    def begin(self) -> None:
         self._entropy, self._visible = self.zeros(*self.row_shape), self.zeros(*self.row_shape)
 
     def add(self, rows: BlockRows) -> None:
@@ -108,9 +112,13 @@ class Entropy(Statistic):
         self.put(self._visible, rows, rows.visible)
 
     def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
-        entropy, visible = self._entropy.clamp_(min=0), self._visible
-        normalized = (entropy / visible.clamp(min=2).log()).masked_fill_(visible < 2, 0)
-        return {"entropy": entropy, "normalized_entropy": normalized}
+        return entropy_results(self._entropy.clamp_(min=0), self._visible)
+
+
+def entropy_results(entropy: Tensor, visible: Tensor) -> dict[str, Tensor]:
+    """The entropy of each query, and what it is of the largest possible among so many visible keys."""
+    normalized = (entropy / visible.clamp(min=2).log()).masked_fill_(visible < 2, 0)
+    return {"entropy": entropy, "normalized_entropy": normalized}
 
 
 @final
@@ -121,12 +129,11 @@ class Received(Statistic):
     also the gradient of Σ_i o_i in v_j.
     """
 
-    name: ClassVar[str] = "received"
-    per_head: ClassVar[tuple[str, ...]] = ("received", "received_mean")
-    of: ClassVar[Literal["queries", "keys", "heads"]] = "keys"
+    name = "received"
+    per_head = ("received", "received_mean")
+    of = "keys"
 
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
-        super().__init__(call, options, counted)
+    def begin(self) -> None:
         self._received, self._viewers = LongSum(self.zeros(*self.column_shape)), self.zeros(*self.column_shape)
 
     def add(self, rows: BlockRows) -> None:
@@ -147,77 +154,76 @@ class Received(Statistic):
         return {"received": received, "received_mean": received / viewers.clamp(min=1)}
 
 
-@final
-class MaxLogit(Statistic):
-    """max_{i ∈ Q, j} s_ij (B, H), signed; −∞ if nothing is visible."""
+class _Largest(Statistic):
+    """The largest of one number per query, over the queries that are counted (B, H)."""
 
-    name: ClassVar[str] = "max_logit"
-    per_head: ClassVar[tuple[str, ...]] = ("max_logit",)
-    of: ClassVar[Literal["queries", "keys", "heads"]] = "heads"
+    of = "heads"
 
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
-        super().__init__(call, options, counted)
-        self._largest = self.zeros(*self.row_shape[:2]).fill_(float("-inf"))
+    def begin(self) -> None:
+        self.found = self.zeros(*self.row_shape[:2]).fill_(float("-inf"))
+
+    @abstractmethod
+    def of_rows(self, rows: BlockRows) -> Tensor:
+        """The numbers of a block, (b, h, l, 1)."""
 
     def add(self, rows: BlockRows) -> None:
-        _raise_to(self._largest, rows, rows.largest)
+        largest = self.of_rows(rows)
+        if rows.counted is not None:
+            largest = largest.masked_fill(~rows.counted, float("-inf"))
+        where = (rows.block.batch, rows.block.heads)
+        self.found[where] = torch.maximum(self.found[where], largest.amax((-2, -1)).to(self.found.dtype))
 
     def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
-        return {"max_logit": totals.largest(self._largest)}
+        return {self.name: totals.largest(self.found)}
 
 
 @final
-class RawMaxLogit(Statistic):
+class MaxLogit(_Largest):
+    """max_{i ∈ Q, j} s_ij (B, H), signed; −∞ if nothing is visible."""
+
+    name = "max_logit"
+    per_head = ("max_logit",)
+
+    def of_rows(self, rows: BlockRows) -> Tensor:
+        return rows.largest
+
+
+@final
+class RawMaxLogit(_Largest):
     """max scale · q_i·k_j over i ∈ Q and the keys j that query i sees (B, H), signed; −∞ if nothing is visible.
 
     Before soft-cap and bias: what scaling the query projection scales too, which is what `qk_clip_` needs (Kimi Team,
     "Kimi K2: Open agentic intelligence", 2025, section 2.1). A key under a bias of −∞ is masked and left out.
     """
 
-    name: ClassVar[str] = "raw_max_logit"
-    per_head: ClassVar[tuple[str, ...]] = ("raw_max_logit",)
-    of: ClassVar[Literal["queries", "keys", "heads"]] = "heads"
+    name = "raw_max_logit"
+    per_head = ("raw_max_logit",)
 
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
-        super().__init__(call, options, counted)
-        self._largest = self.zeros(*self.row_shape[:2]).fill_(float("-inf"))
-
-    def add(self, rows: BlockRows) -> None:
-        _raise_to(self._largest, rows, rows.raw_largest)
-
-    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
-        return {"raw_max_logit": totals.largest(self._largest)}
+    def of_rows(self, rows: BlockRows) -> Tensor:
+        return rows.raw_largest
 
 
 @final
 class Confidence(Statistic):
     """max_j p_ij (B, H, L)."""
 
-    name: ClassVar[str] = "confidence"
-    per_head: ClassVar[tuple[str, ...]] = ("confidence",)
-
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
-        super().__init__(call, options, counted)
-        self._confidence = self.zeros(*self.row_shape)
+    name = "confidence"
+    per_head = ("confidence",)
 
     def add(self, rows: BlockRows) -> None:
         where = (rows.block.batch, rows.block.heads, rows.place)
         largest = (rows.largest - rows.shift).exp().to(rows.total.dtype) / rows.total
-        self._confidence[where] = torch.maximum(self._confidence[where], largest.squeeze(-1))
-
-    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
-        return {"confidence": self._confidence}
+        self.found[where] = torch.maximum(self.found[where], largest.squeeze(-1))
 
 
 @final
 class TopKeys(Statistic):
     """The k keys with the largest p_ij of every query: indices and weights (B, H, L, k)."""
 
-    name: ClassVar[str] = "top_k"
+    name = "top_k"
 
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
-        super().__init__(call, options, counted)
-        self._count = min(options.top_k, call.grid.key_length)
+    def begin(self) -> None:
+        self._count = min(self.options.top_k, self.call.grid.key_length)
         self._weights = self.zeros(*self.row_shape, self._count)
         self._shifted = torch.full_like(self._weights, float("-inf"))  # their scores, which order weights of zero too
         self._indices = torch.full(self._weights.shape, -1, device=self._weights.device)
@@ -247,20 +253,16 @@ class TopKeys(Statistic):
 class Sink(Statistic):
     """Σ_{j < t} p_ij (B, H, L): the mass on the first t keys that any query of the item sees (`sink_keys`)."""
 
-    name: ClassVar[str] = "sink"
-    per_head: ClassVar[tuple[str, ...]] = ("sink",)
+    name = "sink"
+    per_head = ("sink",)
 
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
-        super().__init__(call, options, counted)
-        self._sink = self.zeros(*self.row_shape)
-        self._first = sink_marks(call, options.sink_keys).to(call.spec.compute_dtype)
+    def begin(self) -> None:
+        super().begin()
+        self._first = sink_marks(self.call, self.options.sink_keys).to(self.call.spec.compute_dtype)
 
     def add(self, rows: BlockRows) -> None:
         first = take(take(self._first, 0, rows.block.batch), 1, rows.block.heads)[:, :, rows.columns]  # (…, s, 1)
-        self.put(self._sink, rows, rows.terms @ first / rows.total)
-
-    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
-        return {"sink": self._sink}
+        self.put(self.found, rows, rows.terms @ first / rows.total)
 
 
 def sink_marks(call: AttentionCall, count: int) -> Tensor:
@@ -275,19 +277,12 @@ def sink_marks(call: AttentionCall, count: int) -> Tensor:
 class Distance(Statistic):
     """Σ_j p_ij |i − j| (B, H, L), in positions."""
 
-    name: ClassVar[str] = "distance"
-    per_head: ClassVar[tuple[str, ...]] = ("distance",)
-
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
-        super().__init__(call, options, counted)
-        self._distance = self.zeros(*self.row_shape)
+    name = "distance"
+    per_head = ("distance",)
 
     def add(self, rows: BlockRows) -> None:
         away = (rows.block.q - rows.block.k).abs().to(rows.terms.dtype)  # (1 or b, 1, l, s)
-        self.put(self._distance, rows, torch.linalg.vecdot(rows.terms, away)[..., None] / rows.total)
-
-    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
-        return {"distance": self._distance}
+        self.put(self.found, rows, torch.linalg.vecdot(rows.terms, away)[..., None] / rows.total)
 
 
 @final
@@ -298,13 +293,12 @@ class Offset(Statistic):
     sees such a key.
     """
 
-    name: ClassVar[str] = "offset"
-    per_head: ClassVar[tuple[str, ...]] = ("offset",)
-    of: ClassVar[Literal["queries", "keys", "heads"]] = "heads"
+    name = "offset"
+    per_head = ("offset",)
+    of = "heads"
 
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
-        super().__init__(call, options, counted)
-        shape = (*self.row_shape[:2], len(options.offsets))
+    def begin(self) -> None:
+        shape = (*self.row_shape[:2], len(self.options.offsets))
         self._sums, self._counts = LongSum(self.zeros(*shape)), self.zeros(*shape)
 
     def add(self, rows: BlockRows) -> None:
@@ -345,14 +339,13 @@ class Map(Statistic):
     Max-pooled: the largest p_ij of the tile. Queries i and keys j belong to tiles ⌊i·R/L⌋ and ⌊j·R/S⌋.
     """
 
-    name: ClassVar[str] = "map"
-    per_head: ClassVar[tuple[str, ...]] = ("map",)
-    of: ClassVar[Literal["queries", "keys", "heads"]] = "heads"
+    name = "map"
+    per_head = ("map",)
+    of = "heads"
 
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
-        super().__init__(call, options, counted)
-        self._rows = min(options.map_size, call.grid.query_length)
-        self._columns = min(options.map_size, call.grid.key_length)
+    def begin(self) -> None:
+        self._rows = min(self.options.map_size, self.call.grid.query_length)
+        self._columns = min(self.options.map_size, self.call.grid.key_length)
         self._map = LongSum(self.zeros(*self.row_shape[:2], self._rows, self._columns))
 
     def add(self, rows: BlockRows) -> None:
@@ -402,65 +395,45 @@ def mean_of_tiles(sums: Tensor, counted: Tensor | None, length: int, totals: Tot
 class HeadAverage(Statistic):
     """mean_h p_ij (B, L, S): the one statistic as large as L × S."""
 
-    name: ClassVar[str] = "head_average"
+    name = "head_average"
 
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
-        super().__init__(call, options, counted)
-        self._average = self.zeros(self.row_shape[0], self.row_shape[2], self.column_shape[2])
+    def begin(self) -> None:
+        self.found = self.zeros(self.row_shape[0], self.row_shape[2], self.column_shape[2])
 
     def add(self, rows: BlockRows) -> None:
-        self._average[rows.block.batch, rows.place, rows.columns] += rows.weights.sum(1) / self.row_shape[1]
+        self.found[rows.block.batch, rows.place, rows.columns] += rows.weights.sum(1) / self.row_shape[1]
 
-    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
-        return {"head_average": self._average}
+
+class _MixedValues(Statistic):
+    """Σ_j p_ij v_j (B, H, L, Dv), or what is computed of it. Needs values."""
+
+    def begin(self) -> None:
+        self.found = self.zeros(*self.row_shape, self.call.value.shape[-1])
+
+    def add(self, rows: BlockRows) -> None:
+        mixed = grouped(rows.terms, rows.value.to(rows.terms.dtype)) / rows.total  # (b, h, l, Dv)
+        self.found[rows.block.batch, rows.block.heads, rows.place] += mixed
 
 
 @final
-class Output(Statistic):
-    """Σ_j p_ij v_j (B, H, L, Dv), in the inputs' dtype: what `attention` gives without dropout. Needs values."""
+class Output(_MixedValues):
+    """Σ_j p_ij v_j (B, H, L, Dv), in the inputs' dtype: what `attention` gives without dropout."""
 
-    name: ClassVar[str] = "output"
-
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
-        super().__init__(call, options, counted)
-        self._output = self.zeros(*self.row_shape, call.value.shape[-1])
-
-    def add(self, rows: BlockRows) -> None:
-        self._output[rows.block.batch, rows.block.heads, rows.place] += _mixed_values(rows)
+    name = "output"
 
     def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
-        return {"output": self._output.to(self.call.query.dtype)}
+        return {"output": self.found.to(self.call.query.dtype)}
 
 
 @final
-class OutputNorm(Statistic):
-    """‖Σ_j p_ij v_j‖₂ (B, H, L): the length of what a head writes (Kobayashi et al., 2020). Needs values."""
+class OutputNorm(_MixedValues):
+    """‖Σ_j p_ij v_j‖₂ (B, H, L): the length of what a head writes (Kobayashi et al., 2020)."""
 
-    name: ClassVar[str] = "output_norm"
-    per_head: ClassVar[tuple[str, ...]] = ("output_norm",)
-
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None) -> None:
-        super().__init__(call, options, counted)
-        self._output = self.zeros(*self.row_shape, call.value.shape[-1])
-
-    def add(self, rows: BlockRows) -> None:
-        self._output[rows.block.batch, rows.block.heads, rows.place] += _mixed_values(rows)
+    name = "output_norm"
+    per_head = ("output_norm",)
 
     def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
-        return {"output_norm": torch.linalg.vector_norm(self._output, dim=-1)}
-
-
-def _raise_to(target: Tensor, rows: BlockRows, largest: Tensor) -> None:
-    """Raise the largest of each head (B, H) to those of a block's counted rows (b, h, l, 1)."""
-    if rows.counted is not None:
-        largest = largest.masked_fill(~rows.counted, float("-inf"))
-    where = (rows.block.batch, rows.block.heads)
-    target[where] = torch.maximum(target[where], largest.amax((-2, -1)).to(target.dtype))
-
-
-def _mixed_values(rows: BlockRows) -> Tensor:
-    """Σ_j p_ij v_j of a block, (b, h, l, Dv)."""
-    return grouped(rows.terms, rows.value.to(rows.terms.dtype)) / rows.total
+        return {"output_norm": torch.linalg.vector_norm(self.found, dim=-1)}
 
 
 def _largest_columns(rows: BlockRows, count: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from .._call.spec import AttentionCall
 from .._environment import is_tracing
 from ..kernels._blocks import exact_dtype
 from ..kernels._native_statistics import MOST_KEYS_OF_A_QUERY, WeightStatistics, gather, refuses
-from .definitions import Options, TopK, mean_of_tiles, sink_marks
+from .definitions import Options, TopK, entropy_results, mean_of_tiles, sink_marks
 
 _MOST_SINK_KEYS = 64
 
-#: Statistics, and the result of the kernel that each is read from.
+#: Statistics, and what `gather` calls the results of the kernel that each is read from.
 _SOURCES = {
     "entropy": "entropy",
     "received": "received",
@@ -80,26 +80,27 @@ def _first_keys(call: AttentionCall, options: Options) -> Tensor:
 
 
 def _named(name: str, found: WeightStatistics) -> dict[str, Any]:
-    """The results of one statistic, as its class in `statistics` names and defines them."""
-    if name == "entropy":
-        return {"entropy": found.entropy, "normalized_entropy": _normalized(found)}
-    if name == "received" and found.received is not None and found.viewers is not None:
-        return {"received": found.received, "received_mean": found.received / found.viewers.clamp(min=1)}
-    if name == "max_logit":
-        return {"max_logit": _largest_of_rows(found.largest, found.counted)}
-    if name == "raw_max_logit" and found.raw is not None:
-        return {"raw_max_logit": _largest_of_rows(found.raw, found.counted)}
-    if name == "top_k" and found.top_keys is not None and found.top_weights is not None:
-        return {"top_k": TopK(found.top_keys, found.top_weights)}
-    if name == "map" and found.map is not None:
-        length = found.largest.shape[-1]
-        return {"map": found.map if found.map_max else mean_of_tiles(found.map, found.counted, length)}
-    if name == "head_average" and found.weights is not None:
-        return {"head_average": found.weights[:, 0]}
-    if name == "offset" and found.stripes is not None:
-        return {"offset": _mean_of_stripes(found.stripes, found.counted)}
-    plain = {"confidence": found.confidence, "sink": found.sink, "distance": found.distance}
-    return {name: {**plain, "output": found.output, "output_norm": found.norm}[name]}
+    """The results of one statistic, as its class in `definitions` names and defines them."""
+    source: Any = getattr(found, _SOURCES[name], None)
+    match name:
+        case "entropy":
+            return entropy_results(source, found.visible)
+        case "received":
+            viewers = cast(Tensor, found.viewers)
+            return {"received": source, "received_mean": source / viewers.clamp(min=1)}
+        case "top_k":
+            source = TopK(cast(Tensor, found.top_keys), cast(Tensor, found.top_weights))
+        case "max_logit" | "raw_max_logit":
+            source = _largest_of_rows(source, found.counted)
+        case "map" if not found.map_max:
+            source = mean_of_tiles(source, found.counted, found.largest.shape[-1])
+        case "head_average":
+            source = cast(Tensor, found.weights)[:, 0]
+        case "offset":
+            source = _mean_of_stripes(source, found.counted)
+        case _:
+            pass
+    return {name: source}
 
 
 def _mean_of_stripes(stripes: Tensor, counted: Tensor | None) -> Tensor:
@@ -109,12 +110,6 @@ def _mean_of_stripes(stripes: Tensor, counted: Tensor | None) -> Tensor:
         there &= counted[:, None, :, None]
     sums = (stripes * there).sum(2, dtype=torch.float64)
     return (sums / there.sum(2).clamp(min=1)).float()
-
-
-def _normalized(found: WeightStatistics) -> Tensor | None:
-    if found.entropy is None:
-        return None
-    return (found.entropy / found.visible.clamp(min=2).log()).masked_fill_(found.visible < 2, 0)
 
 
 def _largest_of_rows(largest: Tensor, counted: Tensor | None) -> Tensor:

@@ -78,7 +78,7 @@ def _through(call: AttentionCall, rows: Tensor) -> Tensor:
     """The product r A with the head average, (B, t, L)."""
     result = torch.zeros_like(rows)
     for block, place, query, key in score_blocks(call):
-        part = BlockRows(call, block, place, query, key, None)
+        part = BlockRows(call, block, place, query, key)
         spread = rows[block.batch, None, :, place] @ part.weights  # (b, h, t, s)
         result[block.batch, :, part.columns] += spread.sum(1) / call.grid.num_heads
     return result

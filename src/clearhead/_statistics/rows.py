@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -14,6 +15,7 @@ from ..masks._grid import Block
 GROUP = 64  # neighbouring keys whose largest score is kept, to find the top-k quickly
 
 
+@dataclass(eq=False)
 class BlockRows:
     """Some heads' rows of the score matrix: whole, restricted to the columns the mask leaves, or some of their columns.
 
@@ -26,28 +28,22 @@ class BlockRows:
         place: the rows' place, a slice of 0 … L.
         query: (b, h, l, D).
         key: (b, hkv, s, D), in the same dtype.
-        counted: bool (b, 1, l, 1), the queries that column statistics count; ``None`` for all.
-        value: (b, hkv, s, Dv); those of the call where it holds all of them.
+        counted: bool (b, 1, l, 1), the queries that column statistics count. Default: all.
+        own_value: (b, hkv, s, Dv). Default: those of the call, where it holds all of them.
         lse: (b, h, l, 1), the log-sum-exp of the whole rows, where the block has some of their columns.
     """
 
-    def __init__(
-        self,
-        call: AttentionCall,
-        block: Block,
-        place: slice,
-        query: Tensor,
-        key: Tensor,
-        counted: Tensor | None,
-        value: Tensor | None = None,
-        lse: Tensor | None = None,
-    ) -> None:
-        self.call = call
-        self.block = block
-        self.place = place
-        self.counted = counted
-        self._query, self._key, self._value, self._lse = query, key, value, lse
-        self._scores = block_scores(call, block, query, key)[0]  # (b, h, l, s), −∞ where hidden
+    call: AttentionCall
+    block: Block
+    place: slice
+    query: Tensor
+    key: Tensor
+    counted: Tensor | None = None
+    own_value: Tensor | None = None
+    lse: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._scores = block_scores(self.call, self.block, self.query, self.key)[0]  # (b, h, l, s), −∞ where hidden
         self.group_maxima = _group_maxima(self._scores)  # (b, h, l, ⌈s / 64⌉)
 
     @property
@@ -63,8 +59,8 @@ class BlockRows:
     @property
     def value(self) -> Tensor:
         """The values of the columns, (b, hkv, s, Dv)."""
-        if self._value is not None:
-            return self._value
+        if self.own_value is not None:
+            return self.own_value
         heads, group = self.block.heads, self.call.spec.group
         return self.call.value[self.block.batch, heads.start // group : heads.stop // group, self.columns]
 
@@ -81,14 +77,14 @@ class BlockRows:
         mask = self.call.mask
         if self.width == 0 or (self.call.spec.softcap is None and (mask is None or not mask.has_bias)):
             return self.largest
-        raw = grouped(self._query, self._key.transpose(-2, -1), self.call.spec.scale)  # (b, h, l, s)
+        raw = grouped(self.query, self.key.transpose(-2, -1), self.call.spec.scale)  # (b, h, l, s)
         return raw.masked_fill_(self._scores == float("-inf"), float("-inf")).amax(-1, keepdim=True)
 
     @cached_property
     def shift(self) -> Tensor:
         """What is subtracted before exp: the largest score or the sink, or the log-sum-exp; finite, (b, h, l, 1)."""
-        if self._lse is not None:
-            return self._lse.to(self._scores.dtype).masked_fill(self._lse == float("-inf"), 0)
+        if self.lse is not None:
+            return self.lse.to(self._scores.dtype).masked_fill(self.lse == float("-inf"), 0)
         shift = self.largest if self._sinks is None else torch.maximum(self.largest, self._sinks)
         return shift.masked_fill(shift == float("-inf"), 0)
 
@@ -105,7 +101,7 @@ class BlockRows:
     @cached_property
     def total(self) -> Tensor:
         """Σ_j exp(s − shift) of whole rows, with the sink's term, 1 where nothing is visible, (b, h, l, 1)."""
-        if self._lse is not None:
+        if self.lse is not None:
             return torch.ones_like(self._term_sum)
         total = self._term_sum
         if self._sinks is not None:

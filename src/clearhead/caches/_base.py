@@ -135,9 +135,7 @@ def _require_writable(own: Tensor) -> None:
 def checked_indices(indices: Tensor, own: Tensor) -> Tensor:
     """Row numbers for `reorder` of a cache whose keys are `own` (B, …), on their device."""
     expected = "an int64 or int32 tensor (B,)"
-    if strided("indices", indices, expected).dtype not in (torch.int64, torch.int32):
-        raise DTypeError("indices", expected=expected, got=str(indices.dtype))
-    if indices.dim() != 1:
+    if strided("indices", indices, expected, dtypes=(torch.int64, torch.int32)).dim() != 1:
         raise ShapeError("indices", expected="one row number per row, (B,)", got=shape_text(indices.shape))
     if own.device.type != "meta":
         with_values("indices", indices)

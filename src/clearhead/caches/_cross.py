@@ -61,12 +61,8 @@ class CrossKVCache(Cache):
         return KeyValues(key, value)
 
     def saved(self, count: int) -> Callable[[], None]:
-        key, value = self._key, self._value
-
-        def bring_back() -> None:
-            self._key, self._value = key, value
-
-        return bring_back
+        kept = dict(vars(self))  # tensors are replaced, never written
+        return lambda: vars(self).update(kept)
 
     def get(self) -> KeyValues | None:
         if self._key is None or self._value is None:

@@ -277,20 +277,22 @@ class _Rows:
         self.column = self.column - back
 
     def reorder(self, indices: Tensor) -> None:
-        self.taken, self.column, self.position = (
-            tensor.index_select(0, indices) for tensor in (self.taken, self.column, self.position)
-        )
+        for name, tensor in list(vars(self).items()):
+            setattr(self, name, tensor.index_select(0, indices))
 
 
 def _gathered(tensor: Tensor, places: Tensor) -> Tensor:
     """Slots `places` (B, Hkv, n) of a (B, Hkv, S, …) tensor."""
-    wide = places if tensor.dim() == 3 else places[..., None].expand(*places.shape, tensor.shape[-1])
-    return tensor.gather(2, wide)
+    return tensor.gather(2, _as_wide(places, tensor))
 
 
 def _replaced(tensor: Tensor, victim: Tensor) -> Tensor:
     """Put the last slot in the place of `victim` (B, Hkv, 1), in place, and cut it off."""
-    wide = victim if tensor.dim() == 3 else victim[..., None].expand(*victim.shape, tensor.shape[-1])
     last = tensor.shape[2] - 1
-    tensor.scatter_(2, wide, tensor[:, :, last:].clone())
+    tensor.scatter_(2, _as_wide(victim, tensor), tensor[:, :, last:].clone())
     return tensor[:, :, :last]
+
+
+def _as_wide(places: Tensor, tensor: Tensor) -> Tensor:
+    """Slots (B, Hkv, n) for every number of a (B, Hkv, S, …) tensor."""
+    return places if tensor.dim() == 3 else places[..., None].expand(*places.shape, tensor.shape[-1])

@@ -216,9 +216,7 @@ def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> int | Tenso
     """The length given to `crop`: an int from 0 to `most`, or one per row, (B,) int64."""
     either = "an int or an integer tensor (B,)"
     if isinstance(length, Tensor):
-        with_values("length", strided("length", length, either))
-        if length.dtype not in INTEGERS:
-            raise DTypeError("length", expected=either, got=str(length.dtype))
+        with_values("length", strided("length", length, either, dtypes=INTEGERS))
         if tuple(length.shape) != (key.shape[0],):
             raise ShapeError("length", expected=f"one length per row, ({key.shape[0]},)", got=shape_text(length.shape))
         shortest, longest = int(length.min()), int(length.max())

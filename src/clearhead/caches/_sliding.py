@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -228,6 +229,7 @@ class SlidingKVCache(Cache):
         return self._rows
 
 
+@dataclass(eq=False)
 class _Rows:
     """Where the tokens of rows that differ stand.
 
@@ -239,9 +241,11 @@ class _Rows:
         furthest: (B,) the most that ever were: beyond the slots, older ones are overwritten.
     """
 
-    def __init__(self, positions: Tensor, columns: Tensor, taken: Tensor, written: Tensor, furthest: Tensor) -> None:
-        self.positions, self.columns, self.taken, self.written = positions, columns, taken, written
-        self.furthest = furthest
+    positions: Tensor
+    columns: Tensor
+    taken: Tensor
+    written: Tensor
+    furthest: Tensor
 
     def take(self, positions: Tensor, slots: int) -> Tensor:
         """Note new tokens (B, L) and return their slots; those that are padding or soon overwritten get the spare."""
@@ -273,10 +277,8 @@ class _Rows:
         self.taken = length
 
     def reorder(self, indices: Tensor) -> None:
-        own = (self.positions, self.columns, self.taken, self.written, self.furthest)
-        self.positions, self.columns, self.taken, self.written, self.furthest = (
-            tensor.index_select(0, indices) for tensor in own
-        )
+        for name, tensor in list(vars(self).items()):
+            setattr(self, name, tensor.index_select(0, indices))
 
 
 def _forgotten(expected: str, got: object) -> CacheError:

@@ -86,11 +86,7 @@ class Layer:
     def setting(self, name: str) -> Any:
         """A setting of the configuration, which must be there."""
         if not hasattr(self.config, name):
-            raise ArgumentError(
-                "config",
-                expected=f"the setting {name}, as configurations of {self.config.model_type} have it",
-                got=f"a {type(self.config).__name__} without it",
-            )
+            raise without_setting(self.config, name)
         return getattr(self.config, name)
 
     @property
@@ -124,21 +120,22 @@ class Layer:
             layer: the layer to read it from. Default: this one.
         """
         key = self.prefix_of(self.number if layer is None else layer) + name
-        if key not in self.tensors:
-            raise self._missing([key])
+        self._require_keys([key])
         self._read.add(key)
         found = self.tensors[key]
         if tuple(found.shape) != shape:
             raise _does_not_fit(key, shape_text(shape), shape_text(tuple(found.shape)))
         return found
 
+    def require(self, names: list[str]) -> None:
+        """Raise unless all of these tensors are there."""
+        self._require_keys([self.prefix + name for name in names])
+
     def projections(self) -> Projections:
         """The four projections, which must be there with the sizes and biases that the configuration has."""
         naming, prefix = self.block.naming, self.prefix
         entries = naming.weights + tuple(entry for entry in naming.biases if self._has_bias(entry.holds[0]))
-        absent = [prefix + entry.key for entry in entries if prefix + entry.key not in self.tensors]
-        if absent:
-            raise self._missing(absent)
+        self.require([entry.key for entry in entries])
         unexpected = [
             entry.key for entry in naming.biases if entry not in entries and prefix + entry.key in self.tensors
         ]
@@ -165,6 +162,8 @@ class Layer:
         ]
         if left:
             fix = "Merge adapters first, and leave out what has nothing to do with attention."
+            if any(key.endswith("_scale_inv") for key in left):
+                fix = "The weights are quantised: convert them to bfloat16 first."
             expected = f"nothing but what {self.config.model_type} has under {self.prefix!r}"
             raise CheckpointError("source", expected=expected, got=", ".join(left), fix=fix)
 
@@ -188,13 +187,21 @@ class Layer:
                 where = f"the weight of the {role} under {self.prefix!r}"
                 raise _does_not_fit(where, shape_text(shapes[role]), shape_text(tuple(weight.shape)))
 
-    def _missing(self, keys: list[str]) -> CheckpointError:
-        expected = f"what {self.config.model_type} with this configuration has under {self.prefix!r}"
-        return CheckpointError("source", expected=expected, got=f"no {', '.join(keys)}")
+    def _require_keys(self, keys: list[str]) -> None:
+        absent = [key for key in keys if key not in self.tensors]
+        if absent:
+            expected = f"what {self.config.model_type} with this configuration has under {self.prefix!r}"
+            raise CheckpointError("source", expected=expected, got=f"no {', '.join(absent)}")
 
 
 #: Reads arguments of `MultiHeadAttention` from a layer.
 Reading = Callable[[Layer], dict[str, Any]]
+
+
+def without_setting(config: Any, name: str) -> ArgumentError:
+    """The error for a configuration that lacks a setting."""
+    expected = f"the setting {name}, as configurations of {config.model_type} have it"
+    return ArgumentError("config", expected=expected, got=f"a {type(config).__name__} without it")
 
 
 def _does_not_fit(what: str, expected: str, got: str) -> CheckpointError:

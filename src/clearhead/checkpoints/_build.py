@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .._checks import is_probability, number
-from .._latent import MultiHeadLatentAttention
 from .._multihead import MultiHeadAttention
 from ..masks._base import Mask
 from ._blocks import Layer
-from ._deepseek import latent_from_transformers
 from ._fill import fill
 
 
@@ -46,11 +44,6 @@ def _dropout(layer: Layer) -> float:
     name = layer.block.dropout
     given = layer.setting(name)
     return 0.0 if given is None else number(f"config.{name}", given, "a probability in [0, 1]", is_probability)
-
-
-def latent(layer: Layer) -> MultiHeadLatentAttention:
-    """Latent attention with copies of the layer's tensors."""
-    return latent_from_transformers(layer.config, layer.tensors, layer.prefix)
 
 
 def _report(layer: Layer, module: MultiHeadAttention, parts: dict[str, Any]) -> str:

@@ -24,4 +24,9 @@ def fill(module: MultiHeadAttention, projections: Projections) -> None:
 
 def parameter(tensor: Tensor) -> nn.Parameter:
     """A parameter with a copy of the tensor."""
-    return nn.Parameter(tensor.detach().clone(memory_format=torch.contiguous_format))
+    return nn.Parameter(copied(tensor))
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """The tensor's values in memory of their own, in order, outside of any graph."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)

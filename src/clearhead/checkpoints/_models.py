@@ -11,7 +11,7 @@ from torch import nn
 from .._checks import shown, size, text
 from ..errors import ArgumentError, CheckpointError, DTypeError
 from ._architectures import ARCHITECTURES
-from ._blocks import Attention, Block, Layer
+from ._blocks import Attention, Block, Layer, without_setting
 from ._sources import Source, Tensors, read_source
 
 _LOGGER = logging.getLogger("clearhead")
@@ -120,9 +120,7 @@ def _open(source: Source, config: Any, part: str | None) -> _Model:
     config = getattr(module, "config", None) if config is None else config
     blocks = _blocks_of(config, part)
     if not isinstance(getattr(config, blocks[0].layers, None), int):
-        expected = f"the setting {blocks[0].layers}, as configurations of {config.model_type} have it"
-        got = f"a {type(config).__name__} without it"
-        raise ArgumentError("config", expected=expected, got=got)
+        raise without_setting(config, blocks[0].layers)
     size(f"config.{blocks[0].layers}", getattr(config, blocks[0].layers))
     return _Model(tensors, config, blocks, module is None or module.training)
 

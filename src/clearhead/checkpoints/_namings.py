@@ -113,7 +113,8 @@ def _lesson(name: str, stems: str, whose: str = "step-by-step lessons") -> Namin
     return _linears(name, stems, f"four separate Linears, {whose}", _MASK_BUFFERS)
 
 
-def _fused(name: str, stems: str, description: str, ignored: tuple[str, ...] = (), transposed: bool = False) -> Naming:
+def fused(name: str, stems: str, description: str, ignored: tuple[str, ...] = (), transposed: bool = False) -> Naming:
+    """Query, key and value in one weight, and the output's: what comes before ``.weight`` and ``.bias``."""
     inputs, output = stems.split()
     return Naming(
         name,
@@ -171,15 +172,15 @@ NAMINGS: tuple[Naming, ...] = (
         "attention.query attention.key attention.value output.dense",
         "ViT, DeiT and DINOv2 in the files of transformers",
     ),
-    _fused("timm", "qkv proj", "Vision Transformers in timm"),
-    _fused(
+    fused("timm", "qkv proj", "Vision Transformers in timm"),
+    fused(
         "gpt2",
         "c_attn c_proj",
         "GPT-2 in transformers, which stores weights as (in, out)",
         (r"bias", r"masked_bias"),
         transposed=True,
     ),
-    _fused("nanogpt", "c_attn c_proj", "nanoGPT: GPT-2's names on ordinary Linears", (r"bias",)),
+    fused("nanogpt", "c_attn c_proj", "nanoGPT: GPT-2's names on ordinary Linears", (r"bias",)),
     _lesson("linears", "linears.0 linears.1 linears.2 linears.3", "as in The Annotated Transformer"),
     _lesson("q", "q k v o"),
     _lesson("query", "query key value output"),

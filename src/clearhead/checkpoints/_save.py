@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .._checks import text
 from .._multihead import MultiHeadAttention
 from ..errors import CheckpointError, DTypeError
+from ._fill import copied
 from ._namings import ROLES, Entry, Naming, Projection, namings_called
 from ._unpack import Projections
 
@@ -91,17 +92,13 @@ def _pack(naming: Naming, projections: Projections) -> dict[str, Tensor]:
     packed: dict[str, Tensor] = {}
     for entry in naming.weights:
         weight = torch.cat([projections[role].weight for role in entry.holds])  # (rows of all, in)
-        packed[entry.key] = _copy(weight.t() if naming.transposed else weight)
+        packed[entry.key] = copied(weight.t() if naming.transposed else weight)
     for entry in naming.biases:
         if any(projections[role].bias is not None for role in entry.holds):
-            packed[entry.key] = _copy(_bias(entry, projections))
+            packed[entry.key] = copied(_bias(entry, projections))
     return packed
 
 
 def _bias(entry: Entry, projections: Projections) -> Tensor:
     held = [projections[role] for role in entry.holds]
     return torch.cat([weight.new_zeros(weight.shape[0]) if bias is None else bias for weight, bias in held])
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)

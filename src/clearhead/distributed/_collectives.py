@@ -6,8 +6,10 @@ their gradients. float16 and bfloat16 gradients are summed in float32, as one pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -17,8 +19,13 @@ from torch import Tensor
 
 from .._environment import all_gather_single, reduce_scatter_single
 from ..errors import ClearheadError, DistributedError
+from ._layout import Parts
 
 Group = dist.ProcessGroup
+
+#: Tensors for every process of a group.
+Pieces = Sequence[Sequence[Tensor]]
+Shapes = Sequence[Sequence[int]]
 
 
 @contextmanager
@@ -48,54 +55,95 @@ def from_every_rank(x: Tensor, group: Group) -> Tensor:
     return found
 
 
-def gather_rows(x: Tensor, rows: int, group: Group) -> Tensor:
-    """The tensors (n, …) of all processes, n ≤ rows, each filled up to `rows`: (W, rows, …).
+def gather_parts(tensors: Sequence[Tensor], parts: Parts, group: Group) -> tuple[Tensor, ...]:
+    """The whole sequences (L, …) of which each process holds a part (l, …): one all-gather of tensors of one dtype.
 
-    The gradient is summed over all processes.
+    Their gradients are summed over all processes, by one reduce-scatter.
     """
-    return cast(Tensor, _GatherRows.apply(x, rows, group))
+    return cast("tuple[Tensor, ...]", _GatherParts.apply(parts, group, *tensors))
 
 
-class _GatherRows(torch.autograd.Function):
+class _GatherParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: int, group: Group) -> Tensor:
-        ctx.count, ctx.group = x.shape[0], group
+    def forward(ctx: Any, parts: Parts, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.parts, ctx.group, ctx.shapes = parts, group, [x.shape for x in tensors]
+        count = tensors[0].shape[0]
+        sent = tensors[0].new_empty((parts.longest, sum(math.prod(x.shape[1:]) for x in tensors)))
+        sent[count:] = 0
+        for part, x in zip(_features(sent[:count], ctx.shapes), tensors, strict=True):
+            part.copy_(x)
         with step("forward: all-gather"):
-            return from_every_rank(filled(x, rows), group)
+            found = from_every_rank(sent, group)  # (W, longest, features)
+        ranks = zip(*(_features(x, ctx.shapes) for x in found), strict=True)
+        return tuple(parts.join(list(each), 0) for each in ranks)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = gradients
-        summed = gradient.to(sum_dtype(gradient)).contiguous()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        parts, dtype = ctx.parts, sum_dtype(gradients[0])
+        features = sum(math.prod(shape[1:]) for shape in ctx.shapes)
+        summed = gradients[0].new_empty((parts.world_size, parts.longest, features), dtype=dtype)
+        pieces = [parts.split(x, 0) for x in gradients]
+        for rank, count in enumerate(parts.lengths):
+            summed[rank, count:] = 0
+            for part, own in zip(_features(summed[rank, :count], ctx.shapes), pieces, strict=True):
+                for place, x in zip(part.split([len(x) for x in own[rank]]), own[rank], strict=True):
+                    place.copy_(x)
         found = summed.new_empty((1, *summed.shape[1:]))
         with step("backward: reduce-scatter"):
             reduce_scatter_single(found, summed, group=ctx.group)
-        return found[0, : ctx.count].to(gradient.dtype), None, None
+        own = _features(found[0, : ctx.shapes[0][0]], ctx.shapes)
+        return None, None, *(x.to(gradient.dtype) for x, gradient in zip(own, gradients, strict=True))
 
 
-def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """Exchange numbers (n,): the first ``sent[0]`` go to process 0, and so on; ``received[r]`` come from process r."""
-    return cast(Tensor, _AllToAll.apply(x, list(sent), list(received), group))
+def _features(rows: Tensor, shapes: Shapes) -> list[Tensor]:
+    """Rows (n, features) as views (n, …) of each shape but for its first size."""
+    sizes = [math.prod(shape[1:]) for shape in shapes]
+    return [x.view(len(rows), *shape[1:]) for x, shape in zip(rows.split(sizes, 1), shapes, strict=True)]
+
+
+def all_to_all(pieces: Pieces, shapes: Sequence[Shapes], group: Group) -> list[list[Tensor]]:
+    """Exchange tensors of one dtype: ``pieces[r]`` go to process r, and what comes from it has the ``shapes[r]``."""
+    sizes = [len(own) for own in pieces]
+    found = iter(cast("tuple[Tensor, ...]", _AllToAll.apply(sizes, shapes, group, *chain(*pieces))))
+    return [[next(found) for _ in own] for own in shapes]
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
+    def forward(
+        ctx: Any, sizes: list[int], shapes: Sequence[Shapes], group: Group, *flat: Tensor
+    ) -> tuple[Tensor, ...]:
+        pieces = _grouped(flat, sizes)
+        ctx.shapes, ctx.sizes, ctx.group = [[x.shape for x in own] for own in pieces], [len(x) for x in shapes], group
         with step("forward: all-to-all"):
-            return exchange(x, sent, received, group)
+            return exchange(pieces, shapes, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         with step("backward: all-to-all"):
-            return exchange(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+            return None, None, None, *exchange(_grouped(gradients, ctx.sizes), ctx.shapes, ctx.group)
 
 
-def exchange(x: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
-    """As `all_to_all`, without gradients."""
-    found = x.new_empty(sum(received))
-    dist.all_to_all_single(found, x.contiguous(), received, sent, group=group)
-    return found
+def _grouped(flat: Sequence[Tensor], sizes: Sequence[int]) -> Pieces:
+    found = iter(flat)
+    return [[next(found) for _ in range(size)] for size in sizes]
+
+
+def exchange(pieces: Pieces, shapes: Sequence[Shapes], group: Group) -> tuple[Tensor, ...]:
+    """As `all_to_all`, without gradients: what came is cut without a copy, one tensor after the other."""
+    # Each piece is copied once, into what is sent.
+    counts = [sum(x.numel() for x in own) for own in pieces]
+    expected = [sum(math.prod(shape) for shape in own) for own in shapes]
+    sent, found = (pieces[0][0].new_empty(sum(each)) for each in (counts, expected))
+    for part, x in zip(_cut(sent, [[x.shape for x in own] for own in pieces]), chain(*pieces), strict=True):
+        part.copy_(x)
+    dist.all_to_all_single(found, sent, expected, counts, group=group)
+    return _cut(found, shapes)
+
+
+def _cut(flat: Tensor, shapes: Sequence[Shapes]) -> tuple[Tensor, ...]:
+    each = list(chain(*shapes))
+    return tuple(x.view(shape) for x, shape in zip(flat.split([*map(math.prod, each)]), each, strict=True))
 
 
 def sum_of_gradients(x: Tensor, group: Group, where: str) -> Tensor:

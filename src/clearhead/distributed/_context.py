@@ -22,7 +22,7 @@ from .._environment import Environment, autocast_off, listening, outside_graphs,
 from .._layer.layer import Layer
 from .._layer.plan import attend_arguments
 from .._layer.positions import positions_of_queries, with_hidden
-from .._multihead import MultiHeadAttention
+from .._multihead import MultiHeadAttention, layer_of
 from .._multihead_checks import complete, require_inputs
 from ..caches._kv import KVCache
 from ..errors import ArgumentError, ClearheadError, KernelError, RecordError, ShapeError, shape_text
@@ -238,12 +238,12 @@ class _Sequence:
         request = cast(_Request, request)
         if held is not None:
             require_equal(_WHERE, gathered, ("query", "key"), "With a cache every process is given all new tokens.")
-            layer, inputs = module.layer(request.query, environment), request[:4]
+            layer, inputs = layer_of(module, request.query, environment), request[:4]
             output = decode(layer, *inputs, held, self.group, environment)
             return output if request.batched else output.squeeze(0), None
         queries = parts_of(_WHERE, gathered, "query", self.layout)
         keys = queries if request.key is request.query else parts_of(_WHERE, gathered, "key", self.layout)
-        layer, dropout = module.layer(request.query, environment), None
+        layer, dropout = layer_of(module, request.query, environment), None
         if layer.dropout_p:
             seed = torch.tensor(gathered[0]["seed"], device=request.query.device)
             first = 0 if module.head_shard is None else module.head_shard.first
@@ -381,8 +381,7 @@ def _read(
     average_attn_weights: bool,
 ) -> _Request:
     """The call's arguments; raise for those that fit no call."""
-    need_weights = flag("need_weights", need_weights)
-    average = flag("average_attn_weights", average_attn_weights)
+    wanted = weights_wanted(need_weights, average_attn_weights)
     if isinstance(query, Tensor) and query.is_nested:
         fix = "Pad them and pass masks.lengths(...)."
         raise ArgumentError("query", expected="a padded tensor", got="a jagged one", fix=fix)
@@ -399,7 +398,7 @@ def _read(
         query = query[None]
         key = query if same else key[None]
         value = key if alike else value[None]
-    return _Request(query, key, value, own, positions, weights_wanted(need_weights, average), batched)
+    return _Request(query, key, value, own, positions, wanted, batched)
 
 
 def _facts(

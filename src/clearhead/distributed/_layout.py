@@ -67,17 +67,28 @@ class Parts:
             return parts[0]
         return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
+    def split(self, tensor: Tensor, dim: int) -> list[list[Tensor]]:
+        """What each process holds of a tensor with the whole sequence: its runs, views; one empty for no run."""
+        order = self._in_order()
+        cut = tensor.split([run.stop - run.start for run, _ in order], dim)
+        found: list[list[Tensor]] = [[] for _ in range(self.world_size)]
+        for (_, rank), part in zip(order, cut, strict=True):
+            found[rank].append(part)
+        return [runs or [tensor.narrow(dim, 0, 0)] for runs in found]
+
     def join(self, parts: list[Tensor], dim: int) -> Tensor:
         """The whole sequence from the parts of all processes; each may be longer than its part."""
-        found: list[tuple[int, Tensor]] = []
-        for rank, part in enumerate(parts):
-            start = 0
-            for run in self.runs(rank):
-                count = run.stop - run.start
-                found.append((run.start, part.narrow(dim, start, count)))
-                start += count
-        ordered = [part for _, part in sorted(found, key=lambda each: each[0])]
+        runs = [
+            iter(part.split([*(run.stop - run.start for run in own), part.shape[dim] - length], dim))
+            for part, own, length in zip(parts, self._runs, self.lengths, strict=True)
+        ]
+        ordered = [next(runs[rank]) for _, rank in self._in_order()]
         return torch.cat(ordered, dim) if ordered else parts[0].narrow(dim, 0, 0)
+
+    def _in_order(self) -> list[tuple[slice, int]]:
+        """All runs in the order of the sequence, and the process of each."""
+        found = [(run, rank) for rank, runs in enumerate(self._runs) for run in runs]
+        return sorted(found, key=lambda each: each[0].start)
 
     def _cut(self, count: int, index: int) -> slice:
         least, more = divmod(self.length, count)

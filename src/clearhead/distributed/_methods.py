@@ -18,7 +18,7 @@ from .._call.dropout import DropoutOrigin
 from .._call.spec import Results
 from ..masks._base import Mask
 from ..masks._part import Place, part_of
-from ._collectives import all_to_all, gather_rows
+from ._collectives import all_to_all, gather_parts
 from ._layout import Parts
 
 #: Attention of query, key and value, of sinks (H,), and of first head, row and column in the whole.
@@ -90,10 +90,8 @@ def by_gathering(q: Tensor, k: Tensor, v: Tensor, whole: Whole, attend: Attend) 
 
     Each run of this process's queries is a call of its own, so that masks stay bands.
     """
-    rows = torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], -1)  # (s, B, Hkv, D + Dv)
-    gathered = gather_rows(rows, whole.keys.longest, whole.group)  # (W, longest, B, Hkv, D + Dv)
-    joined = whole.keys.join(list(gathered.unbind(0)), 0).permute(1, 2, 0, 3)  # (B, Hkv, S, D + Dv)
-    keys, values = joined.split((k.shape[-1], v.shape[-1]), -1)
+    rows = [x.permute(2, 0, 1, 3) for x in (k, v)]  # (s, B, Hkv, D) and (s, B, Hkv, Dv)
+    keys, values = (x.permute(1, 2, 0, 3) for x in gather_parts(rows, whole.keys, whole.group))  # (B, Hkv, S, D) …
     found: list[Results] = []
     start = 0
     # A process without queries computes an empty call: the others wait for its part of the keys' gradients.
@@ -125,47 +123,37 @@ def by_heads(q: Tensor, k: Tensor, v: Tensor, whole: Whole, attend: Attend) -> R
     One exchange of queries, keys and values, and one of the outputs. A key/value head that several processes need is
     sent to each of them.
     """
-    world, heads = whole.queries.world_size, q.shape[1] // whole.queries.world_size
-    batch, first = q.shape[0], whole.rank * heads
-    parts, counts = (whole.queries, whole.keys, whole.keys), []
-    pieces: list[Tensor] = []
-    kv = [_heads_for(rank, world, k.shape[1]) for rank in range(world)]
-    kv_heads = kv[0].stop - kv[0].start
-    rows = [x.permute(2, 0, 1, 3) for x in (q, k, v)]  # (l, B, H, D), (s, B, Hkv, D), (s, B, Hkv, Dv)
-    for rank in range(world):
-        chosen = slice(rank * heads, (rank + 1) * heads), kv[rank], kv[rank]
-        pieces += [x[:, :, own].reshape(-1) for x, own in zip(rows, chosen, strict=True)]
-        counts.append(sum(piece.numel() for piece in pieces[-3:]))
-    widths = [(heads, q.shape[3]), (kv_heads, k.shape[3]), (kv_heads, v.shape[3])]
-    sizes = [
-        [part.lengths[rank] * batch * count * dim for part, (count, dim) in zip(parts, widths, strict=True)]
-        for rank in range(world)
+    world, batch = whole.queries.world_size, q.shape[0]
+    sent, widths = [], []
+    for x in (q, k, v):
+        heads = max(x.shape[1] // world, 1)
+        of_heads = x.permute(2, 0, 1, 3).split(heads, 2)  # (l, B, H / W, D) each
+        if len(of_heads) < world:  # views of one tensor, so that half precision rounds the sum of their gradients once
+            copies = world // len(of_heads)
+            of_heads = [copy for part in of_heads for copy in part.expand(copies, *part.shape)]
+        sent.append(of_heads)
+        widths.append((batch, heads, x.shape[3]))
+    parts = whole.queries, whole.keys, whole.keys
+    shapes = [
+        [(part.lengths[rank], *width) for part, width in zip(parts, widths, strict=True)] for rank in range(world)
     ]
-    received = all_to_all(torch.cat(pieces), counts, [sum(each) for each in sizes], whole.group)
-    flat = received.split([size for each in sizes for size in each])
+    received = all_to_all(list(zip(*sent, strict=True)), shapes, whole.group)
     q_all, k_all, v_all = (
-        part.join([x.view(-1, batch, *width) for x in flat[index::3]], 0).permute(1, 2, 0, 3)
-        for index, (part, width) in enumerate(zip(parts, widths, strict=True))
+        part.join(list(each), 0).permute(1, 2, 0, 3)
+        for part, each in zip(parts, zip(*received, strict=True), strict=True)
     )  # (B, H / W, L, D), (B, Hkv / W or 1, S, D) and (…, Dv)
+    heads = q_all.shape[1]
+    first = whole.rank * heads
     sinks = None if whole.sinks is None else whole.sinks[first : first + heads]
     results = attend(q_all, k_all, v_all, sinks, (first, 0, 0))
-    return Results(_rows_back(results.output, whole, v.shape[3]))
+    return Results(_rows_back(results.output, whole))
 
 
-def _heads_for(rank: int, world: int, kv_heads: int) -> slice:
-    """The key/value heads that a process's query heads use."""
-    if kv_heads % world == 0:
-        return slice(rank * kv_heads // world, (rank + 1) * kv_heads // world)
-    own = rank * kv_heads // world
-    return slice(own, own + 1)
-
-
-def _rows_back(output: Tensor, whole: Whole, dim: int) -> Tensor:
+def _rows_back(output: Tensor, whole: Whole) -> Tensor:
     """(B, H / W, L, Dv) of this process's heads → (B, H, l, Dv) of its queries."""
-    batch, heads = output.shape[:2]
-    rows = output.permute(2, 0, 1, 3)  # (L, B, H / W, Dv)
-    world, own = whole.queries.world_size, whole.queries.lengths[whole.rank]
-    sent = [whole.queries.take(rows, 0, rank).reshape(-1) for rank in range(world)]
-    count = own * batch * heads * dim
-    received = all_to_all(torch.cat(sent), [each.numel() for each in sent], [count] * world, whole.group)
-    return received.view(world, own, batch, heads, dim).permute(2, 0, 3, 1, 4).flatten(1, 2)  # (B, H, l, Dv)
+    batch, heads, _, dim = output.shape
+    sent = whole.queries.split(output.permute(2, 0, 1, 3), 0)  # (l, B, H / W, Dv), in runs
+    shape = whole.queries.lengths[whole.rank], batch, heads, dim
+    received = all_to_all(sent, [[shape]] * whole.queries.world_size, whole.group)
+    # In memory as the output projection reads it.
+    return torch.cat([x.transpose(0, 1) for (x,) in received], 2).transpose(1, 2)

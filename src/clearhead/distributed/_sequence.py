@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._checks import integer, strided
 from ..errors import ArgumentError, DistributedError, shape_text
 from ._agreement import Gathered, agree, fingerprint, group_of, require_equal, require_layout
-from ._collectives import gather_rows
+from ._collectives import gather_parts
 from ._layout import LAYOUTS, Layout, Parts
 
 
@@ -91,8 +91,8 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: L
     fix = "Parts are those of shard_sequence, of one tensor."
     require_equal("gather_sequence", gathered, ("dim", "layout", "dtype", "shape"), fix)
     parts = parts_of("gather_sequence", gathered, "length", layout)
-    rows = gather_rows(tensor.movedim(dim, 0), parts.longest, group)  # (W, longest, …)
-    return parts.join(list(rows.unbind(0)), 0).movedim(0, dim)
+    (whole,) = gather_parts([tensor.movedim(dim, 0)], parts, group)
+    return whole.movedim(0, dim)
 
 
 def parts_of(where: str, gathered: Gathered, name: str, layout: Layout) -> Parts:

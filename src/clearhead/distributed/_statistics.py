@@ -285,12 +285,12 @@ def with_all_heads(
     own = cuts(rank)
     sizes = [piece.numel() * piece.element_size() for piece in own]
     with step("statistics: all-to-all", where):
-        received = exchange(torch.cat(sent), [len(each) for each in sent], [sum(sizes)] * world, group)
-    parts = [each.split(sizes) for each in received.split([sum(sizes)] * world)]
+        arrived = iter(exchange([[each] for each in sent], [[(size,) for size in sizes]] * world, group))
+    received = [[next(arrived) for _ in sizes] for _ in range(world)]
     whole: dict[str, Tensor] = {}
     for number, (name, like) in enumerate(zip(flat, own, strict=True)):
-        found = [part[number].clone().view(like.dtype).view(like.shape) for part in parts]
-        whole[name] = torch.stack(found).mean(0) if name == "head_average" else torch.cat(found, 1)
+        each = [part[number].clone().view(like.dtype).view(like.shape) for part in received]
+        whole[name] = torch.stack(each).mean(0) if name == "head_average" else torch.cat(each, 1)
     joined: dict[str, Any] = {name: whole[name] for name in results if name in whole}
     for name, found in results.items():
         if isinstance(found, TopK):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .._environment import remove_hook
 from ..nn._encoder import drop_padding, keep_padding
 from ..nn._multihead_attention import MultiheadAttention, keep_off_fast_path
 from ..nn._sharing import STACKS, share_masks, stop_sharing
@@ -40,9 +41,7 @@ def swap_attention_back(model: nn.Module) -> tuple[list[str], dict[str, str]]:
     left: dict[str, str] = {}
     for name, module in model.named_modules():
         if type(module) is MultiheadAttention:
-            hooks = module._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
-            for key in [key for key, hook in hooks.items() if hook is keep_off_fast_path]:
-                del hooks[key]
+            remove_hook(module, keep_off_fast_path)
             module.__class__ = nn.MultiheadAttention  # pyright: ignore[reportAttributeAccessIssue]
             changed.append(name)
         elif isinstance(module, MultiheadAttention):

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
-from .._environment import is_tracing, read_environment
+from .._environment import is_tracing, read_environment, remove_hook
 from ._packed_row import boundaries_of
 
 #: What works token by token but for its attention, takes positions, and hands boundaries on to the attention function.
@@ -106,9 +106,7 @@ def keep_padding(encoder: nn.Module) -> None:
 
 def _unhook(pooler: nn.Module) -> None:
     for part in pooler.modules():  # peft's ModulesToSaveWrapper holds copies
-        hooks = part._forward_pre_hooks  # pyright: ignore[reportPrivateUsage]
-        for number in [number for number, hook in hooks.items() if hook is _pad_for_pooler]:
-            del hooks[number]
+        remove_hook(part, _pad_for_pooler)
 
 
 def is_unpadded(module: nn.Module) -> bool:

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from .._checks import flag
+from .._checks import flag, module
 from .._layer.linear import Linear
-from ..errors import ArgumentError, DTypeError
+from ..errors import ArgumentError
 from ._linears import linears_to_swap, own_linears
 from ._pretrained import (
     head_of,
@@ -60,7 +60,7 @@ def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, u
         upgraded: 1 attention module(s)
           self_attn
     """
-    _require_module(model)
+    module("model", model)
     attention, linears, unpad = flag("attention", attention), flag("linears", linears), flag("unpad", unpad)
     pretrained = models_of_transformers(model)
     encoders, left_padded = _encoders(model, pretrained, attention) if unpad else ({}, {})
@@ -117,7 +117,7 @@ def downgrade(model: nn.Module) -> UpgradeReport:
         downgraded: 1 attention module(s)
           self_attn
     """
-    _require_module(model)
+    module("model", model)
     pretrained = models_of_transformers(model)
     unpadded = [name for name, each in pretrained.items() if is_unpadded(each)]
     for name in unpadded:
@@ -180,8 +180,3 @@ def _require_attention(pretrained: dict[str, Any], name: str, attention: bool) -
         fix = 'Call model.set_attn_implementation("clearhead") or upgrade(model, unpad=True) on a model with "sdpa".'
         expected = f"Clearhead's attention in {name or 'the model'}, by which texts in one row are kept apart"
         raise ArgumentError("unpad", expected=expected, got=why, fix=fix)
-
-
-def _require_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise DTypeError("model", expected="a torch.nn.Module", got=type(model).__name__)

@@ -12,6 +12,7 @@ from torch import Tensor
 from .._call.spec import AttentionCall, AttentionSpec, Results
 from ..masks._base import Mask
 from ..masks._grid import Grid
+from ..masks._lowering import differs_between_heads
 
 #: How calls of one spec are computed.
 Plan = Callable[[AttentionCall], Results]
@@ -95,6 +96,20 @@ class Kernel(ABC):
     def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
         """Whether output and weights come from one pass."""
         return False
+
+
+def refusals_of_heads(mask: Mask, grid: Grid) -> list[Refusal]:
+    """Against a mask whose lowering would be as large as the scores."""
+    if mask.lowered(grid, "differs between heads", lambda: differs_between_heads(mask, grid)):
+        return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
+    return []
+
+
+def refusals_of_half(spec: AttentionSpec) -> list[Refusal]:
+    """Against half precision in kernels of PyTorch's on the CPU."""
+    if spec.device.type == "cpu" and spec.dtype in (torch.bfloat16, torch.float16):
+        return [Refusal("on the CPU it rounds weights to half precision, which can more than double the error")]
+    return []
 
 
 def rows_interleave(tensor: Tensor) -> bool:

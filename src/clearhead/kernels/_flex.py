@@ -18,10 +18,9 @@ from .._call.spec import AttentionCall, AttentionSpec, Results
 from .._environment import has_avx2, mark_static, sizes_apart
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
-from ._base import Kernel, Plan, Refusal
-from ._flex_blocks import SIDE, BandBlocks, Table, lower_blocks
+from ._base import Kernel, Plan, Refusal, refusals_of_half
+from ._flex_blocks import SIDE, lower_blocks, table
 
-_HALF = (torch.bfloat16, torch.float16)
 _LISTS = {"places", "cells", "bias"}  # as long as the mask makes them
 _SHORTEST = 1 << 20  # filling up to this takes a millisecond, compiling for another length ten seconds
 _NARROWEST = 16  # the head size from which on PyTorch's CUDA kernels run
@@ -78,16 +77,12 @@ def _numbers(call: AttentionCall) -> dict[str, Tensor]:
     blocks = lower_blocks(call.mask, call.grid)
     counts, columns, full_counts, full_columns = blocks.ordered()
     numbers = {"counts": counts, "columns": columns, "full_counts": full_counts, "full_columns": full_columns}
-    if isinstance(blocks, BandBlocks):
-        numbers["ends"] = blocks.ends
-    else:
-        numbers |= {"places": blocks.places.flat, "place_steps": blocks.places.steps, "cells": blocks.cells}
+    numbers |= blocks.rule
     if call.spec.softcap is not None:
         numbers["softcap"] = torch.tensor(call.spec.softcap, device=call.query.device)
     bias = None if call.mask is None else call.mask.bias(Block(call.grid), call.spec.compute_dtype)
     if bias is not None:
-        table = Table.of(bias)
-        numbers |= {"bias": table.flat, "bias_steps": table.steps}
+        numbers |= table("bias", bias)
     return numbers
 
 
@@ -105,7 +100,7 @@ def _attend(
         return (j >= i + ends[0]) & (j <= i + ends[1]) & (j < ends[2])
 
     def in_cells(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        place = pick(numbers["places"], numbers["place_steps"], b, h, i // SIDE, j // SIDE)
+        place = pick(numbers["places"], numbers["places_steps"], b, h, i // SIDE, j // SIDE)
         return numbers["cells"][(place * SIDE + i % SIDE) * SIDE + j % SIDE]
 
     def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -172,7 +167,7 @@ def _reasons_of_device(spec: AttentionSpec, mask: Mask | None) -> list[Refusal]:
         reasons: list[Refusal] = []
         if min(spec.query.shape[-1], spec.value.shape[-1]) < _NARROWEST:
             reasons.append(Refusal("PyTorch takes head sizes of {least} or more", least=_NARROWEST))
-        if mask is not None and any(spec.gradients[3 + spec.sinks :]):
+        if mask is not None and spec.learns_bias:
             reasons.append(Refusal("it is given no gradient for a bias"))
         return reasons
     if spec.device.type != "cpu":
@@ -180,8 +175,7 @@ def _reasons_of_device(spec: AttentionSpec, mask: Mask | None) -> list[Refusal]:
     reasons = []
     if spec.needs_gradients:
         reasons.append(Refusal("it has no backward on the CPU"))
-    if spec.dtype in _HALF:
-        reasons.append(Refusal("on the CPU it rounds weights to half precision, which can more than double the error"))
+    reasons += refusals_of_half(spec)
     if not _builds_for_this_cpu():
         reasons.append(Refusal("PyTorch builds it for x86 processors with AVX2 alone, on Linux and Windows"))
     elif not _finds_compiler():

@@ -21,75 +21,51 @@ SIDE = 128
 
 
 @dataclass(frozen=True)
-class Table:
-    """A tensor that broadcasts to four dimensions, flat, with the distances between neighbours in each.
-
-    Args:
-        flat: (n,), its numbers.
-        steps: (4,) int64, 0 along dimensions that broadcast.
-    """
-
-    flat: Tensor
-    steps: Tensor
-
-    @staticmethod
-    def of(tensor: Tensor) -> Table:
-        tensor = tensor.contiguous()
-        steps = [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-        return Table(tensor.flatten(), torch.tensor(steps, device=tensor.device))
-
-
-@dataclass(frozen=True)
 class Blocks:
     """Which blocks are computed, (1 or B, 1 or H, query blocks, key blocks), bool.
 
     Args:
-        partial: see some of their cells; a rule is asked for each.
+        partial: see some of their cells; a rule says which.
         full: see all of them.
+        rule: tensors that the compiled rule reads. Of a band ``ends`` (3,) int64: i + low ≤ j ≤ i + high and j < stop.
+            Of other masks ``cells``, ((1 + number of partial blocks) · SIDE²,) bool, block 0 hiding everything, and
+            ``places``, the number of each partial block among them, counted from 1, as a `table`.
     """
 
     partial: Tensor
     full: Tensor
+    rule: dict[str, Tensor]
 
     def ordered(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """How many partial blocks each row has and which, then the same of full ones, int32."""
         return (*_ordered(self.partial), *_ordered(self.full))
 
 
-@dataclass(frozen=True)
-class BandBlocks(Blocks):
-    """The rule is i + low ≤ j ≤ i + high and j < stop; `ends` (3,) int64 holds the three."""
+def table(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A tensor that broadcasts to four dimensions, flat, and the distances between neighbours in each.
 
-    ends: Tensor
-
-
-@dataclass(frozen=True)
-class CellBlocks(Blocks):
-    """The rule is written down for the partial blocks alone.
-
-    Args:
-        places: the number of each partial block, counted from 1, a table of `partial`'s shape.
-        cells: ((1 + number of partial blocks) · SIDE²,) bool; block 0 hides everything.
+    Returns:
+        By `name` its numbers (n,), and by ``{name}_steps`` int64 (4,), 0 along dimensions that broadcast.
     """
+    tensor = tensor.contiguous()
+    steps = [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    return {name: tensor.flatten(), f"{name}_steps": torch.tensor(steps, device=tensor.device)}
 
-    places: Table
-    cells: Tensor
 
-
-def lower_blocks(mask: Mask | None, grid: Grid) -> BandBlocks | CellBlocks:
+def lower_blocks(mask: Mask | None, grid: Grid) -> Blocks:
     """The blocks of a mask, in memory that grows with L · S / SIDE² and the number of partial blocks."""
     if mask is None:
         return _band_blocks(Band.whole(grid), grid)
     return mask.lowered(grid, "flex", lambda: _lower(mask, grid))
 
 
-def _lower(mask: Mask, grid: Grid) -> BandBlocks | CellBlocks:
+def _lower(mask: Mask, grid: Grid) -> Blocks:
     structure = mask.structure(grid)
     band = structure.only_band(grid)
     return _cell_blocks(mask, structure, grid) if band is None else _band_blocks(band, grid)
 
 
-def _band_blocks(band: Band, grid: Grid) -> BandBlocks:
+def _band_blocks(band: Band, grid: Grid) -> Blocks:
     rows = torch.arange(0, grid.query_length, SIDE, device=grid.device)[:, None]  # first of each block, (n, 1)
     columns = torch.arange(0, grid.key_length, SIDE, device=grid.device)  # (m,)
     last_row = rows + SIDE - 1
@@ -100,10 +76,10 @@ def _band_blocks(band: Band, grid: Grid) -> BandBlocks:
     inside = (last_row < grid.query_length) & (stop_column <= grid.key_length)
     full = some & every & inside  # those at the edge hide what lies beyond it
     ends = torch.tensor([band.low, band.high, band.stop], device=grid.device)
-    return BandBlocks((some & ~full)[None, None], full[None, None], ends)
+    return Blocks((some & ~full)[None, None], full[None, None], {"ends": ends})
 
 
-def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> CellBlocks:
+def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> Blocks:
     """Evaluate every block that the mask's structure leaves, one row of blocks at a time."""
     query_blocks, key_blocks = -(-grid.query_length // SIDE), -(-grid.key_length // SIDE)
     cell = mask.visible(chosen_cell(grid))
@@ -124,7 +100,7 @@ def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> CellBlocks:
         places[:, :, row, columns][some] = torch.arange(count, count + found, device=grid.device)
         count += found
     whole = (grid.batch_size, grid.num_heads, -1, -1)  # one shape for all masks, so that one kernel serves them
-    return CellBlocks(partial.expand(whole), full.expand(whole), Table.of(places), torch.cat(kept))
+    return Blocks(partial.expand(whole), full.expand(whole), table("places", places) | {"cells": torch.cat(kept)})
 
 
 def _strip(mask: Mask, structure: Structure, grid: Grid, row: int) -> tuple[int, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, cast, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import Tensor
@@ -60,32 +60,19 @@ class NativeKernel(Kernel):
         if spec.tracing or spec.dispatching:
             return _run_operator
         if spec.documents is not None:
-            prepare = _prepare_once(spec, documents=spec.documents, **_limits(mask, grid))
+            prepare = _prepare_once(spec, mask, grid, documents=spec.documents)
         elif mask is None or mask.structure(grid).only_band(grid) is not None:
-            prepare = _prepare_once(spec, **_limits(mask, grid))
+            prepare = _prepare_once(spec, mask, grid)
         else:
             prepare = _prepare_every_time
         weights = spec.weights
         if not spec.needs_gradients:
-            return lambda call: _results(call, *_compute(call, prepare(call), weights, spec.lse))
+            return lambda call: _results(call, *_compute(call, *prepare(call), weights, spec.lse))
         return lambda call: _results(call, *cast(Any, _Native.apply(call, prepare, weights, *call.inputs)))
 
 
-class NativeCall(NamedTuple):
-    """A call, prepared: its plans and the tensors of its mask.
-
-    Args:
-        plan: the native plan, differentiable if the call is.
-        extras: tensors besides query, key and value.
-        learning: makes the plan that gives the gradient of a bias, of this shape.
-    """
-
-    plan: NativePlan
-    extras: Extras
-    learning: Callable[[tuple[int, ...]], NativePlan]
-
-
-Prepare = Callable[[AttentionCall], NativeCall]
+#: The plan of a call, differentiable if the call is, and its tensors besides query, key and value.
+Prepare = Callable[[AttentionCall], tuple[NativePlan, Extras]]
 
 
 def _results(call: AttentionCall, output: Tensor, lse: Tensor | None, weights: Tensor | None) -> Results:
@@ -102,29 +89,22 @@ def _run_operator(call: AttentionCall) -> Results:
     return allow_second_derivatives("native", call, results)
 
 
-def _prepare_once(spec: AttentionSpec, **options: Any) -> Prepare:
+def _prepare_once(spec: AttentionSpec, mask: Mask | None, grid: Grid, *, documents: int = 0) -> Prepare:
     """For calls that differ in the addresses of query, key, value, sinks, seed and documents alone."""
-    numbers: dict[str, Any] = {
-        "scale": spec.scale,
-        "softcap": spec.softcap or 0.0,
-        "dropout_p": spec.dropout_p,
-        **options,
-    }
-    plan = NativePlan(spec.dtype, spec.query, spec.key, spec.value, differentiable=spec.needs_gradients, **numbers)
-
-    def prepare(call: AttentionCall) -> NativeCall:
-        return NativeCall(plan, _extras(call), _no_bias)
-
-    return prepare
-
-
-def _limits(mask: Mask | None, grid: Grid) -> dict[str, int]:
     band = None if mask is None else mask.structure(grid).only_band(grid)
-    return {} if band is None else {"low": band.low, "high": band.high, "stop": band.stop}
-
-
-def _no_bias(shape: tuple[int, ...]) -> NativePlan:
-    raise AssertionError(shape)  # a call whose plan is known has no bias
+    plan = NativePlan(
+        spec.dtype,
+        spec.query,
+        spec.key,
+        spec.value,
+        scale=spec.scale,
+        softcap=spec.softcap or 0.0,
+        dropout_p=spec.dropout_p,
+        differentiable=spec.needs_gradients,
+        documents=documents,
+        **({} if band is None else {"low": band.low, "high": band.high, "stop": band.stop}),
+    )
+    return lambda call: (plan, _extras(call))
 
 
 def _extras(call: AttentionCall) -> Extras:
@@ -137,14 +117,10 @@ def _extras(call: AttentionCall) -> Extras:
     return Extras(sinks, seed=seed, first_item=item, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
 
 
-def _prepare_every_time(call: AttentionCall) -> NativeCall:
-    """For calls whose mask has tensors, or other numbers every time."""
+def _prepare_every_time(call: AttentionCall, bias_gradient: tuple[int, ...] | None = None) -> tuple[NativePlan, Extras]:
+    """For calls whose mask has tensors, or other numbers every time; with the gradient of a bias of this shape."""
     arguments = arguments_of(call)
-    return NativeCall(
-        arguments.plan(differentiable=call.spec.needs_gradients),
-        arguments.extras,
-        lambda shape: arguments.plan(differentiable=True, bias_gradient=shape),
-    )
+    return arguments.plan(differentiable=call.spec.needs_gradients, bias_gradient=bias_gradient), arguments.extras
 
 
 def arguments_of(call: AttentionCall) -> NativeArguments:
@@ -172,21 +148,28 @@ def arguments_of(call: AttentionCall) -> NativeArguments:
 
 
 def _compute(
-    call: AttentionCall, native: NativeCall, weights: WeightsWanted, with_lse: bool
+    call: AttentionCall, plan: NativePlan, extras: Extras, weights: WeightsWanted, with_lse: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output, lse in float64 and weights; the output of a differentiable plan is float32."""
-    plan = native.plan
     lse = plan.empty_lse(call.query) if with_lse else None
     inputs = (call.query, call.key, call.value)
     if weights is None:
-        return plan.forward(*inputs, native.extras, lse), lse, None
+        return plan.forward(*inputs, extras, lse), lse, None
+    output, found = plan.empty_output(call.query), empty_weights(call, average=weights == "average")
+    plan.statistics(*inputs, extras, output, lse, weights=found, weights_strides=weights_strides(found))
+    return output, lse, found.squeeze(1) if weights == "average" else found
+
+
+def empty_weights(call: AttentionCall | NativeArguments, *, average: bool) -> Tensor:
+    """Zeros for the weights of a call, (B, H, L, S), or (B, 1, L, S) for their mean over the heads."""
     (batch, heads, length, _), keys = call.query.shape, call.key.shape[2]
-    shape = (batch, length, keys) if weights == "average" else (batch, heads, length, keys)
-    output, found = plan.empty_output(call.query), call.query.new_zeros(shape, dtype=torch.float32)
-    matrix = length * keys
-    strides = (matrix, 0, keys) if weights == "average" else (heads * matrix, matrix, keys)
-    plan.statistics(*inputs, native.extras, output, lse, weights=found, weights_strides=strides)
-    return output, lse, found
+    return call.query.new_zeros(batch, 1 if average else heads, length, keys, dtype=torch.float32)
+
+
+def weights_strides(weights: Tensor) -> tuple[int, int, int]:
+    """Of items, heads and rows, as `NativePlan.statistics` takes them: heads that are averaged share a place."""
+    batch, heads, rows, _ = weights.stride()
+    return batch, 0 if weights.shape[1] == 1 else heads, rows
 
 
 class _Native(torch.autograd.Function):
@@ -202,7 +185,7 @@ class _Native(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.rebuild, ctx.prepare, ctx.weights = call.rebuild, prepare, weights
         ctx.set_materialize_grads(False)
-        exact, lse, found = _compute(call, prepare(call), weights, True)
+        exact, lse, found = _compute(call, *prepare(call), weights, True)
         ctx.save_for_backward(exact, lse, *inputs, *call.read_again)
         ctx.count = 2 + len(inputs)
         return exact.to(call.query.dtype), cast(Tensor, lse).float(), found
@@ -216,7 +199,7 @@ class _Native(torch.autograd.Function):
             call, (of_output, of_lse, of_weights) = ctx.rebuild(*inputs), gradients
             found: list[Tensor | None] = [None] * len(inputs)
             if of_output is not None or of_lse is not None:
-                found = _gradients(call, ctx.prepare(call), output, lse, of_output, of_lse, ctx.needs_input_grad)
+                found = _gradients(call, ctx.prepare, output, lse, of_output, of_lse, ctx.needs_input_grad)
             if of_weights is not None:
                 query, key, *rest = weights_gradients(zero_hidden(call), None, weights == "average", of_weights)
                 found = [_sum(*both) for both in zip(found, (query, key, None, *rest), strict=True)]
@@ -255,7 +238,7 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 def _gradients(
     call: AttentionCall,
-    native: NativeCall,
+    prepare: Prepare,
     output: Tensor,
     lse: Tensor,
     output_gradient: Tensor | None,
@@ -267,12 +250,11 @@ def _gradients(
         output_gradient = torch.zeros_like(output, dtype=call.query.dtype)
     biases = len(call.bias_tensors)
     wanted = [index for index in range(biases) if needed[index - biases]]
-    plan = native.learning(cast(Any, learnt_shape(call.mask, call.grid))) if wanted else native.plan
+    # The kernel holds the gradient of a bias, (1 or B, H, L, S): only where one is wanted.
+    plan, extras = _prepare_every_time(call, learnt_shape(call.mask, call.grid)) if wanted else prepare(call)
     bias_gradient = plan.empty_bias_gradient(output) if wanted else None
     inputs = (call.query, call.key, call.value)
-    *found, correction = plan.backward(
-        *inputs, output, lse, output_gradient, lse_gradient, native.extras, bias_gradient
-    )
+    *found, correction = plan.backward(*inputs, output, lse, output_gradient, lse_gradient, extras, bias_gradient)
     if call.sinks is not None:
         found.append(sinks_gradient(call.sinks, correction, lse))
     of_biases: list[Tensor | None] = [None] * biases

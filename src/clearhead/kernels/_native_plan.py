@@ -112,13 +112,16 @@ class NativePlan:
         cu_seqlens_dtype: torch.dtype = torch.int64,
     ) -> None:
         (batch, heads, rows, dim), (_, kv_heads, keys, value_dim) = query[0], value[0]
-        self._contiguous = tuple(not _has_whole_rows(*layout) for layout in (query, key, value))
+        inputs = (query, key, value)
+        # Rows with gaps are copied before each call; all other strides the kernel reads as they are.
+        self._contiguous = tuple(not layout.has_whole_rows for layout in inputs)
         self._copies = True in self._contiguous
-        strides = [_strides_as_read(*layout) for layout in (query, key, value)]
+        strides = [x.strides if x.has_whole_rows else _contiguous_strides(x.shape) for x in inputs]
         self._gradients: tuple[Layout, ...] = ()
-        if differentiable:
-            of_gradient = _contiguous_strides if contiguous_gradients else _strides_of_gradient
-            self._gradients = tuple(Layout(x.shape, of_gradient(*x)) for x in (query, key, value))
+        if contiguous_gradients:
+            self._gradients = tuple(Layout(x.shape, _contiguous_strides(x.shape)) for x in inputs)
+        elif differentiable:
+            self._gradients = tuple(Layout(x.shape, _strides_of_gradient(x)) for x in inputs)
         names = ("query_gradient", "key_gradient", "value_gradient")
         gradients = {name: layout.strides[:3] for name, layout in zip(names, self._gradients, strict=False)}
         self._shape = (batch, heads, rows, value_dim)
@@ -305,66 +308,29 @@ class NativeArguments(NamedTuple):
         sinks = None if self.sinks is None else self.sinks.float().contiguous()
         return Extras(sinks, self.first, self.last, self.visible, self.bias, self.seed, self.first_item)
 
-    def plan(
-        self,
-        *,
-        differentiable: bool = False,
-        contiguous_gradients: bool = False,
-        bias_gradient: tuple[int, ...] | None = None,
-    ) -> NativePlan:
-        """The plan of such calls."""
-        masks = (None if tensor is None else Layout.of(tensor) for tensor in (self.first, self.visible, self.bias))
-        dropout_p = 0.0 if self.seed is None else self.dropout_p
-        numbers = (self.scale, self.softcap, dropout_p, self.low, self.high, self.stop)
-        return _native_plan_of(
+    def plan(self, **options: Any) -> NativePlan:
+        """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
+        first, visible, bias = (
+            None if tensor is None else Layout.of(tensor) for tensor in (self.first, self.visible, self.bias)
+        )
+        return _cached_plan(
             self.query.dtype,
             *map(Layout.of, self.inputs),
-            *masks,
-            *numbers,
-            differentiable,
-            contiguous_gradients,
-            bias_gradient,
+            scale=self.scale,
+            softcap=self.softcap,
+            dropout_p=0.0 if self.seed is None else self.dropout_p,
+            low=self.low,
+            high=self.high,
+            stop=self.stop,
+            first=first,
+            visible=visible,
+            bias=bias,
+            **options,
         )
 
 
-# Beside the cache of plans by specs: a spec knows no layouts of what a mask is lowered to, nor its band.
-@lru_cache(_PLANS)
-def _native_plan_of(
-    dtype: torch.dtype,
-    query: Layout,
-    key: Layout,
-    value: Layout,
-    first: Layout | None,
-    visible: Layout | None,
-    bias: Layout | None,
-    scale: float,
-    softcap: float,
-    dropout_p: float,
-    low: int,
-    high: int,
-    stop: int,
-    differentiable: bool,
-    contiguous_gradients: bool,
-    bias_gradient: tuple[int, ...] | None,
-) -> NativePlan:
-    return NativePlan(
-        dtype,
-        query,
-        key,
-        value,
-        scale=scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        low=low,
-        high=high,
-        stop=stop,
-        first=first,
-        visible=visible,
-        bias=bias,
-        differentiable=differentiable,
-        contiguous_gradients=contiguous_gradients,
-        bias_gradient=bias_gradient,
-    )
+# Beside the cache of plans by specs: a spec has no layouts of what a mask is lowered to, nor its band.
+_cached_plan = lru_cache(_PLANS)(NativePlan)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -372,7 +338,7 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _contiguous_strides(shape: tuple[int, ...], _strides: Strides = ()) -> Strides:
+def _contiguous_strides(shape: tuple[int, ...]) -> Strides:
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -381,17 +347,10 @@ def _contiguous_strides(shape: tuple[int, ...], _strides: Strides = ()) -> Strid
     return tuple(reversed(strides))
 
 
-def _has_whole_rows(shape: tuple[int, ...], strides: Strides) -> bool:
-    return strides[-1] == 1 or shape[-1] <= 1
-
-
-def _strides_as_read(shape: tuple[int, ...], strides: Strides) -> Strides:
-    return strides if _has_whole_rows(shape, strides) else _contiguous_strides(shape)
-
-
-def _strides_of_gradient(shape: tuple[int, ...], strides: Strides) -> Strides:
+def _strides_of_gradient(layout: Layout) -> Strides:
     """Those of the input where its elements fill its memory and its rows are whole, else contiguous ones."""
-    if not _has_whole_rows(shape, strides) or 0 in shape:
+    shape, strides = layout
+    if not layout.has_whole_rows or 0 in shape:
         return _contiguous_strides(shape)
     step = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from .._call.spec import AttentionCall
-from ._native import arguments_of
+from ._native import arguments_of, empty_weights, weights_strides
 from ._native_plan import NativeArguments
 from ._native_support import native_refusals, reads_in_place, refuses_statistics
 
@@ -101,17 +101,33 @@ def gather(
         exact: whether scores are computed in double precision, for calls of few keys: the scores of some rows are
             kept in the cache.
     """
-    found = _empty(arguments_of(call), wanted, counted, top_k, (map_size, map_size))
+    request = arguments_of(call)
+    (batch, heads, length, _), keys = request.query.shape, request.key.shape[2]
+
+    def empty(*shape: int) -> Tensor:
+        return request.query.new_empty(batch, heads, *shape, dtype=torch.float32)
+
+    found = WeightStatistics(None if counted is None else counted.contiguous(), empty(length), empty(length))
     found.map_max, found.exact, found.shift = map_pooling == "max", exact, call.grid.shift or 0
-    batch, heads, length = found.largest.shape
+    for name in wanted & {"raw", "entropy", "confidence", "norm", "distance"}:
+        setattr(found, name, empty(length))
+    if "received" in wanted:
+        found.received, found.viewers = empty(keys).zero_(), empty(keys).zero_()  # tasks add to them
+    if "top" in wanted:
+        found.top_weights = empty(length, top_k)
+        found.top_keys = found.top_weights.new_empty(found.top_weights.shape, dtype=torch.int64)
+    if wanted & {"output", "norm"}:
+        found.output = request.plan().empty_output(request.query)
+    if wanted & {"weights", "head_average"}:
+        found.weights = empty_weights(request, average="weights" not in wanted)
+    if "map" in wanted:
+        found.map = empty(min(map_size, length), min(map_size, keys)).zero_()
     if "sink" in wanted and first_keys is not None:
-        found.first_keys, found.sink = first_keys.int().contiguous(), torch.empty_like(found.largest)
-    if "distance" in wanted:
-        found.distance = torch.empty_like(found.largest)
+        found.first_keys, found.sink = first_keys.int().contiguous(), empty(length)
     if "stripes" in wanted:
-        found.offsets = torch.tensor(offsets, dtype=torch.int64)
-        found.stripes = found.largest.new_empty(batch, heads, length, len(offsets))
-    return _compute(arguments_of(call), found)
+        found.offsets, found.stripes = torch.tensor(offsets, dtype=torch.int64), empty(length, len(offsets))
+    request.plan().statistics(*request.inputs, request.extras, found.output, None, **_wanted(found))
+    return found
 
 
 def native_weights(
@@ -134,46 +150,10 @@ def native_weights(
     request = arguments_of(call) if rows is None else _of_rows(arguments_of(call), rows)
     if head is not None:
         request = _of_head(request, head)
-    found = _empty(request, frozenset({"head_average" if average else "weights"}), None)
-    found.exact = exact
-    weights = cast(Tensor, _compute(request, found).weights)
+    weights = empty_weights(request, average=average)
+    strides = weights_strides(weights)
+    request.plan().statistics(*request.inputs, request.extras, weights=weights, weights_strides=strides, exact=exact)
     return weights[:, 0] if average else weights
-
-
-def _empty(
-    request: NativeArguments,
-    wanted: frozenset[str],
-    counted: Tensor | None,
-    top_k: int = 0,
-    map_size: tuple[int, int] = (0, 0),
-) -> WeightStatistics:
-    """What is written, of the names that need no more of the call than its sizes."""
-    (batch, heads, length, _), keys = request.query.shape, request.key.shape[2]
-
-    def empty(*shape: int) -> Tensor:
-        return request.query.new_empty(batch, heads, *shape, dtype=torch.float32)
-
-    found = WeightStatistics(None if counted is None else counted.contiguous(), empty(length), empty(length))
-    for name in wanted & {"raw", "entropy", "confidence", "norm"}:
-        setattr(found, name, empty(length))
-    if "received" in wanted:
-        found.received, found.viewers = empty(keys).zero_(), empty(keys).zero_()
-    if "top" in wanted:
-        found.top_weights = empty(length, top_k)
-        found.top_keys = found.top_weights.new_empty(found.top_weights.shape, dtype=torch.int64)
-    if wanted & {"output", "norm"}:
-        found.output = request.plan().empty_output(request.query)
-    if wanted & {"weights", "head_average"}:
-        matrices = heads if "weights" in wanted else 1
-        found.weights = request.query.new_zeros(batch, matrices, length, keys, dtype=torch.float32)
-    if "map" in wanted:
-        found.map = empty(min(map_size[0], length), min(map_size[1], keys)).zero_()
-    return found
-
-
-def _compute(request: NativeArguments, found: WeightStatistics) -> WeightStatistics:
-    request.plan().statistics(*request.inputs, request.extras, found.output, None, **_wanted(found))
-    return found
 
 
 def _wanted(found: WeightStatistics) -> dict[str, Tensor | int | tuple[int, ...] | None]:
@@ -184,8 +164,7 @@ def _wanted(found: WeightStatistics) -> dict[str, Tensor | int | tuple[int, ...]
     if found.top_weights is not None:
         wanted["top"] = found.top_weights.shape[-1]
     if found.weights is not None:
-        matrices, batch = found.weights.shape[1], found.weights.stride(0)
-        wanted["weights_strides"] = (batch, 0 if matrices == 1 else found.weights.stride(1), found.weights.stride(2))
+        wanted["weights_strides"] = weights_strides(found.weights)
     if found.map is not None:
         wanted |= {"map_rows": found.map.shape[2], "map_columns": found.map.shape[3], "map_max": found.map_max}
     if found.first_keys is not None:

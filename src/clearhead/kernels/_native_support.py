@@ -8,8 +8,7 @@ from .._call.spec import AttentionSpec
 from .._native import extension, why_missing
 from ..masks._base import Mask
 from ..masks._grid import Grid
-from ..masks._lowering import differs_between_heads
-from ._base import Refusal
+from ._base import Refusal, refusals_of_heads
 from ._native_plan import DTYPES
 
 _MOST_CELLS = 1 << 26  # of a mask that has to be written down for statistics
@@ -24,8 +23,7 @@ def native_refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple
         reasons.append(Refusal("it runs on the CPU, and the tensors are on {device}", device=spec.device))
     if spec.dtype not in DTYPES:
         reasons.append(Refusal("it computes in float32, and the tensors are {dtype}", dtype=spec.dtype))
-    learns = any(spec.gradients[3 + spec.sinks :])
-    if learns and (spec.tracing or spec.dispatching or learnt_shape(mask, grid) is None):
+    if spec.learns_bias and (spec.tracing or spec.dispatching or learnt_shape(mask, grid) is None):
         reasons.append(Refusal("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph"))
     if spec.origin is not None:
         reasons.append(Refusal("its dropout counts from the first query, key and head of a call"))
@@ -48,9 +46,7 @@ def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> li
         return [Refusal("it reads plain tensors only, and one is a {kind}", kind=spec.subclass)]
     if mask is None or spec.documents is not None:
         return []
-    if mask.lowered(grid, "differs between heads", lambda: differs_between_heads(mask, grid)):
-        return [Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)")]
-    return []
+    return refusals_of_heads(mask, grid)
 
 
 def _reasons_of_documents(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:

@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._call.heads import fold_group, unfold_group
-from .._call.spec import AttentionCall, AttentionSpec, Layout, Results
+from .._call.spec import AttentionCall, AttentionSpec, Results
 from .._environment import fused_sdpa_choice, is_tracing
 from ..masks._base import Mask
 from ..masks._grid import Grid
-from ..masks._lowering import additive, differs_between_heads, hides_nothing, is_plain_causal, touched_share
-from ._base import Kernel, Plan, Refusal, rows_interleave
+from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
+from ._base import Kernel, Plan, Refusal, refusals_of_half, refusals_of_heads, rows_interleave
 
-_HALF = (torch.bfloat16, torch.float16)
 _FEW_ROWS = 16  # from 32 rows on, folding a group of heads into the rows gains nothing
 _WORTH_SKIPPING = 1 << 22  # scores that take milliseconds, which pays for finding out what can be skipped
 _CPU_SHARE, _OTHER_SHARE = 1 / 3, 1 / 16
@@ -47,7 +46,7 @@ class SdpaKernel(Kernel):
             reasons.append(Refusal("every process would drop other weights"))
         if spec.empty:
             reasons.append(Refusal("a size is 0"))
-        if any(spec.gradients[3 + spec.sinks :]):
+        if spec.learns_bias:
             reasons.append(Refusal("its fused kernels give no gradient for a bias"))
         if spec.transformed:
             reasons.append(Refusal("torch.func cannot transform it twice, or derive it forwards"))
@@ -89,13 +88,10 @@ def _dense_rows(tensor: Tensor) -> Tensor:
 
 def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
     """Reasons that depend on sizes, on the device or on what the mask shows, none of which a traced graph may read."""
-    reasons: list[Refusal] = []
-    if spec.device.type == "cpu" and spec.dtype in _HALF:
-        reasons.append(Refusal("on the CPU it rounds weights to half precision, which can more than double the error"))
+    reasons = refusals_of_half(spec)
     if mask is None or hides_nothing(mask, grid) or _is_flagged_causal(spec, mask, grid):
         return reasons
-    if mask.lowered(grid, "differs between heads", lambda: differs_between_heads(mask, grid)):
-        reasons.append(Refusal("the mask differs between heads and would have to be built whole, (B, H, L, S)"))
+    reasons += refusals_of_heads(mask, grid)
     share = mask.lowered(grid, "share worth skipping", lambda: _share_worth_skipping(mask, grid))
     if share is not None:
         reasons.append(Refusal("the mask leaves {share:.0%} of the scores, and it would compute all", share=share))
@@ -107,7 +103,7 @@ def _is_fused(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
     causal, dtype = _is_flagged_causal(spec, mask, grid), None
     if mask is not None and not causal and not hides_nothing(mask, grid):
         dtype = spec.compute_dtype if mask.has_bias else spec.dtype
-    layouts = tuple((layout.shape, _has_whole_rows(layout)) for layout in (spec.query, spec.key, spec.value))
+    layouts = tuple((layout.shape, layout.has_whole_rows) for layout in (spec.query, spec.key, spec.value))
     options = (spec.dropout_p > 0, spec.needs_gradients, causal, _folds(spec, mask, grid))
     return _has_fused_path(layouts, spec.dtype, spec.device, dtype, *options)
 
@@ -139,10 +135,6 @@ def _has_fused_path(
     if mask_dtype is not None:
         mask = torch.empty(1, dtype=mask_dtype, device=device).expand((*query.shape[:3], key.shape[2]))
     return fused_sdpa_choice(query, key, value, mask, 0.5 if drops else 0.0, causal, enable_gqa=grouped) != _MATH
-
-
-def _has_whole_rows(layout: Layout) -> bool:
-    return layout.strides[-1] == 1 or layout.shape[-1] <= 1
 
 
 def _folds(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:

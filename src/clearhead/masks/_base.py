@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import ClassVar, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import MaskTypeError
 from ._grid import Block, Grid
 from ._report import MaskReport
-from ._structure import UNKNOWN, Structure
+from ._structure import UNKNOWN, Structure, both
 
 Result = TypeVar("Result")
 
@@ -32,6 +32,14 @@ class Sizes:
     key_length: int | None = None
     fewest_keys: int = 0
 
+    @staticmethod
+    def of(
+        batch_size: int, num_heads: int = 1, query_length: int = 1, key_length: int = 1, fewest_keys: int = 0
+    ) -> Sizes:
+        """What a tensor of these sizes determines: a size of 1 broadcasts, and fits any."""
+        sizes = (None if size == 1 else size for size in (batch_size, num_heads, query_length, key_length))
+        return Sizes(*sizes, fewest_keys=fewest_keys)
+
     def merged(self, other: Sizes) -> Sizes:
         return Sizes(
             self.batch_size if self.batch_size is not None else other.batch_size,
@@ -40,6 +48,36 @@ class Sizes:
             self.key_length if self.key_length is not None else other.key_length,
             max(self.fewest_keys, other.fewest_keys),
         )
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What methods of `Mask` call that is itself made of masks. `clearhead.masks` provides it when it is imported.
+
+    Args:
+        grid_for: sizes completed by what the mask's tensors determine.
+        dense, prepared, check, draw: see the methods of `Mask`.
+        from_tensor: a mask of a tensor that is combined with one.
+    """
+
+    grid_for: Callable[..., Grid]
+    dense: Callable[[Mask, Grid], Tensor]
+    prepared: Callable[[Mask, Grid, bool, bool], Mask]
+    check: Callable[[Mask, Grid], MaskReport]
+    draw: Callable[[Mask], str]
+    from_tensor: Callable[[object], Mask]
+
+
+_provided: list[Tools] = []
+
+
+def provide(tools: Tools) -> None:
+    """Give the methods of `Mask` what they call."""
+    _provided[:] = [tools]
+
+
+def _tools() -> Tools:
+    return _provided[0]
 
 
 class Mask(ABC):
@@ -251,113 +289,133 @@ class Mask(ABC):
             >>> print(masks.keep(keys=padding).check(3).findings[0])  # doctest: +ELLIPSIS
             inverted padding: item 0 shows no key at all ...
         """
-        return _tools().check(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+        tools = _tools()
+        grid = tools.grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+        return tools.check(self, grid)
 
     def __repr__(self) -> str:
         return _tools().draw(self)
 
 
-@dataclass(frozen=True)
-class Tools:
-    """What methods of `Mask` call that is itself made of masks. `clearhead.masks` provides it when it is imported.
+class _Combined(Mask):
+    """A mask made of others, which fits a call where all of them do."""
 
-    Args:
-        grid_for: sizes completed by what the mask's tensors determine.
-        dense, prepared, check, draw: see the methods of `Mask`.
-        from_tensor: a mask of a tensor that is combined with one.
-    """
+    name: ClassVar[str]
 
-    grid_for: Callable[..., Grid]
-    dense: Callable[[Mask, Grid], Tensor]
-    prepared: Callable[[Mask, Grid, bool, bool], Mask]
-    check: Callable[..., MaskReport]
-    draw: Callable[[Mask], str]
-    from_tensor: Callable[[object], Mask]
+    def __init__(self, masks: tuple[Mask, ...]) -> None:
+        self._masks = masks
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        return tuple(tensor for mask in self._masks for tensor in mask.tensors())
 
-_provided: list[Tools] = []
+    def validate(self, grid: Grid) -> None:
+        for mask in self._masks:
+            mask.validate(grid)
 
+    def sizes(self) -> Sizes:
+        sizes = Sizes()
+        for mask in self._masks:
+            sizes = sizes.merged(mask.sizes())
+        return sizes
 
-def provide(tools: Tools) -> None:
-    """Give the methods of `Mask` what they call."""
-    _provided[:] = [tools]
+    def signature(self) -> Hashable | None:
+        signatures = tuple(mask.signature() for mask in self._masks)
+        return None if None in signatures else (self.name, *signatures)
 
-
-def _tools() -> Tools:
-    return _provided[0]
+    @property
+    def fits_any_call(self) -> bool:
+        return all(mask.fits_any_call for mask in self._masks)
 
 
 @final
-class And(Mask):
+class And(_Combined):
     """All parts have to allow a key; their biases add up."""
 
-    def __init__(self, parts: tuple[Mask, ...]) -> None:
-        self._parts = parts
+    name = "and"
 
     def parts(self) -> tuple[Mask, ...]:
-        return self._parts
+        return self._masks
 
     def visible(self, block: Block) -> Tensor | None:
         result: Tensor | None = None
-        for part in self._parts:
-            seen = part.visible(block)
-            if seen is not None:
-                result = seen if result is None else result & seen
+        for part in self._masks:
+            result = both(result, part.visible(block))
         return result
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
         result: Tensor | None = None
-        for part in self._parts:
+        for part in self._masks:
             added = part.bias(block, dtype)
             if added is not None:
                 result = added if result is None else result + added
         return result
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
-        return tuple(tensor for part in self._parts for tensor in part.bias_tensors())
+        return tuple(tensor for part in self._masks for tensor in part.bias_tensors())
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return And(tuple(part.with_bias_tensors(tensors) for part in self._parts))
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(tensor for part in self._parts for tensor in part.tensors())
+        return And(tuple(part.with_bias_tensors(tensors) for part in self._masks))
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
         start = 0
-        for part in self._parts:
+        for part in self._masks:
             count = len(part.bias_tensors())
             part.add_bias_gradients(gradients[start : start + count], block, scores_gradient)
             start += count
 
-    def validate(self, grid: Grid) -> None:
-        for part in self._parts:
-            part.validate(grid)
-
-    def sizes(self) -> Sizes:
-        sizes = Sizes()
-        for part in self._parts:
-            sizes = sizes.merged(part.sizes())
-        return sizes
-
     def structure(self, grid: Grid) -> Structure:
         found = Structure()
-        for part in self._parts:
+        for part in self._masks:
             found = found.meet(part.structure(grid))
         return found
 
-    def signature(self) -> Hashable | None:
-        return _joined("and", *self._parts)
-
     @property
     def has_bias(self) -> bool:
-        return any(part.has_bias for part in self._parts)
-
-    @property
-    def fits_any_call(self) -> bool:
-        return all(part.fits_any_call for part in self._parts)
+        return any(part.has_bias for part in self._masks)
 
     def describe(self) -> str:
-        return " & ".join(part.describe() for part in self._parts)
+        return " & ".join(part.describe() for part in self._masks)
+
+
+@final
+class Or(_Combined):
+    """Either mask allows the key."""
+
+    name = "or"
+
+    def __init__(self, left: Mask, right: Mask) -> None:
+        super().__init__((left, right))
+
+    def visible(self, block: Block) -> Tensor | None:
+        left, right = (mask.visible(block) for mask in self._masks)
+        return None if left is None or right is None else left | right
+
+    def structure(self, grid: Grid) -> Structure:
+        return Structure(exact=False, either=tuple(mask.structure(grid) for mask in self._masks))
+
+    def describe(self) -> str:
+        return f"({' | '.join(mask.describe() for mask in self._masks)})"
+
+
+@final
+class Not(_Combined):
+    """Allows what the other mask hides."""
+
+    name = "not"
+
+    def __init__(self, inner: Mask) -> None:
+        super().__init__((inner,))
+        self._inner = inner
+
+    def visible(self, block: Block) -> Tensor | None:
+        seen = self._inner.visible(block)
+        if seen is None:
+            return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=block.grid.device)
+        return ~seen
+
+    def describe(self) -> str:
+        inner = self._inner.describe()
+        return f"~({inner})" if len(self._inner.parts()) > 1 else f"~{inner}"
 
 
 class Wrapping(Mask):
@@ -393,62 +451,6 @@ class Wrapping(Mask):
         return self._mask.describe()
 
 
-@final
-class Or(Mask):
-    """Either mask allows the key."""
-
-    def __init__(self, left: Mask, right: Mask) -> None:
-        self._left = left
-        self._right = right
-
-    def visible(self, block: Block) -> Tensor | None:
-        left, right = self._left.visible(block), self._right.visible(block)
-        return None if left is None or right is None else left | right
-
-    def validate(self, grid: Grid) -> None:
-        self._left.validate(grid)
-        self._right.validate(grid)
-
-    def sizes(self) -> Sizes:
-        return self._left.sizes().merged(self._right.sizes())
-
-    def structure(self, grid: Grid) -> Structure:
-        return Structure(exact=False, either=(self._left.structure(grid), self._right.structure(grid)))
-
-    def signature(self) -> Hashable | None:
-        return _joined("or", self._left, self._right)
-
-    def describe(self) -> str:
-        return f"({self._left.describe()} | {self._right.describe()})"
-
-
-@final
-class Not(Mask):
-    """Allows what the other mask hides."""
-
-    def __init__(self, inner: Mask) -> None:
-        self._inner = inner
-
-    def visible(self, block: Block) -> Tensor | None:
-        seen = self._inner.visible(block)
-        if seen is None:
-            return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=block.grid.device)
-        return ~seen
-
-    def validate(self, grid: Grid) -> None:
-        self._inner.validate(grid)
-
-    def sizes(self) -> Sizes:
-        return self._inner.sizes()
-
-    def signature(self) -> Hashable | None:
-        return _joined("not", self._inner)
-
-    def describe(self) -> str:
-        inner = self._inner.describe()
-        return f"~({inner})" if len(self._inner.parts()) > 1 else f"~{inner}"
-
-
 def all_of(masks: list[Mask | None]) -> Mask | None:
     """One mask that shows what all of them show; ``None`` hides nothing, and is what nothing but ``None`` gives."""
     combined: Mask | None = None
@@ -456,12 +458,6 @@ def all_of(masks: list[Mask | None]) -> Mask | None:
         if mask is not None:
             combined = mask if combined is None else combined & mask
     return combined
-
-
-def _joined(name: str, *masks: Mask) -> Hashable | None:
-    """The signature of a mask made of others; ``None`` where one of them has none."""
-    signatures = tuple(mask.signature() for mask in masks)
-    return None if None in signatures else (name, *signatures)
 
 
 def _operand(other: object, symbol: str) -> Mask:

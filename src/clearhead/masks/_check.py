@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import INTEGERS, integer, strided
-from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, shape_text
+from ..errors import ArgumentError, ClearheadError, DeviceError, ShapeError, shape_text
 from ._base import Mask
 from ._coverage import find_coverage
 from ._grid import Block, Grid
@@ -15,17 +15,8 @@ from ._report import MaskReport
 _CORNER = 64  # rows and columns looked at to tell a causal mask from its opposite
 
 
-def check_mask(
-    mask: Mask,
-    query_length: int | None,
-    key_length: int | None,
-    batch_size: int | None,
-    num_heads: int | None,
-    query_positions: Tensor | int | None,
-    key_positions: Tensor | int | None,
-) -> MaskReport:
+def check_mask(mask: Mask, grid: Grid) -> MaskReport:
     """See `Mask.check`."""
-    grid = grid_for(mask, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
     if grid.device.type == "meta":
         raise DeviceError("mask", expected="a mask with values to look at", got="one on meta")
     try:
@@ -54,12 +45,12 @@ def check_mask(
 
 def grid_for(
     mask: Mask,
-    query_length: int | None,
-    key_length: int | None,
-    batch_size: int | None,
-    num_heads: int | None,
-    query_positions: Tensor | int | None,
-    key_positions: Tensor | int | None,
+    query_length: int | None = None,
+    key_length: int | None = None,
+    batch_size: int | None = None,
+    num_heads: int | None = None,
+    query_positions: Tensor | int | None = None,
+    key_positions: Tensor | int | None = None,
 ) -> Grid:
     """The sizes that were given, completed by what the mask's own tensors say."""
     known = mask.sizes()
@@ -75,34 +66,27 @@ def grid_for(
         keys = max(length or 0, known.fewest_keys) or length
     if length is None:
         length = keys
-    if length is None:
+    if length is None or keys is None:
         raise ArgumentError(
             "query_length",
             expected=f"a length, because {mask.describe()} fits any",
             got="none",
             fix="Write for example mask.dense(8).",
         )
-    keys = length if keys is None else keys
     batch = _first(batch_size, known.batch_size, _batch(query_positions), _batch(key_positions))
     heads = _first(num_heads, known.num_heads)
-    device = _device_of(mask) or torch.device("cpu")
-    for name, positions in (("query_positions", query_positions), ("key_positions", key_positions)):
-        if isinstance(positions, Tensor) and positions.device != device:
-            got = str(positions.device)
-            raise DeviceError(name, expected=f"positions on {device}, like the mask", got=got)
-    for name, positions in (("query_positions", query_positions), ("key_positions", key_positions)):
-        _require_rows(name, positions, 1 if batch is None else batch, 1 if heads is None else heads)
-    _require_count("query_positions", query_positions, length)
-    _require_count("key_positions", key_positions, keys)
-    return Grid(
+    grid = Grid(
         batch_size=1 if batch is None else batch,
         num_heads=1 if heads is None else heads,
         query_length=length,
         key_length=keys,
-        device=device,
+        device=_device_of(mask) or torch.device("cpu"),
         query_positions=query_positions,
         key_positions=key_positions,
     )
+    _require_positions("query_positions", query_positions, grid, length)
+    _require_positions("key_positions", key_positions, grid, keys)
+    return grid
 
 
 def as_positions(name: str, positions: object, *, per_head: bool = False) -> Tensor | int | None:
@@ -119,9 +103,7 @@ def as_positions(name: str, positions: object, *, per_head: bool = False) -> Ten
     if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
         return integer(name, positions, least=0, expected="a first position ≥ 0")
     expected = f"an int, or an integer tensor {shapes}"
-    positions = strided(name, positions, expected)
-    if positions.dtype not in INTEGERS:
-        raise DTypeError(name, expected=expected, got=str(positions.dtype))
+    positions = strided(name, positions, expected, dtypes=INTEGERS)
     if positions.dim() not in ((1, 2, 3) if per_head else (1, 2)):
         raise ShapeError(name, expected=f"shape {shapes}", got=shape_text(positions.shape))
     # int64, because small and unsigned integers overflow when a window is added or taken off.
@@ -140,19 +122,21 @@ def _batch(positions: Tensor | int | None) -> int | None:
     return positions.shape[0] if isinstance(positions, Tensor) and positions.shape[0] != 1 else None
 
 
-def _require_count(name: str, positions: Tensor | int | None, length: int) -> None:
-    if isinstance(positions, Tensor) and positions.shape[-1] != length:
-        fix = f"Give one for each of {name.replace('positions', 'length')}."
-        got = shape_text(positions.shape)
-        raise ShapeError(name, expected=f"{length} positions", got=got, fix=fix)
-
-
-def _require_rows(name: str, positions: Tensor | int | None, batch: int, heads: int) -> None:
+def _require_positions(name: str, positions: Tensor | int | None, grid: Grid, length: int) -> None:
     if not isinstance(positions, Tensor):
         return
-    if positions.shape[0] not in (1, batch) or (positions.dim() == 3 and positions.shape[1] != heads):
-        expected = f"positions for B = {batch} batch items and H = {heads} heads"
-        raise ShapeError(name, expected=expected, got=shape_text(positions.shape))
+    if positions.device != grid.device:
+        got = str(positions.device)
+        raise DeviceError(name, expected=f"positions on {grid.device}, like the mask", got=got)
+    got = shape_text(positions.shape)
+    if positions.shape[0] not in (1, grid.batch_size) or (
+        positions.dim() == 3 and positions.shape[1] != grid.num_heads
+    ):
+        expected = f"positions for B = {grid.batch_size} batch items and H = {grid.num_heads} heads"
+        raise ShapeError(name, expected=expected, got=got)
+    if positions.shape[-1] != length:
+        fix = f"Give one for each of {name.replace('positions', 'length')}."
+        raise ShapeError(name, expected=f"{length} positions", got=got, fix=fix)
 
 
 def _device_of(mask: Mask) -> torch.device | None:

@@ -12,14 +12,6 @@ Index = slice | Tensor
 ALL = slice(None)
 
 
-def _all() -> slice:
-    return ALL
-
-
-def _empty() -> dict[object, Any]:
-    return {}
-
-
 @dataclass(frozen=True)
 class Grid:
     """Sizes of one attention call, and where its queries and keys stand.
@@ -43,7 +35,7 @@ class Grid:
     query_positions: Tensor | int | None = None
     key_positions: Tensor | int | None = None
     #: What a mask has found out for this grid at some cost; it lives as long as the call.
-    memo: dict[object, Any] = field(default_factory=_empty, compare=False, repr=False)
+    memo: dict[object, Any] = field(default_factory=dict[object, Any], compare=False, repr=False)
 
     @property
     def has_positions(self) -> bool:
@@ -66,10 +58,10 @@ class Block:
     """
 
     grid: Grid
-    batch: slice = field(default_factory=_all)
-    heads: slice = field(default_factory=_all)
-    rows: Index = field(default_factory=_all)
-    columns: Index = field(default_factory=_all)
+    batch: slice = field(default_factory=lambda: ALL)
+    heads: slice = field(default_factory=lambda: ALL)
+    rows: Index = field(default_factory=lambda: ALL)
+    columns: Index = field(default_factory=lambda: ALL)
 
     @property
     def b(self) -> Tensor:

@@ -47,16 +47,20 @@ def completed(mask: Mask, grid: Grid, dtype: torch.dtype) -> Structure:
 
 
 def differs_between_heads(mask: Mask, grid: Grid) -> bool:
-    """Whether a part has to be evaluated and is of the size of the scores; one cell shows how it broadcasts."""
+    """Whether a part has to be evaluated and is of the size of the scores."""
+    return any(heads > 1 for _, heads in computed_sizes(mask, grid))
+
+
+def computed_sizes(mask: Mask, grid: Grid) -> Iterator[tuple[int, int]]:
+    """Batch items and heads of what has to be evaluated of each part; 1 for what is the same for all of them."""
     if 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length):
-        return False
+        return
     cell = chosen_cell(grid)
     for part in mask.parts():
         if not part.structure(grid).exact:
-            tensors = part.visible(cell), part.bias(cell, torch.float32)
-            if any(tensor is not None and tensor.shape[1] > 1 for tensor in tensors):
-                return True
-    return False
+            for tensor in (part.visible(cell), part.bias(cell, torch.float32)):
+                if tensor is not None:
+                    yield tensor.shape[0], tensor.shape[1]
 
 
 def additive(mask: Mask, grid: Grid, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:

@@ -6,11 +6,10 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast, final
 
-import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from ._base import Mask, Sizes
+from ._base import Mask, Sizes, Wrapping
 from ._grid import ALL, Block, Grid, Index, take
 from ._structure import UNKNOWN, Band, RowRanges, Structure
 
@@ -53,26 +52,24 @@ def part_of(mask: Mask | None, num_heads: int, first_head: int = 0, place: Place
 
 
 @final
-class PartMask(Mask):
+class PartMask(Wrapping):
     """See `part_of`. Every question about a block is put to the mask as one about the block's place in the whole."""
 
     def __init__(self, mask: Mask, num_heads: int, first_head: int, place: Place | None) -> None:
-        self._mask, self._num_heads, self._first_head, self._place = mask, num_heads, first_head, place
+        super().__init__(mask)
+        self._num_heads, self._first_head, self._place = num_heads, first_head, place
 
-    def visible(self, block: Block) -> Tensor | None:
-        return self._mask.visible(self._moved(block))
-
-    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
-        return self._mask.bias(self._moved(block), dtype)
-
-    def bias_tensors(self) -> tuple[Tensor, ...]:
-        return self._mask.bias_tensors()
+    def place(self, block: Block) -> Block:
+        grid = block.grid
+        own = self._place_in(grid)
+        heads = cast(slice, _moved(block.heads, self._first_head, grid.num_heads))
+        rows = _moved(block.rows, own.first_row, grid.query_length)
+        first = own.first_column
+        columns = first[block.columns] if isinstance(first, Tensor) else _moved(block.columns, first, grid.key_length)
+        return Block(self._whole(grid), block.batch, heads, rows, columns)
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
         return PartMask(self._mask.with_bias_tensors(tensors), self._num_heads, self._first_head, self._place)
-
-    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        self._mask.add_bias_gradients(gradients, self._moved(block), scores_gradient)
 
     def tensors(self) -> tuple[Tensor, ...]:
         place = self._place
@@ -80,13 +77,14 @@ class PartMask(Mask):
         return *self._mask.tensors(), *(each for each in positions if isinstance(each, Tensor))
 
     def validate(self, grid: Grid) -> None:
-        whole = self._whole(grid)
-        ends = self._first_head + grid.num_heads, whole.num_heads
-        if self._place is not None:
-            ends += self._place.first_row + grid.query_length, whole.query_length
-            if not isinstance(self._place.first_column, Tensor):
-                ends += self._place.first_column + grid.key_length, whole.key_length
-        for name, end, most in zip("HLS", ends[::2], ends[1::2], strict=False):
+        whole, place = self._whole(grid), self._place_in(grid)
+        ends = {
+            "H": (self._first_head + grid.num_heads, whole.num_heads),
+            "L": (place.first_row + grid.query_length, whole.query_length),
+        }
+        if not isinstance(place.first_column, Tensor):
+            ends["S"] = place.first_column + grid.key_length, whole.key_length
+        for name, (end, most) in ends.items():
             if end > most:
                 expected, got = f"a call within {name} = {most} of the whole", f"one that ends at {end}"
                 raise ShapeError("mask", expected=expected, got=got)
@@ -96,31 +94,24 @@ class PartMask(Mask):
         return Sizes(self._mask.sizes().batch_size)
 
     def structure(self, grid: Grid) -> Structure:
-        if self._place is not None and isinstance(self._place.first_column, Tensor):
+        if self._has_chosen_columns:
             return UNKNOWN
         return self._cut(self._mask.structure(self._whole(grid)), grid)
 
     def signature(self) -> Hashable | None:
-        own = self._mask.signature()
-        if own is None or self._place is None:
-            return None if own is None else ("part", self._num_heads, self._first_head, own)
-        place = self._place
-        if isinstance(place.first_column, Tensor):
+        own, place = self._mask.signature(), self._place
+        if own is None or self._has_chosen_columns:
             return None
-        positions = tuple(
-            (tuple(each.shape), each.stride()) if isinstance(each, Tensor) else each
-            for each in (place.query_positions, place.key_positions)
-        )
-        numbers = place.query_length, place.key_length, place.first_row, place.first_column
-        return "part", self._num_heads, self._first_head, numbers, positions, own
+        numbers = () if place is None else tuple(map(_layout, vars(place).values()))
+        return "part", self._num_heads, self._first_head, numbers, own
 
     def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
-        place = self._place
-        if place is not None and isinstance(place.first_column, Tensor):
-            return make()  # for columns that differ from call to call
-        first = None if place is None else (place.first_row, place.first_column)
+        if self._has_chosen_columns:
+            return make()  # they differ from call to call
+        place = self._place_in(grid)
         sizes = grid.num_heads, grid.query_length, grid.key_length
-        return self._mask.lowered(self._whole(grid), ("part", key, self._first_head, first, sizes), make)
+        where = self._first_head, place.first_row, place.first_column, sizes
+        return self._mask.lowered(self._whole(grid), ("part", key, where), make)
 
     def parts(self) -> tuple[Mask, ...]:
         parts = self._mask.parts()
@@ -130,46 +121,35 @@ class PartMask(Mask):
         return tuple(part for part in found if part is not None)
 
     @property
-    def has_bias(self) -> bool:
-        return self._mask.has_bias
+    def _has_chosen_columns(self) -> bool:
+        return self._place is not None and isinstance(self._place.first_column, Tensor)
 
-    def describe(self) -> str:
-        return self._mask.describe()
+    def _place_in(self, grid: Grid) -> Place:
+        """Where a call stands; one that has all rows and columns, only not all heads, stands at the first of them."""
+        if self._place is not None:
+            return self._place
+        return Place(grid.query_length, grid.key_length, 0, 0, grid.query_positions, grid.key_positions)
 
     def _whole(self, grid: Grid) -> Grid:
         """The grid of the whole attention."""
         # Kept with the call's grid, so that what the mask finds out for the whole is found out once.
         key = self._num_heads, self._place and id(self._place)
         if key not in grid.memo:
-            whole = replace(grid, num_heads=self._num_heads, memo={})
-            if self._place is not None:
-                place = self._place
-                whole = replace(
-                    whole,
-                    query_length=place.query_length,
-                    key_length=place.key_length,
-                    query_positions=place.query_positions,
-                    key_positions=place.key_positions,
-                )
-            grid.memo[key] = whole
+            place = self._place_in(grid)
+            grid.memo[key] = replace(
+                grid,
+                num_heads=self._num_heads,
+                query_length=place.query_length,
+                key_length=place.key_length,
+                query_positions=place.query_positions,
+                key_positions=place.key_positions,
+                memo={},
+            )
         return grid.memo[key]
-
-    def _moved(self, block: Block) -> Block:
-        grid = block.grid
-        heads = cast(slice, _moved(block.heads, self._first_head, grid.num_heads))
-        if self._place is None:
-            return Block(self._whole(grid), block.batch, heads, block.rows, block.columns)
-        rows = _moved(block.rows, self._place.first_row, grid.query_length)
-        first = self._place.first_column
-        if isinstance(first, Tensor):
-            columns: Index = first[block.columns]
-        else:
-            columns = _moved(block.columns, first, grid.key_length)
-        return Block(self._whole(grid), block.batch, heads, rows, columns)
 
     def _cut(self, whole: Structure, grid: Grid) -> Structure:
         """The part of a structure of the whole that is the call's."""
-        place = self._place or Place(grid.query_length, grid.key_length)
+        place = self._place_in(grid)
         row, column = place.first_row, cast(int, place.first_column)
         rows, columns = slice(row, row + grid.query_length), slice(column, column + grid.key_length)
         heads = slice(self._first_head, self._first_head + grid.num_heads)
@@ -191,6 +171,10 @@ class PartMask(Mask):
             tuple(block.cut(bias) for bias in whole.biases),
             tuple(self._cut(each, grid) for each in whole.either),
         )
+
+
+def _layout(value: Tensor | int | None) -> Hashable:
+    return (tuple(value.shape), value.stride()) if isinstance(value, Tensor) else value
 
 
 def _moved(index: Index, first: int, count: int) -> Index:

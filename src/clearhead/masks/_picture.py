@@ -16,15 +16,7 @@ def draw(mask: Mask) -> str:
     """Describe the mask and draw batch item 0, head 0: ``■`` visible, ``·`` hidden."""
     try:
         known = mask.sizes()
-        grid = grid_for(
-            mask,
-            known.query_length or known.key_length or known.fewest_keys or _LENGTH,
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        grid = grid_for(mask, known.query_length or known.key_length or known.fewest_keys or _LENGTH)
         mask.validate(grid)
         picture, note = _sample(mask, grid)
     except Exception as error:  # a repr is for looking at what went wrong, so it must not fail itself

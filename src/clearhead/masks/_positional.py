@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from types import FunctionType
 from typing import Literal, final
@@ -16,7 +17,7 @@ from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._base import Mask, Sizes
 from ._grid import Block, Grid, take
 from ._structure import UNKNOWN, Band, RowRanges, Structure
-from ._tensors import tensor_signature
+from ._tensors import OfTensor, broadcasts
 
 Align = Literal["top_left", "bottom_right"]
 _FAR = 2**61  # as good as no limit, and with a position added still within 64 bits
@@ -179,49 +180,77 @@ def mask_mod(fn: Predicate) -> Mask:
     return _MaskMod(fn)
 
 
-@final
-class Causal(Mask):
-    """See `causal`."""
-
-    def __init__(self, align: Align) -> None:
-        self.align = align
-
-    def diagonal(self, grid: Grid) -> int | None:
-        """Row i sees columns up to i plus this; ``None`` where positions do not simply count up."""
-        return None if grid.shift is None else grid.shift + self._offset(grid)
-
-    def visible(self, block: Block) -> Tensor | None:
-        diagonal = self.diagonal(block.grid)
-        if diagonal is not None and block.ends is not None:
-            first_row, _, _, stop = block.ends
-            if stop - 1 <= first_row + diagonal:
-                return None
-        return block.k <= block.q + self._offset(block.grid)
-
-    def structure(self, grid: Grid) -> Structure:
-        diagonal = self.diagonal(grid)
-        if diagonal is None:
-            return UNKNOWN
-        whole = Band.whole(grid)
-        return Structure(band=whole.meet(Band(whole.low, diagonal, whole.stop)))
+class _Rule(Mask):
+    """A rule about positions that has settings instead of tensors, and so fits every call."""
 
     def signature(self) -> Hashable:
-        return "causal", self.align
+        return type(self).__name__, *vars(self).values()
 
     @property
     def fits_any_call(self) -> bool:
         return True
 
-    def describe(self) -> str:
-        return "causal()" if self.align == "top_left" else "causal('bottom_right')"
 
-    def _offset(self, grid: Grid) -> int:
-        """What `align` adds to a query's position; explicit positions leave nothing to align."""
-        return 0 if grid.has_positions or self.align == "top_left" else grid.key_length - grid.query_length
+class _Diagonals(_Rule):
+    """Key j is visible from query i where j − i lies within limits: a band where positions count up."""
+
+    @abstractmethod
+    def limits(self, grid: Grid) -> tuple[int | None, int]:
+        """The lowest j − i that is visible, ``None`` for no limit, and the highest."""
+
+    def visible(self, block: Block) -> Tensor | None:
+        low, high = self.limits(block.grid)
+        shift = block.grid.shift
+        if shift is not None and block.ends is not None:
+            first_row, stop_row, first, stop = block.ends
+            below, above = first_row + shift + high, stop_row - 1 + shift
+            if stop - 1 <= below and (low is None or first >= above + low):
+                return None
+        seen = block.k <= block.q + high
+        return seen if low is None else seen & (block.k >= block.q + low)
+
+    def structure(self, grid: Grid) -> Structure:
+        if grid.shift is None:
+            return UNKNOWN
+        low, high = self.limits(grid)
+        whole = Band.whole(grid)
+        lowest = whole.low if low is None else grid.shift + low
+        return Structure(band=whole.meet(Band(lowest, grid.shift + high, whole.stop)))
 
 
 @final
-class Present(Mask):
+class Causal(_Diagonals):
+    """See `causal`."""
+
+    def __init__(self, align: Align) -> None:
+        self.align = align
+
+    def limits(self, grid: Grid) -> tuple[int | None, int]:
+        # Explicit positions leave nothing to align.
+        aligned = grid.has_positions or self.align == "top_left"
+        return None, 0 if aligned else grid.key_length - grid.query_length
+
+    def describe(self) -> str:
+        return "causal()" if self.align == "top_left" else "causal('bottom_right')"
+
+
+@final
+class SlidingWindow(_Diagonals):
+    """See `sliding_window`."""
+
+    def __init__(self, left: int, right: int) -> None:
+        self.left = left
+        self.right = right
+
+    def limits(self, grid: Grid) -> tuple[int | None, int]:
+        return -self.left, self.right
+
+    def describe(self) -> str:
+        return f"sliding_window({self.left}, {self.right})"
+
+
+@final
+class Present(_Rule):
     """Hides what stands at position −1, which is padding, and lets it see nothing."""
 
     def visible(self, block: Block) -> Tensor | None:
@@ -238,52 +267,12 @@ class Present(Mask):
             keys=keys >= 0 if isinstance(keys, Tensor) else None,
         )
 
-    def signature(self) -> Hashable:
-        return ("present",)
-
-    @property
-    def fits_any_call(self) -> bool:
-        return True
-
     def describe(self) -> str:
         return "present()"
 
 
 @final
-class SlidingWindow(Mask):
-    """See `sliding_window`."""
-
-    def __init__(self, left: int, right: int) -> None:
-        self.left = left
-        self.right = right
-
-    def visible(self, block: Block) -> Tensor | None:
-        shift = block.grid.shift
-        if shift is not None and block.ends is not None:
-            first_row, stop_row, first, stop = block.ends
-            if first >= stop_row - 1 + shift - self.left and stop - 1 <= first_row + shift + self.right:
-                return None
-        return (block.k >= block.q - self.left) & (block.k <= block.q + self.right)
-
-    def structure(self, grid: Grid) -> Structure:
-        shift, whole = grid.shift, Band.whole(grid)
-        if shift is None:
-            return UNKNOWN
-        return Structure(band=whole.meet(Band(shift - self.left, shift + self.right, whole.stop)))
-
-    def signature(self) -> Hashable:
-        return "sliding_window", self.left, self.right
-
-    @property
-    def fits_any_call(self) -> bool:
-        return True
-
-    def describe(self) -> str:
-        return f"sliding_window({self.left}, {self.right})"
-
-
-@final
-class Prefix(Mask):
+class Prefix(_Rule):
     """See `prefix`, with one number for all items."""
 
     def __init__(self, n: int) -> None:
@@ -299,116 +288,97 @@ class Prefix(Mask):
         stop = max(0, min(self.n - (first or 0), whole.stop))
         return Structure(band=Band(whole.low, whole.high, stop))
 
-    def signature(self) -> Hashable:
-        return "prefix", self.n
-
-    @property
-    def fits_any_call(self) -> bool:
-        return True
-
     def describe(self) -> str:
         return f"prefix({self.n})"
 
 
+class _Counts(OfTensor):
+    """How many of the first positions of each batch item are visible, or may see."""
+
+    def __init__(self, name: str, argument: str, counts: Tensor) -> None:
+        super().__init__(name, counts)
+        # Read once, so that a call on an accelerator never waits for the values.
+        self._largest = 0
+        if is_tracing() or counts.numel() == 0:
+            return
+        self._largest, smallest = int(counts.max()), int(counts.min())
+        if smallest < 0:
+            raise ArgumentError(argument, expected="numbers ≥ 0", got=f"a smallest one of {smallest}")
+
+    def _require_at_most(self, length: int, size: str, of: str, of_this: str) -> None:
+        """Raise if a count is larger than the call's L or S, which without positions is a mistake."""
+        if self._largest > length and not is_tracing():
+            raise ArgumentError(
+                "mask lengths(...)",
+                expected=f"{of} of at most {size} = {length} {of_this}",
+                got=f"a length of {self._largest}",
+                fix=f"Lengths count {of_this} of this call; cut them, or check that they belong to this batch.",
+            )
+
+
 @final
-class _Lengths(Mask):
+class _Lengths(_Counts):
+    """`lengths` and `prefix` with a tensor: each query sees so many of the first keys."""
+
     def __init__(self, lengths: Tensor, name: Literal["lengths", "prefix"]) -> None:
-        self._lengths = lengths
-        self._name = name
-        # Looked at once, so that a call on an accelerator never waits for the value.
-        self._longest = 0 if is_tracing() or lengths.numel() == 0 else int(lengths.max())
-        argument = "key_lengths" if name == "lengths" else "n"
-        if not is_tracing() and lengths.numel() > 0 and int(lengths.min()) < 0:
-            raise ArgumentError(argument, expected="numbers ≥ 0", got=f"a smallest one of {int(lengths.min())}")
+        super().__init__(name, "key_lengths" if name == "lengths" else "n", lengths)
 
     def visible(self, block: Block) -> Tensor:
-        lengths = self._lengths.to(block.grid.device)
+        lengths = self._tensor.to(block.grid.device)
         column = lengths[:, None, None, None] if lengths.dim() == 1 else lengths[:, None, :, None]
         return block.k < block.cut(column)
 
     def structure(self, grid: Grid) -> Structure:
         if isinstance(grid.key_positions, Tensor):
             return UNKNOWN
-        lengths = self._lengths.to(grid.device)
+        lengths = self._tensor.to(grid.device)
         stop = lengths if lengths.dim() == 2 else lengths[:, None]  # (1 or B, 1 or L)
         return Structure(rows=RowRanges(None, stop.long() - grid.key_positions if grid.key_positions else stop))
 
-    def signature(self) -> Hashable | None:
-        of_tensor = tensor_signature(self._lengths)
-        return None if of_tensor is None else (self._name, of_tensor)
-
     def validate(self, grid: Grid) -> None:
-        shape = self._lengths.shape
-        per_query_fits = len(shape) == 1 or shape[1] == 1 or shape[1] == grid.query_length
-        if (shape[0] != 1 and shape[0] != grid.batch_size) or not per_query_fits:
+        shape = self._tensor.shape
+        if not broadcasts(shape[0], grid.batch_size) or (
+            len(shape) == 2 and not broadcasts(shape[1], grid.query_length)
+        ):
             per_query = f" or ({grid.batch_size}, {grid.query_length})" if self._name == "lengths" else ""
             expected = f"shape ({grid.batch_size},){per_query}"
             fix = "Give one number per batch item."
             raise ShapeError(f"mask {self._name}(...)", expected=expected, got=shape_text(shape), fix=fix)
-        if self._name == "prefix" or grid.has_positions or is_tracing():
-            return
-        if self._longest > grid.key_length:
-            raise ArgumentError(
-                "mask lengths(...)",
-                expected=f"lengths of at most S = {grid.key_length} keys",
-                got=f"a length of {self._longest}",
-                fix="Lengths count keys of this call; cut them, or check that they belong to this batch.",
-            )
+        if self._name == "lengths" and not grid.has_positions:
+            self._require_at_most(grid.key_length, "S", "lengths", "keys")
 
     def sizes(self) -> Sizes:
-        batch, rows = self._lengths.shape[0], self._lengths.shape[1] if self._lengths.dim() == 2 else 1
-        fewest = self._longest if self._name == "lengths" else 0
-        return Sizes(batch if batch != 1 else None, None, rows if rows != 1 else None, None, fewest)
-
-    def describe(self) -> str:
-        return f"{self._name}({shape_text(self._lengths.shape)})"
+        rows = self._tensor.shape[1] if self._tensor.dim() == 2 else 1
+        fewest = self._largest if self._name == "lengths" else 0
+        return Sizes.of(self._tensor.shape[0], query_length=rows, fewest_keys=fewest)
 
 
 @final
-class QueryLengths(Mask):
+class QueryLengths(_Counts):
     """Shows nothing to queries beyond the first so many of each item. See `lengths`."""
 
     def __init__(self, lengths: Tensor) -> None:
-        self._lengths = lengths
-        looked_at = not is_tracing() and lengths.numel() > 0
-        self._longest = int(lengths.max()) if looked_at else 0
-        if looked_at and int(lengths.min()) < 0:
-            got = f"a smallest one of {int(lengths.min())}"
-            raise ArgumentError("query_lengths", expected="numbers ≥ 0", got=got)
+        super().__init__("query_lengths", "query_lengths", lengths)
 
     def visible(self, block: Block) -> Tensor:
-        return block.q < take(self._lengths.to(block.grid.device), 0, block.batch)[:, None, None, None]
+        return block.q < take(self._tensor.to(block.grid.device), 0, block.batch)[:, None, None, None]
 
     def structure(self, grid: Grid) -> Structure:
         if isinstance(grid.query_positions, Tensor):
             return UNKNOWN
         places = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
-        return Structure(queries=places < self._lengths.to(grid.device)[:, None])
-
-    def signature(self) -> Hashable | None:
-        of_tensor = tensor_signature(self._lengths)
-        return None if of_tensor is None else ("query_lengths", of_tensor)
+        return Structure(queries=places < self._tensor.to(grid.device)[:, None])
 
     def validate(self, grid: Grid) -> None:
-        count = self._lengths.shape[0]
-        if count != 1 and count != grid.batch_size:
+        if not broadcasts(self._tensor.shape[0], grid.batch_size):
             expected, fix = f"query_lengths of shape ({grid.batch_size},)", "Give one number per batch item."
-            got = shape_text(self._lengths.shape)
+            got = shape_text(self._tensor.shape)
             raise ShapeError("mask lengths(...)", expected=expected, got=got, fix=fix)
-        if not grid.has_positions and not is_tracing() and self._longest > grid.query_length:
-            raise ArgumentError(
-                "mask lengths(...)",
-                expected=f"query_lengths of at most L = {grid.query_length} queries",
-                got=f"a length of {self._longest}",
-                fix="Lengths count queries of this call; cut them, or check that they belong to this batch.",
-            )
+        if not grid.has_positions:
+            self._require_at_most(grid.query_length, "L", "query_lengths", "queries")
 
     def sizes(self) -> Sizes:
-        count = self._lengths.shape[0]
-        return Sizes(count if count != 1 else None)
-
-    def describe(self) -> str:
-        return f"query_lengths({shape_text(self._lengths.shape)})"
+        return Sizes.of(self._tensor.shape[0])
 
 
 @final
@@ -441,7 +411,7 @@ class _Documents(Mask):
 
     def validate(self, grid: Grid) -> None:
         batch, length = self._ids.shape
-        if batch != 1 and batch != grid.batch_size:
+        if not broadcasts(batch, grid.batch_size):
             expected = f"ids of shape (T,) or ({grid.batch_size}, T)"
             raise ShapeError("mask documents(...)", expected=expected, got=shape_text(self._ids.shape))
         if grid.has_positions:
@@ -470,7 +440,7 @@ class _Documents(Mask):
 
     def sizes(self) -> Sizes:
         batch, length = self._ids.shape
-        return Sizes(batch if batch != 1 else None, None, length, length)
+        return Sizes.of(batch, query_length=length, key_length=length)
 
     def describe(self) -> str:
         return f"documents({shape_text(self._ids.shape)})"
@@ -494,9 +464,7 @@ class _MaskMod(Mask):
             )
         sizes = (block.b.shape[0], block.h.shape[1], block.q.shape[2], block.k.shape[3])
         missing = 4 - result.dim()
-        if missing < 0 or any(
-            size != 1 and size != full for size, full in zip(result.shape, sizes[missing:], strict=True)
-        ):
+        if missing < 0 or not all(map(broadcasts, result.shape, sizes[missing:])):
             raise ShapeError(
                 "mask mask_mod(fn)",
                 expected=f"fn to return what broadcasts to {shape_text(sizes)}",

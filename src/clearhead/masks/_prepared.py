@@ -14,7 +14,7 @@ from .._environment import is_tracing, is_transformed
 from ..errors import ArgumentError, DeviceError, ShapeError
 from ._base import And, Mask, Sizes, Wrapping
 from ._grid import Grid
-from ._lowering import chosen_cell
+from ._lowering import computed_sizes
 from ._structure import Structure
 
 Result = TypeVar("Result")
@@ -84,11 +84,8 @@ class PreparedMask(Wrapping):
                 )
 
     def sizes(self) -> Sizes:
-        batch, heads, length, keys = (
-            None if free else size
-            for free, size in zip((*self._any, False, False), _sizes_of(self._grid).values(), strict=True)
-        )
-        return Sizes(batch, heads, length, keys)
+        known = self._sizes_of(self._grid)
+        return Sizes(known.get("B"), known.get("H"), known["L"], known["S"])
 
     def structure(self, grid: Grid) -> Structure:
         return self.lowered(grid, "structure", lambda: self._mask.structure(grid))
@@ -206,12 +203,10 @@ def shared(mask: Mask | None) -> Mask | None:
 
 
 def _depends_on(mask: Mask, grid: Grid) -> tuple[bool, bool]:
-    """Whether the mask differs between batch items, and between heads; one cell of two of each shows it."""
-    if mask.structure(grid).exact or 0 in (grid.query_length, grid.key_length):
-        return False, False
-    cell = chosen_cell(replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads), memo={}))
-    shapes = [each.shape for each in (mask.visible(cell), mask.bias(cell, torch.float32)) if each is not None]
-    return any(shape[0] > 1 for shape in shapes), any(shape[1] > 1 for shape in shapes)
+    """Whether the mask differs between batch items, and between heads: two of each show it."""
+    two = replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads), memo={})
+    sizes = list(computed_sizes(mask, two))
+    return any(batch > 1 for batch, _ in sizes), any(heads > 1 for _, heads in sizes)
 
 
 def _snapshot(mask: Mask) -> Mask:

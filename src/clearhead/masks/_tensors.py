@@ -70,9 +70,7 @@ def bias(tensor: Tensor) -> Mask:
         tensor([[[[0., -inf]]]])
     """
     fix = "For 0/1 marks use masks.keep(...) or masks.drop(...)."
-    if strided("bias", tensor, "a float tensor", fix).dtype not in FLOATS:
-        raise DTypeError("bias", expected="a float tensor", got=str(tensor.dtype), fix=fix)
-    _require_mask_shape("masks.bias", tensor)
+    _require_mask_shape("masks.bias", strided("bias", tensor, "a float tensor", fix, FLOATS))
     return Bias(tensor)
 
 
@@ -103,75 +101,123 @@ def as_mask(value: object) -> Mask:
     )
 
 
-@final
-class Keep(Mask):
-    """`marks` are true where a key may be attended to, whatever the user's polarity was."""
+class OfTensor(Mask):
+    """A mask made by a function of this name from one tensor."""
 
-    def __init__(self, marks: Tensor, name: str, per_key: bool) -> None:
-        self.marks = marks
-        self._name = name
-        self.per_key = per_key
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self._name, self._tensor = name, tensor
+
+    def signature(self) -> Hashable | None:
+        tensor = self._tensor
+        # What a subclass's values are is up to the subclass, and how it is lowered may depend on them.
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
+            return None
+        layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
+        return type(self).__name__, self._name, layout
+
+    def describe(self) -> str:
+        return f"{self._name}({shape_text(self._tensor.shape)})"
+
+
+class _OfScores(OfTensor):
+    """One whose rows and columns are those of the call."""
+
+    def view(self, grid: Grid) -> Tensor:
+        """The tensor as (1 or B, 1 or H, 1 or L, 1 or S)."""
+        tensor = self._tensor
+        if tensor.dim() == 2:
+            return tensor[None, None]
+        if tensor.dim() == 4:
+            return tensor
+        # With one head B and B·H are the same number, and so are the two readings.
+        if broadcasts(tensor.shape[0], grid.batch_size):
+            return tensor[:, None]
+        return tensor.unflatten(0, (grid.batch_size, grid.num_heads))
+
+    def validate(self, grid: Grid) -> None:
+        _require_device(self._name, self._tensor, grid)
+        b, h, length, keys = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
+        sizes = tuple(self._tensor.shape)
+        fits = broadcasts(sizes[-2], length) and broadcasts(sizes[-1], keys)
+        if len(sizes) == 3:
+            fits = fits and (broadcasts(sizes[0], b) or sizes[0] == b * h)
+        if len(sizes) == 4:
+            fits = fits and broadcasts(sizes[0], b) and broadcasts(sizes[1], h)
+        if not fits:
+            raise ShapeError(
+                f"mask {self._name}(...)",
+                expected=f"a shape that broadcasts to (B, H, L, S) = ({b}, {h}, {length}, {keys}): (L, S), (B, L, S), "
+                "(B·H, L, S) or four sizes, each 1 or full",
+                got=shape_text(sizes),
+                fix=_likely_fix(self._name, sizes, grid),
+            )
+
+    def sizes(self) -> Sizes:
+        # Three sizes may mean (B·H, L, S) too, but where nothing else gives B, the first is taken for it.
+        *outer, rows, columns = self._tensor.shape
+        batch, heads = (*outer, 1, 1)[:2]
+        return Sizes.of(batch, heads, rows, columns)
+
+
+@final
+class Keep(_OfScores):
+    """True where a key may be attended to, whatever the user's polarity was."""
 
     def visible(self, block: Block) -> Tensor:
-        return block.cut(self._four_dimensional(block.grid))
+        return block.cut(self.view(block.grid))
 
     def structure(self, grid: Grid) -> Structure:
-        marks = self._four_dimensional(grid)
+        marks = self.view(grid)
         if marks.shape[1] == marks.shape[2] == 1 and marks.shape[3] != 1:
             return Structure(keys=marks[:, 0, 0])
         return Structure(tensors=(marks,))
 
-    def signature(self) -> Hashable | None:
-        of_tensor = tensor_signature(self.marks)
-        return None if of_tensor is None else ("keep", self.per_key, of_tensor)
 
-    def _four_dimensional(self, grid: Grid) -> Tensor:
-        return self.marks[:, None, None, :] if self.per_key else four_dimensional(self.marks, grid)
+@final
+class KeepKeys(OfTensor):
+    """The same with one mark per key, (1 or B, S)."""
+
+    def visible(self, block: Block) -> Tensor:
+        return block.cut(self._tensor[:, None, None, :])  # (1 or b, 1, 1, s)
+
+    def structure(self, grid: Grid) -> Structure:
+        return Structure(keys=self._tensor)
 
     def validate(self, grid: Grid) -> None:
-        if self.per_key:
-            _require_device(self._name, self.marks, grid)
-            batch, length = self.marks.shape
-            if not _broadcasts(batch, grid.batch_size) or length != grid.key_length:
-                expected = f"(B, S) = ({grid.batch_size}, {grid.key_length})"
-                got = shape_text(self.marks.shape)
-                fix = "Marks of other keys than this call's? One row per batch item, one mark per key."
-                raise ShapeError(f"mask {self._name}(keys=...)", expected=expected, got=got, fix=fix)
-        else:
-            require_fit(self._name, self.marks, grid)
+        _require_device(self._name, self._tensor, grid)
+        batch, length = self._tensor.shape
+        if not broadcasts(batch, grid.batch_size) or length != grid.key_length:
+            expected = f"(B, S) = ({grid.batch_size}, {grid.key_length})"
+            fix = "Marks of other keys than this call's? One row per batch item, one mark per key."
+            got = shape_text(self._tensor.shape)
+            raise ShapeError(f"mask {self._name}(keys=...)", expected=expected, got=got, fix=fix)
 
     def sizes(self) -> Sizes:
-        if self.per_key:
-            batch, keys = self.marks.shape
-            return Sizes(batch if batch != 1 else None, None, None, keys)
-        return tensor_sizes(self.marks)
+        batch, length = self._tensor.shape
+        return replace(Sizes.of(batch), key_length=length)  # one mark is for one key, and broadcasts to no more
 
     def describe(self) -> str:
-        return f"{self._name}({'keys=' if self.per_key else ''}{shape_text(self.marks.shape)})"
+        return f"{self._name}(keys={shape_text(self._tensor.shape)})"
 
 
 @final
-class Bias(Mask):
-    """`tensor` is added to the scores."""
+class Bias(_OfScores):
+    """Added to the scores; −∞ hides."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        super().__init__("bias", tensor)
 
     def visible(self, block: Block) -> Tensor:
-        return self.bias(block, self.tensor.dtype) != float("-inf")
+        return self.bias(block, self._tensor.dtype) != float("-inf")
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
-        return block.cut(four_dimensional(self.tensor, block.grid)).to(dtype)
+        return block.cut(self.view(block.grid)).to(dtype)
 
     def structure(self, grid: Grid) -> Structure:
-        return Structure(biases=(four_dimensional(self.tensor, grid),))
-
-    def signature(self) -> Hashable | None:
-        of_tensor = tensor_signature(self.tensor)
-        return None if of_tensor is None else ("bias", of_tensor)
+        return Structure(biases=(self.view(grid),))
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
-        return (self.tensor,)
+        return (self._tensor,)
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
         return Bias(next(tensors))
@@ -179,78 +225,29 @@ class Bias(Mask):
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
         # Slices are views, so adding to the block adds to the whole gradient; chosen rows are copies.
         whole_rows = replace(block, rows=ALL) if isinstance(block.rows, Tensor) else block
-        part = whole_rows.cut(four_dimensional(gradients[0], block.grid))
+        part = whole_rows.cut(Bias(gradients[0]).view(block.grid))
         if isinstance(block.rows, Tensor) and part.shape[2] > 1:
             added = scores_gradient.sum_to_size(*part.shape[:2], scores_gradient.shape[2], part.shape[3])
             part.index_add_(2, block.rows, added)
         else:
             part += scores_gradient.sum_to_size(part.shape)
 
-    def validate(self, grid: Grid) -> None:
-        require_fit("bias", self.tensor, grid)
 
-    def sizes(self) -> Sizes:
-        return tensor_sizes(self.tensor)
-
-    def describe(self) -> str:
-        return f"bias({shape_text(self.tensor.shape)})"
-
-
-def four_dimensional(tensor: Tensor, grid: Grid) -> Tensor:
-    """View a mask tensor as (1 or B, 1 or H, 1 or L, 1 or S)."""
-    if tensor.dim() == 2:
-        return tensor[None, None]
-    if tensor.dim() == 4:
-        return tensor
-    if _broadcasts(tensor.shape[0], grid.batch_size):
-        return tensor[:, None]
-    return tensor.unflatten(0, (grid.batch_size, grid.num_heads))
-
-
-def tensor_signature(tensor: Tensor) -> Hashable | None:
-    """What lowering depends on, but a tensor's values; ``None`` for subclasses, which may mean something else."""
-    if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-
-
-def require_fit(name: str, tensor: Tensor, grid: Grid) -> None:
-    """Raise unless a mask tensor broadcasts to the call, guessing what the user meant."""
-    b, h, length, keys = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
-    _require_device(name, tensor, grid)
-    sizes = tuple(tensor.shape)
-    fits = _broadcasts(sizes[-2], length) and _broadcasts(sizes[-1], keys)
-    if tensor.dim() == 3:
-        fits = fits and (_broadcasts(sizes[0], b) or sizes[0] == b * h)
-    if tensor.dim() == 4:
-        fits = fits and _broadcasts(sizes[0], b) and _broadcasts(sizes[1], h)
-    if fits:
-        return
-    fix = ""
-    if sizes == (b, keys):
-        fix = f"If these are marks per key (batch, key), write masks.{'keep' if name == 'bias' else name}(keys=t)."
+def _likely_fix(name: str, sizes: tuple[int, ...], grid: Grid) -> str:
+    """What the user of a tensor that does not fit may have meant."""
+    length, keys = grid.query_length, grid.key_length
+    if sizes == (grid.batch_size, keys):
         if name == "bias":
-            fix = "If these are numbers per key (batch, key), give them as t[:, None, None, :]."
-    elif keys != length and sizes[-2:] == (keys, length):
-        fix = "The last two sizes are exchanged: queries come before keys; transpose it."
-    raise ShapeError(
-        f"mask {name}(...)",
-        expected=f"a shape that broadcasts to (B, H, L, S) = ({b}, {h}, {length}, {keys}): (L, S), (B, L, S), "
-        "(B·H, L, S) or four sizes, each 1 or full",
-        got=shape_text(sizes),
-        fix=fix,
-    )
+            return "If these are numbers per key (batch, key), give them as t[:, None, None, :]."
+        return f"If these are marks per key (batch, key), write masks.{name}(keys=t)."
+    if keys != length and sizes[-2:] == (keys, length):
+        return "The last two sizes are exchanged: queries come before keys; transpose it."
+    return ""
 
 
-def _broadcasts(size: int, full: int) -> bool:
+def broadcasts(size: int, full: int) -> bool:
     # Written out, because a traced size is in no tuple.
     return size == 1 or size == full
-
-
-def tensor_sizes(tensor: Tensor) -> Sizes:
-    *first, rows, columns = (size if size != 1 else None for size in tensor.shape)
-    batch, heads = first if len(first) == 2 else (first[0] if first else None, None)
-    return Sizes(batch, heads, rows, columns)
 
 
 def _keep(name: str, tensor: Tensor | None, keys: Tensor | None) -> Mask:
@@ -265,15 +262,13 @@ def _keep(name: str, tensor: Tensor | None, keys: Tensor | None) -> Mask:
     if keys is not None and keys.dim() != 2:
         raise ShapeError(f"masks.{name}(keys=...)", expected="shape (B, S)", got=shape_text(keys.shape))
     _require_mask_shape(f"masks.{name}", marks)
-    return Keep(marks if name == "keep" else ~marks, name, keys is not None)
+    return (Keep if keys is None else KeepKeys)(name, marks if name == "keep" else ~marks)
 
 
 def _marks(name: str, tensor: Tensor | None) -> Tensor:
-    tensor = strided(name, tensor, "a bool or 0/1 tensor")
+    tensor = strided(name, tensor, "a bool or 0/1 tensor", dtypes=(torch.bool, *FLOATS, *INTEGERS))
     if tensor.dtype == torch.bool:
         return tensor
-    if tensor.dtype not in FLOATS + INTEGERS:
-        raise DTypeError(name, expected="a bool or 0/1 tensor", got=str(tensor.dtype))
     with_values(name, tensor)
     marks = tensor == 1
     if not is_tracing() and not bool((marks | (tensor == 0)).all()):

@@ -26,24 +26,24 @@ def hidden_mask(
         appended: how many always visible keys it appends to the S.
     """
     tensors = attn_mask, key_padding_mask
-    if attn_mask is key_padding_mask is None:
-        return _translated(attn_mask, key_padding_mask, is_causal, grid, appended)
+    if attn_mask is key_padding_mask is None:  # rules alone are lowered as fast as they are looked up
+        return _translated(*tensors, is_causal, grid, appended)
     return shared_in_forward(
         tensors, (is_causal, grid, appended), lambda: _translated(*tensors, is_causal, grid, appended)
     )
 
 
 def _translated(
-    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, grid: Grid, appended: int = 0
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, grid: Grid, appended: int
 ) -> Mask | None:
     parts: list[Mask | None] = []
     if is_causal:
         parts.append(causal() if appended == 0 else Or(causal(), Not(prefix(grid.key_length))))
     if attn_mask is not None:
-        _require_bool_or_float("attn_mask", attn_mask)
+        require_bool_or_float("attn_mask", attn_mask, "True = hidden")
         parts.append(_tensor_mask(_four_dimensional(attn_mask, grid), appended))
     if key_padding_mask is not None:
-        _require_bool_or_float("key_padding_mask", key_padding_mask)
+        require_bool_or_float("key_padding_mask", key_padding_mask, "True = hidden")
         parts.append(_tensor_mask(_per_key(key_padding_mask, grid), appended))
     return all_of(parts)
 
@@ -88,7 +88,8 @@ def _per_key(key_padding_mask: Tensor, grid: Grid) -> Tensor:
     return key_padding_mask[:, None, None, :]
 
 
-def _require_bool_or_float(name: str, mask: object) -> None:
+def require_bool_or_float(name: str, mask: object, meaning: str) -> None:
+    """Raise unless a mask is a bool tensor, which has this meaning, or a float one."""
     if not isinstance(mask, Tensor):
         raise DTypeError(
             name,
@@ -99,7 +100,7 @@ def _require_bool_or_float(name: str, mask: object) -> None:
     if strided(name, mask).dtype != torch.bool and mask.dtype not in FLOATS:
         raise DTypeError(
             name,
-            expected="bool (True = hidden) or float (added to the scores)",
+            expected=f"bool ({meaning}) or float (added to the scores)",
             got=str(mask.dtype),
-            fix="Write mask.bool() if non-zero means hidden.",
+            fix=f"Write mask.bool() if non-zero means {meaning.removeprefix('True = ')}.",
         )

@@ -7,23 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._environment import is_tracing, left_aligned_padding
+from .._environment import has_hook, is_tracing, left_aligned_padding, remove_hook
 
 _ARGUMENTS = ("src", "mask", "src_key_padding_mask", "is_causal")
 
 
 def drop_padding(encoder: nn.TransformerEncoder) -> None:
     """Zero padded outputs, before the last norm, wherever the encoder would have made its batch a nested tensor."""
-    if not any(hook is _zero_padding for hook in encoder._forward_hooks.values()):  # pyright: ignore
+    if not has_hook(encoder, _zero_padding):
         encoder.register_forward_hook(_zero_padding, with_kwargs=True)
 
 
 def keep_padding(encoder: nn.TransformerEncoder) -> None:
     """Undo `drop_padding`."""
-    hooks: dict[int, Any] = encoder._forward_hooks  # pyright: ignore
-    for number in [number for number, hook in hooks.items() if hook is _zero_padding]:
-        del hooks[number]
-        encoder._forward_hooks_with_kwargs.pop(number, None)  # pyright: ignore
+    remove_hook(encoder, _zero_padding)
 
 
 def _zero_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from .._call.spec import WeightsWanted, weights_wanted
 from .._checks import flag, is_probability, number, require_factory, size, strided
-from .._environment import Environment, autocast_is_on, read_environment, skips_idle_hook
+from .._environment import Environment, read_environment, skips_idle_hook
 from .._layer.layer import Layer, Project
+from .._layer.linear import require_same
 from .._layer.packing import Costs
 from .._layer.unmodified import inputs_fit
-from ..errors import ArgumentError, ClearheadError, DeviceError, DTypeError, ShapeError, shape_text
+from ..errors import ArgumentError, ClearheadError, ShapeError, shape_text
 from ..masks._grid import Grid
 from ._convention import hidden_mask
 from ._errors import also_pytorchs
@@ -135,15 +136,10 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             ShapeError, DTypeError: which are also instances of what PyTorch raises in the same place.
         """
-        try:
-            need_weights, is_causal = flag("need_weights", need_weights), flag("is_causal", is_causal)
-            average_attn_weights = flag("average_attn_weights", average_attn_weights)
-        except ClearheadError as error:
-            raise also_pytorchs(error) from None
         environment = read_environment()
         try:
+            wanted, is_causal = weights_wanted(need_weights, average_attn_weights), flag("is_causal", is_causal)
             _require_inputs(self, query, key, value, environment)
-            wanted = weights_wanted(need_weights, average_attn_weights)
             output, weights = self._attend(
                 query, key, value, key_padding_mask, attn_mask, is_causal, wanted, environment
             )
@@ -269,24 +265,10 @@ def _require_inputs(
     if query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
         problem = f"equal batch sizes N in dimension {batch_dim}"
         raise ShapeError("query, key", expected=problem, got=_shapes(tensors), fix=layout)
-    _require_dtypes(module, tensors)
+    weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
+    for name, x in tensors.items():
+        require_same(name, x, cast(Tensor, weight))
 
 
 def _shapes(tensors: dict[str, Tensor]) -> str:
     return ", ".join(f"{name} {shape_text(x.shape)}" for name, x in tensors.items())
-
-
-def _require_dtypes(module: MultiheadAttention, tensors: dict[str, Tensor]) -> None:
-    weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
-    dtype = cast(Tensor, weight).dtype
-    device = cast(Tensor, weight).device
-    for name, x in tensors.items():
-        if x.device != device:
-            fix = "Move the input or the module with .to(...)."
-            raise DeviceError(name, expected=f"the module's {device}", got=str(x.device), fix=fix)
-        if autocast_is_on(x) and x.is_floating_point():
-            continue
-        if x.dtype != dtype:
-            raise DTypeError(
-                name, expected=f"the module's dtype {dtype}", got=str(x.dtype), fix=f"Convert it with .to({dtype})."
-            )

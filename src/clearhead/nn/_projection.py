@@ -31,22 +31,19 @@ def project(
     Returns:
         Query, key and value, (…, E) each.
     """
-    bias = in_proj_bias
-    if in_proj_weight is None:
-        biases = (None, None, None) if bias is None else bias.chunk(3)
-        pairs = zip((query, key, value), separate, biases, strict=True)
-        q, k, v = (_linear(x, cast(Tensor, weight), b) for x, weight, b in pairs)
-        return q, k, v
-    weight, size = in_proj_weight, in_proj_weight.shape[1]
-    if query is key and key is value:
-        q, k, v = _linear(query, weight, bias).chunk(3, -1)
-        return q, k, v
-    q = _linear(query, weight[:size], None if bias is None else bias[:size])
-    if key is value:
-        k, v = _linear(key, weight[size:], None if bias is None else bias[size:]).chunk(2, -1)
-        return q, k, v
-    k = _linear(key, weight[size : 2 * size], None if bias is None else bias[size : 2 * size])
-    v = _linear(value, weight[2 * size :], None if bias is None else bias[2 * size :])
+    weight, bias = in_proj_weight, in_proj_bias
+    if weight is not None:
+        if query is key and key is value:
+            q, k, v = _linear(query, weight, bias).chunk(3, -1)
+            return q, k, v
+        size, separate = weight.shape[1], weight.chunk(3)
+        if key is value:
+            q = _linear(query, separate[0], None if bias is None else bias[:size])
+            k, v = _linear(key, weight[size:], None if bias is None else bias[size:]).chunk(2, -1)
+            return q, k, v
+    biases = (None, None, None) if bias is None else bias.chunk(3)
+    parts = zip((query, key, value), separate, biases, strict=True)
+    q, k, v = (_linear(x, cast(Tensor, own), own_bias) for x, own, own_bias in parts)
     return q, k, v
 
 

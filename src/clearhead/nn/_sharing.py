@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._environment import is_tracing
+from .._environment import has_hook, is_tracing, remove_hook
 from ..masks._base import Mask
 from ..masks._prepared import shared
 
@@ -27,17 +27,15 @@ _forwards = _Forwards()
 
 def share_masks(stack: nn.Module) -> None:
     """Let the attention modules of a stack share what they make of its masks, from now on."""
-    if not any(hook is _begin for hook in stack._forward_pre_hooks.values()):  # pyright: ignore
+    if not has_hook(stack, _begin):
         stack.register_forward_pre_hook(_begin)
         stack.register_forward_hook(_end, always_call=True)
 
 
 def stop_sharing(stack: nn.Module) -> None:
     """Undo `share_masks`."""
-    for hooks, own in ((stack._forward_pre_hooks, _begin), (stack._forward_hooks, _end)):  # pyright: ignore
-        for number in [number for number, hook in hooks.items() if hook is own]:
-            del hooks[number]
-            stack._forward_hooks_always_called.pop(number, None)  # pyright: ignore
+    remove_hook(stack, _begin)
+    remove_hook(stack, _end)
 
 
 def shared_in_forward(

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from .._attention import attention
-from .._checks import FLOATS, flag, strided
-from ..errors import ClearheadError, DeviceError, DTypeError, ShapeError, shape_text
+from .._checks import flag, strided
+from ..errors import ClearheadError, DeviceError, ShapeError, shape_text
 from ..masks import bias, causal, keep
 from ..masks._base import Mask
+from ._convention import require_bool_or_float
 from ._errors import also_pytorchs
 
 __all__ = ["scaled_dot_product_attention"]
@@ -131,10 +132,7 @@ def _mask(
     rule = causal() if is_causal else None
     if attn_mask is None:
         return rule
-    if not isinstance(attn_mask, Tensor):
-        raise DTypeError("attn_mask", expected="a torch.Tensor, bool or float", got=type(attn_mask).__name__)
-    if strided("attn_mask", attn_mask).dtype != torch.bool and attn_mask.dtype not in FLOATS:
-        raise DTypeError("attn_mask", expected="bool (True = may attend) or float", got=str(attn_mask.dtype))
+    require_bool_or_float("attn_mask", attn_mask, "True = may attend")
     if attn_mask.device != device:
         expected, fix = f"query's device {device}", "Move it with .to(query.device)."
         raise DeviceError("attn_mask", expected=expected, got=str(attn_mask.device), fix=fix)

@@ -7,9 +7,10 @@ from typing import final
 import torch
 from torch import Tensor
 
+from .._checks import integer
 from ..masks._base import Mask, Sizes
 from ..masks._grid import Block, Grid
-from ._checks import require_heads, whole
+from ._checks import require_heads
 
 
 @final
@@ -42,7 +43,7 @@ class ALiBi(Mask):
     """
 
     def __init__(self, num_heads: int) -> None:
-        self.num_heads = whole("num_heads", num_heads)
+        self.num_heads = integer("num_heads", num_heads, least=1)
 
     @property
     def slopes(self) -> Tensor:

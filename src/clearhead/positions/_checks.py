@@ -6,20 +6,10 @@ import math
 
 import torch
 
-from .._checks import integer, number
+from .._checks import number
 from .._environment import is_tracing, is_transformed
 from ..errors import ArgumentError, DeviceError, ShapeError
 from ..masks._grid import Grid
-
-
-def whole(name: str, value: object, least: int = 1) -> int:
-    """An int that is at least `least`.
-
-    Raises:
-        DTypeError: if it is no int.
-        ArgumentError: if it is too small.
-    """
-    return integer(name, value, least=least)
 
 
 def positive(name: str, value: object, above: float = 0) -> float:

@@ -9,11 +9,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from .._checks import flag, require_factory
+from .._checks import flag, integer, require_factory
 from ..errors import ArgumentError
 from ..masks._base import Mask, Sizes
 from ..masks._grid import Block, Grid
-from ._checks import require_device, require_heads, whole
+from ._checks import require_device, require_heads
 
 
 class _Bucketed(Mask):
@@ -105,9 +105,9 @@ class RelativeBias(nn.Module, _Bucketed):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.num_heads = whole("num_heads", num_heads)
-        self.num_buckets = whole("num_buckets", num_buckets)
-        self.max_distance = whole("max_distance", max_distance)
+        self.num_heads = integer("num_heads", num_heads, least=1)
+        self.num_buckets = integer("num_buckets", num_buckets, least=1)
+        self.max_distance = integer("max_distance", max_distance, least=1)
         self.bidirectional = flag("bidirectional", bidirectional)
         self._require_buckets()
         require_factory(device, dtype)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._checks import FLOATS, INTEGERS, flag, integer, strided
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_text
-from ._checks import positive, require_in_range, whole
+from ._checks import positive, require_in_range
 from ._scaling import Scaling, unscaled
 
 
@@ -61,7 +61,7 @@ class Rotary(nn.Module):
         scaling: Scaling | None = None,
     ) -> None:
         super().__init__()
-        self.head_dim = whole("head_dim", head_dim)
+        self.head_dim = integer("head_dim", head_dim, least=1)
         self.base = positive("base", base, above=1)
         self.fraction = positive("fraction", fraction)
         self.interleaved = flag("interleaved", interleaved)
@@ -146,9 +146,7 @@ class Rotary(nn.Module):
 
     def _require_fit(self, name: str, x: Tensor) -> None:
         expected = "a float tensor (B, H, L, D)"
-        if strided(name, x, expected).dtype not in FLOATS:
-            raise DTypeError(name, expected=expected, got=str(x.dtype))
-        if x.dim() != 4 or x.shape[-1] != self.head_dim:
+        if strided(name, x, expected, dtypes=FLOATS).dim() != 4 or x.shape[-1] != self.head_dim:
             raise ShapeError(
                 name,
                 expected=f"(B, H, L, D) with D = head_dim = {self.head_dim}",
@@ -208,9 +206,7 @@ def _checked_positions(positions: object, q: Tensor) -> Tensor:
         first = integer("positions", positions, least=0, expected=expected, fix=fix)
         return (torch.arange(length, device=q.device) + first)[None]  # (1, L)
     expected = "an int or an integer tensor (L,) or (B, L)"
-    positions = strided("positions", positions, expected)
-    if positions.dtype not in INTEGERS:
-        raise DTypeError("positions", expected=expected, got=str(positions.dtype))
+    positions = strided("positions", positions, expected, dtypes=INTEGERS)
     rows = positions if positions.dim() == 2 else positions[None]  # (1 or B, L)
     if rows.dim() != 2 or rows.shape[1] != length or (rows.shape[0] != 1 and rows.shape[0] != batch):
         raise ShapeError(

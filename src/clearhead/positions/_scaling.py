@@ -10,9 +10,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from .._checks import number
+from .._checks import integer, number
 from ..errors import ArgumentError
-from ._checks import factor_at_least_one, positive, whole
+from ._checks import factor_at_least_one, positive
 
 
 def unscaled(base: float | Tensor, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -124,7 +124,7 @@ class DynamicNTKScaling(Scaling):
 
     def __post_init__(self) -> None:
         factor_at_least_one(self.factor)
-        whole("original_length", self.original_length)
+        integer("original_length", self.original_length, least=1)
 
     def frequencies(
         self, base: float, size: int, length: Tensor | None, dtype: torch.dtype, device: torch.device
@@ -183,7 +183,7 @@ class YarnScaling(Scaling):
 
     def __post_init__(self) -> None:
         factor_at_least_one(self.factor)
-        whole("original_length", self.original_length)
+        integer("original_length", self.original_length, least=1)
         number("beta_slow", self.beta_slow, "a finite number > 2⁻⁶³", lambda turns: 2.0**-63 < turns < math.inf)
         number("beta_fast", self.beta_fast, "a finite number > 0 and < 2⁶³", lambda turns: 0 < turns < 2.0**63)
         if positive("beta_fast", self.beta_fast) < self.beta_slow:
@@ -250,7 +250,7 @@ class Llama3Scaling(Scaling):
 
     def __post_init__(self) -> None:
         factor_at_least_one(self.factor)
-        whole("original_length", self.original_length)
+        integer("original_length", self.original_length, least=1)
         positive("low_freq_factor", self.low_freq_factor)
         if positive("high_freq_factor", self.high_freq_factor) <= self.low_freq_factor:
             raise ArgumentError(

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, final, overload
+from typing import NamedTuple, final
 
 from torch import Tensor, nn
 
 from .._call.caching import Cache, Positions
-from .._checks import flag, size, strided
+from .._checks import flag, module, size, strided
 from ..caches._base import unchanged_if_refused
 from ..caches._cross import CrossKVCache
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
-from ._parts import (
-    Norm,
-    ResidualLayer,
-    attend,
-    made_dropout,
-    made_norm,
-    make_part_cache,
-    require_features,
-    require_modules,
-)
+from ._parts import Norm, ResidualLayer, call_part, made_dropout, made_norm, make_part_cache, require_features
 
 
 class DecoderWeights(NamedTuple):
@@ -122,11 +113,10 @@ class DecoderLayer(ResidualLayer):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        require_modules(self_attention=self_attention, cross_attention=cross_attention, feed_forward=feed_forward)
         self.embed_dim = size("embed_dim", embed_dim)
-        self.self_attention = self_attention
-        self.cross_attention = cross_attention
-        self.feed_forward = feed_forward
+        self.self_attention = module("self_attention", self_attention)
+        self.cross_attention = module("cross_attention", cross_attention)
+        self.feed_forward = module("feed_forward", feed_forward)
         self.norm1, self.norm2, self.norm3 = (made_norm(norm, embed_dim) for _ in range(3))
         self.dropout = made_dropout(dropout)
         self.norm_first = flag("norm_first", norm_first)
@@ -141,36 +131,8 @@ class DecoderLayer(ResidualLayer):
         Raises:
             DTypeError: if the self-attention makes no caches.
         """
-        own = make_part_cache("self_attention", self.self_attention, batch_size, max_length)
+        own = make_part_cache("self_attention", "an attention", self.self_attention, batch_size, max_length)
         return DecoderCache(own, CrossKVCache())
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        memory_mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: DecoderCache | None = None,
-        need_weights: Literal[False] = False,
-        average_attn_weights: bool = True,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        memory_mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: DecoderCache | None = None,
-        need_weights: Literal[True],
-        average_attn_weights: bool = True,
-    ) -> tuple[Tensor, DecoderWeights]: ...
 
     def forward(
         self,
@@ -218,28 +180,17 @@ class DecoderLayer(ResidualLayer):
         asked = flag("need_weights", need_weights), flag("average_attn_weights", average_attn_weights)
         if memory is not None:
             _require_memory(memory, x)
-        parts = own_cache, cross_cache
-        with unchanged_if_refused(parts, x, mask, memory_mask):
-            return self._compute(x, memory, mask, memory_mask, positions, parts, asked)
-
-    def _compute(
-        self,
-        x: Tensor,
-        memory: Tensor | None,
-        mask: Mask | Tensor | None,
-        memory_mask: Mask | Tensor | None,
-        positions: Positions | None,
-        caches: tuple[Cache | None, Cache | None],
-        asked: tuple[bool, bool],
-    ) -> Tensor | tuple[Tensor, DecoderWeights]:
-        own_cache, cross_cache = caches
-        normed = self._before(x, self.norm1)
-        attended, own = attend(self.self_attention, normed, None, mask, *asked, positions=positions, cache=own_cache)
-        x = self._add(x, attended, self.norm1)
-        normed = self._before(x, self.norm2)
-        attended, cross = attend(self.cross_attention, normed, memory, memory_mask, *asked, cache=cross_cache)
-        x = self._add(x, attended, self.norm2)
-        x = self._add(x, self.feed_forward(self._before(x, self.norm3)), self.norm3)
+        # A refusal by the cross-attention comes after the self-attention has written into its cache.
+        with unchanged_if_refused((own_cache, cross_cache), x, mask, memory_mask):
+            inputs = self._before(x, self.norm1), None
+            attended, own = call_part(
+                self.self_attention, inputs, {"mask": mask}, *asked, positions=positions, cache=own_cache
+            )
+            x = self._add(x, attended, self.norm1)
+            inputs = self._before(x, self.norm2), memory
+            attended, cross = call_part(self.cross_attention, inputs, {"mask": memory_mask}, *asked, cache=cross_cache)
+            x = self._add(x, attended, self.norm2)
+            x = self._add(x, self.feed_forward(self._before(x, self.norm3)), self.norm3)
         return x if own is None or cross is None else (x, DecoderWeights(own, cross))
 
 

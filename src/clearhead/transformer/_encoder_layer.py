@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, final, overload
+from typing import final
 
 from torch import Tensor, nn
 
 from .._call.caching import Cache, Positions
-from .._checks import flag, size
+from .._checks import flag, module, size
 from ..masks._base import Mask
-from ._parts import (
-    Norm,
-    ResidualLayer,
-    attend,
-    made_dropout,
-    made_norm,
-    make_part_cache,
-    require_features,
-    require_modules,
-)
+from ._parts import Norm, ResidualLayer, call_part, made_dropout, made_norm, make_part_cache, require_features
 
 
 @final
@@ -65,10 +56,9 @@ class EncoderLayer(ResidualLayer):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        require_modules(self_attention=self_attention, feed_forward=feed_forward)
         self.embed_dim = size("embed_dim", embed_dim)
-        self.self_attention = self_attention
-        self.feed_forward = feed_forward
+        self.self_attention = module("self_attention", self_attention)
+        self.feed_forward = module("feed_forward", feed_forward)
         self.norm1, self.norm2 = made_norm(norm, embed_dim), made_norm(norm, embed_dim)
         self.dropout = made_dropout(dropout)
         self.norm_first = flag("norm_first", norm_first)
@@ -83,31 +73,7 @@ class EncoderLayer(ResidualLayer):
         Raises:
             DTypeError: if the attention makes no caches.
         """
-        return make_part_cache("self_attention", self.self_attention, batch_size, max_length)
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        need_weights: Literal[False] = False,
-        average_attn_weights: bool = True,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: Cache | None = None,
-        need_weights: Literal[True],
-        average_attn_weights: bool = True,
-    ) -> tuple[Tensor, Tensor]: ...
+        return make_part_cache("self_attention", "an attention", self.self_attention, batch_size, max_length)
 
     def forward(
         self,
@@ -134,15 +100,10 @@ class EncoderLayer(ResidualLayer):
             ShapeError: if `x` does not end in E. And what the parts raise.
         """
         require_features("x", x, self.embed_dim)
-        attended, weights = attend(
-            self.self_attention,
-            self._before(x, self.norm1),
-            None,
-            mask,
-            flag("need_weights", need_weights),
-            flag("average_attn_weights", average_attn_weights),
-            positions=positions,
-            cache=cache,
+        asked = flag("need_weights", need_weights), flag("average_attn_weights", average_attn_weights)
+        inputs = self._before(x, self.norm1), None
+        attended, weights = call_part(
+            self.self_attention, inputs, {"mask": mask}, *asked, positions=positions, cache=cache
         )
         x = self._add(x, attended, self.norm1)
         x = self._add(x, self.feed_forward(self._before(x, self.norm2)), self.norm2)

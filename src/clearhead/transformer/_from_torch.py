@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -75,19 +76,16 @@ def _decoder_layer(layer: nn.TransformerDecoderLayer) -> DecoderLayer:
     )
 
 
-def _encoder(encoder: nn.TransformerEncoder) -> Encoder:
-    return Encoder((load_transformer(layer) for layer in encoder.layers), norm=_copied(encoder.norm))
-
-
-def _decoder(decoder: nn.TransformerDecoder) -> Decoder:
-    return Decoder((load_transformer(layer) for layer in decoder.layers), norm=_copied(decoder.norm))
+def _stack(kind: type[Encoder | Decoder], stack: nn.TransformerEncoder | nn.TransformerDecoder) -> Encoder | Decoder:
+    norm = None if stack.norm is None else deepcopy(stack.norm)
+    return kind((load_transformer(layer) for layer in stack.layers), norm=norm)
 
 
 _BUILDERS: Mapping[type[nn.Module], Callable[[Any], Ours]] = {
     nn.TransformerEncoderLayer: _encoder_layer,
     nn.TransformerDecoderLayer: _decoder_layer,
-    nn.TransformerEncoder: _encoder,
-    nn.TransformerDecoder: _decoder,
+    nn.TransformerEncoder: partial(_stack, Encoder),
+    nn.TransformerDecoder: partial(_stack, Decoder),
 }
 
 
@@ -115,7 +113,3 @@ def _norms(*norms: nn.Module) -> Callable[[int], nn.Module]:
     """Hand out copies of the layer's norms, one per call, in order."""
     remaining = iter(norms)
     return lambda _: deepcopy(next(remaining))
-
-
-def _copied(module: nn.Module | None) -> nn.Module | None:
-    return None if module is None else deepcopy(module)

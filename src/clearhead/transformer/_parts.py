@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from .._call.caching import Cache
-from .._checks import FLOATS, is_probability, module, number, shown, strided_or_jagged
+from .._checks import FLOATS, is_probability, number, shown, strided_or_jagged
 from ..errors import DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 
@@ -30,49 +29,40 @@ class ResidualLayer(nn.Module):
         return x if self.norm_first else norm(x)
 
 
-def given(**options: object) -> dict[str, Any]:
-    """Those options that are not ``None``: a part that knows nothing of the others need not take them."""
-    return {name: option for name, option in options.items() if option is not None}
-
-
-def attend(
-    attention: nn.Module,
-    x: Tensor,
-    memory: Tensor | None,
-    mask: Mask | Tensor | None,
+def call_part(
+    part: nn.Module,
+    inputs: tuple[Tensor | None, ...],
+    masks: Mapping[str, Mask | Tensor | None],
     need_weights: bool,
     average_attn_weights: bool,
     **options: object,
-) -> tuple[Tensor, Tensor | None]:
-    """Call an attention with those `options` that are given; its output, and its weights if asked for."""
+) -> tuple[Tensor, Any]:
+    """The output of an attention or a layer, and its weights if they are wanted.
+
+    Options that are ``None``, and those about weights where none are wanted, are left out: a part of the user's own,
+    which has no place for them, need not take them.
+    """
+    given: dict[str, Any] = {name: option for name, option in options.items() if option is not None}
     if not need_weights:
-        return attention(x, memory, mask=mask, **given(**options)), None
-    return attention(
-        x, memory, mask=mask, need_weights=True, average_attn_weights=average_attn_weights, **given(**options)
-    )
+        return part(*inputs, **masks, **given), None
+    return part(*inputs, **masks, need_weights=True, average_attn_weights=average_attn_weights, **given)
 
 
-def make_part_cache(name: str, attention: nn.Module, batch_size: int, max_length: int) -> Cache:
-    """What the attention makes itself.
+def make_part_cache(name: str, kind: str, part: nn.Module, batch_size: int, max_length: int) -> Any:
+    """What a part of this kind, ``an attention`` or ``a layer``, makes itself.
 
     Raises:
         DTypeError: if it makes none.
     """
-    make = getattr(attention, "make_cache", None)
+    make = getattr(part, "make_cache", None)
     if make is None:
         raise DTypeError(
             name,
-            expected="an attention with make_cache(batch_size, max_length)",
-            got=type(attention).__name__,
-            fix="Make a cache that fits it and pass it as cache=.",
+            expected=f"{kind} with make_cache(batch_size, max_length)",
+            got=type(part).__name__,
+            fix="Make a cache that fits it and pass it as cache=; of a stack, a list of them, one per layer.",
         )
     return make(batch_size, max_length)
-
-
-def require_modules(**parts: object) -> None:
-    """Raise unless every part is a module."""
-    for name, part in parts.items():
-        module(name, part)
 
 
 def made_norm(norm: Norm, embed_dim: int) -> nn.Module:

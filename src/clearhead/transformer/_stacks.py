@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -15,10 +15,57 @@ from ..masks._base import Mask
 from ..masks._prepared import shared
 from ..masks._tensors import as_mask
 from ._decoder_layer import DecoderCache, DecoderWeights
-from ._parts import ResidualLayer, given
+from ._parts import ResidualLayer, call_part, make_part_cache
+
+#: What holds the keys and values of one layer.
+LayerCache = TypeVar("LayerCache")
 
 
-class Encoder(nn.Module):
+class _Stack(nn.Module, Generic[LayerCache]):
+    """Layers one after another, and a norm."""
+
+    def __init__(self, layers: Iterable[nn.Module], *, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers = _module_list(layers)
+        self.norm = nn.Identity() if norm is None else module("norm", norm)
+
+    def make_cache(self, batch_size: int, max_length: int) -> list[LayerCache]:
+        """An empty cache for each layer; all of them are passed as ``cache=``, and reordered or cropped one by one.
+
+        Args:
+            batch_size: B.
+            max_length: how many tokens can be written.
+        """
+        sizes = batch_size, max_length
+        return [make_part_cache(f"layers[{i}]", "a layer", layer, *sizes) for i, layer in enumerate(self.layers)]
+
+    def _run(
+        self,
+        inputs: tuple[Tensor, *tuple[Tensor | None, ...]],
+        masks: dict[str, Mask | Tensor | None],
+        positions: Positions | None,
+        cache: Sequence[LayerCache] | None,
+        need_weights: bool,
+        average_attn_weights: bool,
+    ) -> Any:
+        """The output of the last layer, normed, and a list of the layers' weights if they are wanted."""
+        need_weights = flag("need_weights", need_weights)
+        x, *others = inputs
+        collected: list[Any] = []
+        caches = _caches(cache, self.layers)
+        held = [part for own in caches for part in (own if isinstance(own, DecoderCache) else (own,))]
+        # A layer may refuse the call after those before it have written into their caches.
+        with unchanged_if_refused(held, x, *masks.values()):
+            masks = {name: _shared(self.layers, mask) for name, mask in masks.items()}
+            for layer, own in zip(self.layers, caches, strict=True):
+                asked = need_weights, average_attn_weights
+                x, weights = call_part(layer, (x, *others), masks, *asked, positions=positions, cache=own)
+                collected.append(weights)
+        x = self.norm(x)
+        return (x, collected) if need_weights else x
+
+
+class Encoder(_Stack[Cache]):
     """A stack of `EncoderLayer`s, or of any modules with the same call; with a causal mask, a decoder-only model.
 
     Args:
@@ -47,44 +94,6 @@ class Encoder(nn.Module):
         True
     """
 
-    def __init__(self, layers: Iterable[nn.Module], *, norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.layers = _module_list(layers)
-        self.norm = nn.Identity() if norm is None else module("norm", norm)
-
-    def make_cache(self, batch_size: int, max_length: int) -> list[Cache]:
-        """An empty cache for each layer; all of them are passed as ``cache=``, and reordered or cropped one by one.
-
-        Args:
-            batch_size: B.
-            max_length: how many tokens they can hold.
-        """
-        return _made(self.layers, batch_size, max_length)
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: Sequence[Cache] | None = None,
-        need_weights: Literal[False] = False,
-        average_attn_weights: bool = True,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: Sequence[Cache] | None = None,
-        need_weights: Literal[True],
-        average_attn_weights: bool = True,
-    ) -> tuple[Tensor, list[Tensor]]: ...
-
     def forward(
         self,
         x: Tensor,
@@ -108,25 +117,10 @@ class Encoder(nn.Module):
         Raises:
             ArgumentError, DTypeError: unless there is one cache per layer. And what the layers raise.
         """
-        need_weights = flag("need_weights", need_weights)
-        collected: list[Tensor] = []
-        caches = _caches(cache, self.layers)
-        with unchanged_if_refused(caches, x, mask):
-            mask = _shared(self.layers, mask)
-            for layer, own in zip(self.layers, caches, strict=True):
-                options = given(positions=positions, cache=own)
-                if need_weights:
-                    x, weights = layer(
-                        x, mask=mask, need_weights=True, average_attn_weights=average_attn_weights, **options
-                    )
-                    collected.append(weights)
-                else:
-                    x = layer(x, mask=mask, **options)
-        x = self.norm(x)
-        return (x, collected) if need_weights else x
+        return self._run((x,), {"mask": mask}, positions, cache, need_weights, average_attn_weights)
 
 
-class Decoder(nn.Module):
+class Decoder(_Stack[DecoderCache]):
     """A stack of `DecoderLayer`s, or of any modules with the same call.
 
     Args:
@@ -155,48 +149,6 @@ class Decoder(nn.Module):
         True
     """
 
-    def __init__(self, layers: Iterable[nn.Module], *, norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.layers = _module_list(layers)
-        self.norm = nn.Identity() if norm is None else module("norm", norm)
-
-    def make_cache(self, batch_size: int, max_length: int) -> list[DecoderCache]:
-        """An empty cache for each layer; all of them are passed as ``cache=``, and reordered or cropped one by one.
-
-        Args:
-            batch_size: B.
-            max_length: how many tokens can be written.
-        """
-        return _made(self.layers, batch_size, max_length)
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        memory_mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: Sequence[DecoderCache] | None = None,
-        need_weights: Literal[False] = False,
-        average_attn_weights: bool = True,
-    ) -> Tensor: ...
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        mask: Mask | Tensor | None = None,
-        memory_mask: Mask | Tensor | None = None,
-        positions: Positions | None = None,
-        cache: Sequence[DecoderCache] | None = None,
-        need_weights: Literal[True],
-        average_attn_weights: bool = True,
-    ) -> tuple[Tensor, list[DecoderWeights]]: ...
-
     def forward(
         self,
         x: Tensor,
@@ -223,22 +175,8 @@ class Decoder(nn.Module):
         Raises:
             ArgumentError, DTypeError: unless there is one cache per layer. And what the layers raise.
         """
-        need_weights = flag("need_weights", need_weights)
-        collected: list[DecoderWeights] = []
-        caches = _caches(cache, self.layers)
-        parts = [part for own in caches if isinstance(own, DecoderCache) for part in own]
-        with unchanged_if_refused(parts, x, mask, memory_mask):
-            mask, memory_mask = _shared(self.layers, mask), _shared(self.layers, memory_mask)
-            for layer, own in zip(self.layers, caches, strict=True):
-                options = given(positions=positions, cache=own)
-                if need_weights:
-                    options |= {"need_weights": True, "average_attn_weights": average_attn_weights}
-                    x, weights = layer(x, memory, mask=mask, memory_mask=memory_mask, **options)
-                    collected.append(weights)
-                else:
-                    x = layer(x, memory, mask=mask, memory_mask=memory_mask, **options)
-        x = self.norm(x)
-        return (x, collected) if need_weights else x
+        masks = {"mask": mask, "memory_mask": memory_mask}
+        return self._run((x, memory), masks, positions, cache, need_weights, average_attn_weights)
 
 
 def _shared(layers: nn.ModuleList, mask: Mask | Tensor | None) -> Mask | Tensor | None:
@@ -253,21 +191,6 @@ def _module_list(layers: Iterable[nn.Module]) -> nn.ModuleList:
     if not given:
         raise ArgumentError("layers", expected="at least one layer", got="none")
     return nn.ModuleList(module(f"layers[{number}]", layer) for number, layer in enumerate(given))
-
-
-def _made(layers: nn.ModuleList, batch_size: int, max_length: int) -> list[Any]:
-    caches: list[Any] = []
-    for index, layer in enumerate(layers):
-        make: Any = getattr(layer, "make_cache", None)
-        if make is None:
-            raise DTypeError(
-                f"layers[{index}]",
-                expected="a layer with make_cache(batch_size, max_length)",
-                got=type(layer).__name__,
-                fix="Make a list of caches, one per layer, and pass it as cache=.",
-            )
-        caches.append(make(batch_size, max_length))
-    return caches
 
 
 def _caches(cache: Sequence[Any] | None, layers: nn.ModuleList) -> Sequence[Any]:
