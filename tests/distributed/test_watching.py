@@ -221,6 +221,18 @@ def test_what_processes_that_share_heads_refuse(two: Processes) -> None:
     two.run(_refused_of_heads)
 
 
+def _other_weights() -> str:
+    module, x = tensor_parallel(attention(4), line()), torch.zeros(2, 9, EMBED, dtype=torch.float64)
+    with pytest.raises(DistributedError) as caught:
+        module(x, need_weights=True, average_attn_weights=dist.get_rank() == 0)
+    return str(caught.value)
+
+
+def test_weights_of_every_head_beside_their_average_are_refused(two: Processes) -> None:
+    for message in two.run(_other_weights):
+        assert "tensor_parallel: weights: expected the same in every process" in message
+
+
 def _alone(what: str) -> str:
     """The first process records, or wants weights; what each of them says."""
     module: Any = tensor_parallel(attention(4), line())
@@ -237,7 +249,7 @@ def _alone(what: str) -> str:
     [
         ("record", "tensor_parallel: recorders of module: the processes could not agree"),
         ("monitor", "tensor_parallel: recorders of module: the processes could not agree"),
-        ("weights", "tensor_parallel: forward: exchange of the weights of module: the exchange failed"),
+        ("weights", "tensor_parallel: weights of module: the processes could not agree"),
     ],
 )
 def test_one_process_that_watches_heads_alone_ends_with_the_name_of_the_step(what: str, said: str) -> None:

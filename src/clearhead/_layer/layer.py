@@ -158,9 +158,10 @@ class Layer:
         mixed, weights = results.output, results.weights  # (B, H, L, Dv)
         if form is not None and form.finish is not None:
             mixed = form.finish(mixed)
-        output = self._project_out(mixed, batched, environment)
         if weights is not None and self.all_heads is not None:
+            # First, so that a process that wants no weights waits in the output's exchange instead of returning.
             weights = self.all_heads(weights)
+        output = self._project_out(mixed, batched, environment)
         return output, weights if weights is None or batched else weights.squeeze(0)
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:

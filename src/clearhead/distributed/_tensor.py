@@ -128,6 +128,9 @@ class _Heads:
         return found[0] if len(found) == 1 else And(found)
 
     def all_weights(self, weights: Tensor) -> Tensor:
+        if not is_tracing():
+            # The all-reduce of averages would meet the one of the outputs of a process that wants no weights.
+            self._agree("weights", tuple(weights.shape), None, "Ask for weights in every process alike.")
         placement: Placement = Shard(1)
         if weights.dim() == 3:
             weights, placement = weights / self.mesh.size(), Partial()
@@ -136,11 +139,12 @@ class _Heads:
             return split.redistribute(placements=[Replicate()]).to_local()
 
     def agree(self, wanted: Hashable, problem: Exception | None) -> None:
-        facts = {"recorders": fingerprint(wanted)}
-        gathered = agree(
-            f"{_WHERE}: recorders of {self.name}", self.mesh.get_group(), self.mesh.device_type, facts, problem
-        )
-        require_equal(_WHERE, gathered, tuple(facts), "Record in every process alike.")
+        self._agree("recorders", wanted, problem, "Record in every process alike.")
+
+    def _agree(self, what: str, wanted: Hashable, problem: Exception | None, fix: str) -> None:
+        facts, where = {what: fingerprint(wanted)}, f"{_WHERE}: {what} of {self.name}"
+        gathered = agree(where, self.mesh.get_group(), self.mesh.device_type, facts, problem)
+        require_equal(_WHERE, gathered, (what,), fix)
 
     def all_heads(self, results: dict[str, Any]) -> dict[str, Any]:
         return with_all_heads(results, self.mesh.get_group(), lambda name, tensor, rank: tensor, _WHERE)
