@@ -45,8 +45,11 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
     which computes the head that its queries use; their gradients are summed over the processes.
 
     Parameters become `DTensor`s, with the values of the mesh's first process. Attention weights that are returned, and
-    what `clearhead.record` and `monitor` give, are of all heads, by one more exchange: every process asks for the same.
-    `qk_clip_` takes the logits of all heads, and scales those of each process.
+    what `clearhead.record` and `monitor` give, are of all heads: every process asks for the same, by which they agree
+    before one more exchange. `qk_clip_` takes the logits of all heads, and scales those of each process.
+
+    What the exchange of a later call raises, where another process has ended, failed or makes another call, is a
+    `DistributedError` that names the step; in a compiled graph it is the backend's own error.
 
     Args:
         module: a `MultiHeadAttention`, or a layer or stack of `clearhead.transformer` made of them.
