@@ -4,10 +4,10 @@
 
 Processes of this machine, on gloo, with one thread each. Bytes are what one process receives, as the calls of
 collectives say, beside the formulas of docs/distributed.md. Held are the keys and values that autograd keeps for the
-backward pass, and most the bytes of them that are alive at once in the forward pass, what is on its way included, both in
-shares of those of one process. Times are medians of rounds in which one process works alone
-and then all of them together; the busiest process is compared with the least busy by processor time, since they wait
-for each other. With more processes than cores times mean little.
+backward pass, and most are those alive at once in the forward pass, what is on its way included; both in shares of one
+process. Times are medians of rounds in which one process works alone and then all of them together; the busiest process
+is compared with the least busy by processor time, since they wait for each other. With more processes than cores times
+mean little.
 """
 
 from __future__ import annotations

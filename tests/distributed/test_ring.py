@@ -119,5 +119,5 @@ def _most(layout: Layout) -> tuple[int, int]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_travels_needs_little_beside_it(four: Processes, layout: Layout) -> None:
     for own, whole in four.run(_most, layout):
-        assert 2 * 8192 * EMBED * 4 <= whole  # keys and values, all of them
+        assert whole >= 2 * 8192 * EMBED * 4  # keys and values, all of them
         assert 0.25 * whole < own <= 0.3 * whole
