@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._environment import all_gather_single, reduce_scatter_single
@@ -67,13 +66,8 @@ class _GatherParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Parts, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.parts, ctx.group, ctx.shapes = parts, group, [x.shape for x in tensors]
-        count = tensors[0].shape[0]
-        sent = tensors[0].new_empty((parts.longest, sum(math.prod(x.shape[1:]) for x in tensors)))
-        sent[count:] = 0
-        for part, x in zip(_features(sent[:count], ctx.shapes), tensors, strict=True):
-            part.copy_(x)
         with step("forward: all-gather"):
-            found = from_every_rank(sent, group)  # (W, longest, features)
+            found = from_every_rank(_side_by_side(tensors, parts.longest), group)  # (W, longest, features)
         ranks = zip(*(_features(x, ctx.shapes) for x in found), strict=True)
         return tuple(parts.join(list(each), 0) for each in ranks)
 
@@ -93,6 +87,16 @@ class _GatherParts(torch.autograd.Function):
             reduce_scatter_single(found, summed, group=ctx.group)
         own = _features(found[0, : ctx.shapes[0][0]], ctx.shapes)
         return None, None, *(x.to(gradient.dtype) for x, gradient in zip(own, gradients, strict=True))
+
+
+def _side_by_side(tensors: Sequence[Tensor], rows: int) -> Tensor:
+    """Tensors (n, …) as one (rows, features), with zeros after the n-th row."""
+    count = tensors[0].shape[0]
+    found = tensors[0].new_empty((rows, sum(math.prod(x.shape[1:]) for x in tensors)))
+    found[count:] = 0
+    for part, x in zip(_features(found[:count], [x.shape for x in tensors]), tensors, strict=True):
+        part.copy_(x)
+    return found
 
 
 def _features(rows: Tensor, shapes: Shapes) -> list[Tensor]:
@@ -171,12 +175,6 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     found = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return found
-
-
-def filled(x: Tensor, rows: int) -> Tensor:
-    """A tensor (n, …) with zeros up to `rows`: (rows, …)."""
-    missing = rows - x.shape[0]
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
 
 
 def sum_dtype(x: Tensor) -> torch.dtype:
