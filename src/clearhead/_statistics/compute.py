@@ -143,9 +143,9 @@ def compute_statistics(
         if per == "kv_head":
             group = sees.shape[1] // kv_heads
             _reduce_heads(results, names, kv_heads, group)
-            sees = sees.unflatten(1, (kv_heads, group)).any(2)
+            sees = sees.unflatten(1, (kv_heads, group)).any(2)  # (B, Hkv, L)
         counted = _counted_here(call, counted)
-        results["hidden_queries"] = (~sees).sum(-1)
+        results["hidden_queries"] = (~sees).sum(-1)  # (B, H)
         results["sees"] = sees
         found = AttentionStatistics(sizes, counted, results, options, per)
         return found if part is None else found.with_totals(part.totals)
@@ -177,7 +177,7 @@ def _results_by_blocks(
     call: AttentionCall, names: Sequence[str], options: Options, counted: Tensor | None
 ) -> dict[str, Any]:
     """Results of some statistics and ``sees`` (B, H, L), folded block by block."""
-    column = None if counted is None else counted[:, None, :, None]
+    column = None if counted is None else counted[:, None, :, None]  # (B, 1, L, 1)
 
     def blocks() -> Iterator[BlockRows]:
         for block, place, query, key in score_blocks(call, dtype=exact_dtype(call)):

@@ -395,9 +395,9 @@ def mean_of_tiles(sums: Tensor, counted: Tensor | None, length: int, totals: Tot
     """
     rows = sums.shape[2]
     tiles = totals.rows(length, sums.device) * rows // max(1, length)  # (l,)
-    weight = sums.new_ones(1, len(tiles)) if counted is None else counted.to(sums.dtype)
+    weight = sums.new_ones(1, len(tiles)) if counted is None else counted.to(sums.dtype)  # (1 or B, l)
     counts = totals.summed(sums.new_zeros(weight.shape[0], rows).index_add_(1, tiles, weight))  # (1 or B, R)
-    return sums / counts.clamp_(min=1)[:, None, :, None]
+    return sums / counts.clamp_(min=1)[:, None, :, None]  # (B, H, R, C)
 
 
 @final
@@ -455,6 +455,7 @@ def _largest_columns(rows: BlockRows, count: int) -> tuple[Tensor, Tensor]:
         return rows.shifted.topk(count, -1)
     best = rows.group_maxima.topk(count, -1, sorted=False).indices  # (b, h, l, count)
     columns = (best[..., None] * GROUP + torch.arange(GROUP, device=best.device)).flatten(-2)  # (b, h, l, count · 64)
+    # The last group may be short: places beyond it are read from the last column, and left out below.
     candidates = rows.shifted.gather(-1, columns.clamp(max=rows.width - 1))
     candidates.masked_fill_(columns >= rows.width, float("-inf"))
     values, places = candidates.topk(count, -1)

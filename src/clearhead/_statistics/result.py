@@ -118,7 +118,7 @@ class AttentionStatistics:
         return self.results["sees"] & self.counted[:, None]  # (B, H, L)
 
     def _sum(self, name: str) -> Tensor:
-        return (self.results[name] * self._seeing).sum((0, 2))
+        return (self.results[name] * self._seeing).sum((0, 2))  # (H,)
 
     def with_heads(self, heads: Sequence[int]) -> AttentionStatistics:
         """The same statistics for some of the heads."""
