@@ -177,16 +177,18 @@ def is_compiled(module: nn.Module) -> bool:
 
 def has_hook(module: nn.Module, hook: object) -> bool:
     """Whether a function is one of a module's forward hooks, before or after."""
-    return any(own is hook for hooks in (module._forward_pre_hooks, module._forward_hooks) for own in hooks.values())
+    own = vars(module)
+    return any(each is hook for name in ("_forward_pre_hooks", "_forward_hooks") for each in own[name].values())
 
 
 def remove_hook(module: nn.Module, hook: object) -> None:
-    """Undo what registered it: the handle that PyTorch gave is not copied or pickled with the module."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for number in [number for number, own in hooks.items() if own is hook]:
+    """Undo what registered it: the handle that PyTorch gave is neither copied nor pickled with the module."""
+    own = vars(module)
+    for hooks in (own["_forward_pre_hooks"], own["_forward_hooks"]):
+        for number in [number for number, each in hooks.items() if each is hook]:
             del hooks[number]
-            for options in (module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
-                options.pop(number, None)
+            own["_forward_hooks_with_kwargs"].pop(number, None)
+            own["_forward_hooks_always_called"].pop(number, None)
 
 
 @contextmanager

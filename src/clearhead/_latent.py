@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -12,7 +12,7 @@ from ._call.caching import Cache, Positions
 from ._call.spec import weights_wanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
 from ._environment import Environment, cast_for_autocast, read_environment
-from ._latent_forms import UpWeights, absorbed, absorbing_is_less, expanded, up_weights
+from ._latent_forms import absorbed, absorbing_is_less, expanded, up_weights
 from ._layer.layer import Form, Layer
 from ._layer.positions import PositionPart
 from ._layer.unmodified import apply_linear
@@ -93,6 +93,8 @@ class MultiHeadLatentAttention(nn.Module):
         (True, torch.Size([2, 1, 7, 7]), 0)
     """
 
+    mask: Mask | None
+
     def __init__(
         self,
         embed_dim: int,
@@ -126,7 +128,9 @@ class MultiHeadLatentAttention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else number("scale", scale, "a finite number", is_finite)
         self.dropout = number("dropout", dropout, "a probability in [0, 1]", is_probability)
         require_parts(position, q_norm=q_norm, kv_norm=kv_norm)
-        _require_q_norm(q_norm, q_lora_rank)
+        if q_norm is not None and q_lora_rank is None:
+            fix, got = "It normalises the queries' latent: give q_lora_rank too.", type(q_norm).__name__
+            raise ArgumentError("q_norm", expected="None without q_lora_rank", got=got, fix=fix)
         require_factory(device, dtype)
         bias = flag("bias", bias)
         out_bias = bias if out_bias is None else flag("out_bias", out_bias)
@@ -194,14 +198,8 @@ class MultiHeadLatentAttention(nn.Module):
             query: (B, L, E), or (L, E) without a batch.
             key: (B, S, E), which the latents are made of. Default: the query, which makes it self-attention.
             value: the same tensor as `key`, or left out: one latent gives both.
-            mask: from `clearhead.masks`, or a bool tensor with ``True`` = may attend. Default: everything visible.
-                A cache never implies causality: pass ``masks.causal()``, which compares absolute positions.
-            positions: absolute positions of the queries, and of the keys in self-attention and with a position part: an
-                int p for p … p + L − 1, or integers (L,) or (B, L); −1 marks padding, which neither sees nor is seen.
-                Default: after what the cache holds, else 0 … L−1.
+            mask, positions, need_weights, average_attn_weights: as for `MultiHeadAttention`.
             cache: from `clearhead.caches`: the new latents are added to it and all of it is attended to. Default: none.
-            need_weights: also return the weights, before dropout. Default False.
-            average_attn_weights: average them over the heads. Default True.
 
         Returns:
             Output (B, L, E); with `need_weights` also the weights, (B, L, S), or (B, H, L, S) if not averaged, in
@@ -252,8 +250,28 @@ class MultiHeadLatentAttention(nn.Module):
             self.dropout if self.training else 0.0,
             position=None if self.position is None else self._rotate,
             mask=self.mask,
-            forms=_Forms(self, environment),
+            form=partial(self._form, environment),
         )
+
+    def _form(self, environment: Environment, query: Tensor, keys: Tensor, cache: Cache | None) -> Form:
+        """Of the two forms (see `_latent_forms`) the one that multiplies less."""
+        q_nope, q_rope = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
+        sizes = self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim
+
+        def on_latents() -> Form:
+            weights = up_weights(self.kv_up, self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, q_nope)
+            return absorbed(weights, q_nope, q_rope, keys)
+
+        # An observer sees the heads' own values, not mixtures of latents.
+        if cache is None or environment.observed or not absorbing_is_less(query.shape[2], *sizes):
+            form = expanded(self.kv_up, q_nope, q_rope, keys, environment)
+            # An evicting cache holds latents, and compares queries with what it holds.
+            if cache is not None and type(cache).observe is not Cache.observe:
+                form.observed = on_latents().query
+            return form
+        form = on_latents()
+        form.observed = form.query
+        return form
 
     def _rotate(self, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """The position part rotates the last Dr numbers of queries and keys."""
@@ -285,34 +303,6 @@ class MultiHeadLatentAttention(nn.Module):
         return f"{sizes}{low}, {nope}, {rope}, v_head_dim={self.v_head_dim}, scale={self.scale:g}{mask}{dropout}"
 
 
-@dataclass(slots=True)
-class _Forms:
-    """The two forms of one module; see `_latent_forms`."""
-
-    module: MultiHeadLatentAttention
-    environment: Environment
-
-    def of(self, query: Tensor, keys: Tensor, *, cached: bool) -> Form:
-        """The form that multiplies less: every head's own keys and values, or the latents themselves."""
-        q_nope, q_rope = query.split((self.module.qk_nope_head_dim, self.module.qk_rope_head_dim), -1)
-        sizes = (self.module.kv_lora_rank, self.module.qk_nope_head_dim, self.module.v_head_dim)
-        # An observer sees the heads' own values, not mixtures of latents.
-        if not cached or self.environment.observed or not absorbing_is_less(query.shape[2], *sizes):
-            return expanded(self.module.kv_up, q_nope, q_rope, keys, self.environment)
-        return absorbed(self._up_weights(q_nope), q_nope, q_rope, keys)
-
-    def for_cache(self, cache: Cache, query: Tensor, keys: Tensor) -> Tensor | None:
-        """The queries against the latents that an evicting cache observes."""
-        if type(cache).observe is Cache.observe:
-            return None
-        q_nope, q_rope = query.split((self.module.qk_nope_head_dim, self.module.qk_rope_head_dim), -1)
-        return absorbed(self._up_weights(q_nope), q_nope, q_rope, keys).query
-
-    def _up_weights(self, like: Tensor) -> UpWeights:
-        own = self.module
-        return up_weights(own.kv_up, own.num_heads, own.kv_lora_rank, own.qk_nope_head_dim, like)
-
-
 def _one_source(query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
     """What the latents are made of."""
     source = query if key is None else key
@@ -324,13 +314,3 @@ def _one_source(query: Tensor, key: Tensor | None, value: Tensor | None) -> Tens
             fix="One latent gives keys and values both; MultiHeadAttention takes them apart.",
         )
     return source
-
-
-def _require_q_norm(q_norm: nn.Module | None, q_lora_rank: int | None) -> None:
-    if q_norm is not None and q_lora_rank is None:
-        raise ArgumentError(
-            "q_norm",
-            expected="None without q_lora_rank",
-            got=type(q_norm).__name__,
-            fix="It normalises the queries' latent: give q_lora_rank too.",
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -89,6 +90,7 @@ class MultiHeadAttention(nn.Module):
     #: Set by `clearhead.distributed`: the heads, and the part of the sequence, that are this process's.
     head_shard: HeadShard | None = None
     sequence_shard: SequenceShard | None = None
+    mask: Mask | None
 
     def __init__(
         self,
@@ -225,11 +227,14 @@ class MultiHeadAttention(nn.Module):
         if self.head_shard is not None and mask is not None:
             mask = self.head_shard.mask(as_mask(mask))
         if is_jagged(query, key, value):
-            refuse_jagged(positions=positions, cache=cache, need_weights=wanted)
+            refuse_jagged(positions=positions, cache=cache, need_weights=wanted is not None)
             return self._run_jagged(query, *complete(query, key, value), mask, environment)
-        require_cache(cache, self.position)
-        # Masks are checked against a grid of which the new keys are a part: after the cache has taken them.
-        with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
+        undoing: AbstractContextManager[None] = nullcontext()
+        if cache is not None:
+            require_cache(cache, self.position)
+            # Masks are checked against a grid of which the new keys are a part: after the cache has taken them.
+            undoing = unchanged_if_refused((cache,), query if key is None else key, self.mask, mask)
+        with undoing:
             if cache is None or cache.get() is None:
                 key, value = complete(query, key, value)
                 require_inputs(self, query, key, value)
@@ -280,7 +285,7 @@ def layer_of(module: MultiHeadAttention, query: Tensor, environment: Environment
     # Within the documents of an unpadded batch dropout counts anew, which an origin among the heads of the whole
     # module does not describe: other processes would drop other weights. Padding then stays in.
     costs = Costs((query.shape[-1] + module.embed_dim) * inner, 2 * module.embed_dim * kv_inner, 2 * inner)
-    modules: dict[str, Any] = module._modules  # attributes of modules are looked up slowly
+    modules: dict[str, Any] = vars(module)["_modules"]  # attributes of modules are looked up slowly
 
     def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
         if shard is not None:

@@ -78,7 +78,7 @@ def cache_dtype(weight: Tensor) -> torch.dtype | None:
     return cast_for_autocast(weight[:0])[0].dtype if weight.is_floating_point() else None
 
 
-def set_mask(owner: nn.Module, mask: Mask | None) -> None:
+def set_mask(owner: Any, mask: Mask | None) -> None:
     """Make a mask a module's own, with what learns in it.
 
     Raises:

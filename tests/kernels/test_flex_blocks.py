@@ -27,7 +27,7 @@ def rule(blocks: Blocks, grid: Grid, side: int) -> Tensor:
         low, high, stop = blocks.rule["ends"]
         return ((j >= i + low) & (j <= i + high) & (j < stop))[None, None]
     b, h = torch.arange(B)[:, None, None, None], torch.arange(H)[:, None, None]
-    places, steps = blocks.rule["places"], blocks.rule["places_steps"]
+    places, steps = blocks.rule["places"], blocks.rule["place_steps"]
     place = places[b * steps[0] + h * steps[1] + i // side * steps[2] + j // side * steps[3]]
     return blocks.rule["cells"][(place * side + i % side) * side + j % side]
 
@@ -106,7 +106,6 @@ def test_cells_are_written_down_for_partial_blocks_alone() -> None:
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (1, 3, 1, 7), (2, 1, 5, 1), (1, 1, 1, 1)], ids=str)
 def test_a_table_broadcasts(shape: tuple[int, ...]) -> None:
     tensor = torch.randn(*shape[:-2], shape[-1], shape[-2]).mT
-    found = table("numbers", tensor)
+    flat, s = table(tensor)
     b, h, i, j = torch.meshgrid(*(torch.arange(size) for size in (2, 3, 5, 7)), indexing="ij")
-    s = found["numbers_steps"]
-    assert torch.equal(found["numbers"][b * s[0] + h * s[1] + i * s[2] + j * s[3]], tensor.expand(2, 3, 5, 7))
+    assert torch.equal(flat[b * s[0] + h * s[1] + i * s[2] + j * s[3]], tensor.expand(2, 3, 5, 7))

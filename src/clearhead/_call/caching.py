@@ -108,6 +108,7 @@ class Cache(ABC):
 
     def saved(self, count: int) -> Callable[[], None]:
         """A function that brings the cache back from the next `update`, of `count` tokens, if the call is refused."""
+        # A cache that does not say what `update` changes may change anything.
         kept = deepcopy(vars(self))
         return lambda: vars(self).update(kept)
 

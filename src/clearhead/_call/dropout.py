@@ -16,8 +16,8 @@ from torch import Tensor
 from ..masks._grid import Block, Index
 
 _WORD = 0xFFFFFFFF
-_LEVELS = 1 << 16
-_LANES = 8
+_LEVELS = 1 << 16  # values of the 16 bits that decide about one weight
+_LANES = 8  # keys that one counter decides about
 
 
 class DropoutOrigin(NamedTuple):
@@ -52,6 +52,7 @@ def dropout_factors(
     The probability is rounded to a multiple of 2⁻¹⁶, and the factor uses the rounded one, so the mean is exact.
     """
     threshold = round(p * _LEVELS)
+    # Nothing is kept, and the factor 1/(1 − p) would be infinite.
     if threshold == _LEVELS:
         return torch.zeros_like(_bits(seed, block, first_item, origin), dtype=dtype)
     return (_bits(seed, block, first_item, origin) >= threshold).to(dtype).mul_(_LEVELS / (_LEVELS - threshold))
@@ -68,6 +69,7 @@ def _bits(seed: Tensor, block: Block, first_item: int, origin: DropoutOrigin | N
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     shape = torch.broadcast_shapes(*(half.shape for half in halves))
     lanes = torch.stack([half.expand(shape) for half in halves], -1).flatten(-2)  # (b, h, l, 8·g)
+    # A block may begin and end inside a group: the same key has the same bits in every block.
     return lanes[..., start - first_group * _LANES : stop - first_group * _LANES]
 
 

@@ -63,6 +63,7 @@ def merge_heads(x: Tensor) -> Tensor:
 def fold_group(x: Tensor, num_kv_heads: int) -> Tensor:
     """Lay the query heads that share a key/value head under each other: (B, H, L, D) → (B, Hkv, G·L, D)."""
     batch, heads, length, dim = x.shape
+    # No copy where heads lie one after another in memory, as in a contiguous (B, H, L, D).
     return x.reshape(batch, num_kv_heads, (heads // num_kv_heads) * length, dim)
 
 

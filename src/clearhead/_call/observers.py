@@ -66,6 +66,7 @@ def observing(observer: Observer) -> Generator[None, None, None]:
 @contextmanager
 def computing() -> Generator[None, None, None]:
     """Mark that an observed call is being computed."""
+    # Kept, because a call that an observer makes ends inside the one that it observes.
     before = state.computing
     state.computing = True
     try:

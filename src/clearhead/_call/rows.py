@@ -91,9 +91,11 @@ def read_rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, key: Te
             fix="A document without keys repeats its boundary.",
         )
     tokens = (query.shape[0], key.shape[0])
+    # A graph must hold for other boundaries: no document can be cut out of it.
     if is_tracing():
         return Rows(*bounds, (), (), tokens)
     queries = _checked("cu_seqlens_q", bounds[0], tokens[0])
+    # Values are read once where they can be: an accelerator is waited for each time.
     same = cu_seqlens_k is cu_seqlens_q and tokens[0] == tokens[1]
     return Rows(*bounds, queries, queries if same else _checked("cu_seqlens_k", bounds[1], tokens[1]), tokens)
 
@@ -135,6 +137,7 @@ class _SameDocument(Mask):
         return block.cut(rows) == block.cut(self._documents.key_documents[None, None, None, :])
 
     def structure(self, grid: Grid) -> Structure:
+        # In a graph nothing is known of the boundaries.
         if not self._documents.queries:
             return UNKNOWN
         bounds, documents = self._documents.cu_seqlens_k, self._documents.query_documents

@@ -52,6 +52,7 @@ class Layout(NamedTuple):
         return self.strides[-1] == 1 or self.shape[-1] <= 1
 
 
+# A tuple and no dataclass: it is made, hashed and compared in every call.
 class AttentionSpec(NamedTuple):
     """Everything about a call but its tensors: hashable, the key of a cached plan.
 
@@ -82,24 +83,25 @@ class AttentionSpec(NamedTuple):
     value: Layout
     dtype: torch.dtype
     device: torch.device
-    subclass: str | None
     negative: bool
     mask: Hashable | None
     masked: bool
     query_positions: int | tuple[int, ...] | None
     key_positions: int | tuple[int, ...] | None
     scale: float
-    softcap: float | None
-    sinks: bool
     dropout_p: float
-    origin: DropoutOrigin | None
     gradients: tuple[bool, ...]
-    lse: bool
     weights: WeightsWanted
-    documents: int | None
-    tracing: bool
     transformed: bool
     dispatching: bool
+    # What `quick_spec` has nothing of.
+    tracing: bool = False
+    subclass: str | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    origin: DropoutOrigin | None = None
+    lse: bool = False
+    documents: int | None = None
 
     @property
     def group(self) -> int:
@@ -128,6 +130,8 @@ class AttentionSpec(NamedTuple):
     @property
     def can_be_cached(self) -> bool:
         """Whether equal specs are planned alike."""
+        # A subclass may hold what no spec does, sizes of a graph are symbols, and a mask without a signature may be
+        # another one in the next call.
         return self.subclass is None and not self.tracing and (self.mask is not None or not self.masked)
 
 
@@ -269,6 +273,7 @@ class AttentionCall:
             return self
         rows = self.rows
         mask, spec = within_rows(rows, self.mask), self.spec
+        # Rules about positions count within a document, whose first token is at 0.
         q_positions, k_positions = rows.query_positions[None], rows.key_positions[None]
         spec = spec._replace(
             documents=None,
@@ -299,6 +304,7 @@ def quick_spec(
     Returns:
         ``None`` where `validate_call` has to check the arguments one by one.
     """
+    # Exact types: what a subclass's operations do is up to the subclass.
     if type(query) not in PLAIN or type(key) not in PLAIN or type(value) not in PLAIN:
         return None
     if type(dropout_p) not in _NUMBERS or not (scale is None or type(scale) is float):
@@ -312,6 +318,7 @@ def quick_spec(
         k_layout, v_layout = Layout(key.shape, key.stride()), Layout(value.shape, value.stride())
     except RuntimeError:  # nested and sparse tensors have none
         return None
+    # The spec holds the query's dtype and device alone; whatever else does not fit has no plan.
     if len(shape) != 4 or query.dtype is not key.dtype or query.dtype is not value.dtype or not _strided(query):
         return None
     if query.device != key.device or query.device != value.device or not _strided(key) or not _strided(value):
@@ -326,22 +333,15 @@ def quick_spec(
         v_layout,
         query.dtype,
         query.device,
-        None,
         query.is_neg() or key.is_neg() or value.is_neg(),
         signature,
         mask is not None,
         cast("int | None", positions[0]),
         cast("int | None", positions[1]),
         (1.0 / math.sqrt(shape[3]) if shape[3] else 1.0) if scale is None else scale,
-        None,
-        False,
         cast(float, dropout_p),
-        None,
         gradients,
-        False,
         weights,
-        None,
-        False,
         environment.transformed,
         environment.dispatching,
     )
@@ -354,6 +354,7 @@ def _strided(tensor: Tensor) -> bool:
 def _gradients(inputs: tuple[Tensor, ...], environment: Environment) -> tuple[bool, ...]:
     if not environment.gradients:
         return ()
+    # Where no input wants one, calls with and without `no_grad` share a plan.
     wanted = tuple([tensor.requires_grad for tensor in inputs])
     return wanted if True in wanted else ()
 
@@ -385,7 +386,6 @@ def validate_call(
     given = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
     _require_tensors(given)
     _require_shapes(given)
-    _require_same(given)
     if query.dim() == 3:
         query, key, value = query[None], key[None], None if value is None else value[None]  # (1, H, L, D)
     value = key if value is None else value
@@ -395,37 +395,40 @@ def validate_call(
     sinks = _sinks(sinks, query)
     biases = () if checked is None else checked.bias_tensors()
     inputs = (query, key, value, *(() if sinks is None else (sinks,)), *biases)
-    # By position, as in `quick_spec`: names for so many fields take a microsecond.
+    # By position as far as in `quick_spec`: names for so many fields take a microsecond.
     spec = AttentionSpec(
         Layout(tuple(query.shape), _strides(query, environment)),
         Layout(tuple(key.shape), _strides(key, environment)),
         Layout(tuple(value.shape), _strides(value, environment)),
         query.dtype,
         query.device,
-        _subclass(query, key, value),
         not environment.tracing and any(tensor.is_neg() for tensor in (query, key, value)),
         None if checked is None or environment.tracing else checked.signature(),
         checked is not None,
         tuple(q_positions.shape) if isinstance(q_positions, Tensor) else q_positions,
         tuple(k_positions.shape) if isinstance(k_positions, Tensor) else k_positions,
         _scale(scale, query),
-        _softcap(softcap, query),
-        sinks is not None,
-        _dropout(dropout_p),
-        origin if dropout_p else None,
+        number("dropout_p", dropout_p, "a probability in [0, 1]", is_probability),
+        # Read anew: the environment may have been read outside of the `no_grad` that this call is in.
         _gradients(inputs, environment._replace(gradients=torch.is_grad_enabled())),
-        flag("return_lse", return_lse),
         weights,
-        None if rows is None else rows.count,
-        environment.tracing,
         environment.transformed,
         environment.dispatching,
+        tracing=environment.tracing,
+        subclass=next((type(tensor).__name__ for tensor in (query, key, value) if type(tensor) not in PLAIN), None),
+        softcap=_softcap(softcap, query),
+        sinks=sinks is not None,
+        # Without dropout it would only keep equal calls from sharing a plan.
+        origin=origin if dropout_p else None,
+        lse=flag("return_lse", return_lse),
+        documents=None if rows is None else rows.count,
     )
     call = AttentionCall(spec, query, key, value, checked, sinks, q_positions, k_positions, rows, dropout_seed)
     if checked is not None:
         if rows is None:
             checked.validate(call.grid)
         else:
+            # Its tensors line up with the tokens of all documents, end to end.
             within_rows(rows, checked).validate(call.as_one_document().grid)
     return call
 
@@ -449,23 +452,23 @@ def zero_hidden(call: AttentionCall, queries: bool = True) -> AttentionCall:
         query = query.masked_fill(covered.masked_queries, 0)
     masked = covered.masked_keys_of(key.shape[1])
     if masked is not None:
+        # One tensor stays one, so that it is filled, and read by the kernel, once.
         same = key is value
         key = key.masked_fill(masked, 0)
         value = key if same else value.masked_fill(masked, 0)
     zeroed = replace(call, query=query, key=key, value=value)
+    # Both follow from sizes and mask, which are the same.
     zeroed.grid_, zeroed.coverage_ = call.grid_, covered
     return zeroed
 
 
-def _subclass(*tensors: Tensor) -> str | None:
-    return next((type(tensor).__name__ for tensor in tensors if type(tensor) not in PLAIN), None)
-
-
 def _strides(tensor: Tensor, environment: Environment) -> tuple[int, ...]:
+    # In a graph they are symbols, which a comparison would tie to these strides.
     return () if environment.tracing else tensor.stride()
 
 
 def _require_tensors(given: dict[str, Tensor]) -> None:
+    query = given["query"]
     for name, tensor in given.items():
         strided(name, tensor)
         if tensor.dtype not in FLOATS:
@@ -475,11 +478,16 @@ def _require_tensors(given: dict[str, Tensor]) -> None:
                 got=str(tensor.dtype),
                 fix="Convert it, for example with .float().",
             )
+        if tensor.dtype != query.dtype:
+            fix = f"Convert it with .to({query.dtype})."
+            raise DTypeError(name, expected=f"query's dtype {query.dtype}", got=str(tensor.dtype), fix=fix)
+        _require_device(name, tensor, query)
 
 
 def _require_shapes(given: dict[str, Tensor]) -> None:
     query, key = given["query"], given["key"]
     dims = {tensor.dim() for tensor in given.values()}
+    # Before sizes are compared, which stand elsewhere in the other form.
     if dims == {3, 4}:
         _mismatch(
             "numbers of dimensions: all (B, H, L, D), or all (H, L, D)", given, "Add the batch with .unsqueeze(0)."
@@ -521,27 +529,10 @@ def _mismatch(what: str, given: dict[str, Tensor], fix: str) -> NoReturn:
     raise ShapeError(", ".join(given), expected=f"equal {what}", got=shapes, fix=fix)
 
 
-def _require_same(given: dict[str, Tensor]) -> None:
-    query = given["query"]
-    for name, tensor in given.items():
-        if tensor.dtype != query.dtype:
-            raise DTypeError(
-                name,
-                expected=f"query's dtype {query.dtype}",
-                got=str(tensor.dtype),
-                fix=f"Convert it with .to({query.dtype}).",
-            )
-        _require_device(name, tensor, query)
-
-
 def _require_device(name: str, tensor: Tensor, query: Tensor) -> None:
     if tensor.device != query.device:
-        raise DeviceError(
-            name,
-            expected=f"query's device {query.device}",
-            got=str(tensor.device),
-            fix=f"Move it with .to({str(query.device)!r}).",
-        )
+        fix = f"Move it with .to({str(query.device)!r})."
+        raise DeviceError(name, expected=f"query's device {query.device}", got=str(tensor.device), fix=fix)
 
 
 def _positions(name: str, positions: object, tensor: Tensor, *, heads: int | None = None) -> Tensor | int | None:
@@ -565,6 +556,7 @@ def _positions(name: str, positions: object, tensor: Tensor, *, heads: int | Non
 def _scale(scale: float | None, query: Tensor) -> float:
     if scale is None:
         head_dim = query.shape[-1]
+        # Sums of no products are 0, whatever the factor.
         return 1.0 if head_dim == 0 else 1.0 / math.sqrt(head_dim)
     most = _largest(query)
     return number("scale", scale, "a finite number, or None for 1/√D", lambda factor: -most <= factor <= most)
@@ -580,10 +572,6 @@ def _softcap(softcap: float | None, query: Tensor) -> float | None:
 def _largest(query: Tensor) -> float:
     """The largest number of the dtype that scores are computed in."""
     return torch.finfo(torch.float64 if query.dtype == torch.float64 else torch.float32).max
-
-
-def _dropout(dropout_p: float) -> float:
-    return number("dropout_p", dropout_p, "a probability in [0, 1]", is_probability)
 
 
 def _sinks(sinks: Tensor | None, query: Tensor) -> Tensor | None:

@@ -61,6 +61,7 @@ def read_jagged(
             raise ShapeError(name, expected=f"the query's {query.shape[0]} rows", got=str(tensor.shape[0]))
     if value.values().shape[0] != key.values().shape[0]:
         raise ShapeError("value", expected="the key's lengths", got="others", fix="Each key needs its value.")
+    # The offsets of a jagged tensor are running lengths already.
     offsets: Tensor = cast(Any, query).offsets()
     rows = read_rows(offsets, cast(Any, key).offsets(), query.values(), key.values())
     if side_by_side and key is not query:

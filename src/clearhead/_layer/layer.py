@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -32,24 +32,14 @@ class Form:
     Args:
         query, key, value: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv).
         finish: of the output (B, H, L, Dv); ``None`` for nothing.
+        observed: the queries that a cache observes, (B, H, L, D of the cache), or ``None``.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     finish: Callable[[Tensor], Tensor] | None = None
-
-
-class Forms(Protocol):
-    """How attention is computed of projections that are not queries, keys and values yet (latent attention)."""
-
-    def of(self, query: Tensor, keys: Tensor, *, cached: bool) -> Form:
-        """The form for these queries and what the projections, or the cache, gave for keys."""
-        ...
-
-    def for_cache(self, cache: Cache, query: Tensor, keys: Tensor) -> Tensor | None:
-        """The queries that a cache observes; ``None`` where it observes nothing."""
-        ...
+    observed: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -66,7 +56,8 @@ class Layer:
         mask: the module's own.
         costs: of a token and of a pair, for leaving padding out; ``None`` never does.
         batch_first: whether memory holds (B, L, E) rather than (L, B, E). Tensors are (B, L, E) either way.
-        forms: how attention is computed of the projections, where it is not of them as they are.
+        form: of the queries, and of what the projections or a cache gave for keys, what attention is computed of;
+            ``None`` where it is of the projections as they are.
         origin: where these heads begin in those of the whole module, for dropout.
         all_heads: makes weights of these heads those of the whole module, where it has others.
     """
@@ -85,7 +76,7 @@ class Layer:
     mask: Mask | None = None
     costs: Costs | None = None
     batch_first: bool = True
-    forms: Forms | None = None
+    form: Callable[[Tensor, Tensor, Cache | None], Form] | None = None
     origin: DropoutOrigin | None = None
     all_heads: Callable[[Tensor], Tensor] | None = None
 
@@ -130,12 +121,12 @@ class Layer:
                 q, k, v = self.projected(query, key, value, at, environment)
                 known = KeyValues(k, v) if cache is None else cache.update(k, v, at)
             else:  # cross-attention to a memory whose keys are projected already
-                q, known = self._query_heads(self.project(query, None, None)[0]), held
+                q, known = _heads(self.project(query, None, None)[0], self.num_heads, self.q_norm), held
                 if environment.autocast:
                     (q,) = cast_for_autocast(q)
             keys_at = positions_of_keys(known, own, self.num_heads)
             mask = with_hidden(mask, known, at)
-        form = None if self.forms is None else self.forms.of(q, known.key, cached=cache is not None)
+        form = None if self.form is None else self.form(q, known.key, cache)
         results = attend_arguments(
             *((q, known.key, known.value) if form is None else (form.query, form.key, form.value)),
             mask,
@@ -147,8 +138,9 @@ class Layer:
         )
         returned = self.projected_out(results, environment, form, batched=query.dim() == 3)
         # Afterwards: what the cache evicts now, these queries have still attended to.
-        if cache is not None and at is not None:
-            self._observe(cache, q, known, mask, at)
+        observed = q if form is None else form.observed
+        if cache is not None and at is not None and observed is not None:
+            cache.observe(observed, known, mask, at, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
         return returned
 
     def projected_out(
@@ -158,7 +150,14 @@ class Layer:
         mixed, weights = results.output, results.weights  # (B, H, L, Dv)
         if form is not None and form.finish is not None:
             mixed = form.finish(mixed)
-        output = self._project_out(mixed, batched, environment)
+        if not batched:
+            output = apply_linear(self.out_proj, merge_heads(mixed.squeeze(0)), environment)  # (L, E)
+        elif self.batch_first:
+            output = apply_linear(self.out_proj, mixed.transpose(1, 2).flatten(2), environment)  # (B, L, E)
+        else:
+            # The GEMM then writes (L, B, E), and transposing it back for a sequence-first module copies nothing.
+            merged = mixed.permute(2, 0, 1, 3).flatten(2)  # (L, B, H·Dv)
+            output = apply_linear(self.out_proj, merged, environment).transpose(0, 1)
         if weights is not None and self.all_heads is not None:
             weights = self.all_heads(weights)
         return output, weights if weights is None or batched else weights.squeeze(0)
@@ -179,7 +178,8 @@ class Layer:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv), at their positions."""
         q, k, v = self.project(query, key, value)
-        q, k, v = self._query_heads(q), self._key_heads(k), _heads(v, self.num_kv_heads)
+        q, k = _heads(q, self.num_heads, self.q_norm), _heads(k, self.num_kv_heads, self.k_norm)
+        v = _heads(v, self.num_kv_heads, None)
         if self.position is not None:
             q, k = apply_position(self.position, q, k, positions)
         if environment.autocast:
@@ -234,33 +234,13 @@ class Layer:
         )
         return unpadded.project_out(mixed, self.out_proj, environment, batch_first=self.batch_first)
 
-    def _query_heads(self, q: Tensor) -> Tensor:
-        q = _heads(q, self.num_heads)
-        return q if self.q_norm is None else self.q_norm(q)
 
-    def _key_heads(self, k: Tensor) -> Tensor:
-        k = _heads(k, self.num_kv_heads)
-        return k if self.k_norm is None else self.k_norm(k)
-
-    def _project_out(self, mixed: Tensor, batched: bool, environment: Environment) -> Tensor:
-        """(B, H, L, Dv) → (B, L, E), or (L, E) of the only item; in memory as the inputs."""
-        if not batched:
-            return apply_linear(self.out_proj, merge_heads(mixed.squeeze(0)), environment)
-        if self.batch_first:
-            return apply_linear(self.out_proj, mixed.transpose(1, 2).flatten(2), environment)
-        # The GEMM then writes (L, B, E), and transposing it back for a sequence-first module copies nothing.
-        merged = mixed.permute(2, 0, 1, 3).flatten(2)  # (L, B, H·Dv)
-        return apply_linear(self.out_proj, merged, environment).transpose(0, 1)
-
-    def _observe(self, cache: Cache, q: Tensor, known: KeyValues, mask: Mask | None, positions: Positions) -> None:
-        query = q if self.forms is None else self.forms.for_cache(cache, q, known.key)
-        if query is not None:
-            cache.observe(query, known, mask, positions, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
-
-
-def _heads(x: Tensor, num_heads: int) -> Tensor:
-    """(B, L, H·D), or (L, H·D) without a batch → (B or 1, H, L, D)."""
+def _heads(x: Tensor, num_heads: int, norm: nn.Module | None) -> Tensor:
+    """(B, L, H·D), or (L, H·D) without a batch → (B or 1, H, L, D), normed."""
     if x.dim() == 3:
+        # Not `split_heads`: its checks cost tiny calls as much as the view, and projections give what fits.
         batch, length, features = x.shape
-        return x.view(batch, length, num_heads, features // num_heads).transpose(1, 2)
-    return split_heads(x, num_heads)[None]
+        heads = x.view(batch, length, num_heads, features // num_heads).transpose(1, 2)
+    else:
+        heads = split_heads(x, num_heads)[None]
+    return heads if norm is None else norm(heads)

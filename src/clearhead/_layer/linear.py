@@ -141,6 +141,7 @@ def _on_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     forced = forced_linears.stack
     if not forced and not (type(input) in PLAIN and type(weight) in PLAIN and _is_worth_it(input, weight)):
         return F.linear(input, weight, bias)
+    # After the comparison of sizes: most GEMMs of small models end there.
     against = _against(input, weight, bias)
     if forced and against:
         raise KernelError(
@@ -261,6 +262,7 @@ class _Gemm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (gradient,) = gradients
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        # Where a backward pass runs under autocast, F.linear would cast what was saved in float32.
         with torch.autocast("cpu", enabled=False):
             return (
                 _again(gradient, weight.t()) if needs_x else None,

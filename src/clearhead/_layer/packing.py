@@ -171,6 +171,7 @@ def unpad(
     if 0 in (batch, length, keys_length) or whole < _WORTH_UNPADDING:
         return None
     grid = Grid(batch, num_heads, length, keys_length, query.device)
+    # Before its marks are read, so that a mask of other sizes is refused as it is everywhere.
     mask.validate(grid)
     real_queries, real_keys, rest = _marks(mask, grid)
     if (real_queries is None and real_keys is None) or not _are_local(rest):
@@ -237,6 +238,7 @@ def _tokens(marks: Tensor | None, batch: int, length: int) -> _Tokens:
     stops = length - marks.flip(1).int().argmax(1)
     contiguous = bool(((stops - starts == counts) | (counts == 0)).all())
     total = counts.tolist()
+    # Where nothing is padding the tokens are a view, which costs no gathering.
     indices = None if sum(total) == batch * length else marks.flatten().nonzero()[:, 0]
     return _Tokens(length, indices, total, starts.tolist(), contiguous)
 

@@ -74,6 +74,7 @@ class PlanCache:
         return len(self._plans)
 
 
+# Decoding makes a spec for each length: room for many, and those of a training in between stay.
 plans = PlanCache(256)
 
 #: Shows a call and its output to the observers of this thread in another form than its own.
@@ -107,6 +108,7 @@ def attend_arguments(
     Arguments whose spec has a plan were validated when it was made.
     """
     if (
+        # Whatever a spec does not tell apart, or has to be cast or shown to observers first, takes the general path.
         environment.is_plain
         and rows is None
         and origin is None
@@ -163,6 +165,7 @@ def _attend(call: AttentionCall, environment: Environment, show: Show | None) ->
     """Compute a validated call, autocast being off, and show its output to the observers of this thread."""
     if not environment.observed:
         return run_call(call, environment)
+    # Calls inside, such as those of single documents, are parts of the one that observers are shown.
     with computing():
         results = run_call(call, environment)
         with torch.no_grad():  # what checkpointing computes again, without observers, must save the same
@@ -187,6 +190,7 @@ def run_call(call: AttentionCall, environment: Environment) -> Results:
 
 def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) -> Plan:
     mask, grid = call.mask, call.grid
+    # Kernels read memory, in which a lazily negated view has the opposite sign.
     if spec.negative:
         return _resolving
     if spec.documents is not None:

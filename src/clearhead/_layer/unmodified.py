@@ -25,6 +25,7 @@ def is_unmodified(module: nn.Module) -> bool:
     forward = _FORWARDS.get(kind)
     if forward is None or forward is not kind.forward:
         return False
+    # Read from the dictionaries: attributes of modules are looked up in three of them first.
     own = module.__dict__
     return not (
         own["_forward_pre_hooks"]
@@ -60,6 +61,7 @@ def _fits_weight(x: object, weight: object) -> bool:
     """Whether an ordinary (B, L, features) or (L, features) tensor can be multiplied with a weight as it is."""
     if type(x) is not Tensor or not isinstance(weight, Tensor) or type(weight) not in PLAIN:
         return False
+    # A dtype is one object, which `is` compares faster than `!=`.
     if x.layout is not torch.strided or x.is_nested or x.dtype is not weight.dtype or x.device != weight.device:
         return False
     shape = x.shape

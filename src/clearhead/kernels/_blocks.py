@@ -83,6 +83,7 @@ class Workspace:
         """What scores are at most, −∞ where hidden and ∞ elsewhere, for (b, h, l, s); ``None`` if nothing is hidden."""
         if mask is not self._banded:
             self._band, self._banded = mask.structure(block.grid).only_band(block.grid), mask
+        # Neighbouring blocks of a band hide the same cells, counted from their corners.
         outline = None if self._band is None else self._band.outline(block)
         if outline is None or outline != self._outline:
             visible = mask.visible(block)
@@ -149,10 +150,6 @@ def span_blocks(call: AttentionCall, span: HeadSpan) -> Iterator[tuple[slice, Bl
     """Split the rows of a span into blocks that fit the budget: rows, and the block of the columns they can see."""
     for rows, (start, stop) in row_blocks(call.mask, call.grid, BLOCK_ELEMENTS // max(1, span.matrices), _FEWEST_ROWS):
         yield rows, Block(call.grid, span.batch, span.heads, rows, slice(start, stop))
-
-
-def _chosen_spans(call: AttentionCall, count: int) -> Iterator[HeadSpan]:
-    return _spans(call, min(_ROWS, count) * call.grid.key_length)
 
 
 def _chosen_blocks(call: AttentionCall, span: HeadSpan, chosen: Tensor) -> Iterator[tuple[slice, Block]]:
@@ -270,7 +267,9 @@ def score_blocks(
         The block, its place among the (chosen) rows, and its query (b, h, l, D) and key (b, hkv, s, D).
     """
     dtype = dtype or call.spec.compute_dtype
-    for span in head_spans(call) if chosen is None else _chosen_spans(call, len(chosen)):
+    # Chosen rows are no neighbours: of them nothing is ruled out before the mask is evaluated.
+    spans = head_spans(call) if chosen is None else _spans(call, min(_ROWS, len(chosen)) * call.grid.key_length)
+    for span in spans:
         key = span.key(call.key).to(dtype).contiguous()
         blocks = span_blocks(call, span) if chosen is None else _chosen_blocks(call, span, chosen)
         for place, block in blocks:

@@ -103,6 +103,7 @@ def choose_for_documents(call: AttentionCall, forced: Kernel | None) -> Kernel |
     """
     if forced is None:
         return _first((kernel for kernel in KERNELS if kernel.takes_documents), call)
+    # Its refusals may be of documents alone, so that each as a call of its own can still run.
     return forced if forced.takes_documents and not forced.refusals(call.spec, call.mask, call.grid) else None
 
 

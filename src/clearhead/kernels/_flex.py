@@ -58,6 +58,7 @@ class FlexKernel(Kernel):
         return self._compute
 
     def _compute(self, call: AttentionCall) -> Results:
+        # Other strides would be compiled for anew.
         inputs = [tensor.contiguous() for tensor in (call.query, call.key, call.value)]
         if not call.spec.needs_gradients:
             inputs = [tensor.detach() for tensor in inputs]  # on the CPU it refuses what could be asked for some
@@ -82,7 +83,7 @@ def _numbers(call: AttentionCall) -> dict[str, Tensor]:
         numbers["softcap"] = torch.tensor(call.spec.softcap, device=call.query.device)
     bias = None if call.mask is None else call.mask.bias(Block(call.grid), call.spec.compute_dtype)
     if bias is not None:
-        numbers |= table("bias", bias)
+        numbers["bias"], numbers["bias_steps"] = table(bias)
     return numbers
 
 
@@ -100,7 +101,7 @@ def _attend(
         return (j >= i + ends[0]) & (j <= i + ends[1]) & (j < ends[2])
 
     def in_cells(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        place = pick(numbers["places"], numbers["places_steps"], b, h, i // SIDE, j // SIDE)
+        place = pick(numbers["places"], numbers["place_steps"], b, h, i // SIDE, j // SIDE)
         return numbers["cells"][(place * SIDE + i % SIDE) * SIDE + j % SIDE]
 
     def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

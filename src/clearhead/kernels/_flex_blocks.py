@@ -29,7 +29,7 @@ class Blocks:
         full: see all of them.
         rule: tensors that the compiled rule reads. Of a band ``ends`` (3,) int64: i + low ≤ j ≤ i + high and j < stop.
             Of other masks ``cells``, ((1 + number of partial blocks) · SIDE²,) bool, block 0 hiding everything, and
-            ``places``, the number of each partial block among them, counted from 1, as a `table`.
+            ``places`` and ``place_steps``, a `table` of the number of each partial block among them, counted from 1.
     """
 
     partial: Tensor
@@ -41,15 +41,14 @@ class Blocks:
         return (*_ordered(self.partial), *_ordered(self.full))
 
 
-def table(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A tensor that broadcasts to four dimensions, flat, and the distances between neighbours in each.
+def table(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """A tensor that broadcasts to four dimensions, as its numbers (n,) and the distances between neighbours in each.
 
-    Returns:
-        By `name` its numbers (n,), and by ``{name}_steps`` int64 (4,), 0 along dimensions that broadcast.
+    These are int64 (4,), 0 along dimensions that broadcast.
     """
     tensor = tensor.contiguous()
     steps = [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-    return {name: tensor.flatten(), f"{name}_steps": torch.tensor(steps, device=tensor.device)}
+    return tensor.flatten(), torch.tensor(steps, device=tensor.device)
 
 
 def lower_blocks(mask: Mask | None, grid: Grid) -> Blocks:
@@ -100,7 +99,10 @@ def _cell_blocks(mask: Mask, structure: Structure, grid: Grid) -> Blocks:
         places[:, :, row, columns][some] = torch.arange(count, count + found, device=grid.device)
         count += found
     whole = (grid.batch_size, grid.num_heads, -1, -1)  # one shape for all masks, so that one kernel serves them
-    return Blocks(partial.expand(whole), full.expand(whole), table("places", places) | {"cells": torch.cat(kept)})
+    flat, steps = table(places)
+    # PyTorch orders what a graph reads by these names, and of some orders its C++ does not compile.
+    rule = {"places": flat, "place_steps": steps, "cells": torch.cat(kept)}
+    return Blocks(partial.expand(whole), full.expand(whole), rule)
 
 
 def _strip(mask: Mask, structure: Structure, grid: Grid, row: int) -> tuple[int, Tensor]:

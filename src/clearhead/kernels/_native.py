@@ -38,6 +38,7 @@ class NativeKernel(Kernel):
         return native_refusals(spec, mask, grid)
 
     def reservations(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
+        # PyTorch's kernel uses every thread, and a graph must not depend on how many there were.
         if extension is None or extension.openmp or spec.tracing or torch.get_num_threads() == 1:
             return ()
         batch, heads, length, dim = spec.query.shape
@@ -57,6 +58,7 @@ class NativeKernel(Kernel):
         return not refuses_statistics(spec, mask, grid)
 
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
+        # The dispatcher costs more than a small attention: the operator is for those that have to see one.
         if spec.tracing or spec.dispatching:
             return _run_operator
         if spec.documents is not None:
@@ -92,6 +94,7 @@ def _run_operator(call: AttentionCall) -> Results:
 def _prepare_once(spec: AttentionSpec, mask: Mask | None, grid: Grid, *, documents: int = 0) -> Prepare:
     """For calls that differ in the addresses of query, key, value, sinks, seed and documents alone."""
     band = None if mask is None else mask.structure(grid).only_band(grid)
+    limits: dict[str, Any] = {} if band is None else {"low": band.low, "high": band.high, "stop": band.stop}
     plan = NativePlan(
         spec.dtype,
         spec.query,
@@ -102,7 +105,7 @@ def _prepare_once(spec: AttentionSpec, mask: Mask | None, grid: Grid, *, documen
         dropout_p=spec.dropout_p,
         differentiable=spec.needs_gradients,
         documents=documents,
-        **({} if band is None else {"low": band.low, "high": band.high, "stop": band.stop}),
+        **limits,
     )
     return lambda call: (plan, _extras(call))
 
@@ -110,6 +113,7 @@ def _prepare_once(spec: AttentionSpec, mask: Mask | None, grid: Grid, *, documen
 def _extras(call: AttentionCall) -> Extras:
     if call.sinks is None and call.dropout_seed is None and call.rows is None:
         return NO_EXTRAS
+    # The extras hold what is made here until the kernel, which is given addresses, has read it.
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
     rows = call.rows
     bounds = (None, None) if rows is None else (rows.cu_seqlens_q, rows.cu_seqlens_k)
@@ -157,19 +161,20 @@ def _compute(
         return plan.forward(*inputs, extras, lse), lse, None
     output, found = plan.empty_output(call.query), empty_weights(call, average=weights == "average")
     plan.statistics(*inputs, extras, output, lse, weights=found, weights_strides=weights_strides(found))
-    return output, lse, found.squeeze(1) if weights == "average" else found
+    return output, lse, found
 
 
 def empty_weights(call: AttentionCall | NativeArguments, *, average: bool) -> Tensor:
-    """Zeros for the weights of a call, (B, H, L, S), or (B, 1, L, S) for their mean over the heads."""
+    """Zeros for the weights of a call, (B, H, L, S), or for their mean over the heads (B, L, S)."""
     (batch, heads, length, _), keys = call.query.shape, call.key.shape[2]
-    return call.query.new_zeros(batch, 1 if average else heads, length, keys, dtype=torch.float32)
+    shape = (batch, length, keys) if average else (batch, heads, length, keys)
+    return call.query.new_zeros(shape, dtype=torch.float32)
 
 
-def weights_strides(weights: Tensor) -> tuple[int, int, int]:
+def weights_strides(weights: Tensor) -> tuple[int, ...]:
     """Of items, heads and rows, as `NativePlan.statistics` takes them: heads that are averaged share a place."""
-    batch, heads, rows, _ = weights.stride()
-    return batch, 0 if weights.shape[1] == 1 else heads, rows
+    items, *heads, rows, _ = weights.stride()
+    return items, *(heads or [0]), rows
 
 
 class _Native(torch.autograd.Function):
@@ -200,6 +205,7 @@ class _Native(torch.autograd.Function):
             found: list[Tensor | None] = [None] * len(inputs)
             if of_output is not None or of_lse is not None:
                 found = _gradients(call, ctx.prepare, output, lse, of_output, of_lse, ctx.needs_input_grad)
+            # Weights are before dropout and outputs after it: their gradients meet in those of the inputs only.
             if of_weights is not None:
                 query, key, *rest = weights_gradients(zero_hidden(call), None, weights == "average", of_weights)
                 found = [_sum(*both) for both in zip(found, (query, key, None, *rest), strict=True)]
@@ -209,6 +215,7 @@ class _Native(torch.autograd.Function):
             results = recompute_by_reference(ctx.rebuild)(*tensors)
             if weights is None:
                 return tuple(results)
+            # PyTorch's operations do not isolate what the mask hides, as the kernel does.
             call = zero_hidden(ctx.rebuild(*tensors))
             return *results, weights_by_operations(call, None, weights == "average")
 

@@ -49,8 +49,10 @@ def _lower(mask: Mask, grid: Grid) -> LoweredMask:
         tensors.append(found.keys[:, None, None, :])
     rows = found.rows
     if found.queries is not None:
+        # A fully masked row is an empty range, whose tiles the kernel skips.
         some = RowRanges(None, found.queries * grid.key_length)
         rows = some if rows is None else rows.meet(some)
+    # Tensors that stand for one condition each are joined before the kernel reads them: it takes one of a kind.
     visible, bias = None, None
     for tensor in tensors:
         visible = tensor if visible is None else visible & tensor

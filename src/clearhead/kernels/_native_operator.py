@@ -49,6 +49,7 @@ def _empty_lse(query: Tensor) -> Tensor:
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = query.shape
     shape = (batch, heads, length, value.shape[-1])
+    # As `NativePlan` lays outputs out; computed anew, because strides of a graph may be symbols.
     if query.stride(1) < query.stride(2):
         return query.new_empty(batch, length, heads, shape[-1]).transpose(1, 2), _empty_lse(query)
     return query.new_empty(shape), _empty_lse(query)
@@ -72,6 +73,7 @@ def _differentiate(ctx: Any, output_gradient: Tensor | None, lse_gradient: Tenso
     *gradients, correction = torch.ops.clearhead.attention_backward(
         *tensors, *ctx.numbers, output, lse, output_gradient, lse_gradient
     )
+    # The operator takes sinks in any dtype, and its backward gives δ, of which their gradient is a sum.
     sinks = tensors[3]
     return *gradients, None if sinks is None else sinks_gradient(sinks, correction, lse), *(None,) * 12
 

@@ -129,6 +129,7 @@ class NativePlan:
         self._output_dtype = torch.float32 if differentiable else dtype
         self._rows_shape = (batch, heads, rows)
         self._bias_shape = bias_gradient
+        # Starting threads, and asking PyTorch how many there are, would take longer than such a call.
         self._one_thread = batch * heads * rows * keys * dim <= _WORK_OF_ONE
         plan = cast(Any, extension).Plan(
             dtype=DTYPES[dtype],
@@ -159,6 +160,7 @@ class NativePlan:
             from_end=from_end,
             cu_seqlens_bytes=cu_seqlens_dtype.itemsize,
         )
+        # Looked up once: tiny calls would notice.
         self._forward, self._backward, self._statistics = plan.forward, plan.backward, plan.statistics
 
     def empty_output(self, like: Tensor) -> Tensor:
@@ -207,7 +209,9 @@ class NativePlan:
             bias_gradient: an `empty_bias_gradient`, if it is wanted.
         """
         dq, dk, dv = (query.new_empty_strided(shape, strides) for shape, strides in self._gradients)
+        # float32 is enough: unlike lse it is no exponent, and its rounding stays a rounding.
         correction = torch.empty_like(lse, dtype=torch.float32)
+        # Graphs, and hooks on saved tensors, may bring an output back that lies otherwise.
         if output.stride() != self._strides:
             output = output.new_empty_strided(self._shape, self._strides).copy_(output)
         if output_gradient.is_neg() or output_gradient.stride(-1) != 1:
@@ -369,6 +373,7 @@ def _strides_of_output(shape: tuple[int, ...], query: Strides) -> Strides:
 
 
 def _strides_of_bias_gradient(shape: tuple[int, ...]) -> Strides:
+    # A bias of one item gets the sum over the batch: every item adds to the same place.
     items, *matrix = _contiguous_strides(shape)[:3]
     return 0 if shape[0] == 1 else items, *matrix
 

@@ -33,7 +33,7 @@ class WeightStatistics:
         top_weights: (B, H, L, k), falling.
         top_keys: int64 (B, H, L, k), −1 where fewer are seen.
         output: (B, H, L, Dv), what `attention` gives.
-        weights: (B, H, L, S), or (B, 1, L, S) for their mean over the heads.
+        weights: (B, H, L, S), or (B, L, S) for their mean over the heads.
         map: (B, H, R, C), what tile ⌊i·R/L⌋, ⌊j·C/S⌋ gets of counted queries: the sum, or the largest weight.
         map_max: which of the two.
         first_keys: int32 (B, H, t), keys whose weights are added up in `sink`; −1 is none.
@@ -153,7 +153,7 @@ def native_weights(
     weights = empty_weights(request, average=average)
     strides = weights_strides(weights)
     request.plan().statistics(*request.inputs, request.extras, weights=weights, weights_strides=strides, exact=exact)
-    return weights[:, 0] if average else weights
+    return weights
 
 
 def _wanted(found: WeightStatistics) -> dict[str, Tensor | int | tuple[int, ...] | None]:
@@ -181,6 +181,7 @@ def _of_rows(request: NativeArguments, rows: Tensor) -> NativeArguments:
     def cut(tensor: Tensor | None, dim: int) -> Tensor | None:
         return tensor if tensor is None or tensor.shape[dim] == 1 else tensor.index_select(dim, rows)
 
+    # Chosen rows need not be neighbours, so that a band becomes one range of columns for each.
     first, last = cut(request.first, 1), cut(request.last, 1)
     if request.low > -length or request.high < keys - 1:
         from_band, to_band = ((rows + step)[None].int() for step in (request.low, request.high + 1))

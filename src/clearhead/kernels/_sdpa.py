@@ -122,6 +122,7 @@ def _has_fused_path(
     if fused_sdpa_choice is None:
         return False
 
+    # PyTorch decides by shapes, strides and dtypes: tensors without memory of their own are enough.
     def like(shape: tuple[int, ...], whole_rows: bool) -> Tensor:
         """A tensor of one row of memory."""
         size = shape[-1] if whole_rows else 1

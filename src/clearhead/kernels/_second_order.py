@@ -83,7 +83,8 @@ def backward_pass(
     arguments = len(ctx.needs_input_grad)
     if not given:  # `_Identity` has computed them all
         return (None,) * arguments
-    if any(map(_needs_operations, given)):
+    # To be differentiated again, or mapped over, a backward pass has to be made of PyTorch's operations.
+    if torch.is_grad_enabled() or any(map(is_batched, given)):
         found = gradients_through(recompute, inputs, gradients)
     elif any_autocast():
         with torch.autocast(given[0].device.type, enabled=False):
@@ -91,11 +92,6 @@ def backward_pass(
     else:
         found = own()
     return *(None,) * (arguments - len(found)), *found
-
-
-def _needs_operations(gradient: Tensor) -> bool:
-    """Whether a backward pass has to be made of PyTorch's operations: to be differentiated again, or mapped over."""
-    return torch.is_grad_enabled() or is_batched(gradient)
 
 
 def gradients_through(

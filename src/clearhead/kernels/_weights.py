@@ -29,6 +29,7 @@ def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool, for
     name = None if forced is None else forced.name
     if is_tracing() or is_transformed() or name == "reference":
         return weights_by_operations(call, rows, average)
+    # The native kernel gives float32, and a forced kernel must not be stood in for.
     natively = name in (None, "native") and call.spec.compute_dtype == torch.float32
     chosen = _Chosen(rows if rows is None else rows.to(call.query.device), average, natively)
     inputs = weights_inputs(call)

@@ -38,6 +38,7 @@ def weights_gradients(
         if tanh is not None:
             scores_gradient.mul_(1 - tanh.square())
         scores_gradient.mul_(call.spec.scale)
+        # A row may be chosen more than once: its gradients add up.
         target = query_gradient[block.batch, block.heads]
         rows = torch.arange(place.start, place.stop, device=query.device) if chosen is None else block.rows
         target.index_add_(2, cast(Tensor, rows), grouped(scores_gradient, key))

@@ -38,6 +38,7 @@ def _translated(
 ) -> Mask | None:
     parts: list[Mask | None] = []
     if is_causal:
+        # Appended keys stand behind the last: a causal mask alone would hide them from most queries.
         parts.append(causal() if appended == 0 else Or(causal(), Not(prefix(grid.key_length))))
     if attn_mask is not None:
         require_bool_or_float("attn_mask", attn_mask, "True = hidden")

@@ -29,6 +29,7 @@ def _zero_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     src, padding = given["src"], given.get("src_key_padding_mask")
     if padding is None or given.get("mask") is not None or not _took_fast_path(module, src, padding):
         return None
+    # PyTorch pads with zeros before the norm, which makes its bias of them.
     norm: nn.Module | None = getattr(module, "norm", None)
     nothing = output.new_zeros(output.shape[-1])
     filling = nothing if norm is None else norm(nothing)
@@ -37,6 +38,7 @@ def _zero_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _took_fast_path(encoder: Any, src: Tensor, padding: Tensor) -> bool:
     """Whether `nn.TransformerEncoder.forward` would have left its padding out, layers permitting."""
+    # PyTorch decides by its first layer.
     first = encoder.layers[0]
     if not torch.backends.mha.get_fastpath_enabled() or first.training or src.dim() != 3 or src.is_nested:
         return False

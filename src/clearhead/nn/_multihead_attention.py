@@ -159,6 +159,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         environment: Environment,
     ) -> tuple[Tensor, Tensor | None]:
         """The output in the layout of `query`, and the weights."""
+        # The core is batch first; these are views, and projections go back to what lies in memory.
         unbatched = query.dim() == 2
         if unbatched and isinstance(key_padding_mask, Tensor) and key_padding_mask.dim() == 1:
             key_padding_mask = key_padding_mask.unsqueeze(0)
@@ -179,6 +180,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             self.num_heads,
             self.num_heads,
             dropout_p=self.dropout if self.training else 0.0,
+            # Appended keys belong to no token, so that unpadded rows have no place for them.
             costs=None if appended else _costs(self),
             batch_first=not sequence_first,
         )

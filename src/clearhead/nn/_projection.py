@@ -18,7 +18,7 @@ def project(
     value: Tensor,
     in_proj_weight: Tensor | None,
     in_proj_bias: Tensor | None,
-    separate: tuple[Tensor | None, Tensor | None, Tensor | None],
+    separate: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply query, key and value with their weights, in one product where inputs are one tensor.
 
@@ -36,11 +36,12 @@ def project(
         if query is key and key is value:
             q, k, v = _linear(query, weight, bias).chunk(3, -1)
             return q, k, v
-        size, separate = weight.shape[1], weight.chunk(3)
         if key is value:
-            q = _linear(query, separate[0], None if bias is None else bias[:size])
+            size = weight.shape[1]
+            q = _linear(query, weight[:size], None if bias is None else bias[:size])
             k, v = _linear(key, weight[size:], None if bias is None else bias[size:]).chunk(2, -1)
             return q, k, v
+        separate = weight.chunk(3)
     biases = (None, None, None) if bias is None else bias.chunk(3)
     parts = zip((query, key, value), separate, biases, strict=True)
     q, k, v = (_linear(x, cast(Tensor, own), own_bias) for x, own, own_bias in parts)
@@ -53,6 +54,7 @@ def append_keys(
     """Append the learned key and value, then the zero ones, where there are any: (N, S, E) → (N, S′, E)."""
     batch = k.shape[0]
     if bias_k is not None and bias_v is not None:
+        # Under autocast the parameters are of another dtype than the projections.
         k = torch.cat([k, bias_k.to(k.dtype).expand(batch, 1, -1)], 1)
         v = torch.cat([v, bias_v.to(v.dtype).expand(batch, 1, -1)], 1)
     if add_zero_attn:

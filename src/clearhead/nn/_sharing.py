@@ -49,9 +49,11 @@ def shared_in_forward(
         rest: what else the translation depends on.
         translate: makes the mask.
     """
+    # What one graph made is no tensor of another.
     if not _forwards.running or is_tracing():
         return translate()
     held = _forwards.running[-1]
+    # By identity: comparing values would cost what sharing saves, and these tensors live until the forward ends.
     key = tuple(map(id, tensors)), rest
     if key not in held:
         held[key] = tensors, shared(translate())

@@ -142,6 +142,7 @@ def _mask(
     if len(given) > len(full) or any(size != 1 and size != whole for size, whole in pairs):
         got, expected = shape_text(given), f"a shape that broadcasts to {shape_text(full)}"
         raise ShapeError("attn_mask", expected=expected, got=got)
+    # Leading sizes are one batch to the core, so that the mask's have to be expanded before they are merged.
     if attn_mask.dim() > 3 and len(leading) != 1:
         attn_mask = attn_mask.expand(*leading, *attn_mask.shape[-3:])
         attn_mask = attn_mask.reshape(math.prod(leading), *attn_mask.shape[-3:])

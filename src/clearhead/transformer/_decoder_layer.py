@@ -170,6 +170,7 @@ class DecoderLayer(ResidualLayer):
         """
         require_features("x", x, self.embed_dim)
         own_cache, cross_cache = _both(cache)
+        # An error here and not in the attention, where a missing key would mean self-attention.
         if memory is None and (cross_cache is None or cross_cache.get() is None):
             raise ArgumentError(
                 "memory",

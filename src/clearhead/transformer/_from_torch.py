@@ -104,6 +104,7 @@ def _feed_forward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
         device=weight.device,
         dtype=weight.dtype,
     )
+    # Copies: training ours must not change the module that was given.
     built.linear1.load_state_dict(layer.linear1.state_dict())
     built.linear2.load_state_dict(layer.linear2.state_dict())
     return built

@@ -74,6 +74,7 @@ def made_norm(norm: Norm, embed_dim: int) -> nn.Module:
     expected = "what makes a norm for E features, such as nn.LayerNorm"
     if isinstance(norm, nn.Module) or not callable(norm):
         raise DTypeError("norm", expected=expected, got=type(norm).__name__)
+    # What cannot be called with one int raises a TypeError; other errors are the norm's own.
     try:
         made = norm(embed_dim)
     except TypeError as error:
