@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ArgumentError, ShapeError
 from ..plot._alignment import align
 from ..plot._collect import SectionPicture
 from ..plot._comparison import Comparison
 from ..plot._comparison_page import Views, compared_items
-from ..plot._heads import HeadSummary
 from ..plot._html import Page
 from ._demo import TextModel
-from ._seeing import RECORDED, choose, record_windows
+from ._seeing import RECORDED, places_of, record_windows
 from ._windows import Window
 
 SHARED_WORDS = 12  # characters
@@ -99,7 +99,8 @@ def see_both(
         [item] = compared_items(found, large)
         pictures = pictures or [view.sections[0] for view in item.views]
         views.add(item.labelled(f"tokens {first.first}–{first.last}"))
-        scores.append(_padded(list(found.scores().values())) * len(first.tokens))
+        rows = [row.double() for row in found.scores().values()]
+        scores.append(pad_sequence(rows, batch_first=True) * len(first.tokens))
         next_window()
     mean = torch.stack(scores).sum(0) / sum(len(first.tokens) for first, _ in pairs)
     modules = list(comparison.modules)
@@ -146,16 +147,6 @@ def _compare(models: tuple[TextModel, TextModel], pair: tuple[Window, Window]) -
 
 def _large(comparison: Comparison, layer: int | None, head: int | None) -> tuple[str, int]:
     """The module and head that differ most, of those that were chosen."""
-    blank = HeadSummary(entropy=0.0, spread=0.0, shares={}, contrast=0.0, queries=1)
-    choose([[blank] * len(row) for row in comparison.scores().values()], layer, head)  # refuses what is not there
     names = list(comparison.modules)
-    return next(
-        (name, number)
-        for name, number, _ in comparison.ranked()
-        if (layer is None or names[layer] == name) and head in (None, number)
-    )
-
-
-def _padded(table: Sequence[torch.Tensor]) -> torch.Tensor:
-    most = max(len(row) for row in table)
-    return torch.stack([torch.nn.functional.pad(row.double(), (0, most - len(row))) for row in table])
+    places = places_of([len(row) for row in comparison.scores().values()], layer, head)
+    return next((name, number) for name, number, _ in comparison.ranked() if (names.index(name), number) in places)

@@ -220,17 +220,22 @@ def choose(summaries: Sequence[Sequence[HeadSummary]], layer: int | None, head: 
     Raises:
         UsageProblem: for a layer or head that is not there.
     """
-    if layer is not None and not 0 <= layer < len(summaries):
-        raise UsageProblem(explain_problem("--layer", expected=_range(len(summaries)), got=str(layer)))
-    layers = list(range(len(summaries))) if layer is None else [layer]
-    most = max(len(summaries[index]) for index in layers)
+    return clearest_head(summaries, places_of([len(row) for row in summaries], layer, head))
+
+
+def places_of(heads: Sequence[int], layer: int | None, head: int | None) -> list[tuple[int, int]]:
+    """The places that a choice of a layer, a head, both or neither leaves, where layers have so many heads.
+
+    Raises:
+        UsageProblem: for a layer or head that is not there.
+    """
+    if layer is not None and not 0 <= layer < len(heads):
+        raise UsageProblem(explain_problem("--layer", expected=_range(len(heads)), got=str(layer)))
+    layers = range(len(heads)) if layer is None else [layer]
+    most = max(heads[index] for index in layers)
     if head is not None and not 0 <= head < most:
         raise UsageProblem(explain_problem("--head", expected=_range(most), got=str(head)))
-    if head is None:
-        index, found = clearest_head([summaries[index] for index in layers])
-        return layers[index], found
-    there = [index for index in layers if head < len(summaries[index])]
-    return max(there, key=lambda index: summaries[index][head].contrast), head
+    return [(index, place) for index in layers for place in range(heads[index]) if head in (None, place)]
 
 
 def _chosen_head(layer: LayerPicture, head: int) -> ChosenHead:

@@ -130,14 +130,12 @@ def _refusal_lines(report: Report) -> list[str]:
         if check.status == "refused" or only_gradients:
             what = "gradients of " if only_gradients else ""
             dtypes.setdefault((check.kernel, what, "; ".join(check.reasons), check.case), []).append(check.dtype)
-    computed: dict[str, list[str]] = {}
+    computed: dict[str, dict[str, None]] = {}  # case → dtypes, in order
     for check in report.checks:
-        computed.setdefault(check.case, [])
-        if check.dtype not in computed[check.case]:
-            computed[check.case].append(check.dtype)
+        computed.setdefault(check.case, {})[check.dtype] = None
     cases: dict[tuple[str, str, str, str], list[str]] = {}
     for (kernel, what, reasons, case), which in dtypes.items():
-        some = "" if which == computed[case] else f" in {' and '.join(which)}"
+        some = "" if which == list(computed[case]) else f" in {' and '.join(which)}"
         cases.setdefault((kernel, what, some, reasons), []).append(case)
     return [
         f"{kernel} refuses {what}{', '.join(which)}{some}: {reasons}"

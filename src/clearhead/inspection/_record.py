@@ -149,9 +149,8 @@ class record(Drawable, Recorded):
         choice("keep", keep, ("statistics", "queries_keys"))
         self._names = require_names(statistics, has_value=True)
         require_per(per, self._names)
-        chosen = _checked_layers(layers, model)
         self._options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
-        self._layers = chosen
+        self._layers = _checked_layers(layers, model)
         self._heads = None if heads is None else whole_numbers("heads", heads)
         self._query_mask = None if query_mask is None else query_marks(query_mask)
         self._keep = keep

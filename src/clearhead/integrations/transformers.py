@@ -174,7 +174,8 @@ def attention_forward(
             pattern = _causal(query, key) if is_causal is not None and flag("is_causal", is_causal) else None
             if sliding_window is not None and size("sliding_window", sliding_window) < key.shape[2]:
                 pattern = _both(pattern, masks.sliding_window(sliding_window - 1, sliding_window - 1))
-                options |= _last_positions(query, key)
+                if query.shape[2] < key.shape[2]:  # the last query stands at the last key
+                    options["query_positions"] = key.shape[2] - query.shape[2]
         if position_bias is not None:
             pattern = _both(pattern, masks.bias(position_bias))
         rows = rows_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
@@ -343,12 +344,6 @@ def _seen_of_held(held: BoundedLayer, num_heads: int) -> tuple[masks.Mask, dict[
     if keys is not None and keys.dim() == 3:
         keys = keys.repeat_interleave(num_heads // keys.shape[1], 1)  # (B, H, S)
     return mask, {"query_positions": positions, "key_positions": keys}
-
-
-def _last_positions(query: Tensor, key: Tensor) -> dict[str, int]:
-    """Where the queries stand if the last one is at the last key."""
-    length, keys = query.shape[2], key.shape[2]
-    return {"query_positions": keys - length} if length < keys else {}
 
 
 def _within(rows: Rows | None, pattern: masks.Mask | None, options: dict[str, Any]) -> masks.Mask | None:

@@ -14,7 +14,7 @@ from .._statistics.recorded import Recorded
 from .._statistics.result import PER_QUERY, AttentionStatistics
 from ..errors import DTypeError, RecordError, ShapeError
 from ._patches import Tiles
-from ._sections import Section, extent_of, find_sections, fitted, number_of_calls
+from ._sections import Section, extent_of, find_sections, fitted, number_of_calls, span_of
 from ._tokens import Tokens
 from ._words import has_pieces, merge_words, row_entropy
 
@@ -196,7 +196,9 @@ def _section(
     if any((other.query_length, other.key_length) != (length, keys) for other in statistics):
         raise ShapeError("rec", expected=f"L = {length} and S = {keys} in all of {section.layers}", got="others")
     queries = extent_of(statistics[0], item)
-    extent = queries if section.same else _received_extent(statistics, item)
+    # Keys that are hidden from all queries receive exactly nothing.
+    received = torch.stack([found.received[item].sum(0) for found in statistics]).sum(0)  # (S,)
+    extent = queries if section.same else span_of(received)
     side = "key_tokens" if section.kind == "encoder" else "tokens"
     query_tokens = fitted(side, texts[side], number, length, queries)
     key_tokens = query_tokens if section.same else fitted("key_tokens", texts["key_tokens"], number, keys, extent)
@@ -205,13 +207,6 @@ def _section(
         for name, found in zip(section.layers, statistics, strict=True)
     ]
     return SectionPicture(section, query_tokens, key_tokens, layers)
-
-
-def _received_extent(statistics: Sequence[AttentionStatistics], item: int) -> tuple[int, int]:
-    """First and one past the last key that gets any weight from anywhere: hidden keys get exactly none."""
-    received = torch.stack([found.received[item].sum(0) for found in statistics]).sum(0)  # (S,)
-    places = received.nonzero().flatten()
-    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, len(received))
 
 
 def _layer(

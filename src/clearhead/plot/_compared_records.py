@@ -21,12 +21,7 @@ STAND_INS = ("normalized_entropy", "confidence", "sink", "distance", "entropy")
 
 
 class ComparedRecords:
-    """Two records with the same layers and heads, paired; see `clearhead.plot.compare`.
-
-    Args:
-        first, second: the records.
-        tokens, other_tokens: their texts, one per batch item or one for all.
-    """
+    """Two records with the same layers and heads, paired: what `Comparison` is made of, without page and pictures."""
 
     def __init__(
         self, first: Recorded, second: Recorded, tokens: list[Tokens] | None, other_tokens: list[Tokens] | None

@@ -23,7 +23,7 @@ from ._collect import ItemPicture, collect, require_record
 from ._crops import CROPS, CropRequest, with_crops
 from ._detail import Detail, bytes_of_crops, details_for, least_bytes
 from ._files import whole_file
-from ._heads import Summaries, summarize
+from ._heads import Summaries, clearest_head, summarize
 from ._image_items import with_pictures
 from ._labels import printable
 from ._page_contents import ScaleEnds, describe_item, describe_section
@@ -328,14 +328,14 @@ def _place(
     if head is not None:
         integer("head", head, least=0, expected=expected)
     for section, picture in enumerate(items[0].sections):
-        contrasts = {
-            (section, index, number): summary.contrast
-            for index, (found, summaries) in enumerate(zip(picture.layers, summarize(picture), strict=True))
-            for number, summary in enumerate(summaries)
-            if name in (None, found.name) and head in (None, found.heads[number])
-        }
-        if contrasts:
-            return max(contrasts, key=lambda place: contrasts[place])
+        places = [
+            (index, place)
+            for index, found in enumerate(picture.layers)
+            for place, number in enumerate(found.heads)
+            if name in (None, found.name) and head in (None, number)
+        ]
+        if places:
+            return section, *clearest_head(summarize(picture), places)
     raise ArgumentError("head", expected=expected, got=str(head))
 
 

@@ -112,7 +112,6 @@ class _Texts:
 
     def __init__(self) -> None:
         self.descriptions: list[dict[str, Any]] = []
-        self._known: dict[int, int] = {}
         self._kept: list[Tokens] = []
 
     def number(self, tokens: Tokens) -> int:

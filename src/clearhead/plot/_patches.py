@@ -68,13 +68,7 @@ class Tiles:
 
     def merge(self, values: Tensor, dim: int, *, mean: bool) -> Tensor:
         """Add up, or average, the patches of every tile along a dimension."""
-        places = self.places().to(values.device)
-        shape = [*values.shape]
-        shape[dim] = self.length
-        merged = values.new_zeros(shape).index_add_(dim, places, values)
-        if not mean:
-            return merged
-        counts = places.bincount(minlength=self.length).to(values.dtype)
-        view = [1] * values.dim()
-        view[dim] = -1
-        return merged / counts.view(view)
+        members = torch.nn.functional.one_hot(self.places(), self.length).to(values)  # (tokens, tiles)
+        if mean:
+            members = members / members.sum(0)
+        return (values.movedim(dim, -1) @ members).movedim(-1, dim)

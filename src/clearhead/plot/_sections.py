@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
 from ..errors import ArgumentError, ShapeError
@@ -128,8 +130,13 @@ def fitted(what: str, given: Sequence[Tokens] | None, item: int, length: int, ex
 
 def extent_of(statistics: AttentionStatistics, item: int) -> tuple[int, int]:
     """First and one past the last query that is counted; everything if none is."""
-    places = statistics.counted[item].nonzero().flatten()
-    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, statistics.query_length)
+    return span_of(statistics.counted[item])
+
+
+def span_of(marks: Tensor) -> tuple[int, int]:
+    """First and one past the last of (n,) that is not zero; everything if none is."""
+    places = marks.nonzero().flatten()
+    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, len(marks))
 
 
 def _kind(name: str, queries: int, keys: int) -> Kind:
