@@ -4,9 +4,10 @@
 
 Processes of this machine, on gloo, with one thread each. Bytes are what one process receives, as the calls of
 collectives say, beside the formulas of docs/distributed.md. Held are the keys and values that autograd keeps for the
-backward pass, in shares of what it keeps on one process. Times are medians of rounds in which one process works alone
-and then all of them together; the busiest process is compared with the least busy by processor time, since they wait
-for each other. With more processes than cores times mean little.
+backward pass, and most are those alive at once in the forward pass, what is on its way included; both in shares of one
+process. Times are medians of rounds in which one process works alone and then all of them together; the busiest process
+is compared with the least busy by processor time, since they wait for each other. With more processes than cores times
+mean little.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import statistics
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,6 +81,40 @@ class Received(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Live(TorchDispatchMode):
+    """Counts the bytes of the tensors made while it is entered, and the most that were alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        given = {_storage(x)._cdata for x in _tensors((args, kwargs))}
+        found = func(*args, **(kwargs or {}))
+        for storage in map(_storage, _tensors(found)):
+            if storage._cdata not in self._alive and storage._cdata not in given:
+                self._alive.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._ended, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return found
+
+    def _ended(self, name: int, count: int) -> None:
+        self._alive.discard(name)
+        self.now -= count
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _storage(x: Tensor) -> torch.UntypedStorage:
+    return _local(x).untyped_storage()
+
+
 def _received(kind: str, largest: int) -> float:
     """Of a collective whose largest tensor has so many bytes."""
     others = (dist.get_world_size() - 1) / dist.get_world_size()
@@ -98,7 +134,7 @@ def formulas(method: str, world: int, length: int, heads: int, kv_heads: int) ->
     if method == "gather":
         return others * keys, others * keys
     if method == "ring":
-        return (world - 1) * keys / world, (2 * world - 1) * keys / world
+        return (world - 1) * keys / world, 2 * (world - 1) * keys / world
     sent = 2 * heads + 2 * max(kv_heads, world)
     return (others * length / world * sent * HEAD_DIM * number,) * 2
 
@@ -118,7 +154,8 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
     torch.manual_seed(0)
     whole = _module(options)
     x = torch.randn(1, options.length, whole.embed_dim)
-    held = _held(whole, x[:, : options.world], x)
+    queries = x[:, : options.world]
+    held, most = _held(whole, queries, x), _most(whole, queries, x)
     splits, found = [], {}
     for way in WAYS:
         split, part = _module(options), x
@@ -129,7 +166,7 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
             part = shard_sequence(x, mesh, layout=way.layout).clone()
         splits.append(Split(way, split, part))
         few = part[:, : options.world] if part is x else part[:, :1]
-        found[way] = (*_counted(splits[-1]), _held(split, few, part) / held)
+        found[way] = (*_counted(splits[-1]), _held(split, few, part) / held, _most(split, few, part) / most)
     times = {}
     if options.times:
         for causal in (False, True):
@@ -171,13 +208,20 @@ def _held(module: Any, queries: Tensor, keys: Tensor) -> int:
     return sum(size for where, size in storages.items() if where not in parameters)
 
 
+def _most(module: Any, queries: Tensor, keys: Tensor) -> int:
+    """The most bytes of keys and values alive at once: of a call with few queries."""
+    with Live() as live:
+        _forward(module, queries, None, keys)
+    return live.most
+
+
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _forward(module: Any, x: Tensor, mask: Any) -> None:
+def _forward(module: Any, x: Tensor, mask: Any, keys: Tensor | None = None) -> None:
     with torch.no_grad():
-        module(x, mask=mask)
+        module(x, keys, mask=mask)
 
 
 def _both(module: Any, x: Tensor, mask: Any) -> None:
@@ -215,17 +259,25 @@ def _seconds(call: Callable[[], None]) -> tuple[float, float]:
 
 
 def show(found: dict[Way, Any], times: dict[Way, Any], options: argparse.Namespace) -> None:
-    names = ["method", "collectives forward", "backward", "MB forward (formula)", "MB backward (formula)", "held ×"]
+    names = [
+        "method",
+        "collectives forward",
+        "backward",
+        "MB forward (formula)",
+        "MB backward (formula)",
+        "held ×",
+        "most ×",
+    ]
     if times:
         names += ["forward ×", "busiest ÷ least", "forward + backward ×", "busiest ÷ least"]
     sizes = options.world, options.length, options.heads, options.kv_heads
     table = Table(*names, title="W = {}, L = {}, H = {}, Hkv = {}".format(*sizes))
-    for way, (forward, backward, held) in found.items():
+    for way, (forward, backward, held, most) in found.items():
         expected = formulas(way.method, *sizes)
         modes = forward, backward
         cells = [way.name, *(", ".join(f"{count} {kind}" for kind, count in mode.counts.items()) for mode in modes)]
         cells += [f"{m.bytes / 1e6:.1f} ({e / 1e6:.1f})" for m, e in zip(modes, expected, strict=True)]
-        cells.append(f"{held:.2f}")
+        cells += [f"{held:.2f}", f"{most:.2f}"]
         cells += [f"{number:.2f}" for pair in times.get(way, ()) for number in pair]
         table.add_row(*cells)
     console.print(table)

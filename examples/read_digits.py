@@ -10,6 +10,7 @@ inked. A head that reads blindly puts exactly that share there. The same is prin
 from __future__ import annotations
 
 import json
+import logging
 import time
 from copy import deepcopy
 from pathlib import Path
@@ -21,10 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from transformers import ViTConfig, ViTForImageClassification
 
 import clearhead
-import clearhead.integrations.transformers  # adds "clearhead" to the attention implementations
 
 console = Console()
 
@@ -43,7 +42,14 @@ def digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return (pictures[parts[0]], labels[parts[0]]), (pictures[parts[1]], labels[parts[1]])
 
 
-def small_model() -> ViTForImageClassification:
+def small_model() -> nn.Module:
+    logging.disable(logging.WARNING)  # transformers imports torchao if it is there, which writes what it lacks
+    from transformers import ViTConfig, ViTForImageClassification
+
+    from clearhead.integrations.transformers import register
+
+    logging.disable(logging.NOTSET)
+    register()  # adds "clearhead" to the attention implementations
     config = ViTConfig(
         image_size=8,
         patch_size=1,

@@ -17,7 +17,7 @@ from clearhead.distributed import context_parallel, gather_sequence, shard_seque
 from clearhead.distributed._layout import LAYOUTS, Layout
 from clearhead.errors import ClearheadError
 
-from .building import EMBED, HEADS, attention, collectives, decoder, encoder, mask
+from .building import EMBED, HEADS, attention, collectives, decoder, encoder, full, mask
 from .comparing import compare_in_parts
 from .meshes import line, square
 from .processes import Processes
@@ -119,6 +119,28 @@ def _same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_heads_give_the_same_bits(two: Processes, dtype: torch.dtype) -> None:
     two.run(_same_bits, dtype)
+
+
+def _shared_head(way: str) -> torch.Tensor:
+    """The gradient of the bias of values, of one key/value head whose four query heads each have a process."""
+    module: Any = clearhead.MultiHeadAttention(16, 4, num_kv_heads=1, dtype=torch.bfloat16)
+    with torch.no_grad():
+        module.q_proj.weight.zero_()  # all weights are a quarter
+        module.out_proj.weight.copy_(torch.eye(16))
+    factors = torch.tensor([256.0, 1.0, 1.0, 1.0]).to(torch.bfloat16).repeat_interleave(4)
+    x = torch.ones(1, 4, 16, dtype=torch.bfloat16)
+    if way == "tensor":
+        split = tensor_parallel(module, line())
+    else:
+        split, x = context_parallel(module, line(), method="heads"), shard_sequence(x, line())
+    (split(x) * factors).sum().backward()
+    return full(split.v_proj.bias.grad)
+
+
+@pytest.mark.parametrize(("way", "count"), [("heads", 1), ("tensor", 4)])
+def test_gradients_of_a_shared_head_are_rounded_after_they_are_added(four: Processes, way: str, count: int) -> None:
+    for found in four.run(_shared_head, way):  # 256 + 1 is 256 in bfloat16
+        assert torch.equal(found, torch.full((4,), 259.0 * count).to(torch.bfloat16))
 
 
 def _collectives(method: str) -> list[dict[str, int]]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import clearhead
+from benchmarks.distributed import Live
 from clearhead import masks
 from clearhead._environment import read_environment
 from clearhead.distributed import context_parallel, shard_sequence
@@ -96,3 +97,27 @@ def _held(layout: Layout) -> tuple[int, int]:
 def test_a_process_holds_its_part_of_keys_and_values(four: Processes, layout: Layout) -> None:
     for own, whole in four.run(_held, layout):
         assert 0 < own <= 0.3 * whole
+
+
+def _most(layout: Layout) -> tuple[int, int]:
+    """Bytes of keys and values that are alive at once, of this process and of one: of a call with few queries."""
+    world, most = dist.get_world_size(), []
+    x = torch.randn(1, 8192, EMBED)
+    for split in (True, False):
+        module = attention(4, dtype=torch.float32).requires_grad_(False)
+        query, key = x[:, : 2 * world], x
+        if split:
+            module = context_parallel(module, line(), method="ring", layout=layout)
+            query, key = (shard_sequence(each, line(), layout=layout).clone() for each in (query, key))
+        query.requires_grad_()
+        with Live() as live:
+            module(query, key)
+        most.append(live.most)
+    return most[0], most[1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_travels_needs_little_beside_it(four: Processes, layout: Layout) -> None:
+    for own, whole in four.run(_most, layout):
+        assert whole >= 2 * 8192 * EMBED * 4  # keys and values, all of them
+        assert 0.25 * whole < own <= 0.3 * whole

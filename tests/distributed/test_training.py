@@ -188,12 +188,14 @@ def _ends(method: str, step: str) -> str:
     """The last process ends in the middle; what the first one says."""
     import os
 
-    module: Any = context_parallel(attention(4), line(), method=method)  # type: ignore[arg-type]
-    x = torch.randn(2, 8, EMBED, dtype=torch.float64)
-    output = module(x)
+    split: Any = tensor_parallel if method == "tensor" else partial(context_parallel, method=method)
+    module = split(attention(1 if step == "backward of shared heads" else 4), line())
+    x = torch.randn(2, 8, EMBED, dtype=torch.float64, requires_grad=step == "backward")
+    learnt = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    output = module(x, mask=masks.bias(learnt) if step == "backward of a bias" else None)
     if dist.get_rank() == 1:
         os._exit(1)
-    go_on = output.sum().backward if step == "backward" else partial(module, x)
+    go_on = output.sum().backward if "backward" in step else partial(module, x)
     with pytest.raises(DistributedError) as caught:
         go_on()
     return str(caught.value)
@@ -205,6 +207,13 @@ SAID = {
     ("gather", "backward"): "context_parallel: backward: reduce-scatter: the exchange failed",
     ("heads", "backward"): "context_parallel: backward: all-to-all: the exchange failed",
     ("ring", "backward"): "context_parallel: backward: ring: the exchange failed",
+    ("tensor", "forward"): (
+        "tensor_parallel: forward: all-reduce of the output of module.out_proj: the exchange failed. "
+        "Another process has ended"
+    ),
+    ("tensor", "backward"): "tensor_parallel: backward: all-reduce of the gradient of the input of module: the exch",
+    ("tensor", "backward of shared heads"): "tensor_parallel: backward: all-reduce of the gradient of module.",
+    ("tensor", "backward of a bias"): "tensor_parallel: backward: all-reduce of a bias's gradient: the exchange failed",
 }
 
 
@@ -217,6 +226,27 @@ def test_a_process_that_ends_ends_the_others(method: str, step: str) -> None:
         good, said = two._ends[0].recv()
         assert good, said
         assert SAID[method, step] in said
+
+
+def _raises() -> str:
+    """A mask that raises in the last process alone, between the collectives; what each process says."""
+
+    def rule(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise ValueError("of the user's")
+        return q >= k
+
+    module = tensor_parallel(attention(4), line())
+    with pytest.raises((DistributedError, ValueError)) as caught:
+        module(torch.randn(2, 8, EMBED, dtype=torch.float64), mask=masks.mask_mod(rule))
+    return str(caught.value)
+
+
+def test_a_process_that_raises_ends_the_others() -> None:
+    with processes(2, seconds=5) as two:
+        first, second = two.run(_raises, seconds=40)
+    assert SAID["tensor", "forward"] in first
+    assert "of the user's" in second
 
 
 def _autocast() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from clearhead.errors import ClearheadError, DistributedError, RecordError
 
 from .building import EMBED, HEADS, attention, collectives, encoder, full, require_close
 from .meshes import line, square
-from .processes import Processes
+from .processes import Processes, processes
 
 METHODS = ("heads", "gather", "ring")
 SCALARS = ("entropy", "max_logit", "raw_max_logit", "sink", "confidence")
@@ -218,6 +219,44 @@ def _refused_of_heads() -> None:
 
 def test_what_processes_that_share_heads_refuse(two: Processes) -> None:
     two.run(_refused_of_heads)
+
+
+def _other_weights() -> str:
+    module, x = tensor_parallel(attention(4), line()), torch.zeros(2, 9, EMBED, dtype=torch.float64)
+    with pytest.raises(DistributedError) as caught:
+        module(x, need_weights=True, average_attn_weights=dist.get_rank() == 0)
+    return str(caught.value)
+
+
+def test_weights_of_every_head_beside_their_average_are_refused(two: Processes) -> None:
+    for message in two.run(_other_weights):
+        assert "tensor_parallel: weights: expected the same in every process" in message
+
+
+def _alone(what: str) -> str:
+    """The first process records, or wants weights; what each of them says."""
+    module: Any = tensor_parallel(attention(4), line())
+    x = torch.zeros(2, 9, EMBED, dtype=torch.float64)
+    alone = dist.get_rank() == 0
+    watching: Any = {"record": clearhead.record, "monitor": partial(clearhead.monitor, to=print)}.get(what)
+    with pytest.raises(DistributedError) as caught, watching(module) if watching and alone else nullcontext():
+        module(x, need_weights=watching is None and alone)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("record", "tensor_parallel: recorders of module: the processes could not agree"),
+        ("monitor", "tensor_parallel: recorders of module: the processes could not agree"),
+        ("weights", "tensor_parallel: weights of module: the processes could not agree"),
+    ],
+)
+def test_one_process_that_watches_heads_alone_ends_with_the_name_of_the_step(what: str, said: str) -> None:
+    with processes(2, seconds=5) as two:
+        first, second = two.run(_alone, what, seconds=40)
+    assert said in first
+    assert "tensor_parallel: forward: all-reduce of the output of module.out_proj: the exchange failed" in second
 
 
 def _others() -> None:

@@ -127,6 +127,19 @@ def test_other_positions_are_refused() -> None:
             clearhead.attention(query, key, value, mask, query_positions=other)
 
 
+class Marked(Tensor):
+    """A subclass, which `copy.deepcopy` refuses."""
+
+
+def test_tensors_of_a_subclass_are_copied_too() -> None:
+    lengths, positions = torch.tensor([5, 3]).as_subclass(Marked), torch.arange(2, 7).as_subclass(Marked)
+    mask = (masks.causal() & masks.lengths(lengths)).prepare(5, query_positions=positions, key_positions=positions)
+    expected = (masks.causal() & masks.lengths(torch.tensor([5, 3]))).dense(5, query_positions=2, key_positions=2)
+    lengths.zero_()
+    positions.zero_()
+    assert torch.equal(mask.dense(5, query_positions=torch.arange(2, 7), key_positions=torch.arange(2, 7)), expected)
+
+
 def test_a_bias_that_learns_is_refused() -> None:
     for mask in (masks.bias(torch.zeros(L, S, requires_grad=True)) & masks.causal(), RelativeBias(H)):
         with pytest.raises(ArgumentError, match="a mask without a bias that requires grad"):

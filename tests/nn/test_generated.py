@@ -174,14 +174,22 @@ class Call:
         return meant(self.query, self.key, self.value, self.bias, self.drawn.need_weights, self.drawn.average)
 
     def pytorch_reads_it_rightly(self) -> bool:
-        """No hidden rows, a mask shape PyTorch has, and `is_causal` only beside the causal mask itself."""
+        """No hidden rows, a mask shape PyTorch has, and `is_causal` only beside the causal mask itself.
+
+        Without weights `is_causal` makes PyTorch compute without the tensor, which then gets no gradient.
+        """
         if hidden_rows(self.theirs, self.bias).any():
             return False
         batch, heads, length, keys = self.sizes
         shapes = ((length, keys), (batch * heads, length, keys))
         if self.attn_mask is not None and tuple(self.attn_mask.shape) not in shapes:
             return False
-        return not self.is_causal or (self.attn_kind == "the causal one" and not self.appended)
+        if not self.is_causal:
+            return True
+        learns = self.attn_mask is not None and self.attn_mask.requires_grad
+        if learns and not self.drawn.need_weights and self.key_padding_mask is None:
+            return False
+        return self.attn_kind == "the causal one" and not self.appended
 
     def differentiable(self, module: nn.MultiheadAttention) -> list[Tensor]:
         tensors = {id(x): x for x in (self.query, self.key, self.value, self.attn_mask, self.key_padding_mask)}

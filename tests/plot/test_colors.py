@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clearhead.plot._comparison_plots import CHANGES
-from clearhead.plot._ink import RAMP, weight_bar
+from clearhead.plot._ink import CHANGES, RAMP, weight_bar
 
 # How linear RGB looks with one kind of cone missing: Machado, Oliveira and Fernandes 2009, severity 1.
 SIGHTS = {

@@ -17,7 +17,7 @@ import clearhead
 from clearhead.errors import ArgumentError, RecordError, ShapeError
 from clearhead.plot import given
 from clearhead.plot._image_items import image_items
-from clearhead.plot._image_plots import over_picture
+from clearhead.plot._image_plots import draw_image_sheet, over_picture
 from clearhead.plot._patches import PatchLayout, Tiles
 from clearhead.plot._picture import as_picture, open_picture
 
@@ -184,6 +184,14 @@ def test_every_head_is_a_thumbnail(vit: Any) -> None:
     axes = vit.plot_image(picture)
     assert [len(axes.get_xticks()), len(axes.get_yticks())] == [2, 2]
     assert len(vit.plot_image(picture, 1).get_yticks()) == 1
+
+
+def test_a_statistic_takes_the_thumbnails_place(vit: Any) -> None:
+    picture = (torch.rand(3, SIZE[0], SIZE[0]) * 255).to(torch.uint8)
+    numbers = ("sink", [[0.25, 3.5], [12.0, 0.0]])
+    *_, small, _ = draw_image_sheet(vit, picture, (list(vit)[1], 0), title="A title", numbers=numbers).axes
+    assert [text.get_text() for text in small.texts] == ["0.25", "3.50", "12", "0.00"]
+    assert small.get_title("left") == "sink of all heads"
 
 
 def test_a_processor_gives_the_part_of_the_picture_that_the_model_saw(tmp_path: Path) -> None:

@@ -150,6 +150,9 @@ class Layer:
         mixed, weights = results.output, results.weights  # (B, H, L, Dv)
         if form is not None and form.finish is not None:
             mixed = form.finish(mixed)
+        if weights is not None and self.all_heads is not None:
+            # First, so that a process that wants no weights waits in the output's exchange instead of returning.
+            weights = self.all_heads(weights)
         if not batched:
             output = apply_linear(self.out_proj, merge_heads(mixed.squeeze(0)), environment)  # (L, E)
         elif self.batch_first:
@@ -158,8 +161,6 @@ class Layer:
             # The GEMM then writes (L, B, E), and transposing it back for a sequence-first module copies nothing.
             merged = mixed.permute(2, 0, 1, 3).flatten(2)  # (L, B, H·Dv)
             output = apply_linear(self.out_proj, merged, environment).transpose(0, 1)
-        if weights is not None and self.all_heads is not None:
-            weights = self.all_heads(weights)
         return output, weights if weights is None or batched else weights.squeeze(0)
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:

@@ -34,6 +34,7 @@ def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]
     for name in ("output", "output_norm"):
         if name in names and not has_value:
             raise ArgumentError("statistics", expected=f"value= for {name!r}", got="no value", fix="Pass value=.")
+    # A statistic that is named twice is computed once.
     return tuple(dict.fromkeys(names))
 
 
@@ -60,6 +61,7 @@ def whole_numbers(name: str, numbers: Sequence[int]) -> tuple[int, ...]:
     """
     expected = "a list of whole numbers"
     try:
+        # Numbers of NumPy and tensors of one number count; floats do not, even whole ones.
         whole = tuple(index(number) for number in items(name, numbers, expected))
     except (TypeError, RuntimeError):  # tensors on meta have no numbers
         raise ArgumentError(name, expected=expected, got=shown(numbers)) from None

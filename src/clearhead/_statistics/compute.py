@@ -95,6 +95,7 @@ def attention_statistics(
     """
     names = require_names(statistics, value is not None)
     options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
+    # As `attention` under autocast, so that these are the weights of the call that the model makes.
     query, key, *values = cast_for_autocast(query, key, *(() if value is None else (value,)))
     with torch.no_grad(), autocast_off(query):
         call = build_call(
@@ -131,18 +132,20 @@ def compute_statistics(
     require_per(per, names)
     part = call.part
     with torch.no_grad(), autocast_off(call.query):
+        # A part exchanges what its process lacks; what comes back is of the same form.
         results = (results_of if part is None else part.results)(call, names, options, counted, queries)
         kv_heads = call.key.shape[1]
         if heads is not None:
             results, kv_heads = heads.all_heads(results), heads.all_num_kv_heads
         sees: Tensor = results.pop("sees")
         sizes = Sizes(sees.shape[1], kv_heads, call.grid.key_length)
+        # A key/value head sees a key where any of its query heads does.
         if per == "kv_head":
             group = sees.shape[1] // kv_heads
             _reduce_heads(results, names, kv_heads, group)
-            sees = sees.unflatten(1, (kv_heads, group)).any(2)
+            sees = sees.unflatten(1, (kv_heads, group)).any(2)  # (B, Hkv, L)
         counted = _counted_here(call, counted)
-        results["hidden_queries"] = (~sees).sum(-1)
+        results["hidden_queries"] = (~sees).sum(-1)  # (B, H)
         results["sees"] = sees
         found = AttentionStatistics(sizes, counted, results, options, per)
         return found if part is None else found.with_totals(part.totals)
@@ -152,8 +155,10 @@ def results_of(
     call: AttentionCall, names: Sequence[str], options: Options, counted: Tensor | None, queries: Queries | None
 ) -> dict[str, Any]:
     """Tensors of the statistics by name, of each query head, and ``sees`` (B, H, L)."""
+    # The native kernel gives what it can in one pass; a second one computes the rest.
     results = native_results(call, names, options, counted)
     left = [name for name in names if name not in results and name != "rows"]
+    # Which queries see a key is needed in any case, if only to count the others.
     if left or "sees" not in results:
         results |= _results_by_blocks(call, left, options, counted)
     if "rows" in names:
@@ -172,7 +177,7 @@ def _results_by_blocks(
     call: AttentionCall, names: Sequence[str], options: Options, counted: Tensor | None
 ) -> dict[str, Any]:
     """Results of some statistics and ``sees`` (B, H, L), folded block by block."""
-    column = None if counted is None else counted[:, None, :, None]
+    column = None if counted is None else counted[:, None, :, None]  # (B, 1, L, 1)
 
     def blocks() -> Iterator[BlockRows]:
         for block, place, query, key in score_blocks(call, dtype=exact_dtype(call)):
@@ -186,6 +191,7 @@ def fold_blocks(
     blocks: Iterable[BlockRows], gathered: Sequence[Statistic], call: AttentionCall, totals: Totals = ONE_PROCESS
 ) -> dict[str, Any]:
     """Results of statistics of the queries that are here, and ``sees`` (B, H, l)."""
+    # Blocks may hold some of a row's columns each: a query sees a key if it does in any of them.
     sees = torch.zeros(call.query.shape[:3], dtype=torch.bool, device=call.query.device)
     for rows in blocks:
         sees[rows.block.batch, rows.block.heads, rows.place] |= (rows.largest > float("-inf")).squeeze(-1)
@@ -200,19 +206,21 @@ def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = N
     shape = (call.grid.batch_size, call.grid.num_heads, count, call.grid.key_length)
     chosen = None if rows is None else rows.to(call.query.device)
     with torch.no_grad(), autocast_off(call.query):
+        # Float64 is beyond the native kernel, and tracing needs PyTorch's own operators.
         if call.spec.compute_dtype == torch.float32 and not is_tracing():
             exact = exact_dtype(call) == torch.float64
             native = native_weights(call, chosen, False, head=head, exact=exact)
             if native is not None:
                 return native if head is None else native[:, 0]
+        # Zeros, because blocks leave out columns that the mask rules out.
         result = call.query.new_zeros(shape, dtype=call.spec.compute_dtype)
         for block, place, query, key in score_blocks(call, chosen, exact_dtype(call)):
             part = BlockRows(call, block, place, query, key)
             result[block.batch, block.heads, place, part.columns] = part.weights
-        return result if head is None else result[:, head]
+        return result if head is None else result[:, head]  # (B, H, n, S) or (B, n, S)
 
 
 def _reduce_heads(results: dict[str, Any], names: Sequence[str], kv_heads: int, group: int) -> None:
     for statistic in names:
         for name in STATISTICS[statistic].per_head:
-            results[name] = results[name].unflatten(1, (kv_heads, group)).mean(2)
+            results[name] = results[name].unflatten(1, (kv_heads, group)).mean(2)  # (B, Hkv, …)

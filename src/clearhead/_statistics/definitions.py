@@ -137,9 +137,11 @@ class Received(Statistic):
         self._received, self._viewers = LongSum(self.zeros(*self.column_shape)), self.zeros(*self.column_shape)
 
     def add(self, rows: BlockRows) -> None:
+        # As (B, H, 1, S), so that blocks of several heads are added without a loop.
         where = (rows.block.batch, rows.block.heads, slice(None), rows.columns)
         self._received.run.unsqueeze(2)[where] += long_product(rows.share, rows.terms)  # (b, h, 1, s)
         self._received.end_block()
+        # Counted from the mask, because a visible key may have a weight that rounds to 0.
         mask = None if self.call.mask is None else self.call.mask.visible(rows.block)
         count = rows.place.stop - rows.place.start
         if mask is None:
@@ -167,6 +169,7 @@ class _Largest(Statistic):
         """The numbers of a block, (b, h, l, 1)."""
 
     def add(self, rows: BlockRows) -> None:
+        # Before the maximum over rows: a padded query may have the largest score.
         largest = self.of_rows(rows)
         if rows.counted is not None:
             largest = largest.masked_fill(~rows.counted, float("-inf"))
@@ -229,6 +232,7 @@ class TopKeys(Statistic):
         self._indices = torch.full(self._weights.shape, -1, device=self._weights.device)
 
     def add(self, rows: BlockRows) -> None:
+        # A block may hold fewer columns than k, and the row more of them in other blocks.
         count = min(self._count, rows.width)
         if count == 0:
             return
@@ -304,6 +308,7 @@ class Offset(Statistic):
     def add(self, rows: BlockRows) -> None:
         for place, offset in enumerate(self.options.offsets):
             values, there = self._stripe(rows, offset)  # (b, h, l, 1 or s)
+            # Queries that do not count are left out of the mean's denominator too.
             if rows.counted is not None:
                 there = there & rows.counted
             where = (rows.block.batch, rows.block.heads, place)
@@ -318,8 +323,10 @@ class Offset(Statistic):
         if shift is None:
             there = (rows.block.k == rows.block.q + offset) & (rows.shifted > float("-inf"))
             return rows.shifted, there
+        # Where positions count up each query has one such key, and one gather finds them all.
         column = rows.block.i + shift + offset - rows.columns.start  # (1, 1, l, 1)
         inside = (column >= 0) & (column < rows.width)
+        # Nothing can be gathered from no columns; no key is there.
         if rows.width == 0:
             return rows.total, torch.zeros_like(rows.total, dtype=torch.bool)
         index = column.clamp(0, rows.width - 1).expand(*rows.shifted.shape[:3], 1)
@@ -354,6 +361,7 @@ class Map(Statistic):
         weight = rows.counted if rows.counted is not None else torch.ones_like(rows.total[:, :1], dtype=torch.bool)
         pooled = pooled * weight
         target = self._map.run[rows.block.batch, rows.block.heads]
+        # The largest of several blocks is a largest; only sums lose digits over many of them.
         if self.options.map_pooling == "max":
             target.scatter_reduce_(2, row_tiles[:, None].expand_as(pooled), pooled, "amax")
             return
@@ -363,6 +371,7 @@ class Map(Statistic):
     def _pool_columns(self, rows: BlockRows) -> Tensor:
         tiles = rows.block.j.flatten() * self._columns // max(1, self.call.grid.key_length)  # (s,)
         if self.options.map_pooling == "mass":
+            # A product with who belongs where: rounding is that of a GEMM, and no scatter is needed.
             member = tiles[:, None] == torch.arange(self._columns, device=tiles.device)  # (s, R)
             return rows.terms @ member.to(rows.terms.dtype) / rows.total
         pooled = rows.terms.new_zeros(*rows.terms.shape[:3], self._columns)
@@ -385,10 +394,10 @@ def mean_of_tiles(sums: Tensor, counted: Tensor | None, length: int, totals: Tot
         totals: adds up their number.
     """
     rows = sums.shape[2]
-    tiles = totals.rows(length, sums.device) * rows // max(1, length)
-    weight = sums.new_ones(1, len(tiles)) if counted is None else counted.to(sums.dtype)
-    counts = totals.summed(sums.new_zeros(weight.shape[0], rows).index_add_(1, tiles, weight))
-    return sums / counts.clamp_(min=1)[:, None, :, None]
+    tiles = totals.rows(length, sums.device) * rows // max(1, length)  # (l,)
+    weight = sums.new_ones(1, len(tiles)) if counted is None else counted.to(sums.dtype)  # (1 or B, l)
+    counts = totals.summed(sums.new_zeros(weight.shape[0], rows).index_add_(1, tiles, weight))  # (1 or B, R)
+    return sums / counts.clamp_(min=1)[:, None, :, None]  # (B, H, R, C)
 
 
 @final
@@ -445,7 +454,8 @@ def _largest_columns(rows: BlockRows, count: int) -> tuple[Tensor, Tensor]:
     if groups <= count:
         return rows.shifted.topk(count, -1)
     best = rows.group_maxima.topk(count, -1, sorted=False).indices  # (b, h, l, count)
-    columns = (best[..., None] * GROUP + torch.arange(GROUP, device=best.device)).flatten(-2)
+    columns = (best[..., None] * GROUP + torch.arange(GROUP, device=best.device)).flatten(-2)  # (b, h, l, count · 64)
+    # The last group may be short: places beyond it are read from the last column, and left out below.
     candidates = rows.shifted.gather(-1, columns.clamp(max=rows.width - 1))
     candidates.masked_fill_(columns >= rows.width, float("-inf"))
     values, places = candidates.topk(count, -1)

@@ -12,24 +12,16 @@ from .._call.spec import AttentionCall
 from .._environment import is_tracing
 from ..kernels._blocks import exact_dtype
 from ..kernels._native_statistics import MOST_KEYS_OF_A_QUERY, WeightStatistics, gather, refuses
-from .definitions import Options, TopK, entropy_results, mean_of_tiles, sink_marks
+from .definitions import STATISTICS, Options, TopK, entropy_results, mean_of_tiles, sink_marks
 
 _MOST_SINK_KEYS = 64
 
-#: Statistics, and what `gather` calls the results of the kernel that each is read from.
+#: What `gather` calls the results of the kernel that a statistic is read from, where it is not the statistic's name.
 _SOURCES = {
-    "entropy": "entropy",
-    "received": "received",
     "max_logit": "largest",
     "raw_max_logit": "raw",
-    "confidence": "confidence",
     "top_k": "top",
-    "output": "output",
     "output_norm": "norm",
-    "map": "map",
-    "head_average": "head_average",
-    "sink": "sink",
-    "distance": "distance",
     "offset": "stripes",
 }
 
@@ -42,12 +34,13 @@ def native_results(
     Float64 inputs are not for it. Calls of few keys are scored in double precision all the same; see `exact_dtype`.
     """
     top_k = min(options.top_k, call.grid.key_length)
-    chosen = [name for name in names if name in _SOURCES and _is_given(name, call, options)]
+    # What is left out here is computed by blocks, and the results are put together.
+    chosen = [name for name in names if name in STATISTICS and _is_given(name, call, options)]
     if not chosen or call.spec.compute_dtype != torch.float32 or is_tracing() or refuses(call):
         return {}
     found = gather(
         call,
-        frozenset(_SOURCES[name] for name in chosen),
+        frozenset(_SOURCES.get(name, name) for name in chosen),
         counted,
         top_k=top_k,
         map_size=options.map_size,
@@ -74,14 +67,15 @@ def _first_keys(call: AttentionCall, options: Options) -> Tensor:
     """The first keys that any query of the item sees, (B, H, `sink_keys`); −1 where there are fewer."""
     marks = sink_marks(call, options.sink_keys).squeeze(-1)  # (1 or B, 1 or H, S)
     count = min(options.sink_keys, call.grid.key_length)
+    # A stable sort of the marks puts the numbers of the marked keys first, in order, without reading any.
     there, places = marks.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
-    first = places.masked_fill(there == 0, -1)[..., :count]
+    first = places.masked_fill(there == 0, -1)[..., :count]  # (1 or B, 1 or H, count)
     return first.expand(call.grid.batch_size, call.grid.num_heads, count)
 
 
 def _named(name: str, found: WeightStatistics) -> dict[str, Any]:
     """The results of one statistic, as its class in `definitions` names and defines them."""
-    source: Any = getattr(found, _SOURCES[name], None)
+    source: Any = getattr(found, _SOURCES.get(name, name), None)
     match name:
         case "entropy":
             return entropy_results(source, found.visible)
@@ -108,6 +102,7 @@ def _mean_of_stripes(stripes: Tensor, counted: Tensor | None) -> Tensor:
     there = stripes >= 0
     if counted is not None:
         there &= counted[:, None, :, None]
+    # One running sum over a long sequence would lose digits in float32.
     sums = (stripes * there).sum(2, dtype=torch.float64)
     return (sums / there.sum(2).clamp(min=1)).float()
 
@@ -116,6 +111,7 @@ def _largest_of_rows(largest: Tensor, counted: Tensor | None) -> Tensor:
     """(B, H) of the counted rows of (B, H, L)."""
     if counted is not None:
         largest = largest.masked_fill(~counted[:, None], float("-inf"))
+    # `amax` refuses to reduce nothing.
     if largest.shape[-1] == 0:
         return largest.new_full(largest.shape[:2], float("-inf"))
     return largest.amax(-1)

@@ -72,6 +72,7 @@ class AttentionStatistics:
         return tuple(self.results)
 
     def __getattr__(self, name: str) -> Any:
+        # Copying and unpickling look names up before there are results.
         if name.startswith("_") or "results" not in vars(self):
             raise AttributeError(name)
         if name in self.results:
@@ -98,6 +99,7 @@ class AttentionStatistics:
         """Whether any counted query sees a key; of a part, of all processes, of results that say so."""
         if self.totals is None or "seeing" in self.totals:
             return bool((self._seeing if self.totals is None else self.totals["seeing"]).any())
+        # Nothing per query was asked for, but then one of these was.
         largest = self.results["max_logit" if "max_logit" in self.results else "raw_max_logit"]
         return bool((largest > float("-inf")).any())
 
@@ -106,6 +108,7 @@ class AttentionStatistics:
         found, names = copy(self), [name for name in self.results if name in PER_QUERY]
         found.totals = {}
         if names:
+            # One exchange for all of them.
             own = torch.stack([*(self._sum(name).double() for name in names), self._seeing.sum((0, 2)).double()])
             found.totals = dict(zip((*names, "seeing"), totals.summed(own), strict=True))
         return found
@@ -115,7 +118,7 @@ class AttentionStatistics:
         return self.results["sees"] & self.counted[:, None]  # (B, H, L)
 
     def _sum(self, name: str) -> Tensor:
-        return (self.results[name] * self._seeing).sum((0, 2))
+        return (self.results[name] * self._seeing).sum((0, 2))  # (H,)
 
     def with_heads(self, heads: Sequence[int]) -> AttentionStatistics:
         """The same statistics for some of the heads."""
@@ -125,6 +128,7 @@ class AttentionStatistics:
             raise ArgumentError("heads", expected="at least one head", got="none")
         if not all(-present <= head < present for head in heads):
             raise ArgumentError("heads", expected=f"numbers in 0 … {present - 1}", got=str(list(heads)))
+        # Numbers from the end, as Python's.
         places = torch.tensor([head % present for head in heads], device=self.counted.device)
         results = {
             name: tensor if name == "head_average" else _select_heads(tensor, places)

@@ -69,6 +69,7 @@ def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, res
     )
     rows[:, torch.arange(len(index)), index] = 1  # (B, t, L)
     with torch.no_grad():
+        # From the last layer down, so that only t rows are carried and no L × L product is formed.
         for call in reversed(calls):
             rows = residual * rows + (1 - residual) * _through(call, rows)
     return rows
@@ -80,5 +81,5 @@ def _through(call: AttentionCall, rows: Tensor) -> Tensor:
     for block, place, query, key in score_blocks(call):
         part = BlockRows(call, block, place, query, key)
         spread = rows[block.batch, None, :, place] @ part.weights  # (b, h, t, s)
-        result[block.batch, :, part.columns] += spread.sum(1) / call.grid.num_heads
+        result[block.batch, :, part.columns] += spread.sum(1) / call.grid.num_heads  # (b, t, s)
     return result

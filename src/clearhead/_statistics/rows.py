@@ -67,6 +67,7 @@ class BlockRows:
     @cached_property
     def largest(self) -> Tensor:
         """Largest score of each row, −∞ where nothing is visible, (b, h, l, 1)."""
+        # A block whose rows see nothing has no columns, which `amax` refuses.
         if self.width == 0:
             return self._scores.new_full((*self._scores.shape[:-1], 1), float("-inf"))
         return self.group_maxima.amax(-1, keepdim=True)
@@ -75,6 +76,7 @@ class BlockRows:
     def raw_largest(self) -> Tensor:
         """Largest scale · q·k of the visible keys, before soft-cap and bias, −∞ where none is, (b, h, l, 1)."""
         mask = self.call.mask
+        # Scores are the raw ones then, and need no second product.
         if self.width == 0 or (self.call.spec.softcap is None and (mask is None or not mask.has_bias)):
             return self.largest
         raw = grouped(self.query, self.key.transpose(-2, -1), self.call.spec.scale)  # (b, h, l, s)
@@ -85,12 +87,14 @@ class BlockRows:
         """What is subtracted before exp: the largest score or the sink, or the log-sum-exp; finite, (b, h, l, 1)."""
         if self.lse is not None:
             return self.lse.to(self._scores.dtype).masked_fill(self.lse == float("-inf"), 0)
+        # A sink may be above every score, and its term would overflow.
         shift = self.largest if self._sinks is None else torch.maximum(self.largest, self._sinks)
         return shift.masked_fill(shift == float("-inf"), 0)
 
     @cached_property
     def shifted(self) -> Tensor:
         """Scores less their shift, in the compute dtype, (b, h, l, s)."""
+        # In place: nothing here is larger. Hidden scores stay −∞, which is all that is read of them later.
         return self._scores.sub_(self.shift).to(self.call.spec.compute_dtype)
 
     @cached_property
@@ -101,6 +105,7 @@ class BlockRows:
     @cached_property
     def total(self) -> Tensor:
         """Σ_j exp(s − shift) of whole rows, with the sink's term, 1 where nothing is visible, (b, h, l, 1)."""
+        # The log-sum-exp is of whole rows already, so what is left of them sums to their share of 1.
         if self.lse is not None:
             return torch.ones_like(self._term_sum)
         total = self._term_sum

@@ -48,15 +48,16 @@ def summarize(recorded: Mapping[str, Sequence[AttentionStatistics]]) -> Summary:
     values: dict[str, dict[str, Tensor]] = {}
     for module, calls in recorded.items():
         for statistic in PER_QUERY:
+            # By queries, and not by calls: a short text counts less than a long one.
             if statistic in calls[0].names:
                 values.setdefault(statistic, {})[module] = _weighted_mean(calls, statistic)
         for statistic in ("max_logit", "raw_max_logit"):
             if statistic in calls[0].names:
-                largest = torch.stack([call.results[statistic].amax(0) for call in calls]).amax(0)
+                largest = torch.stack([call.results[statistic].amax(0) for call in calls]).amax(0)  # (H,)
                 values.setdefault(statistic, {})[module] = largest
         if "offset" in calls[0].names:
             for place, offset in enumerate(calls[0].options.offsets):
-                mean = torch.cat([call.offset[..., place] for call in calls]).mean(0)
+                mean = torch.cat([call.offset[..., place] for call in calls]).mean(0)  # (H,)
                 values.setdefault(f"offset {offset:+d}", {})[module] = mean
     return Summary(values)
 

@@ -43,5 +43,6 @@ class _OneProcess:
         return total
 
 
+# Nothing to exchange, so every total is what it is.
 #: All queries and keys are here.
 ONE_PROCESS: Totals = _OneProcess()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
-from .._call.caching import Cache
-from .._checks import require_factory, size, strided, with_values
+from .._call.caching import Cache, Positions
+from .._checks import INTEGERS, integer, require_factory, shown, size, strided, with_values
 from .._environment import is_tracing
 from ..errors import (
     ArgumentError,
@@ -22,6 +23,7 @@ from ..errors import (
     shape_text,
 )
 from ..masks._base import Mask
+from ..masks._check import as_positions
 
 
 def unchanged_if_refused(
@@ -53,8 +55,8 @@ def _undoing(undo: list[Callable[[], None]]) -> Generator[None, None, None]:
         raise
 
 
-class Buffers:
-    """The preallocated key and value tensors of a cache and the checks of what comes in.
+class Buffered(Cache):
+    """A cache in key and value tensors that are made beforehand and written in place.
 
     Args:
         batch_size, num_kv_heads, slots, head_dim, value_head_dim: (B, Hkv, slots, D) and (…, Dv), by default as many.
@@ -77,13 +79,28 @@ class Buffers:
         value_head_dim = head_dim if value_head_dim is None else size("value_head_dim", value_head_dim, 0)
         require_factory(device, dtype)
         # Zeros and not uninitialised memory: a hidden slot must hold no NaN.
-        self.key = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
-        self.value = torch.zeros(*shape, value_head_dim, dtype=dtype, device=device)
+        self._key = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self._value = torch.zeros(*shape, value_head_dim, dtype=dtype, device=device)
+        self._length = 0
 
-    def check(self, key: Tensor, value: Tensor) -> None:
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def next_positions(self, count: int) -> Positions:
+        integer("count", count, least=0)
+        last = self._last_positions()
+        # An int where rows do not differ: masks then know what they hide without looking at positions.
+        return self._length if last is None else last[:, None] + torch.arange(1, count + 1, device=last.device)
+
+    @abstractmethod
+    def _last_positions(self) -> Tensor | None:
+        """(B,) where the last token of every row stands; ``None`` where tokens stand at 0, 1, 2, … in all rows."""
+
+    def _check(self, key: Tensor, value: Tensor) -> None:
         """Raise unless the tensors can be stored."""
-        _require_writable(self.key)
-        for name, given, own in (("key", key, self.key), ("value", value, self.value)):
+        _require_writable(self._key)
+        for name, given, own in (("key", key, self._key), ("value", value, self._value)):
             strided(name, given)
             if torch.is_grad_enabled() and given.requires_grad:
                 raise CacheError(
@@ -107,13 +124,13 @@ class Buffers:
         if key.shape[2] != value.shape[2]:
             raise ShapeError("value", expected=f"{key.shape[2]} tokens as in key", got=str(value.shape[2]))
 
-    def reorder(self, indices: Tensor, used: int) -> None:
+    def _reorder(self, indices: Tensor, used: int) -> None:
         """Move rows, in the same memory if their number stays; of every row the first `used` slots."""
-        _require_writable(self.key)
-        if indices.shape[0] != self.key.shape[0]:
-            self.key, self.value = self.key.index_select(0, indices), self.value.index_select(0, indices)
+        _require_writable(self._key)
+        if indices.shape[0] != self._key.shape[0]:
+            self._key, self._value = self._key.index_select(0, indices), self._value.index_select(0, indices)
             return
-        for own in (self.key[:, :, :used], self.value[:, :, :used]):
+        for own in (self._key[:, :, :used], self._value[:, :, :used]):
             own.copy_(own.index_select(0, indices))
 
 
@@ -149,3 +166,43 @@ def checked_indices(indices: Tensor, own: Tensor) -> Tensor:
                 got=str(lowest if lowest < 0 else highest),
             )
     return indices.to(own.device)
+
+
+def spelt_out(positions: Positions, batch_size: int, count: int, device: torch.device) -> Tensor:
+    """Positions as a tensor (B, count).
+
+    Raises:
+        ShapeError: if there are not as many. And what `attention` raises for positions.
+    """
+    checked = as_positions("positions", positions)
+    if isinstance(checked, Tensor) and checked.is_meta and device.type != "meta":
+        with_values("positions", checked)
+    if not isinstance(checked, Tensor):
+        first = 0 if checked is None else checked
+        return torch.arange(first, first + count, device=device).expand(batch_size, count)
+    if checked.shape[0] not in (1, batch_size) or checked.shape[1] != count:
+        expected = f"shape ({count},) or ({batch_size}, {count})"
+        raise ShapeError("positions", expected=expected, got=shape_text(tuple(checked.shape)))
+    return checked.to(device).expand(batch_size, count)
+
+
+def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> int | Tensor:
+    """The length given to `crop`: an int from 0 to `most`, or one per row, (B,) int64."""
+    either = "an int or an integer tensor (B,)"
+    if isinstance(length, Tensor):
+        with_values("length", strided("length", length, either, dtypes=INTEGERS))
+        if tuple(length.shape) != (key.shape[0],):
+            raise ShapeError("length", expected=f"one length per row, ({key.shape[0]},)", got=shape_text(length.shape))
+        shortest, longest = int(length.min()), int(length.max())
+    elif isinstance(length, bool) or not isinstance(length, int):
+        raise DTypeError("length", expected=either, got=shown(length))
+    else:
+        shortest = longest = length
+    if shortest < 0 or longest > most:
+        raise ArgumentError(
+            "length",
+            expected=f"0 … {most}, the tokens in the cache",
+            got=shown(shortest if shortest < 0 else longest),
+            fix="crop only forgets the last tokens.",
+        )
+    return length.to(key.device, torch.int64) if isinstance(length, Tensor) else length

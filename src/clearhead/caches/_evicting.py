@@ -9,14 +9,13 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from .._call.caching import Cache, KeyValues, Positions
-from .._checks import integer, size
+from .._call.caching import KeyValues, Positions
+from .._checks import size
 from .._statistics.compute import attention_statistics
 from ..errors import DTypeError
 from ..masks._base import Mask
 from ..masks._positional import Present
-from ._base import Buffers, checked_indices
-from ._kv import checked_lengths, spelt_out
+from ._base import Buffered, checked_indices, checked_lengths, spelt_out
 from ._policies import EvictionPolicy, HeavyHitters, Held
 
 
@@ -31,7 +30,7 @@ class _Slots(NamedTuple):
 
 
 @final
-class EvictingKVCache(Cache):
+class EvictingKVCache(Buffered):
     """At most `budget` keys per row and key/value head; when more come, a policy says which go.
 
     Every key/value head chooses for itself. Attention runs on the fused kernels; a policy that needs the weights
@@ -80,13 +79,8 @@ class EvictingKVCache(Cache):
             raise DTypeError("policy", expected="an EvictionPolicy", got=type(policy).__name__, fix=fix)
         self.budget = size("budget", budget)
         self.policy = policy
-        self._buffers = Buffers(batch_size, num_kv_heads, budget + 1, head_dim, value_head_dim, dtype, device)
+        super().__init__(batch_size, num_kv_heads, budget + 1, head_dim, value_head_dim, dtype, device)
         self.reset()
-
-    @property
-    def length(self) -> int:
-        """How many tokens it has taken, padding included; it holds `budget` of them at most."""
-        return self._length
 
     @property
     def positions(self) -> Tensor:
@@ -103,15 +97,11 @@ class EvictingKVCache(Cache):
         """(B, Hkv, S, Dv), likewise."""
         return self._slots.value
 
-    def next_positions(self, count: int) -> Positions:
-        integer("count", count, least=0)
-        if self._rows is None:
-            return self._length
-        first = self._rows.position[:, None] + 1  # (B, 1)
-        return first + torch.arange(count, device=first.device)  # (B, count)
+    def _last_positions(self) -> Tensor | None:
+        return None if self._rows is None else self._rows.position
 
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
-        self._buffers.check(key, value)
+        self._check(key, value)
         self.evict()
         batch, heads, count, _ = key.shape
         places = self.next_positions(count) if positions is None else positions
@@ -180,12 +170,12 @@ class EvictingKVCache(Cache):
         return lambda: vars(self).update(kept)
 
     def reorder(self, indices: Tensor) -> None:
-        indices = checked_indices(indices, self._buffers.key)
+        indices = checked_indices(indices, self._key)
         self.evict()
         held = self._slots.positions.shape[2]
-        self._buffers.reorder(indices, held)
+        self._reorder(indices, held)
         rest = (tensor.index_select(0, indices) for tensor in self._slots[2:])
-        self._slots = _Slots(self._buffers.key[:, :, :held], self._buffers.value[:, :, :held], *rest)
+        self._slots = _Slots(self._key[:, :, :held], self._value[:, :, :held], *rest)
         if self._rows is not None:
             self._rows.reorder(indices)
 
@@ -195,7 +185,7 @@ class EvictingKVCache(Cache):
         Args:
             length: how many of the first tokens stay, an int or (B,).
         """
-        kept = checked_lengths(length, self._length, self._buffers.key)
+        kept = checked_lengths(length, self._length, self._key)
         longest = int(kept.max()) if isinstance(kept, Tensor) else kept
         if longest == 0:
             return self.reset()
@@ -212,13 +202,13 @@ class EvictingKVCache(Cache):
         self._length = longest
 
     def reset(self) -> None:
-        batch, heads, _, _ = self._buffers.key.shape
-        device = self._buffers.key.device
+        batch, heads, _, _ = self._key.shape
+        device = self._key.device
         self._length = 0
         self._rows: _Rows | None = None  # once rows differ, or positions are not 0, 1, 2, …
         self._in_order = True  # slot n holds token n, which stands at n
         integers = torch.zeros(batch, heads, 0, dtype=torch.int64, device=device)
-        empty = self._buffers.key[:, :, :0], self._buffers.value[:, :, :0]
+        empty = self._key[:, :, :0], self._value[:, :, :0]
         self._slots = _Slots(*empty, integers, integers, torch.zeros(batch, heads, 0, device=device))
 
     def __repr__(self) -> str:
@@ -234,13 +224,13 @@ class EvictingKVCache(Cache):
         if stop > self.budget + 1:
             key, value = (torch.cat(pair, 2) for pair in zip(self._slots[:2], new[:2], strict=True))
             return _Slots(key, value, *rest)
-        self._buffers.key[:, :, start:stop], self._buffers.value[:, :, start:stop] = new.key, new.value
-        return _Slots(self._buffers.key[:, :, :stop], self._buffers.value[:, :, :stop], *rest)
+        self._key[:, :, start:stop], self._value[:, :, start:stop] = new.key, new.value
+        return _Slots(self._key[:, :, :stop], self._value[:, :, :stop], *rest)
 
     def _stored(self, held: _Slots) -> _Slots:
         """The same in the preallocated buffers."""
         count = held.positions.shape[2]
-        key, value = self._buffers.key[:, :, :count], self._buffers.value[:, :, :count]
+        key, value = self._key[:, :, :count], self._value[:, :, :count]
         return _Slots(key.copy_(held.key), value.copy_(held.value), *held[2:])
 
 

@@ -8,16 +8,15 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from .._call.caching import Cache, KeyValues, Positions
-from .._checks import INTEGERS, integer, shown, size, strided, with_values
-from ..errors import ArgumentError, CacheError, DTypeError, ShapeError, shape_text
-from ..masks._check import as_positions
+from .._call.caching import KeyValues, Positions
+from .._checks import size
+from ..errors import CacheError
 from ..masks._positional import Present
-from ._base import Buffers, checked_indices
+from ._base import Buffered, checked_indices, checked_lengths, spelt_out
 
 
 @final
-class KVCache(Cache):
+class KVCache(Buffered):
     """Keys and values of all tokens so far, preallocated and written in place: a step copies nothing of the past.
 
     Rows stand side by side, token n of every row in column n, so that masks made of tensors (``masks.keep(keys=…)``)
@@ -62,45 +61,33 @@ class KVCache(Cache):
         device: torch.device | str | None = None,
     ) -> None:
         self.max_length = size("max_length", max_length)
-        self._buffers = Buffers(batch_size, num_kv_heads, max_length, head_dim, value_head_dim, dtype, device)
-        self._length = 0
+        super().__init__(batch_size, num_kv_heads, max_length, head_dim, value_head_dim, dtype, device)
         self._lengths: Tensor | None = None  # (B,) columns in use per row, once rows differ
         self._positions: Tensor | None = None  # (B, max_length), −1 where nothing stands, once they do not count up
-
-    @property
-    def length(self) -> int:
-        """How many tokens it holds, padding included; of the longest row if rows differ."""
-        return self._length
 
     @property
     def lengths(self) -> Tensor:
         """(B,) columns in use in every row."""
         if self._lengths is not None:
             return self._lengths
-        key = self._buffers.key
+        key = self._key
         return torch.full((key.shape[0],), self._length, dtype=torch.int64, device=key.device)
 
     @property
     def key(self) -> Tensor:
         """(B, Hkv, length, D), a view."""
-        return self._buffers.key[:, :, : self._length]
+        return self._key[:, :, : self._length]
 
     @property
     def value(self) -> Tensor:
         """(B, Hkv, length, Dv), a view."""
-        return self._buffers.value[:, :, : self._length]
+        return self._value[:, :, : self._length]
 
-    def next_positions(self, count: int) -> Positions:
-        integer("count", count, least=0)
-        if self._positions is None:
-            return self._length
-        if self._length == 0:
-            return 0
-        first = self._positions[:, : self._length].amax(1, keepdim=True) + 1  # (B, 1)
-        return first + torch.arange(count, device=first.device)  # (B, count)
+    def _last_positions(self) -> Tensor | None:
+        return None if self._positions is None or self._length == 0 else self._positions[:, : self._length].amax(1)
 
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
-        self._buffers.check(key, value)
+        self._check(key, value)
         count = key.shape[2]
         start, stop = self._length, self._length + count
         if stop > self.max_length:
@@ -138,15 +125,15 @@ class KVCache(Cache):
         return bring_back
 
     def reorder(self, indices: Tensor) -> None:
-        indices = checked_indices(indices, self._buffers.key)
-        self._buffers.reorder(indices, self._length)
+        indices = checked_indices(indices, self._key)
+        self._reorder(indices, self._length)
         if self._lengths is not None:
             self._lengths = self._lengths.index_select(0, indices)
         if self._positions is not None:
             self._positions = self._positions.index_select(0, indices)
 
     def crop(self, length: int | Tensor) -> None:
-        kept = checked_lengths(length, self._length, self._buffers.key)
+        kept = checked_lengths(length, self._length, self._key)
         if isinstance(kept, Tensor):
             kept = torch.minimum(kept, self.lengths)
             own = self._spelt_out()
@@ -163,7 +150,7 @@ class KVCache(Cache):
         self._length, self._lengths, self._positions = 0, None, None
 
     def __repr__(self) -> str:
-        batch, heads, _, dim = self._buffers.key.shape
+        batch, heads, _, dim = self._key.shape
         return f"KVCache({self._length} of {self.max_length} tokens, B={batch}, Hkv={heads}, D={dim})"
 
     def _counts_up(self, positions: Positions | None, start: int) -> bool:
@@ -171,13 +158,13 @@ class KVCache(Cache):
 
     def _write(self, key: Tensor, value: Tensor, start: int, stop: int) -> None:
         if self._lengths is None:
-            self._buffers.key[:, :, start:stop] = key
-            self._buffers.value[:, :, start:stop] = value
+            self._key[:, :, start:stop] = key
+            self._value[:, :, start:stop] = value
         else:
             rows = torch.arange(key.shape[0], device=key.device)[:, None]
             columns = self._columns(self._lengths, key.shape[2])
-            self._buffers.key[rows, :, columns] = key.transpose(1, 2)  # (B, L, Hkv, D)
-            self._buffers.value[rows, :, columns] = value.transpose(1, 2)
+            self._key[rows, :, columns] = key.transpose(1, 2)  # (B, L, Hkv, D)
+            self._value[rows, :, columns] = value.transpose(1, 2)
             self._lengths = self._lengths + key.shape[2]
         self._length = stop
 
@@ -187,48 +174,8 @@ class KVCache(Cache):
     def _spelt_out(self) -> Tensor:
         """The positions of all columns, written down from now on."""
         if self._positions is None:
-            key = self._buffers.key
+            key = self._key
             columns = torch.arange(self.max_length, device=key.device)
             placed = columns.masked_fill(columns >= self._length, -1)
             self._positions = placed.repeat(key.shape[0], 1)
         return self._positions
-
-
-def spelt_out(positions: Positions, batch_size: int, count: int, device: torch.device) -> Tensor:
-    """Positions as a tensor (B, count).
-
-    Raises:
-        ShapeError: if there are not as many. And what `attention` raises for positions.
-    """
-    checked = as_positions("positions", positions)
-    if isinstance(checked, Tensor) and checked.is_meta and device.type != "meta":
-        with_values("positions", checked)
-    if not isinstance(checked, Tensor):
-        first = 0 if checked is None else checked
-        return torch.arange(first, first + count, device=device).expand(batch_size, count)
-    if checked.shape[0] not in (1, batch_size) or checked.shape[1] != count:
-        expected = f"shape ({count},) or ({batch_size}, {count})"
-        raise ShapeError("positions", expected=expected, got=shape_text(tuple(checked.shape)))
-    return checked.to(device).expand(batch_size, count)
-
-
-def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> int | Tensor:
-    """The length given to `crop`: an int from 0 to `most`, or one per row, (B,) int64."""
-    either = "an int or an integer tensor (B,)"
-    if isinstance(length, Tensor):
-        with_values("length", strided("length", length, either, dtypes=INTEGERS))
-        if tuple(length.shape) != (key.shape[0],):
-            raise ShapeError("length", expected=f"one length per row, ({key.shape[0]},)", got=shape_text(length.shape))
-        shortest, longest = int(length.min()), int(length.max())
-    elif isinstance(length, bool) or not isinstance(length, int):
-        raise DTypeError("length", expected=either, got=shown(length))
-    else:
-        shortest = longest = length
-    if shortest < 0 or longest > most:
-        raise ArgumentError(
-            "length",
-            expected=f"0 … {most}, the tokens in the cache",
-            got=shown(shortest if shortest < 0 else longest),
-            fix="crop only forgets the last tokens.",
-        )
-    return length.to(key.device, torch.int64) if isinstance(length, Tensor) else length

@@ -10,18 +10,17 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from .._call.caching import Cache, KeyValues, Positions
-from .._checks import integer, size
+from .._call.caching import KeyValues, Positions
+from .._checks import size
 from ..errors import CacheError
 from ..masks._positional import Present, sliding_window
-from ._base import Buffers, checked_indices
-from ._kv import checked_lengths, spelt_out
+from ._base import Buffered, checked_indices, checked_lengths, spelt_out
 
 _FAR = 1 << 62  # no limit to the right: that is for the causal mask to say
 
 
 @final
-class SlidingKVCache(Cache):
+class SlidingKVCache(Buffered):
     """The last `window` tokens in a ring buffer: memory and time per token stay the same however long the text.
 
     It hides what is further back than the window by itself, so that one call with many tokens gives what single steps
@@ -73,15 +72,9 @@ class SlidingKVCache(Cache):
         self._needed = max(window - 1, 1)
         self._slots = self._needed + 1 + max_crop
         # One slot more, where padding goes that must be written somewhere.
-        self._buffers = Buffers(batch_size, num_kv_heads, self._slots + 1, head_dim, value_head_dim, dtype, device)
-        self._length = 0
+        super().__init__(batch_size, num_kv_heads, self._slots + 1, head_dim, value_head_dim, dtype, device)
         self._furthest = 0  # the longest it was since the ring was empty: what lies `slots` behind is overwritten
         self._rows: _Rows | None = None  # once rows differ
-
-    @property
-    def length(self) -> int:
-        """How many tokens it has taken, padding included; it holds the last ones only."""
-        return self._length
 
     @property
     def positions(self) -> Tensor:
@@ -89,27 +82,23 @@ class SlidingKVCache(Cache):
         if self._rows is not None:
             return self._rows.positions
         held = self._ring_positions(self._length, self._furthest)[:, : self._in_use]
-        return held.expand(self._buffers.key.shape[0], -1)
+        return held.expand(self._key.shape[0], -1)
 
     @property
     def key(self) -> Tensor:
         """(B, Hkv, S, D), those in the ring: a view."""
-        return self._buffers.key[:, :, : self._in_use]
+        return self._key[:, :, : self._in_use]
 
     @property
     def value(self) -> Tensor:
         """(B, Hkv, S, Dv), likewise."""
-        return self._buffers.value[:, :, : self._in_use]
+        return self._value[:, :, : self._in_use]
 
-    def next_positions(self, count: int) -> Positions:
-        integer("count", count, least=0)
-        if self._rows is None:
-            return self._length
-        first = self._rows.positions.amax(1, keepdim=True) + 1  # (B, 1)
-        return first + torch.arange(count, device=first.device)  # (B, count)
+    def _last_positions(self) -> Tensor | None:
+        return None if self._rows is None else self._rows.positions.amax(1)
 
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
-        self._buffers.check(key, value)
+        self._check(key, value)
         start, count = self._length, key.shape[2]
         if self._rows is None and (
             positions is None or (isinstance(positions, (int, torch.SymInt)) and positions == start)
@@ -123,28 +112,28 @@ class SlidingKVCache(Cache):
         return found
 
     def saved(self, count: int) -> Callable[[], None]:
-        own, rows = self._buffers, deepcopy(self._rows)
+        rows, device = deepcopy(self._rows), self._key.device
         length, furthest = self._length, self._furthest
-        offsets = torch.arange(min(count, self._slots), device=own.key.device)
-        written = torch.full((own.key.shape[0],), length, device=own.key.device) if rows is None else rows.written
+        offsets = torch.arange(min(count, self._slots), device=device)
+        written = torch.full((self._key.shape[0],), length, device=device) if rows is None else rows.written
         places = (written[:, None] + offsets) % self._slots  # (B, n), the slots that are written over
-        batch = torch.arange(own.key.shape[0], device=own.key.device)[:, None]
-        key, value = own.key[batch, :, places], own.value[batch, :, places]  # copies
+        batch = torch.arange(self._key.shape[0], device=device)[:, None]
+        key, value = self._key[batch, :, places], self._value[batch, :, places]  # copies
 
         def bring_back() -> None:
-            own.key[batch, :, places], own.value[batch, :, places] = key, value
+            self._key[batch, :, places], self._value[batch, :, places] = key, value
             self._rows, self._length, self._furthest = rows, length, furthest
 
         return bring_back
 
     def reorder(self, indices: Tensor) -> None:
-        indices = checked_indices(indices, self._buffers.key)
-        self._buffers.reorder(indices, self._slots)
+        indices = checked_indices(indices, self._key)
+        self._reorder(indices, self._slots)
         if self._rows is not None:
             self._rows.reorder(indices)
 
     def crop(self, length: int | Tensor) -> None:
-        kept = checked_lengths(length, self._length, self._buffers.key)
+        kept = checked_lengths(length, self._length, self._key)
         longest = int(kept.max()) if isinstance(kept, Tensor) else kept
         if longest == 0:
             return self.reset()
@@ -165,7 +154,7 @@ class SlidingKVCache(Cache):
         self._rows = None
 
     def __repr__(self) -> str:
-        batch, heads, _, dim = self._buffers.key.shape
+        batch, heads, _, dim = self._key.shape
         return f"SlidingKVCache(window={self.window}, {self._length} tokens taken, B={batch}, Hkv={heads}, D={dim})"
 
     @property
@@ -175,53 +164,48 @@ class SlidingKVCache(Cache):
 
     def _append(self, key: Tensor, value: Tensor, start: int, stop: int) -> KeyValues:
         """All rows alike: token n goes into slot n mod slots."""
-        own, slots = self._buffers, self._slots
+        slots = self._slots
         hidden = sliding_window(self.window - 1, _FAR)
         if max(stop, self._furthest) <= slots:
-            own.key[:, :, start:stop], own.value[:, :, start:stop] = key, value
-            return KeyValues(own.key[:, :, :stop], own.value[:, :, :stop], None, hidden)
+            self._key[:, :, start:stop], self._value[:, :, start:stop] = key, value
+            return KeyValues(self._key[:, :, :stop], self._value[:, :, :stop], None, hidden)
         if stop - start == 1:
             slot = start % slots
-            own.key[:, :, slot : slot + 1], own.value[:, :, slot : slot + 1] = key, value
+            self._key[:, :, slot : slot + 1], self._value[:, :, slot : slot + 1] = key, value
             positions = self._ring_positions(stop, max(stop, self._furthest))
-            found = own.key[:, :, :slots], own.value[:, :, :slots]
-            return KeyValues(*found, positions, hidden & Present())
+            return KeyValues(self._key[:, :, :slots], self._value[:, :, :slots], positions, hidden & Present())
         before = self._ring_positions(start, self._furthest)
         new = torch.arange(start, stop, device=key.device)[None]
-        found = (
-            torch.cat((own.key[:, :, :slots], key), 2),
-            torch.cat((own.value[:, :, :slots], value), 2),
-        )
+        # Beside the ring: the first of these queries see keys that the last of these keys overwrite.
+        found = torch.cat((self._key[:, :, :slots], key), 2), torch.cat((self._value[:, :, :slots], value), 2)
         taken = min(stop - start, slots)
         places = torch.arange(stop - taken, stop, device=key.device) % slots
-        own.key.index_copy_(2, places, key[:, :, -taken:])
-        own.value.index_copy_(2, places, value[:, :, -taken:])
+        self._key.index_copy_(2, places, key[:, :, -taken:])
+        self._value.index_copy_(2, places, value[:, :, -taken:])
         return KeyValues(*found, torch.cat((before, new), 1), hidden & Present())
 
     def _place(self, key: Tensor, value: Tensor, positions: Tensor) -> KeyValues:
         """Rows that differ: each has its own ring, in which padding takes no slot."""
-        rows, own, slots = self._spelt_out(), self._buffers, self._slots
-        before = (own.key[:, :, :slots], own.value[:, :, :slots], rows.positions)
+        rows = self._spelt_out()
+        found, placed = (self.key, self.value), rows.positions
         if key.shape[2] > 1:
-            found = [torch.cat(pair, 2) for pair in ((before[0], key), (before[1], value))]
-            placed = torch.cat((before[2], positions), 1)
-        else:
-            found, placed = list(before[:2]), rows.positions
-        places = rows.take(positions, slots)  # (B, L)
+            found = torch.cat((self.key, key), 2), torch.cat((self.value, value), 2)
+            placed = torch.cat((placed, positions), 1)
+        places = rows.take(positions, self._slots)  # (B, L)
         batch = torch.arange(key.shape[0], device=key.device)[:, None]
-        own.key[batch, :, places] = key.transpose(1, 2)  # (B, L, Hkv, D)
-        own.value[batch, :, places] = value.transpose(1, 2)
-        return KeyValues(found[0], found[1], placed, sliding_window(self.window - 1, _FAR) & Present())
+        self._key[batch, :, places] = key.transpose(1, 2)  # (B, L, Hkv, D)
+        self._value[batch, :, places] = value.transpose(1, 2)
+        return KeyValues(*found, placed, sliding_window(self.window - 1, _FAR) & Present())
 
     def _ring_positions(self, stop: int, furthest: int) -> Tensor:
         """What stands in every slot after `stop` tokens, (1, slots); −1 for what is empty or overwritten since."""
-        slots = torch.arange(self._slots, device=self._buffers.key.device)
+        slots = torch.arange(self._slots, device=self._key.device)
         positions = stop - 1 - (stop - 1 - slots) % self._slots
         return positions.masked_fill(positions < max(furthest - self._slots, 0), -1)[None]
 
     def _spelt_out(self) -> _Rows:
         if self._rows is None:
-            batch = self._buffers.key.shape[0]
+            batch = self._key.shape[0]
             positions = self._ring_positions(self._length, self._furthest).repeat(batch, 1)
             taken = torch.full((batch,), self._length, device=positions.device)
             furthest = torch.full_like(taken, self._furthest)

@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from ..errors import ArgumentError, ShapeError, explain_problem
+from ..errors import ArgumentError, ShapeError
 from ..plot._alignment import align
 from ..plot._collect import SectionPicture
 from ..plot._comparison import Comparison
 from ..plot._comparison_page import Views, compared_items
-from ..plot._heads import HeadSummary, summarize
 from ..plot._html import Page
 from ._demo import TextModel
-from ._errors import UsageProblem
-from ._seeing import RECORDED, choose, record_windows
+from ._seeing import RECORDED, places_of, record_windows
 from ._windows import Window
 
 SHARED_WORDS = 12  # characters
@@ -28,11 +27,9 @@ class Against:
 
     Args:
         labels: what the two are called.
-        by, note: what heads are compared by, and what was compared, in a sentence.
+        comparison: of the first window.
+        note: what was compared, in a sentence.
         scores: layer → head, how different they are, over all windows.
-        numbers: statistic → layer → head → (first, second) in the first window.
-        modules: names of the first model's layers.
-        summaries: of the first window of the first.
         pictures: of the first window: the first, the second and, where weights are compared, their difference.
         place: the head that is shown large.
         windows: how many pairs of windows were compared.
@@ -40,16 +37,18 @@ class Against:
     """
 
     labels: tuple[str, str]
-    by: str
+    comparison: Comparison
     note: str
     scores: list[list[float]]
-    numbers: dict[str, list[list[tuple[float, float]]]]
-    modules: list[str]
-    summaries: list[list[HeadSummary]]
     pictures: list[SectionPicture]
     place: tuple[int, int]
     windows: int
     views: Views
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the first model's layers."""
+        return list(self.comparison.modules)
 
     def ranked(self) -> list[tuple[int, int, float]]:
         """Layer, head and score, the most different first."""
@@ -58,11 +57,11 @@ class Against:
 
     def page(self, *, title: str) -> Page:
         """The page of all windows."""
-        ranked = [(self.modules[layer], head, value) for layer, head, value in self.ranked()]
-        large = (self.modules[self.place[0]], self.place[1])
-        return self.views.page(
-            where_they_part(*self.labels), by=self.by, note=self.note, ranked=ranked, title=title, large=large
-        )
+        names = self.modules
+        ranked = [(names[layer], head, value) for layer, head, value in self.ranked()]
+        large = (names[self.place[0]], self.place[1])
+        labels = where_they_part(*self.labels)
+        return self.views.page(labels, note=self.note, ranked=ranked, title=title, large=large)
 
 
 def see_both(
@@ -87,41 +86,30 @@ def see_both(
         UsageProblem: for a layer or head that is not there.
         ShapeError: if the models differ in layers or heads.
     """
-    pairs, agree, left = _pairs(windows)
-    found: list[Comparison] = []
+    pairs, left = _pairs(windows)
+    if not pairs:
+        raise ArgumentError("windows", expected="at least one pair", got="none")
+    comparison = _compare(models, pairs[0])
+    large = _large(comparison, layer, head)
+    views = Views(comparison, len(pairs), [large])
     scores: list[torch.Tensor] = []
-    views: Views | None = None
-    large: tuple[str, int] | None = None
     pictures: list[SectionPicture] = []
     for first, second in pairs:
-        comparison = _compare(models, (first, second))
-        table = [comparison.scores()[name] for name in comparison.modules]
-        if views is None:
-            _require_place(table, layer, head)
-            large = _large(comparison, layer, head)
-            views = Views(comparison, len(pairs), [large])
-            found.append(comparison)
-        [item] = compared_items(comparison, large)
-        if not pictures:
-            pictures = [view.sections[0] for view in item.views]
-        label = f"tokens {first.first}–{first.last}"
-        views.add(item.labelled(label))
-        scores.append(_padded(table) * len(first.tokens))
+        found = _compare(models, (first, second)) if scores else comparison
+        [item] = compared_items(found, large)
+        pictures = pictures or [view.sections[0] for view in item.views]
+        views.add(item.labelled(f"tokens {first.first}–{first.last}"))
+        rows = [row.double() for row in found.scores().values()]
+        scores.append(pad_sequence(rows, batch_first=True) * len(first.tokens))
         next_window()
-    if views is None or large is None:
-        raise ArgumentError("windows", expected="at least one pair", got="none")
-    comparison = found[0]
-    modules = list(comparison.modules)
     mean = torch.stack(scores).sum(0) / sum(len(first.tokens) for first, _ in pairs)
+    modules = list(comparison.modules)
     counts = [len(comparison.records[0][name][0].heads) for name in modules]
     return Against(
         labels=labels,
-        by=comparison.by,
-        note=" ".join([comparison.note, *left]) if agree else comparison.note,
+        comparison=comparison,
+        note=f"{comparison.note} {left}".rstrip(),
         scores=[row[:count].tolist() for row, count in zip(mean, counts, strict=True)],
-        numbers=_numbers(comparison),
-        modules=modules,
-        summaries=summarize(pictures[0]),
         pictures=pictures,
         place=(modules.index(large[0]), large[1]),
         windows=len(pairs),
@@ -136,15 +124,14 @@ def where_they_part(first: str, second: str) -> tuple[str, str]:
     return (first, second) if shared < SHARED_WORDS else (f"…{first[shared:]}", f"…{second[shared:]}")
 
 
-def _pairs(windows: tuple[Sequence[Window], Sequence[Window]]) -> tuple[list[tuple[Window, Window]], bool, list[str]]:
-    """The pairs of windows to compare, whether their tokens agree, and a sentence about those left out."""
+def _pairs(windows: tuple[Sequence[Window], Sequence[Window]]) -> tuple[list[tuple[Window, Window]], str]:
+    """The pairs of windows to compare, those whose tokens agree if there are any, and a sentence about the others."""
     both = list(zip(*windows, strict=False))
     agreeing = [pair for pair in both if align(pair[0].tokens, pair[1].tokens).enough]
     most = max(len(side) for side in windows)
-    pairs = agreeing or both
-    if len(pairs) == most:
-        return pairs, bool(agreeing), []
-    return pairs, bool(agreeing), [f"Of {most} windows, {most - len(pairs)} have no counterpart and are left out."]
+    if not agreeing or len(agreeing) == most:
+        return both, ""
+    return agreeing, f"Of {most} windows, {most - len(agreeing)} have no counterpart and are left out."
 
 
 def _compare(models: tuple[TextModel, TextModel], pair: tuple[Window, Window]) -> Comparison:
@@ -158,31 +145,8 @@ def _compare(models: tuple[TextModel, TextModel], pair: tuple[Window, Window]) -
         raise ShapeError(f"--against-model {models[1].name}: {got}") from error
 
 
-def _require_place(table: Sequence[torch.Tensor], layer: int | None, head: int | None) -> None:
-    """Refuse a layer or head that is not there, in the words of the command line."""
-    blank = HeadSummary(entropy=0.0, spread=0.0, shares={}, contrast=0.0, queries=1)
-    choose([[blank] * len(row) for row in table], layer, head)
-
-
 def _large(comparison: Comparison, layer: int | None, head: int | None) -> tuple[str, int]:
+    """The module and head that differ most, of those that were chosen."""
     names = list(comparison.modules)
-    for name, number, _ in comparison.ranked():
-        if (layer is None or names[layer] == name) and head in (None, number):
-            return name, number
-    raise UsageProblem(explain_problem("--head", expected=f"a head of layer {layer}", got=str(head)))
-
-
-def _padded(table: Sequence[torch.Tensor]) -> torch.Tensor:
-    most = max(len(row) for row in table)
-    return torch.stack([torch.nn.functional.pad(row.double(), (0, most - len(row))) for row in table])
-
-
-def _numbers(comparison: Comparison) -> dict[str, list[list[tuple[float, float]]]]:
-    first, second = (rec.summary().values for rec in comparison.records)
-    return {
-        statistic: [
-            list(zip(first[statistic][one].tolist(), second[statistic][two].tolist(), strict=True))
-            for one, two in comparison.modules.items()
-        ]
-        for statistic in comparison.differences
-    }
+    places = places_of([len(row) for row in comparison.scores().values()], layer, head)
+    return next((name, number) for name, number, _ in comparison.ranked() if (names.index(name), number) in places)

@@ -73,11 +73,9 @@ def require_sha256(path: Path, expected: str) -> None:
     Raises:
         CheckpointError: if it has another one, or cannot be read.
     """
-    digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while part := file.read(1 << 20):
-                digest.update(part)
+            digest = hashlib.file_digest(file, "sha256")
     except OSError as error:
         got = error.strerror or type(error).__name__
         raise CheckpointError(path.name, expected="a readable file", got=got, fix=f"It should be at {path}.") from error
@@ -110,15 +108,8 @@ def load_text_model(name: str | None = None, *, notify: Callable[[str], None] = 
         >>> loaded.name, loaded.max_tokens
         ('all-MiniLM-L6-v2', 512)
     """
-    model, tokenizer = read_model(str(default_model_path()) if name is None else name, notify=notify)
+    model, tokenizer = read_model(str(default_model_path()) if name is None else name, "AutoTokenizer", notify=notify)
     shown = DEFAULT_NAME if name is None else Path(name).name or name
-    loaded = _prepare(shown, model, tokenizer)
-    if not loaded.clearhead:
-        notify(f"{loaded.name} does not let its attention be replaced; these weights are from its own attention.")
-    return loaded
-
-
-def _prepare(name: str, model: Any, tokenizer: Any) -> TextModel:
     if model.config.is_encoder_decoder:
         model = model.get_encoder()
     with without_noise():
@@ -126,7 +117,9 @@ def _prepare(name: str, model: Any, tokenizer: Any) -> TextModel:
 
         model.set_attn_implementation(NAME)  # changes nothing, and only warns, where it is not possible
     replaced = model.config._attn_implementation == NAME
-    return TextModel(name, model.eval(), tokenizer, replaced, _limit(model, tokenizer))
+    if not replaced:
+        notify(f"{shown} does not let its attention be replaced; these weights are from its own attention.")
+    return TextModel(shown, model.eval(), tokenizer, replaced, _limit(model, tokenizer))
 
 
 def _limit(model: Any, tokenizer: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,11 +10,10 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, ClearheadError, UnseenAttentionWarning
+from ..errors import ArgumentError, ClearheadError
 from ..inspection._record import record
-from ..integrations._hub import read_vision_model, shortened, without_noise
-from ._errors import warn
-from ._seeing import RECORDED, STATISTICS
+from ..integrations._hub import read_model, shortened, without_noise
+from ._seeing import recorded_with, unseen_on_stderr
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ def load_vision_model(name: str, *, notify: Callable[[str], None] = lambda messa
     Raises:
         ArgumentError: if there is no such model, or it takes no pictures.
     """
-    model, processor = read_vision_model(name, notify=notify)
+    model, processor = read_model(name, "AutoImageProcessor", notify=notify)
     model = getattr(model, "vision_model", model)  # of CLIP and SigLIP
     with without_noise(), suppress(ValueError):  # timm's models in transformers have attention of their own
         from ..integrations.transformers import NAME  # importing it registers the attention
@@ -60,12 +58,10 @@ def record_picture(loaded: VisionModel, picture: Any, statistic: str | None = No
     Raises:
         ArgumentError: if the model does not run on pictures alone.
     """
-    statistics = RECORDED if statistic is None else tuple(dict.fromkeys((*RECORDED, STATISTICS[statistic])))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UnseenAttentionWarning)
+    with unseen_on_stderr(set()):
         try:
             inputs = loaded.processor(images=picture, return_tensors="pt")
-            with torch.no_grad(), record(loaded.model, statistics, keep="queries_keys") as rec:
+            with torch.no_grad(), record(loaded.model, recorded_with(statistic), keep="queries_keys") as rec:
                 loaded.model(pixel_values=inputs["pixel_values"])
         except ClearheadError:
             raise
@@ -73,7 +69,4 @@ def record_picture(loaded: VisionModel, picture: Any, statistic: str | None = No
             got = shortened(f"{type(error).__name__}: {error}", 160)
             expected = "a model that runs on pictures alone"
             raise ArgumentError(f"model {loaded.name}", expected=expected, got=got) from error
-    for warning in caught:
-        if issubclass(warning.category, UnseenAttentionWarning):
-            warn(str(warning.message))
     return rec

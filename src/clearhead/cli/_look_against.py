@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..errors import explain_problem
 from ..plot._collect import SectionPicture
+from ..plot._comparison_plots import draw_comparison
+from ..plot._heads import summarize
 from ..plot._labels import layer_labels, printable, shortened
 from ..plot._terminal import overview, token_table
 from . import _demo as demo
@@ -59,17 +59,13 @@ def look_at_both(
     labels = (shortened(titles[0], LONGEST_NAME), shortened(titles[1], LONGEST_NAME))
     seen = see_both((first, second), windows, labels, layer=layer, head=head, next_window=advance)
     return Outcome(
-        figure=lambda: _figure(seen),
+        figure=lambda: draw_comparison(
+            seen.pictures, seen.place, seen.scores, labels=labels, by=seen.comparison.by, note=seen.note
+        ),
         page=lambda: seen.page(title=first.name).text,
         as_json=lambda: _numbers(first.name, seen),
         show=lambda: _show(first.name, seen),
     )
-
-
-def _figure(seen: Against) -> Any:
-    from ..plot._comparison_plots import draw_comparison
-
-    return draw_comparison(seen.pictures, seen.place, seen.scores, labels=seen.labels, by=seen.by, note=seen.note)
 
 
 def _show(name: str, seen: Against) -> None:
@@ -77,7 +73,8 @@ def _show(name: str, seen: Against) -> None:
     console = new_console()
     heads = max(len(row) for row in seen.scores)
     windows = "" if seen.windows == 1 else f" · {seen.windows} windows"
-    measure = "Jensen–Shannon divergence in nats" if seen.by == "divergence" else f"change of {seen.by}"
+    by = seen.comparison.by
+    measure = "Jensen–Shannon divergence in nats" if by == "divergence" else f"change of {by}"
     labels = layer_labels(seen.modules)
     ranking = ", ".join(
         f"layer {labels[layer]} head {head} ({value:.3f})" for layer, head, value in seen.ranked()[:MOST_RANKED]
@@ -88,7 +85,7 @@ def _show(name: str, seen: Against) -> None:
             *map(Text, map("{}  {}".format, ("first ", "second"), printable(seen.labels))),
             Text(seen.note, style="dim"),
         ),
-        overview(seen.summaries, numbers=(measure, seen.scores), chosen=seen.place, width=console.width),
+        overview(summarize(seen.pictures[0]), numbers=(measure, seen.scores), chosen=seen.place, width=console.width),
         Text(f"heads that differ most, by {measure}: {ranking}"),
     ]
     if len(seen.pictures) == 3:
@@ -110,19 +107,26 @@ def _changes(picture: SectionPicture, place: tuple[int, int]) -> RenderableType:
 
 def _numbers(name: str, seen: Against) -> str:
     """Everything in numbers; `docs/comparing.md` describes the fields."""
+    comparison, modules = seen.comparison, seen.modules
+    sides = [rec.summary() for rec in comparison.records]
+
+    def pair(statistic: str, layer: int, head: int) -> list[float | None]:
+        names = (modules[layer], comparison.modules[modules[layer]])
+        return rounded_all([side[statistic][name][head].item() for side, name in zip(sides, names, strict=True)])
+
     return as_json(
         name,
         compared=seen.note,
-        by=seen.by,
+        by=comparison.by,
         labels=list(seen.labels),
         chosen={"layer": seen.place[0], "head": seen.place[1]},
         heads=[
             {
                 "layer": layer,
                 "head": head,
-                "module": seen.modules[layer],
+                "module": modules[layer],
                 "difference": rounded(value),
-                **{name: rounded_all(values[layer][head]) for name, values in seen.numbers.items()},
+                **{statistic: pair(statistic, layer, head) for statistic in comparison.differences},
             }
             for layer, row in enumerate(seen.scores)
             for head, value in enumerate(row)

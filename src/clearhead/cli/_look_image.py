@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.text import Text
 from torch import Tensor
 
+from .._statistics.patch_layout import PatchLayout
 from ..errors import explain_problem
 from ..inspection._record import record
 from ..plot._heads import summarize
@@ -17,14 +18,13 @@ from ..plot._html import PageMaker
 from ..plot._image_items import image_items, layouts_of
 from ..plot._image_plots import draw_image_sheet, looks_of, query_name
 from ..plot._labels import printable
-from ..plot._patches import PatchLayout
 from ..plot._picture import open_picture, seen_picture
 from ..plot._terminal import overview
 from ._errors import UsageProblem, warn
 from ._image_model import VisionModel, load_vision_model, record_picture
 from ._output import Outcome, as_json, new_console, rounded, rounded_all, show_parts
 from ._progress import Work
-from ._seeing import PREVIOUS, STATISTICS, choose, shown_statistic
+from ._seeing import choose, numbers_of, recorded_with, shown_numbers, shown_statistic
 
 MOST_LISTED = 5
 
@@ -56,8 +56,7 @@ def look_at_image(
     work: Work,
 ) -> Outcome:
     """Load a vision model, run it on a picture and read off what its heads look at."""
-    if statistic is not None and statistic not in STATISTICS:
-        raise UsageProblem(explain_problem("--stat", expected=f"one of {', '.join(STATISTICS)}", got=statistic))
+    recorded_with(statistic)  # refuses it before anything is loaded
     picture = open_picture(image)
     loaded = load_vision_model(model, notify=warn)
     work.loaded()
@@ -88,6 +87,7 @@ class _Looked:
         self.picture = seen_picture(picture, size, loaded.processor)
         self.item = item
         self.statistic = statistic
+        self.numbers = shown_numbers(statistic, numbers_of(self.section))
         self.summaries = summarize(self.section)
         self.place = choose(self.summaries, layer, head)
         self.module = self.section.layers[self.place[0]].name
@@ -98,7 +98,7 @@ class _Looked:
 
     def figure(self) -> Any:
         head = self.section.layers[self.place[0]].heads[self.place[1]]
-        return draw_image_sheet(self.rec, self.picture, (self.module, head), None, title=self.title)
+        return draw_image_sheet(self.rec, self.picture, (self.module, head), title=self.title, numbers=self.numbers)
 
     def page(self) -> str:
         maker = PageMaker(1)
@@ -119,17 +119,13 @@ class _Looked:
         heads = max(len(row) for row in self.summaries)
         others = f" and {', '.join(layout.prefix)}" if layout.prefix else ""
         facts = f"{self.title} · {len(self.summaries)} layers × {heads} heads · {rows} × {columns} patches{others}"
-        numbers = None
-        if self.statistic is not None:
-            key = PREVIOUS if self.statistic == "previous" else self.statistic
-            numbers = (self.statistic, [layer.numbers[key].tolist() for layer in self.section.layers])
         order = weights.flatten().argsort(descending=True)[:MOST_LISTED].tolist()
         listed = [f"patch {at // columns}, {at % columns} {weights.flatten()[at]:.3f}" for at in order]
         what = f"layer {self.place[0]}, head {self.place[1]}: what {query_name(layout, None)} looks at"
         show_parts(
             console,
             Text(facts, style="bold"),
-            overview(self.summaries, numbers=numbers, chosen=self.place, width=console.width),
+            overview(self.summaries, numbers=self.numbers, chosen=self.place, width=console.width),
             Group(Text(what, style="bold"), _blocks(weights), Text("   ".join(listed), "dim")),
         )
 

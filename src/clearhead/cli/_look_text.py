@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from ..errors import explain_problem
 from ..plot._labels import printable
+from ..plot._sheet import draw_sheet
 from ..plot._terminal import colored_tokens, overview, sparkline, top_keys
 from . import _demo as demo
 from ._demo import TextModel
-from ._errors import UsageProblem, warn
+from ._errors import warn
 from ._output import Outcome, as_json, new_console, rounded, rounded_all, show_parts
 from ._progress import Work
-from ._seeing import STATISTICS, Seen, parts_of, see, shown_statistic
+from ._seeing import Seen, parts_of, recorded_with, see, shown_numbers, shown_statistic
 from ._windows import cut_into_windows, unknown_note
 
 SPARKS = 72
@@ -40,8 +37,7 @@ def look_at_text(
         statistic: a key of `STATISTICS`.
         work: what is at work.
     """
-    if statistic is not None and statistic not in STATISTICS:
-        raise UsageProblem(explain_problem("--stat", expected=f"one of {', '.join(STATISTICS)}", got=statistic))
+    recorded_with(statistic)  # refuses it before anything is loaded
     loaded = demo.load_text_model(model, notify=warn)
     work.loaded()
     work.step("reading the text")
@@ -53,32 +49,20 @@ def look_at_text(
     advance = work.step(running, parts_of(loaded, windows))
     seen = see(loaded, windows, layer=layer, head=head, statistic=statistic, next_part=advance)
     title = " ".join(text[:TITLE].split())
+    numbers, shown = shown_numbers(statistic, seen.numbers), shown_statistic(statistic)
     chosen = layer is not None and head is not None
     return Outcome(
-        figure=lambda: _figure(seen, title, statistic),
-        page=lambda: _page(loaded, seen, statistic, notes),
+        figure=lambda: draw_sheet(seen.first, *seen.place, title=title, numbers=numbers),
+        page=lambda: seen.page.page((0, *seen.place), title=loaded.name, statistic=shown, notes=notes).text,
         as_json=lambda: _numbers(loaded, seen),
-        show=lambda: _show(loaded, seen, statistic, chosen),
+        show=lambda: _show(loaded, seen, numbers, chosen),
     )
 
 
-def _figure(seen: Seen, title: str, statistic: str | None) -> Any:
-    from ..plot._sheet import draw_sheet
-
-    numbers = None if statistic is None else (statistic, seen.numbers[statistic])
-    return draw_sheet(seen.first, *seen.place, title=title, numbers=numbers)
-
-
-def _page(loaded: TextModel, seen: Seen, statistic: str | None, notes: Sequence[str]) -> str:
-    shown = shown_statistic(statistic)
-    return seen.page.page((0, *seen.place), title=loaded.name, statistic=shown, notes=notes).text
-
-
-def _show(loaded: TextModel, seen: Seen, statistic: str | None, chosen: bool) -> None:
+def _show(loaded: TextModel, seen: Seen, numbers: tuple[str, list[list[float]]] | None, chosen: bool) -> None:
     """Print the overview of all heads and the chosen one token by token, in colour if this is a terminal."""
     layer, head = seen.place
     console = new_console()
-    numbers = None if statistic is None else (statistic, seen.numbers[statistic])
     lines: list[RenderableType] = [Text(f"layer {layer}, head {head}: what each token looks at most", style="bold")]
     if not chosen:
         lines.append(Text("Chosen for its clear looks at words further away; choose with --layer and --head.", "dim"))
@@ -107,7 +91,7 @@ def _numbers(loaded: TextModel, seen: Seen) -> str:
                 "head": column,
                 "module": names[row],
                 "looks_at": summary.kind,
-                **{name: rounded(values[row][column]) for name, values in seen.numbers.items()},
+                **{name: rounded(values[row][column].item()) for name, values in seen.numbers.items()},
             }
             for row, heads in enumerate(seen.summaries)
             for column, summary in enumerate(heads)

@@ -37,7 +37,7 @@ class Outcome:
 
 
 def deliver(outcome: Outcome, paths: Mapping[str, Path | None], step: Callable[[str], Any]) -> list[Path]:
-    """Write the files of an outcome, all of them or none.
+    """Write the files of an outcome, all of them whole or none.
 
     Args:
         outcome: what to write.
@@ -48,42 +48,30 @@ def deliver(outcome: Outcome, paths: Mapping[str, Path | None], step: Callable[[
         The paths that were written.
 
     Raises:
-        ClearheadError: if one of them cannot be written.
+        ClearheadError: if one of them cannot be written; it names the option.
     """
-    makers: dict[str, Callable[[Path], bytes]] = {
-        "png": lambda path: figure_bytes(outcome.figure(), path.suffix.lower()[1:]),
-        "html": lambda _: outcome.page().encode(),
-        "json": lambda _: (outcome.as_json() + "\n").encode(),
+    makers: dict[str, tuple[str, Callable[[Path], bytes]]] = {
+        "png": ("drawing the picture", lambda path: figure_bytes(outcome.figure(), path.suffix.lower()[1:])),
+        "html": ("writing the page", lambda _: outcome.page().encode()),
+        "json": ("writing the numbers", lambda _: (outcome.as_json() + "\n").encode()),
     }
-    files: dict[str, tuple[Path, bytes]] = {}
-    for name, title in (("png", "drawing the picture"), ("html", "writing the page"), ("json", "writing the numbers")):
+    files: list[tuple[str, Path, bytes]] = []
+    for name, (title, make) in makers.items():
         path = paths[name]
         if path is not None:
             step(title)
-            files[f"--{name}"] = (path, makers[name](path))
-    write_whole(files)
-    return [path for path, _ in files.values()]
-
-
-def write_whole(files: Mapping[str, tuple[Path, bytes]]) -> None:
-    """Write files so that all of them appear whole, or none does.
-
-    Args:
-        files: option that named a file → its path and contents.
-
-    Raises:
-        ClearheadError: if one of them cannot be written; it names the option.
-    """
+            files.append((name, path, make(path)))
     begun, path = "", Path()
     try:
         with ExitStack() as stack:
-            for option, (path, contents) in files.items():
-                begun = option
+            for name, path, contents in files:
+                begun = name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(whole_file(path)).write_bytes(contents)
     except (OSError, ValueError) as error:  # a null character in the name is a ValueError
         got = f"{path}: {getattr(error, 'strerror', None) or type(error).__name__}"
-        raise ClearheadError(begun, expected="a file that can be written", got=got) from error
+        raise ClearheadError(f"--{begun}", expected="a file that can be written", got=got) from error
+    return [path for _, path, _ in files]
 
 
 def as_json(model: str, **fields: Any) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 
+from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, ClearheadError, UnseenAttentionWarning, explain_problem
 from ..inspection._record import record
 from ..integrations._hub import shortened
@@ -18,7 +20,6 @@ from ..plot._crops import with_crops_of
 from ..plot._given import given
 from ..plot._heads import HeadSummary, average, clearest_head, summarize
 from ..plot._html import PageMaker
-from ..plot._protocol import Recorded
 from ._demo import TextModel
 from ._errors import UsageProblem, warn
 from ._windows import Window
@@ -44,6 +45,19 @@ def shown_statistic(name: str | None) -> str:
     return {None: "maps", "previous": PREVIOUS}.get(name, name) or "maps"
 
 
+def recorded_with(name: str | None) -> tuple[str, ...]:
+    """The statistics to record, with that of a key of `STATISTICS` if one is chosen.
+
+    Raises:
+        UsageProblem: for another name.
+    """
+    if name is None:
+        return RECORDED
+    if name not in STATISTICS:
+        raise UsageProblem(explain_problem("--stat", expected=f"one of {', '.join(STATISTICS)}", got=name))
+    return tuple(dict.fromkeys((*RECORDED, STATISTICS[name])))
+
+
 #: Tokens of windows that run together; beyond, a batch saves nothing more and takes memory.
 TOKENS_AT_ONCE = 2048
 
@@ -64,27 +78,54 @@ class ChosenHead:
     top_weights: torch.Tensor
 
 
-@dataclass(frozen=True)
 class Seen:
-    """Where every head looked.
+    """Where every head looked, folded one window after the other.
 
     Args:
-        first: the picture of the first window; with the exact weights of the chosen head.
         windows: all of them.
-        summaries: per layer and head, over all windows.
-        numbers: statistic → layer → head, over all windows.
-        chosen: the chosen head, per window.
+        item: the picture of the first.
         place: the chosen layer and head.
+
+    Attributes:
+        first: the section of the first window that is shown, with the exact weights of the chosen head.
+        summaries: per layer and head, over all windows.
+        numbers: statistic → layer → (H,), over all windows.
+        chosen: the chosen head, per window.
         page: the page of all windows, but for its frame.
     """
 
-    first: SectionPicture
-    windows: list[Window]
-    summaries: list[list[HeadSummary]]
-    numbers: dict[str, list[list[float]]]
-    chosen: list[ChosenHead]
-    place: tuple[int, int]
-    page: PageMaker
+    def __init__(self, windows: Sequence[Window], item: ItemPicture, place: tuple[int, int]) -> None:
+        self.windows, self.place = windows, place
+        self.first = item.sections[0]
+        layer = self.first.layers[place[0]]
+        self._large = (layer.name, layer.heads[place[1]])
+        self.page = PageMaker(len(windows), [self._large])
+        self.summaries: list[list[HeadSummary]] = []
+        self.numbers: dict[str, list[torch.Tensor]] = {}
+        self.chosen: list[ChosenHead] = []
+        self._length = 0
+
+    def add(self, rec: Recorded, items: Sequence[ItemPicture], batch: Sequence[Window]) -> None:
+        """Take what is to be kept of a batch of windows."""
+        for number, (item, window) in enumerate(zip(items, batch, strict=True)):
+            item = replace(item, label=f"tokens {window.first}–{window.last}")
+            if self.page.takes_next:
+                item = with_crops_of(rec, item, number, [self._large])
+            section, found = item.sections[0], [summarize(picture) for picture in item.sections]
+            if not self.chosen:
+                self.first = section
+            self.page.add(item, found)
+            self.chosen.append(_chosen_head(section.layers[self.place[0]], self.place[1]))
+            self.summaries = average([self.summaries, found[0]]) if self.summaries else found[0]
+            self._average(numbers_of(section), len(window.tokens))
+
+    def _average(self, numbers: dict[str, list[torch.Tensor]], length: int) -> None:
+        """Means over windows by their lengths, and the largest of the largest scores."""
+        self._length += length
+        for name, layers in numbers.items():
+            pairs = zip(self.numbers.get(name, layers), layers, strict=True)
+            merge = torch.maximum if name == "max_logit" else partial(torch.lerp, weight=length / self._length)
+            self.numbers[name] = [merge(known, new) for known, new in pairs]
 
 
 def see(
@@ -109,69 +150,24 @@ def see(
         UsageProblem: for a layer or head that is not there, or a statistic that this model's weights do not give.
         ArgumentError: if the model does not run on text.
     """
-    statistics = RECORDED if statistic is None else tuple(dict.fromkeys((*RECORDED, STATISTICS[statistic])))
+    statistics = recorded_with(statistic)
     if statistic is not None and not loaded.clearhead and statistic not in FROM_WEIGHTS:
         expected = f"one of {', '.join(sorted(FROM_WEIGHTS))} for {loaded.name}, whose attention cannot be replaced"
         raise UsageProblem(explain_problem("--stat", expected=expected, got=statistic))
-    seeing: _Folding | None = None
+    seen: Seen | None = None
     warned: set[str] = set()
     blocks = blocks_of(loaded)
     for batch in _batches(loaded, windows):
         with _after_each(blocks, next_part):
             rec = record_windows(loaded, batch, statistics, warned)
         items = collect(rec, [window.tokens for window in batch])
-        if seeing is None:
-            place = choose(summarize(items[0].sections[0]), layer, head)
-            seeing = _Folding(len(windows), items[0], place)
-        seeing.add(rec, items, batch)
+        if seen is None:
+            seen = Seen(windows, items[0], choose(summarize(items[0].sections[0]), layer, head))
+        seen.add(rec, items, batch)
         next_part()
-    if seeing is None:
+    if seen is None:
         raise ArgumentError("windows", expected="at least one", got="none")
-    return seeing.seen(windows)
-
-
-class _Folding:
-    """What is kept of the windows, one batch of them after the other.
-
-    Args:
-        count: how many windows there are.
-        item: the first.
-        place: the chosen layer and head.
-    """
-
-    def __init__(self, count: int, item: ItemPicture, place: tuple[int, int]) -> None:
-        self._place = place
-        layer = item.sections[0].layers[place[0]]
-        self._chosen = (layer.name, layer.heads[place[1]])
-        self._page = PageMaker(count, [self._chosen])
-        self._first: SectionPicture | None = None
-        self._summaries: list[list[HeadSummary]] = []
-        self._numbers: dict[str, list[list[float]]] = {}
-        self._length = 0
-        self._rows: list[ChosenHead] = []
-
-    def add(self, rec: Recorded, items: Sequence[ItemPicture], batch: Sequence[Window]) -> None:
-        """Take what is to be kept of a batch of windows."""
-        for number, (item, window) in enumerate(zip(items, batch, strict=True)):
-            item = replace(item, label=f"tokens {window.first}–{window.last}")
-            if self._page.takes_next:
-                item = with_crops_of(rec, item, number, [self._chosen])
-            section, found = item.sections[0], [summarize(picture) for picture in item.sections]
-            self._first = self._first or section
-            self._page.add(item, found)
-            self._rows.append(_chosen_head(section.layers[self._place[0]], self._place[1]))
-            self._summaries = average([self._summaries, found[0]]) if self._summaries else found[0]
-            self._average(_numbers(item), len(window.tokens))
-
-    def _average(self, numbers: dict[str, list[list[float]]], length: int) -> None:
-        known = self._numbers or numbers
-        self._numbers = _averaged([known, numbers], [self._length, length])
-        self._length += length
-
-    def seen(self, windows: Sequence[Window]) -> Seen:
-        """All of it."""
-        first = cast(SectionPicture, self._first)
-        return Seen(first, list(windows), self._summaries, self._numbers, self._rows, self._place, self._page)
+    return seen
 
 
 def parts_of(loaded: TextModel, windows: Sequence[Window]) -> int:
@@ -224,17 +220,22 @@ def choose(summaries: Sequence[Sequence[HeadSummary]], layer: int | None, head: 
     Raises:
         UsageProblem: for a layer or head that is not there.
     """
-    if layer is not None and not 0 <= layer < len(summaries):
-        raise UsageProblem(explain_problem("--layer", expected=_range(len(summaries)), got=str(layer)))
-    layers = list(range(len(summaries))) if layer is None else [layer]
-    most = max(len(summaries[index]) for index in layers)
+    return clearest_head(summaries, places_of([len(row) for row in summaries], layer, head))
+
+
+def places_of(heads: Sequence[int], layer: int | None, head: int | None) -> list[tuple[int, int]]:
+    """The places that a choice of a layer, a head, both or neither leaves, where layers have so many heads.
+
+    Raises:
+        UsageProblem: for a layer or head that is not there.
+    """
+    if layer is not None and not 0 <= layer < len(heads):
+        raise UsageProblem(explain_problem("--layer", expected=_range(len(heads)), got=str(layer)))
+    layers = range(len(heads)) if layer is None else [layer]
+    most = max(heads[index] for index in layers)
     if head is not None and not 0 <= head < most:
         raise UsageProblem(explain_problem("--head", expected=_range(most), got=str(head)))
-    if head is None:
-        index, found = clearest_head([summaries[index] for index in layers])
-        return layers[index], found
-    there = [index for index in layers if head < len(summaries[index])]
-    return max(there, key=lambda index: summaries[index][head].contrast), head
+    return [(index, place) for index in layers for place in range(heads[index]) if head in (None, place)]
 
 
 def _chosen_head(layer: LayerPicture, head: int) -> ChosenHead:
@@ -250,16 +251,22 @@ def record_windows(loaded: TextModel, batch: Sequence[Window], statistics: Seque
     """Run the model on windows of one length and record it; where that is not possible, its own weights."""
     if not loaded.clearhead:
         return given(_own_weights(loaded, batch))
+    with unseen_on_stderr(warned), record(loaded.model, statistics, keep="queries_keys") as rec:
+        _run(loaded, batch)
+    return rec
+
+
+@contextmanager
+def unseen_on_stderr(warned: set[str]) -> Generator[None]:
+    """Write warnings about attention that was not recorded as lines, but for those in `warned`, where they are put."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UnseenAttentionWarning)
-        with record(loaded.model, statistics, keep="queries_keys") as rec:
-            _run(loaded, batch)
+        yield
     for warning in caught:
         text = str(warning.message)
         if issubclass(warning.category, UnseenAttentionWarning) and text not in warned:
             warned.add(text)
             warn(text)
-    return rec
 
 
 def _own_weights(loaded: TextModel, batch: Sequence[Window]) -> list[torch.Tensor]:
@@ -287,27 +294,17 @@ def _no_text_model(loaded: TextModel, got: str) -> ArgumentError:
     return ArgumentError(f"model {loaded.name}", expected=wanted, got=got)
 
 
-def _numbers(item: ItemPicture) -> dict[str, list[list[float]]]:
-    layers = item.sections[0].layers
+def shown_numbers(
+    statistic: str | None, numbers: Mapping[str, Sequence[torch.Tensor]]
+) -> tuple[str, list[list[float]]] | None:
+    """A statistic's name and one number per layer and head, as pictures of all heads take them; ``None`` of none."""
+    return None if statistic is None else (statistic, [layer.tolist() for layer in numbers[statistic]])
+
+
+def numbers_of(picture: SectionPicture) -> dict[str, list[torch.Tensor]]:
+    """Statistic, as `STATISTICS` calls it → layer → (H,), of those that all layers have."""
+    layers = picture.layers
     names = [name for name in layers[0].numbers if all(name in layer.numbers for layer in layers)]
     return {
-        "previous" if name == PREVIOUS else name: [layer.numbers[name].tolist() for layer in layers] for name in names
+        "previous" if name == PREVIOUS else name: [layer.numbers[name].double() for layer in layers] for name in names
     }
-
-
-def _averaged(numbers: Sequence[dict[str, list[list[float]]]], lengths: Sequence[int]) -> dict[str, list[list[float]]]:
-    """Means over windows by their lengths, and the largest of the largest scores."""
-    total = sum(lengths)
-    result: dict[str, list[list[float]]] = {}
-    for name in numbers[0]:
-        layers = zip(*(window[name] for window in numbers), strict=True)
-        result[name] = [
-            [
-                max(values)
-                if name == "max_logit"
-                else sum(value * length for value, length in zip(values, lengths, strict=True)) / total
-                for values in zip(*layer, strict=True)
-            ]
-            for layer in layers
-        ]
-    return result

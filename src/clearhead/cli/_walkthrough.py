@@ -11,7 +11,6 @@ from .. import masks
 from .._multihead import MultiHeadAttention
 from ..errors import explain_problem
 from ..inspection._walkthrough import walkthrough as walk_through
-from ..inspection._walkthrough_result import Walkthrough
 from ..inspection._walkthrough_text import LANGUAGES
 from ._errors import UsageProblem
 
@@ -31,25 +30,19 @@ def walkthrough(
 ) -> None:
     """Show one multi-head attention call step by step, with every shape and what it means."""
     _check_options(lang, embed_dim, num_heads, num_kv_heads, length, batch_size)
-    text = str(_example(lang, embed_dim, num_heads, num_kv_heads, length, batch_size, causal))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = MultiHeadAttention(embed_dim, num_heads, num_kv_heads=num_kv_heads).eval()
+        query = torch.randn(batch_size, length, embed_dim)  # (B, L, E)
+    walk = walk_through(module, query, mask=masks.causal() if causal else None, language=lang)
     try:
-        typer.echo(text)
+        typer.echo(str(walk))
     except UnicodeEncodeError as problem:
         sign = problem.object[problem.start]
         raise UsageProblem(
             f"the output's encoding ({problem.encoding}) has no sign for {sign!a}. "
             "Set PYTHONIOENCODING=utf-8 and try again."
         ) from None
-
-
-def _example(
-    lang: str, embed_dim: int, num_heads: int, num_kv_heads: int | None, length: int, batch_size: int, causal: bool
-) -> Walkthrough:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        module = MultiHeadAttention(embed_dim, num_heads, num_kv_heads=num_kv_heads).eval()
-        query = torch.randn(batch_size, length, embed_dim)  # (B, L, E)
-    return walk_through(module, query, mask=masks.causal() if causal else None, language=lang)
 
 
 def _check_options(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +52,14 @@ def cut_into_windows(loaded: TextModel, text: str) -> list[Window]:
     """
     _require_text(text)
     with without_noise():
-        parts = _encode(loaded, text)
+        parts = list(_encode(loaded, text))
     windows: list[Window] = []
     first = 0
     for ids, special, words, inputs in parts:
         count = len(ids) - sum(special)
         tokens = read_tokens(loaded.tokenizer, ids, words=words)
-        windows.append(Window(inputs, Tokens(tokens.names, special, tokens.words), first, first + count - 1))
+        tokens = Tokens(tokens.names, list(map(bool, special)), tokens.words)
+        windows.append(Window(inputs, tokens, first, first + count - 1))
         first += count - overlap_of(loaded.max_tokens)
     if not windows or not windows[0].tokens.names:
         raise ArgumentError("text", expected="at least one token", got="none")
@@ -84,10 +85,11 @@ def unknown_note(loaded: TextModel, windows: Sequence[Window]) -> str | None:
     )
 
 
-Part = tuple[list[int], list[bool], Sequence[int | None] | None, dict[str, Any]]
+#: Of a window: ids, which are special, the tokenizer's words, and what the model is called with.
+Part = tuple[list[int], list[int], Sequence[int | None] | None, dict[str, Any]]
 
 
-def _encode(loaded: TextModel, text: str) -> list[Part]:
+def _encode(loaded: TextModel, text: str) -> Generator[Part]:
     tokenizer, size = loaded.tokenizer, loaded.max_tokens
     if tokenizer.is_fast:
         encoded = tokenizer(
@@ -100,24 +102,18 @@ def _encode(loaded: TextModel, text: str) -> list[Part]:
         )
         masks = encoded.pop("special_tokens_mask")
         encoded.pop("overflow_to_sample_mapping", None)
-        return [
-            (ids, [bool(value) for value in masks[part]], encoded.word_ids(part), _batch_of_one(encoded, part))
-            for part, ids in enumerate(encoded["input_ids"])
-        ]
+        for part, ids in enumerate(encoded["input_ids"]):
+            inputs = {name: torch.tensor([values[part]]) for name, values in encoded.items()}
+            yield ids, masks[part], encoded.word_ids(part), inputs
+        return
     everything = tokenizer(text, add_special_tokens=False)["input_ids"]
     room = size - tokenizer.num_special_tokens_to_add()
     step = room - overlap_of(size)
-    parts: list[Part] = []
     for first in range(0, max(len(everything) - overlap_of(size), 1), step):
         ids = tokenizer.build_inputs_with_special_tokens(everything[first : first + room])
         special = tokenizer.get_special_tokens_mask(ids, already_has_special_tokens=True)
         inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
-        parts.append((ids, [bool(value) for value in special], None, inputs))
-    return parts
-
-
-def _batch_of_one(encoded: Any, part: int) -> dict[str, Any]:
-    return {name: torch.tensor([values[part]]) for name, values in encoded.items()}
+        yield ids, special, None, inputs
 
 
 def _require_text(text: str) -> None:

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from .._environment import all_gather_single, reduce_scatter_single
@@ -29,8 +28,12 @@ Shapes = Sequence[Sequence[int]]
 
 
 @contextmanager
-def step(name: str) -> Generator[None, None, None]:
+def step(name: str, where: str = "context_parallel") -> Generator[None, None, None]:
     """Name the step in which a collective fails, as it does within the group's time-out if a process has ended.
+
+    Args:
+        name: of the step.
+        where: the function that split the module.
 
     Raises:
         DistributedError: for what `torch.distributed` raises inside the block.
@@ -41,7 +44,7 @@ def step(name: str) -> Generator[None, None, None]:
         raise
     except RuntimeError as error:
         fix = "Another process has ended, or waits in another call; look at what it said first."
-        raise DistributedError(f"context_parallel: {name}: the exchange failed. {fix} ({error})") from error
+        raise DistributedError(f"{where}: {name}: the exchange failed. {fix} ({error})") from error
 
 
 def from_every_rank(x: Tensor, group: Group) -> Tensor:
@@ -63,19 +66,14 @@ class _GatherParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Parts, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.parts, ctx.group, ctx.shapes = parts, group, [x.shape for x in tensors]
-        count = tensors[0].shape[0]
-        sent = tensors[0].new_empty((parts.longest, sum(math.prod(x.shape[1:]) for x in tensors)))
-        sent[count:] = 0
-        for part, x in zip(_features(sent[:count], ctx.shapes), tensors, strict=True):
-            part.copy_(x)
         with step("forward: all-gather"):
-            found = from_every_rank(sent, group)  # (W, longest, features)
+            found = from_every_rank(_side_by_side(tensors, parts.longest), group)  # (W, longest, features)
         ranks = zip(*(_features(x, ctx.shapes) for x in found), strict=True)
         return tuple(parts.join(list(each), 0) for each in ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        parts, dtype = ctx.parts, _sum_dtype(gradients[0])
+        parts, dtype = ctx.parts, sum_dtype(gradients[0])
         features = sum(math.prod(shape[1:]) for shape in ctx.shapes)
         summed = gradients[0].new_empty((parts.world_size, parts.longest, features), dtype=dtype)
         pieces = [parts.split(x, 0) for x in gradients]
@@ -89,6 +87,16 @@ class _GatherParts(torch.autograd.Function):
             reduce_scatter_single(found, summed, group=ctx.group)
         own = _features(found[0, : ctx.shapes[0][0]], ctx.shapes)
         return None, None, *(x.to(gradient.dtype) for x, gradient in zip(own, gradients, strict=True))
+
+
+def _side_by_side(tensors: Sequence[Tensor], rows: int) -> Tensor:
+    """Tensors (n, …) as one (rows, features), with zeros after the n-th row."""
+    count = tensors[0].shape[0]
+    found = tensors[0].new_empty((rows, sum(math.prod(x.shape[1:]) for x in tensors)))
+    found[count:] = 0
+    for part, x in zip(_features(found[:count], [x.shape for x in tensors]), tensors, strict=True):
+        part.copy_(x)
+    return found
 
 
 def _features(rows: Tensor, shapes: Shapes) -> list[Tensor]:
@@ -112,12 +120,12 @@ class _AllToAll(torch.autograd.Function):
         pieces = _grouped(flat, sizes)
         ctx.shapes, ctx.sizes, ctx.group = [[x.shape for x in own] for own in pieces], [len(x) for x in shapes], group
         with step("forward: all-to-all"):
-            return _exchanged(pieces, shapes, group)
+            return exchange(pieces, shapes, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         with step("backward: all-to-all"):
-            return None, None, None, *_exchanged(_grouped(gradients, ctx.sizes), ctx.shapes, ctx.group)
+            return None, None, None, *exchange(_grouped(gradients, ctx.sizes), ctx.shapes, ctx.group)
 
 
 def _grouped(flat: Sequence[Tensor], sizes: Sequence[int]) -> Pieces:
@@ -125,8 +133,9 @@ def _grouped(flat: Sequence[Tensor], sizes: Sequence[int]) -> Pieces:
     return [[next(found) for _ in range(size)] for size in sizes]
 
 
-def _exchanged(pieces: Pieces, shapes: Sequence[Shapes], group: Group) -> tuple[Tensor, ...]:
-    """Each piece is copied once, into what is sent; what came is cut without a copy."""
+def exchange(pieces: Pieces, shapes: Sequence[Shapes], group: Group) -> tuple[Tensor, ...]:
+    """As `all_to_all`, without gradients: what came is cut without a copy, one tensor after the other."""
+    # Each piece is copied once, into what is sent.
     counts = [sum(x.numel() for x in own) for own in pieces]
     expected = [sum(math.prod(shape) for shape in own) for own in shapes]
     sent, found = (pieces[0][0].new_empty(sum(each)) for each in (counts, expected))
@@ -141,23 +150,24 @@ def _cut(flat: Tensor, shapes: Sequence[Shapes]) -> tuple[Tensor, ...]:
     return tuple(x.view(shape) for x, shape in zip(flat.split([*map(math.prod, each)]), each, strict=True))
 
 
-def sum_of_gradients(x: Tensor, group: Group) -> Tensor:
+def sum_of_gradients(x: Tensor, group: Group, where: str) -> Tensor:
     """The tensor itself, which every process holds alike; its gradient is summed over them."""
-    return cast(Tensor, _SumOfGradients.apply(x, group)) if x.requires_grad and torch.is_grad_enabled() else x
+    return cast(Tensor, _SumOfGradients.apply(x, group, where)) if x.requires_grad and torch.is_grad_enabled() else x
 
 
 class _SumOfGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: Group, where: str) -> Tensor:
+        ctx.group, ctx.where = group, where
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
-        summed = gradient.to(_sum_dtype(gradient), copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(summed, group=ctx.group)
-        return summed.to(gradient.dtype), None
+        summed = gradient.to(sum_dtype(gradient), copy=True, memory_format=torch.contiguous_format)
+        with step("backward: all-reduce of a bias's gradient", ctx.where):
+            dist.all_reduce(summed, group=ctx.group)
+        return summed.to(gradient.dtype), None, None
 
 
 def all_reduce_max(x: Tensor, group: Group) -> Tensor:
@@ -167,11 +177,6 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     return found
 
 
-def filled(x: Tensor, rows: int) -> Tensor:
-    """A tensor (n, …) with zeros up to `rows`: (rows, …)."""
-    missing = rows - x.shape[0]
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, missing)) if missing else x
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
+def sum_dtype(x: Tensor) -> torch.dtype:
+    """In which tensors of this dtype are summed."""
     return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype

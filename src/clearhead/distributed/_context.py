@@ -68,8 +68,8 @@ def context_parallel(
         mesh: one-dimensional, as ``mesh["cp"]`` of a larger one; W processes. With one the module stays as it is.
         method: ``"heads"``: an exchange after which each process has some heads of the whole sequence; W divides H, and
             divides Hkv or is divided by it. ``"gather"``: every process gathers all keys and values.
-            ``"ring"``: keys and values travel around, and no process holds those of more than two. Default ``"auto"``:
-            heads where they divide, else gather. A call that returns weights gathers in any case.
+            ``"ring"``: keys and values travel around, in blocks; beside its part a process holds three of them.
+            Default ``"auto"``: heads where they divide, else gather. A call that returns weights gathers in any case.
         layout: of all sequences; see `shard_sequence`. Default ``"contiguous"``.
 
     Returns:

@@ -128,7 +128,10 @@ def by_heads(q: Tensor, k: Tensor, v: Tensor, whole: Whole, attend: Attend) -> R
     for x in (q, k, v):
         heads = max(x.shape[1] // world, 1)
         of_heads = x.permute(2, 0, 1, 3).split(heads, 2)  # (l, B, H / W, D) each
-        sent.append([of_heads[rank * len(of_heads) // world] for rank in range(world)])
+        if len(of_heads) < world:  # views of one tensor, so that half precision rounds the sum of their gradients once
+            copies = world // len(of_heads)
+            of_heads = [copy for part in of_heads for copy in part.expand(copies, *part.shape)]
+        sent.append(of_heads)
         widths.append((batch, heads, x.shape[3]))
     parts = whole.queries, whole.keys, whole.keys
     shapes = [

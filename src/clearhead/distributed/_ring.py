@@ -1,14 +1,15 @@
 """The method *ring*: keys and values travel around, and partial results are merged; no process holds all keys.
 
-(Liu et al., "Ring attention with blockwise transformers", 2023.) In the backward pass they travel once more, and with
-them their gradients.
+(Liu et al., "Ring attention with blockwise transformers", 2023.) They travel in blocks of a process's part, so that
+what is on its way needs little memory beside the part itself. In the backward pass they travel once more, and their
+gradients follow them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,11 @@ from .._environment import Environment
 from .._layer.plan import attend_arguments
 from ..kernels._some_keys import gradients_of_some_keys, merge_some_keys
 from ..masks._base import Mask
-from ._collectives import filled, step
+from ._collectives import step
 from ._methods import Piece, Whole
+
+#: Blocks of a part at most, and keys of a block at least: smaller ones cost more to merge than they save.
+_BLOCKS, _KEYS = 16, 128
 
 _FORWARD, _BACKWARD, _STATISTICS = "forward: ring", "backward: ring", "statistics: ring"
 
@@ -42,7 +46,7 @@ class Ring:
 
 
 def by_ring(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Results:
-    """W − 1 exchanges with the neighbours forward, and 2 W − 1 backward, of keys and values of one process each."""
+    """W − 1 exchanges with the neighbours of each block of keys and values forward, and twice as many backward."""
     whole = ring.whole
     mask, sinks = whole.mask, whole.sinks
     biases = () if mask is None else mask.bias_tensors()
@@ -54,9 +58,8 @@ def by_ring(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Results:
 
 def pieces_of_ring(q: Tensor, k: Tensor, v: Tensor | None, whole: Whole) -> Iterator[Piece]:
     """Every pair of runs of which a query may see a key, as keys, and values if there are some, come around."""
-    own = _packed(whole, k, k[..., :0] if v is None else v)
-    for keys, part in _around(whole, own, _STATISTICS):
-        yield from _pieces(whole, q, part, keys, k.shape[3])
+    for visit in _around(whole, k, k[..., :0] if v is None else v, _STATISTICS):
+        yield from _pieces(whole, q, visit)
 
 
 class _Ring(torch.autograd.Function):
@@ -67,10 +70,9 @@ class _Ring(torch.autograd.Function):
         whole, dtype = ring.whole, torch.promote_types(q.dtype, torch.float32)
         output = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
-        own = _packed(whole, k, v)
         environment = ring.environment._replace(gradients=False)
-        for keys, part in _around(whole, own, _FORWARD):
-            for block in _pieces(whole, q, part, keys, k.shape[3]):
+        for visit in _around(whole, k, v, _FORWARD):
+            for block in _pieces(whole, q, visit):
                 rows = block.rows
                 arguments = block.query, block.key, block.value, block.mask, environment
                 options = ring.options | whole.dropout_at(*block.place)
@@ -79,11 +81,11 @@ class _Ring(torch.autograd.Function):
         if sinks is not None:
             nothing = output.new_zeros(()).expand(output.shape)
             merge_some_keys(output, lse, nothing, sinks.to(dtype)[None, :, None].expand(lse.shape))
-        ctx.ring, ctx.key_dim = ring, k.shape[3]
+        ctx.ring = ring
         # The mask's tensors are saved for autograd to notice writes to them.
         held = () if whole.mask is None else whole.mask.tensors()
-        ctx.count = 5 + len(biases)
-        ctx.save_for_backward(q, own, output, lse, sinks, *biases, *(x for x in held if not x.is_inference()))
+        ctx.count = 6 + len(biases)
+        ctx.save_for_backward(q, k, v, output, lse, sinks, *biases, *(x for x in held if not x.is_inference()))
         ctx.mark_non_differentiable(lse)
         return output.to(q.dtype), lse
 
@@ -92,7 +94,7 @@ class _Ring(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
-        q, own, output, lse, sinks, *biases = ctx.saved_tensors[: ctx.count]
+        q, k, v, output, lse, sinks, *biases = ctx.saved_tensors[: ctx.count]
         ring: Ring = ctx.ring
         whole, dtype = ring.whole, output.dtype
         of_output = gradients[0]
@@ -100,11 +102,10 @@ class _Ring(torch.autograd.Function):
         correction = (of_output.to(dtype) * output).sum(-1)  # δ (B, H, l)
         of_query = torch.zeros_like(q, dtype=dtype)
         of_biases = [torch.zeros_like(tensor, dtype=dtype) for tensor in biases]
-        travelling = torch.zeros_like(own, dtype=dtype)  # gradients of the keys and values that are here
-        for keys, part in _around(whole, own, _BACKWARD):
-            if keys != whole.rank:
-                travelling = _shifted(whole, travelling)
-            for block in _pieces(whole, q, part, keys, ctx.key_dim):
+        of_keys = _Gradients(whole, k, v, dtype)
+        for visit in _around(whole, k, v, _BACKWARD):
+            found = of_keys.zeros(visit.key.shape[2])
+            for block in _pieces(whole, q, visit):
                 rows, columns = block.rows, block.columns
                 dq, dk, dv, *others = gradients_of_some_keys(
                     _call(ring, block),
@@ -115,38 +116,57 @@ class _Ring(torch.autograd.Function):
                     learns,
                 )
                 of_query[:, :, rows] += dq
-                travelling[columns, ..., : ctx.key_dim] += dk.permute(2, 0, 1, 3)
-                travelling[columns, ..., ctx.key_dim :] += dv.permute(2, 0, 1, 3)
+                for total, other in zip(_key_and_value(found[columns], k.shape[3]), (dk, dv), strict=True):
+                    total += other
                 for total, other in zip(of_biases, others, strict=bool(others)):
                     total += other
-        home = _shifted(whole, travelling)[: whole.keys.lengths[whole.rank]].to(q.dtype).permute(1, 2, 0, 3)
+            of_keys.add(visit, found)
+        of_key, of_value = (x.to(q.dtype) for x in _key_and_value(of_keys.home(), k.shape[3]))
         of_sinks = None
         if sinks is not None:
             of_sinks = -((sinks.to(dtype)[None, :, None] - lse).exp() * correction).sum((0, 2)).to(sinks.dtype)
         bias_gradients = [total.to(tensor.dtype) for total, tensor in zip(of_biases, biases, strict=True)]
-        found = bias_gradients if learns else [None] * len(biases)
-        return None, of_query.to(q.dtype), home[..., : ctx.key_dim], home[..., ctx.key_dim :], of_sinks, *found
+        bias_found = bias_gradients if learns else [None] * len(biases)
+        return None, of_query.to(q.dtype), of_key, of_value, of_sinks, *bias_found
 
 
-def _pieces(whole: Whole, q: Tensor, part: Tensor, holder: int, key_dim: int) -> Iterator[Piece]:
+class _Visit(NamedTuple):
+    """Keys and values that are here.
+
+    Args:
+        holder: the process whose they are.
+        number: of the block; ``None`` for all of this process's own.
+        columns: which of the holder's.
+        key, value: (B, Hkv, s, D) and (B, Hkv, s, Dv).
+    """
+
+    holder: int
+    number: int | None
+    columns: slice
+    key: Tensor
+    value: Tensor
+
+
+def _pieces(whole: Whole, q: Tensor, visit: _Visit) -> Iterator[Piece]:
     """Pairs of runs of which a query may see a key."""
-    key, value = part[..., :key_dim].permute(1, 2, 0, 3), part[..., key_dim:].permute(1, 2, 0, 3)
-    for rows, first_row in _places(whole.queries.runs(whole.rank)):
-        for columns, first_column in _places(whole.keys.runs(holder)):
+    for rows, first_row in _places(whole.queries.runs(whole.rank), slice(0, q.shape[2])):
+        for columns, first_column in _places(whole.keys.runs(visit.holder), visit.columns):
             place = 0, first_row, first_column
             mask = whole.mask_at(*place)
-            block = Piece(q[:, :, rows], key[:, :, columns], value[:, :, columns], mask, rows, columns, place)
+            key, value = visit.key[:, :, columns], visit.value[:, :, columns]
+            block = Piece(q[:, :, rows], key, value, mask, rows, columns, place)
             if mask is None or _may_see(mask, block):
                 yield block
 
 
-def _places(runs: tuple[slice, ...]) -> Iterator[tuple[slice, int]]:
-    """Which numbers of a process's own each run is, and at which position it begins."""
-    start = 0
+def _places(runs: tuple[slice, ...], chosen: slice) -> Iterator[tuple[slice, int]]:
+    """Which of the chosen numbers of a process's own each run holds, and at which position these begin."""
+    before = 0
     for run in runs:
-        count = run.stop - run.start
-        yield slice(start, start + count), run.start
-        start += count
+        start, stop = max(before, chosen.start), min(before + run.stop - run.start, chosen.stop)
+        if start < stop:
+            yield slice(start - chosen.start, stop - chosen.start), run.start + start - before
+        before += run.stop - run.start
 
 
 def _may_see(mask: Mask, block: Piece) -> bool:
@@ -162,38 +182,110 @@ def _call(ring: Ring, block: Piece) -> AttentionCall:
     return validate_call(*arguments, environment=ring.environment._replace(gradients=False), **options)
 
 
-def _packed(whole: Whole, k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values as one tensor (longest part, B, Hkv, D + Dv), which neighbours exchange."""
-    rows = torch.cat([x.permute(2, 0, 1, 3) for x in (k, v)], -1)
-    return filled(rows, whole.keys.longest).contiguous()
+def _blocks(whole: Whole) -> int:
+    """In how many blocks each part travels."""
+    return max(1, min(_BLOCKS, whole.keys.longest // _KEYS))
 
 
-def _around(whole: Whole, own: Tensor, name: str) -> Iterator[tuple[int, Tensor]]:
-    """Whose keys and values are here, and these, beginning with this process's own; the next ones come meanwhile."""
-    world, here = whole.keys.world_size, own
-    for turn in range(world):
-        coming, works = None, []
-        if turn < world - 1:
-            coming, works = _shift(whole, here, name)
-        yield (whole.rank - turn) % world, here
+def _block(whole: Whole, holder: int, number: int) -> slice:
+    """Which of a process's keys a block holds."""
+    least, more = divmod(whole.keys.lengths[holder], _blocks(whole))
+    start = number * least + min(number, more)
+    return slice(start, start + least + (number < more))
+
+
+def _key_and_value(rows: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
+    """Keys and values (s, B, Hkv, D + Dv), side by side as neighbours exchange them, as (B, Hkv, s, D) and (…, Dv)."""
+    key, value = rows.permute(1, 2, 0, 3).tensor_split((key_dim,), -1)
+    return key, value
+
+
+def _rows(whole: Whole, k: Tensor, v: Tensor, dtype: torch.dtype, *, count: int = 1) -> Tensor:
+    """Space for blocks of the longest part: zeros (count, s, B, Hkv, D + Dv)."""
+    longest = -(-whole.keys.longest // _blocks(whole))
+    return k.new_zeros((count, longest, *k.shape[:2], k.shape[3] + v.shape[3]), dtype=dtype)
+
+
+def _around(whole: Whole, k: Tensor, v: Tensor, name: str) -> Iterator[_Visit]:
+    """This process's own keys and values, and then the others' blocks; the next one comes meanwhile.
+
+    Three blocks are held beside the own part: the one that is here, one that leaves, and one that comes. Their memory
+    is used again: a visit is over when the next one begins.
+    """
+    world, rank = whole.keys.world_size, whole.rank
+    held = _rows(whole, k, v, k.dtype, count=3)
+    turns = [(number, turn) for number in range(_blocks(whole)) for turn in range(1, world)]
+
+    def start(index: int) -> list[Any]:
+        if index == len(turns):
+            return []
+        number, turn = turns[index]
+        coming, sent = held[index % 3], held[(index - 1) % 3]
+        if turn == 1:
+            sent, own = held[(index + 1) % 3], _block(whole, rank, number)
+            for place, x in zip(_key_and_value(sent[: own.stop - own.start], k.shape[3]), (k, v), strict=True):
+                place.copy_(x[:, :, own])
+        return _shift(whole, sent, coming, name)
+
+    works = start(0)
+    yield _Visit(rank, None, slice(0, k.shape[2]), k, v)
+    for index, (number, turn) in enumerate(turns):
         _wait(works, name)
-        here = here if coming is None else coming
+        works = start(index + 1)
+        holder = (rank - turn) % world
+        columns = _block(whole, holder, number)
+        here = held[index % 3, : columns.stop - columns.start]
+        yield _Visit(holder, number, columns, *_key_and_value(here, k.shape[3]))
 
 
-def _shifted(whole: Whole, x: Tensor) -> Tensor:
-    """What the process before this one holds, this one's going to the process after it."""
-    coming, works = _shift(whole, x, _BACKWARD)
-    _wait(works, _BACKWARD)
-    return coming
+class _Gradients:
+    """Gradients of keys and values: each block's follow it from process to process, until they are at home."""
+
+    def __init__(self, whole: Whole, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
+        self._whole, self._like, self._dtype = whole, (k, v), dtype
+        self._home = k.new_zeros(0)
+        self._coming: tuple[int, int, Tensor, list[Any]] | None = None  # holder, number, rows, works
+
+    def zeros(self, count: int) -> Tensor:
+        """For so many keys, (s, B, Hkv, D + Dv)."""
+        k, v = self._like
+        return k.new_zeros((count, *k.shape[:2], k.shape[3] + v.shape[3]), dtype=self._dtype)
+
+    def add(self, visit: _Visit, found: Tensor) -> None:
+        """Those that this process found; with what came for the same block they go on."""
+        if visit.number is None:
+            self._home = found
+            return
+        self._arrive(found)
+        (sent,) = _rows(self._whole, *self._like, self._dtype)
+        sent[: len(found)] = found
+        coming = torch.empty_like(sent)
+        works = _shift(self._whole, sent, coming, _BACKWARD)
+        self._coming = (visit.holder - 1) % self._whole.keys.world_size, visit.number, coming, works
+
+    def home(self) -> Tensor:
+        """Of all of this process's keys and values, (s, B, Hkv, D + Dv)."""
+        self._arrive(self._home)
+        return self._home
+
+    def _arrive(self, found: Tensor) -> None:
+        """Wait for what comes: gradients of this process's own block, or of the one that is `found`."""
+        if self._coming is None:
+            return
+        holder, number, coming, works = self._coming
+        _wait(works, _BACKWARD)
+        columns = _block(self._whole, holder, number)
+        target = self._home[columns] if holder == self._whole.rank else found
+        target += coming[: columns.stop - columns.start]
 
 
-def _shift(whole: Whole, x: Tensor, name: str) -> tuple[Tensor, list[Any]]:
+def _shift(whole: Whole, sent: Tensor, coming: Tensor, name: str) -> list[Any]:
+    """To the process after this one, and from the one before it."""
     world, group = whole.keys.world_size, whole.group
     after, before = (dist.get_global_rank(group, (whole.rank + next) % world) for next in (1, -1))
-    coming = torch.empty_like(x)
-    operations = [dist.P2POp(dist.isend, x, after, group), dist.P2POp(dist.irecv, coming, before, group)]
+    operations = [dist.P2POp(dist.isend, sent, after, group), dist.P2POp(dist.irecv, coming, before, group)]
     with step(name):
-        return coming, dist.batch_isend_irecv(operations)
+        return dist.batch_isend_irecv(operations)
 
 
 def _wait(works: list[Any], name: str) -> None:

@@ -25,7 +25,7 @@ from .._statistics.totals import ONE_PROCESS, Totals
 from .._weights import Queries, row_numbers
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..masks._grid import Block, Grid
-from ._collectives import all_reduce_max, all_to_all, step
+from ._collectives import all_reduce_max, exchange, step
 from ._methods import Piece, Whole
 from ._ring import pieces_of_ring
 
@@ -194,7 +194,7 @@ class _OfSomeHeads:
                 tensor, 1 if name == "head_average" else 2, rank
             )
 
-        return with_all_heads(own, self.whole.group, cut)
+        return with_all_heads(own, self.whole.group, cut, "context_parallel")
 
 
 #: What each result has a number of.
@@ -261,7 +261,7 @@ def _gathered(calls: Sequence[Operands], whole: Whole) -> Iterator[Piece]:
 
 
 def with_all_heads(
-    results: dict[str, Any], group: dist.ProcessGroup, cut: Callable[[str, Tensor, int], Tensor]
+    results: dict[str, Any], group: dist.ProcessGroup, cut: Callable[[str, Tensor, int], Tensor], where: str
 ) -> dict[str, Any]:
     """Results of some heads as those of all heads, which the processes hold in order; by one all-to-all.
 
@@ -269,6 +269,7 @@ def with_all_heads(
         results: tensors and `TopK` by name, (B, h, …); ``head_average`` (B, …) of as many heads on each process.
         group: of the processes.
         cut: what of a named tensor goes to a process.
+        where: the function that split the module, for messages.
     """
     flat: dict[str, Tensor] = {}
     for name, found in results.items():
@@ -283,11 +284,13 @@ def with_all_heads(
     sent = [torch.cat([piece.view(-1).view(torch.uint8) for piece in cuts(other)]) for other in range(world)]
     own = cuts(rank)
     sizes = [piece.numel() * piece.element_size() for piece in own]
-    received = all_to_all([[each] for each in sent], [[(size,) for size in sizes]] * world, group)
+    with step("statistics: all-to-all", where):
+        arrived = iter(exchange([[each] for each in sent], [[(size,) for size in sizes]] * world, group))
+    received = [[next(arrived) for _ in sizes] for _ in range(world)]
     whole: dict[str, Tensor] = {}
     for number, (name, like) in enumerate(zip(flat, own, strict=True)):
-        found = [part[number].clone().view(like.dtype).view(like.shape) for part in received]
-        whole[name] = torch.stack(found).mean(0) if name == "head_average" else torch.cat(found, 1)
+        each = [part[number].clone().view(like.dtype).view(like.shape) for part in received]
+        whole[name] = torch.stack(each).mean(0) if name == "head_average" else torch.cat(each, 1)
     joined: dict[str, Any] = {name: whole[name] for name in results if name in whole}
     for name, found in results.items():
         if isinstance(found, TopK):

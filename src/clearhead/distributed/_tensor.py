@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from .._environment import is_tracing
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, ClearheadError, DTypeError
 from ..masks._base import And, Mask
@@ -23,7 +24,7 @@ from ..masks._part import part_of
 from ..positions import RelativeBias
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
 from ._agreement import agree, fingerprint, group_of, require_equal
-from ._collectives import sum_of_gradients
+from ._collectives import step, sum_dtype, sum_of_gradients
 from ._finding import attention_parts
 from ._statistics import with_all_heads
 
@@ -44,8 +45,11 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
     which computes the head that its queries use; their gradients are summed over the processes.
 
     Parameters become `DTensor`s, with the values of the mesh's first process. Attention weights that are returned, and
-    what `clearhead.record` and `monitor` give, are of all heads, by one more exchange: every process asks for the same.
-    `qk_clip_` takes the logits of all heads, and scales those of each process.
+    what `clearhead.record` and `monitor` give, are of all heads: every process asks for the same, by which they agree
+    before one more exchange. `qk_clip_` takes the logits of all heads, and scales those of each process.
+
+    What the exchange of a later call raises, where another process has ended, failed or makes another call, is a
+    `DistributedError` that names the step; in a compiled graph it is the backend's own error.
 
     Args:
         module: a `MultiHeadAttention`, or a layer or stack of `clearhead.transformer` made of them.
@@ -92,6 +96,7 @@ class _Heads:
     """The `HeadShard` of one process.
 
     Args:
+        name: of the module, for messages.
         mesh: over the processes that share the heads.
         total: H of the module.
         first: of this process's heads.
@@ -99,6 +104,7 @@ class _Heads:
         all_num_kv_heads: Hkv of the module.
     """
 
+    name: str
     mesh: DeviceMesh
     total: int
     first: int
@@ -111,7 +117,7 @@ class _Heads:
         entered: dict[int, Tensor] = {}
         for x in inputs:
             if x is not None and id(x) not in entered:
-                entered[id(x)] = _replicated(self.mesh, x)
+                entered[id(x)] = _placed(self.mesh, Replicate(), self.name, x)
         return tuple(None if x is None else entered[id(x)] for x in inputs)
 
     def local(self, parameter: Tensor) -> Tensor:
@@ -125,19 +131,26 @@ class _Heads:
         return found[0] if len(found) == 1 else And(found)
 
     def all_weights(self, weights: Tensor) -> Tensor:
+        if not is_tracing():
+            # The all-reduce of averages would meet the one of the outputs of a process that wants no weights.
+            self._agree("weights", tuple(weights.shape), None, "Ask for weights in every process alike.")
         placement: Placement = Shard(1)
         if weights.dim() == 3:
             weights, placement = weights / self.mesh.size(), Partial()
         split = DTensor.from_local(weights, self.mesh, [placement], run_check=False)
-        return split.redistribute(placements=[Replicate()]).to_local()
+        with step(f"forward: exchange of the weights of {self.name}", _WHERE):
+            return split.redistribute(placements=[Replicate()]).to_local()
 
     def agree(self, wanted: Hashable, problem: Exception | None) -> None:
-        facts = {"recorders": fingerprint(wanted)}
-        gathered = agree(_WHERE, self.mesh.get_group(), self.mesh.device_type, facts, problem)
-        require_equal(_WHERE, gathered, tuple(facts), "Record in every process alike.")
+        self._agree("recorders", wanted, problem, "Record in every process alike.")
+
+    def _agree(self, what: str, wanted: Hashable, problem: Exception | None, fix: str) -> None:
+        facts, where = {what: fingerprint(wanted)}, f"{_WHERE}: {what} of {self.name}"
+        gathered = agree(where, self.mesh.get_group(), self.mesh.device_type, facts, problem)
+        require_equal(_WHERE, gathered, (what,), fix)
 
     def all_heads(self, results: dict[str, Any]) -> dict[str, Any]:
-        return with_all_heads(results, self.mesh.get_group(), lambda name, tensor, rank: tensor)
+        return with_all_heads(results, self.mesh.get_group(), lambda name, tensor, rank: tensor, _WHERE)
 
     def _part(self, part: Mask) -> Mask:
         tensors = part.bias_tensors()
@@ -145,7 +158,7 @@ class _Heads:
             return part.with_bias_tensors(map(_local, tensors))
         if any(tensor.requires_grad for tensor in tensors):
             group = self.mesh.get_group()
-            part = part.with_bias_tensors(sum_of_gradients(tensor, group) for tensor in tensors)
+            part = part.with_bias_tensors(sum_of_gradients(tensor, group, _WHERE) for tensor in tensors)
         return cast(Mask, part_of(part, self.total, self.first))
 
     def __deepcopy__(self, memo: object) -> _Heads:
@@ -184,7 +197,7 @@ class _Plan:
                 self._add_column(f"{name}.linear1", part.linear1, self._split_output)
                 self._add_row(f"{name}.linear2", part.linear2)
             elif isinstance(part, SwiGLU):
-                self.changes.append(partial(_enter_once, part))
+                self.changes.append(partial(_enter_once, part, name))
                 self._add_column(f"{name}.gate_proj", part.gate_proj, self._split_output)
                 self._add_column(f"{name}.up_proj", part.up_proj, self._split_output)
                 self._add_row(f"{name}.down_proj", part.down_proj)
@@ -243,7 +256,7 @@ class _Plan:
                 self._add_parameter(f"{name}.mask", part, "weight", Shard(1))
 
         def share(mesh: DeviceMesh) -> None:
-            module.head_shard = _Heads(mesh, heads, first, local, local_kv, kv_heads)
+            module.head_shard = _Heads(name, mesh, heads, first, local, local_kv, kv_heads)
 
         self.changes.append(share)
 
@@ -252,7 +265,9 @@ class _Plan:
         self._add_linear(name, module, placements, Replicate(), output)
 
     def _add_row(self, name: str, module: nn.Module) -> None:
-        self._add_linear(name, module, {"weight": Shard(1), "lora_A": Shard(1)}, Shard(-1), _summed_output)
+        self._add_linear(
+            name, module, {"weight": Shard(1), "lora_A": Shard(1)}, Shard(-1), partial(_summed_output, name)
+        )
 
     def _add_linear(
         self,
@@ -275,14 +290,14 @@ class _Plan:
                 expected, fix = f"a multiple of the mesh's W = {self.world} features", "Use a mesh of another size."
                 raise ArgumentError(name, expected=expected, got=str(size), fix=fix)
         self._add_parameters(name, module, placed)
-        self.changes.append(lambda mesh: _hook(module, partial(_placed, mesh, input), output))
+        self.changes.append(lambda mesh: _hook(module, partial(_placed, mesh, input, name), output))
 
     def _add_norm(self, name: str, module: nn.Module, input: Placement, placements: dict[str, Placement]) -> None:
         """A module on tensors that are placed so, before and after it."""
         if placements:
             self._add_parameters(name, module, placements)
             output = _whole_output if input.is_replicate() else _local
-            self.changes.append(lambda mesh: _hook(module, partial(_placed, mesh, input), output))
+            self.changes.append(lambda mesh: _hook(module, partial(_placed, mesh, input, name), output))
 
     def _add_head_norm(self, name: str, norm: nn.Module | None, heads: int, dim: int, splits: bool) -> None:
         if norm is None:
@@ -310,7 +325,7 @@ class _Plan:
         self.words.append((name, tuple(parameter.shape), str(parameter.dtype), str(placement)))
         if id(parameter) not in self.covered:  # a relative bias may belong to several layers
             self.covered.add(id(parameter))
-            self.changes.append(lambda mesh: _distribute(owner, key, mesh, placement))
+            self.changes.append(lambda mesh: _distribute(name, owner, key, mesh, placement))
 
     def _require_plain(self, name: str, part: object) -> None:
         if isinstance(part, nn.Module) and list(part.parameters()):
@@ -322,20 +337,22 @@ class _Plan:
         return output.redistribute(placements=[Shard(-1)]).to_local()
 
 
-def _distribute(owner: nn.Module, key: str, mesh: DeviceMesh, placement: Placement) -> None:
+def _distribute(name: str, owner: nn.Module, key: str, mesh: DeviceMesh, placement: Placement) -> None:
     parameter = getattr(owner, key)
     placed = distribute_tensor(parameter.detach(), mesh, [placement])
     own = nn.Parameter(placed, requires_grad=parameter.requires_grad)
     if parameter.requires_grad and placement.is_replicate():
-        own.register_post_accumulate_grad_hook(_sum_gradient)
+        own.register_post_accumulate_grad_hook(partial(_sum_gradient, name))
     owner.register_parameter(key, own)
 
 
-def _sum_gradient(parameter: Tensor) -> None:
+def _sum_gradient(name: str, parameter: Tensor) -> None:
     """Sum the gradient of what every process holds over the processes, where each has a part of it."""
     gradient, placed = cast(Any, parameter.grad), cast(Any, parameter).placements
     if gradient is not None and gradient.placements != placed:
-        parameter.grad = gradient.redistribute(placements=placed)
+        own = sum_dtype(gradient)
+        with step(f"backward: all-reduce of the gradient of {name}", _WHERE):
+            parameter.grad = gradient.to(own).redistribute(placements=placed).to(gradient.dtype)
 
 
 def _hook(module: nn.Module, enter: Callable[[Tensor], Tensor], leave: Callable[[Any], Tensor]) -> None:
@@ -349,21 +366,29 @@ def _hook(module: nn.Module, enter: Callable[[Tensor], Tensor], leave: Callable[
     module.register_forward_hook(after)
 
 
-def _enter_once(module: nn.Module, mesh: DeviceMesh) -> None:
+def _enter_once(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
     """Let several projections share one input, whose gradient is then summed once."""
 
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_replicated(mesh, inputs[0]), *inputs[1:])
+        return (_placed(mesh, Replicate(), name, inputs[0]), *inputs[1:])
 
     module.register_forward_pre_hook(before)
 
 
-def _placed(mesh: DeviceMesh, placement: Placement, x: Tensor) -> Tensor:
-    return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [placement], run_check=False)
+def _placed(mesh: DeviceMesh, placement: Placement, name: str, x: Tensor) -> Tensor:
+    """The input of a part as a `DTensor`; the gradient of one that every process holds is summed over them."""
+    if isinstance(x, DTensor):
+        return x
+    placed = DTensor.from_local(x, mesh, [placement], run_check=False)
+    if placement.is_replicate() and placed.requires_grad and not is_tracing():
+        # `from_local` would sum it too, as it does in a graph, but a failure would not name the step.
+        placed.register_hook(partial(_summed_input_gradient, name))
+    return placed
 
 
-def _replicated(mesh: DeviceMesh, x: Tensor) -> Tensor:
-    return _placed(mesh, Replicate(), x)
+def _summed_input_gradient(name: str, gradient: Any) -> Tensor:
+    with step(f"backward: all-reduce of the gradient of the input of {name}", _WHERE):
+        return gradient.redistribute(placements=[Replicate()])
 
 
 def _local(x: Tensor) -> Tensor:
@@ -375,8 +400,9 @@ def _own_features(own: slice, output: Any) -> Tensor:
     return output.to_local(grad_placements=[Partial()])[..., own]
 
 
-def _summed_output(output: Any) -> Tensor:
-    return _whole_output(output.redistribute(placements=[Replicate()]))
+def _summed_output(name: str, output: Any) -> Tensor:
+    with step(f"forward: all-reduce of the output of {name}", _WHERE):
+        return _whole_output(output.redistribute(placements=[Replicate()]))
 
 
 def _whole_output(output: Any) -> Tensor:

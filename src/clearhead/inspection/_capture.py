@@ -29,18 +29,6 @@ _OPERATORS = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor))
 #: Names of others' kernels, such as ``flash_attn._flash_attn_forward`` or ``aten._scaled_dot_product_cudnn_attention``.
 _KERNELS = re.compile("attention|attn|flash|fmha")
 _MHA = inspect.signature(F.multi_head_attention_forward)
-_SDPA = inspect.Signature(
-    [
-        inspect.Parameter("query", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-        inspect.Parameter("key", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-        inspect.Parameter("value", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-        inspect.Parameter("attn_mask", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
-        inspect.Parameter("dropout_p", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=0.0),
-        inspect.Parameter("is_causal", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False),
-        inspect.Parameter("scale", inspect.Parameter.KEYWORD_ONLY, default=None),
-        inspect.Parameter("enable_gqa", inspect.Parameter.KEYWORD_ONLY, default=False),
-    ]
-)
 
 
 class Sink(Protocol):
@@ -126,15 +114,22 @@ def _unreadable(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return None
 
 
-def _read_sdpa(sink: Sink, *args: Any, **kwargs: Any) -> AttentionCall:
-    bound = _SDPA.bind(*args, **kwargs)
-    bound.apply_defaults()
-    given = bound.arguments
-    query, key, value = cast_for_autocast(given["query"], given["key"], given["value"])
-    query, key, value, attn_mask, grouped = regroup(sink.running_module, query, key, value, given["attn_mask"])
-    grouped = grouped or given["enable_gqa"]
-    _, (q, k, v), mask = translate(query, key, value, attn_mask, given["is_causal"], grouped)
-    return _call(q, k, v, mask, given["scale"])
+def _read_sdpa(
+    sink: Sink,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> AttentionCall:
+    query, key, value = cast_for_autocast(query, key, value)
+    query, key, value, attn_mask, grouped = regroup(sink.running_module, query, key, value, attn_mask)
+    _, (q, k, v), mask = translate(query, key, value, attn_mask, is_causal, grouped or enable_gqa)
+    return _call(q, k, v, mask, scale)
 
 
 def _read_mha(*args: Any, **kwargs: Any) -> AttentionCall:
@@ -164,16 +159,4 @@ def _read_mha(*args: Any, **kwargs: Any) -> AttentionCall:
 
 def _call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None) -> AttentionCall:
     with autocast_off(q):
-        return build_call(
-            q,
-            k,
-            v,
-            mask,
-            scale=scale,
-            dropout_p=0.0,
-            softcap=None,
-            sinks=None,
-            query_positions=None,
-            key_positions=None,
-            return_lse=False,
-        )
+        return build_call(q, k, v, mask, scale=scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import metadata
 
@@ -43,9 +43,9 @@ def examine() -> Report:
         >>> report.kernels["reference"], report.checks[-1].status
         ((), 'ok')
     """
-    kernels = Inputs.generate(CASES[0], torch.float32).explain().reasons
     threads = torch.get_num_threads()
-    with _threads(1):
+    with _threads(1), torch.enable_grad():
+        kernels = Inputs.generate(CASES[0], torch.float32).explain().reasons
         checks = [check for case in CASES for dtype in case.dtypes for check in _check_case(case, dtype, threads)]
     order = {name: index for index, name in enumerate(kernels)}
     versions = _versions()
@@ -60,17 +60,19 @@ def examine() -> Report:
 
 def _check_case(case: Case, dtype: torch.dtype, threads: int) -> list[Check]:
     inputs = Inputs.generate(case, dtype)
-    exact = _attempt("reference", inputs.widened().compute)
-    yardstick = None if dtype in TOLERANCES else _attempt("reference", inputs.compute)
-    with_gradients, without = inputs.explain().reasons, inputs.explain_output().reasons
+    exact = _attempt("reference", inputs.widened())
+    yardstick = None if dtype in TOLERANCES else _attempt("reference", inputs)
+    with_gradients = inputs.explain().reasons
+    with torch.no_grad():
+        without = inputs.explain().reasons
     checks: list[Check] = []
     for name in (kernel.name for kernel in KERNELS if not kernel.compiles):
         about = (name, case.name, str(dtype).removeprefix("torch."))
         if without[name]:
             checks.append(Check(*about, "refused", reasons=without[name]))
             continue
-        with _threads(threads if case.all_threads else 1):
-            got = _attempt(name, inputs.compute_output if with_gradients[name] else inputs.compute)
+        with _threads(threads if case.all_threads else 1), torch.set_grad_enabled(not with_gradients[name]):
+            got = _attempt(name, inputs)
         raised = tuple(dict.fromkeys(result for result in (got, exact, yardstick) if isinstance(result, str)))
         if isinstance(got, str) or isinstance(exact, str) or isinstance(yardstick, str):
             checks.append(Check(*about, "failed", reasons=raised))
@@ -89,11 +91,11 @@ def _threads(count: int) -> Generator[None, None, None]:
         torch.set_num_threads(before)
 
 
-def _attempt(kernel: str, compute: Callable[[], Result]) -> Result | str:
+def _attempt(kernel: str, inputs: Inputs) -> Result | str:
     """Run one kernel; whatever it dies of becomes a finding."""
     try:
         with use_kernel(kernel):
-            return compute()
+            return inputs.compute()
     except Exception as error:
         return f"{kernel} raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 

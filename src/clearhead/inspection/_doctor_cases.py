@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,36 +90,21 @@ class Inputs:
         return Inputs(self.case, {name: tensor.double() for name, tensor in self.tensors.items()})
 
     def explain(self) -> Explanation:
-        """Every kernel's reasons against this call with its gradients."""
-        with torch.enable_grad():
-            return self._explain()
-
-    def explain_output(self) -> Explanation:
-        """Every kernel's reasons against this call without gradients."""
-        with torch.no_grad():
-            return self._explain()
+        """Every kernel's reasons against this call, and against its gradients where they are enabled."""
+        return explain(**self._arguments(self._leaves()))
 
     def compute(self) -> Result:
-        """Run the call on the kernel that is forced: the ``"output"``, and by name the gradient of every input."""
+        """Run the call on the kernel that is forced.
+
+        Returns:
+            The ``"output"`` and, where gradients are enabled, by name that of every input.
+        """
         leaves = self._leaves()
-        with torch.enable_grad():
-            output = self._attend(leaves)
-            gradients = torch.autograd.grad(output, list(leaves.values()), self.tensors["output_gradient"])
+        output = attention(**self._arguments(leaves))
+        if not torch.is_grad_enabled():
+            return {"output": output}
+        gradients = torch.autograd.grad(output, list(leaves.values()), self.tensors["output_gradient"])
         return {"output": output.detach(), **dict(zip(leaves, gradients, strict=True))}
-
-    def compute_output(self) -> Result:
-        """Run the call on the kernel that is forced, as inference does: the ``"output"`` alone."""
-        with torch.no_grad():
-            return {"output": self._attend(self._leaves())}
-
-    def _explain(self) -> Explanation:
-        leaves = self._leaves()
-        query, key, value, mask = leaves["query"], leaves["key"], leaves["value"], self._mask(leaves)
-        return explain(query, key, value, mask, softcap=self.case.softcap, sinks=leaves.get("sinks"))
-
-    def _attend(self, leaves: Mapping[str, Tensor]) -> Tensor:
-        query, key, value, mask = leaves["query"], leaves["key"], leaves["value"], self._mask(leaves)
-        return attention(query, key, value, mask, softcap=self.case.softcap, sinks=leaves.get("sinks"))
 
     def _leaves(self) -> dict[str, Tensor]:
         """Copies of the inputs that gradients are wanted for."""
@@ -127,10 +113,12 @@ class Inputs:
         names += ["sinks"] if self.case.sinks else []
         return {name: self.tensors[name].clone().requires_grad_() for name in names}
 
-    def _mask(self, leaves: Mapping[str, Tensor]) -> masks.Mask | None:
+    def _arguments(self, leaves: Mapping[str, Tensor]) -> dict[str, Any]:
+        mask = None if self.case.mask is None else self.case.mask()
         if self.case.bias:
-            return masks.bias(leaves.get("bias", self.tensors["bias"]))
-        return None if self.case.mask is None else self.case.mask()
+            mask = masks.bias(leaves.get("bias", self.tensors["bias"]))
+        tensors = {name: leaves.get(name) for name in ("query", "key", "value", "sinks")}
+        return {**tensors, "mask": mask, "softcap": self.case.softcap}
 
 
 CASES: tuple[Case, ...] = (

@@ -1,9 +1,10 @@
-"""The doctor's report, its plain text, and the sentences that its other forms share."""
+"""The doctor's report, and its text."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
-from math import inf, isfinite, isnan
+from math import inf, isnan
 from typing import Any, Literal
 
 TABLE_TITLE = "checks: largest error of outputs and gradients against the reference in float64, on the CPU"
@@ -56,7 +57,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What `examine` found; ``str()`` is plain text.
+    """What `examine` found; ``str()`` is its text.
 
     Args:
         versions: of Clearhead, Python, PyTorch and the optional packages.
@@ -83,51 +84,45 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain JSON values; an error that is not a finite number becomes a string."""
-        return {"passed": self.passed, **_plain(asdict(self))}
+        values = json.loads(json.dumps(asdict(self)), parse_constant=lambda name: str(float(name)))
+        return {"passed": self.passed, **values}
 
     def __str__(self) -> str:
-        return write_report(self)
+        """Versions, machine, kernels, the table of checks, and what there is to say about it."""
+        lines = ["versions", *_pairs(self.versions), "", "machine", *_pairs(self.machine), "", "kernels"]
+        lines += _pairs({name: "; ".join(reasons) or "available" for name, reasons in self.kernels.items()})
+        rows = _table_rows(self)
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines += ["", TABLE_TITLE]
+        for row in rows:
+            cells = (text.ljust(width) for text, width in zip(row, widths, strict=True))
+            lines.append(f"  {'  '.join(cells)}".rstrip())
+        for title, found in (("refused", _refusal_lines(self)), ("failed", _failure_lines(self))):
+            if found:
+                lines += ["", title, *(f"  {line}" for line in found)]
+        if self.warning:
+            lines += ["", f"warning: {self.warning}"]
+        return "\n".join([*lines, "", _verdict(self)])
 
 
-def write_report(report: Report) -> str:
-    """Write versions, machine, kernels, the table of checks, and what there is to say about it."""
-    lines = ["versions", *_pairs(report.versions), "", "machine", *_pairs(report.machine), "", "kernels"]
-    lines += _pairs({name: "; ".join(reasons) or "available" for name, reasons in report.kernels.items()})
-    rows = [("kernel", "call", *dtypes_of(report)), *table_rows(report)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines += ["", TABLE_TITLE]
-    lines += [
-        "  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    for title, found in (("refused", refusal_lines(report)), ("failed", failure_lines(report))):
-        if found:
-            lines += ["", title, *(f"  {line}" for line in found)]
-    if report.warning:
-        lines += ["", f"warning: {report.warning}"]
-    return "\n".join([*lines, "", verdict(report)])
-
-
-def dtypes_of(report: Report) -> tuple[str, ...]:
-    """The dtypes that were checked, in order."""
-    return tuple(dict.fromkeys(check.dtype for check in report.checks))
-
-
-def table_rows(report: Report) -> list[tuple[str, ...]]:
-    """One row per kernel and call: both names, then a cell per dtype; ``-`` for dtypes it was not computed in."""
+def _table_rows(report: Report) -> list[tuple[str, ...]]:
+    """A heading, then a row per kernel and call: both names and a cell per dtype, ``-`` where it was not computed."""
+    dtypes = tuple(dict.fromkeys(check.dtype for check in report.checks))
     rows: dict[tuple[str, str], dict[str, str]] = {}
     for check in report.checks:
-        rows.setdefault((check.kernel, check.case), {})[check.dtype] = cell(check)
-    return [(*place, *(cells.get(dtype, "-") for dtype in dtypes_of(report))) for place, cells in rows.items()]
+        rows.setdefault((check.kernel, check.case), {})[check.dtype] = _cell(check)
+    found = [(*place, *(cells.get(dtype, "-") for dtype in dtypes)) for place, cells in rows.items()]
+    return [("kernel", "call", *dtypes), *found]
 
 
-def cell(check: Check) -> str:
+def _cell(check: Check) -> str:
     """``3.1e-07 ok`` or ``2.0e-03 FAIL``: of output and gradient the error that uses up more of its limit."""
     word = "FAIL" if check.status == "failed" else check.status
     measures = [measure for measure in (check.output, check.gradient) if measure is not None]
     return f"{max(measures, key=lambda measure: measure.share).error:.1e} {word}" if measures else word
 
 
-def refusal_lines(report: Report) -> list[str]:
+def _refusal_lines(report: Report) -> list[str]:
     """What each kernel refused, and why: one line for all the calls that it refused for the same reasons."""
     dtypes: dict[tuple[str, str, str, str], list[str]] = {}
     for check in report.checks:
@@ -135,14 +130,12 @@ def refusal_lines(report: Report) -> list[str]:
         if check.status == "refused" or only_gradients:
             what = "gradients of " if only_gradients else ""
             dtypes.setdefault((check.kernel, what, "; ".join(check.reasons), check.case), []).append(check.dtype)
-    computed: dict[str, list[str]] = {}
+    computed: dict[str, dict[str, None]] = {}  # case → dtypes, in order
     for check in report.checks:
-        computed.setdefault(check.case, [])
-        if check.dtype not in computed[check.case]:
-            computed[check.case].append(check.dtype)
+        computed.setdefault(check.case, {})[check.dtype] = None
     cases: dict[tuple[str, str, str, str], list[str]] = {}
     for (kernel, what, reasons, case), which in dtypes.items():
-        some = "" if which == computed[case] else f" in {' and '.join(which)}"
+        some = "" if which == list(computed[case]) else f" in {' and '.join(which)}"
         cases.setdefault((kernel, what, some, reasons), []).append(case)
     return [
         f"{kernel} refuses {what}{', '.join(which)}{some}: {reasons}"
@@ -150,7 +143,7 @@ def refusal_lines(report: Report) -> list[str]:
     ]
 
 
-def failure_lines(report: Report) -> list[str]:
+def _failure_lines(report: Report) -> list[str]:
     """What failed, by how much."""
     lines: list[str] = []
     for check in report.failures:
@@ -162,7 +155,7 @@ def failure_lines(report: Report) -> list[str]:
     return lines
 
 
-def verdict(report: Report) -> str:
+def _verdict(report: Report) -> str:
     """One line: how many checks passed, were refused, failed."""
     count = {status: sum(check.status == status for check in report.checks) for status in ("ok", "refused", "failed")}
     numbers = f"{count['ok']} ok, {count['refused']} refused, {count['failed']} failed"
@@ -174,13 +167,3 @@ def verdict(report: Report) -> str:
 def _pairs(pairs: dict[str, str]) -> list[str]:
     width = max(map(len, pairs))
     return [f"  {name.ljust(width)}  {value}" for name, value in pairs.items()]
-
-
-def _plain(value: object) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not isfinite(value):
-        return str(value)
-    return value

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, cast, final
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ class monitor:
         self._give = receiver(to)
         entropy_threshold = number("entropy_threshold", entropy_threshold, "nats ≥ 0", lambda x: x >= 0)
         logit_threshold = number("logit_threshold", logit_threshold, "a logit > 0", lambda x: x > 0)
-        self._alarms = (_Collapse(entropy_threshold), _Growth(logit_threshold))
+        self._alarms = (_collapse(entropy_threshold), _growth(logit_threshold))
         self._steps = 0
         self._measured: tuple[int, record] | None = None
         self._ends: list[RemovableHandle] = []
@@ -237,73 +237,59 @@ def _scalars(heads: _Heads) -> dict[str, float]:
     return values
 
 
-class _Alarm(ABC):
-    """Warns once of heads whose number is beyond a threshold."""
+@dataclass
+class _Alarm:
+    """Warns once of heads whose number is beyond a threshold.
 
-    statistics: ClassVar[tuple[str, ...]]
+    Args:
+        statistics: those that are looked at.
+        is_beyond: whether a head's number is worth a warning.
+        warning: its text, with a place for the heads.
+    """
 
-    def __init__(self, threshold: float) -> None:
-        self.threshold = threshold
-        self._first: dict[tuple[str, str, int], float] = {}
-        self._given = False
+    statistics: tuple[str, ...]
+    is_beyond: Callable[[float], bool]
+    warning: str
+    first: dict[tuple[str, str, int], float] = field(default_factory=dict[tuple[str, str, int], float])
+    given: bool = False
 
     def look(self, step: int, heads: _Heads) -> None:
         """Look at one measured step."""
         found: list[str] = []
         for (name, statistic), numbers in heads.items():
-            if self._given or statistic not in self.statistics:
+            if self.given or statistic not in self.statistics:
                 continue
             for head, value in enumerate(numbers.tolist()):
-                first = self._first.setdefault((name, statistic, head), value)
+                first = self.first.setdefault((name, statistic, head), value)
                 if self.is_beyond(value):
                     before = f", {first:.3g} when it was first measured" if step else ""
                     found.append(f"{name or 'the model itself'} head {head} ({statistic} {value:.3g}{before})")
         if found:
-            self._given = True
+            self.given = True
             more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-            warnings.warn(
-                f"monitor, step {step}: {self.described(', '.join(found[:_MOST_NAMED]) + more)}",
-                AttentionHealthWarning,
-                stacklevel=4,
-            )
-
-    @abstractmethod
-    def is_beyond(self, value: float) -> bool:
-        """Whether a head's number is worth a warning."""
-
-    @abstractmethod
-    def described(self, heads: str) -> str:
-        """The warning."""
+            named = ", ".join(found[:_MOST_NAMED]) + more
+            text = f"monitor, step {step}: {self.warning.format(heads=named)}"
+            warnings.warn(text, AttentionHealthWarning, stacklevel=4)
 
 
-@final
-class _Collapse(_Alarm):
-    statistics: ClassVar[tuple[str, ...]] = ("entropy",)
-
-    def is_beyond(self, value: float) -> bool:
-        return value < self.threshold
-
-    def described(self, heads: str) -> str:
-        return (
-            f"attention entropy has collapsed, below {self.threshold:g} nats, in {heads}. Each query attends to one "
-            "key, hardly any gradient passes through these weights, and training may become unstable (Zhai et al., "
-            "2023). A lower learning rate, a longer warm-up, q_norm and k_norm, or clearhead.qk_clip_ prevent it."
-        )
+def _collapse(threshold: float) -> _Alarm:
+    return _Alarm(
+        ("entropy",),
+        lambda value: value < threshold,
+        f"attention entropy has collapsed, below {threshold:g} nats, in {{heads}}. Each query attends to one "
+        "key, hardly any gradient passes through these weights, and training may become unstable (Zhai et al., "
+        "2023). A lower learning rate, a longer warm-up, q_norm and k_norm, or clearhead.qk_clip_ prevent it.",
+    )
 
 
-@final
-class _Growth(_Alarm):
-    statistics: ClassVar[tuple[str, ...]] = ("max_logit", "raw_max_logit")
-
-    def is_beyond(self, value: float) -> bool:
-        return value > self.threshold
-
-    def described(self, heads: str) -> str:
-        return (
-            f"attention logits have grown, beyond {self.threshold:g}, in {heads}. Weights become one-hot and the loss "
-            "may diverge (Dehghani et al., 2023). q_norm and k_norm or clearhead.qk_clip_ bound them; a lower learning "
-            "rate slows them."
-        )
+def _growth(threshold: float) -> _Alarm:
+    return _Alarm(
+        ("max_logit", "raw_max_logit"),
+        lambda value: value > threshold,
+        f"attention logits have grown, beyond {threshold:g}, in {{heads}}. Weights become one-hot and the loss "
+        "may diverge (Dehghani et al., 2023). q_norm and k_norm or clearhead.qk_clip_ bound them; a lower learning "
+        "rate slows them.",
+    )
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:

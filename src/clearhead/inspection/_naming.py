@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from inspect import getattr_static
 from types import MethodType
 from typing import Any
@@ -72,7 +73,9 @@ class ModuleNames:
                         got=f"{name or 'the model itself'!r}, which is TorchScript",
                         fix="Take the model as it was before torch.jit.",
                     )
-                handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True, prepend=True))
+                handles.append(
+                    module.register_forward_pre_hook(partial(self._entering, name), with_kwargs=True, prepend=True)
+                )
                 handles.append(module.register_forward_hook(self._leaving, always_call=True))
             yield self
         finally:
@@ -80,11 +83,8 @@ class ModuleNames:
                 handle.remove()
             self._running.clear()
 
-    def _entering(self, name: str) -> Any:
-        def entering(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.enter(name, args, kwargs)
-
-        return entering
+    def _entering(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.enter(name, args, kwargs)
 
     def enter(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note that a module of this name begins to run with these arguments."""

@@ -9,12 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_KEEP = ("attention_mask",)  # 1 = real
-_DROP = ("src_key_padding_mask",)  # True = padding
-_DECODER_KEEP = ("decoder_attention_mask",)
-_DECODER_DROP = ("tgt_key_padding_mask",)
-_MASKS = (*_KEEP, *_DROP, *_DECODER_KEEP, *_DECODER_DROP)
-_DECODER_SIGNS = ("decoder_input_ids", "decoder_inputs_embeds", "tgt", *_DECODER_KEEP, *_DECODER_DROP)
+#: Arguments with the padding of the source and of the target: the first is 1 at real tokens, the second ``True`` at
+#: padding.
+_SOURCE = ("attention_mask", "src_key_padding_mask")
+_TARGET = ("decoder_attention_mask", "tgt_key_padding_mask")
+_DECODER_SIGNS = ("decoder_input_ids", "decoder_inputs_embeds", "tgt", *_TARGET)
 
 
 class PaddingFinder:
@@ -30,8 +29,8 @@ class PaddingFinder:
 
     def __init__(self, model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         named = _named(model, arguments)
-        self._source = _read(named, _KEEP, _DROP)
-        self._target = _read(named, _DECODER_KEEP, _DECODER_DROP)
+        self._source = _read(named, *_SOURCE)
+        self._target = _read(named, *_TARGET)
         # An encoder taken out of such a model still has its config, but no decoder.
         has_decoder = any("decoder" in name.split(".") for name, _ in model.named_modules())
         is_both = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and has_decoder
@@ -76,14 +75,14 @@ def _mappings(values: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
 def _input_length(named: dict[str, Any]) -> int | None:
     """How many tokens the root call was given: the length of its first tensor that is no mask."""
     for name, value in named.items():
-        if isinstance(value, Tensor) and value.dim() >= 2 and name not in _MASKS:
+        if isinstance(value, Tensor) and value.dim() >= 2 and name not in _SOURCE + _TARGET:
             return value.shape[1]
     return None
 
 
-def _read(named: dict[str, Any], keep: tuple[str, ...], drop: tuple[str, ...]) -> Tensor | None:
-    for name in (*keep, *drop):
+def _read(named: dict[str, Any], keep: str, drop: str) -> Tensor | None:
+    for name in (keep, drop):
         mask = named.get(name)
-        if isinstance(mask, Tensor) and mask.dim() == 2 and (name in keep or not mask.is_floating_point()):
-            return mask != 0 if name in keep else mask == 0
+        if isinstance(mask, Tensor) and mask.dim() == 2 and (name == keep or not mask.is_floating_point()):
+            return mask != 0 if name == keep else mask == 0
     return None

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
+from .._statistics.patch_layout import PatchLayout
 from ..errors import ArgumentError
-
-if TYPE_CHECKING:
-    from ..plot._patches import PatchLayout
 
 #: transformers' vision models → the tokens that stand before their patches.
 PREFIXES: dict[str, tuple[str, ...]] = {
@@ -87,8 +85,6 @@ def _of_timm(module: nn.Module, size: tuple[int, int]) -> PatchLayout | None:
 
 
 def _layout(prefix: list[str], patch: tuple[int, int], size: tuple[int, int]) -> PatchLayout:
-    from ..plot._patches import PatchLayout
-
     return PatchLayout(tuple(prefix), (size[0] // patch[0], size[1] // patch[1]), patch, size)
 
 

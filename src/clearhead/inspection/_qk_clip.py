@@ -80,10 +80,17 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
         >>> bool((after[""].raw_max_logit <= 10.001).all())
         True
     """
-    find, heads = _reader(module)
+    find = next((find for kind, find in _FINDERS.items() if isinstance(module, kind)), None)
+    if find is None:
+        raise DTypeError(
+            "module",
+            expected="a MultiHeadAttention, a MultiHeadLatentAttention or an nn.MultiheadAttention",
+            got=type(module).__name__,
+            fix="Give the attention module itself, such as model.get_submodule(name).",
+        )
     threshold = number("threshold", threshold, "a finite logit > 0", lambda x: 0 < x < math.inf)
-    largest = _largest(max_logits, heads)
-    rows = find()
+    largest = _largest(max_logits, cast(int, module.num_heads))
+    rows = find(module)
     _require_apart(module, rows)
     factors = torch.where(largest > threshold, threshold / largest, 1.0)
     with torch.no_grad():
@@ -91,22 +98,6 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
             for part in rows:
                 _scale(part, factors)
     return factors
-
-
-def _reader(module: object) -> tuple[Callable[[], list[_Rows]], int]:
-    """How the rows of a module are found, and its number of heads."""
-    if isinstance(module, MultiHeadAttention):
-        return lambda: _of_multi_head(module), module.num_heads
-    if isinstance(module, MultiHeadLatentAttention):
-        return lambda: _of_latent(module), module.num_heads
-    if isinstance(module, nn.MultiheadAttention):
-        return lambda: _of_torch(module), module.num_heads
-    raise DTypeError(
-        "module",
-        expected="a MultiHeadAttention, a MultiHeadLatentAttention or an nn.MultiheadAttention",
-        got=type(module).__name__,
-        fix="Give the attention module itself, such as model.get_submodule(name).",
-    )
 
 
 def _of_multi_head(module: MultiHeadAttention) -> list[_Rows]:
@@ -144,6 +135,13 @@ def _of_torch(module: nn.MultiheadAttention) -> list[_Rows]:
         parts.append(_own(module, "in_proj_bias", ""))
     return [_Rows(part, cast(int, module.head_dim), slice(None), 1) for part in parts]
 
+
+#: How the rows of a module are found.
+_FINDERS: dict[type[nn.Module], Callable[[Any], list[_Rows]]] = {
+    MultiHeadAttention: _of_multi_head,
+    MultiHeadLatentAttention: _of_latent,
+    nn.MultiheadAttention: _of_torch,
+}
 
 _PLAIN = (Linear, nn.Linear, NonDynamicallyQuantizableLinear)
 

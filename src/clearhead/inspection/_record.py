@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,12 @@ from .._statistics.arguments import (
     require_per,
     whole_numbers,
 )
-from .._statistics.compute import compute_statistics, exact_weights
+from .._statistics.compute import compute_statistics
+from .._statistics.patch_layout import PatchLayout
+from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
-from .._statistics.rollout import rollout
-from .._statistics.summary import Summary, fold, summarize
-from .._weights import Queries, checked_queries, row_numbers
+from .._statistics.summary import fold
+from .._weights import Queries, checked_queries
 from ..errors import ArgumentError, ClearheadError, RecordError, UnknownNameError
 from ._capture import CaptureMode, obstacle
 from ._drawing import Drawable
@@ -38,9 +39,6 @@ from ._naming import ModuleNames, uncompiled
 from ._padding import PaddingFinder
 from ._patch_layout import find_layout, picture_size
 from ._unseen import Unseen
-
-if TYPE_CHECKING:
-    from ..plot._patches import PatchLayout
 
 Keep = Literal["statistics", "queries_keys"]
 
@@ -82,7 +80,7 @@ class Calls(Sequence[AttentionStatistics]):
         return f"Calls({self.name!r}, {len(self.statistics)} calls)"
 
 
-class record(Drawable, Mapping[str, Calls]):
+class record(Drawable, Recorded):
     """Record the attention of a model inside a ``with`` block, without gradients and without changing its results.
 
     Seen are Clearhead's modules and functions, everything that calls `F.scaled_dot_product_attention` (transformers
@@ -151,9 +149,8 @@ class record(Drawable, Mapping[str, Calls]):
         choice("keep", keep, ("statistics", "queries_keys"))
         self._names = require_names(statistics, has_value=True)
         require_per(per, self._names)
-        chosen = _checked_layers(layers, model)
         self._options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
-        self._layers = chosen
+        self._layers = _checked_layers(layers, model)
         self._heads = None if heads is None else whole_numbers("heads", heads)
         self._query_mask = None if query_mask is None else query_marks(query_mask)
         self._keep = keep
@@ -279,7 +276,6 @@ class record(Drawable, Mapping[str, Calls]):
         return len(self._calls)
 
     def name_of(self, layer: int | str) -> str:
-        """The module name of a layer given by its number in running order, or by name."""
         if isinstance(layer, str):
             if layer not in self._calls:
                 recorded = ", ".join(map(repr, self._calls))
@@ -290,34 +286,7 @@ class record(Drawable, Mapping[str, Calls]):
             raise UnknownNameError("layer", expected="one of the layers that were recorded", got=f"{layer}, {name!r}")
         return name
 
-    def weights(
-        self, layer: int | str, head: int | None = None, queries: Queries | None = None, call: int = 0
-    ) -> Tensor:
-        """Exact weights of one recorded call, computed now; needs ``keep="queries_keys"``.
-
-        Args:
-            layer: number in the order in which modules first ran, or name.
-            head: one head, or ``None`` for all.
-            queries: which queries; default all.
-            call: which call of the module. Default the first.
-
-        Returns:
-            (B, n, S) for one head, else (B, H, n, S).
-
-        Raises:
-            RecordError: if queries and keys were not kept.
-            ArgumentError: for a layer, head or row that is not there.
-        """
-        kept = self.kept_call(layer, call)
-        head = None if head is None else index("head", head, kept.grid.num_heads) % kept.grid.num_heads
-        return exact_weights(kept, row_numbers(queries, kept.grid.query_length, "queries"), head)
-
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
-        """The recorded query and key of one call with its mask; values are not kept, the key stands in for them.
-
-        Raises:
-            RecordError: if they were not kept.
-        """
         calls = self[self.name_of(layer)]
         if not calls.kept:
             raise RecordError(
@@ -329,38 +298,9 @@ class record(Drawable, Mapping[str, Calls]):
         return calls.kept[index("call", call, len(calls.kept))]
 
     def patches(self, layer: int | str) -> PatchLayout:
-        """Where the tokens of a vision model's layer lie on its input, from the model's own configuration.
-
-        Raises:
-            ArgumentError: if that is not known of the model.
-        """
         name = self.name_of(layer)
         found = self._calls[name][0]
         return find_layout(self._running.model, name, self._picture_size, found.query_length, found.key_length)
-
-    def rollout(
-        self, targets: Sequence[int] | Tensor, *, layers: Sequence[int | str] | None = None, residual: float = 0.5
-    ) -> Tensor:
-        """Attention rollout from target tokens of the last layer to the input; needs ``keep="queries_keys"``.
-
-        Args:
-            targets: token numbers, (t,).
-            layers: which recorded layers, first to last. Default all.
-            residual: share of the residual connection. Default 0.5.
-
-        Returns:
-            (B, t, L): r ← residual · r + (1 − residual) · r A_l from the last layer to the first, A_l the mean of
-            layer l's weights over heads.
-
-        Raises:
-            RecordError: if queries and keys were not kept. And what `rollout` raises.
-        """
-        chosen = list(self._calls) if layers is None else items("layers", layers, "a list of names or numbers")
-        return rollout([self.kept_call(layer) for layer in chosen], targets, residual)
-
-    def summary(self) -> Summary:
-        """One number per head for every statistic that has one; print it for a layers × heads table."""
-        return summarize({name: calls.statistics for name, calls in self._calls.items()})
 
     def reduce(self) -> dict[str, AttentionStatistics]:
         """Fold the calls of every module into one, along the batch.

@@ -58,22 +58,17 @@ class Walkthrough:
         raise UnknownNameError("name", expected=f"one of {known}", got=shown(name))
 
     def __str__(self) -> str:
-        return _write(self)
-
-
-def _write(walk: Walkthrough) -> str:
-    """Write all steps, a table of weights where the lengths are small, and what there is to notice."""
-    words = LANGUAGES[walk.language]
-    lines = [words.phrases["heading"], "", words.phrases["letters"]]
-    lines += [f"  {letter:<3} = {size:<4} {words.letters[letter]}" for letter, size in walk.sizes.items()]
-    if "key_input" not in {step.name for step in walk.steps}:
-        lines.append("  " + words.phrases["self_attention"])
-    for number, step in enumerate(walk.steps, 1):
-        lines += ["", f"{number}. {step.title}", *_step_lines(step, words)]
-        if step.name == "softmax":
-            lines += _weight_table(step, words) + _hidden_rows(walk, words)
-    lines += ["", *_closing_lines(walk, words)]
-    return "\n".join(lines)
+        """All steps, a table of weights where the lengths are small, and what there is to notice."""
+        words = LANGUAGES[self.language]
+        lines = [words.phrases["heading"], "", words.phrases["letters"]]
+        lines += [f"  {letter:<3} = {size:<4} {words.letters[letter]}" for letter, size in self.sizes.items()]
+        if "key_input" not in {step.name for step in self.steps}:
+            lines.append("  " + words.phrases["self_attention"])
+        for number, step in enumerate(self.steps, 1):
+            lines += ["", f"{number}. {step.title}", *_step_lines(step, words)]
+            if step.name == "softmax":
+                lines += _weight_table(step, words) + _hidden_rows(self, words)
+        return "\n".join([*lines, "", *_closing_lines(self, words)])
 
 
 def _step_lines(step: Step, words: Language) -> list[str]:

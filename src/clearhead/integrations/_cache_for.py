@@ -10,7 +10,6 @@ carries the cache to the attention function (`Carried`), which shows it queries 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from inspect import signature
 from typing import Any, Literal, final
 
@@ -29,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from .._checks import choice, is_probability, module, number, shown, size
 from ..caches import EvictingKVCache, EvictionPolicy, HeavyHitters, SinksAndRecent, SlidingKVCache
 from ..errors import ArgumentError, CacheError, DTypeError, ShapeError, shape_text
-from ._cache_layers import Bounded, BoundedLayer, FullLayer, Within, not_croppable
+from ._cache_layers import Bounded, BoundedLayer, FullLayer, MakeBounded, Within, not_croppable
 from ._lazy_mask import Carried, carrying
 
 Kind = Literal["full", "sliding", "heavy_hitters", "sinks_and_recent"]
@@ -166,13 +165,13 @@ class BoundedCache(Cache):
 
     layers: list[BoundedLayer]
 
-    def __init__(self, kind: str, make: Callable[..., Bounded], windows: list[int | None]) -> None:
-        super().__init__(layers=[_bounded_layer(make, window) for window in windows])
+    def __init__(self, kind: str, make: MakeBounded, windows: list[int | None]) -> None:
+        super().__init__(layers=[BoundedLayer(make, window) for window in windows])
         self.kind = kind
         self._observing = kind == "heavy_hitters"
         # What a window or a policy keeps without looking at weights is the same in all layers of one window: a layer of
         # a single feature goes ahead of them, to tell what they will hand out.
-        self._ahead = {} if self._observing else {each: _bounded_layer(make, each) for each in dict.fromkeys(windows)}
+        self._ahead = {} if self._observing else {each: BoundedLayer(make, each) for each in dict.fromkeys(windows)}
         self._expected: tuple[Tensor | int, int] | None = None  # positions of the forward's tokens, and how many
 
     def __repr__(self) -> str:
@@ -229,18 +228,15 @@ class BoundedCache(Cache):
         self._expected = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        super().reorder_cache(beam_idx)
-        for layer in self._ahead.values():
+        for layer in (*self.layers, *self._ahead.values()):
             layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        for layer in self._ahead.values():
+        for layer in (*self.layers, *self._ahead.values()):
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        for layer in self._ahead.values():
+        for layer in (*self.layers, *self._ahead.values()):
             layer.batch_select_indices(indices)
 
     def activate_past_recording(self) -> None:
@@ -367,10 +363,6 @@ def _full(served: PreTrainedModel, max_length: int | None) -> Cache:
         )
     cache = FullCache(layers, max_length)
     return EncoderDecoderCache(cache, DynamicCache()) if served.config.is_encoder_decoder else cache
-
-
-def _bounded_layer(make: Callable[..., Bounded], window: int | None) -> BoundedLayer:
-    return BoundedLayer(functools.partial(make, window), window)
 
 
 def _layer_cache(

@@ -18,6 +18,9 @@ from ..masks._positional import Present, causal, sliding_window
 #: What holds a part of the keys.
 Bounded: TypeAlias = SlidingKVCache | EvictingKVCache
 
+#: Its maker: from the sliding window of the model's layer, if it has one, and its first keys and values.
+MakeBounded: TypeAlias = Callable[[int | None, Tensor, Tensor], Bounded]
+
 Kept = TypeVar("Kept", KVCache, Bounded)
 
 _FAR = 1 << 62  # no limit to the right: that is for the causal mask to say
@@ -157,13 +160,13 @@ class BoundedLayer(_Layer[Bounded]):
     """The keys and values that a window or a budget leaves.
 
     Args:
-        make: its cache, made when the first keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) arrive.
+        make: its cache, when the first keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) arrive.
         window: the sliding window of the model's own layer, if it has one.
     """
 
     is_croppable = False
 
-    def __init__(self, make: Callable[[Tensor, Tensor], Bounded], window: int | None) -> None:
+    def __init__(self, make: MakeBounded, window: int | None) -> None:
         super().__init__()
         self._make_held, self.window = make, window
         self.seen = Seen(causal(), 0, None)  # of the last `update`
@@ -177,10 +180,10 @@ class BoundedLayer(_Layer[Bounded]):
         return found[:, None] if found.dim() == 2 else found
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.held = self._make_held(key_states, value_states)
+        self.held = self._make_held(self.window, key_states, value_states)
 
     def _update(self, key: Tensor, value: Tensor, positions: Tensor | int) -> KeyValues:
-        held = self._make_held(key, value) if self.held is None else self.held
+        held = self._make_held(self.window, key, value) if self.held is None else self.held
         found = held.update(key, value, positions)
         mask = causal() if self.window is None else causal() & sliding_window(self.window - 1, _FAR)
         if found.mask is not None:

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,31 +17,32 @@ from ..errors import ArgumentError
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def read_model(name: str, *, notify: Callable[[str], None]) -> tuple[Any, Any]:
-    """Read a model without its task's head, in float32 and with eager attention, and its tokenizer.
+#: transformers' classes of what a model is called through.
+Companion = Literal["AutoTokenizer", "AutoImageProcessor"]
+
+
+def read_model(name: str, companion: Companion, *, notify: Callable[[str], None]) -> tuple[Any, Any]:
+    """Read a model without its task's head, in float32 and with eager attention, and its tokenizer or image processor.
 
     Args:
         name: a folder, or a name on the Hugging Face hub; the local cache comes before the network.
+        companion: which of the two.
         notify: called with a sentence before anything is downloaded.
 
     Raises:
         ArgumentError: if there is no such model, or transformers cannot read it.
     """
-    return _read(name, "AutoTokenizer", notify)
-
-
-def read_vision_model(name: str, *, notify: Callable[[str], None]) -> tuple[Any, Any]:
-    """Read a vision model as `read_model` does, and its image processor."""
-    return _read(name, "AutoImageProcessor", notify)
-
-
-def _read(name: str, companion: str, notify: Callable[[str], None]) -> tuple[Any, Any]:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _from_pretrained(str(folder), companion, local=True)
     if folder.exists() or not HUB_NAME.fullmatch(name):
         raise _unknown_model(name, "a file" if folder.exists() else "no such folder")
-    return _from_hub(name, companion, notify)
+    try:
+        return _from_pretrained(name, companion, local=True)
+    except ArgumentError:
+        notify(f"{name} is not on this machine; asking the Hugging Face hub for it.")
+        _require_on_hub(name)
+        return _from_pretrained(name, companion, local=False)
 
 
 @contextlib.contextmanager
@@ -69,15 +70,6 @@ def without_noise() -> Generator[None]:
         logging.disable(before)
 
 
-def _from_hub(name: str, companion: str, notify: Callable[[str], None]) -> tuple[Any, Any]:
-    try:
-        return _from_pretrained(name, companion, local=True)
-    except ArgumentError:
-        notify(f"{name} is not on this machine; asking the Hugging Face hub for it.")
-        _require_on_hub(name)
-        return _from_pretrained(name, companion, local=False)
-
-
 def _require_on_hub(name: str) -> None:
     """One quick request, because transformers retries for minutes where there is no network."""
     from huggingface_hub import HfApi
@@ -92,7 +84,7 @@ def _require_on_hub(name: str) -> None:
         raise _unknown_model(name, f"no folder here and no answer from the hub ({reason})") from error
 
 
-def _from_pretrained(path: str, companion: str, *, local: bool) -> tuple[Any, Any]:
+def _from_pretrained(path: str, companion: Companion, *, local: bool) -> tuple[Any, Any]:
     options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     with without_noise():
         import transformers

@@ -21,9 +21,7 @@ def linears_to_swap(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, s
     for name, module in _outside_of_ours(model):
         if not isinstance(module, nn.Linear):
             continue
-        why = _why_not(module)
-        if why is None and _is_part_of_lora(model, name):
-            why = "it is part of an adapter"
+        why = _why_not(module) or ("it is part of an adapter" if _is_part_of_lora(model, name) else None)
         if why is None and prefers_pytorch:
             why = f"the GEMM stays {describe_backend()}"
         if why is None:
@@ -66,13 +64,7 @@ def _why_not(module: nn.Linear) -> str | None:
 
 def _is_part_of_lora(model: nn.Module, name: str) -> bool:
     """Whether an adapter of peft holds the layer: what it trains, or what it was put around."""
-    return any(
-        kind.__name__ == "BaseTunerLayer" and kind.__module__.startswith("peft.")
-        for ancestor in _ancestors(model, name)
-        for kind in type(ancestor).__mro__
-    )
-
-
-def _ancestors(model: nn.Module, name: str) -> list[nn.Module]:
     parts = name.split(".")[:-1]
-    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+    kinds = [kind for ancestor in around for kind in type(ancestor).__mro__]
+    return any(kind.__name__ == "BaseTunerLayer" and kind.__module__.startswith("peft.") for kind in kinds)

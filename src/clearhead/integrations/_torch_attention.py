@@ -12,11 +12,14 @@ from ..nn._sharing import STACKS, share_masks, stop_sharing
 _NESTED_BEFORE = "_clearhead_use_nested_tensor"
 
 
-def swap_attention(model: nn.Module) -> tuple[list[str], dict[str, str]]:
-    """Make every `nn.MultiheadAttention` Clearhead's.
+#: Names of modules whose class was changed, of others the reason why not, and names of encoders that were switched.
+Swapped = tuple[list[str], dict[str, str], list[str]]
 
-    Returns:
-        The names of those that were swapped, and why others were not.
+
+def swap_attention(model: nn.Module) -> Swapped:
+    """Make every `nn.MultiheadAttention` Clearhead's, and let stacks share masks and keep nested tensors out.
+
+    `nn.TransformerEncoder` turns padded batches into nested tensors, which only its fast path can compute with.
     """
     changed: list[str] = []
     left: dict[str, str] = {}
@@ -29,13 +32,18 @@ def swap_attention(model: nn.Module) -> tuple[list[str], dict[str, str]]:
             left[name] = "it is Clearhead's already"
         elif isinstance(module, nn.MultiheadAttention):
             left[name] = _of_a_subclass(module)
-    for module in model.modules():
-        if isinstance(module, STACKS) and _holds_ours(module):
-            share_masks(module)
-    return changed, left
+    encoders: list[str] = []
+    for name, stack in _stacks(model, ours=True):
+        share_masks(stack)
+        if isinstance(stack, nn.TransformerEncoder) and getattr(stack, "use_nested_tensor", False):
+            setattr(stack, _NESTED_BEFORE, True)
+            stack.use_nested_tensor = False
+            drop_padding(stack)
+            encoders.append(name)
+    return changed, left, encoders
 
 
-def swap_attention_back(model: nn.Module) -> tuple[list[str], dict[str, str]]:
+def swap_attention_back(model: nn.Module) -> Swapped:
     """Undo `swap_attention`."""
     changed: list[str] = []
     left: dict[str, str] = {}
@@ -46,41 +54,25 @@ def swap_attention_back(model: nn.Module) -> tuple[list[str], dict[str, str]]:
             changed.append(name)
         elif isinstance(module, MultiheadAttention):
             left[name] = _of_a_subclass(module)
-    for module in model.modules():
-        if isinstance(module, STACKS) and not _holds_ours(module):
-            stop_sharing(module)
-    return changed, left
-
-
-def nested_off(model: nn.Module) -> tuple[str, ...]:
-    """`nn.TransformerEncoder` turns padded batches into nested tensors, which only its fast path can compute with."""
     encoders: list[str] = []
-    for name, module in model.named_modules():
-        if (
-            isinstance(module, nn.TransformerEncoder)
-            and getattr(module, "use_nested_tensor", False)
-            and _holds_ours(module)
-        ):
-            setattr(module, _NESTED_BEFORE, True)
-            module.use_nested_tensor = False
-            drop_padding(module)
+    for name, stack in _stacks(model, ours=False):
+        stop_sharing(stack)
+        if isinstance(stack, nn.TransformerEncoder) and hasattr(stack, _NESTED_BEFORE):
+            delattr(stack, _NESTED_BEFORE)
+            stack.use_nested_tensor = True
+            keep_padding(stack)
             encoders.append(name)
-    return tuple(encoders)
+    return changed, left, encoders
 
 
-def nested_back(model: nn.Module) -> tuple[str, ...]:
-    encoders: list[str] = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoder) and hasattr(module, _NESTED_BEFORE) and not _holds_ours(module):
-            delattr(module, _NESTED_BEFORE)
-            module.use_nested_tensor = True
-            keep_padding(module)
-            encoders.append(name)
-    return tuple(encoders)
-
-
-def _holds_ours(module: nn.Module) -> bool:
-    return any(isinstance(part, MultiheadAttention) for part in module.modules())
+def _stacks(model: nn.Module, *, ours: bool) -> list[tuple[str, nn.Module]]:
+    """Stacks of layers by name, those with Clearhead's attention in them or those without."""
+    stacks = [(name, module) for name, module in model.named_modules() if isinstance(module, STACKS)]
+    return [
+        (name, stack)
+        for name, stack in stacks
+        if any(isinstance(part, MultiheadAttention) for part in stack.modules()) == ours
+    ]
 
 
 def _of_a_subclass(module: nn.Module) -> str:

@@ -19,7 +19,7 @@ from ._pretrained import (
     set_attention,
     why_not_set,
 )
-from ._torch_attention import nested_back, nested_off, swap_attention, swap_attention_back
+from ._torch_attention import swap_attention, swap_attention_back
 from ._unpad import ENCODERS, is_unpadded, keep_padding, leave_out_padding, why_no_encoder, why_padded
 from ._upgrade_report import UpgradeReport
 
@@ -76,18 +76,17 @@ def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, u
     for name in [name for name, encoder in encoders.items() if not runs_on_clearhead(encoder)]:
         del encoders[name]
         left_padded[name] = "its attention is not Clearhead's"
-    changed, others = swap_attention(model) if attention else ([], {})
+    changed, others, stacks = swap_attention(model) if attention else ([], {}, [])
     left = others | left
     for layer in swapped.values():
         layer.__class__ = Linear
     for name, encoder in encoders.items():
         leave_out_padding(encoder, head_of(pretrained, name))
-    nested = nested_off(model) if attention else ()
     return UpgradeReport(
         "upgraded",
         tuple(changed),
         left,
-        nested,
+        tuple(stacks),
         tuple(models),
         tuple(swapped),
         left_linears,
@@ -126,7 +125,7 @@ def downgrade(model: nn.Module) -> UpgradeReport:
     for layer in layers.values():
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
     models = [name for name, each in pretrained.items() if restore_attention(each)]
-    changed, left = swap_attention_back(model)
+    changed, left, stacks = swap_attention_back(model)
     for name, each in outermost(pretrained).items():
         if runs_on_clearhead(each):
             left[name] = "its attention was set by something else, or by upgrading a model that it is a part of"
@@ -134,7 +133,7 @@ def downgrade(model: nn.Module) -> UpgradeReport:
         "downgraded",
         tuple(changed),
         left,
-        nested_back(model),
+        tuple(stacks),
         tuple(models),
         tuple(layers),
         unpadded=tuple(unpadded),

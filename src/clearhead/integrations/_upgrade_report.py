@@ -56,13 +56,10 @@ class UpgradeReport:
             names = [name for name, its in self.left_linears.items() if its == reason]
             what = _shown(names[0]) if len(names) == 1 else f"{len(names)} linear layers"
             lines.append(f"  left alone: {what}, {reason}")
-        lines += [f"  nested tensors {_switched(self.action)}: {_shown(name)}" for name in self.encoders]
+        switched = "switched off" if self.action == "upgraded" else "switched on again"
+        lines += [f"  nested tensors {switched}: {_shown(name)}" for name in self.encoders]
         return "\n".join(lines)
 
 
 def _shown(name: str) -> str:
     return name or "(the model itself)"
-
-
-def _switched(action: str) -> str:
-    return "switched off" if action == "upgraded" else "switched on again"

@@ -160,63 +160,39 @@ def attention_forward(
     """
     _refuse_unknown(others)
     try:
-        return _attend(
-            module,
-            *_same_batch(query=query, key=key, value=value),
-            attention_mask,
-            {"scale": scaling, "softcap": softcap, "sinks": s_aux},
-            dropout,
-            sliding_window=sliding_window,
-            is_causal=is_causal,
-            position_bias=position_bias,
-            boundaries=(cu_seq_lens_q, cu_seq_lens_k),
-            output_attentions=output_attentions,
-        )
+        query, key, value = _same_batch(query=query, key=key, value=value)
+        options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+        if not hasattr(module, "training"):
+            raise DTypeError("module", expected="a torch.nn.Module", got=shown(module))
+        held = _held_layer(module, attention_mask)
+        if held is not None:
+            pattern, places = _seen_of_held(held, query.shape[1])
+            options |= places
+        elif attention_mask is not None:
+            pattern = _given_mask(attention_mask, query, key)
+        else:
+            pattern = _causal(query, key) if is_causal is not None and flag("is_causal", is_causal) else None
+            if sliding_window is not None and size("sliding_window", sliding_window) < key.shape[2]:
+                pattern = _both(pattern, masks.sliding_window(sliding_window - 1, sliding_window - 1))
+                if query.shape[2] < key.shape[2]:  # the last query stands at the last key
+                    options["query_positions"] = key.shape[2] - query.shape[2]
+        if position_bias is not None:
+            pattern = _both(pattern, masks.bias(position_bias))
+        rows = rows_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
+        dropout_p = dropout if module.training else 0.0
+        environment = read_environment()
+        output = attend_arguments(
+            query, key, value, pattern, environment, rows=rows, dropout_p=dropout_p, **options
+        ).output
+        output = output.transpose(1, 2).contiguous()  # (B, L, H, Dv)
+        weights = None
+        if _weights_wanted(module, output_attentions):
+            weights = attention_weights(query, key, _within(rows, pattern, options), **options).to(query.dtype)
+        if held is not None:
+            held.observe(query, key, **{name: options[name] for name in ("scale", "softcap", "sinks")})
+        return output, weights
     except ClearheadError as error:
         raise in_words_of(error, _NAMES) from error.__cause__
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    shared: dict[str, Any],
-    dropout: float,
-    *,
-    sliding_window: int | None,
-    is_causal: bool | None,
-    position_bias: Tensor | None,
-    boundaries: tuple[Tensor | None, Tensor | None],
-    output_attentions: bool | None,
-) -> tuple[Tensor, Tensor | None]:
-    if not hasattr(module, "training"):
-        raise DTypeError("module", expected="a torch.nn.Module", got=shown(module))
-    held = _held_layer(module, attention_mask)
-    if held is not None:
-        pattern, places = _seen_of_held(held, query.shape[1])
-        shared |= places
-    elif attention_mask is not None:
-        pattern = _given_mask(attention_mask, query, key)
-    else:
-        pattern = _causal(query, key) if is_causal is not None and flag("is_causal", is_causal) else None
-        if sliding_window is not None and size("sliding_window", sliding_window) < key.shape[2]:
-            pattern = _both(pattern, masks.sliding_window(sliding_window - 1, sliding_window - 1))
-            shared |= _last_positions(query, key)
-    if position_bias is not None:
-        pattern = _both(pattern, masks.bias(position_bias))
-    rows = rows_of(query, key, *boundaries)
-    dropout_p = dropout if module.training else 0.0
-    environment = read_environment()
-    output = attend_arguments(query, key, value, pattern, environment, rows=rows, dropout_p=dropout_p, **shared).output
-    output = output.transpose(1, 2).contiguous()  # (B, L, H, Dv)
-    weights = None
-    if _weights_wanted(module, output_attentions):
-        weights = attention_weights(query, key, _within(rows, pattern, shared), **shared).to(query.dtype)
-    if held is not None:
-        held.observe(query, key, **{name: shared[name] for name in ("scale", "softcap", "sinks")})
-    return output, weights
 
 
 def make_mask(
@@ -370,17 +346,11 @@ def _seen_of_held(held: BoundedLayer, num_heads: int) -> tuple[masks.Mask, dict[
     return mask, {"query_positions": positions, "key_positions": keys}
 
 
-def _last_positions(query: Tensor, key: Tensor) -> dict[str, int]:
-    """Where the queries stand if the last one is at the last key."""
-    length, keys = query.shape[2], key.shape[2]
-    return {"query_positions": keys - length} if length < keys else {}
-
-
-def _within(rows: Rows | None, pattern: masks.Mask | None, shared: dict[str, Any]) -> masks.Mask | None:
+def _within(rows: Rows | None, pattern: masks.Mask | None, options: dict[str, Any]) -> masks.Mask | None:
     """The pattern as a mask of all T × Tk weights, which counts in positions within the sequences of a packed row."""
     if rows is None:
         return pattern
-    shared |= {"query_positions": rows.query_positions[None], "key_positions": rows.key_positions[None]}
+    options |= {"query_positions": rows.query_positions[None], "key_positions": rows.key_positions[None]}
     return within_rows(rows, pattern)
 
 

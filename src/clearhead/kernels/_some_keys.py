@@ -26,7 +26,7 @@ def merge_some_keys(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor)
         part, part_lse: of the keys that are added; they broadcast.
     """
     share = torch.sigmoid(part_lse - lse).nan_to_num_(0.0)  # of −∞ − −∞: neither has a key
-    output += share[..., None] * (part.to(output.dtype) - output)
+    output.lerp_(part.to(output.dtype), share[..., None].to(output.dtype))
     torch.logaddexp(lse, part_lse.to(lse.dtype), out=lse)
 
 

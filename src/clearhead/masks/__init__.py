@@ -14,9 +14,10 @@ Example:
 
 from ._base import Mask, Tools, provide
 from ._check import check_mask, grid_for
+from ._documents import documents
 from ._lowering import dense_mask
 from ._picture import draw
-from ._positional import causal, documents, lengths, mask_mod, prefix, sliding_window
+from ._positional import causal, lengths, mask_mod, prefix, sliding_window
 from ._prepared import PreparedMask, prepared
 from ._report import MaskReport
 from ._tensors import as_mask, bias, drop, keep

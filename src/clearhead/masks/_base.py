@@ -30,7 +30,7 @@ class Sizes:
     num_heads: int | None = None
     query_length: int | None = None
     key_length: int | None = None
-    fewest_keys: int = 0
+    fewest_keys: int = 0  # of lengths, which leave S open but need room for the longest
 
     @staticmethod
     def of(
@@ -60,7 +60,7 @@ class Tools:
         from_tensor: a mask of a tensor that is combined with one.
     """
 
-    grid_for: Callable[..., Grid]
+    grid_for: Callable[..., Grid]  # of the arguments of `Mask.dense`
     dense: Callable[[Mask, Grid], Tensor]
     prepared: Callable[[Mask, Grid, bool, bool], Mask]
     check: Callable[[Mask, Grid], MaskReport]
@@ -68,6 +68,7 @@ class Tools:
     from_tensor: Callable[[object], Mask]
 
 
+# The methods below lead to files that stand above this one, and imports point one way.
 _provided: list[Tools] = []
 
 
@@ -118,6 +119,7 @@ class Mask(ABC):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that it holds, and those of masks that it is made of, but for what closures hold."""
+        # By attribute, so that a mask written outside of this package need not list them.
         found: list[Tensor] = []
         for value in vars(self).values():
             if isinstance(value, Tensor):
@@ -172,6 +174,7 @@ class Mask(ABC):
         return And(parts + self.parts())
 
     def __and__(self, other: object) -> Mask:
+        # The right-hand mask decides, because a stack's mask is combined with each layer's own from there.
         return _operand(other, "&").after(self.parts())
 
     def __or__(self, other: object) -> Mask:
@@ -261,6 +264,7 @@ class Mask(ABC):
         tools = _tools()
         grid = tools.grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
         known = self.sizes()
+        # Positions of several items fix B as tensors of the mask do; the grid's B shows it.
         open_batch = batch_size is known.batch_size is None and grid.batch_size == 1
         return tools.prepared(self, grid, open_batch, num_heads is known.num_heads is None)
 
@@ -322,10 +326,6 @@ class _Combined(Mask):
         signatures = tuple(mask.signature() for mask in self._masks)
         return None if None in signatures else (self.name, *signatures)
 
-    @property
-    def fits_any_call(self) -> bool:
-        return all(mask.fits_any_call for mask in self._masks)
-
 
 @final
 class And(_Combined):
@@ -337,6 +337,7 @@ class And(_Combined):
         return self._masks
 
     def visible(self, block: Block) -> Tensor | None:
+        # `None` as long as nothing is hidden, so that kernels can leave the mask out.
         result: Tensor | None = None
         for part in self._masks:
             result = both(result, part.visible(block))
@@ -357,6 +358,7 @@ class And(_Combined):
         return And(tuple(part.with_bias_tensors(tensors) for part in self._masks))
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
+        # Gradients come in the order of `bias_tensors`, all parts' in one list.
         start = 0
         for part in self._masks:
             count = len(part.bias_tensors())
@@ -364,6 +366,7 @@ class And(_Combined):
             start += count
 
     def structure(self, grid: Grid) -> Structure:
+        # From a structure that hides nothing: each part takes away.
         found = Structure()
         for part in self._masks:
             found = found.meet(part.structure(grid))
@@ -372,6 +375,11 @@ class And(_Combined):
     @property
     def has_bias(self) -> bool:
         return any(part.has_bias for part in self._masks)
+
+    # Not for `|` and `~`: packed documents look for masks that do not count within documents among parts alone.
+    @property
+    def fits_any_call(self) -> bool:
+        return all(part.fits_any_call for part in self._masks)
 
     def describe(self) -> str:
         return " & ".join(part.describe() for part in self._masks)
@@ -391,6 +399,7 @@ class Or(_Combined):
         return None if left is None or right is None else left | right
 
     def structure(self, grid: Grid) -> Structure:
+        # No kind of structure says "either" exactly; both together bound what has to be evaluated.
         return Structure(exact=False, either=tuple(mask.structure(grid) for mask in self._masks))
 
     def describe(self) -> str:
@@ -408,9 +417,10 @@ class Not(_Combined):
         self._inner = inner
 
     def visible(self, block: Block) -> Tensor | None:
+        # It has no structure: what lies outside of a bound is all visible, inside anything may be.
         seen = self._inner.visible(block)
         if seen is None:
-            return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=block.grid.device)
+            return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=block.grid.device)  # broadcasts to any block
         return ~seen
 
     def describe(self) -> str:
@@ -438,6 +448,7 @@ class Wrapping(Mask):
         return self._mask.bias_tensors()
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
+        # Unwrapped, because what a subclass holds was made of the tensors that are replaced.
         return self._mask.with_bias_tensors(tensors)
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:

@@ -19,6 +19,7 @@ def check_mask(mask: Mask, grid: Grid) -> MaskReport:
     """See `Mask.check`."""
     if grid.device.type == "meta":
         raise DeviceError("mask", expected="a mask with values to look at", got="one on meta")
+    # A mask that does not fit is what a check is for; it is reported, not raised.
     try:
         mask.validate(grid)
         seen = find_coverage(mask, grid)
@@ -27,6 +28,7 @@ def check_mask(mask: Mask, grid: Grid) -> MaskReport:
     findings: list[str] = []
     queries = None if seen.queries is None else _per_item(seen.queries, grid)
     keys = None if seen.keys is None else _per_item(seen.keys, grid)
+    # First, because keys that no query sees follow from it, and would hide the cause.
     inverted = None if keys is None else _inverted_padding(keys, mask.describe())
     if inverted:
         findings.append(inverted)
@@ -63,6 +65,7 @@ def grid_for(
     length = _first(query_length, known.query_length, _count(query_positions))
     keys = _first(key_length, known.key_length, _count(key_positions))
     if keys is None:
+        # Self-attention is what is usually meant, unless there are lengths that need more keys.
         keys = max(length or 0, known.fewest_keys) or length
     if length is None:
         length = keys
@@ -161,6 +164,7 @@ def _inverted_padding(keys: Tensor, description: str) -> str:
     other = "if 1 marks padding in this tensor, use masks.drop(keys=t)"
     if "drop(" in description and "keep(" not in description:
         other = "if 1 marks real keys in this tensor, use masks.keep(keys=t)"
+    # An item of full length has, inverted, nothing visible; a batch without such an item says nothing.
     counts = keys.sum(-1)
     empty = counts == 0
     partial = keys[~empty]
@@ -177,6 +181,7 @@ def _inverted_padding(keys: Tensor, description: str) -> str:
 
 
 def _looks_anticausal(mask: Mask, grid: Grid) -> bool:
+    # The corner tells the two apart; the whole matrix may not fit into memory.
     size = min(grid.query_length, grid.key_length, _CORNER)
     if size < 2:
         return False

@@ -47,7 +47,7 @@ class Coverage:
         masked = self.masked_keys
         if masked is None or masked.shape[1] == 1 or masked.shape[1] == num_kv_heads:
             return masked
-        return masked.unflatten(1, (num_kv_heads, -1)).all(2)
+        return masked.unflatten(1, (num_kv_heads, -1)).all(2)  # (1 or B, Hkv, S, 1)
 
 
 COVERS_ALL = Coverage(None, None)
@@ -62,16 +62,20 @@ def find_coverage(mask: Mask, grid: Grid) -> Coverage:
     """The same, from the structure of the mask where it says it."""
     structure = mask.structure(grid)
     band = structure.only_band(grid)
+    # Every query sees the first key and the last query all of them, which holds while tracing too.
     if band is not None and band.is_causal(grid) and grid.query_length >= grid.key_length:
         return COVERS_ALL
+    # Below, values decide what is looked at, which no graph can hold; and nothing has no borders.
     if is_tracing() or grid.query_length == 0 or grid.key_length == 0:
         return _coverage_at_once(mask, grid)
     if band is not None:
         rows, columns = band.rows(grid), band.columns(grid)
         return Coverage.of(_range(*rows, grid.query_length, grid), _range(*columns, grid.key_length, grid))
+    # Ranges and marks are counted, without a look at any cell.
     if structure.exact and not structure.tensors and not structure.biases:
         queries, keys = _coverage_of_ranges(structure, grid)
         return Coverage.of(_unless_all(queries), _unless_all(keys))
+    # Tensors are read in one pass by the extension; what has to be computed is left for the search.
     found = find_natively(structure, grid)
     if found is not None:
         return Coverage.of(*(None if seen is None else seen[..., None] for seen in found))
@@ -83,12 +87,14 @@ def find_coverage(mask: Mask, grid: Grid) -> Coverage:
 def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor, Tensor]:
     """Bool (1 or B, 1, L) and (1 or B, 1, S), from first and last column of each row, without a look at any cell."""
     rows, keys = structure.rows, structure.keys
+    # One range per item is as good as marks of keys, and takes a few small operators.
     if structure.band is None and (rows is None or (rows.stop.shape[1] == 1 and rows.first is None)):
         if rows is not None:
             keys = _and(torch.arange(grid.key_length, device=grid.device) < rows.stop, keys)
         covered_queries, covered_keys = _of_marks(structure.queries, keys, grid)
     else:
         first, stop = _ends(rows, structure.band or Band.whole(grid), grid)  # (1 or B, L) each
+        # Marks of queries go last: a marked query may have an empty range, and the other way round.
         covered_queries = _and(_any_key(first, stop, keys, grid), structure.queries)
         some = _and(stop > first, structure.queries)
         # Ranges begin and end: the running number of those that are open is above zero where a key is seen.
@@ -96,11 +102,12 @@ def _coverage_of_ranges(structure: Structure, grid: Grid) -> tuple[Tensor, Tenso
         opened = count.new_zeros(len(count), grid.key_length + 1)
         opened.scatter_add_(1, first.expand_as(count), count).scatter_add_(1, stop.expand_as(count), -count)
         covered_keys = _and(opened.cumsum(1)[:, : grid.key_length] > 0, keys)
-    return covered_queries[:, None], covered_keys[:, None]
+    return covered_queries[:, None], covered_keys[:, None]  # the heads' dimension
 
 
 def _of_marks(queries: Tensor | None, keys: Tensor | None, grid: Grid) -> tuple[Tensor, Tensor]:
     """(1 or B, L) and (1 or B, S), where a query sees a key if both are marked."""
+    # A query that is marked sees any key at all only if one is marked, and a key is seen likewise.
     every = torch.ones(1, 1, dtype=torch.bool, device=grid.device)
     covered_queries = every if keys is None else keys.any(1, keepdim=True)
     covered_keys = every if queries is None else queries.any(1, keepdim=True)
@@ -116,7 +123,7 @@ def _ends(rows: RowRanges | None, band: Band, grid: Grid) -> tuple[Tensor, Tenso
     """First and one past the last column of each row, within the grid."""
     numbers = torch.arange(grid.query_length, device=grid.device)[None]
     own = RowRanges(numbers + band.low, (numbers + (band.high + 1)).clamp(max=band.stop))
-    met = own if rows is None else own.meet(rows)
+    met = own if rows is None else own.meet(rows)  # (1 or B, L)
     first = numbers if met.first is None else met.first
     return first.clamp(0, grid.key_length), met.stop.clamp(0, grid.key_length)
 
@@ -125,6 +132,7 @@ def _any_key(first: Tensor, stop: Tensor, keys: Tensor | None, grid: Grid) -> Te
     """Whether a column from first to stop is marked, (1 or B, L)."""
     if keys is None:
         return stop > first
+    # How many marked keys stand before each column: equal at both ends of a range without any.
     before = F.pad(keys.long().cumsum(1), (1, 0))  # (b, S + 1)
     batch = max(len(before), len(first), len(stop))
     before, first, stop = (each.expand(batch, -1) for each in (before, first, stop))
@@ -141,6 +149,7 @@ class _Search:
 
     def __init__(self, mask: Mask, grid: Grid) -> None:
         self._mask, self._grid, self._structure = mask, grid, mask.structure(grid)
+        # What is found is as large as the mask differs, between items and heads, and no larger.
         cell = mask.visible(chosen_cell(grid))
         self._outer = (1, 1) if cell is None else (cell.shape[0], cell.shape[1])
         self.queries = torch.zeros(*self._outer, grid.query_length, dtype=torch.bool, device=grid.device)
@@ -149,13 +158,16 @@ class _Search:
     def run(self) -> None:
         length, keys = self._grid.query_length, self._grid.key_length
         open_rows, open_columns = (0, length), (0, keys)
+        # Whether to stop early is read from the outcome, for which an accelerator would have to be waited for.
         if length * keys > _FEW_CELLS and _may_look_at(self.queries):
             self._look_at_borders()
             open_rows, open_columns = _open(self.queries), _open(self.keys)
             if open_rows == open_columns == (0, 0):
                 return
+        # The budget counts all items and heads that a cell is evaluated for.
         cells = max(1, _ROWS_AT_A_TIME // max(1, self._outer[0] * self._outer[1]))
         for rows, (start, stop) in row_blocks(self._mask, self._grid, cells):
+            # Rows that are known to see a key are still looked at for the keys that are open.
             known = rows.stop <= open_rows[0] or rows.start >= open_rows[1]
             if known:
                 start, stop = max(start, open_columns[0]), min(stop, open_columns[1])
@@ -164,6 +176,7 @@ class _Search:
     def _look_at_borders(self) -> None:
         for rows in _edges(self._grid.query_length, _EDGE_ROWS):
             self._look(rows, slice(*self._structure.columns(self._grid, rows)), for_queries=False)
+            # Mostly one border settles it, and the other need not be evaluated.
             if bool(self.keys.all()):
                 break
         for columns in _edges(self._grid.key_length, _EDGE_COLUMNS):
@@ -211,10 +224,11 @@ def _may_look_at(tensor: Tensor) -> bool:
 
 
 def _coverage_at_once(mask: Mask, grid: Grid) -> Coverage:
+    # All cells at once, and no value read: a graph of operators alone.
     visible = mask.visible(Block(grid))
     if visible is None:
         return COVERS_ALL
-    queries, keys = visible.any(-1), visible.any(-2)
+    queries, keys = visible.any(-1), visible.any(-2)  # (1 or B, 1 or H, 1 or L) and (…, 1 or S)
     if queries.shape[-1] != grid.query_length:
         queries = queries.expand(*queries.shape[:-1], grid.query_length)
     if keys.shape[-1] != grid.key_length:

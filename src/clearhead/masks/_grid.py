@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 Index = slice | Tensor
-ALL = slice(None)
+ALL = slice(None)  # compared by value: a dimension that is not cut needs no operator
+
+
+# A function, because torch.compile traces no call of `dict[object, Any]`.
+def _empty() -> dict[object, Any]:
+    return {}
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Grid:
     query_positions: Tensor | int | None = None
     key_positions: Tensor | int | None = None
     #: What a mask has found out for this grid at some cost; it lives as long as the call.
-    memo: dict[object, Any] = field(default_factory=dict[object, Any], compare=False, repr=False)
+    memo: dict[object, Any] = field(default_factory=_empty, compare=False, repr=False)
 
     @property
     def has_positions(self) -> bool:
@@ -45,6 +50,7 @@ class Grid:
     @property
     def shift(self) -> int | None:
         """How far the first query stands after the first key; ``None`` where positions do not simply count up."""
+        # Where both count up, what depends on their difference is a band of the score matrix, known without any tensor.
         if isinstance(self.query_positions, Tensor) or isinstance(self.key_positions, Tensor):
             return None
         return (self.query_positions or 0) - (self.key_positions or 0)
@@ -58,6 +64,7 @@ class Block:
     """
 
     grid: Grid
+    # Made anew for each block: slices have no hash before Python 3.12, and dataclasses refuse such defaults.
     batch: slice = field(default_factory=lambda: ALL)
     heads: slice = field(default_factory=lambda: ALL)
     rows: Index = field(default_factory=lambda: ALL)
@@ -97,7 +104,7 @@ class Block:
         positions = self.grid.key_positions
         if not isinstance(positions, Tensor):
             return self.j if positions is None else self.j + positions
-        per_head = positions if positions.dim() == 3 else positions[:, None]
+        per_head = positions if positions.dim() == 3 else positions[:, None]  # (1 or B, 1 or H, S)
         return take(take(take(per_head, 0, self.batch), 1, self.heads), 2, self.columns)[:, :, None, :]
 
     @property
@@ -105,6 +112,7 @@ class Block:
         """First and one past the last row, the same of the columns; ``None`` for chosen ones."""
         if isinstance(self.rows, Tensor) or isinstance(self.columns, Tensor):
             return None
+        # Numbers, not tensors: masks look at them to leave out what hides nothing in a block.
         first_row, stop_row = (0, self.grid.query_length) if self.rows == ALL else (self.rows.start, self.rows.stop)
         first, stop = (0, self.grid.key_length) if self.columns == ALL else (self.columns.start, self.columns.stop)
         return first_row, stop_row, first, stop
@@ -121,10 +129,10 @@ def take(tensor: Tensor, dim: int, index: Index) -> Tensor:
     if tensor.shape[dim] == 1:
         return tensor
     if isinstance(index, Tensor):
-        return tensor.index_select(dim, index)
+        return tensor.index_select(dim, index)  # a copy
     if index == ALL:
         return tensor
-    return tensor[(ALL,) * dim + (index,)]
+    return tensor[(ALL,) * dim + (index,)]  # a view, through which gradients of biases are added
 
 
 def _indices(index: Index, length: int, device: torch.device) -> Tensor:

@@ -23,6 +23,7 @@ def is_plain_causal(mask: Mask | None, grid: Grid) -> bool:
 
 def hides_nothing(mask: Mask, grid: Grid) -> bool:
     """True if it is known without looking that every query sees every key, as the last one does under `causal`."""
+    # A graph is made for any length, and every query sees every key for some of them alone.
     if is_tracing():
         return False
     band = mask.structure(grid).only_band(grid)
@@ -38,6 +39,7 @@ def completed(mask: Mask, grid: Grid, dtype: torch.dtype) -> Structure:
     """
     found = Structure()
     for part in mask.parts():
+        # Only what is not known is built: a computed part does not turn the others into tensors.
         own = part.structure(grid)
         if not own.exact:
             visible, bias = part.visible(Block(grid)), part.bias(Block(grid), dtype)
@@ -55,6 +57,7 @@ def computed_sizes(mask: Mask, grid: Grid) -> Iterator[tuple[int, int]]:
     """Batch items and heads of what has to be evaluated of each part; 1 for what is the same for all of them."""
     if 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length):
         return
+    # Evaluated for one cell, because a kernel is chosen before anything of the scores' size exists.
     cell = chosen_cell(grid)
     for part in mask.parts():
         if not part.structure(grid).exact:
@@ -83,12 +86,11 @@ def additive(mask: Mask, grid: Grid, dtype: torch.dtype) -> tuple[Tensor | None,
 def dense_mask(mask: Mask, grid: Grid) -> Tensor:
     """The whole mask, (B, H, L, S): bool, or float with −inf for hidden keys if there is a bias."""
     shape = (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length)
-    block = Block(grid)
-    visible = mask.visible(block)
     dtype = torch.float32
+    # The dtype of the scores is not known here; a bias is shown without losing digits.
     for tensor in mask.bias_tensors():
         dtype = torch.promote_types(dtype, tensor.dtype)
-    bias = mask.bias(block, dtype)
+    visible, bias = additive(mask, grid, dtype)
     if bias is None:
         if visible is None:
             return torch.ones(shape, dtype=torch.bool, device=grid.device)
@@ -113,6 +115,7 @@ def row_blocks(
     Yields:
         The rows, and the first and one past the last column.
     """
+    # Once for all blocks: the structure of documents takes a pass over their ids.
     structure = Structure() if mask is None else mask.structure(grid)
     start = 0
     while start < grid.query_length:
@@ -134,11 +137,14 @@ def _block_from(
     rows, columns = _range(structure, grid, start, 1)
     seen = max(1, columns[1] - columns[0])
     most = min(left, max(fewest_rows, cells // seen))
+    # As many rows as fit the budget, if they see little more than the first one; under a window as many as it is
+    # wide, or half as many, so that not much of what a block touches is hidden.
     for count in (most, seen, seen // 2):
         count = min(most, max(count, _ENOUGH_ROWS))
         rows, columns = _range(structure, grid, start, count)
         if columns[1] - columns[0] <= seen + seen // 4:
             break
+    # Rows further down may see more columns than the first, which the budget did not count.
     while (count := rows.stop - start) > fewest_rows and count * (width := columns[1] - columns[0]) > cells:
         rows, columns = _range(structure, grid, start, min(left, max(fewest_rows, cells // width)))
     return rows, columns
@@ -152,6 +158,7 @@ def _range(structure: Structure, grid: Grid, start: int, count: int) -> tuple[sl
 def touched_share(mask: Mask | None, grid: Grid) -> float:
     """Which part of the L × S matrix is left when the columns that its structure rules out are skipped, in [0, 1]."""
     whole = grid.query_length * grid.key_length
+    # The estimate that kernels are chosen by, from the same cut that kernels compute in.
     blocks = row_blocks(mask, grid, cells=whole)
     return sum((rows.stop - rows.start) * (stop - start) for rows, (start, stop) in blocks) / max(1, whole)
 

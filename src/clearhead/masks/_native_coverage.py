@@ -31,12 +31,14 @@ def find_natively(structure: Structure, grid: Grid) -> Found | None:
         ``None`` where another search is needed: for structures that are not exact or have ranges of columns per row,
         and where values are not those of plain tensors.
     """
+    # The extension reads memory, which only plain tensors outside of any mode or transform are.
     if extension is None or grid.device.type != "cpu" or is_tracing() or is_transformed() or is_dispatching():
         return None
     tensors = _tensors(structure)
     if not tensors or len(tensors) > extension.MOST_MASKS or not all(map(_is_plain, tensors)):
         return None
     band = structure.band or Band.whole(grid)
+    # As large as the tensors differ: one answer serves all items and heads that share a mask.
     batch, heads = max(tensor.shape[0] for tensor in tensors), max(tensor.shape[1] for tensor in tensors)
     queries = torch.empty(batch, heads, grid.query_length, dtype=torch.bool)
     keys = torch.empty(batch, heads, grid.key_length, dtype=torch.bool)
@@ -63,5 +65,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _cells(tensor: Tensor) -> tuple[int, ...]:
+    # A stride of 0 broadcasts, so that the loop in C++ has one form.
     steps = (0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (tensor.data_ptr(), *_HIDING[tensor.dtype], *steps)

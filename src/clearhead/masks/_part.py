@@ -61,6 +61,7 @@ class PartMask(Wrapping):
 
     def place(self, block: Block) -> Block:
         grid = block.grid
+        # Absolute positions come with the whole grid; only row, column and head numbers are moved.
         own = self._place_in(grid)
         heads = cast(slice, _moved(block.heads, self._first_head, grid.num_heads))
         rows = _moved(block.rows, own.first_row, grid.query_length)
@@ -77,6 +78,7 @@ class PartMask(Wrapping):
         return *self._mask.tensors(), *(each for each in positions if isinstance(each, Tensor))
 
     def validate(self, grid: Grid) -> None:
+        # A tensor of the whole that is cut beyond its end would be cut short in silence.
         whole, place = self._whole(grid), self._place_in(grid)
         ends = {
             "H": (self._first_head + grid.num_heads, whole.num_heads),
@@ -91,6 +93,7 @@ class PartMask(Wrapping):
         self._mask.validate(whole)
 
     def sizes(self) -> Sizes:
+        # Heads, rows and columns are those of the whole, which do not give the call's.
         return Sizes(self._mask.sizes().batch_size)
 
     def structure(self, grid: Grid) -> Structure:
@@ -117,6 +120,7 @@ class PartMask(Wrapping):
         parts = self._mask.parts()
         if len(parts) == 1:
             return (self,)
+        # Each part moves by itself, and rules that are the same everywhere stay what kernels know.
         found = (part_of(part, self._num_heads, self._first_head, self._place) for part in parts)
         return tuple(part for part in found if part is not None)
 
@@ -136,6 +140,7 @@ class PartMask(Wrapping):
         key = self._num_heads, self._place and id(self._place)
         if key not in grid.memo:
             place = self._place_in(grid)
+            # With a memo of its own: what holds for the whole does not hold for the part.
             grid.memo[key] = replace(
                 grid,
                 num_heads=self._num_heads,
@@ -156,10 +161,11 @@ class PartMask(Wrapping):
         block = Block(grid, heads=heads, rows=rows, columns=columns)
         band, ranges = whole.band, whole.rows
         if band is not None:
+            # Relative to row numbers: a call that begins further down sees further right, unless it begins there too.
             moved = Band(band.low + row - column, band.high + row - column, max(0, band.stop - column))
             band = Band.whole(grid).meet(moved)
         if ranges is not None:
-            first = None if ranges.first is None else take(ranges.first, 1, rows) - column
+            first = None if ranges.first is None else take(ranges.first, 1, rows) - column  # (1 or B, 1 or l)
             ranges = RowRanges(first, take(ranges.stop, 1, rows) - column)
         return Structure(
             whole.exact,

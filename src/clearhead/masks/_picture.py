@@ -15,6 +15,7 @@ _LENGTH = 8  # drawn length of a mask that fits any
 def draw(mask: Mask) -> str:
     """Describe the mask and draw batch item 0, head 0: ``■`` visible, ``·`` hidden."""
     try:
+        # Drawn with the sizes that its tensors give, else with a few rows, which show a rule as well.
         known = mask.sizes()
         grid = grid_for(mask, known.query_length or known.key_length or known.fewest_keys or _LENGTH)
         mask.validate(grid)
@@ -29,6 +30,7 @@ def _sample(mask: Mask, grid: Grid) -> tuple[list[str], str]:
     block = Block(grid, batch=slice(0, 1), heads=slice(0, 1), rows=rows, columns=columns)
     shape = (1, 1, len(rows), len(columns))
     visible = mask.visible(block)
+    # Of one head of one item: a picture is for looking at, and must cost nothing beside the mask.
     shown = torch.ones(shape, dtype=torch.bool) if visible is None else visible.expand(shape)
     lines = ["  " + "".join("■" if mark else "·" for mark in row) for row in shown[0, 0].tolist()]
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""Masks that are rules about positions: causal, sliding window, prefix, lengths, documents, and any predicate."""
+"""Masks that are rules about positions: causal, sliding window, prefix, lengths, and any predicate."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from .._checks import INTEGERS, choice, integer, strided, with_values
-from .._environment import is_tracing, is_transformed
+from .._checks import choice, integer
+from .._environment import is_tracing
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ._base import Mask, Sizes
 from ._grid import Block, Grid, take
 from ._structure import UNKNOWN, Band, RowRanges, Structure
-from ._tensors import OfTensor, broadcasts
+from ._tensors import OfTensor, broadcasts, require_integers
 
 Align = Literal["top_left", "bottom_right"]
 _FAR = 2**61  # as good as no limit, and with a position added still within 64 bits
-_WORTH_WAITING = 1 << 22  # scores; fewer take less time than an accelerator's answer
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -88,7 +87,7 @@ def prefix(n: int | Tensor) -> Mask:
                 [1, 1, 1]], dtype=torch.int32)
     """
     if isinstance(n, Tensor):
-        _require_integers("n", n)
+        require_integers("n", n)
         if n.dim() != 1:
             raise ShapeError("n", expected="an int or a (B,) tensor", got=shape_text(n.shape))
         return _Lengths(n, "prefix")
@@ -124,39 +123,17 @@ def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
             got=type(key_lengths).__name__,
             fix="Write masks.lengths(torch.tensor([...])).",
         )
-    _require_integers("key_lengths", key_lengths)
+    require_integers("key_lengths", key_lengths)
     if key_lengths.dim() not in (1, 2):
         raise ShapeError("key_lengths", expected="shape (B,) or (B, L)", got=shape_text(key_lengths.shape))
     of_keys = _Lengths(key_lengths, "lengths")
     if query_lengths is None:
         return of_keys
-    _require_integers("query_lengths", query_lengths)
+    require_integers("query_lengths", query_lengths)
     if query_lengths.dim() != 1:
         raise ShapeError("query_lengths", expected="shape (B,)", got=shape_text(query_lengths.shape))
+    # Two masks: padded queries and padded keys are taken out of a batch one without the other.
     return of_keys & QueryLengths(query_lengths)
-
-
-def documents(ids: Tensor) -> Mask:
-    """Let queries see only keys of their own document: id of query = id of key.
-
-    Args:
-        ids: integer tensor (T,) or (B, T): the document each position belongs to. Without explicit
-            positions T must equal both L and S; with them, ids are looked up at the absolute positions.
-
-    Raises:
-        DTypeError: for floats or bools.
-        ShapeError: for other shapes, or at the call if T does not fit.
-
-    Example:
-        >>> documents(torch.tensor([0, 0, 1])).dense()[0, 0].int()
-        tensor([[1, 1, 0],
-                [1, 1, 0],
-                [0, 0, 1]], dtype=torch.int32)
-    """
-    _require_integers("ids", ids)
-    if ids.dim() not in (1, 2):
-        raise ShapeError("ids", expected="shape (T,) or (B, T)", got=shape_text(ids.shape))
-    return _Documents(ids)
 
 
 def mask_mod(fn: Predicate) -> Mask:
@@ -199,17 +176,20 @@ class _Diagonals(_Rule):
         """The lowest j − i that is visible, ``None`` for no limit, and the highest."""
 
     def visible(self, block: Block) -> Tensor | None:
+        # A block that lies within the limits hides nothing, which its corners show without a tensor.
         low, high = self.limits(block.grid)
         shift = block.grid.shift
         if shift is not None and block.ends is not None:
             first_row, stop_row, first, stop = block.ends
-            below, above = first_row + shift + high, stop_row - 1 + shift
-            if stop - 1 <= below and (low is None or first >= above + low):
+            # The first row sees least to the right, the last one least to the left.
+            all_right = stop - 1 <= first_row + shift + high
+            if all_right and (low is None or first >= stop_row - 1 + shift + low):
                 return None
         seen = block.k <= block.q + high
         return seen if low is None else seen & (block.k >= block.q + low)
 
     def structure(self, grid: Grid) -> Structure:
+        # Positions that are tensors may stand in any order, and no block is known to be hidden.
         if grid.shift is None:
             return UNKNOWN
         low, high = self.limits(grid)
@@ -254,12 +234,14 @@ class Present(_Rule):
     """Hides what stands at position −1, which is padding, and lets it see nothing."""
 
     def visible(self, block: Block) -> Tensor | None:
+        # Positions that count up begin at 0 or above: nothing is padding.
         if block.grid.shift is not None:
             return None
         return (block.k >= 0) & (block.q >= 0)
 
     def structure(self, grid: Grid) -> Structure:
         queries, keys = grid.query_positions, grid.key_positions
+        # Marks of keys are the same for all heads, which these positions are not.
         if isinstance(keys, Tensor) and keys.dim() == 3:
             return UNKNOWN
         return Structure(
@@ -285,6 +267,7 @@ class Prefix(_Rule):
         first, whole = grid.key_positions, Band.whole(grid)
         if isinstance(first, Tensor):
             return UNKNOWN
+        # Counted from position 0, and not from the call's first key.
         stop = max(0, min(self.n - (first or 0), whole.stop))
         return Structure(band=Band(whole.low, whole.high, stop))
 
@@ -324,11 +307,13 @@ class _Lengths(_Counts):
         super().__init__(name, "key_lengths" if name == "lengths" else "n", lengths)
 
     def visible(self, block: Block) -> Tensor:
+        # Lengths are counted on the CPU as a rule, and are small.
         lengths = self._tensor.to(block.grid.device)
-        column = lengths[:, None, None, None] if lengths.dim() == 1 else lengths[:, None, :, None]
+        column = lengths[:, None, None, None] if lengths.dim() == 1 else lengths[:, None, :, None]  # (B, 1, 1 or L, 1)
         return block.k < block.cut(column)
 
     def structure(self, grid: Grid) -> Structure:
+        # A range of positions is a range of columns only where they count up.
         if isinstance(grid.key_positions, Tensor):
             return UNKNOWN
         lengths = self._tensor.to(grid.device)
@@ -344,6 +329,7 @@ class _Lengths(_Counts):
             expected = f"shape ({grid.batch_size},){per_query}"
             fix = "Give one number per batch item."
             raise ShapeError(f"mask {self._name}(...)", expected=expected, got=shape_text(shape), fix=fix)
+        # A prefix may be longer than the keys. With positions, lengths count in those and may reach beyond the call.
         if self._name == "lengths" and not grid.has_positions:
             self._require_at_most(grid.key_length, "S", "lengths", "keys")
 
@@ -366,8 +352,9 @@ class QueryLengths(_Counts):
     def structure(self, grid: Grid) -> Structure:
         if isinstance(grid.query_positions, Tensor):
             return UNKNOWN
+        # A mark per query, which says more than a range: the row is fully masked.
         places = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
-        return Structure(queries=places < self._tensor.to(grid.device)[:, None])
+        return Structure(queries=places < self._tensor.to(grid.device)[:, None])  # (1 or B, L)
 
     def validate(self, grid: Grid) -> None:
         if not broadcasts(self._tensor.shape[0], grid.batch_size):
@@ -382,71 +369,6 @@ class QueryLengths(_Counts):
 
 
 @final
-class _Documents(Mask):
-    def __init__(self, ids: Tensor) -> None:
-        self._ids = ids if ids.dim() == 2 else ids[None]  # (1 or B, T)
-
-    # No signature: whether documents lie in one piece, and so how the mask is lowered, depends on the ids' values.
-    def structure(self, grid: Grid) -> Structure:
-        if grid.shift is None or is_tracing() or is_transformed() or not _worth_reading(self._ids, grid):
-            return UNKNOWN
-        if self not in grid.memo:
-            grid.memo[self] = self._structure(grid)
-        return grid.memo[self]
-
-    def _structure(self, grid: Grid) -> Structure:
-        ranges = _row_ranges(self._ids)
-        if ranges is None:
-            return UNKNOWN
-        query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
-        first, stop = (numbers[:, query : query + grid.query_length].to(grid.device) - key for numbers in ranges)
-        return Structure(rows=RowRanges(first, stop))
-
-    def visible(self, block: Block) -> Tensor:
-        ids = take(self._ids.to(block.grid.device), 0, block.batch)
-        queries = _look_up(ids, block.q[:, 0, :, 0])[:, None, :, None]  # (1 or b, 1, l, 1)
-        k = block.k[:, :, 0]  # (1 or b, 1 or h, s)
-        keys = _look_up(ids, k.flatten(1)).unflatten(1, k.shape[1:])[:, :, None]  # (1 or b, 1 or h, 1, s)
-        return queries == keys
-
-    def validate(self, grid: Grid) -> None:
-        batch, length = self._ids.shape
-        if not broadcasts(batch, grid.batch_size):
-            expected = f"ids of shape (T,) or ({grid.batch_size}, T)"
-            raise ShapeError("mask documents(...)", expected=expected, got=shape_text(self._ids.shape))
-        if grid.has_positions:
-            if not is_tracing():
-                self._require_ids(grid)
-            return
-        if length != grid.query_length or length != grid.key_length:
-            raise ShapeError(
-                "mask documents(...)",
-                expected=f"one id per position, with L = {grid.query_length} and S = {grid.key_length} both "
-                "equal to that count",
-                got=f"{length} ids",
-                fix="For queries that are only a part of the keys, pass query_positions and key_positions.",
-            )
-
-    def _require_ids(self, grid: Grid) -> None:
-        block, length = Block(grid), self._ids.shape[1]
-        for name, positions in (("query_positions", block.q), ("key_positions", block.k)):
-            if positions.numel() and not bool(((positions >= 0) & (positions < length)).all()):
-                raise ArgumentError(
-                    "mask documents(...)",
-                    expected=f"positions from 0 to {length - 1}, one for each of the {length} ids",
-                    got=f"positions from {int(positions.min())} to {int(positions.max())} in {name}",
-                    fix="Give ids for every absolute position.",
-                )
-
-    def sizes(self) -> Sizes:
-        batch, length = self._ids.shape
-        return Sizes.of(batch, query_length=length, key_length=length)
-
-    def describe(self) -> str:
-        return f"documents({shape_text(self._ids.shape)})"
-
-
-@final
 class _MaskMod(Mask):
     def __init__(self, fn: Predicate) -> None:
         self._fn = fn
@@ -455,6 +377,7 @@ class _MaskMod(Mask):
         try:
             result = self._fn(block.b, block.h, block.q, block.k)
         except TypeError as error:
+            # Mostly a function of other arguments; the original error says which.
             expected = "fn to take index tensors (b, h, q, k)"
             raise DTypeError("mask mask_mod(fn)", expected=expected, got=str(error)) from error
         if not isinstance(result, Tensor) or result.dtype != torch.bool:
@@ -463,6 +386,7 @@ class _MaskMod(Mask):
                 "mask mask_mod(fn)", expected="fn to return a bool tensor", got=got, fix="Compare, as in q >= k."
             )
         sizes = (block.b.shape[0], block.h.shape[1], block.q.shape[2], block.k.shape[3])
+        # Dimensions are missing at the front, as PyTorch broadcasts.
         missing = 4 - result.dim()
         if missing < 0 or not all(map(broadcasts, result.shape, sizes[missing:])):
             raise ShapeError(
@@ -474,55 +398,12 @@ class _MaskMod(Mask):
         return result.reshape((1,) * missing + tuple(result.shape))
 
     def signature(self) -> Hashable | None:
+        # Code that reads no names and closes over nothing gives the same for the same indices. Any other may read
+        # what changes from call to call.
         code = getattr(self._fn, "__code__", None)
         if code is None or code.co_names or code.co_freevars or not isinstance(self._fn, FunctionType):
-            return None  # it may read what changes from call to call
+            return None
         return None if self._fn.__defaults__ or self._fn.__kwdefaults__ else ("mask_mod", code)
 
     def describe(self) -> str:
         return f"mask_mod({getattr(self._fn, '__name__', 'fn')})"
-
-
-def _worth_reading(ids: Tensor, grid: Grid) -> bool:
-    """Whether values may be read; an accelerator is waited for, which only pays where much can be skipped."""
-    return ids.is_cpu or grid.query_length * grid.key_length >= _WORTH_WAITING
-
-
-def _row_ranges(ids: Tensor) -> tuple[Tensor, Tensor] | None:
-    """For each place the first and one past the last place of its document, (1 or B, T) each.
-
-    ``None`` if a document of any item does not lie in one piece.
-    """
-    length = ids.shape[1]
-    if ids.numel() == 0:
-        return None
-    new = torch.ones_like(ids, dtype=torch.bool)
-    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    # Sorted by id, neighbours of one document have to be of one run.
-    runs = new.cumsum(1)
-    ordered, order = ids.sort(stable=True, dim=1)
-    runs_ordered = runs.gather(1, order)
-    split = (ordered[:, 1:] == ordered[:, :-1]) & (runs_ordered[:, 1:] != runs_ordered[:, :-1])
-    if bool(split.any()):
-        return None
-    places = torch.arange(length, device=ids.device).expand_as(ids)
-    first = places.masked_fill(~new, 0).cummax(1).values
-    starts_after = places.masked_fill(~new, length)[:, 1:]
-    stop = starts_after.flip(1).cummin(1).values.flip(1)
-    return first, torch.nn.functional.pad(stop, (0, 1), value=length)
-
-
-def _look_up(ids: Tensor, positions: Tensor) -> Tensor:
-    """Look ids (1 or b, T) up at positions (1 or b, n) → (1 or b, n)."""
-    batch = positions.shape[0] if ids.shape[0] == 1 else ids.shape[0]
-    return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))
-
-
-def _require_integers(name: str, tensor: object) -> None:
-    integers = strided(name, tensor, "an integer tensor")
-    if integers.dtype not in INTEGERS:
-        fix = (
-            "Marks of 0 and 1 go into masks.keep(...)." if integers.dtype == torch.bool else "Convert it with .long()."
-        )
-        raise DTypeError(name, expected="an integer tensor", got=str(integers.dtype), fix=fix)
-    with_values(name, integers)

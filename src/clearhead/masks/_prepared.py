@@ -46,13 +46,16 @@ class PreparedMask(Wrapping):
         self._held: dict[Hashable, Any] = {}
 
     def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
+        # What is made here would belong to that graph or transform, and to no later call.
         if is_tracing() or is_transformed():
             return make()
+        # B and H may have been left open, and what is lowered can have their size.
         key = key, grid.batch_size, grid.num_heads
         if key not in self._held:
             # Inference tensors could not be saved for the backward pass of a later call.
             with torch.inference_mode(False), torch.no_grad():
                 found = make()
+            # Such as fake tensors, which have no values for the calls after the mode.
             if not all(type(tensor) is Tensor for tensor in _tensors_in(found)):
                 return found  # of a mode that gives tensors of its own
             self._held[key] = found
@@ -125,11 +128,13 @@ class _SharedMask(Wrapping):
         if is_tracing() or is_transformed():
             return make()
         sizes = *_sizes_of(grid).values(), grid.device, *map(_place, (grid.query_positions, grid.key_positions))
+        # Layers of one stack call with few grids: self-attention, cross-attention, a window of the cache.
         if sizes not in self._prepared:
             self._prepared[sizes] = PreparedMask(self._mask, grid)  # holds the positions
         return self._prepared[sizes].lowered(grid, key, make)
 
     def validate(self, grid: Grid) -> None:
+        # Values do not change during one forward, so they are checked once for each grid.
         self.lowered(grid, "valid", lambda: self._mask.validate(grid))
 
     def sizes(self) -> Sizes:
@@ -154,6 +159,7 @@ class _SharedMask(Wrapping):
 
     def _with_rules(self, rules: tuple[Mask, ...]) -> Mask | None:
         """This mask and rules without tensors, such as a layer's window: shared by all layers that have the same."""
+        # Rules with equal signatures are the same rule, as they hold no tensors.
         signatures = tuple(rule.signature() if rule.fits_any_call else None for rule in rules)
         if None in signatures:
             return None
@@ -184,8 +190,10 @@ def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool) -> Prepar
         )
     mask.validate(grid)
     with torch.inference_mode(False), torch.no_grad():
+        # Part by part, so that what kernels read in place is still found among the parts.
         mask = And(tuple(map(_snapshot, mask.parts()))) if len(mask.parts()) > 1 else _snapshot(mask)
-        queries, keys = (deepcopy(each) for each in (grid.query_positions, grid.key_positions))
+        given = grid.query_positions, grid.key_positions
+        queries, keys = (_copy(each) if isinstance(each, Tensor) else each for each in given)
         grid = replace(grid, query_positions=queries, key_positions=keys, memo={})
         batch, heads = _depends_on(mask, grid)
     return PreparedMask(mask, grid, any_batch and not batch, any_heads and not heads)
@@ -195,6 +203,7 @@ def shared(mask: Mask | None) -> Mask | None:
     """The mask for the layers of one forward, lowered once for each grid; a bias that learns stays as it is."""
     if mask is None or isinstance(mask, PreparedMask | _SharedMask) or is_tracing() or is_transformed():
         return mask
+    # What is held was made without gradients, which a bias that learns needs in every layer.
     learnt = [part for part in mask.parts() if any(tensor.requires_grad for tensor in part.bias_tensors())]
     rest = tuple(part for part in mask.parts() if part not in learnt)
     if not learnt:
@@ -204,14 +213,19 @@ def shared(mask: Mask | None) -> Mask | None:
 
 def _depends_on(mask: Mask, grid: Grid) -> tuple[bool, bool]:
     """Whether the mask differs between batch items, and between heads: two of each show it."""
+    # B and H were left open and stand as 1 in the grid, where every mask would look the same.
     two = replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads), memo={})
     sizes = list(computed_sizes(mask, two))
     return any(batch > 1 for batch, _ in sizes), any(heads > 1 for _, heads in sizes)
 
 
 def _snapshot(mask: Mask) -> Mask:
+    # Not `deepcopy` of these: the mask may be a module, of which the table alone is needed.
     biases = mask.bias_tensors()
-    return mask.with_bias_tensors(map(_copy, biases)) if biases else deepcopy(mask)
+    if biases:
+        return mask.with_bias_tensors(map(_copy, biases))
+    # Tensors are copied here, because some subclasses refuse `deepcopy`.
+    return deepcopy(mask, {id(tensor): _copy(tensor) for tensor in mask.tensors()})
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -230,6 +244,7 @@ def _sizes_text(sizes: dict[str, int]) -> str:
 
 def _place(positions: Tensor | int | None) -> Hashable:
     """Equal for positions that are the same numbers, or lie in the same memory."""
+    # The address, because comparing values would wait for an accelerator in every layer.
     if not isinstance(positions, Tensor):
         return positions
     return positions.data_ptr(), positions.shape, positions.stride()

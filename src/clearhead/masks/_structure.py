@@ -30,6 +30,7 @@ class Band:
     @staticmethod
     def whole(grid: Grid) -> Band:
         """The band in which every row sees every column."""
+        # Row numbers are below L, so that −L and S are as good as no limit.
         return Band(-grid.query_length, grid.key_length, grid.key_length)
 
     def meet(self, other: Band) -> Band:
@@ -40,6 +41,7 @@ class Band:
         """First and one past the last row that sees anything."""
         if self.low > self.high or self.stop <= 0:
             return 0, 0
+        # Row i begins to see where i + high ≥ 0, and sees nothing more where i + low ≥ stop.
         first, stop = max(0, -self.high), min(grid.query_length, self.stop - self.low)
         return (first, stop) if first < stop else (0, 0)
 
@@ -57,6 +59,7 @@ class Band:
 
     def is_causal(self, grid: Grid) -> bool:
         """Whether it says exactly j ≤ i."""
+        # A low limit of 1 − L is still none: the last row, L − 1, reaches column 0.
         return self.high == 0 and self.low <= 1 - grid.query_length and self.stop >= grid.key_length
 
     def outline(self, block: Block) -> tuple[int, ...] | None:
@@ -89,9 +92,11 @@ class RowRanges:
 
     def columns(self, grid: Grid, rows: slice) -> tuple[int, int]:
         """First and one past the last column that any of these rows sees; all of them where values cannot be read."""
+        # One range for all rows of an item rules no column out block by block, and is not worth reading.
         if self.stop.shape[1] != grid.query_length or rows.start >= rows.stop or is_tracing() or is_transformed():
             return 0, grid.key_length
         first, stop, ordered = self._bounds
+        # So it is for documents in order and for causal rows, where long runs need no search.
         if ordered:
             return first[rows.start], stop[rows.stop - 1]
         return min(first[rows]), max(stop[rows])
@@ -99,9 +104,11 @@ class RowRanges:
     @cached_property
     def _bounds(self) -> tuple[list[int], list[int], bool]:
         """Of every row, over all batch items, and whether neither decreases from row to row."""
+        # Without items there is nothing to reduce, which `amax` refuses.
         if self.stop.shape[0] == 0:
             return [0] * self.stop.shape[1], [0] * self.stop.shape[1], True
         stop: list[int] = self.stop.amax(0).tolist()
+        # Of all items together: a block of rows is computed for the whole batch.
         first: list[int] = [0] * len(stop) if self.first is None else self.first.amin(0).expand(len(stop)).tolist()
         return first, stop, all(a <= b for numbers in (first, stop) for a, b in pairwise(numbers))
 
@@ -169,6 +176,7 @@ class Structure:
 
         ``None`` instead of the two if the mask says more. The values of a bias are read: 0 and −∞ are marks.
         """
+        # What is here besides marks would need a look at rows and columns together.
         if not self.exact or self.band is not None or self.tensors or len(self.biases) > 1:
             return None
         keys = self.keys
@@ -176,10 +184,11 @@ class Structure:
             if self.rows.first is not None or self.rows.stop.shape[1] != 1:
                 return None
             keys = both(torch.arange(grid.key_length, device=grid.device) < self.rows.stop, keys)
+        # An additive mask of 0 and −∞ for each key is a mark, as long as it does not learn.
         for bias in self.biases:
             if bias.requires_grad or not (bias.shape[1] == bias.shape[2] == 1 and bias.shape[3] != 1):
                 return None
-            seen = bias[:, 0, 0] == 0
+            seen = bias[:, 0, 0] == 0  # (1 or B, S)
             if not bool((seen | (bias[:, 0, 0] == float("-inf"))).all()):
                 return None
             keys = both(seen, keys)
@@ -194,8 +203,10 @@ class Structure:
             first, last = self.rows.columns(grid, rows)
             start, stop = max(start, first), min(stop, last)
         if self.either:
+            # What neither alternative shows is hidden; a gap between them is evaluated.
             ranges = [each.columns(grid, rows) for each in self.either]
             start, stop = max(start, min(r[0] for r in ranges)), min(stop, max(r[1] for r in ranges))
+        # Limits may have crossed: an empty range, not one of negative length.
         stop = max(0, stop)
         return min(start, stop), stop
 

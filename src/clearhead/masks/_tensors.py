@@ -82,6 +82,7 @@ def as_mask(value: object) -> Mask:
     """
     if isinstance(value, Mask):
         return value
+    # As `scaled_dot_product_attention` reads bool tensors; numbers can be read in several ways.
     if isinstance(value, Tensor) and strided("mask", value).dtype == torch.bool:
         _require_mask_shape("mask", value)
         return keep(value)
@@ -132,7 +133,7 @@ class _OfScores(OfTensor):
         # With one head B and B·H are the same number, and so are the two readings.
         if broadcasts(tensor.shape[0], grid.batch_size):
             return tensor[:, None]
-        return tensor.unflatten(0, (grid.batch_size, grid.num_heads))
+        return tensor.unflatten(0, (grid.batch_size, grid.num_heads))  # (B, H, 1 or L, 1 or S)
 
     def validate(self, grid: Grid) -> None:
         _require_device(self._name, self._tensor, grid)
@@ -168,8 +169,9 @@ class Keep(_OfScores):
 
     def structure(self, grid: Grid) -> Structure:
         marks = self.view(grid)
+        # The same for all heads and rows. One column alone may broadcast, and is then no mark of one key.
         if marks.shape[1] == marks.shape[2] == 1 and marks.shape[3] != 1:
-            return Structure(keys=marks[:, 0, 0])
+            return Structure(keys=marks[:, 0, 0])  # (1 or B, S)
         return Structure(tensors=(marks,))
 
 
@@ -208,6 +210,7 @@ class Bias(_OfScores):
         super().__init__("bias", tensor)
 
     def visible(self, block: Block) -> Tensor:
+        # In its own dtype: a large negative number would become −∞ in float16, and hide.
         return self.bias(block, self._tensor.dtype) != float("-inf")
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
@@ -225,12 +228,23 @@ class Bias(_OfScores):
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
         # Slices are views, so adding to the block adds to the whole gradient; chosen rows are copies.
         whole_rows = replace(block, rows=ALL) if isinstance(block.rows, Tensor) else block
-        part = whole_rows.cut(Bias(gradients[0]).view(block.grid))
+        part = whole_rows.cut(Bias(gradients[0]).view(block.grid))  # as `bias` is cut
         if isinstance(block.rows, Tensor) and part.shape[2] > 1:
             added = scores_gradient.sum_to_size(*part.shape[:2], scores_gradient.shape[2], part.shape[3])
             part.index_add_(2, block.rows, added)
         else:
             part += scores_gradient.sum_to_size(part.shape)
+
+
+def require_integers(name: str, tensor: object) -> None:
+    """Raise unless it is a tensor of integers with values."""
+    integers = strided(name, tensor, "an integer tensor")
+    if integers.dtype not in INTEGERS:
+        fix = (
+            "Marks of 0 and 1 go into masks.keep(...)." if integers.dtype == torch.bool else "Convert it with .long()."
+        )
+        raise DTypeError(name, expected="an integer tensor", got=str(integers.dtype), fix=fix)
+    with_values(name, integers)
 
 
 def _likely_fix(name: str, sizes: tuple[int, ...], grid: Grid) -> str:
@@ -257,11 +271,13 @@ def _keep(name: str, tensor: Tensor | None, keys: Tensor | None) -> Mask:
             expected="one tensor, either positional (L, S …) or keys= (B, S)",
             got="both" if keys is not None else "none",
         )
+    # One error for what is no tensor of marks, whichever of the two it came as.
     given = tensor if keys is None else keys
     marks = _marks(name, given)
     if keys is not None and keys.dim() != 2:
         raise ShapeError(f"masks.{name}(keys=...)", expected="shape (B, S)", got=shape_text(keys.shape))
     _require_mask_shape(f"masks.{name}", marks)
+    # Turned once, so that everything below works with one polarity.
     return (Keep if keys is None else KeepKeys)(name, marks if name == "keep" else ~marks)
 
 
@@ -270,6 +286,7 @@ def _marks(name: str, tensor: Tensor | None) -> Tensor:
     if tensor.dtype == torch.bool:
         return tensor
     with_values(name, tensor)
+    # Read here, once: in a call an accelerator would be waited for.
     marks = tensor == 1
     if not is_tracing() and not bool((marks | (tensor == 0)).all()):
         other = tensor[~marks & (tensor != 0)][0].item()

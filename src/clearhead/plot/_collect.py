@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from .._checks import shown
 from .._statistics.compute import compute_statistics
+from .._statistics.recorded import Recorded
 from .._statistics.result import PER_QUERY, AttentionStatistics
-from ..errors import RecordError, ShapeError
+from ..errors import DTypeError, RecordError, ShapeError
 from ._patches import Tiles
-from ._protocol import Recorded
-from ._sections import Section, extent_of, find_sections, fitted, number_of_calls
-from ._tokens import Tokens, as_tokens
+from ._sections import Section, extent_of, find_sections, fitted, number_of_calls, span_of
+from ._tokens import Tokens
 from ._words import has_pieces, merge_words, row_entropy
 
 NEEDED = ("entropy", "received", "top_k", "map")
@@ -112,7 +113,10 @@ class ItemPicture:
     picture: Tensor | None = None
 
 
-Texts = Sequence[Tokens]
+def require_record(rec: object, name: str = "rec") -> None:
+    """Raise unless a picture can be made of it."""
+    if not isinstance(rec, Recorded):
+        raise DTypeError(name, expected="a clearhead.record, or clearhead.plot.given(weights)", got=shown(rec))
 
 
 def collect(
@@ -139,7 +143,8 @@ def collect(
     sections = find_sections(rec, two_texts=key_tokens is not None)
     items: list[ItemPicture] = []
     places = item_places(rec)
-    for what, given in (("tokens", tokens), ("key_tokens", key_tokens)):
+    texts = {"tokens": tokens, "key_tokens": key_tokens}
+    for what, given in texts.items():
         if given is not None and len(given) not in (1, len(places)):
             raise ShapeError(what, expected=f"{len(places)} texts, one per batch item", got=str(len(given)))
     complete: dict[tuple[str, int], AttentionStatistics] = {}
@@ -149,7 +154,7 @@ def collect(
         parts: list[SectionPicture] = []
         for section in sections:
             statistics = [complete[name, call] for name in section.layers]
-            parts.append(_section(section, statistics, (tokens, key_tokens), number, item))
+            parts.append(_section(section, statistics, texts, number, item))
         items.append(ItemPicture(f"item {number}", parts))
     return items
 
@@ -183,7 +188,7 @@ def _completed(rec: Recorded, name: str, call: int) -> AttentionStatistics:
 def _section(
     section: Section,
     statistics: Sequence[AttentionStatistics],
-    texts: tuple[Texts | None, Texts | None],
+    texts: Mapping[str, Sequence[Tokens] | None],
     number: int,
     item: int,
 ) -> SectionPicture:
@@ -191,29 +196,17 @@ def _section(
     if any((other.query_length, other.key_length) != (length, keys) for other in statistics):
         raise ShapeError("rec", expected=f"L = {length} and S = {keys} in all of {section.layers}", got="others")
     queries = extent_of(statistics[0], item)
-    extent = queries if section.same else _received_extent(statistics, item)
-    names = ("key_tokens", "key_tokens") if section.kind == "encoder" else ("tokens", "key_tokens")
-    given = (texts[1], texts[1]) if section.kind == "encoder" else texts
-    query_tokens = _text(names[0], given[0], number, length, queries)
-    key_tokens = query_tokens if section.same else _text(names[1], given[1], number, keys, extent)
+    # Keys that are hidden from all queries receive exactly nothing.
+    received = torch.stack([found.received[item].sum(0) for found in statistics]).sum(0)  # (S,)
+    extent = queries if section.same else span_of(received)
+    side = "key_tokens" if section.kind == "encoder" else "tokens"
+    query_tokens = fitted(side, texts[side], number, length, queries)
+    key_tokens = query_tokens if section.same else fitted("key_tokens", texts["key_tokens"], number, keys, extent)
     layers = [
         _layer(name, found, item, (queries, extent), (query_tokens, key_tokens))
         for name, found in zip(section.layers, statistics, strict=True)
     ]
     return SectionPicture(section, query_tokens, key_tokens, layers)
-
-
-def _text(what: str, given: Texts | None, number: int, length: int, extent: tuple[int, int]) -> Tokens:
-    if given is None:
-        return as_tokens(None, length).cut(*extent)
-    return fitted(what, given, number, length, extent)
-
-
-def _received_extent(statistics: Sequence[AttentionStatistics], item: int) -> tuple[int, int]:
-    """First and one past the last key that gets any weight from anywhere: hidden keys get exactly none."""
-    received = torch.stack([found.received[item].sum(0) for found in statistics]).sum(0)  # (S,)
-    places = received.nonzero().flatten()
-    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, len(received))
 
 
 def _layer(

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from .._statistics.recorded import Recorded
+from .._statistics.result import AttentionStatistics
 from ..errors import ArgumentError, RecordError, ShapeError
-from ._alignment import Alignment, Pairs, align, same_places
-from ._divergence import HeadPair, jensen_shannon, row_pairs
-from ._protocol import Recorded
-from ._sections import extent_of, find_sections, fitted, number_of_calls
+from ._alignment import Alignment, align, same_places
+from ._divergence import HeadPair, jensen_shannon
+from ._sections import Section, extent_of, find_sections, fitted, number_of_calls
 from ._tokens import Tokens
 
 #: Statistics that stand in for the divergence, the first that both records have. All but the last two lie in [0, 1].
@@ -19,12 +21,7 @@ STAND_INS = ("normalized_entropy", "confidence", "sink", "distance", "entropy")
 
 
 class ComparedRecords:
-    """Two records with the same layers and heads, paired; see `clearhead.plot.compare`.
-
-    Args:
-        first, second: the records.
-        tokens, other_tokens: their texts, one per batch item or one for all.
-    """
+    """Two records with the same layers and heads, paired: what `Comparison` is made of, without page and pictures."""
 
     def __init__(
         self, first: Recorded, second: Recorded, tokens: list[Tokens] | None, other_tokens: list[Tokens] | None
@@ -36,8 +33,12 @@ class ComparedRecords:
             raise ArgumentError("tokens", expected="those of the first record too", got="None")
         #: Module of the first record → module of the second.
         self.modules = dict(zip(first, second, strict=True))
-        self._alignments: dict[tuple[str, int, int], Alignment] = {}
-        self._reason = self._align()
+        self._pairs: dict[tuple[str, int], HeadPair] = {}
+        self._reason: str | None = None
+        try:
+            self._pair()
+        except _Incomparable as reason:
+            self._reason = str(reason)
 
     @property
     def by(self) -> str:
@@ -49,7 +50,7 @@ class ComparedRecords:
         """What was compared with what, in a sentence."""
         if self._reason is not None:
             return f"{self._reason} Heads are compared by their {self._stand_in()}."
-        keys = [alignment.keys for alignment in self._alignments.values()]
+        keys = [alignment.keys for pair in self._pairs.values() for alignment in pair.alignments]
         if all(pairs.whole for pairs in keys):
             return "Every row is compared with the same row of the other."
         compared, least = sum(len(pairs) for pairs in keys), sum(max(pairs.lengths) for pairs in keys)
@@ -115,79 +116,60 @@ class ComparedRecords:
         if self._reason is not None:
             raise RecordError(f"compare: {self._reason} Comparison.differences has the heads' statistics.")
 
-    def alignment(self, name: str, call: int, item: int) -> Alignment:
-        """Which rows and columns of one batch item of a call are compared."""
-        return self._alignments[name, call, item]
-
     def pair(self, name: str, call: int) -> HeadPair:
-        """One module of both records."""
-        return HeadPair(self.records, (name, self.modules[name]), call)
-
-    def compared_rows(self, name: str, call: int, item: int) -> tuple[tuple[list[int], list[int]], ...]:
-        """Rows and keys of the two calls, padding counted, that `alignment` pairs."""
-        alignment, pair = self.alignment(name, call, item), self.pair(name, call)
-        queries = [extent_of(pair.statistics(side), item)[0] for side in (0, 1)]
-        keys = queries if self._looks_at_itself(name) else [0, 0]
-        return tuple(
-            ([start[0] + place for place in pairs.first], [start[1] + place for place in pairs.second])
-            for pairs, start in ((alignment.queries, queries), (alignment.keys, keys))
-        )
-
-    def _looks_at_itself(self, name: str) -> bool:
-        return next(part.same for part in find_sections(self.records[0], two_texts=False) if name in part.layers)
+        """One module of the first record in one call, beside that of the second."""
+        return self._pairs[name, call]
 
     def __repr__(self) -> str:
         heads = sum(len(self.records[0][name][0].heads) for name in self.modules)
         return f"<comparison of {heads} heads by {self.by}>"
 
-    def _align(self) -> str | None:
-        """Pair all texts; why that is not possible, or ``None``."""
+    def _pair(self) -> None:
         counts = [number_of_calls(rec) for rec in self.records]
         if counts[0] != counts[1]:
-            return f"The records hold {counts[0]} and {counts[1]} calls."
+            raise _Incomparable(f"The records hold {counts[0]} and {counts[1]} calls.")
         for section in find_sections(self.records[0], two_texts=False):
             for name in section.layers:
                 for call in range(counts[0]):
-                    pair = self.pair(name, call)
-                    for number, rec in enumerate(self.records):
-                        try:
-                            rec.kept_call(pair.names[number], call)
-                        except RecordError:
-                            return "Queries and keys were not kept in both records (keep='queries_keys')."
-                    reason = self._align_call(pair, section.same, section.kind == "encoder")
-                    if reason is not None:
-                        return reason
-        return None
+                    self._pair_call(section, (name, self.modules[name]), call)
 
-    def _align_call(self, pair: HeadPair, same: bool, source: bool) -> str | None:
-        first, second = pair.statistics(0), pair.statistics(1)
+    def _pair_call(self, section: Section, names: tuple[str, str], call: int) -> None:
+        both = tuple(zip(self.records, names, strict=True))
+        try:
+            for rec, name in both:
+                rec.kept_call(name, call)
+        except RecordError:
+            raise _Incomparable("Queries and keys were not kept in both records (keep='queries_keys').") from None
+        first, second = (rec[name][call] for rec, name in both)
         if first.batch_size != second.batch_size:
-            return f"The records hold batches of {first.batch_size} and {second.batch_size}."
-        for item in range(first.batch_size):
-            extents = [extent_of(found, item) for found in (first, second)]
-            number = pair.call * first.batch_size + item
-            lengths = [stop - start for start, stop in extents]
-            queries: Pairs | None
-            if self.texts[0] is None or self.texts[1] is None or source:
-                queries = same_places(*lengths)
-                reason = f"The texts have {lengths[0]} and {lengths[1]} tokens; tokens= would pair them."
-            else:
-                texts = [
-                    fitted(what, given, number, found.query_length, extent)
-                    for what, given, found, extent in zip(
-                        ("tokens", "other_tokens"), self.texts, (first, second), extents, strict=True
-                    )
-                    if given is not None
-                ]
-                queries = align(texts[0], texts[1])
-                reason = f"The tokens agree in {len(queries)} places only, of {lengths[0]} and {lengths[1]}."
-            keys = queries if same else same_places(first.key_length, second.key_length)
-            if queries is None or not queries.enough:
-                return reason
-            if keys is None:
-                return f"The texts looked at have {first.key_length} and {second.key_length} tokens."
-            self._alignments[pair.names[0], pair.call, item] = Alignment(queries, keys)
-        return None
+            raise _Incomparable(f"The records hold batches of {first.batch_size} and {second.batch_size}.")
+        items = range(first.batch_size)
+        alignments = tuple(self._aligned(section, (first, second), call * first.batch_size, item) for item in items)
+        self._pairs[names[0], call] = HeadPair(self.records, names, call, section.same, alignments)
+
+    def _aligned(self, section: Section, found: Sequence[AttentionStatistics], before: int, item: int) -> Alignment:
+        """Pair one batch item of two calls, `before` of which others come."""
+        extents = [extent_of(each, item) for each in found]
+        lengths = [stop - start for start, stop in extents]
+        if self.texts[0] is None or self.texts[1] is None or section.kind == "encoder":
+            queries = same_places(*lengths)
+            reason = f"The texts have {lengths[0]} and {lengths[1]} tokens; tokens= would pair them."
+        else:
+            texts = [
+                fitted(what, given, before + item, each.query_length, extent)
+                for what, given, each, extent in zip(
+                    ("tokens", "other_tokens"), self.texts, found, extents, strict=True
+                )
+            ]
+            queries = align(*texts)
+            reason = f"The tokens agree in {len(queries)} places only, of {lengths[0]} and {lengths[1]}."
+        if queries is None or not queries.enough:
+            raise _Incomparable(reason)
+        sizes = [each.key_length for each in found]
+        keys = queries if section.same else same_places(*sizes)
+        if keys is None:
+            raise _Incomparable(f"The texts looked at have {sizes[0]} and {sizes[1]} tokens.")
+        return Alignment(queries, keys)
 
     def _stand_in(self) -> str:
         for statistic in STAND_INS:
@@ -204,34 +186,18 @@ class ComparedRecords:
         heads = len(self.records[0][name][0].heads)
         total, count = torch.zeros(heads, dtype=torch.float64), torch.zeros(heads, dtype=torch.float64)
         for call in range(len(self.records[0][name])):
-            for items in self._alike(name, call):
-                rows, keys = self.compared_rows(name, call, items[0])
-                pair = self.pair(name, call)
-                counted = self.counted_rows(pair, items, rows)
-                for part, p, q in row_pairs(pair, items, rows, keys):
+            pair = self.pair(name, call)
+            for items in pair.groups():
+                counted = pair.counted(items)
+                for part, p, q in pair.blocks(items):
                     values = jensen_shannon(p, q)  # (b, H, n)
                     total += (values * counted[:, :, part]).sum((0, 2))
                 count += counted.sum((0, 2))
         return total / count.clamp(min=1)
 
-    def _alike(self, name: str, call: int) -> list[list[int]]:
-        """Batch items in groups whose rows and keys are the same."""
-        groups: dict[object, list[int]] = {}
-        for item in range(self.records[0][name][call].batch_size):
-            alignment = self.alignment(name, call, item)
-            extents = tuple(extent_of(self.pair(name, call).statistics(side), item) for side in (0, 1))
-            groups.setdefault((alignment, extents), []).append(item)
-        return list(groups.values())
 
-    @staticmethod
-    def counted_rows(pair: HeadPair, items: list[int], rows: tuple[list[int], list[int]]) -> Tensor:
-        """(b, H, n): which of the rows are no padding and see a key in both records."""
-        marks: list[Tensor] = []
-        for side in (0, 1):
-            found = pair.statistics(side)
-            seen = found.results["sees"] & found.counted[:, None]  # (B, H, L)
-            marks.append(seen[items][:, :, rows[side]].cpu())
-        return marks[0] & marks[1]
+class _Incomparable(Exception):
+    """Why the weights of two records cannot be compared, in a sentence."""
 
 
 def _require_same_heads(first: Recorded, second: Recorded) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, final
 
-from .._checks import shown
-from ..errors import DTypeError
+from .._statistics.recorded import Recorded
+from ._collect import require_record
 from ._compared_records import ComparedRecords
 from ._comparison_page import comparison_page
 from ._comparison_plots import plot_comparison
 from ._html import Page
-from ._protocol import Recorded, require_record
 from ._tokens import Texts, as_texts
 
 if TYPE_CHECKING:
@@ -53,9 +52,7 @@ def compare(
         [0.0, 0.0, 0.0]
     """
     require_record(rec)
-    if isinstance(other, type) or not hasattr(other, "kept_call"):
-        expected = "a clearhead.record, or clearhead.plot.given(weights)"
-        raise DTypeError("other", expected=expected, got=shown(other))
+    require_record(other, "other")
     return Comparison(rec, other, as_texts(tokens), as_texts(other_tokens, "other_tokens"))
 
 

@@ -53,7 +53,7 @@ def comparison_page(comparison: ComparedRecords, labels: Sequence[str], title: s
     views = Views(comparison, len(items), [comparison.ranked()[0][:2]])
     for item in items:
         views.add(item)
-    return views.page(names, by=comparison.by, note=comparison.note, ranked=comparison.ranked(), title=title)
+    return views.page(names, note=comparison.note, ranked=comparison.ranked(), title=title)
 
 
 def compared_items(comparison: ComparedRecords, large: tuple[str, int] | None = None) -> list[ComparedItem]:
@@ -92,7 +92,8 @@ class Views:
     """
 
     def __init__(self, comparison: ComparedRecords, count: int, chosen: Sequence[tuple[str, int]]) -> None:
-        self._together = 3 if comparison.by == "divergence" else 2
+        self._by = comparison.by
+        self._together = 3 if self._by == "divergence" else 2
         large = {(name, head) for module, head in chosen for name in (module, comparison.modules[module])}
         self._maker = PageMaker(count * self._together, large, together=self._together)
         self._layers = {
@@ -114,7 +115,6 @@ class Views:
         self,
         labels: Sequence[str],
         *,
-        by: str,
         note: str,
         ranked: Sequence[Ranked],
         title: str,
@@ -124,7 +124,7 @@ class Views:
 
         Args:
             labels: what the two are called.
-            by, note: as the comparison's.
+            note: as the comparison's.
             ranked: heads, the most different first.
             title: as in `Comparison.page`.
             large: the head that is shown at first. Default: the most different.
@@ -136,7 +136,7 @@ class Views:
         compared = {
             "views": [*printable(labels), "difference"][: self._together],
             "places": self._places,
-            "by": by,
+            "by": self._by,
             "note": note,
             "ranked": places,
         }
@@ -161,7 +161,8 @@ def _with_scores(item: ItemPicture, first: ItemPicture, scores: dict[str, Tensor
 
 
 def _places(comparison: ComparedRecords, item: ItemPicture, place: tuple[int, int]) -> list[dict[str, list[list[int]]]]:
-    alignments = [comparison.alignment(section.section.layers[0], *place) for section in item.sections]
+    call, number = place
+    alignments = [comparison.pair(part.section.layers[0], call).alignments[number] for part in item.sections]
     return [
         {
             name: [list(pairs.first), list(pairs.second)]

@@ -7,7 +7,6 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from .._checks import shown
 from ..errors import ArgumentError
@@ -15,39 +14,27 @@ from ._collect import SectionPicture
 from ._compared_records import ComparedRecords
 from ._head_table import head_table, plot_head_table
 from ._ink import (
-    FRAME,
-    GAMMA,
+    CHANGES,
     INK,
+    MARK,
     NOTE,
     QUIET,
     colors,
     fonts,
     label_tokens,
     plain_frame,
-    shade,
     token_labels,
     weight_bar,
 )
 from ._labels import layer_labels, shortened
 from ._scale import scale_end
-from ._sheet import large_weights
+from ._sheet import draw_large, large_weights
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
-# From blue (less in the second) over paper white to brown (more): lightness falls steadily to both sides, and blue and
-# brown differ for every kind of sight.
-CHANGES = ("#0b2f63", "#2866a8", "#74a9d6", "#c5dcef", "#ffffff", "#f8dcb8", "#e29f4e", "#ac5c10", "#5c2a02")
 NAMES = {"divergence": "Jensen–Shannon divergence"}
-
-
-def change_colors() -> Colormap:
-    """The colour map of differences."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    return LinearSegmentedColormap.from_list("clearhead-changes", CHANGES)
 
 
 def plot_comparison(comparison: ComparedRecords, statistic: str | None, ax: Axes | None) -> Axes:
@@ -59,7 +46,7 @@ def plot_comparison(comparison: ComparedRecords, statistic: str | None, ax: Axes
     if statistic is not None:
         end = float(head_table(list(values.values())).abs().nan_to_num(0).max()) or 1.0
         title = f"{statistic}, second − first"
-        return plot_head_table(values, title, cmap=change_colors(), low=-end, high=end, ax=ax)
+        return plot_head_table(values, title, cmap=colors(CHANGES), low=-end, high=end, ax=ax)
     title = NAMES.get(comparison.by, f"change of {comparison.by}")
     unit = "nats" if comparison.by == "divergence" else ""
     return plot_head_table(values, title, cmap=colors(), low=0, unit=unit, ax=ax)
@@ -88,7 +75,7 @@ def draw_comparison(
     layer, head = place
     found = [picture.layers[layer] for picture in pictures]
     weights = [large_weights(each, each.heads[head]) for each in found]
-    texts = [[token_labels(side.names) for side in (picture.queries, picture.keys)] for picture in pictures]
+    texts = [(token_labels(picture.queries.names), token_labels(picture.keys.names)) for picture in pictures]
     longest = max(len(names) for pair in texts for names in pair)
     side = min(max(0.27 * longest, 2.4), 6.5)
     low = 0.26 * len(scores) + 0.7
@@ -98,31 +85,16 @@ def draw_comparison(
     upper, lower = parts
     end = scale_end(weights[:2])
     axes = upper.subplots(1, len(pictures), squeeze=False)[0]
-    for number, (each, shown_weights, (queries, keys)) in enumerate(zip(axes, weights, texts, strict=True)):
-        extent = (-0.5, len(keys) - 0.5, len(queries) - 0.5, -0.5)
+    for number, (each, shown_weights, tokens) in enumerate(zip(axes, weights, texts, strict=True)):
         changed = number == 2
         last = scale_end([shown_weights.abs()]) if changed else end
-        values = _signed_shade(shown_weights, last) if changed else shade(shown_weights, last)
-        image = each.imshow(
-            values,
-            cmap=change_colors() if changed else colors(),
-            vmin=-1 if changed else 0,
-            vmax=1,
-            aspect="auto",
-            extent=extent,
-            interpolation="nearest" if max(shown_weights.shape) < 200 else "antialiased",
-        )
-        each.xaxis.tick_top()
-        label_tokens(each.xaxis, keys, turn=90, size=9)
-        label_tokens(each.yaxis, queries, turn=0, size=9)
+        look: dict[str, Any] = {"cmap": colors(CHANGES), "vmin": -1} if changed else {}
+        image = draw_large(each, shown_weights, tokens, end=last, size=9, **look)
         name = "second − first" if changed else _wrapped(f"{('first', 'second')[number]}: {labels[number]}", side)
         each.set_xlabel(name, color=INK, fontsize=10, fontfamily=fonts(), parse_math=False)
-        plain_frame(each)
+        caption = "change of a weight" if changed else "weight of a key in its query's row"
         place_of_bar = {"ax": each, "orientation": "horizontal", "shrink": 0.9, "aspect": 40, "pad": 0.02}
-        if changed:
-            _change_bar(upper, image, last, place_of_bar)
-        else:
-            weight_bar(upper, image, end=last, caption="weight of a key in its query's row", **place_of_bar)
+        weight_bar(upper, image, end=last, caption=caption, **place_of_bar)
     layer_names = layer_labels([each.name for each in pictures[0].layers])
     upper.suptitle(
         f"layer {layer_names[layer]}, head {found[0].heads[head]}", x=0.01, ha="left", color=INK, fontsize=12
@@ -138,29 +110,10 @@ def _wrapped(text: str, inches: float) -> str:
     return "\n".join(lines[:3])
 
 
-def _signed_shade(weights: Tensor, end: float) -> Any:
-    return (weights.sign() * (weights.abs() / end).clamp(max=1).pow(GAMMA)).numpy()
-
-
-def _change_bar(figure: Any, image: Any, end: float, place: dict[str, Any]) -> None:
-    bar = figure.colorbar(image, **place)
-    parts = (-1.0, -0.25, -0.05, 0.0, 0.05, 0.25, 1.0)
-    bar.set_ticks(
-        [(1 if part >= 0 else -1) * abs(part) ** GAMMA for part in parts],
-        labels=[f"{part * end:+.2g}".replace("-", "−") if part else "0" for part in parts],
-    )
-    bar.ax.tick_params(length=2, labelsize=8, labelcolor=QUIET, color=QUIET)
-    bar.ax.set_xlabel("change of a weight", color=QUIET, fontsize=9, loc="left")
-    for spine in bar.ax.spines.values():
-        spine.set_color(FRAME)
-
-
 def _draw_scores(
     figure: Any, scores: Sequence[Sequence[float]], labels: Sequence[str], place: tuple[int, int], name: str
 ) -> None:
     from matplotlib.patches import Rectangle
-
-    from ._ink import MARK
 
     axes = figure.subplots()
     table = head_table([torch.tensor(row) for row in scores])

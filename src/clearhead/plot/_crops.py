@@ -10,9 +10,9 @@ import torch
 
 from .._checks import items as items_of
 from .._checks import require_slice, shown
+from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, DTypeError
 from ._collect import Crop, ItemPicture, LayerPicture, SectionPicture, item_places
-from ._protocol import Recorded
 from ._words import has_pieces, merge_words, row_entropy
 
 CropRequest = tuple[int | str, int] | tuple[int | str, int, slice, slice]
@@ -43,24 +43,18 @@ def with_crops(rec: Recorded, items: Sequence[ItemPicture], crops: Sequence[Crop
 def with_crops_of(rec: Recorded, picture: ItemPicture, number: int, crops: Sequence[CropRequest]) -> ItemPicture:
     """Add the exact weights of some heads to one item, whose number is counted over calls."""
     place = item_places(rec)[number]
-    sections = [_with_crops(rec, section, place, crops) for section in picture.sections]
+    wanted = [(rec.name_of(layer), head, slices) for layer, head, *slices in map(_checked_crop, crops)]
+
+    def cut(section: SectionPicture, layer: LayerPicture) -> LayerPicture:
+        for _, head, slices in [each for each in wanted if each[0] == layer.name]:
+            head_place(head, layer.heads, layer.name)  # raises, if it is not there
+            if not layer.exact:
+                crop = cut_crop(rec, section, layer, head, place, slices or [slice(CROP_SIDE), slice(CROP_SIDE)])
+                layer = replace(layer, crops=layer.crops | {head: crop})
+        return layer
+
+    sections = [replace(part, layers=[cut(part, layer) for layer in part.layers]) for part in picture.sections]
     return replace(picture, sections=sections)
-
-
-def _with_crops(
-    rec: Recorded, picture: SectionPicture, place: tuple[int, int], crops: Sequence[CropRequest]
-) -> SectionPicture:
-    layers = list(picture.layers)
-    for layer, head, *slices in (_checked_crop(crop) for crop in crops):
-        name = rec.name_of(layer)
-        for index, found in enumerate(layers):
-            if found.name != name:
-                continue
-            require_head(head, found.heads, f" in {name}")
-            if not found.exact:
-                cut = cut_crop(rec, picture, found, head, place, slices or [slice(CROP_SIDE), slice(CROP_SIDE)])
-                layers[index] = replace(found, crops=found.crops | {head: cut})
-    return replace(picture, layers=layers)
 
 
 def _checked_crop(crop: object) -> tuple[Any, ...]:
@@ -73,11 +67,16 @@ def _checked_crop(crop: object) -> tuple[Any, ...]:
     return parts
 
 
-def require_head(head: object, heads: Sequence[int], where: str) -> None:
-    """Raise unless it is one of the heads there are."""
+def head_place(head: object, heads: Sequence[int], module: str) -> int:
+    """Where a head stands among those there are of a module.
+
+    Raises:
+        ArgumentError: if it is none of them.
+    """
     if isinstance(head, bool) or not isinstance(head, int) or head not in heads:
         known = ", ".join(map(str, heads))
-        raise ArgumentError("head", expected=f"one of {known}{where}", got=shown(head))
+        raise ArgumentError("head", expected=f"one of {known} in {module}", got=shown(head))
+    return list(heads).index(head)
 
 
 def cut_crop(

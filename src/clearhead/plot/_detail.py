@@ -86,9 +86,9 @@ def pooled_map(layer: LayerPicture, side: int) -> Tensor:
     if rows > side:
         weight = torch.zeros(rows)
         weight.index_add_(0, torch.arange(*layer.queries) * rows // layer.size[0], torch.ones(_length(layer.queries)))
-        found = _gathered(found, side, 1, layer.pooling, weight)
+        found = _gathered(found, side, layer.pooling, weight)
     if columns > side:
-        found = _gathered(found.transpose(1, 2), side, 1, layer.pooling).transpose(1, 2)
+        found = _gathered(found.transpose(1, 2), side, layer.pooling).transpose(1, 2)
     return found
 
 
@@ -97,24 +97,20 @@ def pooled_rows(values: Tensor, bins: int) -> Tensor:
     count = values.shape[1]
     if count <= bins:
         return values
-    return _gathered(values[..., None], bins, 1, "mass", torch.ones(count))[..., 0]
+    return _gathered(values[..., None], bins, "mass", torch.ones(count))[..., 0]
 
 
-def _gathered(values: Tensor, size: int, dim: int, pooling: str, weight: Tensor | None = None) -> Tensor:
-    """Sums along `dim`, or weighted means, or with ``"max"`` the largest, in tiles ⌊i·size/n⌋."""
-    count = values.shape[dim]
+def _gathered(values: Tensor, size: int, pooling: str, weight: Tensor | None = None) -> Tensor:
+    """(H, n, m) to (H, size, m): sums in tiles ⌊i·size/n⌋, or weighted means, or with ``"max"`` the largest."""
+    heads, count, width = values.shape
     tiles = torch.arange(count) * size // count
-    shape = list(values.shape)
-    shape[dim] = size
+    found = values.new_zeros(heads, size, width)
     if pooling == "max":
-        index = tiles.view(-1, *[1] * (values.dim() - dim - 1)).expand_as(values)
-        return values.new_zeros(shape).scatter_reduce_(dim, index, values, "amax")
+        return found.scatter_reduce_(1, tiles[:, None].expand_as(values), values, "amax")
     if weight is None:
-        return values.new_zeros(shape).index_add_(dim, tiles, values)
-    column = weight.view(-1, *[1] * (values.dim() - dim - 1))
-    sums = values.new_zeros(shape).index_add_(dim, tiles, values * column)
+        return found.index_add_(1, tiles, values)
     total = torch.zeros(size).index_add_(0, tiles, weight).clamp_(min=1)
-    return sums / total.view(-1, *[1] * (values.dim() - dim - 1))
+    return found.index_add_(1, tiles, values * weight[:, None]) / total[:, None]
 
 
 def _bytes(item: ItemPicture, chosen: Collection[tuple[str, int]], detail: Detail) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
 from torch import Tensor
@@ -12,14 +12,11 @@ from .._checks import FLOATS, items, shown, strided, text, with_values
 from .._checks import index as index_of
 from .._statistics.arguments import make_options
 from .._statistics.compute import compute_statistics
+from .._statistics.patch_layout import PatchLayout
+from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
-from .._statistics.rollout import rollout
-from .._statistics.summary import Summary, summarize
-from .._weights import Queries, row_numbers
 from ..errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, shape_text
-from ..kernels._weights import compute_weights
 from ..masks._tensors import bias
-from ._patches import PatchLayout
 
 STATISTICS = ("entropy", "received", "confidence", "top_k", "sink", "distance", "offset", "map")
 
@@ -63,7 +60,7 @@ def given(weights: Sequence[Tensor], names: Sequence[str] | None = None) -> Give
 
 
 @final
-class Given(Mapping[str, Sequence[AttentionStatistics]]):
+class Given(Recorded):
     """Statistics of weights that were given; see `given`."""
 
     from ._comparison import compare
@@ -90,7 +87,6 @@ class Given(Mapping[str, Sequence[AttentionStatistics]]):
         return len(self._calls)
 
     def name_of(self, layer: int | str) -> str:
-        """The name of a layer given by number or name."""
         names = list(self._calls)
         if isinstance(layer, str) and layer in names:
             return layer
@@ -98,16 +94,7 @@ class Given(Mapping[str, Sequence[AttentionStatistics]]):
             raise ArgumentError("layer", expected=f"0 … {len(names) - 1}", got=shown(layer))
         return names[index_of("layer", layer, len(names))]
 
-    def weights(
-        self, layer: int | str, head: int | None = None, queries: Queries | None = None, call: int = 0
-    ) -> Tensor:
-        """The weights (B, H, n, S), or (B, n, S) of one head."""
-        kept = self.kept_call(layer, call)
-        weights = compute_weights(kept, row_numbers(queries, kept.grid.query_length, "queries"), average=False)
-        return weights if head is None else weights[:, index_of("head", head, weights.shape[1])]
-
     def kept_call(self, layer: int | str, call: int = 0) -> AttentionCall:
-        """A call whose weights are the given ones."""
         index_of("call", call, 1)
         return self._calls[self.name_of(layer)]
 
@@ -119,17 +106,6 @@ class Given(Mapping[str, Sequence[AttentionStatistics]]):
             got="weights that were given",
             fix="Record the model with clearhead.record, whose configuration places the patches.",
         )
-
-    def rollout(
-        self, targets: Sequence[int] | Tensor, *, layers: Sequence[int | str] | None = None, residual: float = 0.5
-    ) -> Tensor:
-        """Attention rollout, as `record.rollout`."""
-        chosen = list(self._calls) if layers is None else items("layers", layers, "a list of names or numbers")
-        return rollout([self.kept_call(layer) for layer in chosen], targets, residual)
-
-    def summary(self) -> Summary:
-        """One number per head for every statistic that has one."""
-        return summarize(self._statistics)
 
 
 def _as_call(weights: Tensor, what: str) -> AttentionCall:
@@ -145,16 +121,5 @@ def _as_call(weights: Tensor, what: str) -> AttentionCall:
             fix="With attention sinks or dropout use clearhead.record on the model instead.",
         )
     batch, heads, length, keys = weights.shape
-    return build_call(
-        weights.new_zeros(batch, heads, length, 1),
-        weights.new_zeros(batch, heads, keys, 1),
-        None,
-        bias(weights.log()),
-        scale=1.0,
-        dropout_p=0.0,
-        softcap=None,
-        sinks=None,
-        query_positions=None,
-        key_positions=None,
-        return_lse=False,
-    )
+    query, key = weights.new_zeros(batch, heads, length, 1), weights.new_zeros(batch, heads, keys, 1)
+    return build_call(query, key, None, bias(weights.log()), scale=1.0)

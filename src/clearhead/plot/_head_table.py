@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ._ink import FRAME, QUIET, label_tokens, new_axes, plain_frame
 from ._labels import layer_labels
@@ -54,8 +54,6 @@ def plot_head_table(
 
 def head_table(layers: Sequence[Tensor]) -> Tensor:
     """Layers × heads, NaN where a layer has no such head or its number is infinite."""
-    most = max(len(values) for values in layers)
-    table = torch.full((len(layers), most), float("nan"))
-    for row, values in enumerate(layers):
-        table[row, : len(values)] = values.float().cpu()
+    rows = [values.float().cpu() for values in layers]
+    table = pad_sequence(rows, batch_first=True, padding_value=float("nan"))
     return table.masked_fill(table.isinf(), float("nan"))

@@ -70,17 +70,23 @@ def average(summaries: Sequence[Sequence[Sequence[HeadSummary]]]) -> list[list[H
     ]
 
 
-def clearest_head(summaries: Sequence[Sequence[HeadSummary]]) -> tuple[int, int]:
+def clearest_head(
+    summaries: Sequence[Sequence[HeadSummary]], places: Sequence[tuple[int, int]] | None = None
+) -> tuple[int, int]:
     """Choose the head to show first: the one with the largest `contrast`.
 
     Heads that look at special tokens, at neighbours, or at the same token from everywhere are common and need no
     large picture; this is the one where different words most clearly look at different words further away.
 
+    Args:
+        summaries: per layer and head.
+        places: which heads to choose from, at least one. Default all.
+
     Returns:
         Places of the layer and the head in `summaries`.
     """
-    places = [(layer, head) for layer, heads in enumerate(summaries) for head in range(len(heads))]
-    return max(places, key=lambda place: summaries[place[0]][place[1]].contrast)
+    every = [(layer, head) for layer, heads in enumerate(summaries) for head in range(len(heads))]
+    return max(places or every, key=lambda place: summaries[place[0]][place[1]].contrast)
 
 
 def _average(heads: Sequence[HeadSummary]) -> HeadSummary:

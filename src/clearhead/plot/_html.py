@@ -17,16 +17,16 @@ from typing import Any
 
 from .._checks import integer, shown, text
 from .._checks import items as items_of
+from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, DTypeError, FileError, RecordError, ShapeError
-from ._collect import ItemPicture, collect
+from ._collect import ItemPicture, collect, require_record
 from ._crops import CROPS, CropRequest, with_crops
 from ._detail import Detail, bytes_of_crops, details_for, least_bytes
 from ._files import whole_file
-from ._heads import Summaries, summarize
+from ._heads import Summaries, clearest_head, summarize
 from ._image_items import with_pictures
 from ._labels import printable
 from ._page_contents import ScaleEnds, describe_item, describe_section
-from ._protocol import Recorded, require_record
 from ._tokens import Texts, as_texts
 
 #: Characters of a page, and bytes of numbers that it has room for beside its own script, in base64.
@@ -322,23 +322,21 @@ class PageMaker:
 def _place(
     rec: Recorded, items: Sequence[ItemPicture], layer: int | str | None, head: int | None
 ) -> tuple[int, int, int]:
-    """Section, layer and head to show first: what was chosen, and for the rest the clearest head."""
-    places: list[tuple[float, tuple[int, int, int]]] = []
+    """Section, layer and head to show first: what was chosen, and for the rest the clearest head of a first section."""
     name = None if layer is None else rec.name_of(layer)
+    expected = "one of the recorded heads" + ("" if name is None else f" of {name}")
     if head is not None:
-        where = "" if name is None else f" of {name}"
-        integer("head", head, least=0, expected=f"one of the recorded heads{where}")
+        integer("head", head, least=0, expected=expected)
     for section, picture in enumerate(items[0].sections):
-        summaries = summarize(picture)
-        for index, found in enumerate(picture.layers):
-            for number, summary in enumerate(summaries[index]):
-                if name in (None, found.name) and head in (None, found.heads[number]):
-                    places.append((summary.contrast, (section, index, number)))
-    if not places:
-        where = "" if name is None else f" of {name}"
-        raise ArgumentError("head", expected=f"one of the recorded heads{where}", got=str(head))
-    first_section = min(place[0] for _, place in places)
-    return max((each for each in places if each[1][0] == first_section), key=lambda each: each[0])[1]
+        places = [
+            (index, place)
+            for index, found in enumerate(picture.layers)
+            for place, number in enumerate(found.heads)
+            if name in (None, found.name) and head in (None, number)
+        ]
+        if places:
+            return section, *clearest_head(summarize(picture), places)
+    raise ArgumentError("head", expected=expected, got=str(head))
 
 
 def _json(data: dict[str, Any]) -> str:

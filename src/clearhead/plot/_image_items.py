@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._statistics.patch_layout import PatchLayout
+from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, ClearheadError, RecordError, ShapeError
 from ._collect import ItemPicture, LayerPicture, SectionPicture, collect, item_places
-from ._patches import PatchLayout, Tiles
+from ._patches import Tiles
 from ._picture import seen_picture
-from ._protocol import Recorded
 from ._tokens import Tokens
 
 #: Weights that a page holds of one batch item; at most one byte each before they are packed.
@@ -124,11 +125,10 @@ def _layer(rec: Recorded, layer: LayerPicture, tiles: Tiles, place: tuple[int, i
         rows.append(tiles.merge(weights, 2, mean=False))  # (H, rows, tiles)
     weights = torch.cat(rows, 1)
 
-    def merged(values: Tensor, *, mean: bool) -> Tensor:
-        return tiles.merge(values, 1, mean=mean)
-
+    entropy, spread = layer.entropy, layer.spread
     if same:
-        weights = merged(weights, mean=True)  # (H, tiles, tiles)
+        # weights: (H, tiles, tiles)
+        weights, entropy, spread = (tiles.merge(values, 1, mean=True) for values in (weights, entropy, spread))
     largest = weights.topk(min(8, weights.shape[-1]), -1)
     sizes = (weights.shape[1], weights.shape[2])
     return replace(
@@ -137,9 +137,9 @@ def _layer(rec: Recorded, layer: LayerPicture, tiles: Tiles, place: tuple[int, i
         queries=(0, sizes[0]),
         keys=(0, sizes[1]),
         map=weights,
-        entropy=merged(layer.entropy, mean=True) if same else layer.entropy,
-        spread=merged(layer.spread, mean=True) if same else layer.spread,
-        received=merged(layer.received, mean=False) * (sizes[0] / layer.size[0]),
+        entropy=entropy,
+        spread=spread,
+        received=tiles.merge(layer.received, 1, mean=False) * (sizes[0] / layer.size[0]),
         indices=largest.indices,
         weights=largest.values,
         crops={},

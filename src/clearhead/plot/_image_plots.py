@@ -9,16 +9,30 @@ import torch
 from torch import Tensor
 
 from .._checks import index, integer, shown
+from .._statistics.patch_layout import PatchLayout
+from .._statistics.recorded import Recorded
 from ..errors import ArgumentError
-from ._collect import item_places
-from ._crops import require_head
+from ._collect import item_places, require_record
+from ._crops import head_place
 from ._image_items import layouts_of
-from ._ink import FRAME, INK, MARK, NOTE, QUIET, RAMP, fonts, new_axes, plain_frame, shade, weight_bar
+from ._ink import (
+    INK,
+    MARK,
+    NOTE,
+    QUIET,
+    RAMP,
+    colors,
+    fonts,
+    label_heads,
+    new_axes,
+    plain_frame,
+    shade,
+    weight_bar,
+)
 from ._labels import layer_labels, shortened
-from ._patches import PatchLayout
 from ._picture import seen_picture
-from ._protocol import Recorded, require_record
 from ._scale import scale_end
+from ._sheet import draw_numbers, frame_heads
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,8 +112,7 @@ def plot_image(
     what = query_name(layouts[names[0]], query)
     labels = _labels(layouts, names)
     if head is not None:
-        require_head(head, rec[names[0]][0].heads, f" in {names[0]}")
-        weights = looks[0][list(rec[names[0]][0].heads).index(head)]
+        weights = looks[0][head_place(head, rec[names[0]][0].heads, names[0])]
         axes = new_axes(ax, (5.4, 5.0))
         end = scale_end([weights])
         image_drawn = _draw_over(axes, picture, weights, layouts[names[0]], query, end)
@@ -112,7 +125,7 @@ def plot_image(
     _draw_thumbnails(axes, picture, looks, [layouts[name] for name in names], labels, end)
     where = "every head" if layer is None else f"layer {labels[0]}"
     axes.set_title(f"{where}: what {what} looks at", loc="left")
-    weight_bar(axes.figure, _scale_image(axes), end=end, caption=WEIGHT, ax=axes)
+    weight_bar(axes.figure, _scale_image(), end=end, caption=WEIGHT, ax=axes)
     return axes
 
 
@@ -143,11 +156,12 @@ def over_picture(picture: Tensor, weights: Tensor, layout: PatchLayout, end: flo
     Returns:
         (height, width, 3) in [0, 1].
     """
-    stops = torch.tensor([[int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)] for color in RAMP])
-    level = torch.as_tensor(shade(weights, end)) * (len(stops) - 1)
-    low = level.floor().clamp(max=len(stops) - 2)
-    low_stops, high_stops = stops[low.long()], stops[low.long() + 1]
-    color = low_stops + (high_stops - low_stops) * (level - low)[..., None]  # (rows, columns, 3)
+    import numpy
+    from matplotlib.colors import to_rgba_array
+
+    stops, level = to_rgba_array(RAMP), shade(weights, end)  # `colors` has 256 steps, too few to tell weights apart
+    planes = [numpy.interp(level, numpy.linspace(0, 1, len(stops)), stops[:, plane]) for plane in range(3)]
+    color = torch.tensor(numpy.stack(planes, -1), dtype=torch.float32)  # (rows, columns, 3)
     height, width = layout.patch
     color = color.repeat_interleave(height, 0).repeat_interleave(width, 1)  # (grid pixels, …, 3)
     grey = torch.tensordot(torch.tensor(GREY), picture.float() / 255, 1)  # no colour of its own is taken for a weight
@@ -207,18 +221,15 @@ def _draw_over(
         height, width = layout.patch
         corner = (column * width - 0.5, row * height - 0.5)
         axes.add_patch(Rectangle(corner, width, height, fill=False, edgecolor=MARK, linewidth=2))
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     plain_frame(axes)
-    return _scale_image(axes)
+    return _scale_image()
 
 
-def _scale_image(axes: Axes) -> Any:
+def _scale_image() -> Any:
     """What the colour bar belongs to: the picture itself has its colours mixed already."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
-
-    from ._ink import colors
 
     mapped = ScalarMappable(Normalize(0, 1), colors())
     mapped.set_array([0.0])
@@ -250,15 +261,7 @@ def _draw_thumbnails(
     if chosen is not None:
         corner = (chosen[1] * step[1] - GAP / 2, chosen[0] * step[0] - GAP / 2)
         axes.add_patch(Rectangle(corner, step[1], step[0], fill=False, edgecolor=MARK, linewidth=2, clip_on=False))
-    every = -(-most // 16)
-    heads_shown = range(0, most, every)
-    axes.set_xticks([head * step[1] + small[1] / 2 for head in heads_shown], [str(head) for head in heads_shown])
-    axes.set_yticks([row * step[0] + small[0] / 2 for row in range(len(looks))], list(labels))
-    axes.xaxis.tick_top()
-    axes.tick_params(length=0, labelsize=8, labelcolor=QUIET)
-    axes.set_ylabel("layer", color=QUIET, fontsize=9)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    label_heads(axes, most, labels, step=step, cell=small)
 
 
 def _small_size(size: tuple[int, int]) -> tuple[int, int]:
@@ -267,22 +270,27 @@ def _small_size(size: tuple[int, int]) -> tuple[int, int]:
 
 
 def draw_image_sheet(
-    rec: Recorded, picture: Tensor, chosen: tuple[str, int], query: Query | None, *, title: str
+    rec: Recorded,
+    picture: Tensor,
+    chosen: tuple[str, int],
+    *,
+    title: str,
+    numbers: tuple[str, Sequence[Sequence[float]]] | None = None,
 ) -> Figure:
-    """Draw the picture, what the query looks at in one head, and every head as a thumbnail.
+    """Draw the picture, what the class token or the mean of the patches looks at in one head, and every head small.
 
     Args:
         rec: made with ``keep="queries_keys"``.
         picture: from `seen_picture`.
         chosen: module and head that are large.
-        query: as for `plot_image`.
         title: a line above.
+        numbers: as for `draw_sheet`.
     """
     from matplotlib.figure import Figure
 
     layouts = {name: layout for name, layout in layouts_of(rec).items() if layout.queries is None}
     names = list(layouts)
-    looks = [looks_of(rec, name, layouts[name], query, (0, 0)) for name in names]
+    looks = [looks_of(rec, name, layouts[name], None, (0, 0)) for name in names]
     place = (names.index(chosen[0]), list(rec[chosen[0]][0].heads).index(chosen[1]))
     weights, layout = looks[place[0]][place[1]], layouts[chosen[0]]
     most, ratio = max(len(each) for each in looks), layout.size[0] / layout.size[1]
@@ -295,21 +303,25 @@ def draw_image_sheet(
     for axes in (plain, large, small):
         axes.set_anchor("N")
     plain.imshow(picture.permute(1, 2, 0).numpy(), interpolation="nearest")
-    plain.set_xticks([])
-    plain.set_yticks([])
+    plain.set(xticks=[], yticks=[])
     plain_frame(plain)
     plain.set_title("what the model was shown", loc="left", fontsize=10, color=QUIET)
     ends = (scale_end([weights]), scale_end(looks))
-    bar = _draw_over(large, picture, weights, layout, query, ends[0])
+    bar = _draw_over(large, picture, weights, layout, None, ends[0])
     labels = layer_labels(names)
-    what = f"layer {labels[place[0]]}, head {chosen[1]}: what {query_name(layout, query)} looks at"
+    what = f"layer {labels[place[0]]}, head {chosen[1]}: what {query_name(layout, None)} looks at"
     large.set_title(what, loc="left", fontsize=10, color=INK)
-    _draw_thumbnails(small, picture, looks, [layouts[name] for name in names], labels, ends[1], place)
-    what = "every head" if ends[0] == ends[1] else f"every head; their scale ends at {ends[1]:g}"
+    if numbers is None:
+        _draw_thumbnails(small, picture, looks, [layouts[name] for name in names], labels, ends[1], place)
+        what = "every head" if ends[0] == ends[1] else f"every head; their scale ends at {ends[1]:g}"
+    else:
+        draw_numbers(small, numbers[1])
+        small.set_aspect("equal")
+        frame_heads(small, [len(each) for each in looks], place, labels)
+        what = f"{numbers[0]} of all heads"
     small.set_title(what, loc="left", fontsize=10, color=QUIET)
     caption = f"{WEIGHT}\n{NOTE}"
-    bar = weight_bar(figure, bar, end=ends[0], caption=caption, ax=large, orientation="horizontal", aspect=40, pad=0.02)
-    bar.outline.set_edgecolor(FRAME)
+    weight_bar(figure, bar, end=ends[0], caption=caption, ax=large, orientation="horizontal", aspect=40, pad=0.02)
     figure.suptitle(
         shortened(title, 110), x=0.01, ha="left", color=INK, fontsize=12, fontfamily=fonts(), parse_math=False
     )

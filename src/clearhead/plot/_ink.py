@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from io import BytesIO
-from pathlib import Path
+from math import copysign
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from .._checks import shown
 from ..errors import DTypeError
-from ._files import whole_file
 from ._labels import printable, shortened
 
 if TYPE_CHECKING:
@@ -23,9 +22,14 @@ if TYPE_CHECKING:
 
 # From paper white to ink, lightness falling steadily: readable in grey and with every kind of colour blindness.
 RAMP = ("#ffffff", "#dbe7ee", "#a9c8d8", "#6ea3bf", "#3a7aa3", "#1d5281", "#122c55", "#0a1230")
+# Differences, from blue (less in the second) over paper white to brown (more): lightness falls steadily to both sides,
+# and blue and brown differ for every kind of sight.
+CHANGES = ("#0b2f63", "#2866a8", "#74a9d6", "#c5dcef", "#ffffff", "#f8dcb8", "#e29f4e", "#ac5c10", "#5c2a02")
 INK, QUIET, FRAME, MARK, BAR = "#1c2430", "#6b7684", "#cfd6dd", "#d1495b", "#6ea3bf"
 GAMMA = 0.5
 TICKS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
+CHANGE_TICKS = (-1.0, -0.25, -0.05, 0.0, 0.05, 0.25, 1.0)
+MOST_HEADS = 16  # that are numbered
 NOTE = "Weights show where a head reads; they do not explain what the model decides."
 MOST_LABELS = 60
 LONGEST_LABEL = 16
@@ -48,11 +52,11 @@ FALLBACK_FONTS = (
 )
 
 
-def colors() -> Colormap:
-    """The colour map of weights."""
+def colors(ramp: Sequence[str] = RAMP) -> Colormap:
+    """The colour map of weights, or of differences (`CHANGES`)."""
     from matplotlib.colors import LinearSegmentedColormap
 
-    return LinearSegmentedColormap.from_list("clearhead", RAMP)
+    return LinearSegmentedColormap.from_list("clearhead", ramp)
 
 
 def fonts() -> list[str]:
@@ -75,8 +79,39 @@ def new_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
 
 
 def shade(weights: Tensor, end: float = 1.0) -> Any:
-    """Colour values in [0, 1]: the square root of the weight, so that faint weights stay visible."""
-    return (weights.detach().float() / end).clamp(0, 1).pow(GAMMA).cpu().numpy()
+    """Colour values in [−1, 1]: the root of the weight, or with its sign of a difference; faint ones stay visible."""
+    weights = weights.detach().float().cpu()
+    return (weights.sign() * (weights.abs() / end).clamp(max=1).pow(GAMMA)).numpy()
+
+
+def draw_weights(
+    axes: Axes,
+    weights: Tensor,
+    tokens: tuple[Sequence[str], Sequence[str]],
+    *,
+    end: float,
+    size: float = 10,
+    **look: Any,
+) -> AxesImage:
+    """Draw weights between labelled tokens, queries down and keys across.
+
+    Args:
+        axes: where to draw.
+        weights: single ones, or tiles, which stand where their tokens are.
+        tokens: labels of the queries and of the keys.
+        end: of the colour scale.
+        size: of the labels.
+        look: what else `imshow` takes.
+    """
+    queries, keys = tokens
+    extent = (-0.5, len(keys) - 0.5, len(queries) - 0.5, -0.5)
+    options: dict[str, Any] = {"cmap": colors(), "vmin": 0, "vmax": 1, "interpolation": "nearest"} | look
+    image = axes.imshow(shade(weights, end), aspect="auto", extent=extent, **options)
+    axes.xaxis.tick_top()
+    label_tokens(axes.xaxis, keys, turn=90, size=size)
+    label_tokens(axes.yaxis, queries, turn=0, size=size)
+    plain_frame(axes)
+    return image
 
 
 def token_labels(tokens: Sequence[str]) -> list[str]:
@@ -101,13 +136,45 @@ def plain_frame(axes: Axes) -> None:
         spine.set_color(FRAME)
 
 
+def label_heads(
+    axes: Axes,
+    heads: int,
+    labels: Sequence[str],
+    *,
+    step: tuple[float, float] = (1, 1),
+    cell: tuple[float, float] = (1, 1),
+) -> None:
+    """Number the cells of a table of heads: layers down, heads across, every n-th where there are many.
+
+    Args:
+        axes: which show the table and nothing else.
+        heads: how many columns there are.
+        labels: of the layers.
+        step: from one cell to the next, down and across.
+        cell: how high and wide a cell is.
+    """
+    shown = range(0, heads, -(-heads // MOST_HEADS))
+    axes.set_xticks([head * step[1] + cell[1] / 2 for head in shown], [str(head) for head in shown])
+    axes.set_yticks([row * step[0] + cell[0] / 2 for row in range(len(labels))], list(labels))
+    axes.tick_params(length=0, labelsize=8, labelcolor=QUIET)
+    axes.xaxis.tick_top()
+    axes.set_ylabel("layer", color=QUIET, fontsize=9)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
 def weight_bar(figure: Any, image: AxesImage, *, end: float = 1.0, caption: str, **place: Any) -> Any:
-    """A colour bar that prints weights, with its caption; `place` is for `Figure.colorbar`."""
+    """A colour bar that prints weights, or differences, with its caption; `place` is for `Figure.colorbar`."""
     bar = figure.colorbar(image, **place)
-    labels = [f"{tick * end:.2g}" for tick in TICKS]
-    if end < 1 and image.get_array().max() >= 1:  # type: ignore[union-attr]
-        labels[-1] = f"≥ {labels[-1]}"  # `scale_end` leaves a few weights out
-    bar.set_ticks([tick**GAMMA for tick in TICKS], labels=labels)
+    if image.norm.vmin == -1:
+        ticks = CHANGE_TICKS
+        labels = [f"{tick * end:+.2g}".replace("-", "−") if tick else "0" for tick in ticks]
+    else:
+        ticks = TICKS
+        labels = [f"{tick * end:.2g}" for tick in ticks]
+        if end < 1 and image.get_array().max() >= 1:  # type: ignore[union-attr]
+            labels[-1] = f"≥ {labels[-1]}"  # `scale_end` leaves a few weights out
+    bar.set_ticks([copysign(abs(tick) ** GAMMA, tick) for tick in ticks], labels=labels)
     bar.ax.tick_params(length=2, labelsize=8, labelcolor=QUIET, color=QUIET)
     if place.get("orientation") == "horizontal":
         bar.ax.set_xlabel(caption, color=QUIET, fontsize=9, loc="left", linespacing=1.6)
@@ -116,20 +183,6 @@ def weight_bar(figure: Any, image: AxesImage, *, end: float = 1.0, caption: str,
     for spine in bar.ax.spines.values():
         spine.set_color(FRAME)
     return bar
-
-
-def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure to a file that appears whole or not at all.
-
-    There are no warnings about glyphs that no installed font has (they show as boxes).
-
-    Args:
-        figure: any.
-        path: ends in ``.png``, ``.svg`` or ``.pdf``.
-    """
-    with whole_file(path) as part:
-        part.write_bytes(figure_bytes(figure, path.suffix[1:].lower()))
-    return path
 
 
 def figure_bytes(figure: Figure, kind: str) -> bytes:

@@ -13,7 +13,10 @@ def printable(tokens: Sequence[str]) -> list[str]:
         >>> printable(["street", "\x1b[31m", "\u202e", "街"])
         ['street', '\\x1b[31m', '\\u202e', '街']
     """
-    return ["".join(c if c.isprintable() else _escaped(c) for c in token) or "∅" for token in tokens]
+    escaped = (
+        "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in token) for token in tokens
+    )
+    return [name or "∅" for name in escaped]
 
 
 def shortened(text: str, longest: int) -> str:
@@ -38,7 +41,3 @@ def layer_labels(names: Sequence[str]) -> list[str]:
     numbers = [re.search(r"(?:^|\.)(\d+)(?:\.|$)", name) for name in names]
     labels = [found[1] for found in numbers if found]
     return labels if len(set(labels)) == len(names) else [str(index) for index in range(len(names))]
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")

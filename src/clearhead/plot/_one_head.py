@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .._checks import integer
+from .._statistics.recorded import Recorded
 from ..errors import RecordError
 from ._collect import ItemPicture, LayerPicture, SectionPicture, item_places
-from ._crops import cut_crop, require_head
+from ._crops import cut_crop, head_place
 from ._labels import layer_labels
-from ._protocol import Recorded
 
 #: Longer texts are drawn as tiles: a figure has no more pixels than that.
 LONGEST_EXACT = 2048
@@ -21,7 +21,7 @@ def head_weights(
     rec: Recorded, picture: SectionPicture, layer: LayerPicture, head: int, item: int
 ) -> tuple[Tensor, bool]:
     """A head's weights (queries, keys) without padding, or tiles of them, and whether they are single weights."""
-    place = place_of(head, layer)
+    place = head_place(head, layer.heads, layer.name)
     if layer.exact:
         return layer.exact_map[place], True
     if max(len(picture.queries), len(picture.keys)) <= LONGEST_EXACT:
@@ -52,16 +52,6 @@ def layers_of(rec: Recorded, item: ItemPicture, layer: int | str | None) -> tupl
         return item.sections[0], item.sections[0].layers
     name = rec.name_of(layer)
     return next((picture, [found]) for picture in item.sections for found in picture.layers if found.name == name)
-
-
-def place_of(head: int, layer: LayerPicture) -> int:
-    """Where a head stands in a layer's tensors.
-
-    Raises:
-        ArgumentError: if it is not there.
-    """
-    require_head(head, layer.heads, f" in {layer.name}")
-    return layer.heads.index(head)
 
 
 def label_of(picture: SectionPicture, layer: LayerPicture) -> str:

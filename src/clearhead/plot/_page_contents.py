@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -23,7 +24,11 @@ MOST_CLOSE = 250_000  # weights of a layer of a vision model that are held in 25
 #: Encodings of single weights, tiles, coarser tiles, shares and nats: as they are, and of differences.
 _POSITIVE: tuple[Encoding, ...] = ("units", "roots8", "roots6", "roots16", "thousandths")
 _SIGNED: tuple[Encoding, ...] = ("signed", "signed_roots8", "signed_roots8", "signed", "signed_thousandths")
-_CHANGED_ENDS = ("changedTileEnd", "changedOwnEnd", "changedCellEnd")
+#: What the description calls the ends of scales; by whether they are of differences.
+_ENDS = {
+    False: ("tileEnd", "ownEnd", "cellEnd"),
+    True: ("changedTileEnd", "changedOwnEnd", "changedCellEnd"),
+}
 
 
 def describe_section(picture: SectionPicture) -> dict[str, Any]:
@@ -45,28 +50,22 @@ class ScaleEnds:
     """Where a section's colour scales end, over all items: of tiles, chosen heads' tiles and single weights."""
 
     def __init__(self) -> None:
-        names = ("tile", "own", "cell")
-        self._samples: dict[bool, dict[str, list[Tensor]]] = {
-            signed: {name: [] for name in names} for signed in (False, True)
-        }
+        self._samples: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def add(self, picture: SectionPicture, detail: Detail, chosen: Collection[tuple[str, int]]) -> None:
         """Take a sample of one item's weights, as closely as they are shown."""
         for layer in picture.layers:
-            samples = self._samples[layer.signed]
-            samples["tile"].append(_sample(pooled_map(layer, detail.side)))
+            tile, own, cell = _ENDS[layer.signed]
+            self._samples[tile].append(_sample(pooled_map(layer, detail.side)))
             for head in _places(layer, chosen):
-                samples["cell" if layer.exact else "own"].append(_sample(layer.map[head]))
-            samples["cell"] += [_sample(crop.weights) for crop in layer.crops.values()]
+                self._samples[cell if layer.exact else own].append(_sample(layer.map[head]))
+            self._samples[cell] += [_sample(crop.weights) for crop in layer.crops.values()]
 
     def describe(self) -> dict[str, float]:
         """The ends, for the section's description; those of differences are apart."""
-        ends: dict[str, float] = {}
-        for kind, names in ((False, ("tileEnd", "ownEnd", "cellEnd")), (True, _CHANGED_ENDS)):
-            tiles, own, cells = self._samples[kind].values()
-            if tiles:
-                ends |= dict(zip(names, (scale_end(each or tiles) for each in (tiles, own, cells)), strict=True))
-        return ends
+        found = self._samples
+        there = [names for names in _ENDS.values() if names[0] in found]
+        return {name: scale_end(found[name] or found[names[0]]) for names in there for name in names}
 
 
 def describe_item(
@@ -113,7 +112,6 @@ class _Texts:
 
     def __init__(self) -> None:
         self.descriptions: list[dict[str, Any]] = []
-        self._known: dict[int, int] = {}
         self._kept: list[Tokens] = []
 
     def number(self, tokens: Tokens) -> int:

@@ -1,4 +1,4 @@
-"""Where the tokens of a vision transformer lie on its input."""
+"""Patches of a picture taken together, where there are more than a page holds."""
 
 from __future__ import annotations
 
@@ -7,36 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._statistics.patch_layout import PatchLayout
 from ._tokens import Tokens
-
-
-@dataclass(frozen=True)
-class PatchLayout:
-    """The tokens of one attention module: some that are no patches, then the patches, row by row.
-
-    Args:
-        prefix: names of the tokens before the patches: the class token, registers.
-        grid: rows and columns of patches.
-        patch: height and width of one, in pixels of the input.
-        size: height and width of the input.
-        queries: names of the queries where they are no tokens of the input, such as a pooling's; else ``None``.
-    """
-
-    prefix: tuple[str, ...]
-    grid: tuple[int, int]
-    patch: tuple[int, int]
-    size: tuple[int, int]
-    queries: tuple[str, ...] | None = None
-
-    @property
-    def length(self) -> int:
-        """How many tokens there are."""
-        return len(self.prefix) + self.grid[0] * self.grid[1]
-
-    def names(self) -> list[str]:
-        """Every token's name: ``class``, ``register 1``, ``patch 3, 5`` (row and column, from 0)."""
-        rows, columns = self.grid
-        return [*self.prefix, *(f"patch {row}, {column}" for row in range(rows) for column in range(columns))]
 
 
 @dataclass(frozen=True)
@@ -96,13 +68,7 @@ class Tiles:
 
     def merge(self, values: Tensor, dim: int, *, mean: bool) -> Tensor:
         """Add up, or average, the patches of every tile along a dimension."""
-        places = self.places().to(values.device)
-        shape = [*values.shape]
-        shape[dim] = self.length
-        merged = values.new_zeros(shape).index_add_(dim, places, values)
-        if not mean:
-            return merged
-        counts = places.bincount(minlength=self.length).to(values.dtype)
-        view = [1] * values.dim()
-        view[dim] = -1
-        return merged / counts.view(view)
+        members = torch.nn.functional.one_hot(self.places(), self.length).to(values)  # (tokens, tiles)
+        if mean:
+            members = members / members.sum(0)
+        return (values.movedim(dim, -1) @ members).movedim(-1, dim)

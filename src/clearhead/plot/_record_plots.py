@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from .._checks import flag, shown
+from .._statistics.recorded import Recorded
 from ..errors import ArgumentError
-from ._collect import collect
+from ._collect import collect, require_record
+from ._crops import head_place
 from ._head_table import plot_head_table
-from ._ink import BAR, QUIET, colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
-from ._one_head import head_weights, item_of, label_of, layers_of, place_of
-from ._protocol import Recorded, require_record
+from ._ink import BAR, QUIET, colors, draw_weights, label_tokens, new_axes, token_labels, weight_bar
+from ._one_head import head_weights, item_of, label_of, layers_of
 from ._scale import scale_end
 from ._tokens import Texts, as_texts
 from ._words import merge_words
@@ -108,16 +109,8 @@ def plot_map(
     size = [min(max(cell * len(names), 1.6), 8.0) + 2.2 for names in (keys, queries)]
     axes = new_axes(ax, (size[0], size[1] - 0.6))
     end = scale_end([weights])
-    # Tiles stand where their tokens are; the extent is in tokens either way.
-    extent = (-0.5, len(keys) - 0.5, len(queries) - 0.5, -0.5)
-    image = axes.imshow(
-        shade(weights, end), cmap=colors(), vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="nearest"
-    )
-    axes.xaxis.tick_top()
-    label_tokens(axes.xaxis, token_labels(keys), turn=90)
-    label_tokens(axes.yaxis, token_labels(queries), turn=0)
+    image = draw_weights(axes, weights, (token_labels(queries), token_labels(keys)), end=end)
     axes.set_title(f"layer {label_of(picture, found)}, head {head}", loc="left")
-    plain_frame(axes)
     weight_bar(axes.figure, image, end=end, caption=WEIGHT if exact else "weight of a tile in its row", ax=axes)
     return axes
 
@@ -152,7 +145,7 @@ def plot_received(
     picture, layers = layers_of(rec, item_of(items, item), layer)
     rows: list[Tensor] = []
     for found in layers:
-        heads = range(len(found.heads)) if head is None else [place_of(head, found)]
+        heads = range(len(found.heads)) if head is None else [head_place(head, found.heads, found.name)]
         rows += [found.received[index] for index in heads]
     received = torch.stack(rows).mean(0)  # (s,)
     axes = new_axes(ax, (min(max(3.5, 0.3 * len(received)), 14), 3.2))

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from .._checks import FLOATS, integer, items, strided, with_values
 from .._checks import shown as describe_value
+from .._statistics.recorded import Recorded
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
+from ._collect import require_record
 from ._ink import colors, label_tokens, new_axes, plain_frame, shade, token_labels, weight_bar
-from ._protocol import Recorded, require_record
 from ._scale import scale_end
 from ._tokens import Texts, as_texts, as_tokens
 
@@ -102,7 +103,7 @@ def _plot_patches(share: Tensor, targets: list[int], grid: tuple[int, int], imag
         raise ArgumentError("grid", expected=expected, got=describe_value(grid))
     rows, columns = (integer("grid", side, least=1, expected="two ints ≥ 1, (rows, columns)") for side in sides)
     extra = share.shape[1] - rows * columns
-    if rows < 1 or columns < 1 or extra < 0:
+    if extra < 0:
         raise ShapeError("grid", expected=f"at most {share.shape[1]} patches", got=f"{rows} × {columns}")
     patches = share[0, extra:].view(rows, columns)
     axes = new_axes(ax, (1.4 + 4 * columns / max(rows, columns), 0.6 + 4 * rows / max(rows, columns)))
@@ -114,8 +115,7 @@ def _plot_patches(share: Tensor, targets: list[int], grid: tuple[int, int], imag
     shown = axes.imshow(
         shade(patches, end), cmap=colors(), vmin=0, vmax=1, extent=extent, alpha=alpha, interpolation="nearest"
     )
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     axes.set_title(f"rollout of token {targets[0]}", loc="left")
     plain_frame(axes)
     weight_bar(axes.figure, shown, end=end, caption="share of a patch", ax=axes)

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
+from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
 from ..errors import ArgumentError, ShapeError
-from ._protocol import Recorded
-from ._tokens import Tokens
+from ._tokens import Tokens, as_tokens
 
 Kind = Literal["self", "encoder", "cross", "other"]
 CROSS = re.compile(r"cross|encoder_attn|enc_?dec|multihead_attn|src_attn", re.IGNORECASE)
@@ -97,12 +99,12 @@ def number_of_calls(rec: Recorded) -> int:
     return next(iter(counts.values()))
 
 
-def fitted(what: str, given: Sequence[Tokens], item: int, length: int, extent: tuple[int, int]) -> Tokens:
+def fitted(what: str, given: Sequence[Tokens] | None, item: int, length: int, extent: tuple[int, int]) -> Tokens:
     """The tokens of one batch item, without its padding.
 
     Args:
         what: the argument's name, for errors.
-        given: one per item, or a single one for all.
+        given: one per item, or a single one for all. Default: numbers.
         item: which.
         length: how many positions the model saw.
         extent: first and one past the last position that is no padding.
@@ -110,6 +112,8 @@ def fitted(what: str, given: Sequence[Tokens], item: int, length: int, extent: t
     Raises:
         ShapeError: if there are neither `length` tokens nor as many as are no padding.
     """
+    if given is None:
+        return as_tokens(None, length).cut(*extent)
     tokens = given[item] if len(given) > 1 else given[0]
     if len(tokens) == length:
         return tokens.cut(*extent)
@@ -126,8 +130,13 @@ def fitted(what: str, given: Sequence[Tokens], item: int, length: int, extent: t
 
 def extent_of(statistics: AttentionStatistics, item: int) -> tuple[int, int]:
     """First and one past the last query that is counted; everything if none is."""
-    places = statistics.counted[item].nonzero().flatten()
-    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, statistics.query_length)
+    return span_of(statistics.counted[item])
+
+
+def span_of(marks: Tensor) -> tuple[int, int]:
+    """First and one past the last of (n,) that is not zero; everything if none is."""
+    places = marks.nonzero().flatten()
+    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, len(marks))
 
 
 def _kind(name: str, queries: int, keys: int) -> Kind:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from ._ink import (
     NOTE,
     QUIET,
     colors,
+    draw_weights,
     fonts,
-    label_tokens,
-    plain_frame,
+    label_heads,
     shade,
     token_labels,
     weight_bar,
@@ -63,7 +63,10 @@ def draw_sheet(
     sheet = _Sheet(queries, keys, picture.layers)
     figure = Figure(figsize=sheet.size, facecolor="white")
     end = scale_end([weights])
-    image = _draw_large(figure.add_axes(sheet.large), weights, queries, keys, end)
+    image = draw_large(figure.add_axes(sheet.large), weights, (queries, keys), end=end)
+    image.axes.xaxis.set_label_position("top")
+    image.axes.set_ylabel("query (looks)", color=QUIET, fontsize=9, loc="top")
+    image.axes.set_xlabel("key (is looked at)", color=QUIET, fontsize=9, loc="left")
     labels = layer_labels([each.name for each in picture.layers])
     thumbnails = figure.add_axes(sheet.thumbnails)
     if numbers is None:
@@ -72,8 +75,8 @@ def draw_sheet(
         what = "all heads" if thumbnails_end == end else f"all heads; their scale ends at {thumbnails_end:g}"
     else:
         what = f"{numbers[0]} of all heads"
-        _draw_numbers(thumbnails, numbers[1])
-    _frame_thumbnails(thumbnails, [len(each.heads) for each in picture.layers], (layer, head), labels)
+        draw_numbers(thumbnails, numbers[1])
+    frame_heads(thumbnails, [len(each.heads) for each in picture.layers], (layer, head), labels)
     thumbnails.set_title(what, loc="left", fontsize=9, color=QUIET, pad=22)
     where = "" if numbers is None else "left: "
     tiles = tuple(weights.shape) != (len(queries), len(keys))
@@ -118,25 +121,13 @@ def large_weights(layer: LayerPicture, head: int) -> Tensor:
     return layer.exact_map[index] if layer.exact else layer.map[index]
 
 
-def _draw_large(axes: Axes, weights: Tensor, queries: list[str], keys: list[str], end: float) -> AxesImage:
-    extent = (-0.5, len(keys) - 0.5, len(queries) - 0.5, -0.5)
-    image = axes.imshow(
-        shade(weights, end),
-        cmap=colors(),
-        vmin=0,
-        vmax=1,
-        aspect="auto",
-        extent=extent,
-        interpolation="nearest" if max(weights.shape) < 200 else "antialiased",
+def draw_large(
+    axes: Axes, weights: Tensor, tokens: tuple[Sequence[str], Sequence[str]], *, end: float, **look: Any
+) -> AxesImage:
+    """`draw_weights`, smoothed where there are more of them than a figure has room for."""
+    return draw_weights(
+        axes, weights, tokens, end=end, interpolation="nearest" if max(weights.shape) < 200 else "antialiased", **look
     )
-    axes.xaxis.tick_top()
-    axes.xaxis.set_label_position("top")
-    label_tokens(axes.xaxis, keys, turn=90)
-    label_tokens(axes.yaxis, queries, turn=0)
-    axes.set_ylabel("query (looks)", color=QUIET, fontsize=9, loc="top")
-    axes.set_xlabel("key (is looked at)", color=QUIET, fontsize=9, loc="left")
-    plain_frame(axes)
-    return image
 
 
 def _draw_thumbnails(axes: Axes, layers: Sequence[LayerPicture], end: float) -> None:
@@ -146,7 +137,8 @@ def _draw_thumbnails(axes: Axes, layers: Sequence[LayerPicture], end: float) -> 
     axes.imshow(shade(mosaic, end), cmap=colors(), vmin=0, vmax=1, extent=extent, aspect="auto")
 
 
-def _draw_numbers(axes: Axes, numbers: Sequence[Sequence[float]]) -> None:
+def draw_numbers(axes: Axes, numbers: Sequence[Sequence[float]]) -> None:
+    """Draw one number per layer and head, each on a square whose colour follows it."""
     from matplotlib.patches import Rectangle
 
     everything = [value for row in numbers for value in row]
@@ -165,7 +157,15 @@ def _draw_numbers(axes: Axes, numbers: Sequence[Sequence[float]]) -> None:
     axes.set_ylim(len(numbers), 0)
 
 
-def _frame_thumbnails(axes: Axes, heads: Sequence[int], chosen: tuple[int, int], labels: Sequence[str]) -> None:
+def frame_heads(axes: Axes, heads: Sequence[int], chosen: tuple[int, int], labels: Sequence[str]) -> None:
+    """Put a frame around every square of a table, a thick one around the chosen head, and number them.
+
+    Args:
+        axes: which show the table, a unit per square.
+        heads: how many each layer has.
+        chosen: layer and head.
+        labels: of the layers.
+    """
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
@@ -175,15 +175,7 @@ def _frame_thumbnails(axes: Axes, heads: Sequence[int], chosen: tuple[int, int],
     frames = [frame(row, column) for row, count in enumerate(heads) for column in range(count)]
     axes.add_collection(PatchCollection(frames, facecolor="none", edgecolor=FRAME, linewidth=0.5))
     axes.add_collection(PatchCollection([frame(*chosen)], facecolor="none", edgecolor=MARK, linewidth=2))
-    columns = max(heads)
-    step = -(-columns // 16)
-    axes.set_xticks([column + 0.5 for column in range(0, columns, step)], [str(c) for c in range(0, columns, step)])
-    axes.set_yticks([row + 0.5 for row in range(len(heads))], list(labels))
-    axes.tick_params(length=0, labelsize=8, labelcolor=QUIET)
-    axes.xaxis.tick_top()
-    axes.set_ylabel("layer", color=QUIET, fontsize=9)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    label_heads(axes, max(heads), labels)
 
 
 def _mosaic_row(maps: Tensor, columns: int) -> Tensor:

@@ -25,7 +25,6 @@ def overview(
     summaries: Sequence[Sequence[HeadSummary]],
     *,
     numbers: tuple[str, Sequence[Sequence[float]]] | None = None,
-    labels: Sequence[str] | None = None,
     chosen: tuple[int, int] | None = None,
     width: int = 80,
 ) -> RenderableType:
@@ -37,7 +36,6 @@ def overview(
     Args:
         summaries: from `clearhead.plot._heads.summarize`.
         numbers: a statistic's name and one number per head. Default: the mean entropy of a head's queries.
-        labels: of the layers. Default: numbers from 0.
         chosen: layer and head that are marked with ``>``.
         width: columns of the terminal.
 
@@ -54,7 +52,6 @@ def overview(
     name, values = numbers or ("entropy", [[head.entropy for head in row] for row in summaries])
     strengths = _strengths(name, values, summaries)
     decimals = 1 if max((abs(value) for row in values for value in row), default=0.0) >= 1 else 2
-    names = list(labels) if labels else [str(layer) for layer in range(len(summaries))]
     tables: list[Table] = []
     for first in range(0, most, per_table):
         heads = range(first, min(first + per_table, most))
@@ -74,7 +71,7 @@ def overview(
                 else Text("")
                 for head in heads
             ]
-            table.add_row(names[layer], *cells)
+            table.add_row(str(layer), *cells)
         tables.append(table)
     return Group(*tables, _legend(summaries, name))
 

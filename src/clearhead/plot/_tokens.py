@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterable, Sequence
+from itertools import count, groupby
 from typing import Any, cast, final
 
 from .._checks import flag, integer, items, shown
@@ -45,7 +46,9 @@ class Tokens:
     ) -> None:
         self.names = _strings(names)
         looks = (bool(SPECIAL.fullmatch(name)) for name in self.names)
-        self.special = tuple(looks) if special is None else _flags(special)
+        if special is not None:
+            looks = (flag("special", value) for value in items("special", special, "True or False per token"))
+        self.special = tuple(looks)
         words = None if words is None else items("words", words, "an int per token")
         for what, values in (("special", self.special), ("words", words)):
             if values is not None and len(values) != len(self.names):
@@ -154,10 +157,6 @@ def _strings(names: Iterable[Any], what: str = "tokens") -> tuple[str, ...]:
     return tuple(found)
 
 
-def _flags(special: Iterable[Any]) -> tuple[bool, ...]:
-    return tuple(flag("special", value) for value in items("special", special, "True or False per token"))
-
-
 def _readable(tokenizer: Any, number: int, stored: str, special: bool) -> str:
     text: str = stored if special else tokenizer.decode([number], clean_up_tokenization_spaces=False)
     if not text.strip():
@@ -169,24 +168,16 @@ def _usable(words: Sequence[int | None], guessed: Sequence[int]) -> Sequence[int
     """The tokenizer's own words, unless it takes the whole text for one; its special tokens are words of their own."""
     if len({word for word in words if word is not None}) < 2:
         return guessed
-    unique = -1
-    result: list[int] = []
-    for word in words:
-        if word is None:
-            unique -= 1
-        result.append(unique if word is None else word)
-    return result
+    unique = count(-2, -1)
+    return [next(unique) if word is None else word for word in words]
 
 
 def _numbered(words: Sequence[int]) -> tuple[int, ...]:
     """Count runs of equal numbers from 0."""
-    result: list[int] = []
-    for place, word in enumerate(words):
+    for word in words:
         if isinstance(word, bool) or not isinstance(word, int):
             raise ArgumentError("words", expected="an int per token", got=shown(word))
-        starts = place == 0 or word != words[place - 1]
-        result.append(starts + (result[-1] if result else -1))
-    return tuple(result)
+    return tuple(number for number, (_, run) in enumerate(groupby(words)) for _ in run)
 
 
 def _guess_words(names: Sequence[str], special: Sequence[bool]) -> list[int]:
