@@ -22,10 +22,12 @@ from .._layer.plan import attend_arguments
 from ..kernels._some_keys import gradients_of_some_keys, merge_some_keys
 from ..masks._base import Mask
 from ._collectives import step
+from ._layout import Parts
 from ._methods import Piece, Whole
 
-#: Blocks of a part at most, and keys of a block at least: smaller ones cost more to merge than they save.
-_BLOCKS, _KEYS = 16, 128
+#: Blocks of a part at most, for each process and in all, and keys of a block at least. Processes wait for each other at
+#: every block, which costs more than the memory of larger blocks is worth where few processes hold large parts.
+_BLOCKS_PER_PROCESS, _BLOCKS, _KEYS = 4, 16, 128
 
 _FORWARD, _BACKWARD, _STATISTICS = "forward: ring", "backward: ring", "statistics: ring"
 
@@ -130,43 +132,47 @@ class _Ring(torch.autograd.Function):
         return None, of_query.to(q.dtype), of_key, of_value, of_sinks, *bias_found
 
 
+class _Share(NamedTuple):
+    """What a block holds of one run of a process's positions.
+
+    Args:
+        own: which of all that the process holds.
+        within: which of the block.
+        position: the first, in the whole sequence.
+    """
+
+    own: slice
+    within: slice
+    position: int
+
+
 class _Visit(NamedTuple):
     """Keys and values that are here.
 
     Args:
         holder: the process whose they are.
         number: of the block; ``None`` for all of this process's own.
-        columns: which of the holder's.
+        shares: of the holder's runs.
         key, value: (B, Hkv, s, D) and (B, Hkv, s, Dv).
     """
 
     holder: int
     number: int | None
-    columns: slice
+    shares: list[_Share]
     key: Tensor
     value: Tensor
 
 
 def _pieces(whole: Whole, q: Tensor, visit: _Visit) -> Iterator[Piece]:
     """Pairs of runs of which a query may see a key."""
-    for rows, first_row in _places(whole.queries.runs(whole.rank), slice(0, q.shape[2])):
-        for columns, first_column in _places(whole.keys.runs(visit.holder), visit.columns):
+    for rows, _, first_row in _shares(whole.queries, whole.rank):
+        for _, columns, first_column in visit.shares:
             place = 0, first_row, first_column
             mask = whole.mask_at(*place)
             key, value = visit.key[:, :, columns], visit.value[:, :, columns]
             block = Piece(q[:, :, rows], key, value, mask, rows, columns, place)
             if mask is None or _may_see(mask, block):
                 yield block
-
-
-def _places(runs: tuple[slice, ...], chosen: slice) -> Iterator[tuple[slice, int]]:
-    """Which of the chosen numbers of a process's own each run holds, and at which position these begin."""
-    before = 0
-    for run in runs:
-        start, stop = max(before, chosen.start), min(before + run.stop - run.start, chosen.stop)
-        if start < stop:
-            yield slice(start - chosen.start, stop - chosen.start), run.start + start - before
-        before += run.stop - run.start
 
 
 def _may_see(mask: Mask, block: Piece) -> bool:
@@ -184,14 +190,25 @@ def _call(ring: Ring, block: Piece) -> AttentionCall:
 
 def _blocks(whole: Whole) -> int:
     """In how many blocks each part travels."""
-    return max(1, min(_BLOCKS, whole.keys.longest // _KEYS))
+    return max(1, min(_BLOCKS_PER_PROCESS * whole.keys.world_size, _BLOCKS, whole.keys.longest // _KEYS))
 
 
-def _block(whole: Whole, holder: int, number: int) -> slice:
-    """Which of a process's keys a block holds."""
-    least, more = divmod(whole.keys.lengths[holder], _blocks(whole))
-    start = number * least + min(number, more)
-    return slice(start, start + least + (number < more))
+def _shares(parts: Parts, holder: int, number: int = 0, blocks: int = 1) -> list[_Share]:
+    """What a block holds: of every run as much, so that a causal mask leaves all processes as much of each block."""
+    found: list[_Share] = []
+    before = taken = 0
+    for run in parts.runs(holder):
+        length = run.stop - run.start
+        least, more = divmod(length, blocks)
+        start, count = number * least + min(number, more), least + (number < more)
+        own = slice(before + start, before + start + count)
+        found.append(_Share(own, slice(taken, taken + count), run.start + start))
+        before, taken = before + length, taken + count
+    return [share for share in found if share.own.start < share.own.stop]
+
+
+def _size(shares: list[_Share]) -> int:
+    return shares[-1].within.stop if shares else 0
 
 
 def _key_and_value(rows: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
@@ -202,7 +219,8 @@ def _key_and_value(rows: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
 
 def _rows(whole: Whole, k: Tensor, v: Tensor, dtype: torch.dtype, *, count: int = 1) -> Tensor:
     """Space for blocks of the longest part: zeros (count, s, B, Hkv, D + Dv)."""
-    longest = -(-whole.keys.longest // _blocks(whole))
+    blocks = _blocks(whole)
+    longest = max(_size(_shares(whole.keys, rank, 0, blocks)) for rank in range(whole.keys.world_size))
     return k.new_zeros((count, longest, *k.shape[:2], k.shape[3] + v.shape[3]), dtype=dtype)
 
 
@@ -212,9 +230,9 @@ def _around(whole: Whole, k: Tensor, v: Tensor, name: str) -> Iterator[_Visit]:
     Three blocks are held beside the own part: the one that is here, one that leaves, and one that comes. Their memory
     is used again: a visit is over when the next one begins.
     """
-    world, rank = whole.keys.world_size, whole.rank
+    world, rank, blocks = whole.keys.world_size, whole.rank, _blocks(whole)
     held = _rows(whole, k, v, k.dtype, count=3)
-    turns = [(number, turn) for number in range(_blocks(whole)) for turn in range(1, world)]
+    turns = [(number, turn) for number in range(blocks) for turn in range(1, world)]
 
     def start(index: int) -> list[Any]:
         if index == len(turns):
@@ -222,20 +240,20 @@ def _around(whole: Whole, k: Tensor, v: Tensor, name: str) -> Iterator[_Visit]:
         number, turn = turns[index]
         coming, sent = held[index % 3], held[(index - 1) % 3]
         if turn == 1:
-            sent, own = held[(index + 1) % 3], _block(whole, rank, number)
-            for place, x in zip(_key_and_value(sent[: own.stop - own.start], k.shape[3]), (k, v), strict=True):
-                place.copy_(x[:, :, own])
+            sent = held[(index + 1) % 3]
+            for own, within, _ in _shares(whole.keys, rank, number, blocks):
+                for place, x in zip(_key_and_value(sent[within], k.shape[3]), (k, v), strict=True):
+                    place.copy_(x[:, :, own])
         return _shift(whole, sent, coming, name)
 
     works = start(0)
-    yield _Visit(rank, None, slice(0, k.shape[2]), k, v)
+    yield _Visit(rank, None, _shares(whole.keys, rank), k, v)
     for index, (number, turn) in enumerate(turns):
         _wait(works, name)
         works = start(index + 1)
         holder = (rank - turn) % world
-        columns = _block(whole, holder, number)
-        here = held[index % 3, : columns.stop - columns.start]
-        yield _Visit(holder, number, columns, *_key_and_value(here, k.shape[3]))
+        shares = _shares(whole.keys, holder, number, blocks)
+        yield _Visit(holder, number, shares, *_key_and_value(held[index % 3, : _size(shares)], k.shape[3]))
 
 
 class _Gradients:
@@ -274,9 +292,9 @@ class _Gradients:
             return
         holder, number, coming, works = self._coming
         _wait(works, _BACKWARD)
-        columns = _block(self._whole, holder, number)
-        target = self._home[columns] if holder == self._whole.rank else found
-        target += coming[: columns.stop - columns.start]
+        for own, within, _ in _shares(self._whole.keys, holder, number, _blocks(self._whole)):
+            target = self._home[own] if holder == self._whole.rank else found[within]
+            target += coming[within]
 
 
 def _shift(whole: Whole, sent: Tensor, coming: Tensor, name: str) -> list[Any]:
