@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import clearhead
 from benchmarks.distributed import Live
@@ -68,27 +70,35 @@ def test_sixteen_blocks_in_bfloat16_are_as_exact_as_one_kernel(layout: Layout, c
                 assert 0 < ring <= 2.5 * one, (name, ring, one)
 
 
+def _few_queries(layout: Layout, keys: int) -> Iterator[tuple[Any, Tensor, Tensor]]:
+    """A ring's module with its part of few queries and many keys, and that of one process with all of them."""
+    x = torch.randn(1, keys, EMBED)
+    queries = x[:, : 2 * dist.get_world_size()]
+    ring = context_parallel(_frozen(), line(), method="ring", layout=layout)
+    query, key = (shard_sequence(each, line(), layout=layout).clone() for each in (queries, x))
+    yield ring, query.requires_grad_(), key
+    yield _frozen(), queries.clone().requires_grad_(), x
+
+
+def _frozen() -> Any:
+    return attention(4, dtype=torch.float32).requires_grad_(False)
+
+
 def _held(layout: Layout) -> tuple[int, int]:
-    """Bytes of keys and values that autograd holds, of this process and of one: of a call with few queries."""
-    world, held = dist.get_world_size(), []
-    x = torch.randn(1, 512, EMBED)
-    for split in (True, False):
-        module = attention(4, dtype=torch.float32).requires_grad_(False)
-        query, key = x[:, : 2 * world], x
-        if split:
-            module = context_parallel(module, line(), method="ring", layout=layout)
-            query, key = (shard_sequence(each, line(), layout=layout).clone() for each in (query, key))
+    """Bytes of keys and values that autograd holds, of this process and of one."""
+    held = []
+    for module, query, key in _few_queries(layout, 512):
         known = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
         storages: dict[int, int] = {}
 
-        def keep(tensor: torch.Tensor, known: Any = known, storages: Any = storages) -> torch.Tensor:
+        def keep(tensor: Tensor, known: Any = known, storages: Any = storages) -> Tensor:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in known:
                 storages[storage.data_ptr()] = storage.nbytes()
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            module(query.clone().requires_grad_(), key.clone()).sum().backward()
+            module(query, key).sum().backward()
         held.append(sum(storages.values()))
     return held[0], held[1]
 
@@ -100,20 +110,13 @@ def test_a_process_holds_its_part_of_keys_and_values(four: Processes, layout: La
 
 
 def _most(layout: Layout) -> tuple[int, int, int]:
-    """Bytes of keys and values alive at once, of this process, of one, and by size: of a call with few queries."""
-    world, most, size = dist.get_world_size(), [], 0
-    x = torch.randn(1, 8192, EMBED)
-    for split in (True, False):
-        module = attention(4, dtype=torch.float32).requires_grad_(False)
-        query, key = x[:, : 2 * world], x
-        if split:
-            module = context_parallel(module, line(), method="ring", layout=layout)
-            query, key = (shard_sequence(each, line(), layout=layout).clone() for each in (query, key))
-        query.requires_grad_()
+    """Bytes of keys and values alive at once, of this process, of one, and by size."""
+    most, size = [], 0
+    for module, query, key in _few_queries(layout, 8192):
         with Live() as live:
             module(query, key)
         most.append(live.most)
-        size = 2 * x.shape[1] * module.k_proj.out_features * x.element_size()
+        size = 2 * key.shape[1] * module.k_proj.out_features * key.element_size()
     return most[0], most[1], size
 
 

@@ -217,11 +217,9 @@ def _key_and_value(rows: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-def _rows(whole: Whole, k: Tensor, v: Tensor, dtype: torch.dtype, *, count: int = 1) -> Tensor:
-    """Space for blocks of the longest part: zeros (count, s, B, Hkv, D + Dv)."""
-    blocks = _blocks(whole)
-    longest = max(_size(_shares(whole.keys, rank, 0, blocks)) for rank in range(whole.keys.world_size))
-    return k.new_zeros((count, longest, *k.shape[:2], k.shape[3] + v.shape[3]), dtype=dtype)
+def _longest(whole: Whole) -> int:
+    """Keys of the longest block; every block travels in space for so many."""
+    return max(_size(_shares(whole.keys, rank, 0, _blocks(whole))) for rank in range(whole.keys.world_size))
 
 
 def _around(whole: Whole, k: Tensor, v: Tensor, name: str) -> Iterator[_Visit]:
@@ -231,7 +229,7 @@ def _around(whole: Whole, k: Tensor, v: Tensor, name: str) -> Iterator[_Visit]:
     is used again: a visit is over when the next one begins.
     """
     world, rank, blocks = whole.keys.world_size, whole.rank, _blocks(whole)
-    held = _rows(whole, k, v, k.dtype, count=3)
+    held = k.new_zeros((3, _longest(whole), *k.shape[:2], k.shape[3] + v.shape[3]))
     turns = [(number, turn) for number in range(blocks) for turn in range(1, world)]
 
     def start(index: int) -> list[Any]:
@@ -261,7 +259,7 @@ class _Gradients:
 
     def __init__(self, whole: Whole, k: Tensor, v: Tensor, dtype: torch.dtype) -> None:
         self._whole, self._like, self._dtype = whole, (k, v), dtype
-        self._home = k.new_zeros(0)
+        self._home, self._longest = k.new_zeros(0), _longest(whole)
         self._coming: tuple[int, int, Tensor, list[Any]] | None = None  # holder, number, rows, works
 
     def zeros(self, count: int) -> Tensor:
@@ -275,7 +273,7 @@ class _Gradients:
             self._home = found
             return
         self._arrive(found)
-        (sent,) = _rows(self._whole, *self._like, self._dtype)
+        sent = self.zeros(self._longest)
         sent[: len(found)] = found
         coming = torch.empty_like(sent)
         works = _shift(self._whole, sent, coming, _BACKWARD)
