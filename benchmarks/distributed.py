@@ -118,10 +118,12 @@ def _storage(x: Tensor) -> torch.UntypedStorage:
 def _received(kind: str, largest: int) -> float:
     """Of a collective whose largest tensor has so many bytes."""
     others = (dist.get_world_size() - 1) / dist.get_world_size()
-    if kind.startswith("recv"):
+    if kind.startswith(("recv", "alltoall")):  # a process's own pieces are not in what is exchanged
         return largest
     if kind.startswith("send"):
         return 0.0
+    if kind == "reduce_scatter":  # of a list, whose tensors are one for each process
+        return largest * (dist.get_world_size() - 1)
     return largest * others * (2 if "all_reduce" in kind or kind.startswith("allreduce") else 1)
 
 

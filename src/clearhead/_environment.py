@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import reduce
 from types import FunctionType, TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -304,6 +305,20 @@ def outside_graphs(function: Function) -> Function:
     """Decorator: `torch.compile` ends its graph before the function, and runs it and all that it calls as it is."""
     disable: Any = torch.compiler.disable
     return disable(function)
+
+
+def outside_graphs_alone(function: Function) -> Function:
+    """Decorator: `torch.compile` ends its graph before the function, and traces what it calls."""
+    disable: Any = torch.compiler.disable
+    return disable(function, recursive=False)
+
+
+def timeout_of(group: Any, device: torch.device | str) -> timedelta | None:
+    """After how long a collective of a process group fails; ``None`` if that is unknown."""
+    try:
+        return group._get_backend(torch.device(device)).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def sizes_apart() -> AbstractContextManager[None]:

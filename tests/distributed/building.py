@@ -38,6 +38,7 @@ def attention(kv_heads: int = HEADS, *, dtype: torch.dtype = torch.float64, **pa
         made[name] = (
             {
                 "rotary": lambda: positions.Rotary(DIM),
+                "rotary of the length": lambda: positions.Rotary(DIM, scaling=positions.DynamicNTKScaling(4.0, 8)),
                 "norm": lambda: nn.RMSNorm(DIM),
                 "layer norm": lambda: nn.LayerNorm(DIM),
                 "per head": lambda name=name: HeadNorm(HEADS if name == "q_norm" else kv_heads, DIM),
@@ -121,12 +122,12 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str = "") -> None:
-    """Raise unless the largest error is within the tolerance of the largest number."""
+def require_close(found: Tensor, expected: Tensor, tolerance: float, what: str = "", scale: float = 0.0) -> None:
+    """Raise unless the largest error is within the tolerance of the largest number, or of the scale if that is more."""
     assert found.shape == expected.shape, (what, found.shape, expected.shape)
     if expected.numel():
         error = (found.double() - expected.double()).abs().max().item()
-        assert error <= tolerance * max(1.0, expected.abs().max().item()), f"{what}: {error:.2g}"
+        assert error <= tolerance * max(1.0, scale, expected.abs().max().item()), f"{what}: {error:.2g}"
 
 
 class _Collectives(TorchDispatchMode):

@@ -11,14 +11,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import clearhead
+from clearhead._statistics.definitions import STATISTICS
 from clearhead.distributed import context_parallel, shard_sequence
-from clearhead.distributed._layout import Layout
+from clearhead.distributed._layout import Layout, Parts
 
-from .building import full, gradients, require_close
+from .building import full, gradients
 
-__all__ = ["TOLERANCES", "compare_in_parts"]
+__all__ = ["EVERY_STATISTIC", "TOLERANCES", "compare_in_parts", "compare_records", "compare_statistics", "recorded"]
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
+#: Options of `clearhead.record`: all there is of a call.
+EVERY_STATISTIC: dict[str, Any] = {"statistics": (*STATISTICS, "rows"), "top_k": 5, "map_size": 7}
 
 
 def compare_in_parts(
@@ -53,10 +57,10 @@ def compare_in_parts(
     if mesh is not None:
         split = context_parallel(split, mesh, method=method, layout=layout)  # type: ignore[arg-type]
     first = seed - dist.get_rank() if seed < 4 else seed
-    half = inputs[0].dtype in (torch.bfloat16, torch.float16)
-    judge = copy.deepcopy(whole).double() if half else None
     expected, factors = _one_process(whole, inputs, options, first)
-    exact = expected if judge is None else _one_process(judge, [x.double() for x in inputs], options, first)[0]
+    exact = expected
+    if inputs[0].dtype not in TOLERANCES:
+        exact, _ = _one_process(_judge(whole), [x.double() for x in inputs], options, first)
 
     def cut(x: Tensor) -> Tensor:
         return x if mesh is None else shard_sequence(x, mesh, dim=-2, layout=layout)
@@ -75,16 +79,13 @@ def compare_in_parts(
     found |= {name: _summed(grad, mesh) for name, grad in gradients(split).items()}
     assert found.keys() == expected.keys()
     for name, number in exact.items():
-        if judge is not None and name.endswith(("k_proj.bias", "k_norm.bias")):
-            continue  # without positions no weight depends on it: its gradient is zero, and what is left is rounding
+        # Without positions no weight depends on a bias of keys. Its gradient is a sum of the terms of its weight's that
+        # cancel, and what is left is their rounding.
+        of_keys = name.endswith("k_proj.bias")
+        scale = exact[f"{name.removesuffix('bias')}weight"].abs().max().item() if of_keys else 0.0
         of_part = name == "output" or name.startswith("input")
         right, one = (cut(x) if of_part else x for x in (number, expected[name]))
-        if judge is None:
-            tolerance = TOLERANCES[inputs[0].dtype]
-            require_close(found[name], right, tolerance, f"{what} {name}")
-        elif right.numel():  # twice the error of one process, whose numbers this large are rounded like
-            errors = [(each.double() - right).abs().max() for each in (found[name], one)]
-            assert errors[0] <= 2 * errors[1] + right.abs().max() * 2**-8, (what, name, errors)
+        _require_within(found[name], right, _tolerance(inputs[0].dtype, one, right, scale), f"{what} {name}")
     return split
 
 
@@ -114,3 +115,141 @@ def _one_process(module: nn.Module, inputs: Any, options: dict[str, Any], seed: 
     (output * factors).sum().backward()
     found: dict[str, Any] = {"output": output.detach()} | {f"input {i}": x.grad for i, x in enumerate(own)}
     return found | dict(_gradients_of_biases(options)) | gradients(module), factors
+
+
+def _judge(module: nn.Module) -> nn.Module:
+    """The module that half precision is judged by."""
+    return copy.deepcopy(module).double()
+
+
+def _tolerance(dtype: torch.dtype, one: Tensor, exact: Tensor, scale: float = 0.0) -> float:
+    """How large errors may be of what a module of that dtype gives, of which one process gives `one`.
+
+    In half precision 2.5 times the error of one process, and what rounds numbers this large; statistics are float32.
+    """
+    largest = max(scale, exact.abs().max().item()) if exact.numel() else scale
+    if dtype in TOLERANCES:
+        return TOLERANCES[dtype] * max(1.0, largest)
+    error = (one.double() - exact).abs().max().item() if exact.numel() else 0.0
+    return max(2.5 * error + largest * 2**-8, TOLERANCES[torch.float32])
+
+
+def _require_within(found: Tensor, exact: Tensor, tolerance: float, what: str) -> None:
+    assert found.shape == exact.shape, (what, found.shape, exact.shape)
+    if exact.numel():
+        error = (found.double() - exact.double()).abs().max().item()
+        assert error <= tolerance, f"{what}: {error:.2g} > {tolerance:.2g}"
+
+
+#: Along which dimension results have a number for each query or key, if not the third, and those that have none.
+_DIMENSIONS = {"head_average": 1, "counted": 1}
+_OF_THE_WHOLE = ("max_logit", "raw_max_logit", "offset", "map")
+
+
+def compare_records(
+    whole: nn.Module,
+    split: nn.Module,
+    x: Tensor,
+    mesh: DeviceMesh | None,
+    options: dict[str, Any],
+    *,
+    layout: Layout = "contiguous",
+    what: str = "",
+    **call: Any,
+) -> None:
+    """Raise unless the statistics that are recorded of a call are those of one process.
+
+    Args:
+        whole, split: the module of one process, and the one that is split.
+        x: the whole sequence (B, L, E).
+        mesh, layout: how the sequence is split, as in `compare_in_parts`.
+        options: of `clearhead.record`.
+        what: is compared, for messages.
+        call: options of the call.
+    """
+    one = recorded(whole, x, options, call)
+    judge, double = (whole, x) if x.dtype in TOLERANCES else (_judge(whole), x.double())
+    exact = one if judge is whole else recorded(judge, double, options, call)
+    every = options | {"statistics": ("rows",), "queries": None, "per": "query_head"}
+    weights = recorded(judge, double, every, call).rows if "top_k" in options["statistics"] else None
+    found = recorded(split, x if mesh is None else shard_sequence(x, mesh, layout=layout), options, call)
+    compare_statistics(x.dtype, found, one, exact, mesh, layout, what, options.get("queries"), weights)
+
+
+def recorded(module: nn.Module, x: Tensor, options: dict[str, Any], call: dict[str, Any]) -> Any:
+    """The statistics of one call."""
+    with torch.no_grad(), clearhead.record(module, **options) as rec:
+        module(x, **call)
+    return rec[""][0]
+
+
+def compare_statistics(
+    dtype: torch.dtype,
+    found: Any,
+    one: Any,
+    exact: Any,
+    mesh: DeviceMesh | None,
+    layout: Layout,
+    what: str,
+    queries: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> None:
+    """Raise unless the statistics of this process are those of one, of the queries and keys that it has.
+
+    Args:
+        dtype: of the module.
+        found: of this process.
+        one, exact: of one process, and of float64 where that judges; otherwise the same.
+        mesh, layout, what: as in `compare_records`.
+        queries: those whose weights are recorded.
+        weights: exact ones (B, H, L, S), by which the keys of ``top_k`` are compared.
+    """
+
+    def cut(name: str, number: Tensor) -> Tensor:
+        if mesh is None or name.startswith(("sum", "number")) or name in _OF_THE_WHOLE:
+            return number
+        if name == "rows" and queries is not None:
+            own = Parts(one.query_length, mesh.size(), layout).positions(mesh.get_local_rank(), queries.device)
+            return number[:, :, torch.isin(queries, own)]
+        return shard_sequence(number, mesh, dim=_DIMENSIONS.get(name, 2), layout=layout)
+
+    sizes = [(each.num_heads, each.num_kv_heads, each.key_length, each.heads) for each in (found, one)]
+    assert sizes[0] == sizes[1], (what, sizes)
+    own = _numbers(found, None if weights is None else cut("weights", weights))
+    of_one, right = _numbers(one, None), _numbers(exact, weights)
+    assert own.keys() == of_one.keys() == right.keys(), what
+    for name, number in own.items():
+        expected = cut(name, right[name])
+        assert number.dtype == of_one[name].dtype, (what, name)
+        if not number.is_floating_point():
+            assert torch.equal(number, expected), (what, name)
+            continue
+        # The largest of no logits is −∞.
+        assert torch.equal(torch.isneginf(number), torch.isneginf(expected)), (what, name)
+        tolerance = _tolerance(dtype, _finite(of_one[name]), _finite(right[name]))
+        _require_within(_finite(number), _finite(expected), tolerance, f"{what} {name}")
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x.masked_fill(torch.isneginf(x), 0)
+
+
+def _numbers(found: Any, weights: Tensor | None) -> dict[str, Tensor]:
+    """All tensors of a call's statistics by name, and the sums of heads.
+
+    Keys of nearly the same weight may change places in ``top_k``. Instead of indices there is where there are keys, and
+    the exact weights at these keys, of `weights` (B, H, l, S); without them, the weights as they were found.
+    """
+    numbers: dict[str, Tensor] = {"counted": found.counted} | found.results
+    assert torch.equal(numbers.pop("hidden_queries"), (~found.sees).sum(-1))
+    if "top_k" in numbers:
+        indices, found_weights = numbers.pop("top_k")
+        at_keys = found_weights
+        if weights is not None:
+            at_keys = weights.gather(-1, indices.clamp(min=0)).masked_fill(indices < 0, 0).to(found_weights.dtype)
+        numbers |= {"top_k.keys": indices >= 0, "top_k.weights": found_weights, "top_k.exact": at_keys}
+    for name in ("entropy", "sink", "output_norm"):
+        if name in numbers:
+            total, count = found.head_sums(name)
+            numbers |= {f"sum of {name}": total.double(), f"number of {name}": count.double()}
+    return numbers

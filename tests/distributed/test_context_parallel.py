@@ -5,6 +5,7 @@ Outputs and gradients of every mask, method and layout are in test_every_case.py
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,11 +14,14 @@ import torch.distributed as dist
 
 import clearhead
 from clearhead import masks
+from clearhead.caches import CrossKVCache
 from clearhead.distributed import context_parallel, gather_sequence, shard_sequence, tensor_parallel
 from clearhead.distributed._layout import LAYOUTS, Layout
 from clearhead.errors import ClearheadError
+from clearhead.transformer import EncoderLayer, FeedForward
+from tests.support.native import needs_native
 
-from .building import EMBED, HEADS, attention, collectives, decoder, encoder, full, mask
+from .building import EMBED, HEADS, MASKS, attention, collectives, decoder, encoder, full, gradients, mask
 from .comparing import compare_in_parts
 from .meshes import line, square
 from .processes import Processes
@@ -26,7 +30,7 @@ METHODS = ("heads", "gather", "ring")
 
 
 def _positions(method: str, layout: Layout) -> None:
-    """Positions of the whole sequence: a start, of each token, of each item with padding."""
+    """Positions of the whole sequence: a start, of each token, of each item with padding; frequencies of its length."""
     whole, x = attention(4, position="rotary"), torch.randn(2, 13, EMBED, dtype=torch.float64)
     places = torch.arange(13).expand(2, 13).clone() * 2
     places[1, 9:] = -1
@@ -36,6 +40,10 @@ def _positions(method: str, layout: Layout) -> None:
         compare_in_parts(whole, line(), x, mask=masks.causal() & masks.sliding_window(9, 0), **options)
         if positions is not places:
             compare_in_parts(whole, line(), x, mask=documents, **options)
+    scaled = attention(4, position="rotary of the length")
+    for positions in (None, 3, places):
+        options = {"method": method, "layout": layout, "positions": positions, "what": f"scaled {positions}"}
+        compare_in_parts(scaled, line(), x, **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -151,9 +159,22 @@ def _collectives(method: str) -> list[dict[str, int]]:
     return [forward, collectives(lambda: outputs[0].sum().backward())]
 
 
+def _sends() -> tuple[int, ...]:
+    """Blocks that a ring sends forward and backward."""
+    module = context_parallel(attention(4), line(), method="ring")
+    x = shard_sequence(torch.randn(1, 2048, EMBED, dtype=torch.float64), line())
+    outputs: list[torch.Tensor] = []
+    calls = (lambda: outputs.append(module(x)), lambda: outputs[0].sum().backward())
+    return tuple(collectives(call)["send"] for call in calls)
+
+
+def test_a_ring_sends_four_blocks_of_a_part_three_times_and_their_gradients_too(four: Processes) -> None:
+    assert four.run(_sends) == [(12, 24)] * 4
+
+
 def test_collectives(two: Processes) -> None:
     for method, forward, backward in (
-        ("gather", {"allgather_base": 2}, {"reduce_scatter_base": 1}),  # one is the record that processes agree by
+        ("gather", {"allgather_base": 2}, {"reduce_scatter": 1}),  # one is the record that processes agree by
         ("heads", {"allgather_base": 1, "alltoall_base": 2}, {"alltoall_base": 2}),
     ):
         for counts in two.run(_collectives, method):
@@ -161,9 +182,17 @@ def test_collectives(two: Processes) -> None:
 
 
 def _no_overhead() -> None:
-    module = context_parallel(attention(4), line())
-    assert module.sequence_shard is None
-    assert tensor_parallel(module, line()).head_shard is None
+    for made in (attention(4), encoder(), decoder()):
+        module = context_parallel(tensor_parallel(made, line()), line())
+        for part in module.modules():
+            assert not part._forward_pre_hooks
+            assert not part._forward_hooks
+            if isinstance(part, clearhead.MultiHeadAttention):
+                assert part.sequence_shard is None
+                assert part.head_shard is None
+        for parameter in module.parameters():
+            assert type(parameter) is torch.nn.Parameter
+            assert not parameter._post_accumulate_grad_hooks
 
 
 def test_one_process_keeps_the_module_s_own_path() -> None:
@@ -217,6 +246,55 @@ def test_what_is_wrong_on_one_process_is_refused_on_all(two: Processes, name: st
         assert said in message
 
 
+def _rotated_memory() -> None:
+    """Lengths of parts say nothing about those of the whole: 3 and 2 of queries, 2 and 2 of keys."""
+    module = context_parallel(attention(4, position="rotary"), line())
+    query, key = (shard_sequence(torch.zeros(2, n, EMBED, dtype=torch.float64), line()) for n in (5, 4))
+    with pytest.raises(ClearheadError, match="key: expected the query's length 5: a position part"):
+        module(query, key)
+    assert module(query).shape == query.shape
+
+
+def test_keys_that_no_position_part_can_rotate_are_refused_by_all(two: Processes) -> None:
+    two.run(_rotated_memory)
+
+
+def _forced(method: str) -> None:
+    """With a part that is empty: it alone would refuse nothing, or refuse what the others compute."""
+    whole, x = attention(4, dtype=torch.float32), torch.randn(2, 1, EMBED)
+    for name in ("native",) if method == "ring" else ("sdpa", "native"):
+        with clearhead.use_kernel(name):
+            compare_in_parts(whole, line(), x, method=method, what=name)
+    split = context_parallel(attention(4), line(), method=method)  # type: ignore[arg-type]
+    part = shard_sequence(x.double(), line()).requires_grad_()
+    name, why = ("sdpa", "PyTorch does not give out the log-sum-exp") if method == "ring" else ("native", "it computes")
+    with (
+        pytest.raises(ClearheadError, match=rf"use_kernel\('{name}'\): this kernel cannot run the call: {why}"),
+        clearhead.use_kernel(name),
+    ):
+        split(part)
+    split(part).sum().backward()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_forced_kernel_computes_or_refuses_all_parts(two: Processes, method: str) -> None:
+    two.run(_forced, method)
+
+
+def _one_wants_a_gradient() -> None:
+    module = attention(4)
+    for projection in (module.k_proj, module.v_proj):
+        projection.requires_grad_(False)
+    split, x = context_parallel(module, line(), method="gather"), torch.zeros(2, 4, EMBED, dtype=torch.float64)
+    with pytest.raises(ClearheadError, match="gradients: expected the same in every process"):
+        split(x.requires_grad_(dist.get_rank() == 0))
+    split(x.requires_grad_()).sum().backward()
+
+
+def test_a_gradient_that_one_process_wants_alone_is_refused(two: Processes) -> None:
+    two.run(_one_wants_a_gradient)
+
+
 def _refused_everywhere() -> None:
     mesh, x = line(), torch.zeros(2, 4, EMBED, dtype=torch.float64)
     module = context_parallel(attention(4), mesh)
@@ -236,11 +314,10 @@ def _refused_everywhere() -> None:
     ):
         module(x)
     dropping = context_parallel(attention(4, dropout=0.1), mesh)
-    with (
-        pytest.raises(ClearheadError, match=r"use_kernel\('sdpa'\) would drop other weights"),
-        clearhead.use_kernel("sdpa"),
-    ):
-        dropping(x)
+    for kernel in ("sdpa", "flex"):
+        said = rf"context_parallel: use_kernel\('{kernel}'\) cannot drop the weights that one process drops"
+        with pytest.raises(ClearheadError, match=said), clearhead.use_kernel(kernel):
+            dropping(x)
     with pytest.raises(ClearheadError, match="got one after context_parallel"):
         context_parallel(module, mesh)
     with pytest.raises(ClearheadError, match="got one after context_parallel"):
@@ -249,6 +326,11 @@ def _refused_everywhere() -> None:
         context_parallel(attention(4), mesh, method="ulysses")  # type: ignore[arg-type]
     with pytest.raises(ClearheadError, match="expected a MultiHeadAttention, or a layer"):
         context_parallel(torch.nn.Linear(2, 2), mesh)  # type: ignore[type-var]
+    latent = clearhead.MultiHeadLatentAttention(
+        EMBED, 4, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4
+    )
+    with pytest.raises(ClearheadError, match=r"got MultiHeadLatentAttention\. Its latents belong to no head"):
+        context_parallel(latent, mesh)  # type: ignore[type-var]
     stack = context_parallel(encoder(), mesh)
     with pytest.raises(ClearheadError):  # on one process alone, before the first attention
         stack(x if dist.get_rank() else x[..., :3])
@@ -269,28 +351,80 @@ def test_heads_that_do_not_divide_are_gathered(three: Processes) -> None:
     three.run(_heads_that_do_not_divide)
 
 
-def _dropped(method: str, layout: Layout, dtype: torch.dtype, sharded: bool) -> None:
-    """One seed, given to every process: what one process drops is what parts of it drop."""
+def _dropped(method: str, layout: Layout, dtype: torch.dtype, kernel: str | None, sharded: bool = False) -> None:
+    """The first process's seed is that of all: what one process drops is what parts of it drop."""
     whole, x = attention(2, dtype=dtype, dropout=0.3, sinks=True), torch.randn(2, 21, EMBED, dtype=dtype)
     mesh = square()["cp"] if sharded else line()
     options: Any = {"method": method, "layout": layout, "mask": masks.causal()}
     if sharded:
         options["prepare"] = lambda module: tensor_parallel(module, square()["tp"])
-    with clearhead.use_kernel("chunked"):
+    with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
         compare_in_parts(whole, mesh, x, seed=dist.get_rank() if not sharded else 4, **options)
-    compare_in_parts(whole, mesh, x, seed=4, **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_weights_that_one_process_drops_are_dropped(two: Processes, method: str, layout: Layout) -> None:
-    two.run(_dropped, method, layout, torch.float64, False)
-    two.run(_dropped, method, layout, torch.float32, False)
+    for dtype in (torch.float64, torch.float32):
+        two.run(_dropped, method, layout, dtype, "chunked")
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        two.run(_dropped, method, layout, dtype, None)
+
+
+@needs_native
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_native_drops_what_it_drops_on_one_process(two: Processes, method: str, layout: Layout) -> None:
+    two.run(_dropped, method, layout, torch.float32, "native")
 
 
 def test_dropped_weights_with_heads_split_too(four: Processes) -> None:
     for method in METHODS:
-        four.run(_dropped, method, "zigzag", torch.float64, True)
+        for dtype in (torch.float64, torch.float32):
+            four.run(_dropped, method, "zigzag", dtype, None, True)
+
+
+def _chosen(method: str) -> None:
+    """Kernels round differently: that the results are the same to the bit tells which one computed them."""
+    module = context_parallel(attention(2, dtype=torch.float32, dropout=0.3), line(), method=method)  # type: ignore[arg-type]
+    part = shard_sequence(torch.randn(2, 37, EMBED), line())
+    found = []
+    for kernel in (None, "native"):
+        torch.manual_seed(4)
+        with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
+            output = module(part, mask=masks.causal())
+        output.square().sum().backward()
+        found.append([output, *gradients(module).values()])
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+
+
+@needs_native
+@pytest.mark.parametrize("method", METHODS)
+def test_parts_that_drop_weights_run_on_native(two: Processes, method: str) -> None:
+    two.run(_chosen, method)
+
+
+def _dropped_elsewhere() -> tuple[torch.Tensor, torch.Tensor]:
+    """What is dropped on the residual, and the output; with the seed of this part of the sequence."""
+    mesh = square()
+    layer = EncoderLayer(EMBED, attention(4, dropout=0.2), FeedForward(EMBED, 24), dropout=0.3).double()
+    split = context_parallel(tensor_parallel(layer, mesh["tp"]), mesh["cp"])
+    dropped: list[torch.Tensor] = []
+    split.dropout.register_forward_hook(lambda _, inputs, output: dropped.append(output == 0))
+    x = shard_sequence(torch.randn(2, 8, EMBED, dtype=torch.float64), mesh["cp"])
+    torch.manual_seed(mesh["cp"].get_local_rank())
+    output = split(x).detach()
+    assert [len(each) for each in dropped] == [2, 2]  # of both parts of the layer
+    return torch.stack(dropped), output
+
+
+def test_what_is_dropped_on_the_residual_differs_between_parts_alone(four: Processes) -> None:
+    found = four.run(_dropped_elsewhere)
+    for one, other in (found[:2], found[2:]):  # processes that share the heads
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+    assert 0.2 < found[0][0].double().mean() < 0.4
+    assert not torch.equal(found[0][0], found[2][0])
 
 
 def _decoded(dtype: torch.dtype, steps: tuple[int, ...]) -> None:
@@ -361,3 +495,135 @@ def _decoded_otherwise() -> None:
 
 def test_decoding_in_other_ways(two: Processes) -> None:
     two.run(_decoded_otherwise)
+
+
+@torch.no_grad()
+def _decoded_with_memory(layout: Layout, lengths: tuple[int, ...], heads_split: bool = False) -> None:
+    """Greedy decoding: every process is given all new tokens, and its part of the memory in the first call."""
+    mesh, prepared = (
+        (square()["cp"], tensor_parallel(decoder(), square()["tp"])) if heads_split else (line(), decoder())
+    )
+    whole, split = decoder().eval(), context_parallel(prepared.eval(), mesh, layout=layout)
+    table = torch.randn(11, EMBED, dtype=torch.float64)
+    caches = [module.make_cache(2, 8) for module in (whole, split)]
+    for keys, name in zip(lengths, ("lengths", "keys", "bias", "function of heads"), strict=False):
+        memories: list[Any] = [torch.randn(2, keys, EMBED, dtype=torch.float64)]
+        memories.append(shard_sequence(memories[0], mesh, layout=layout))
+        found: list[Any] = [table[torch.tensor([[3, 4, 5], [6, 7, 8]])]] * 2
+        for number in range(4):
+            options = {"mask": masks.causal(), "memory_mask": mask(name, 2, found[0].shape[1], keys)}
+            found = [
+                module(tokens, None if number else memory, cache=cache, **options)
+                for module, tokens, memory, cache in zip((whole, split), found, memories, caches, strict=True)
+            ]
+            torch.testing.assert_close(found[1], found[0], atol=1e-12, rtol=1e-12)
+            found = [table[(output[:, -1:] @ table.T).argmax(-1)] for output in found]
+            for own in (layer for cache in caches for layer in cache):
+                if number == 1:
+                    own.reorder(torch.tensor([1, 0]))
+                if number == 2:
+                    own.crop(own.length - 1)
+        assert {own.cross_attention.length for own in caches[1]} == {memories[1].shape[1]}
+        for own in (layer for cache in caches for layer in cache):
+            own.reset()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_decoding_with_a_memory(two: Processes, layout: Layout) -> None:
+    two.run(_decoded_with_memory, layout, (7, 1, 5, 8))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_decoding_with_a_memory_and_more_processes(four: Processes, layout: Layout) -> None:
+    four.run(_decoded_with_memory, layout, (3, 9, 14, 2))
+    four.run(_decoded_with_memory, layout, (3, 9), True)
+
+
+@torch.no_grad()
+def _memory_of_an_attention(layout: Layout) -> None:
+    """Every kind of mask of queries and of the whole memory, in the first call and with the memory held."""
+    mesh = line()
+    whole = attention(2, sinks=True, softcap=5.0).eval()
+    split = context_parallel(attention(2, sinks=True, softcap=5.0).eval(), mesh, layout=layout)
+    query, memory = torch.randn(2, 3, EMBED, dtype=torch.float64), torch.randn(2, 7, EMBED, dtype=torch.float64)
+    part = shard_sequence(memory, mesh, layout=layout)
+    for name in MASKS:
+        own = mask(name, 2, 3, 7)
+        cache, expected = CrossKVCache(), whole(query, memory, mask=own, cache=CrossKVCache())
+        for given in (part, None, part[:, :0]):  # what later calls bring is not looked at
+            found = split(query, given, mask=own, cache=cache)
+            torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12, msg=name)
+    one, cache = whole(query[0], memory[0]), CrossKVCache()
+    for given in (part[0], None):
+        torch.testing.assert_close(split(query[0], given, cache=cache), one, atol=1e-12, rtol=1e-12)
+    counts = collectives(lambda: split(query[:1], cache=cache))
+    assert counts == {"allgather_base": 2}  # one is the record that processes agree by
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cross_attention_with_a_cache(two: Processes, layout: Layout) -> None:
+    two.run(_memory_of_an_attention, layout)
+
+
+@torch.no_grad()
+def _memory_refused(wrong_rank: int) -> None:
+    """What is wrong with a call on one process, or on all of them, writes into no cache."""
+    mesh, wrong = line(), dist.get_rank() == wrong_rank
+    split = context_parallel(attention(2).eval(), mesh)
+    query, memory = torch.randn(2, 3, EMBED, dtype=torch.float64), torch.randn(2, 7, EMBED, dtype=torch.float64)
+    part, cache = shard_sequence(memory, mesh), CrossKVCache()
+
+    def refused(said: str, query: torch.Tensor = query, key: torch.Tensor | None = None, **options: Any) -> None:
+        held = cache.length
+        with pytest.raises(ClearheadError, match=said):
+            split(query, key, **{"cache": cache} | options)
+        assert cache.length == held
+
+    refused("key: expected this process's part of the memory, got None", key=None if wrong else part)
+    refused("key: expected the module's dtype", key=part.float() if wrong else part)
+    refused("query: expected the same in every process", query[:, : 2 if wrong else 3], part)
+    refused("as shard_sequence cuts them", key=memory[:, :2] if wrong else part)
+    refused("cache: expected the same in every process", key=part, cache=None if wrong else cache)
+    refused(r"mask keep\(keys=...\): expected \(B, S\) = \(2, 7\)", key=part, mask=masks.keep(keys=torch.ones(2, 4)))
+    expected = split(query, part, cache=cache)
+    for change in (lambda: cache.reorder(torch.tensor([0])), cache.reset):
+        undo = cache.saved(0)
+        if wrong:
+            change()
+        refused("cache: expected the same in every process", key=part)
+        undo()
+    refused("equal batch sizes", query[:1])
+    with torch.enable_grad():
+        refused("query: expected no gradients beside keys that are split")
+    assert torch.equal(split(query, cache=cache), expected)
+    rotary = context_parallel(attention(2, position="rotary").eval(), mesh)
+    with pytest.raises(ClearheadError, match="expected one of self-attention"):
+        rotary(query, part, cache=CrossKVCache())
+    stack = context_parallel(decoder().eval(), mesh)
+    caches = stack.make_cache(2, 5)
+    with pytest.raises(ClearheadError, match="key: expected"):  # after the self-attention
+        stack(query, part[..., : EMBED - wrong], cache=caches)
+    assert [own.length for own in caches] == [0, 0]
+    stack(query, part, cache=caches)
+    assert [own.length for own in caches] == [3, 3]
+
+
+@pytest.mark.parametrize("wrong_rank", [0, 1])
+def test_what_is_wrong_with_a_memory_is_refused(two: Processes, wrong_rank: int) -> None:
+    two.run(_memory_refused, wrong_rank)
+
+
+@torch.no_grad()
+def _forced_kernel_refused() -> None:
+    """A process without keys refuses what those with keys refuse, and no cache is written."""
+    split, query = context_parallel(attention(2, dtype=torch.float32).eval(), line()), torch.randn(2, 1, EMBED)
+    text, memory = split.make_cache(2, 5), CrossKVCache()
+    for cache, key in ((text, None), (memory, shard_sequence(query, line()))):
+        with pytest.raises(ClearheadError, match="differs between heads"), clearhead.use_kernel("native"):
+            split(query, key, mask=mask("function of heads", 2, 1), cache=cache)
+        assert cache.length == 0
+        assert split(query, key, cache=cache).shape == query.shape
+
+
+def test_a_forced_kernel_is_refused_beside_processes_without_keys(two: Processes) -> None:
+    two.run(_forced_kernel_refused)

@@ -1,4 +1,4 @@
-"""Outputs and every gradient as on one process: every way to split, mask, part, dtype and length, pair by pair."""
+"""Outputs, every gradient and statistics as on one process: ways to split, masks, parts and lengths, pair by pair."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from clearhead.masks._tensors import as_mask
 from tests.support.covering import covering, pairs
 
 from .building import EMBED, MASKS, attention, mask
-from .comparing import compare_in_parts
+from .comparing import EVERY_STATISTIC, compare_in_parts, compare_records
 from .meshes import grid
 from .processes import Processes, processes
 
@@ -36,11 +36,21 @@ WAYS = {
 PARTS: dict[str, dict[str, Any]] = {
     "none": {},
     "sinks": {"position": "rotary", "sinks": True},
-    "norms": {"q_norm": "norm", "k_norm": "layer norm", "mask": "alibi"},
+    "norms": {"q_norm": "layer norm", "k_norm": "norm", "mask": "alibi"},
     "relative": {"mask": "relative", "softcap": 5.0},
     "window": {"mask": "relative window", "bias": False, "scale": 0.3, "position": "rotary"},
 }
 LENGTHS = ("64", "67", "less than W")
+#: What is recorded.
+RECORDS: dict[str, dict[str, Any]] = {
+    "entropy": {"statistics": ("entropy", "received")},
+    "largest": {"statistics": ("max_logit", "raw_max_logit", "confidence")},
+    "keys": {"statistics": ("top_k", "rows", "sink"), "top_k": 5, "sink_keys": 2},
+    "positions": {"statistics": ("distance", "offset", "map"), "offsets": (-1, 2, 0), "map_size": 7},
+    "outputs": {"statistics": ("head_average", "output", "output_norm")},
+    "some heads": {"statistics": ("received", "top_k", "map"), "heads": (5, 2), "map_pooling": "max"},
+    "key/value heads": {"statistics": ("entropy", "max_logit", "sink", "output_norm"), "per": "kv_head"},
+}
 FACTORS: dict[str, tuple[Any, ...]] = {
     "world": WORLDS,
     "way": tuple(WAYS),
@@ -51,6 +61,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "rows_without_key": (False, True),
     "dtype": DTYPES,
     "layout": LAYOUTS,
+    "record": tuple(RECORDS),
+    "every_query_counts": (False, True),
 }
 CASES = covering(FACTORS, [*pairs(FACTORS), ("world", "way", "name")])
 
@@ -69,6 +81,14 @@ def _mask(name: str, size: int, rows_without_key: bool) -> Any:
         return given
     hides = masks.keep((torch.arange(size) % 5 != 3)[:, None].expand(size, size))
     return hides if given is None else hides & as_mask(given)
+
+
+def _record(name: str, size: int, every_query_counts: bool) -> dict[str, Any]:
+    """Options of `clearhead.record`."""
+    counts = torch.arange(2 * size).view(2, size) % 4 != 1
+    chosen = torch.tensor([size - 1, 0, size // 2])
+    options = RECORDS.get(name, EVERY_STATISTIC)
+    return options | {"queries": chosen, "query_mask": None if every_query_counts else counts}
 
 
 def _run(cases: list[dict[str, Any]]) -> None:
@@ -93,7 +113,10 @@ def _run(cases: list[dict[str, Any]]) -> None:
             attention(case["kv_heads"], dtype=dtype, **PARTS[case["parts"]]),
         )
         over = None if method == "fully_shard" else mesh["cp"]
-        compare_in_parts(whole, over, x, mask=_mask(case["name"], size, case["rows_without_key"]), **options)
+        given = _mask(case["name"], size, case["rows_without_key"])
+        split = compare_in_parts(whole, over, x, mask=given, **options)
+        record = _record(case["record"], size, case["every_query_counts"])
+        compare_records(whole, split, x, over, record, layout=layout, what=options["what"], mask=given)
 
 
 @pytest.fixture(scope="module", name="groups")
@@ -112,6 +135,8 @@ def test_case_by_case(groups: dict[int, Processes], world: int, way: str) -> Non
 PRODUCT = FACTORS | {
     "name": ("none", "causal", "window", "lengths", "documents", "bias", "alibi"),
     "parts": ("none", "sinks"),
+    "record": ("every statistic",),
+    "every_query_counts": (False,),
 }
 
 

@@ -112,7 +112,7 @@ def test_a_process_holds_its_part_of_keys_and_values(four: Processes, layout: La
 def _most(layout: Layout) -> tuple[int, int, int]:
     """Bytes of keys and values alive at once, of this process, of one, and by size."""
     most, size = [], 0
-    for module, query, key in _few_queries(layout, 8192):
+    for module, query, key in _few_queries(layout, 32768):  # the record by which processes agree is nothing beside it
         with Live() as live:
             module(query, key)
         most.append(live.most)

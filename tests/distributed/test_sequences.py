@@ -46,8 +46,9 @@ def _around(length: int, layout: Layout, dim: int, dtype: torch.dtype) -> None:
     part = shard_sequence(whole, mesh, dim=dim, layout=layout)
     again = gather_sequence(part.square(), mesh, dim=dim, layout=layout)
     assert torch.equal(again, whole.square())
-    (again * factors[dist.get_rank()]).sum().backward()
-    expected = 2 * whole.detach() * factors.double().sum(0).to(dtype)
+    assert again.is_contiguous()
+    (again.neg_() * factors[dist.get_rank()]).sum().backward()  # written to in place, as any tensor
+    expected = -2 * whole.detach() * factors.double().sum(0).to(dtype)
     parts = Parts(length, world, layout)
     assert whole.grad is not None
     found = parts.take(whole.grad, dim, dist.get_rank())

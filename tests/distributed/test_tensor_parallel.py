@@ -19,8 +19,10 @@ from clearhead import masks
 from clearhead.distributed import tensor_parallel
 from clearhead.errors import ClearheadError, ShapeError
 from clearhead.transformer import EncoderLayer, FeedForward
+from tests.support.native import needs_native
 
 from .building import EMBED, HEADS, attention, collectives, decoder, encoder, full, gradients, mask, require_close
+from .comparing import compare_in_parts
 from .meshes import line
 from .processes import Processes
 
@@ -106,13 +108,17 @@ def test_layers_and_stacks(two: Processes, gated: bool) -> None:
     two.run(_stacks, gated)
 
 
-def _adapted(kv_heads: int) -> None:
-    """peft's LoRA layers around every projection and feed-forward layer; both of their matrices learn."""
+def _with_peft(module: nn.Module, targets: list[str], **options: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=targets, **options)
+    return get_peft_model(module, config).base_model.model  # type: ignore[arg-type]
+
+
+def _adapted(kv_heads: int) -> None:
+    """peft's LoRA layers around every projection and feed-forward layer; both of their matrices learn."""
     targets = ["q_proj", "k_proj", "v_proj", "out_proj", "linear1", "linear2"]
-    model: Any = get_peft_model(encoder(kv_heads=kv_heads), LoraConfig(r=3, lora_alpha=5, target_modules=targets))  # type: ignore[arg-type]
-    whole = model.base_model.model.double()
+    whole = _with_peft(encoder(kv_heads=kv_heads), targets).double()
     learning = [parameter for parameter in whole.parameters() if parameter.requires_grad]
     assert len(learning) == 2 * 2 * len(targets)
     with torch.no_grad():
@@ -203,6 +209,8 @@ def _wrong_module(name: str) -> Any:
         return EncoderLayer(EMBED, whole, _Gate())
     if name == "projection":
         whole.q_proj = nn.Sequential(whole.q_proj)
+    if name == "DoRA":
+        return _with_peft(encoder(1), ["q_proj"], use_dora=True)
     if name == "norm":
         whole.q_norm = _Gate()
     if name == "extra":
@@ -236,7 +244,8 @@ REFUSALS = {
     "kind": "expected a MultiHeadAttention, or a layer or stack",
     "latent": "Its latents belong to no head",
     "part": "module.feed_forward: expected a part that can be split, got _Gate",
-    "projection": "module.q_proj: expected a linear layer, or peft's LoRA layer of one, got Sequential",
+    "projection": "module.q_proj: expected a linear layer, or peft's LoRA layer of one without DoRA, got Sequential",
+    "DoRA": "module.layers.0.self_attention.q_proj: expected a linear layer, or peft's LoRA layer of one without DoRA",
     "norm": "module.q_norm: expected parameters (4,) of all heads",
     "extra": "module.gate.weight: expected a parameter of a projection",
     "mesh": "mesh: expected a DeviceMesh, got str",
@@ -261,23 +270,24 @@ def test_heads_that_three_processes_cannot_share(three: Processes) -> None:
         assert "H a multiple of the mesh's W = 3" in message
 
 
-def _dropped() -> None:
+def _dropped(kernel: str, dtype: torch.dtype) -> None:
     """The same generator in every process, as for dropout elsewhere: heads drop what they drop on one process."""
-    x, lengths = torch.randn(3, 13, EMBED, dtype=torch.float64), torch.tensor([13, 0, 7])
+    x, lengths = torch.randn(3, 13, EMBED, dtype=dtype), torch.tensor([13, 0, 7])
     for kv_heads in (8, 1):
-        whole = attention(kv_heads, dropout=0.3, sinks=True)
+        whole = attention(kv_heads, dtype=dtype, dropout=0.3, sinks=True)
         split = tensor_parallel(copy.deepcopy(whole), line())
         for given in (masks.causal(), masks.lengths(lengths, lengths), mask("heads", 3, 13)):
-            outputs = []
-            for module in (whole, split):
-                torch.manual_seed(4)
-                with clearhead.use_kernel("chunked"):
-                    outputs.append(module(x, mask=given))
-            require_close(outputs[1], outputs[0], 1e-12, "dropped")
+            with clearhead.use_kernel(kernel):
+                compare_in_parts(whole, None, x, prepare=lambda module: tensor_parallel(module, line()), mask=given)
         rows = torch.nested.nested_tensor([x[0], x[1, :4]], layout=torch.jagged)
         with pytest.raises(ClearheadError, match="expected padded inputs where heads are split"):
             split(rows)
 
 
 def test_the_weights_that_one_process_drops_are_dropped(two: Processes) -> None:
-    two.run(_dropped)
+    two.run(_dropped, "chunked", torch.float64)
+
+
+@needs_native
+def test_native_drops_what_it_drops_on_one_process(two: Processes) -> None:
+    two.run(_dropped, "native", torch.float32)

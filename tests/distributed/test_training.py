@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from clearhead import masks
@@ -37,13 +40,21 @@ def _labels(length: int) -> torch.Tensor:
     return labels
 
 
-def _fully_sharded(layout: Layout, method: str) -> None:
-    """Steps of one process, and of parts of the sequence whose gradients `fully_shard` averages."""
+def _sharded(stack: Any, mesh: DeviceMesh) -> Any:
+    for layer in stack.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(stack, mesh=mesh)
+
+
+def _replicated(stack: Any, mesh: DeviceMesh) -> Any:
+    return DistributedDataParallel(stack, process_group=mesh.get_group())
+
+
+def _trained(averaged: Callable[[Any, DeviceMesh], Any], layout: Layout, method: str) -> None:
+    """Steps of one process, and of parts of the sequence whose gradients are averaged."""
     mesh, world = line(), dist.get_world_size()
     whole, split = encoder(), context_parallel(encoder(), mesh, method=method, layout=layout)  # type: ignore[arg-type]
-    for layer in split.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(split, mesh=mesh)
+    model = averaged(split, mesh)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (whole, split)]
     for step in range(2):
         torch.manual_seed(step)
@@ -51,7 +62,7 @@ def _fully_sharded(layout: Layout, method: str) -> None:
         count = (labels != -100).sum()
         (_loss(whole(x, mask=masks.causal()), labels) / count).backward()
         parts = [shard_sequence(each, mesh, layout=layout) for each in (x, labels)]
-        (_loss(split(parts[0], mask=masks.causal()), parts[1]) * world / count).backward()
+        (_loss(model(parts[0], mask=masks.causal()), parts[1]) * world / count).backward()
         for name, one in gradients_kept(whole).items():
             require_close(gradients_kept(split)[name], one, 1e-12, name)
         norms = [full(nn.utils.clip_grad_norm_(module.parameters(), 0.05)) for module in (whole, split)]
@@ -68,9 +79,12 @@ def gradients_kept(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: full(grad) for name, grad in found.items() if grad is not None}
 
 
+@pytest.mark.parametrize("averaged", [_sharded, _replicated])
 @pytest.mark.parametrize(("layout", "method"), [("zigzag", "heads"), ("contiguous", "gather"), ("zigzag", "ring")])
-def test_training_in_parts_is_training_on_one_process(two: Processes, layout: Layout, method: str) -> None:
-    two.run(_fully_sharded, layout, method)
+def test_training_in_parts_is_training_on_one_process(
+    two: Processes, layout: Layout, method: str, averaged: Callable[[Any, DeviceMesh], Any]
+) -> None:
+    two.run(_trained, averaged, layout, method)
 
 
 def _three_ways(kv_heads: int) -> None:
@@ -81,9 +95,7 @@ def _three_ways(kv_heads: int) -> None:
         split: Any = tensor_parallel(copy.deepcopy(whole), mesh["tp"])
         if sequences:
             split = context_parallel(split, mesh["cp"])
-        for layer in split.layers:
-            fully_shard(layer, mesh=mesh["cp"])
-        fully_shard(split, mesh=mesh["cp"])
+        _sharded(split, mesh["cp"])
         x, labels = torch.randn(2, 13, EMBED, dtype=torch.float64), _labels(13)
         count = (labels != -100).sum()
         (_loss(whole(x, mask=masks.causal()), labels) / count).backward()

@@ -128,12 +128,12 @@ def _exchanges(method: str, names: tuple[str, ...]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("method", "names", "more"),
     [
-        ("gather", ("received",), {"reduce_scatter_base": 1}),
+        ("gather", ("received",), {"reduce_scatter": 1}),
         ("gather", ("top_k", "rows", "head_average"), {}),
         ("gather", ("max_logit",), {"allreduce": 1}),
         ("gather", ("entropy", "sink", "distance"), {"allreduce": 1}),
         ("heads", ("received",), {"alltoall_base": 1}),
-        ("ring", ("received",), {"reduce_scatter_base": 1, "send": 1, "recv": 1}),
+        ("ring", ("received",), {"reduce_scatter": 1, "send": 1, "recv": 1}),
     ],
 )
 def test_exchanges(two: Processes, method: str, names: tuple[str, ...], more: dict[str, int]) -> None:

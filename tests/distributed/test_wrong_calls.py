@@ -1,28 +1,36 @@
-"""Five hundred generated wrong calls, half of them wrong on one process alone: all refuse each, and none waits."""
+"""Hundreds of generated wrong calls, half of them wrong on one process alone: all refuse each, and none waits."""
 
 from __future__ import annotations
 
+import copy
 import random
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import clearhead
 from clearhead import masks
+from clearhead.caches import KVCache
 from clearhead.distributed import context_parallel, gather_sequence, shard_sequence, tensor_parallel
-from clearhead.errors import ClearheadError
+from clearhead.errors import ClearheadError, DistributedError, DTypeError, ShapeError
+from clearhead.transformer import Decoder
 
-from .building import EMBED, attention, encoder
-from .meshes import line
+from .building import EMBED, attention, decoder, encoder
+from .meshes import line, square
 from .processes import Processes
 
-COUNT = 500
 LENGTH = 9
 Arguments = dict[str, Any]
+Makes = dict[str, Callable[[Tensor, random.Random], Arguments]]
 
 
 def _changed(x: Tensor, **changes: Any) -> Arguments:
@@ -35,14 +43,18 @@ def _random_size(x: Tensor, rng: random.Random) -> Tensor:
     return x.new_zeros(sizes)
 
 
+def _cache() -> KVCache:
+    return KVCache(2, 4, 9, 4)
+
+
+# What is drawn must not depend on this process's part: every process draws the same.
+
 #: What is wrong with a call, from this process's part of a good one.
-ARGUMENTS: dict[str, Callable[[Tensor, random.Random], Arguments]] = {
+ARGUMENTS: Makes = {
     "features": lambda x, rng: _changed(_random_size(x, rng)),
     "dtype": lambda x, rng: _changed(x.to(rng.choice([torch.float32, torch.float16, torch.int64]))),
     "kind": lambda x, rng: _changed(rng.choice([None, 3, [1.0], "x"])),
     "dimensions": lambda x, rng: _changed(rng.choice([x[0, 0], x[None], x[0, 0, 0]])),
-    "value without key": lambda x, rng: _changed(x, value=x),
-    "value of another length": lambda x, rng: _changed(x, key=x, value=x[:, : rng.randrange(x.shape[1])]),
     "mask of numbers": lambda x, rng: _changed(x, mask=torch.randn(LENGTH, LENGTH)),
     "mask of another kind": lambda x, rng: _changed(x, mask=rng.choice([3, "causal", [True]])),
     "mask of another size": lambda x, rng: _changed(x, mask=torch.ones(rng.randrange(2, 8), LENGTH, dtype=torch.bool)),
@@ -51,20 +63,34 @@ ARGUMENTS: dict[str, Callable[[Tensor, random.Random], Arguments]] = {
     "slopes of other heads": lambda x, rng: _changed(x, mask=clearhead.positions.ALiBi(rng.choice([1, 7, 9]))),
     "flag": lambda x, rng: _changed(x, need_weights=rng.choice(["yes", [True], torch.ones(2)])),
     "positions": lambda x, rng: _changed(x, positions=rng.choice([torch.arange(3), -4, 1.5, torch.zeros(LENGTH)])),
-    "cache": lambda x, rng: _changed(x, cache=rng.choice([3, clearhead.caches.KVCache(2, 4, 9, 4)])),
+    "cache": lambda x, rng: _changed(x, cache=rng.choice([3, _cache()])),
     "jagged": lambda x, rng: _changed(torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged)),
+    "name": lambda x, rng: _changed(x, attn_mask=None),
+}
+
+#: The same of an attention alone, of any stack, and of a decoder.
+OF_ATTENTION: Makes = {
+    "value without key": lambda x, rng: _changed(x, value=x),
+    "value of another length": lambda x, rng: _changed(x, key=x, value=x[:, : rng.randrange(3)]),
+}
+OF_STACKS: Makes = {
+    "caches": lambda x, rng: _changed(x, cache=rng.choice([[], [_cache()] * 2, [3, 4], [_cache(), _cache()]])),
+}
+OF_DECODERS: Makes = {
+    "memory": lambda x, rng: _changed(x, memory=rng.choice([None, 3, x[0], x[:1], x[..., :5], x.float()])),
+    "memory mask": lambda x, rng: _changed(x, memory_mask=rng.choice([3, torch.randn(LENGTH, LENGTH)])),
 }
 
 #: What is right alone, and wrong beside a process that makes the good call.
-DIFFERENCES: dict[str, Callable[[Tensor, random.Random], Arguments]] = {
+DIFFERENCES: Makes = {
     "batch": lambda x, rng: _changed(x.new_zeros(rng.choice([1, 3, 5]), *x.shape[1:])),
     "length": lambda x, rng: _changed(x.new_zeros(2, x.shape[1] + rng.choice([5, 7, 12]), EMBED)),
     "another mask": lambda x, rng: _changed(x, mask=rng.choice([masks.causal(), masks.sliding_window(2, 2)])),
     "other positions": lambda x, rng: _changed(x, positions=rng.randrange(1, 9)),
     "weights": lambda x, rng: _changed(x, need_weights=True),
     "no batch": lambda x, rng: _changed(x[0]),
-    "memory": lambda x, rng: _changed(x, key=x.clone()),
 }
+OF_ATTENTION_ALONE: Makes = {"another key": lambda x, rng: _changed(x, key=x.clone())}
 
 #: What surrounds a call of one process alone.
 SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -74,49 +100,83 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-def _refused(what: str, call: Callable[[], Any]) -> None:
+def _refused(what: str, call: Callable[[], Any], also: tuple[type[Exception], ...] = ()) -> None:
     try:
         call()
-    except ClearheadError:
-        return
+    except (ClearheadError, *also) as error:
+        said = str(error)
     except Exception as error:
         raise AssertionError(f"{what}: {type(error).__name__} {error}") from error
-    raise AssertionError(f"{what} was not refused")
+    else:
+        raise AssertionError(f"{what} was not refused")
+    # So ends a time-out, and so are refused processes that are not in the same call.
+    assert "another call" not in said, f"{what}: {said}"
 
 
-def _all_refused(seed: int, count: int) -> set[str]:
-    """The kinds that were refused, in every process."""
-    rng, mesh = random.Random(seed), line()
-    modules = {
-        "attention": context_parallel(attention(4), mesh),
-        "ring": context_parallel(attention(4), mesh, method="ring", layout="zigzag"),
-        "stack": context_parallel(encoder(1), mesh),
+def _split(mesh: DeviceMesh, heads: DeviceMesh | None) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "attention": attention(4),
+        "ring": attention(4),
+        "encoder": encoder(1),
+        "layer": encoder().layers[1],  # pre-norm
+        "decoder": decoder(),
     }
-    seen: set[str] = set()
+    for name, module in made.items():
+        split = module if heads is None else tensor_parallel(module, heads)
+        ring = name == "ring"
+        context_parallel(split, mesh, method="ring" if ring else "auto", layout="zigzag" if ring else "contiguous")
+    return made
+
+
+def _makes(kind: str) -> tuple[Makes, Makes]:
+    """What is wrong in every process, and in one alone."""
+    if kind in ("attention", "ring"):
+        return {name: make for name, make in (ARGUMENTS | OF_ATTENTION).items() if name != "name"}, (
+            DIFFERENCES | OF_ATTENTION_ALONE
+        )
+    return ARGUMENTS | (OF_STACKS if kind != "layer" else {}) | (OF_DECODERS if kind == "decoder" else {}), DIFFERENCES
+
+
+def _all_refused(seed: int, count: int, both: bool = False) -> set[str]:
+    """The kinds that were refused, in every process."""
+    rng = random.Random(seed)
+    mesh, heads = (square()["cp"], square()["tp"]) if both else (line(), None)
+    modules, seen = _split(mesh, heads), set[str]()
     for number in range(count):
-        name = rng.choice([*ARGUMENTS, *DIFFERENCES, *SURROUNDINGS])
-        of_stack = name in ("features", "dtype", "kind", "dimensions", "mask of numbers", "mask of another kind")
-        kind = rng.choice(["attention", "ring", "stack"] if of_stack else ["attention", "ring"])
+        kind = rng.choice([*modules])
+        everywhere, alone = _makes(kind)
+        name = rng.choice([*everywhere] if number % 2 == 0 else [*everywhere, *alone, *SURROUNDINGS])
+        wrong = dist.get_rank() == rng.randrange(dist.get_world_size()) or number % 2 == 0
         layout = "zigzag" if kind == "ring" else "contiguous"
-        everywhere = name in ARGUMENTS and number % 2 == 0
-        wrong = everywhere or dist.get_rank() == rng.randrange(2)
         x = shard_sequence(torch.zeros(2, LENGTH, EMBED, dtype=torch.float64), mesh, layout=layout)  # type: ignore[arg-type]
-        makes = ARGUMENTS | DIFFERENCES
-        given = makes[name](x, rng) if name in makes else {"query": x}
-        given = given if wrong else {"query": x}
-        given |= {"x": given.pop("query")} if kind == "stack" else {}
-        surroundings = SURROUNDINGS[name] if name in SURROUNDINGS and wrong else nullcontext
-        with surroundings():
-            _refused(f"{number} {name} of {kind}", lambda module=modules[kind], given=given: module(**given))
+        good: Arguments = {"query": x} | ({"memory": x} if kind == "decoder" else {})
+        makes = everywhere | alone
+        changed = good | makes[name](x, rng) if name in makes else good
+        module, given = modules[kind], changed if wrong else good
+        if kind not in ("attention", "ring"):
+            good, given = ({"x": each["query"], **each} for each in (good, given))
+            del good["query"], given["query"]
+        # The parts of a layer are PyTorch's too; only the process that is wrong shows their errors.
+        also = (RuntimeError, TypeError) if wrong and kind not in ("attention", "ring") else ()
+        with SURROUNDINGS[name]() if name in SURROUNDINGS and wrong else nullcontext():
+            _refused(f"{number} {name} of {kind}", lambda module=module, given=given: module(**given), also)
         seen.add(name)
         if number % 25 == 0:  # and the next good call goes on
-            assert modules[kind](x).shape == x.shape
+            assert module(**good).shape == x.shape
     return seen
 
 
 def test_every_process_refuses_what_one_refuses(two: Processes) -> None:
-    for seen in two.run(_all_refused, 17, COUNT):
-        assert len(seen) >= 20
+    for seen in two.run(_all_refused, 17, 500):
+        assert len(seen) >= 28
+
+
+def test_three_processes_refuse_what_one_refuses(three: Processes) -> None:
+    three.run(_all_refused, 19, 100)
+
+
+def test_all_heads_and_parts_refuse_what_one_process_refuses(four: Processes) -> None:
+    four.run(_all_refused, 21, 100, True)
 
 
 def _wrong_set_ups(seed: int, count: int) -> None:
@@ -151,3 +211,122 @@ def _wrong_set_ups(seed: int, count: int) -> None:
 
 def test_every_process_refuses_a_wrong_set_up(two: Processes) -> None:
     two.run(_wrong_set_ups, 23, 100)
+
+
+def _last() -> bool:
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def _part(mesh: DeviceMesh) -> Tensor:
+    torch.manual_seed(3)
+    return shard_sequence(torch.randn(2, LENGTH, EMBED, dtype=torch.float64), mesh)
+
+
+def _stack_raises(module: Any, inputs: tuple[Tensor, ...], part: nn.Module) -> None:
+    """A part raises in the last process alone; the next call goes on."""
+    expected = module(*inputs)
+    hook = part.register_forward_hook(lambda *_: 1 / 0) if _last() else None
+    with pytest.raises(ZeroDivisionError if _last() else DistributedError, match="division by zero"):
+        module(*inputs)
+    if hook is not None:
+        hook.remove()
+    assert torch.equal(module(*inputs), expected)
+
+
+def _stacks_raise() -> None:
+    x = _part(line())
+    for made in (encoder(), decoder()):
+        split: Any = context_parallel(made, line())
+        inputs = (x, x) if isinstance(made, Decoder) else (x,)
+        for part in (split.layers[0].norm1, split.layers[0].dropout, split.layers[1].feed_forward, split.norm):
+            _stack_raises(split, inputs, part)
+
+
+def test_what_one_process_raises_anywhere_in_a_stack_all_refuse(two: Processes, three: Processes) -> None:
+    two.run(_stacks_raise)
+    three.run(_stacks_raise)
+
+
+def _heads_and_parts_raise() -> None:
+    """Before the agreement of an attention, and before that at the end."""
+    split: Any = context_parallel(tensor_parallel(encoder(), square()["tp"]), square()["cp"])
+    for part in (split.layers[1].norm1, split.norm):
+        _stack_raises(split, (_part(square()["cp"]),), part)
+
+
+def test_what_one_of_four_raises_in_a_stack_all_refuse(four: Processes) -> None:
+    four.run(_heads_and_parts_raise)
+
+
+def _does_not_wait() -> None:
+    """The last process raises before the others have made the call."""
+    split, x = context_parallel(encoder(), line()), _part(line())
+    if not _last():
+        dist.barrier()
+    with pytest.raises(TypeError if _last() else DistributedError, match="unexpected keyword argument 'attn_mask'"):
+        split(x, **({"attn_mask": None} if _last() else {}))
+    if _last():
+        dist.barrier()
+
+
+def test_the_process_that_raises_does_not_wait(two: Processes) -> None:
+    two.run(_does_not_wait)
+
+
+def _recomputed() -> None:
+    """Recomputing ends a forward pass by an exception, in every process alike."""
+    split, x = context_parallel(encoder(), line()), _part(line())
+    for _ in range(2):
+        cast(Any, checkpoint(split, x.clone().requires_grad_(), use_reentrant=False)).sum().backward()
+        with pytest.raises(DTypeError if _last() else DistributedError, match="a list of caches, one per layer"):
+            split(x, cache=cast(Any, 3) if _last() else None)
+
+
+def test_a_stack_that_is_recomputed_refuses(two: Processes) -> None:
+    two.run(_recomputed)
+
+
+def _copied() -> None:
+    split, x = context_parallel(encoder(), line()), _part(line())
+    expected, other = split(x), copy.deepcopy(split)
+    nn.init.zeros_(other.norm.weight)
+    assert torch.equal(split(x), expected)
+    assert not other(x).any()
+
+
+def test_a_copy_of_a_split_stack_has_its_own_parameters(two: Processes) -> None:
+    two.run(_copied)
+
+
+def _fully_sharded() -> None:
+    split, x = context_parallel(encoder(), line()), _part(line())
+    for module in (*split.layers, split):
+        fully_shard(module, mesh=line())
+    expected = split(x)
+    _stack_raises(split, (x,), split.layers[1].norm1)
+    with pytest.raises(ShapeError if _last() else DistributedError, match=r"expected \(B, L, E\) with E = 32"):
+        split(x[..., :5] if _last() else x)
+    assert torch.equal(split(x), expected)
+
+
+def test_a_fully_sharded_stack_refuses(two: Processes) -> None:
+    two.run(_fully_sharded)
+
+
+def _compiled() -> dict[str, int]:
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # Dynamo looks at it
+    split, x = context_parallel(encoder(), line()), _part(line())
+    graph: Any = torch.compile(split, backend="eager")
+    assert torch.equal(graph(x), split(x))
+    breaks = dict(torch._dynamo.utils.counters["graph_break"])
+    with pytest.raises(DTypeError if _last() else DistributedError, match="a list of caches, one per layer"):
+        graph(x, cache=3 if _last() else None)
+    assert torch.equal(graph(x), split(x))
+    return breaks
+
+
+def test_a_compiled_stack_refuses(two: Processes) -> None:
+    for breaks in two.run(_compiled):
+        # Attention is run outside graphs; what the processes agree on is not traced.
+        assert len(breaks) == 1
+        assert "_Sequence.call" in next(iter(breaks))

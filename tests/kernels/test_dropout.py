@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._call.dropout import dropout_factors, philox4x32
-from clearhead.masks._grid import Block, Grid
+from clearhead._call.dropout import DropoutOrigin, dropout_factors, philox4x32
+from clearhead._call.spec import validate_call
+from clearhead._environment import read_environment
+from clearhead._layer.plan import run_call
+from clearhead.masks._grid import ALL, Block, Grid
+from tests.support.comparing import require_close, require_half_as_good
+from tests.support.native import needs_native
 
 OURS = pytest.mark.parametrize("kernel", ["chunked", "reference"])
 WORD = 0xFFFFFFFF
+
+WHOLE = Grid(3, 7, 89, 331, torch.device("cpu"))
+#: Items, heads, queries and keys of it: several tiles of queries, more than a block of keys.
+PARTS = {
+    "items": (slice(1, 3), ALL, ALL, ALL),
+    "heads": (ALL, slice(2, 6), ALL, ALL),
+    "queries": (ALL, ALL, slice(13, 80), ALL),
+    "keys": (ALL, ALL, ALL, slice(24, 283)),
+    "keys from inside a group": (ALL, ALL, ALL, slice(29, 331)),
+    "all": (slice(2, 3), slice(3, 5), slice(17, 89), slice(7, 210)),
+    "a query": (slice(1, 2), slice(5, 7), slice(19, 20), slice(11, 20)),
+}
 
 
 def attend(kernel: str, *args: object, seed: int = 5, **options: object) -> Tensor:
@@ -163,6 +182,53 @@ def test_any_block_gets_its_part_of_the_whole() -> None:
         block = Block(grid, slice(1, 3), slice(2, 5), slice(4, 9), slice(*columns))
         part = dropout_factors(seed, 0.3, block, torch.float32)
         assert torch.equal(part, whole[1:3, 2:5, 4:9, slice(*columns)])
+
+
+def part_numbers(kernel: str | None, part: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Output and gradients of a causal call that is a part of `WHOLE`; without a kernel by hand, in float64."""
+    items, heads, rows, columns = PARTS[part]
+    factors = dropout_factors(torch.tensor(42), 0.3, Block(WHOLE), torch.float64)[items, heads, rows, columns]
+    batch, count, length, keys = factors.shape
+    generator = torch.Generator().manual_seed(7)
+    kv_heads = 2 if count % 2 == 0 else 1
+    shapes = [(batch, count, length, 13), (batch, kv_heads, keys, 13), (batch, kv_heads, keys, 5)]
+    rounded = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    upstream = torch.randn(batch, count, length, 5, generator=generator).to(dtype)
+    query, key, value = inputs = [(x.double() if kernel is None else x).requires_grad_() for x in rounded]
+    if kernel is None:
+        k, v = (x.repeat_interleave(count // kv_heads, 1) for x in (key, value))
+        scores = (query @ k.mT / 13**0.5).masked_fill(~torch.ones(length, keys).tril(keys - length).bool(), -torch.inf)
+        output, upstream = (scores.softmax(-1) * factors) @ v, upstream.double()
+    else:
+        first_item, head, row, column = (index.start or 0 for index in PARTS[part])
+        with clearhead.use_kernel(kernel):
+            call = validate_call(
+                *inputs,
+                masks.causal("bottom_right"),
+                dropout_p=0.3,
+                dropout_seed=torch.tensor(42),
+                origin=DropoutOrigin(WHOLE.num_heads, head, row, column),
+            )
+            output = run_call(replace(call, first_item=first_item), read_environment()).output
+    found = torch.autograd.grad(output, inputs, upstream)
+    return {"output": output.detach(), **dict(zip(("query", "key", "value"), found, strict=True))}
+
+
+@OURS
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_drops_what_the_whole_drops(part: str, kernel: str) -> None:
+    require_close(part_numbers(kernel, part, torch.float32), part_numbers(None, part, torch.float32))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_drops_what_the_whole_drops_on_native(part: str, dtype: torch.dtype, instructions: str) -> None:
+    found, exact = part_numbers("native", part, dtype), part_numbers(None, part, dtype)
+    if dtype == torch.float32:
+        require_close(found, exact)
+    else:
+        require_half_as_good(found, part_numbers("reference", part, dtype), exact, dtype)
 
 
 def test_chosen_rows_get_their_part_of_the_whole() -> None:

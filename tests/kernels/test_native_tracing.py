@@ -11,6 +11,9 @@ from torch.export import export
 
 import clearhead
 from clearhead import masks
+from clearhead._call.dropout import DropoutOrigin
+from clearhead._environment import read_environment
+from clearhead._layer.plan import attend_arguments
 from tests.support.allocations import Allocations
 from tests.support.budgets import slow
 from tests.support.native import needs_native
@@ -73,6 +76,20 @@ def test_dropout_in_a_graph_is_the_same_in_its_backward_pass() -> None:
     assert not torch.isclose(loss, clearhead.attention(x, x, value).sum())
 
 
+def test_a_graph_drops_the_weights_of_a_part_that_reference_drops() -> None:
+    def attend(x: Tensor) -> Tensor:
+        options = {"dropout_p": 0.5, "dropout_seed": torch.tensor(42), "origin": DropoutOrigin(11, 2, 3, 5)}
+        return attend_arguments(x, x, x, None, read_environment(), **options).output
+
+    x = random(31, grad=True)
+    found = torch.compile(attend, backend="aot_eager", fullgraph=True)(x)
+    with clearhead.use_kernel("reference"):
+        expected = attend(x)
+    torch.testing.assert_close(found, expected)
+    gradients = [torch.autograd.grad(output.square().sum(), x)[0] for output in (found, expected)]
+    torch.testing.assert_close(*gradients)
+
+
 def test_an_exported_graph_holds_pytorchs_own_operators() -> None:
     class Module(torch.nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -97,7 +114,7 @@ def test_dispatch_modes_see_an_operator() -> None:
 def test_the_operator_keeps_pytorchs_rules(dtype: torch.dtype) -> None:
     query, key, value = (random(length).to(dtype).requires_grad_() for length in (11, 13, 13))
     visible = torch.rand(11, 13)[None, None] > 0.3
-    arguments = (query, key, value, None, visible, None, None, None, None, 0.5, 0.0, 0.0, -11, 13, 13, 0)
+    arguments = (query, key, value, None, visible, None, None, None, None, 0.5, 0.0, 0.0, -11, 13, 13, 0, None)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.clearhead.attention.default, arguments, test_utils=tests)
 

@@ -17,7 +17,11 @@ class HeadShard(Protocol):
     Args:
         first: of this process's heads.
         num_heads, num_kv_heads: of this process.
+        group: the process group that shares the heads.
     """
+
+    @property
+    def group(self) -> Any: ...
 
     @property
     def first(self) -> int: ...

@@ -121,9 +121,7 @@ class Layer:
                 q, k, v = self.projected(query, key, value, at, environment)
                 known = KeyValues(k, v) if cache is None else cache.update(k, v, at)
             else:  # cross-attention to a memory whose keys are projected already
-                q, known = _heads(self.project(query, None, None)[0], self.num_heads, self.q_norm), held
-                if environment.autocast:
-                    (q,) = cast_for_autocast(q)
+                q, known = self.projected_query(query, environment), held
             keys_at = positions_of_keys(known, own, self.num_heads)
             mask = with_hidden(mask, known, at)
         form = None if self.form is None else self.form(q, known.key, cache)
@@ -186,6 +184,11 @@ class Layer:
         if environment.autocast:
             q, k, v = cast_for_autocast(q, k, v)
         return q, k, v
+
+    def projected_query(self, query: Tensor, environment: Environment) -> Tensor:
+        """(B, H, L, D), for keys that are projected already."""
+        q = _heads(self.project(query, None, None)[0], self.num_heads, self.q_norm)
+        return cast_for_autocast(q)[0] if environment.autocast else q
 
     def run_rows(
         self,

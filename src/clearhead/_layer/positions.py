@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from ..masks._base import Mask, all_of
 from ..masks._check import as_positions
 from ..masks._positional import Present
 from ..positions._checks import require_in_range
+from ..positions._rotary import Rotary
 
 #: Rotates queries (B, H, L, D) and keys (B, Hkv, L, D) by their positions, as `clearhead.positions.Rotary` does.
 PositionPart = Callable[[Tensor, Tensor, Positions], tuple[Tensor, Tensor]]
@@ -41,14 +43,28 @@ def apply_position(position: PositionPart, q: Tensor, k: Tensor, positions: Posi
     Raises:
         ShapeError: if there are more keys than queries or fewer.
     """
-    if q.shape[2] != k.shape[2]:
+    require_one_length(q.shape[2], k.shape[2])
+    return position(q, k, positions)
+
+
+def require_one_length(queries: int, keys: int) -> None:
+    """Raise unless there are as many keys as queries, as a position part needs."""
+    if queries != keys:
         raise ShapeError(
             "key",
-            expected=f"the query's length {q.shape[2]}: a position part rotates both by the same positions",
-            got=f"{k.shape[2]}",
+            expected=f"the query's length {queries}: a position part rotates both by the same positions",
+            got=f"{keys}",
             fix="Use position= in self-attention, and a module without it for cross-attention.",
         )
-    return position(q, k, positions)
+
+
+def of_whole(position: PositionPart, positions: Positions | None, length: int) -> PositionPart:
+    """A position part for parts of a sequence of some length, whose positions these are."""
+    scaling = position.scaling if isinstance(position, Rotary) else None
+    if scaling is None or not scaling.follows_length:
+        return position
+    last = positions.amax() if isinstance(positions, Tensor) else (positions or 0) + length - 1
+    return partial(position, length=last + 1)
 
 
 def with_hidden(mask: Mask | None, known: KeyValues, positions: Positions) -> Mask | None:

@@ -137,8 +137,8 @@ bool accept(const void* address, bool planned, const char* name) {
 }
 
 // What all methods take first: the addresses of query, key, value, output, lse, sinks, first, last, visible and bias,
-// the seed of dropout and the first item that it counts from, the addresses of the documents' starts and lengths, how many
-// threads, and which instruction set.
+// the seed of dropout, the first item that it counts from, how many heads there are of it (0: those of the plan) and its
+// first head, row and key, the addresses of the documents' starts and lengths, how many threads, and which instruction set.
 bool read_call(const PlanObject& plan, Addresses& args, Call& call) {
     Problem& p = call.problem;
     p = plan.problem, call.documents = plan.documents;
@@ -146,7 +146,9 @@ bool read_call(const PlanObject& plan, Addresses& args, Call& call) {
     p.output.data = args.pointer<void>(), p.lse = args.pointer<double>(), p.sinks = args.pointer<const float>();
     p.first = args.pointer<const int32_t>(), p.last = args.pointer<const int32_t>();
     p.visible.data = args.pointer<void>(), p.bias.data = args.pointer<void>();
-    p.seed = static_cast<uint64_t>(args.integer()), p.first_item = args.integer();
+    p.seed = static_cast<uint64_t>(args.integer()), p.first_item = args.integer(), p.all_heads = args.integer();
+    p.first_head = args.integer(), p.first_row = args.integer(), p.first_key = args.integer();
+    if (p.all_heads == 0) p.all_heads = p.heads;
     call.documents.rows = args.pointer<const void>(), call.documents.keys = args.pointer<const void>();
     call.documents.key_lengths = args.pointer<const void>();
     call.threads = args.integer(), call.set = args.integer();

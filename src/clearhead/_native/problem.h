@@ -58,7 +58,8 @@ struct Problem {
 
     uint32_t drop_below;  // of 65536; 0 drops nothing
     uint64_t seed;
-    int64_t first_item;  // of the batch that this is a part of: dropout counts items from the first of all
+    // Of the call that this is a part of, by which dropout counts: its heads, and where this begins in it.
+    int64_t all_heads, first_item, first_head, first_row, first_key;
     float kept_factor;
 
     // Of the backward pass.

@@ -153,20 +153,36 @@ static void lanes_to_rows(const float* from, const Rows& rows, int64_t batch, in
         }
 }
 
-// Which of GROUP keys from `key` on are kept for the rows of one vector: all ones or zero.
-INLINE void dropout_mask(const Problem& p, const Rows& rows, int64_t batch, int v, int64_t key, Ints (&kept)[GROUP]) {
+// Which keys of a group of the whole call are kept for the rows of one vector: all ones or zero.
+INLINE void group_mask(const Problem& p, const Rows& rows, int64_t batch, int v, int64_t group, Ints* kept) {
     Words counter[4] = {};
     Ints head, row;
     memcpy(&head, rows.head + v * LANES, sizeof head);
     memcpy(&row, rows.row + v * LANES, sizeof row);
-    counter[0] += static_cast<uint32_t>(key / GROUP);
-    counter[1] = reinterpret_cast<Words>(row);
-    counter[2] = reinterpret_cast<Words>(head) + static_cast<uint32_t>((p.first_item + batch) * p.heads);
+    const int64_t first_stream = (p.first_item + batch) * p.all_heads + p.first_head;
+    counter[0] += static_cast<uint32_t>(group);
+    counter[1] = reinterpret_cast<Words>(row) + static_cast<uint32_t>(p.first_row);
+    counter[2] = reinterpret_cast<Words>(head) + static_cast<uint32_t>(first_stream);
     philox(counter, p.seed);
     for (int word = 0; word < 4; word++) {
         kept[2 * word] = (counter[word] & 0xffffu) >= p.drop_below;
         kept[2 * word + 1] = (counter[word] >> 16) >= p.drop_below;
     }
+}
+
+// The same where the call begins inside a group: the end of one, and the start of the next.
+static __attribute__((noinline)) void two_groups_mask(const Problem& p, const Rows& rows, int64_t batch, int v,
+                                                      int64_t place, Ints* kept) {
+    Ints both[2 * GROUP];
+    for (int n = 0; n < 2; n++) group_mask(p, rows, batch, v, place / GROUP + n, both + n * GROUP);
+    memcpy(kept, both + place % GROUP, GROUP * sizeof(Ints));
+}
+
+// Which of GROUP keys from `key` on are kept for the rows of one vector: all ones or zero.
+INLINE void dropout_mask(const Problem& p, const Rows& rows, int64_t batch, int v, int64_t key, Ints (&kept)[GROUP]) {
+    const int64_t place = p.first_key + key;
+    if (place % GROUP == 0) return group_mask(p, rows, batch, v, place / GROUP, kept);
+    two_groups_mask(p, rows, batch, v, place, kept);
 }
 
 INLINE Floats only_where(Ints kept, Floats x) { return reinterpret_cast<Floats>(reinterpret_cast<Ints>(x) & kept); }

@@ -1,13 +1,17 @@
 """Agreement before a collective: every process learns what the others were given, and of their errors.
 
 A process that raised before a collective would leave the others waiting in it. So each sends a record of one fixed
-size, with its facts or with its refusal, and all raise if one of them must.
+size, with its facts or with its refusal, and all raise if one of them must. A refusal is understood in every agreement,
+whatever the others agree on there: a process that raises between two of them announces its error, and goes on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._checks import choice
+from .._environment import all_gather_single, outside_graphs, timeout_of
 from ..errors import ArgumentError, ClearheadError, DistributedError
 from ._collectives import from_every_rank
 from ._layout import LAYOUTS
@@ -23,10 +28,13 @@ _FACTS = 32  # int64 numbers of facts in a record
 _TEXT = 640  # bytes of a refusal's text in a record
 _READABLE = 1 << 40  # larger facts are fingerprints
 
+Read = TypeVar("Read")
+
 #: What each process of the group sent, by name.
 Gathered = list[dict[str, int]]
 
 
+@outside_graphs
 def agree(
     where: str,
     group: dist.ProcessGroup,
@@ -68,6 +76,80 @@ def agree(
                 f"{where}: process {rank} of the group makes another call. All of them make the same."
             )
     return [dict(zip(facts, other[2 : 2 + len(facts)].tolist(), strict=True)) for other in records]
+
+
+def agree_in_turn(
+    where: str,
+    groups: Sequence[dist.ProcessGroup],
+    device: str,
+    facts: Mapping[str, int],
+    problem: Exception | None,
+    read: Callable[[Gathered], Read],
+) -> Read:
+    """Agree on facts in the first group; what it refuses, the processes of the others refuse too.
+
+    Args:
+        where, device, facts, problem: as for `agree`.
+        groups: of the processes that have all parts of the sequence, and of those that have the heads of one part.
+        read: what is read from the facts of the first group, or raised.
+
+    Returns:
+        What was read.
+    """
+    found: Read | None = None
+    try:
+        found = read(agree(where, groups[0], device, facts, problem))
+    except Exception as error:
+        problem = error
+    for group in groups[1:]:
+        agree(where, group, device, {}, problem)
+    if problem is not None:
+        raise problem
+    return cast(Read, found)
+
+
+#: By the group whose processes they have. They end with it: threads of a group that outlives `destroy_process_group`
+#: may abort a process that ends.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def group_for_agreements(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
+    """Another group of the same processes: what one of them announces there meets no other collective.
+
+    Made by all processes of the group, when they call this for the first time.
+    """
+    if group not in _groups:
+        ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
+        made = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+        _groups[group] = cast(dist.ProcessGroup, made)
+    return _groups[group]
+
+
+@contextmanager
+def not_announced() -> Generator[None, None, None]:
+    """Mark what is raised inside, where no other process waits in an agreement: `announce` leaves it out."""
+    try:
+        yield
+    except Exception as error:
+        cast(Any, error).not_announced = True
+        raise
+
+
+@outside_graphs
+def announce(where: str, groups: Sequence[dist.ProcessGroup], device: str, problem: Exception) -> None:
+    """Refuse what the others agree on next, without waiting for them.
+
+    Args:
+        where, groups, device: as for `agree_in_turn`.
+        problem: why this process cannot go on; the caller raises it.
+    """
+    if getattr(problem, "not_announced", False):
+        return
+    record = _record(where, {}, problem).to(device)
+    for group in groups:
+        found = record.new_empty((dist.get_world_size(group), len(record)))
+        with suppress(RuntimeError, ValueError):  # the problem is what counts
+            all_gather_single(found, record[None], group=group, async_op=True)
 
 
 def _record(where: str, facts: Mapping[str, int], problem: Exception | None) -> Tensor:

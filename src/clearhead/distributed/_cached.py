@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, cast, final
 
 import torch
@@ -16,6 +17,7 @@ from .._environment import Environment
 from .._layer.layer import Layer
 from .._layer.plan import attend_arguments
 from ..caches._base import unchanged_if_refused
+from ..caches._cross import CrossKVCache
 from ..caches._kv import KVCache
 from ..errors import CacheError
 from ..kernels._some_keys import merge_some_keys
@@ -62,9 +64,11 @@ class ShardedKVCache(Cache):
         self._length += count
         return found
 
-    def columns(self, device: torch.device) -> Tensor:
-        """Which tokens of the text this process holds, in ascending order."""
-        return torch.arange(self.rank, max(self.rank, self._length), self.world, device=device)
+    def place(self, queries: int, keys: int, device: torch.device) -> Place:
+        """Where so many new queries, and this process's keys with so many new ones, stand in the text."""
+        length = self._length + keys
+        columns = torch.arange(self.rank, max(self.rank, length), self.world, device=device)
+        return Place(queries, length, first_column=columns, query_positions=self._length)
 
     def saved(self, count: int) -> Callable[[], None]:
         length, bring_back = self._length, self.own.saved(count)
@@ -94,32 +98,67 @@ class ShardedKVCache(Cache):
         return f"ShardedKVCache({self._length} of {self.max_length} tokens, process {self.rank} of {self.world})"
 
 
+#: The cache of a module that is split: of the text being written, or of this process's part of a memory.
+PartCache = ShardedKVCache | CrossKVCache
+
+
+def common_facts(cache: PartCache | None) -> object:
+    """What is equal in every process of a call's cache."""
+    if cache is None:
+        return None
+    if isinstance(cache, ShardedKVCache):
+        known, sizes = cache.own, (cache.length, cache.max_length)
+    else:
+        known, sizes = cache.get(), ()
+    if known is None:
+        return "no memory"
+    key, value = known.key, known.value
+    return sizes, key.shape[:2], key.shape[3], value.shape[3], key.dtype
+
+
 def decode(
     layer: Layer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Mask | None,
-    cache: ShardedKVCache,
+    cache: PartCache,
+    place: Place,
     group: dist.ProcessGroup,
     environment: Environment,
 ) -> Tensor:
     """The output (B, L, E) of new tokens, which every process was given, in every process.
 
     One all-gather of partial outputs and their log-sum-exps, which each process merges alike.
+
+    Args:
+        layer: the call of the module.
+        query: (B, L, features).
+        key, value: of the new tokens, or of this process's part of a memory that the cache does not hold yet.
+        mask: of the call.
+        cache: takes the new keys and values.
+        place: where the new tokens, and the keys that the cache then holds, stand in the whole.
+        group: of the processes.
+        environment: of the call.
     """
-    start = cache.length
+    start = cast(int, place.query_positions)
     with unchanged_if_refused((cache,), query, layer.mask, mask):
         combined = layer.combined(mask)
-        sizes = query.shape[0], layer.num_heads, query.shape[1], start + query.shape[1]
         if combined is not None:
+            sizes = query.shape[0], layer.num_heads, place.query_length, place.key_length
             combined.validate(Grid(*sizes, query.device, start, None))
-        q, k, v = layer.projected(query, key, value, start, environment)
-        known = cache.update(k, v)
-    place = Place(*sizes[2:], first_column=cache.columns(q.device), query_positions=start)
-    options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "return_lse": True}
-    own = part_of(combined, layer.num_heads, place=place)
-    part = attend_arguments(q, known.key, known.value, own, environment, **options)
+        known = cache.get()
+        if known is None:
+            q, k, v = layer.projected(query, key, value, start, environment)
+            known = cache.update(k, v)
+        else:
+            q = layer.projected_query(query, environment)
+        if torch.is_grad_enabled() and q.requires_grad:
+            fix = "Decode under torch.no_grad() or torch.inference_mode()."
+            raise CacheError(
+                "query", expected="no gradients beside keys that are split", got="a tensor that requires them", fix=fix
+            )
+        part = _own_part(layer, q, known, combined, place, environment)
     dtype = torch.promote_types(q.dtype, torch.float32)
     sent = torch.cat((part.output.to(dtype), cast(Tensor, part.lse).to(dtype)[..., None]), -1)  # (B, H, L, Dv + 1)
     with step("decoding: all-gather"):
@@ -131,3 +170,18 @@ def decode(
         nothing = output.new_zeros(()).expand(output.shape)
         merge_some_keys(output, lse, nothing, layer.sinks.to(dtype)[None, :, None].expand(lse.shape))
     return layer.projected_out(Results(output.to(q.dtype)), environment)[0]
+
+
+def _own_part(
+    layer: Layer, q: Tensor, known: KeyValues, mask: Mask | None, place: Place, environment: Environment
+) -> Results:
+    """Attention to the keys that this process holds, with its log-sum-exp."""
+    options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "return_lse": True}
+    key, value = known.key, known.value
+    columns = cast(Tensor, place.first_column)
+    if environment.kernel is not None and key.shape[2] == 0 < place.key_length:
+        # Without keys a forced kernel may run what it refuses in the other processes, which then refuse alone.
+        one = part_of(mask, layer.num_heads, place=replace(place, first_column=columns.new_zeros(1)))
+        one_key, one_value = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (key, value))
+        attend_arguments(q, one_key, one_value, one, environment, **options)
+    return attend_arguments(q, key, value, part_of(mask, layer.num_heads, place=place), environment, **options)

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._call.caching import Cache, KeyValues, Positions
 from .._call.dropout import draw_seed
 from .._call.observers import computing, notify
-from .._call.spec import Results, WeightsWanted, weights_wanted
+from .._call.spec import Results, WeightsWanted, validate_call, weights_wanted
 from .._checks import FLOATS, choice, flag, shown, size
-from .._environment import Environment, autocast_off, listening, outside_graphs, read_environment
+from .._environment import Environment, autocast_off, listening, outside_graphs, outside_graphs_alone, read_environment
 from .._layer.layer import Layer
 from .._layer.plan import attend_arguments
-from .._layer.positions import positions_of_queries, with_hidden
+from .._layer.positions import of_whole, positions_of_queries, require_one_length, with_hidden
 from .._multihead import MultiHeadAttention, layer_of
-from .._multihead_checks import complete, require_inputs
+from .._multihead_checks import complete, require_cache, require_features, require_inputs
+from ..caches._cross import CrossKVCache
 from ..caches._kv import KVCache
-from ..errors import ArgumentError, ClearheadError, KernelError, RecordError, ShapeError, shape_text
+from ..errors import ArgumentError, KernelError, RecordError, ShapeError, shape_text
+from ..kernels._choice import choose
 from ..masks._base import Mask
 from ..masks._grid import Grid
+from ..masks._part import Place
 from ..masks._tensors import as_mask
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer
-from ..transformer._parts import require_features
-from ._agreement import agree, fingerprint, group_of, require_equal, require_layout
-from ._cached import ShardedKVCache, decode
+from ._agreement import (
+    Gathered,
+    agree,
+    agree_in_turn,
+    announce,
+    fingerprint,
+    group_for_agreements,
+    group_of,
+    not_announced,
+    require_equal,
+    require_layout,
+)
+from ._cached import PartCache, ShardedKVCache, common_facts, decode
 from ._finding import attention_parts
 from ._layout import Layout, Parts
 from ._methods import Whole, by_gathering, by_heads, heads_divide
@@ -57,10 +69,10 @@ def context_parallel(
     output. Masks, biases and positions are given as for one process: they speak of the whole sequence, and each process
     takes its rows, so every mask stays exact, in any layout and where the length does not divide.
 
-    Every call first exchanges one small record, by which the processes agree on lengths; what one of them refuses, all
-    refuse. Gradients of parameters are each process's contribution: `fully_shard` or `DistributedDataParallel` over
-    the same processes averages them, so a loss that is the local sum · W / the count of all labels gives those of one
-    process.
+    Every call of an attention first exchanges one small record, by which the processes agree on lengths, and a layer or
+    stack exchanges one more at its end; what one of them refuses, all refuse. Gradients of parameters are each
+    process's contribution: `fully_shard` or `DistributedDataParallel` over the same processes averages them, so a loss
+    that is the local sum · W / the count of all labels gives those of one process.
 
     Args:
         module: a `MultiHeadAttention`, or a layer or stack of `clearhead.transformer` made of them, after
@@ -87,7 +99,8 @@ def context_parallel(
     raises `ArgumentError`, `RecordError` or `KernelError`.
 
     With a cache (``module.make_cache``) every process is given all new tokens and returns their whole output; each
-    keeps the keys and values of its part of the text, attends to these, and the results are merged by log-sum-exp.
+    keeps the keys and values of its part of the text, attends to these, and the results are merged by log-sum-exp. So
+    does a decoder with a memory, of which each process gives its part in the first call.
 
     `clearhead.record`, `monitor` and `qk_clip_` work as on one process, in every process alike: what has a number for
     each query is of this process's queries, ``received`` is of its keys, and all else is of the whole.
@@ -126,11 +139,14 @@ def context_parallel(
     gathered = agree(_WHERE, group, device, facts, problem)
     require_equal(_WHERE, gathered, tuple(facts), "Split the same module in the same way in every process.")
     if len(gathered) > 1:
-        sequence = _Sequence(group, device, dist.get_rank(group), len(gathered), method, layout)
+        of_heads = dict.fromkeys(each.head_shard.group for _, each in attentions if each.head_shard is not None)
+        agreements = group_for_agreements(group, device), *of_heads
+        sequence = _Sequence(group, agreements, device, dist.get_rank(group), len(gathered), method, layout)
         for _, attention in attentions:
             attention.sequence_shard = sequence
         if not isinstance(module, MultiHeadAttention):
-            module.register_forward_pre_hook(partial(_enter, sequence), with_kwargs=True)
+            where = f"{_WHERE}: {type(module).__name__}"
+            cast(Any, module).forward = partial(_all_or_none, sequence, where, module.forward)
     return module
 
 
@@ -176,6 +192,7 @@ _EQUAL: tuple[str, ...] = (
     "batch size",
     "a batch",
     "dtype",
+    "cache",
     "key is query",
     "value is key",
     "need_weights",
@@ -187,7 +204,6 @@ _EQUAL: tuple[str, ...] = (
     "mask",
     "positions",
     "dropout",
-    "cache",
     "recorders",
 )
 _NAMES: tuple[str, ...] = (*_EQUAL, "query", "key", "seed")
@@ -199,12 +215,14 @@ class _Sequence:
 
     Args:
         group: of the processes.
-        device: on which its collectives work.
+        agreements: of the same processes, for nothing else; and of those that share the heads of this part, if any.
+        device: on which their collectives work.
         rank, world: of this process, and how many there are.
         method, layout: see `context_parallel`.
     """
 
     group: dist.ProcessGroup
+    agreements: tuple[dist.ProcessGroup, ...]
     device: str
     rank: int
     world: int
@@ -212,6 +230,7 @@ class _Sequence:
     layout: Layout
 
     @outside_graphs
+    @not_announced()  # all processes raise it, or the others wait in an exchange
     def call(
         self,
         module: MultiHeadAttention,
@@ -229,20 +248,19 @@ class _Sequence:
         facts = dict.fromkeys(_NAMES, 0)
         try:
             held = _require_plain(module, environment, cache, positions, need_weights)
-            request = _read(module, query, key, value, mask, positions, need_weights, average_attn_weights)
+            request = _read(module, query, key, value, mask, positions, held, need_weights, average_attn_weights)
             facts = dict(zip(_NAMES, _facts(module, request, held, environment), strict=True))
         except Exception as error:
             problem = error
-        gathered = agree(_WHERE, self.group, self.device, facts, problem)
-        require_equal(_WHERE, gathered, _EQUAL, _SAME)
+        read = partial(self._require_one_call, held)
+        gathered, parts = agree_in_turn(_WHERE, self.agreements, self.device, facts, problem, read)
         request = cast(_Request, request)
         if held is not None:
-            require_equal(_WHERE, gathered, ("query", "key"), "With a cache every process is given all new tokens.")
+            place = self._place(request, held, parts)
             layer, inputs = layer_of(module, request.query, environment), request[:4]
-            output = decode(layer, *inputs, held, self.group, environment)
+            output = decode(layer, *inputs, held, place, self.group, environment)
             return output if request.batched else output.squeeze(0), None
-        queries = parts_of(_WHERE, gathered, "query", self.layout)
-        keys = queries if request.key is request.query else parts_of(_WHERE, gathered, "key", self.layout)
+        queries, keys = parts
         layer, dropout = layer_of(module, request.query, environment), None
         if layer.dropout_p:
             seed = torch.tensor(gathered[0]["seed"], device=request.query.device)
@@ -252,6 +270,14 @@ class _Sequence:
         if request.batched:
             return output, weights
         return output.squeeze(0), None if weights is None else weights.squeeze(0)
+
+    def _require_one_call(self, cache: PartCache | None, gathered: Gathered) -> tuple[Gathered, list[Parts]]:
+        """The facts, and the parts of queries and keys as far as these are split; raise unless all make one call."""
+        require_equal(_WHERE, gathered, _EQUAL, _SAME)
+        split = ["query", "key"] if cache is None else ["key"] if isinstance(cache, CrossKVCache) else []
+        whole = [name for name in ("query", "key") if name not in split]
+        require_equal(_WHERE, gathered, whole, "With a cache every process is given all new tokens.")
+        return gathered, [parts_of(_WHERE, gathered, name, self.layout) for name in split]
 
     def _compute(
         self,
@@ -273,6 +299,9 @@ class _Sequence:
         if combined is not None:  # before anything is exchanged, and in every process alike
             sizes = query.shape[0], layer.num_heads, queries.length, keys.length
             combined.validate(Grid(*sizes, query.device, at, own))
+        if layer.position is not None:
+            require_one_length(queries.length, keys.length)
+            layer = replace(layer, position=of_whole(layer.position, at, queries.length))
         whole = Whole(self.group, self.rank, queries, keys, combined, at, own, layer.num_heads, layer.sinks, dropout)
         operands = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
         results = self._attend(layer, operands, whole, wanted, environment)
@@ -288,6 +317,8 @@ class _Sequence:
     ) -> Results:
         """Exchange and attend, and show the call to observers."""
         options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap}
+        needed = options | {"return_lse": self._turns(wanted), "weights": wanted, "sinks": whole.sinks}
+        _require_kernel(operands, whole, needed, environment)
         if not environment.observed:
             return self._exchanged(layer, operands, whole, wanted, options, environment)[0]
         with computing():
@@ -297,6 +328,10 @@ class _Sequence:
                 call = shared_call(operands, whole, part, options, unseen._replace(gradients=False, autocast=False))
                 notify(call, results.output)
         return results
+
+    def _turns(self, wanted: WeightsWanted) -> bool:
+        """Whether keys travel around: for rows of weights all of them have to be here."""
+        return self.method == "ring" and wanted is None
 
     def _exchanged(
         self,
@@ -308,7 +343,7 @@ class _Sequence:
         environment: Environment,
     ) -> tuple[Results, Computed]:
         """The results, and what was computed of which calls."""
-        if self.method == "ring" and wanted is None:
+        if self._turns(wanted):
             results = by_ring(*operands, Ring(whole, environment, options))
             return results, Computed([], results.lse)
         calls: list[Operands] = []
@@ -316,7 +351,9 @@ class _Sequence:
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, place: tuple[int, int, int]) -> Results:
             calls.append(Operands(q, k, v, sinks, place))
             own = options | whole.dropout_at(*place)
-            return attend_arguments(q, k, v, whole.mask_at(*place), environment, weights=wanted, sinks=sinks, **own)
+            # Without queries or keys nothing is computed, and fused kernels refuse it.
+            here = environment._replace(kernel=None) if 0 in (q.shape[2], k.shape[2]) else environment
+            return attend_arguments(q, k, v, whole.mask_at(*place), here, weights=wanted, sinks=sinks, **own)
 
         divides = heads_divide(layer.num_heads, layer.num_kv_heads, self.world)
         exchanged = by_heads if wanted is None and self.method != "gather" and divides else by_gathering
@@ -331,6 +368,14 @@ class _Sequence:
             return first + (runs[0].start if runs else 0)
         return queries.positions(self.rank, device) + first
 
+    def _place(self, request: _Request, cache: PartCache, parts: list[Parts]) -> Place:
+        """Where new tokens, and this process's keys of the text or of its part of a memory, stand in the whole."""
+        count, device = request.query.shape[1], request.query.device
+        if isinstance(cache, ShardedKVCache):
+            return cache.place(count, request.key.shape[1], device)
+        (memory,) = parts
+        return Place(count, memory.length, first_column=memory.positions(self.rank, device), query_positions=0)
+
     def shared_cache(self, make: Callable[[int], KVCache], max_length: int) -> ShardedKVCache:
         return ShardedKVCache(make(-(-size("max_length", max_length) // self.world)), max_length, self.rank, self.world)
 
@@ -344,12 +389,13 @@ def _require_plain(
     cache: object,
     positions: object,
     need_weights: object,
-) -> ShardedKVCache | None:
+) -> PartCache | None:
     """The call's cache; raise for what a call on parts of a sequence does not have."""
-    if cache is not None and not isinstance(cache, ShardedKVCache):
+    if cache is not None and not isinstance(cache, PartCache):
         fix = "module.make_cache(batch_size, max_length) makes one after context_parallel."
         raise ArgumentError("cache", expected="a cache of the split module", got=type(cache).__name__, fix=fix)
     if cache is not None:
+        require_cache(cache, module.position)
         weights = flag("need_weights", need_weights) or None
         for name, given in (("positions", positions), ("need_weights", weights)):
             if given is not None:
@@ -362,12 +408,31 @@ def _require_plain(
     kernel = environment.kernel
     if module.training and module.dropout and kernel is not None and not kernel.seeds_dropout:
         raise KernelError(
-            f"{_WHERE}: use_kernel({kernel.name!r}) would drop other weights in every process. "
+            f"{_WHERE}: use_kernel({kernel.name!r}) cannot drop the weights that one process drops. "
             "Leave the choice to Clearhead, or set module.dropout = 0.0."
         )
     if cache is not None and module.training and module.dropout:
         raise ArgumentError("cache", expected="a module in eval()", got="one that drops weights", fix="Call eval().")
     return cache
+
+
+def _require_kernel(
+    operands: tuple[Tensor, Tensor, Tensor],
+    whole: Whole,
+    options: dict[str, Any],
+    environment: Environment,
+) -> None:
+    """Raise in every process alike, before anything is exchanged, if a forced kernel refuses the call of all parts."""
+    if environment.kernel is None:
+        return
+    lengths = whole.queries.length, whole.keys.length, whole.keys.length
+    # One row each, expanded: a kernel's reasons are of shapes, dtypes and masks.
+    query, key, value = (
+        x.new_empty(x.shape[3]).expand(*x.shape[:2], length, -1) for x, length in zip(operands, lengths, strict=True)
+    )
+    arguments = query, key, value, whole.mask_at(0, 0, 0)
+    options = options | whole.dropout_at(0, 0, 0)
+    choose(validate_call(*arguments, environment=environment, **options), environment.kernel)
 
 
 def _read(
@@ -377,6 +442,7 @@ def _read(
     value: Tensor | None,
     mask: Mask | Tensor | None,
     positions: Positions | None,
+    cache: PartCache | None,
     need_weights: bool,
     average_attn_weights: bool,
 ) -> _Request:
@@ -385,8 +451,15 @@ def _read(
     if isinstance(query, Tensor) and query.is_nested:
         fix = "Pad them and pass masks.lengths(...)."
         raise ArgumentError("query", expected="a padded tensor", got="a jagged one", fix=fix)
-    key, value = complete(query, key, value)
-    require_inputs(module, query, key, value)
+    if cache is None or cache.get() is None:
+        if isinstance(cache, CrossKVCache) and key is None:
+            fix = "The first call needs it; later ones with the same cache do not."
+            raise ArgumentError("key", expected="this process's part of the memory", got="None", fix=fix)
+        key, value = complete(query, key, value)
+        require_inputs(module, query, key, value)
+    else:  # a memory whose keys are projected already
+        require_features("query", query, module.q_proj)
+        key = value = query
     own = None if mask is None else as_mask(mask)
     if module.head_shard is not None:
         own = module.head_shard.mask(own)
@@ -402,7 +475,7 @@ def _read(
 
 
 def _facts(
-    module: MultiHeadAttention, request: _Request, cache: ShardedKVCache | None, environment: Environment
+    module: MultiHeadAttention, request: _Request, cache: PartCache | None, environment: Environment
 ) -> tuple[int, ...]:
     """The facts of a call, in the order of `_NAMES`."""
     query, key, value, mask, positions, weights, batched = request
@@ -412,38 +485,36 @@ def _facts(
         query.shape[0],
         batched,
         FLOATS.index(query.dtype),
+        fingerprint(common_facts(cache)),
         key is query,
         value is key,
         weights is not None,
         weights == "average",
         module.training,
-        environment.gradients and any(tensor.requires_grad for tensor in inputs),
+        # Of each: who does not want a gradient of keys waits in no exchange of it.
+        environment.gradients and fingerprint([tensor.requires_grad for tensor in inputs]),
         environment.autocast,
         fingerprint(getattr(environment.kernel, "name", None)),
         fingerprint(None if mask is None else (mask.describe(), str(mask.sizes()))),
         fingerprint(of_positions),
         fingerprint(module.dropout),
-        -1 if cache is None else cache.length,
         fingerprint([observer.wanted() for observer in listening()]) if environment.observed else 0,
         query.shape[1],
-        key.shape[1],
+        key.shape[1] if cache is None or cache.get() is None else cache.length,
         # Every process draws, so that what it draws next does not depend on its place; the first one's seed counts.
         int(draw_seed(query.device)) if module.training and module.dropout else 0,
     )
 
 
-def _enter(sequence: _Sequence, module: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Refuse what a layer or stack refuses before its first attention: in every process, or in none."""
-    problem = None
+@outside_graphs_alone
+def _all_or_none(
+    sequence: _Sequence, where: str, forward: Callable[..., Any], *inputs: object, **options: object
+) -> Any:
+    """The forward pass of a layer or stack; raise in every process if it raises in one, before its end or at it."""
     try:
-        given = inspect.signature(module.forward).bind(*inputs, **options).arguments
-        layers = module.layers if isinstance(module, Encoder | Decoder) else [module]
-        require_features("x", given["x"], cast(Any, layers)[0].embed_dim)
-        for name in ("need_weights", "average_attn_weights"):
-            flag(name, given.get(name, False))
-        for name in ("mask", "memory_mask"):
-            if given.get(name) is not None:
-                as_mask(given[name])
+        output = forward(*inputs, **options)
     except Exception as error:
-        problem = error if isinstance(error, ClearheadError | TypeError) else cast(Any, error)
-    agree(f"{_WHERE}: {type(module).__name__}", sequence.group, sequence.device, {}, problem)
+        announce(where, sequence.agreements, sequence.device, error)
+        raise
+    agree_in_turn(where, sequence.agreements, sequence.device, {}, None, lambda _: None)
+    return output

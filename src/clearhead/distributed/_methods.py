@@ -155,5 +155,6 @@ def _rows_back(output: Tensor, whole: Whole) -> Tensor:
     sent = whole.queries.split(output.permute(2, 0, 1, 3), 0)  # (l, B, H / W, Dv), in runs
     shape = whole.queries.lengths[whole.rank], batch, heads, dim
     received = all_to_all(sent, [[shape]] * whole.queries.world_size, whole.group)
+    of_heads = [x[0] if len(x) == 1 else torch.cat(x) for x in received]  # the own ones are in runs
     # In memory as the output projection reads it.
-    return torch.cat([x.transpose(0, 1) for (x,) in received], 2).transpose(1, 2)
+    return torch.cat([x.transpose(0, 1) for x in of_heads], 2).transpose(1, 2)

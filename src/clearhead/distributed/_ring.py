@@ -25,9 +25,9 @@ from ._collectives import step
 from ._layout import Parts
 from ._methods import Piece, Whole
 
-#: Blocks of a part at most, for each process and in all, and keys of a block at least. Processes wait for each other at
-#: every block, which costs more than the memory of larger blocks is worth where few processes hold large parts.
-_BLOCKS_PER_PROCESS, _BLOCKS, _KEYS = 4, 16, 128
+#: Blocks of a part at most (W² for few processes), and keys of a block at least. Every block is waited for, and passes
+#: over all queries and their output; with two processes that costs more than the memory of larger blocks is worth.
+_BLOCKS, _KEYS = 16, 128
 
 _FORWARD, _BACKWARD, _STATISTICS = "forward: ring", "backward: ring", "statistics: ring"
 
@@ -190,7 +190,7 @@ def _call(ring: Ring, block: Piece) -> AttentionCall:
 
 def _blocks(whole: Whole) -> int:
     """In how many blocks each part travels."""
-    return max(1, min(_BLOCKS_PER_PROCESS * whole.keys.world_size, _BLOCKS, whole.keys.longest // _KEYS))
+    return max(1, min(whole.keys.world_size**2, _BLOCKS, whole.keys.longest // _KEYS))
 
 
 def _shares(parts: Parts, holder: int, number: int = 0, blocks: int = 1) -> list[_Share]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._call.spec import AttentionCall, validate_call, zero_hidden
-from .._environment import Environment, reduce_scatter_single
+from .._environment import Environment
 from .._statistics.compute import fold_blocks, results_of
 from .._statistics.definitions import STATISTICS, Options, Statistic, TopK
 from .._statistics.rows import BlockRows
@@ -25,7 +25,7 @@ from .._statistics.totals import ONE_PROCESS, Totals
 from .._weights import Queries, row_numbers
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..masks._grid import Block, Grid
-from ._collectives import all_reduce_max, exchange, step
+from ._collectives import all_reduce_max, exchange, step, sum_of_own
 from ._methods import Piece, Whole
 from ._ring import pieces_of_ring
 
@@ -55,10 +55,8 @@ class OverProcesses:
         sent = total.new_zeros(keys.world_size, *total.shape[:last], keys.longest)
         for other in range(keys.world_size):
             sent[other, ..., : keys.lengths[other]] = keys.take(total, last, other)
-        found = total.new_empty(1, *sent.shape[1:])
         with step("statistics: reduce-scatter"):
-            reduce_scatter_single(found, sent, group=self.whole.group)
-        return found[0, ..., : keys.lengths[rank]]
+            return sum_of_own(sent, self.whole.group)[..., : keys.lengths[rank]]
 
 
 class Operands(NamedTuple):
@@ -281,11 +279,11 @@ def with_all_heads(
     def cuts(other: int) -> list[Tensor]:
         return [cut(name.partition(".")[0], tensor, other).contiguous() for name, tensor in flat.items()]
 
-    sent = [torch.cat([piece.view(-1).view(torch.uint8) for piece in cuts(other)]) for other in range(world)]
+    sent = [[piece.view(-1).view(torch.uint8) for piece in cuts(other)] for other in range(world)]
     own = cuts(rank)
     sizes = [piece.numel() * piece.element_size() for piece in own]
     with step("statistics: all-to-all", where):
-        arrived = iter(exchange([[each] for each in sent], [[(size,) for size in sizes]] * world, group))
+        arrived = iter(exchange(sent, [[(size,) for size in sizes]] * world, group))
     received = [[next(arrived) for _ in sizes] for _ in range(world)]
     whole: dict[str, Tensor] = {}
     for number, (name, like) in enumerate(zip(flat, own, strict=True)):

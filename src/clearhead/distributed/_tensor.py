@@ -41,8 +41,8 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
     process takes the whole input and returns the whole output. What belongs to a head goes with it: sinks, relative
     biases, ALiBi's slopes, norms with parameters of each head, and the heads of every mask.
 
-    Where W processes share fewer than W key/value heads, key and value projections are held whole by each of them,
-    which computes the head that its queries use; their gradients are summed over the processes.
+    Where W processes share fewer than W key/value heads, each of them holds the key and value projections whole, and
+    keeps the head that its queries use of what they compute; their gradients are summed over the processes.
 
     Parameters become `DTensor`s, with the values of the mesh's first process. Attention weights that are returned, and
     what `clearhead.record` and `monitor` give, are of all heads: every process asks for the same, by which they agree
@@ -112,6 +112,10 @@ class _Heads:
     num_kv_heads: int
     all_num_kv_heads: int
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
+
     def enter(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
         # One DTensor for one tensor: gradients of the projections are added before they are summed over processes.
         entered: dict[int, Tensor] = {}
@@ -146,18 +150,18 @@ class _Heads:
 
     def _agree(self, what: str, wanted: Hashable, problem: Exception | None, fix: str) -> None:
         facts, where = {what: fingerprint(wanted)}, f"{_WHERE}: {what} of {self.name}"
-        gathered = agree(where, self.mesh.get_group(), self.mesh.device_type, facts, problem)
+        gathered = agree(where, self.group, self.mesh.device_type, facts, problem)
         require_equal(_WHERE, gathered, (what,), fix)
 
     def all_heads(self, results: dict[str, Any]) -> dict[str, Any]:
-        return with_all_heads(results, self.mesh.get_group(), lambda name, tensor, rank: tensor, _WHERE)
+        return with_all_heads(results, self.group, lambda name, tensor, rank: tensor, _WHERE)
 
     def _part(self, part: Mask) -> Mask:
         tensors = part.bias_tensors()
         if any(isinstance(tensor, DTensor) for tensor in tensors):
             return part.with_bias_tensors(map(_local, tensors))
         if any(tensor.requires_grad for tensor in tensors):
-            group = self.mesh.get_group()
+            group = self.group
             part = part.with_bias_tensors(sum_of_gradients(tensor, group, _WHERE) for tensor in tensors)
         return cast(Mask, part_of(part, self.total, self.first))
 
@@ -279,7 +283,10 @@ class _Plan:
     ) -> None:
         """A linear layer, or LoRA's around one, whose parameters are placed so, and replicated otherwise."""
         if not _is_linear(module):
-            expected, fix = "a linear layer, or peft's LoRA layer of one", "Split the module before it is replaced."
+            expected, fix = (
+                "a linear layer, or peft's LoRA layer of one without DoRA",
+                "Split the module before it is replaced.",
+            )
             raise DTypeError(name, expected=expected, got=_kind(module), fix=fix)
         placed: dict[str, Placement] = {}
         for key, parameter in module.named_parameters():

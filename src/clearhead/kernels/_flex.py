@@ -33,6 +33,7 @@ class FlexKernel(Kernel):
     name: ClassVar[str] = "flex"
     twice_differentiable: ClassVar[bool] = False
     compiles: ClassVar[bool] = True
+    seeds_dropout: ClassVar[bool] = False
 
     def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         if spec.tracing:

@@ -117,8 +117,8 @@ def _extras(call: AttentionCall) -> Extras:
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
     rows = call.rows
     bounds = (None, None) if rows is None else (rows.cu_seqlens_q, rows.cu_seqlens_k)
-    seed, item = call.dropout_seed, call.first_item
-    return Extras(sinks, seed=seed, first_item=item, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
+    seed, item, origin = call.dropout_seed, call.first_item, call.spec.origin
+    return Extras(sinks, seed=seed, first_item=item, origin=origin, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
 
 
 def _prepare_every_time(call: AttentionCall, bias_gradient: tuple[int, ...] | None = None) -> tuple[NativePlan, Extras]:
@@ -148,6 +148,7 @@ def arguments_of(call: AttentionCall) -> NativeArguments:
         lowered.high,
         lowered.stop,
         call.first_item,
+        call.spec.origin,
     )
 
 

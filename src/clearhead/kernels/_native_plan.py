@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast, final
 import torch
 from torch import Tensor
 
+from .._call.dropout import DropoutOrigin
 from .._call.spec import Layout
 from .._native import extension, instruction_set_number
 
@@ -29,6 +30,7 @@ class Extras(NamedTuple):
         bias: float32 of such a shape, added to the scores.
         seed: int64 scalar; dropout is drawn from it.
         first_item: which item of a larger batch the first one is, for dropout.
+        origin: where the call begins in a larger one, for dropout; ``None``: it is the whole.
         cu_seqlens_q, cu_seqlens_k: (documents + 1,), where documents begin and the last ends.
         key_lengths: (documents,) of the same dtype, how many keys of each are used; ``None``: all.
     """
@@ -40,6 +42,7 @@ class Extras(NamedTuple):
     bias: Tensor | None = None
     seed: Tensor | None = None
     first_item: int = 0
+    origin: DropoutOrigin | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     key_lengths: Tensor | None = None
@@ -48,11 +51,11 @@ class Extras(NamedTuple):
         """As `Plan`'s methods take them; the seed is a number."""
         before = tuple(map(_address, self[:5]))
         seed = 0 if self.seed is None else int(self.seed)
-        return *before, seed, self.first_item, *map(_address, self[7:])
+        return *before, seed, self.first_item, *(self.origin or _WHOLE), *map(_address, self[8:])
 
 
+_WHOLE = DropoutOrigin(0)  # as many heads as the plan has
 NO_EXTRAS = Extras()
-_NO_ADDRESSES = (0,) * len(NO_EXTRAS)
 
 
 @final
@@ -283,7 +286,7 @@ class NativeArguments(NamedTuple):
 
     Args:
         query, key, value, scale, softcap, dropout_p, low, high, stop: as for `NativePlan`.
-        sinks, visible, bias, first, last, seed, first_item: as for `Extras`.
+        sinks, visible, bias, first, last, seed, first_item, origin: as for `Extras`.
     """
 
     query: Tensor
@@ -302,6 +305,7 @@ class NativeArguments(NamedTuple):
     high: int
     stop: int
     first_item: int = 0
+    origin: DropoutOrigin | None = None
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -310,7 +314,8 @@ class NativeArguments(NamedTuple):
     @property
     def extras(self) -> Extras:
         sinks = None if self.sinks is None else self.sinks.float().contiguous()
-        return Extras(sinks, self.first, self.last, self.visible, self.bias, self.seed, self.first_item)
+        masks = self.first, self.last, self.visible, self.bias
+        return Extras(sinks, *masks, self.seed, self.first_item, self.origin)
 
     def plan(self, **options: Any) -> NativePlan:
         """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
@@ -340,6 +345,9 @@ _cached_plan = lru_cache(_PLANS)(NativePlan)
 def _address(tensor: Tensor | None) -> int:
     """Of the first element; 0 without a tensor."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+_NO_ADDRESSES = NO_EXTRAS.addresses()
 
 
 def _contiguous_strides(shape: tuple[int, ...]) -> Strides:

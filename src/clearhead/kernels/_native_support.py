@@ -25,8 +25,6 @@ def native_refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple
         reasons.append(Refusal("it computes in float32, and the tensors are {dtype}", dtype=spec.dtype))
     if spec.learns_bias and (spec.tracing or spec.dispatching or learnt_shape(mask, grid) is None):
         reasons.append(Refusal("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph"))
-    if spec.origin is not None:
-        reasons.append(Refusal("its dropout counts from the first query, key and head of a call"))
     if spec.documents is not None:
         reasons += _reasons_of_documents(spec, mask, grid)
     reasons += _reasons_of_a_graph() if spec.tracing else _reasons_of_values(spec, mask, grid)

@@ -74,7 +74,9 @@ class Rotary(nn.Module):
         device = torch.get_default_device()
         self.register_buffer("frequencies", self._constant_frequencies(device), persistent=False)
 
-    def forward(self, q: Tensor, k: Tensor, positions: int | Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, positions: int | Tensor, *, length: int | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Turn queries and keys.
 
         Args:
@@ -83,6 +85,8 @@ class Rotary(nn.Module):
             positions: an int p for p … p + L − 1, or an integer tensor (L,) or (B, L). −1 marks padding, which is not
                 turned. Values below −1 are refused on the CPU; on other devices, where looking at them would wait for
                 the device, they count as padding.
+            length: 1 + the longest position of the sequence that q and k are a part of, for a scaling that follows it.
+                Default: 1 + the longest of `positions`.
 
         Returns:
             q and k rotated, in their own dtypes.
@@ -103,22 +107,22 @@ class Rotary(nn.Module):
             fix = f"Move it with .to({str(q.device)!r})."
             raise DeviceError("k", expected=f"q's device {q.device}", got=str(k.device), fix=fix)
         at = _checked_positions(positions, q)  # (1 or B, L)
-        cos, sin = self._rotation(at, torch.float64 if q.dtype == torch.float64 else torch.float32)
+        cos, sin = self._rotation(at, torch.float64 if q.dtype == torch.float64 else torch.float32, length)
         return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
-    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _rotation(self, positions: Tensor, dtype: torch.dtype, length: int | Tensor | None) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every angle, (1 or B, 1, L, size / 2)."""
-        frequencies = self._frequencies(positions, dtype)
+        frequencies = self._frequencies(positions, dtype, length)
         angles = positions.clamp(min=0).to(dtype)[:, None, :, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         if self.scaling is not None and self.scaling.magnitude != 1:
             cos, sin = cos * self.scaling.magnitude, sin * self.scaling.magnitude
         return cos, sin
 
-    def _frequencies(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def _frequencies(self, positions: Tensor, dtype: torch.dtype, length: int | Tensor | None) -> Tensor:
         if self.scaling is not None and self.scaling.follows_length and positions.numel() > 0:
-            length = positions.amax() + 1
-            return self.scaling.frequencies(self.base, self.size, length, dtype, positions.device)
+            longest = positions.amax() + 1 if length is None else torch.as_tensor(length, device=positions.device)
+            return self.scaling.frequencies(self.base, self.size, longest, dtype, positions.device)
         if dtype == self.frequencies.dtype:
             return self.frequencies.to(positions.device)
         return self._computed_frequencies(dtype, positions.device)
