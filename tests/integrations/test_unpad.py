@@ -571,8 +571,10 @@ def test_copies_of_the_pooler_are_found_again() -> None:
     require_same(*pair(merged), inputs_of("right"), pooled=True)
 
 
-def test_a_forward_that_accelerate_bound_once_more(rows: Rows) -> None:
+def test_a_forward_that_accelerate_bound_once_more(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerate = pytest.importorskip("accelerate")
+    # accelerate keeps one precision per process, and a `Trainer` of another test has chosen it
+    monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})
     model = build("BertModel")
     given = inputs_of("right")
     expected = model(**given)[0]
