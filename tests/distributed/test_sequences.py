@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import clearhead.distributed._collectives
 from clearhead.distributed import gather_sequence, shard_sequence
 from clearhead.distributed._layout import LAYOUTS, Layout, Parts
 from clearhead.errors import ArgumentError, ClearheadError, DTypeError
 
+from .building import collectives
 from .meshes import line, square
 from .processes import Processes
 
@@ -73,6 +75,20 @@ def test_with_four_processes_and_fewer_positions(four: Processes, layout: Layout
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_other_dtypes(two: Processes, dtype: torch.dtype) -> None:
     two.run(_around, 11, "zigzag", 1, dtype)
+
+
+def _as_other_devices(layout: Layout) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clearhead.distributed._collectives, "GLOO_DEVICE", "none")
+        counted = collectives(lambda: _around(13, layout, 1, torch.float64))
+        assert counted["allgather_base"] >= 1
+        assert counted["reduce_scatter_base"] == 1
+        _around(2, layout, 1, torch.bfloat16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_collectives_of_other_devices_than_the_cpu(three: Processes, layout: Layout) -> None:
+    three.run(_as_other_devices, layout)
 
 
 def _whole_numbers() -> None:

@@ -55,11 +55,6 @@ class Parts:
     def longest(self) -> int:
         return max(self.lengths)
 
-    @property
-    def in_order(self) -> bool:
-        """Whether the parts, one after the other, are the sequence and have one length."""
-        return self.layout == "contiguous" and self.world_size * self.longest == self.length
-
     def positions(self, rank: int, device: torch.device) -> Tensor:
         """The positions of a process, (length of its part,)."""
         runs = [torch.arange(run.start, run.stop, device=device) for run in self.runs(rank)]
