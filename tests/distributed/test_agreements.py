@@ -129,3 +129,22 @@ def _tied() -> None:
 
 def test_parameters_that_two_parts_share_are_refused(two: Processes) -> None:
     two.run(_tied)
+
+
+def _dropped() -> None:
+    split, x = tensor_parallel(_layer(dropout=0.5), line()), torch.randn(2, 9, EMBED, dtype=torch.float64)
+    torch.manual_seed(torch.distributed.get_rank())
+    split.eval()(x)
+    split.train()
+    said = "tensor_parallel: dropout: state of PyTorch's generator: expected the same in every process"
+    with pytest.raises(DistributedError, match=said):
+        split(x)
+    torch.manual_seed(3)
+    output = split(x).detach()
+    first = output.clone()
+    torch.distributed.broadcast(first, 0)
+    assert torch.equal(output, first)
+
+
+def test_dropout_of_processes_that_were_seeded_apart_is_refused(two: Processes) -> None:
+    two.run(_dropped)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +93,36 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
     if plan.world > 1:
         for change in plan.changes:
             change(mesh)
+        module.register_forward_pre_hook(_SameGenerator(mesh))
     return module
+
+
+class _SameGenerator:
+    """Before the first training call that drops whole features: the processes draw alike, or their outputs differ."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self._agreed = mesh, False
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        if self._agreed or is_tracing() or not module.training or not _drops_whole(module):
+            return
+        kind = self._mesh.device_type
+        state: Tensor = torch.get_rng_state() if kind == "cpu" else torch.get_device_module(kind).get_rng_state()
+        facts = {"state of PyTorch's generator": fingerprint(state.tolist())}
+        gathered = agree(f"{_WHERE}: dropout", self._mesh.get_group(), kind, facts, None)
+        fix = "Features that all of them hold are dropped alike: call torch.manual_seed with one seed in all of them."
+        require_equal(f"{_WHERE}: dropout", gathered, tuple(facts), fix)
+        self._agreed = True
+
+    def __deepcopy__(self, memo: object) -> _SameGenerator:
+        return _SameGenerator(self._mesh)
+
+
+def _drops_whole(module: nn.Module) -> bool:
+    """Whether dropout acts on features that every process holds; hidden ones of feed-forward parts are split."""
+    _, others = attention_parts(_WHERE, module)
+    whole = (part for _, part in others if not isinstance(part, FeedForward | SwiGLU))
+    return any(isinstance(each, nn.Dropout) and each.p > 0 for part in whole for each in part.modules())
 
 
 @dataclass(frozen=True)
