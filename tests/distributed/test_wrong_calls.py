@@ -179,12 +179,24 @@ def test_all_heads_and_parts_refuse_what_one_process_refuses(four: Processes) ->
     four.run(_all_refused, 21, 100, True)
 
 
+#: What one process alone gives its attention.
+OTHER_MODULES: dict[str, Arguments] = {
+    "softcap": {"softcap": 5.0},
+    "scale": {"scale": 0.1},
+    "mask": {"mask": "alibi"},
+    "window": {"mask": masks.sliding_window(2, 0)},
+    "position": {"position": "rotary"},
+    "q_norm": {"q_norm": "norm"},
+}
+
+
 def _wrong_set_ups(seed: int, count: int) -> None:
     """The same of the functions that split."""
     rng, mesh = random.Random(seed), line()
     for number in range(count):
-        name = rng.choice(["mesh", "method", "layout", "module", "dim", "tensor", "twice", "heads"])
-        wrong = number % 2 == 0 or dist.get_rank() == rng.randrange(2)
+        name = rng.choice(["mesh", "method", "layout", "module", "dim", "tensor", "twice", "heads", *OTHER_MODULES])
+        # Another module is wrong beside the others alone.
+        wrong = (number % 2 == 0 and name not in OTHER_MODULES) or dist.get_rank() == rng.randrange(2)
         module: Any = attention(4)
         if name in ("dim", "tensor"):
             given: Arguments = {"tensor": torch.zeros(2, 4, 3), "dim": 1}
@@ -205,12 +217,15 @@ def _wrong_set_ups(seed: int, count: int) -> None:
             module = module if wrong else attention(4)  # the other process splits for the first time
         if name == "heads" and wrong:
             module = clearhead.MultiHeadAttention(35, 5)
-        splits = tensor_parallel if name == "heads" or (name == "mesh" and rng.random() < 0.5) else context_parallel
+        if name in OTHER_MODULES and wrong:
+            module = attention(4, **OTHER_MODULES[name])
+        either = name == "mesh" or name in OTHER_MODULES
+        splits = tensor_parallel if name == "heads" or (either and rng.random() < 0.5) else context_parallel
         _refused(f"{number} {name}", lambda module=module, options=options, splits=splits: splits(module, **options))
 
 
 def test_every_process_refuses_a_wrong_set_up(two: Processes) -> None:
-    two.run(_wrong_set_ups, 23, 100)
+    two.run(_wrong_set_ups, 23, 200)
 
 
 def _last() -> bool:

@@ -7,8 +7,9 @@ their gradients. float16 and bfloat16 gradients are summed in float32, as one pr
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from itertools import chain
 from typing import Any, cast
 
@@ -16,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._environment import all_gather_single, reduce_scatter_single
-from ..errors import ClearheadError, DistributedError
+from .._environment import all_gather_single, is_tracing, reduce_scatter_single
+from ..errors import ClearheadError, DistributedError, KernelError
 from ._layout import Parts
 
 Group = dist.ProcessGroup
@@ -49,6 +50,49 @@ def step(name: str, where: str = "context_parallel") -> Generator[None, None, No
     except RuntimeError as error:
         fix = "Another process has ended, or waits in another call; look at what it said first."
         raise DistributedError(f"{where}: {name}: the exchange failed. {fix} ({error})") from error
+
+
+Backward = Callable[..., "tuple[Tensor | None, ...]"]
+
+
+def differentiable_once(backward: Backward) -> Backward:
+    """Decorator of the backward pass of a function: what it returns can be computed with, but not differentiated.
+
+    PyTorch's `once_differentiable` leaves out what the gradients do not depend on through the incoming ones alone:
+    ``autograd.grad(…, allow_unused=True)`` then gives ``None`` for a second derivative that is not zero. Here the
+    returned gradients depend on all that the pass reads, so that asking for a second derivative raises.
+
+    Raises:
+        KernelError: in the backward pass of what is returned.
+    """
+
+    @wraps(backward)
+    def computed(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if is_tracing() or not torch.is_grad_enabled():  # graphs have no second derivatives
+            return found
+        read = [x for x in (*gradients, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad]
+        if not read:
+            return found
+        where = getattr(ctx, "where", "context_parallel")
+        return tuple(x if x is None else cast(Tensor, _Once.apply(where, x, *read)) for x in found)
+
+    return computed
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, where: str, found: Tensor, *read: Tensor) -> Tensor:
+        ctx.where = where
+        return found.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        raise KernelError(
+            f"{ctx.where}: second derivatives do not follow exchanges. "
+            "Take them of a module that is not split, or of one after tensor_parallel alone."
+        )
 
 
 def from_every_rank(x: Tensor, group: Group) -> Tensor:
@@ -86,7 +130,10 @@ class _GatherParts(torch.autograd.Function):
             return tuple(parts.join(each, 0) for each in _all_gather(tensors, parts, group))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    @differentiable_once
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         parts, dtype = ctx.parts, sum_dtype(gradients[0])
         features = sum(math.prod(shape[1:]) for shape in ctx.shapes)
         summed = gradients[0].new_empty((parts.world_size, parts.longest, features), dtype=dtype)
@@ -146,7 +193,10 @@ class _AllToAll(torch.autograd.Function):
             return exchange(pieces, shapes, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    @differentiable_once
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         with step("backward: all-to-all"):
             return None, None, None, *exchange(_grouped(gradients, ctx.sizes), ctx.shapes, ctx.group)
 
@@ -189,7 +239,10 @@ class _SumOfGradients(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    @differentiable_once
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         summed = gradient.to(sum_dtype(gradient), copy=True, memory_format=torch.contiguous_format)
         with step("backward: all-reduce of a bias's gradient", ctx.where):

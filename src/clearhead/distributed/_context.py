@@ -45,6 +45,7 @@ from ._agreement import (
     require_layout,
 )
 from ._cached import PartCache, ShardedKVCache, common_facts, decode
+from ._description import ASPECTS, aspects_of
 from ._finding import attention_parts
 from ._layout import Layout, Parts
 from ._methods import Whole, by_gathering, by_heads, heads_divide
@@ -124,18 +125,20 @@ def context_parallel(
     group, problem = group_of(mesh)
     attentions: list[tuple[str, MultiHeadAttention]] = []
     words: list[object] = []
+    aspects = dict.fromkeys(ASPECTS, 0)
     try:
         if problem is not None:
             raise problem
         choice("method", method, METHODS)
         require_layout(layout)
-        attentions, _ = attention_parts(_WHERE, module)
+        attentions, others = attention_parts(_WHERE, module)
         for name, attention in attentions:
             words.append(_checked(name, attention, method, dist.get_world_size(group)))
+        aspects = aspects_of(module, attentions, others)
     except Exception as error:
         problem = cast(Any, error)
     device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    facts = {"module": fingerprint(words), "method": fingerprint(method), "layout": fingerprint(layout)}
+    facts = {"method": fingerprint(method), "layout": fingerprint(layout), **aspects, "heads": fingerprint(words)}
     gathered = agree(_WHERE, group, device, facts, problem)
     require_equal(_WHERE, gathered, tuple(facts), "Split the same module in the same way in every process.")
     if len(gathered) > 1:
@@ -164,7 +167,7 @@ def _checked(name: str, module: MultiHeadAttention, method: str, world: int) -> 
             got=f"H = {heads[0]}, Hkv = {heads[1]} in {name}",
             fix='Use method="gather", for any number of heads.',
         )
-    return name, heads, module.head_dim, module.dropout, module.sinks is not None
+    return name, heads
 
 
 class _Request(NamedTuple):

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .._call.spec import AttentionCall, Results, validate_call
 from .._environment import Environment
 from .._layer.plan import attend_arguments
 from ..kernels._some_keys import gradients_of_some_keys, merge_some_keys
 from ..masks._base import Mask
-from ._collectives import step
+from ._collectives import differentiable_once, step
 from ._layout import Parts
 from ._methods import Piece, Whole
 
@@ -92,7 +91,7 @@ class _Ring(torch.autograd.Function):
         return output.to(q.dtype), lse
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +26,7 @@ from ..positions import RelativeBias
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
 from ._agreement import agree, fingerprint, group_of, require_equal
 from ._collectives import step, sum_dtype, sum_of_gradients
+from ._description import ASPECTS, aspects_of
 from ._finding import attention_parts
 from ._statistics import with_all_heads
 
@@ -76,19 +78,51 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
     """
     group, problem = group_of(mesh)
     plan = _Plan(group, dist.get_world_size(group), dist.get_rank(group))
+    aspects = dict.fromkeys(ASPECTS, 0)
     try:
         if problem is None:
             plan.add(module)
             plan.require_all(module)
+            aspects = aspects_of(module, *attention_parts(_WHERE, module))
     except Exception as error:
         problem = error if isinstance(error, ClearheadError) else cast(Any, error)
     device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    gathered = agree(_WHERE, group, device, {"module": fingerprint(*plan.words)}, problem)
-    require_equal(_WHERE, gathered, ("module",), "Build the same module in every process.")
+    facts = {**aspects, "placements": fingerprint(*plan.words)}
+    gathered = agree(_WHERE, group, device, facts, problem)
+    require_equal(_WHERE, gathered, tuple(facts), "Build the same module in every process.")
     if plan.world > 1:
         for change in plan.changes:
             change(mesh)
+        module.register_forward_pre_hook(_SameGenerator(mesh))
     return module
+
+
+class _SameGenerator:
+    """Before the first training call that drops whole features: the processes draw alike, or their outputs differ."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self._agreed = mesh, False
+
+    def __call__(self, module: nn.Module, inputs: object) -> None:
+        if self._agreed or is_tracing() or not module.training or not _drops_whole(module):
+            return
+        kind = self._mesh.device_type
+        state: Tensor = torch.get_rng_state() if kind == "cpu" else torch.get_device_module(kind).get_rng_state()
+        facts = {"state of PyTorch's generator": fingerprint(state.tolist())}
+        gathered = agree(f"{_WHERE}: dropout", self._mesh.get_group(), kind, facts, None)
+        fix = "Features that all of them hold are dropped alike: call torch.manual_seed with one seed in all of them."
+        require_equal(f"{_WHERE}: dropout", gathered, tuple(facts), fix)
+        self._agreed = True
+
+    def __deepcopy__(self, memo: object) -> _SameGenerator:
+        return _SameGenerator(self._mesh)
+
+
+def _drops_whole(module: nn.Module) -> bool:
+    """Whether dropout acts on features that every process holds; hidden ones of feed-forward parts are split."""
+    _, others = attention_parts(_WHERE, module)
+    whole = (part for _, part in others if not isinstance(part, FeedForward | SwiGLU))
+    return any(isinstance(each, nn.Dropout) and each.p > 0 for part in whole for each in part.modules())
 
 
 @dataclass(frozen=True)
@@ -181,7 +215,8 @@ class _Plan:
         group: of the processes, W = `world` of them, and this one's `rank`.
         changes: made when every process has found them.
         words: what is split and how, equal in every process.
-        covered: the parameters that are.
+        covered: the parameters that are, with the module and the name that each is found by.
+        roles: how each part is split, by the name it was found by first; layers may share a part.
     """
 
     group: dist.ProcessGroup
@@ -189,7 +224,8 @@ class _Plan:
     rank: int
     changes: list[Callable[[DeviceMesh], None]] = field(default_factory=_none)
     words: list[object] = field(default_factory=_none)
-    covered: set[int] = field(default_factory=set[int])
+    covered: dict[int, tuple[int, str, str]] = field(default_factory=dict[int, tuple[int, str, str]])
+    roles: dict[int, tuple[str, object]] = field(default_factory=dict[int, tuple[str, object]])
 
     def add(self, module: object) -> None:
         attentions, others = attention_parts(_WHERE, module)
@@ -201,7 +237,8 @@ class _Plan:
                 self._add_column(f"{name}.linear1", part.linear1, self._split_output)
                 self._add_row(f"{name}.linear2", part.linear2)
             elif isinstance(part, SwiGLU):
-                self.changes.append(partial(_enter_once, part, name))
+                if self._is_new(name, part, "gated"):
+                    self.changes.append(partial(_enter_once, part, name))
                 self._add_column(f"{name}.gate_proj", part.gate_proj, self._split_output)
                 self._add_column(f"{name}.up_proj", part.up_proj, self._split_output)
                 self._add_row(f"{name}.down_proj", part.down_proj)
@@ -238,7 +275,8 @@ class _Plan:
             )
         local, local_kv = heads // world, kv_heads // world if shares else 1
         first = self.rank * local
-        self.words.append((name, heads, kv_heads, module.head_dim, module.softcap, module.scale, module.dropout))
+        if not self._is_new(name, module, "attention"):
+            return
         self._add_column(f"{name}.q_proj", module.q_proj, self._split_output)
         start = first * kv_heads // heads * module.head_dim
         own = slice(start, start + local_kv * module.head_dim)
@@ -247,7 +285,8 @@ class _Plan:
             if shares:
                 self._add_column(f"{name}.{key}", projection, self._split_output)
             else:
-                self._add_linear(f"{name}.{key}", projection, {}, Replicate(), partial(_own_features, own))
+                keep = partial(_own_features, own)
+                self._add_linear(f"{name}.{key}", projection, {}, Replicate(), keep, (own.start, own.stop))
         self._add_row(f"{name}.out_proj", module.out_proj)
         self._add_head_norm(f"{name}.q_norm", module.q_norm, heads, module.head_dim, True)
         self._add_head_norm(f"{name}.k_norm", module.k_norm, kv_heads, module.head_dim, shares)
@@ -280,14 +319,20 @@ class _Plan:
         placements: dict[str, Placement],
         input: Placement,
         output: Callable[..., Tensor],
+        kept: tuple[int, int] | None = None,
     ) -> None:
-        """A linear layer, or LoRA's around one, whose parameters are placed so, and replicated otherwise."""
+        """A linear layer, or LoRA's around one, whose parameters are placed so, and replicated otherwise.
+
+        `kept` are the features that the output keeps of those that every process computes.
+        """
         if not _is_linear(module):
             expected, fix = (
                 "a linear layer, or peft's LoRA layer of one without DoRA",
                 "Split the module before it is replaced.",
             )
             raise DTypeError(name, expected=expected, got=_kind(module), fix=fix)
+        if not self._is_new(name, module, (sorted(placements), str(input), kept)):
+            return
         placed: dict[str, Placement] = {}
         for key, parameter in module.named_parameters():
             placement = placements.get(key.removeprefix("base_layer.").split(".")[0], Replicate())
@@ -301,7 +346,7 @@ class _Plan:
 
     def _add_norm(self, name: str, module: nn.Module, input: Placement, placements: dict[str, Placement]) -> None:
         """A module on tensors that are placed so, before and after it."""
-        if placements:
+        if placements and self._is_new(name, module, (str(input), sorted(map(str, placements.items())))):
             self._add_parameters(name, module, placements)
             output = _whole_output if input.is_replicate() else _local
             self.changes.append(lambda mesh: _hook(module, partial(_placed, mesh, input, name), output))
@@ -319,6 +364,14 @@ class _Plan:
             placements[key] = Shard(0) if per_head else Replicate()
         self._add_norm(name, norm, Shard(1), placements)
 
+    def _is_new(self, name: str, part: nn.Module, role: object) -> bool:
+        """Whether a part is met for the first time; raise if it is split in another way where it was met before."""
+        first, before = self.roles.setdefault(id(part), (name, role))
+        if before != role:
+            fix = "Give each a part of its own."
+            raise ArgumentError(name, expected="a part that is split in one way", got=f"that of {first}", fix=fix)
+        return first == name
+
     def _add_parameters(self, name: str, module: nn.Module, placements: dict[str, Placement]) -> None:
         for key, _ in list(module.named_parameters()):
             path, _, own = key.rpartition(".")
@@ -330,8 +383,13 @@ class _Plan:
             fix = "Split every module once, before fully_shard."
             raise ArgumentError(name, expected="a plain parameter", got="a DTensor", fix=fix)
         self.words.append((name, tuple(parameter.shape), str(parameter.dtype), str(placement)))
-        if id(parameter) not in self.covered:  # a relative bias may belong to several layers
-            self.covered.add(id(parameter))
+        # A relative bias, and a part, may belong to several layers; it is split once.
+        place = id(owner), key
+        *found, first = self.covered.setdefault(id(parameter), (*place, name))
+        if tuple(found) != place:
+            fix = "Splitting would untie them: share the whole part, or the whole layer, instead of a parameter."
+            raise ArgumentError(name, expected="a parameter of one part", got=f"that of {first} too", fix=fix)
+        if first == name:
             self.changes.append(lambda mesh: _distribute(name, owner, key, mesh, placement))
 
     def _require_plain(self, name: str, part: object) -> None:
