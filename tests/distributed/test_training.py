@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -198,8 +200,6 @@ def test_a_checkpoint_of_four_processes_is_read_by_two_and_by_one(
 
 def _ends(method: str, step: str) -> str:
     """The last process ends in the middle; what the first one says."""
-    import os
-
     split: Any = tensor_parallel if method == "tensor" else partial(context_parallel, method=method)
     module = split(attention(1 if step == "backward of shared heads" else 4), line())
     x = torch.randn(2, 8, EMBED, dtype=torch.float64, requires_grad=step == "backward")
@@ -258,6 +258,62 @@ def test_a_process_that_raises_ends_the_others() -> None:
     with processes(2, seconds=5) as two:
         first, second = two.run(_raises, seconds=40)
     assert SAID["tensor", "forward"] in first
+    assert "of the user's" in second
+
+
+def _interrupted(method: str, place: str, killed: bool) -> str:
+    """The last process is killed, or raises, inside an attention that all agreed on; what each process says.
+
+    Args:
+        place: ``"projections"``: before the first exchange. ``"mask"``: after it.
+    """
+
+    def interrupt() -> None:
+        if dist.get_rank() == 1:
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("of the user's")
+
+    def rule(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        interrupt()
+        return q >= k
+
+    module: Any = context_parallel(attention(4), line(), method=method)  # type: ignore[arg-type]
+    part = shard_sequence(torch.randn(2, 8, EMBED, dtype=torch.float64), line())
+    module(part)  # the processes are connected
+    if place == "projections":
+        module.v_proj.register_forward_hook(lambda *_: interrupt())
+    with pytest.raises((DistributedError, ValueError)) as caught:
+        module(part, mask=masks.mask_mod(rule) if place == "mask" else None)
+    return str(caught.value)
+
+
+INTERRUPTED = {
+    ("heads", "projections"): "context_parallel: forward: all-to-all: the exchange failed",
+    ("heads", "mask"): "context_parallel: forward: all-to-all: the exchange failed",
+    ("gather", "projections"): "context_parallel: forward: all-gather: the exchange failed",
+    ("ring", "projections"): "context_parallel: forward: ring: the exchange failed",
+}
+
+
+@pytest.mark.parametrize(("method", "place"), INTERRUPTED)
+def test_a_process_that_is_killed_in_an_attention_ends_the_others(method: str, place: str) -> None:
+    with processes(2, seconds=10) as two:
+        for end in two._ends:
+            end.send((_interrupted, (method, place, True)))
+        assert two._ends[0].poll(20), "it still waits"
+        good, said = two._ends[0].recv()
+        assert good, said
+        assert INTERRUPTED[method, place] in said
+        two.started[1].join(5)
+        assert two.started[1].exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("method", "place"), [("heads", "mask"), ("gather", "projections"), ("ring", "projections")])
+def test_a_process_that_raises_in_an_attention_ends_the_others(method: str, place: str) -> None:
+    with processes(2, seconds=3) as two:
+        first, second = two.run(_interrupted, method, place, False, seconds=20)
+    assert INTERRUPTED[method, place] in first
     assert "of the user's" in second
 
 
