@@ -21,7 +21,7 @@ from clearhead.errors import ClearheadError
 from clearhead.transformer import EncoderLayer, FeedForward
 from tests.support.native import needs_native
 
-from .building import EMBED, HEADS, MASKS, attention, collectives, decoder, encoder, full, gradients, mask
+from .building import DIM, EMBED, HEADS, MASKS, attention, collectives, decoder, encoder, full, gradients, mask
 from .comparing import compare_in_parts
 from .meshes import line, square
 from .processes import Processes
@@ -127,6 +127,39 @@ def _same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_heads_give_the_same_bits(two: Processes, dtype: torch.dtype) -> None:
     two.run(_same_bits, dtype)
+
+
+def _same_bits_backward(dtype: torch.dtype, layout: Layout) -> None:
+    """Gradients too are computed as one process does, of the projected queries, keys and values."""
+    for kv_heads in (8, 4, 2):
+        torch.manual_seed(3)
+        whole = [torch.randn(2, 37, heads * DIM, dtype=dtype).requires_grad_() for heads in (HEADS, kv_heads, kv_heads)]
+        parts = [shard_sequence(x.detach(), line(), layout=layout).clone().requires_grad_() for x in whole]
+        x, factors = torch.zeros(2, 37, EMBED, dtype=dtype), torch.randn(2, 37, EMBED, dtype=dtype)
+        outputs = []
+        for projected in (whole, parts):
+            module = attention(kv_heads, dtype=dtype, position="rotary")
+            given: tuple[torch.Tensor, torch.Tensor] = x, factors
+            for name, own in zip(("q_proj", "k_proj", "v_proj"), projected, strict=True):
+                getattr(module, name).register_forward_hook(lambda *_, own=own: own)
+            module.out_proj.register_forward_hook(lambda _, inputs, output: inputs[0])
+            if projected is parts:
+                context_parallel(module, line(), method="heads", layout=layout)
+                given = tuple(shard_sequence(each, line(), layout=layout) for each in given)  # type: ignore[assignment]
+            output = module(given[0], mask=masks.causal())
+            (output * given[1]).sum().backward()
+            outputs.append(output.detach())
+        assert torch.equal(outputs[1], shard_sequence(outputs[0], line(), layout=layout))
+        for name, own, one in zip("qkv", parts, whole, strict=True):
+            assert own.grad is not None
+            assert one.grad is not None
+            assert torch.equal(own.grad, shard_sequence(one.grad, line(), layout=layout)), (name, kv_heads)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_heads_give_the_same_bits_of_gradients(two: Processes, dtype: torch.dtype, layout: Layout) -> None:
+    two.run(_same_bits_backward, dtype, layout)
 
 
 def _shared_head(way: str) -> torch.Tensor:
