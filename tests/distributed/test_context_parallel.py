@@ -21,7 +21,20 @@ from clearhead.errors import ClearheadError
 from clearhead.transformer import EncoderLayer, FeedForward
 from tests.support.native import needs_native
 
-from .building import DIM, EMBED, HEADS, MASKS, attention, collectives, decoder, encoder, full, gradients, mask
+from .building import (
+    DIM,
+    EMBED,
+    HEADS,
+    MASKS,
+    attention,
+    collectives,
+    decoder,
+    encoder,
+    full,
+    gradients,
+    mask,
+    require_close,
+)
 from .comparing import compare_in_parts
 from .meshes import line, square
 from .processes import Processes
@@ -82,6 +95,47 @@ def _stacks(layout: Layout) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layers_and_stacks(two: Processes, layout: Layout) -> None:
     two.run(_stacks, layout)
+
+
+def _adapted(method: str, layout: Layout) -> None:
+    """peft's LoRA layers, whose matrices alone learn; put on before the sequence is split, and after it."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(module: Any) -> Any:
+        targets = ["q_proj", "v_proj", "out_proj", "linear1"]
+        torch.manual_seed(8)
+        module = get_peft_model(module, LoraConfig(r=3, target_modules=targets, init_lora_weights=False))
+        return module.base_model.model.double()  # type: ignore[operator, union-attr]
+
+    def split(module: Any) -> Any:
+        return context_parallel(module, line(), method=method, layout=layout)  # type: ignore[arg-type]
+
+    x, factors = torch.randn(2, 2, 9, EMBED, dtype=torch.float64)
+    found = []
+    for module, given in (
+        (adapted(encoder()), (x, factors)),
+        (split(adapted(encoder())), [shard_sequence(each, line(), layout=layout) for each in (x, factors)]),
+        (adapted(split(encoder())), [shard_sequence(each, line(), layout=layout) for each in (x, factors)]),
+    ):
+        output = module(given[0], mask=masks.causal())
+        (output * given[1]).sum().backward()
+        learnt = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+        assert len(learnt) == 2 * 2 * 4
+        assert all("lora" in name for name in learnt)
+        found.append({"output": output.detach()} | learnt)
+    whole = found[0] | {"output": shard_sequence(found[0]["output"], line(), layout=layout)}
+    for own in found[1:]:
+        assert own.keys() == whole.keys()
+        for name, number in whole.items():
+            if name != "output":
+                dist.all_reduce(own[name])
+            require_close(own[name], number, 1e-12, name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_lora_layers(two: Processes, method: str, layout: Layout) -> None:
+    two.run(_adapted, method, layout)
 
 
 def _weights(layout: Layout) -> None:
