@@ -21,7 +21,20 @@ from clearhead.errors import ClearheadError
 from clearhead.transformer import EncoderLayer, FeedForward
 from tests.support.native import needs_native
 
-from .building import EMBED, HEADS, MASKS, attention, collectives, decoder, encoder, full, gradients, mask
+from .building import (
+    DIM,
+    EMBED,
+    HEADS,
+    MASKS,
+    attention,
+    collectives,
+    decoder,
+    encoder,
+    full,
+    gradients,
+    mask,
+    require_close,
+)
 from .comparing import compare_in_parts
 from .meshes import line, square
 from .processes import Processes
@@ -84,6 +97,47 @@ def test_layers_and_stacks(two: Processes, layout: Layout) -> None:
     two.run(_stacks, layout)
 
 
+def _adapted(method: str, layout: Layout) -> None:
+    """peft's LoRA layers, whose matrices alone learn; put on before the sequence is split, and after it."""
+    from peft import LoraConfig, get_peft_model
+
+    def adapted(module: Any) -> Any:
+        targets = ["q_proj", "v_proj", "out_proj", "linear1"]
+        torch.manual_seed(8)
+        module = get_peft_model(module, LoraConfig(r=3, target_modules=targets, init_lora_weights=False))
+        return module.base_model.model.double()  # type: ignore[operator, union-attr]
+
+    def split(module: Any) -> Any:
+        return context_parallel(module, line(), method=method, layout=layout)  # type: ignore[arg-type]
+
+    x, factors = torch.randn(2, 2, 9, EMBED, dtype=torch.float64)
+    found = []
+    for module, given in (
+        (adapted(encoder()), (x, factors)),
+        (split(adapted(encoder())), [shard_sequence(each, line(), layout=layout) for each in (x, factors)]),
+        (adapted(split(encoder())), [shard_sequence(each, line(), layout=layout) for each in (x, factors)]),
+    ):
+        output = module(given[0], mask=masks.causal())
+        (output * given[1]).sum().backward()
+        learnt = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+        assert len(learnt) == 2 * 2 * 4
+        assert all("lora" in name for name in learnt)
+        found.append({"output": output.detach()} | learnt)
+    whole = found[0] | {"output": shard_sequence(found[0]["output"], line(), layout=layout)}
+    for own in found[1:]:
+        assert own.keys() == whole.keys()
+        for name, number in whole.items():
+            if name != "output":
+                dist.all_reduce(own[name])
+            require_close(own[name], number, 1e-12, name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_lora_layers(two: Processes, method: str, layout: Layout) -> None:
+    two.run(_adapted, method, layout)
+
+
 def _weights(layout: Layout) -> None:
     whole, x = attention(2, sinks=True), torch.randn(2, 13, EMBED, dtype=torch.float64)
     split = context_parallel(attention(2, sinks=True), line(), layout=layout)
@@ -127,6 +181,39 @@ def _same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_heads_give_the_same_bits(two: Processes, dtype: torch.dtype) -> None:
     two.run(_same_bits, dtype)
+
+
+def _same_bits_backward(dtype: torch.dtype, layout: Layout) -> None:
+    """Gradients too are computed as one process does, of the projected queries, keys and values."""
+    for kv_heads in (8, 4, 2):
+        torch.manual_seed(3)
+        whole = [torch.randn(2, 37, heads * DIM, dtype=dtype).requires_grad_() for heads in (HEADS, kv_heads, kv_heads)]
+        parts = [shard_sequence(x.detach(), line(), layout=layout).clone().requires_grad_() for x in whole]
+        x, factors = torch.zeros(2, 37, EMBED, dtype=dtype), torch.randn(2, 37, EMBED, dtype=dtype)
+        outputs = []
+        for projected in (whole, parts):
+            module = attention(kv_heads, dtype=dtype, position="rotary")
+            given: tuple[torch.Tensor, torch.Tensor] = x, factors
+            for name, own in zip(("q_proj", "k_proj", "v_proj"), projected, strict=True):
+                getattr(module, name).register_forward_hook(lambda *_, own=own: own)
+            module.out_proj.register_forward_hook(lambda _, inputs, output: inputs[0])
+            if projected is parts:
+                context_parallel(module, line(), method="heads", layout=layout)
+                given = tuple(shard_sequence(each, line(), layout=layout) for each in given)  # type: ignore[assignment]
+            output = module(given[0], mask=masks.causal())
+            (output * given[1]).sum().backward()
+            outputs.append(output.detach())
+        assert torch.equal(outputs[1], shard_sequence(outputs[0], line(), layout=layout))
+        for name, own, one in zip("qkv", parts, whole, strict=True):
+            assert own.grad is not None
+            assert one.grad is not None
+            assert torch.equal(own.grad, shard_sequence(one.grad, line(), layout=layout)), (name, kv_heads)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_heads_give_the_same_bits_of_gradients(two: Processes, dtype: torch.dtype, layout: Layout) -> None:
+    two.run(_same_bits_backward, dtype, layout)
 
 
 def _shared_head(way: str) -> torch.Tensor:

@@ -146,6 +146,27 @@ def test_lora_layers_are_split_as_what_they_adapt(two: Processes) -> None:
         two.run(_adapted, kv_heads)
 
 
+def _clipped(kv_heads: int) -> None:
+    """`clip_grad_norm_` counts each gradient once, whether it is split or whole in every process."""
+    whole = encoder(kv_heads=kv_heads)
+    split = tensor_parallel(copy.deepcopy(whole), line())
+    x = torch.randn(2, 9, EMBED, dtype=torch.float64)
+    norms = []
+    for module in (whole, split):
+        module(x, mask=masks.causal()).square().sum().backward()
+        norms.append(full(nn.utils.clip_grad_norm_(module.parameters(), 1.0)))
+    assert norms[0] > 1
+    require_close(norms[1], norms[0], 1e-12, "norm")
+    expected = gradients(whole)
+    for name, number in gradients(split).items():
+        require_close(number, expected[name], 1e-12, name)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_gradients_are_clipped_by_the_norm_of_one_process(two: Processes, kv_heads: int) -> None:
+    two.run(_clipped, kv_heads)
+
+
 def _collectives() -> list[dict[str, int]]:
     """Collectives of an attention, and of a layer with each kind of feed-forward part; forward and backward."""
     counts: list[dict[str, int]] = []
@@ -167,6 +188,34 @@ def _collectives() -> list[dict[str, int]]:
 def test_one_all_reduce_forward_and_one_backward(two: Processes) -> None:
     for counts in two.run(_collectives):
         assert counts == [{"all_reduce": 1}] * 4 + [{"all_reduce": 2}] * 4
+
+
+#: What costs more than one all-reduce backward: parts of the module, inputs, and how many there are. One more for each
+#: parameter that every process holds, and for each memory.
+MORE: dict[str, tuple[dict[str, Any], int, int]] = {
+    "a key/value head for two processes": ({"kv_heads": 1}, 1, 1 + 4),  # weights and biases of keys and values
+    "shared norms": ({"kv_heads": 4, "q_norm": "norm", "k_norm": "norm"}, 1, 1 + 2),
+    "norms of each head": ({"kv_heads": 4, "q_norm": "per head", "k_norm": "per head"}, 1, 1),
+    "all shared": ({"kv_heads": 1, "q_norm": "layer norm", "k_norm": "norm"}, 1, 1 + 4 + 3),
+    "cross-attention": ({"kv_heads": 4}, 2, 1 + 1),
+    "cross-attention with values": ({"kv_heads": 4}, 3, 1 + 2),
+    "cross-attention and a shared head": ({"kv_heads": 1}, 2, 1 + 4 + 1),
+}
+
+
+def _more_collectives(name: str) -> list[dict[str, int]]:
+    parts, count, _ = MORE[name]
+    module = tensor_parallel(attention(**parts), line())
+    inputs = [torch.randn(2, 9, EMBED, dtype=torch.float64, requires_grad=True) for _ in range(count)]
+    outputs: list[torch.Tensor] = []
+    forward = collectives(lambda: outputs.append(module(*inputs)))
+    return [forward, collectives(lambda: outputs[0].sum().backward())]
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_what_every_process_holds_costs_all_reduces_backward_alone(two: Processes, name: str) -> None:
+    for counts in two.run(_more_collectives, name):
+        assert counts == [{"all_reduce": 1}, {"all_reduce": MORE[name][2]}]
 
 
 def _plain_plan(left_out: tuple[str, ...]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,16 +15,23 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from clearhead import masks
-from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
+from clearhead.distributed import context_parallel, gather_sequence, shard_sequence, tensor_parallel
 from clearhead.distributed._layout import Layout
 from clearhead.errors import DistributedError
+from tests.examples.test_long_context import _losses
 
 from .building import EMBED, attention, encoder, full, gradients, mask, require_close
 from .meshes import line, square
@@ -196,10 +205,74 @@ def test_a_checkpoint_of_four_processes_is_read_by_two_and_by_one(
         one.run(_loaded, str(tmp_path), "contiguous")
 
 
+def _model_and_optimizer() -> tuple[Any, torch.optim.Optimizer]:
+    split = _sharded(context_parallel(encoder(), line(), layout="zigzag"), line())
+    return split, torch.optim.AdamW(split.parameters(), lr=0.1)
+
+
+def _step(split: Any, optimizer: torch.optim.Optimizer, seed: int) -> dict[str, torch.Tensor]:
+    """One step on a seed's sequence; the whole output before it, and all parameters after it."""
+    torch.manual_seed(seed)
+    x, labels = (
+        shard_sequence(each, line(), layout="zigzag")
+        for each in (torch.randn(2, 13, EMBED, dtype=torch.float64), _labels(13))
+    )
+    output = split(x, mask=masks.causal())
+    (_loss(output, labels) * dist.get_world_size()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found = {"output": gather_sequence(output.detach(), line(), layout="zigzag")}
+    return found | {name: full(parameter.detach()) for name, parameter in split.named_parameters()}
+
+
+def _saved_parts(folder: str) -> dict[str, torch.Tensor]:
+    """A checkpoint after two steps; and the step after it."""
+    split, optimizer = _model_and_optimizer()
+    for seed in range(2):
+        _step(split, optimizer, seed)
+    model, state = get_state_dict(split, optimizer)
+    dcp.save({"model": model, "optimizer": state}, checkpoint_id=folder)
+    return _step(split, optimizer, 2)
+
+
+def _loaded_parts(folder: str) -> dict[str, torch.Tensor]:
+    """The step after a checkpoint, which is read into a module with other values."""
+    split, optimizer = _model_and_optimizer()
+    with torch.no_grad():
+        for parameter in split.parameters():
+            parameter.zero_()
+    model, state = get_state_dict(split, optimizer)
+    read = {"model": model, "optimizer": state}
+    dcp.load(read, checkpoint_id=folder)
+    set_state_dict(split, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"])
+    return _step(split, optimizer, 2)
+
+
+def test_a_checkpoint_of_four_parts_with_optimizer_state_is_read_by_two_and_by_one(
+    four: Processes, two: Processes, tmp_path: Path
+) -> None:
+    expected, *others = four.run(_saved_parts, str(tmp_path))
+    with processes(1) as one:
+        others += two.run(_loaded_parts, str(tmp_path)) + one.run(_loaded_parts, str(tmp_path))
+    for found in others:
+        assert found.keys() == expected.keys()
+        for name, number in expected.items():
+            require_close(found[name], number, 1e-12, name)
+
+
+def test_the_example_s_checkpoint_of_one_process_is_read_by_two(two: Processes, tmp_path: Path) -> None:
+    """And what two go on to, by one; from two to one alone is in tests/examples."""
+    with processes(1) as one:
+        (expected,) = one.run(_losses, None, 6, 131)
+        one.run(_losses, tmp_path, 2, 131, True)
+        for found in two.run(_losses, tmp_path, 4, 131, True):
+            assert found == pytest.approx(expected[:4], abs=1e-4)
+        (found,) = one.run(_losses, tmp_path, 6, 131)
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
 def _ends(method: str, step: str) -> str:
     """The last process ends in the middle; what the first one says."""
-    import os
-
     split: Any = tensor_parallel if method == "tensor" else partial(context_parallel, method=method)
     module = split(attention(1 if step == "backward of shared heads" else 4), line())
     x = torch.randn(2, 8, EMBED, dtype=torch.float64, requires_grad=step == "backward")
@@ -258,6 +331,62 @@ def test_a_process_that_raises_ends_the_others() -> None:
     with processes(2, seconds=5) as two:
         first, second = two.run(_raises, seconds=40)
     assert SAID["tensor", "forward"] in first
+    assert "of the user's" in second
+
+
+def _interrupted(method: str, place: str, killed: bool) -> str:
+    """The last process is killed, or raises, inside an attention that all agreed on; what each process says.
+
+    Args:
+        place: ``"projections"``: before the first exchange. ``"mask"``: after it.
+    """
+
+    def interrupt() -> None:
+        if dist.get_rank() == 1:
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("of the user's")
+
+    def rule(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        interrupt()
+        return q >= k
+
+    module: Any = context_parallel(attention(4), line(), method=method)  # type: ignore[arg-type]
+    part = shard_sequence(torch.randn(2, 8, EMBED, dtype=torch.float64), line())
+    module(part)  # the processes are connected
+    if place == "projections":
+        module.v_proj.register_forward_hook(lambda *_: interrupt())
+    with pytest.raises((DistributedError, ValueError)) as caught:
+        module(part, mask=masks.mask_mod(rule) if place == "mask" else None)
+    return str(caught.value)
+
+
+INTERRUPTED = {
+    ("heads", "projections"): "context_parallel: forward: all-to-all: the exchange failed",
+    ("heads", "mask"): "context_parallel: forward: all-to-all: the exchange failed",
+    ("gather", "projections"): "context_parallel: forward: all-gather: the exchange failed",
+    ("ring", "projections"): "context_parallel: forward: ring: the exchange failed",
+}
+
+
+@pytest.mark.parametrize(("method", "place"), INTERRUPTED)
+def test_a_process_that_is_killed_in_an_attention_ends_the_others(method: str, place: str) -> None:
+    with processes(2, seconds=10) as two:
+        for end in two._ends:
+            end.send((_interrupted, (method, place, True)))
+        assert two._ends[0].poll(20), "it still waits"
+        good, said = two._ends[0].recv()
+        assert good, said
+        assert INTERRUPTED[method, place] in said
+        two.started[1].join(5)
+        assert two.started[1].exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("method", "place"), [("heads", "mask"), ("gather", "projections"), ("ring", "projections")])
+def test_a_process_that_raises_in_an_attention_ends_the_others(method: str, place: str) -> None:
+    with processes(2, seconds=3) as two:
+        first, second = two.run(_interrupted, method, place, False, seconds=20)
+    assert INTERRUPTED[method, place] in first
     assert "of the user's" in second
 
 

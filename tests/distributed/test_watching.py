@@ -40,11 +40,15 @@ def _same_scalars(method: str) -> dict[int, dict[str, float]]:
     x = torch.randn(2, 13, EMBED, dtype=torch.float64)
     whole, split = encoder(), encoder()
     part = x
-    if method != "heads of processes":
-        split = context_parallel(split, line(), method=method, layout="zigzag")  # type: ignore[arg-type]
-        part = shard_sequence(x, line(), layout="zigzag")
+    mesh = line()
+    if method == "both":
+        mesh, split = square()["cp"], tensor_parallel(split, square()["tp"])
+    if method == "heads of processes":
+        split = tensor_parallel(split, mesh)
     else:
-        split = tensor_parallel(split, line())
+        own = "auto" if method == "both" else method
+        split = context_parallel(split, mesh, method=own, layout="zigzag")  # type: ignore[arg-type]
+        part = shard_sequence(x, mesh, layout="zigzag")
     expected, found = _watched(whole, x), _watched(split, part)
     assert [*found] == [*expected] == [0, 2]
     for step in found:
@@ -59,6 +63,11 @@ def _same_scalars(method: str) -> dict[int, dict[str, float]]:
 def test_a_monitor_gives_every_process_the_same(two: Processes, method: str) -> None:
     first, second = two.run(_same_scalars, method)
     assert first == second
+
+
+def test_a_monitor_gives_the_same_where_heads_and_sequence_are_split(four: Processes) -> None:
+    first, *others = four.run(_same_scalars, "both")
+    assert all(found == first for found in others)
 
 
 def _recomputed(method: str) -> None:
