@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import clearhead
@@ -22,9 +22,9 @@ from clearhead.distributed import (
     tensor_parallel,
 )
 from clearhead.distributed._layout import Layout, Parts
-from clearhead.errors import ArgumentError, ClearheadError
+from clearhead.errors import ArgumentError, ClearheadError, DistributedError, RecordError
 
-from .building import EMBED, attention, collectives, full, mask, require_close
+from .building import EMBED, attention, collectives, encoder, full, mask, require_close
 from .comparing import EVERY_STATISTIC, TOLERANCES, compare_records, compare_statistics
 from .meshes import line, square
 from .processes import Processes
@@ -327,3 +327,59 @@ def _transformed() -> str:
 def test_statistics_of_tensors_inside_vmap_are_refused(two: Processes) -> None:
     for message in two.run(_transformed):
         assert "attention_statistics: torch.func and forward-mode derivatives do not follow exchanges" in message
+
+
+class Padded(nn.Module):
+    """A model that is given the padding of its tokens, as those of transformers are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.model(x)
+
+
+def _with_padding(model: nn.Module, x: Tensor, attention_mask: Tensor | None) -> Any:
+    """What is recorded of its last layer."""
+    with torch.no_grad(), clearhead.record(model, ("received", "max_logit", "entropy", "offset")) as rec:
+        model(x, attention_mask=attention_mask)
+    return [*rec.values()][-1][0]
+
+
+def _padding(method: str, layout: Layout) -> None:
+    """Padding that all processes are given whole, that they are given as their tokens, and some of them so."""
+    world = dist.get_world_size()
+    whole, mesh = Padded(encoder()), square()["cp"] if world == 4 else line()
+    split = copy.deepcopy(whole.model)
+    split = tensor_parallel(split, square()["tp"]) if world == 4 else split
+    split = Padded(context_parallel(split, mesh, method=method, layout=layout))  # type: ignore[arg-type]
+    for length in (13, 1)[: 1 if world == 4 else 2]:  # DTensor projects no empty part
+        x, marks = torch.randn(2, length, EMBED, dtype=torch.float64), torch.ones(2, length, dtype=torch.int64)
+        marks[1, length // 3 :] = 0
+        part, own = (shard_sequence(each, mesh, layout=layout) for each in (x, marks))
+        one = _with_padding(whole, x, marks)
+        assert bool((~one.counted).any())
+        for given in (marks, own, own if mesh.get_local_rank() else marks):
+            found = _with_padding(split, part, given)
+            compare_statistics(torch.float64, found, one, one, mesh, layout, f"{method} {length}")
+    assert bool(_with_padding(split, part, None).counted.all())
+    assert bool(_with_padding(split, part, torch.zeros(2, 99)).counted.all())  # of no call of this model
+    part, own = (
+        shard_sequence(each, mesh, layout=layout) for each in (torch.randn(2, 13, EMBED).double(), torch.ones(2, 13))
+    )
+    first = mesh.get_local_rank() == 0
+    with pytest.raises(RecordError if world == 2 else ClearheadError, match=r"expected \(2, 13\), or the part of it"):
+        _with_padding(split, part, own[:, 1:] if first else own)
+    with pytest.raises(DistributedError, match="recorders: expected the same in every process"):
+        _with_padding(split, part, own if first else None)
+    assert _with_padding(split, part, own).entropy.shape == (2, 8, part.shape[1])
+
+
+@pytest.mark.parametrize(("method", "layout"), [("heads", "contiguous"), ("gather", "zigzag"), ("ring", "contiguous")])
+def test_padding_that_is_found_may_be_cut_as_the_tokens(two: Processes, method: str, layout: Layout) -> None:
+    two.run(_padding, method, layout)
+
+
+def test_padding_is_found_where_heads_are_split_too(four: Processes) -> None:
+    four.run(_padding, "auto", "zigzag")
