@@ -29,7 +29,7 @@ SURFACE = {
     """,
     "clearhead.checkpoints": "NAMINGS Finding Naming from_transformers identify layers_from_transformers load save",
     "clearhead.cli": "main",
-    "clearhead.distributed": "context_parallel gather_sequence shard_sequence tensor_parallel",
+    "clearhead.distributed": "attention_statistics context_parallel gather_sequence shard_sequence tensor_parallel",
     "clearhead.errors": """
         ArgumentError AttentionHealthWarning CacheError CheckpointError ClearheadError DTypeError DeviceError
         DistributedError FileError KernelError MaskTypeError OutOfRangeError RecordError ShapeError UnknownNameError

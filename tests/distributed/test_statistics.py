@@ -1,19 +1,30 @@
-"""Records of modules that are split over processes: other calls than those of test_every_case.py, and weights."""
+"""Statistics of parts: records of other calls than those of test_every_case.py, weights, and functions of tensors."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import clearhead
 from clearhead import masks
-from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
+from clearhead.distributed import (
+    attention_statistics,
+    context_parallel,
+    gather_sequence,
+    shard_sequence,
+    tensor_parallel,
+)
+from clearhead.distributed._layout import Layout, Parts
+from clearhead.errors import ArgumentError, ClearheadError, DistributedError, RecordError
 
-from .building import EMBED, attention, full, mask, require_close
+from .building import EMBED, attention, collectives, encoder, full, mask, require_close
 from .comparing import EVERY_STATISTIC, TOLERANCES, compare_records, compare_statistics
 from .meshes import line, square
 from .processes import Processes
@@ -112,3 +123,265 @@ def _weights() -> None:
 
 def test_weights_of_all_heads(four: Processes) -> None:
     four.run(_weights)
+
+
+#: A call of tensors: its mask, H and Hkv, lengths of queries and keys, and options.
+CALLS: dict[str, tuple[str, tuple[int, int], tuple[int, int], dict[str, Any]]] = {
+    "no mask": ("none", (8, 8), (13, 13), {}),
+    "causal": ("causal", (8, 2), (13, 13), {"softcap": 5.0, "sink_keys": 2}),
+    "bottom right": ("bottom right", (8, 1), (7, 13), {"scale": 0.3}),
+    "window": ("window", (8, 4), (13, 13), {"query_positions": 4, "map_pooling": "max"}),
+    "lengths": ("lengths", (8, 2), (13, 11), {"sinks": True, "query_mask": True}),
+    "documents": ("documents", (8, 2), (13, 13), {"positions": True}),
+    "bias": ("bias", (8, 8), (13, 5), {"sinks": True}),
+    "heads": ("heads", (8, 4), (13, 13), {"queries": torch.tensor([12, 0, 6])}),
+    "bool": ("bool", (8, 2), (5, 13), {"queries": slice(1, None, 2)}),
+    "alibi": ("alibi", (8, 2), (13, 13), {"query_mask": True, "offsets": (-1, 2, 0)}),
+    "nothing seen": ("nothing seen", (8, 2), (13, 13), {"sinks": True}),
+    "fewer than processes": ("causal", (8, 2), (1, 1), {}),
+    "fewer queries": ("lengths", (8, 2), (1, 13), {}),
+    "fewer keys": ("none", (8, 2), (13, 1), {"sinks": True}),
+    "no keys": ("none", (8, 2), (13, 0), {}),
+}
+
+
+def _tensors(name: str, dtype: torch.dtype) -> tuple[tuple[Tensor, Tensor, Tensor], Any, dict[str, Any]]:
+    """Query, key and value of a call, its mask, and its options, with every statistic."""
+    kind, (heads, kv_heads), (length, keys), chosen = CALLS[name]
+    torch.manual_seed(3)
+    query, key, value = (
+        torch.randn(2, h, n, d, dtype=dtype)
+        for h, n, d in ((heads, length, 4), (kv_heads, keys, 4), (kv_heads, keys, 3))
+    )
+    options = EVERY_STATISTIC | chosen
+    if options.pop("positions", False):
+        options["query_positions"] = torch.randint(0, 13, (2, length))
+        options["key_positions"] = torch.randint(0, 13, (2, heads, keys))
+    if "sinks" in options:
+        options["sinks"] = torch.randn(heads)
+    if "query_mask" in options:
+        options["query_mask"] = torch.arange(2 * length).view(2, length) % 4 != 1
+    return (query, key, value), mask(kind, 2, length, keys), options
+
+
+def _of_tensors(name: str, layout: Layout, dtype: torch.dtype) -> None:
+    (query, key, value), given, options = _tensors(name, dtype)
+    with torch.no_grad():
+        one = clearhead.attention_statistics(query, key, given, value=value, **options)
+        weights = clearhead.attention_weights(
+            query, key, given, **{x: options[x] for x in ARGUMENTS if x in options}
+        ).to(dtype)
+    own = {
+        name: shard_sequence(x, line(), dim=2, layout=layout)
+        for name, x in (("query", query), ("key", key), ("value", value))
+    }
+    with torch.no_grad():
+        found = attention_statistics(mesh=line(), mask=given, **own, layout=layout, **options)
+    queries = options.get("queries")
+    chosen = torch.arange(query.shape[2])[queries] if isinstance(queries, slice) else queries
+    compare_statistics(dtype, found, one, one, line(), layout, f"{name} {layout}", chosen, weights)
+    assert found.is_part
+    if dtype == torch.float64:
+        given_again = [gather_sequence(x, line(), dim=2, layout=layout) for x in (found.entropy, found.received)]
+        for together, whole in zip(given_again, (one.entropy, one.received), strict=True):
+            require_close(together, whole, 1e-12, name)
+
+
+#: Options that weights have too.
+ARGUMENTS = ("scale", "softcap", "sinks", "query_positions", "key_positions")
+
+
+def _all_of_tensors(layout: Layout, dtype: torch.dtype) -> None:
+    for name in CALLS:
+        _of_tensors(name, layout, dtype)
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("contiguous", torch.float64), ("zigzag", torch.float64), ("zigzag", torch.float32)]
+)
+def test_statistics_of_tensors(two: Processes, four: Processes, layout: Layout, dtype: torch.dtype) -> None:
+    two.run(_all_of_tensors, layout, dtype)
+    four.run(_all_of_tensors, layout, dtype)
+
+
+def _otherwise_of_tensors() -> dict[str, int]:
+    """Without a batch, under autocast, of the heads of grouped keys, NaN in padding, and what is exchanged."""
+    x = torch.randn(8, 13, 4)
+    part = shard_sequence(x, line(), dim=1)
+    names = ("received", "rows", "top_k")
+    options: dict[str, Any] = {"statistics": names, "queries": [12, 3]}
+    own = Parts(13, 2, "contiguous").positions(dist.get_rank(), x.device)
+    here = torch.isin(torch.tensor([12, 3]), own)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        one = clearhead.attention_statistics(x, x, **options)
+        found = attention_statistics(part, part, line(), **options)
+    assert found.batch_size == 1
+    require_close(found.rows, one.rows[:, :, here], 1e-5, "autocast")
+    x = x[None].repeat(2, 1, 1, 1)
+    padded = x[:, :2].clone()
+    padded[1, :, 5:] = float("nan")
+    lengths = masks.lengths(torch.tensor([13, 5]))
+    grouped: dict[str, Any] = {"statistics": ("entropy", "received"), "per": "kv_head"}
+    one = clearhead.attention_statistics(x, padded, lengths, **grouped)
+    part, keys = (shard_sequence(each, line(), dim=2) for each in (x, padded))
+    found = attention_statistics(part, keys, line(), lengths, **grouped)
+    for name in grouped["statistics"]:
+        expected = shard_sequence(getattr(one, name), line(), dim=2)
+        assert expected.shape[1] == 2
+        require_close(getattr(found, name), expected, 1e-5, name)
+    return collectives(lambda: attention_statistics(part, part, line(), statistics=("top_k", "received")))
+
+
+def test_other_statistics_of_tensors(two: Processes) -> None:
+    for counts in two.run(_otherwise_of_tensors):
+        assert counts == {"allgather_base": 2, "alltoall_base": 1, "reduce_scatter": 1}
+
+
+def _of_one() -> None:
+    mesh, x = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))["cp"], torch.randn(2, 4, 5, 8)
+    one = clearhead.attention_statistics(x, x, masks.causal(), top_k=2)
+    found = attention_statistics(x, x, mesh, masks.causal(), top_k=2)
+    for name in ("entropy", "received", "max_logit"):
+        assert torch.equal(getattr(found, name), getattr(one, name))
+    assert not collectives(lambda: attention_statistics(x, x, mesh))
+    with pytest.raises(ArgumentError, match="layout: expected 'contiguous' or 'zigzag'"):
+        attention_statistics(x, x, mesh, layout="spiral")  # type: ignore[arg-type]
+
+
+def test_a_mesh_of_one_process_exchanges_nothing(two: Processes) -> None:
+    two.run(_of_one)
+
+
+SAME = "expected the same in every process"
+ALIKE = "what one is told"
+#: What is wrong with a call of (2, 8, 9, 4) and (2, 2, 9, 4), and what is said if it is in one process, or in all.
+WRONG: dict[str, tuple[Callable[[Tensor, Tensor], dict[str, Any]], str, str]] = {
+    "mesh": (lambda q, k: {"mesh": None}, "mesh: expected a DeviceMesh, got NoneType", ""),
+    "layout": (lambda q, k: {"layout": "spiral"}, "layout: expected 'contiguous' or 'zigzag', got 'spiral'", ALIKE),
+    "another layout": (lambda q, k: {"layout": "zigzag"}, f"layout: {SAME}", ""),
+    "kind": (lambda q, k: {"query": None}, "query: expected a torch.Tensor", ALIKE),
+    "dtype": (lambda q, k: {"query": q.float(), "key": k.float()}, f"attention_statistics: dtype: {SAME}", ""),
+    "dtypes": (lambda q, k: {"key": k.float()}, "key: expected query's dtype torch.float64", ALIKE),
+    "batch": (lambda q, k: {"query": q[:1], "key": k[:1]}, f"batch size: {SAME}, got [2, 1]", ""),
+    "heads": (lambda q, k: {"query": q[:, :4]}, f"query heads: {SAME}, got [8, 4]", ""),
+    "key heads": (lambda q, k: {"key": k[:, :1]}, f"key/value heads: {SAME}, got [2, 1]", ""),
+    "length": (lambda q, k: {"key": k.repeat(1, 1, 2, 1)}, "as shard_sequence cuts them", ""),
+    "mask of another kind": (lambda q, k: {"mask": "causal"}, "mask: ", ALIKE),
+    "another mask": (lambda q, k: {"mask": masks.causal()}, f"mask: {SAME}", ""),
+    "mask of a part": (lambda q, k: {"mask": torch.ones(len(q[0, 0]), 9).bool()}, f"mask: {SAME}", "mask"),
+    "mask of values": (lambda q, k: {"mask": masks.lengths(torch.tensor([99, 9]))}, "mask", "99"),
+    "scale": (lambda q, k: {"scale": 2.0}, f"scale: {SAME}", ""),
+    "softcap": (lambda q, k: {"softcap": -1.0}, "softcap: expected a number > 0", ALIKE),
+    "sinks": (lambda q, k: {"sinks": torch.zeros(3)}, "sinks: expected one logit per query head, (8,)", ALIKE),
+    "sinks alone": (lambda q, k: {"sinks": torch.zeros(8)}, f"sinks: {SAME}", ""),
+    "positions": (
+        lambda q, k: {"query_positions": torch.arange(q.shape[2]), "key_positions": 0},
+        f"query_positions: {SAME}",
+        "query_positions: expected shape (9,) or (2, 9), got",
+    ),
+    "a first position": (lambda q, k: {"key_positions": 3}, f"key_positions: {SAME}", ""),
+    "statistic": (lambda q, k: {"statistics": ("best",)}, "statistics: expected names among entropy", ALIKE),
+    "output": (lambda q, k: {"statistics": ("output",)}, "statistics: expected value= for 'output'", ALIKE),
+    "another statistic": (lambda q, k: {"statistics": ("sink",)}, f"statistics: {SAME}", ""),
+    "per": (lambda q, k: {"per": "kv_head"}, f"statistics: {SAME}", ""),
+    "option": (lambda q, k: {"top_k": 0}, "top_k: expected an int ≥ 1, got 0", ALIKE),
+    "another option": (lambda q, k: {"top_k": 3}, f"options: {SAME}", ""),
+    "query mask": (
+        lambda q, k: {"query_mask": torch.ones(q.shape[0], q.shape[2])[..., :4].bool()},
+        f"query_mask: {SAME}",
+        "query_mask: expected (B, L) = (2, 9), got (2, 4)",
+    ),
+    "queries": (lambda q, k: {"queries": [9]}, f"queries: {SAME}", "queries: expected row numbers below L = 9"),
+    "other queries": (lambda q, k: {"queries": torch.tensor([2, 1])}, f"queries: {SAME}", ""),
+}
+
+
+def _refused_of_tensors() -> int:
+    """Each of them in the last process alone, and in all; how many there were."""
+    torch.manual_seed(3)
+    q, k = (shard_sequence(torch.randn(2, h, 9, 4, dtype=torch.float64), line(), dim=2) for h in (8, 2))
+    last, count = dist.get_rank() == dist.get_world_size() - 1, 0
+    good: dict[str, Any] = {"query": q, "key": k, "mesh": line(), "statistics": ("entropy",)}
+    for name, (make, alone, everywhere) in WRONG.items():
+        for together in (False, True)[: 1 + bool(everywhere)]:
+            said = "nothing"
+            try:
+                attention_statistics(**(good | make(q, k) if last or together else good))
+            except ClearheadError as error:
+                said = str(error)
+            assert (everywhere if together and everywhere != ALIKE else alone) in said, f"{name} {together}: {said}"
+            count += 1
+        assert attention_statistics(**good).entropy.shape == q.shape[:3]
+    return count
+
+
+def test_statistics_of_tensors_that_one_process_cannot_give_are_refused_by_all(two: Processes) -> None:
+    assert min(two.run(_refused_of_tensors)) > len(WRONG)
+
+
+def _transformed() -> str:
+    x = shard_sequence(torch.randn(3, 2, 4, 9, 8), line(), dim=3)
+    with pytest.raises(ClearheadError) as caught:
+        torch.func.vmap(lambda x: attention_statistics(x, x, line()).entropy)(x)
+    return str(caught.value)
+
+
+def test_statistics_of_tensors_inside_vmap_are_refused(two: Processes) -> None:
+    for message in two.run(_transformed):
+        assert "attention_statistics: torch.func and forward-mode derivatives do not follow exchanges" in message
+
+
+class Padded(nn.Module):
+    """A model that is given the padding of its tokens, as those of transformers are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return self.model(x)
+
+
+def _with_padding(model: nn.Module, x: Tensor, attention_mask: Tensor | None) -> Any:
+    """What is recorded of its last layer."""
+    with torch.no_grad(), clearhead.record(model, ("received", "max_logit", "entropy", "offset")) as rec:
+        model(x, attention_mask=attention_mask)
+    return [*rec.values()][-1][0]
+
+
+def _padding(method: str, layout: Layout) -> None:
+    """Padding that all processes are given whole, that they are given as their tokens, and some of them so."""
+    world = dist.get_world_size()
+    whole, mesh = Padded(encoder()), square()["cp"] if world == 4 else line()
+    split: Any = copy.deepcopy(whole.model)
+    split = tensor_parallel(split, square()["tp"]) if world == 4 else split
+    split = Padded(context_parallel(split, mesh, method=method, layout=layout))  # type: ignore[arg-type]
+    for length in (13, 1)[: 1 if world == 4 else 2]:  # DTensor projects no empty part
+        x, marks = torch.randn(2, length, EMBED, dtype=torch.float64), torch.ones(2, length, dtype=torch.int64)
+        marks[1, length // 3 :] = 0
+        part, own = (shard_sequence(each, mesh, layout=layout) for each in (x, marks))
+        one = _with_padding(whole, x, marks)
+        assert bool((~one.counted).any())
+        for given in (marks, own, own if mesh.get_local_rank() else marks):
+            found = _with_padding(split, part, given)
+            compare_statistics(torch.float64, found, one, one, mesh, layout, f"{method} {length}")
+    part, own = (
+        shard_sequence(each, mesh, layout=layout) for each in (torch.randn(2, 13, EMBED).double(), torch.ones(2, 13))
+    )
+    assert bool(_with_padding(split, part, None).counted.all())
+    assert bool(_with_padding(split, part, torch.zeros(2, 99)).counted.all())  # of no call of this model
+    first = mesh.get_local_rank() == 0
+    with pytest.raises(RecordError if world == 2 else ClearheadError, match=r"expected \(2, 13\), or the part of it"):
+        _with_padding(split, part, own[:, 1:] if first else own)
+    with pytest.raises(DistributedError, match="recorders: expected the same in every process"):
+        _with_padding(split, part, own if first else None)
+    assert _with_padding(split, part, own).entropy.shape == (2, 8, part.shape[1])
+
+
+@pytest.mark.parametrize(("method", "layout"), [("heads", "contiguous"), ("gather", "zigzag"), ("ring", "contiguous")])
+def test_padding_that_is_found_may_be_cut_as_the_tokens(two: Processes, method: str, layout: Layout) -> None:
+    two.run(_padding, method, layout)
+
+
+def test_padding_is_found_where_heads_are_split_too(four: Processes) -> None:
+    four.run(_padding, "auto", "zigzag")

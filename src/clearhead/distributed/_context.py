@@ -48,10 +48,10 @@ from ._cached import PartCache, ShardedKVCache, common_facts, decode
 from ._description import ASPECTS, aspects_of
 from ._finding import attention_parts
 from ._layout import Layout, Parts
-from ._methods import Whole, by_gathering, by_heads, heads_divide
+from ._methods import Operands, Whole, by_gathering, by_heads, heads_divide, like_whole, mask_fact
 from ._ring import Ring, by_ring
 from ._sequence import parts_of
-from ._statistics import Computed, Operands, shared_call
+from ._statistics import Computed, shared_call
 
 Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
 Method = Literal["auto", "heads", "gather", "ring"]
@@ -428,12 +428,8 @@ def _require_kernel(
     """Raise in every process alike, before anything is exchanged, if a forced kernel refuses the call of all parts."""
     if environment.kernel is None:
         return
-    lengths = whole.queries.length, whole.keys.length, whole.keys.length
-    # One row each, expanded: a kernel's reasons are of shapes, dtypes and masks.
-    query, key, value = (
-        x.new_empty(x.shape[3]).expand(*x.shape[:2], length, -1) for x, length in zip(operands, lengths, strict=True)
-    )
-    arguments = query, key, value, whole.mask_at(0, 0, 0)
+    # A kernel's reasons are of shapes, dtypes and masks.
+    arguments = *like_whole(operands, whole.queries, whole.keys), whole.mask_at(0, 0, 0)
     options = options | whole.dropout_at(0, 0, 0)
     choose(validate_call(*arguments, environment=environment, **options), environment.kernel)
 
@@ -498,7 +494,7 @@ def _facts(
         environment.gradients and fingerprint([tensor.requires_grad for tensor in inputs]),
         environment.autocast,
         fingerprint(getattr(environment.kernel, "name", None)),
-        fingerprint(None if mask is None else (mask.describe(), str(mask.sizes()))),
+        mask_fact(mask),
         fingerprint(of_positions),
         fingerprint(module.dropout),
         fingerprint([observer.wanted() for observer in listening()]) if environment.observed else 0,

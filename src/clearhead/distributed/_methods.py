@@ -6,9 +6,9 @@ that knows where these stand in the whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from .._call.dropout import DropoutOrigin
 from .._call.spec import Results
 from ..masks._base import Mask
 from ..masks._part import Place, part_of
+from ._agreement import fingerprint
 from ._collectives import all_to_all, gather_parts
 from ._layout import Parts
 
@@ -38,6 +39,7 @@ class Whole:
         num_heads: H, of the module's heads that this process computes.
         sinks: (H,), or ``None``.
         dropout: probability, seed, heads of the whole module, and the first of this process; or ``None``.
+        where: the function that split it, for messages.
     """
 
     group: dist.ProcessGroup
@@ -50,6 +52,7 @@ class Whole:
     num_heads: int
     sinks: Tensor | None
     dropout: tuple[float, Tensor, int, int] | None = None
+    where: str = "context_parallel"
 
     def mask_at(self, head: int, row: int, column: int) -> Mask | None:
         """The mask of a call whose first head, query and key are these of the whole."""
@@ -63,6 +66,16 @@ class Whole:
             return {}
         p, seed, total, first = self.dropout
         return {"dropout_p": p, "dropout_seed": seed, "origin": DropoutOrigin(total, first + head, row, column)}
+
+
+class Operands(NamedTuple):
+    """What an ordinary call was computed of: query, key, value, sinks, and first head, row and column in the whole."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    place: tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -86,20 +99,21 @@ class Piece:
 
 
 def by_gathering(q: Tensor, k: Tensor, v: Tensor, whole: Whole, attend: Attend) -> Results:
-    """Every process gathers all keys and values: one all-gather, and one reduce-scatter of their gradients.
+    """Every process gathers all keys and values: one all-gather, and one reduce-scatter of their gradients."""
+    return _in_a_row([attend(*operands) for operands in runs_of_queries(q, k, v, whole)])
 
-    Each run of this process's queries is a call of its own, so that masks stay bands.
-    """
+
+def runs_of_queries(q: Tensor, k: Tensor, v: Tensor, whole: Whole) -> Iterator[Operands]:
+    """Each run of this process's queries, with all keys and values: a call of its own, so that masks stay bands."""
     rows = [x.permute(2, 0, 1, 3) for x in (k, v)]  # (s, B, Hkv, D) and (s, B, Hkv, Dv)
-    keys, values = (x.permute(1, 2, 0, 3) for x in gather_parts(rows, whole.keys, whole.group))  # (B, Hkv, S, D) …
-    found: list[Results] = []
+    gathered = gather_parts(rows, whole.keys, whole.group, whole.where)
+    keys, values = (x.permute(1, 2, 0, 3) for x in gathered)  # (B, Hkv, S, D) and (B, Hkv, S, Dv)
     start = 0
     # A process without queries computes an empty call: the others wait for its part of the keys' gradients.
     for run in whole.queries.runs(whole.rank) or (slice(0, 0),):
         count = run.stop - run.start
-        found.append(attend(q[:, :, start : start + count], keys, values, whole.sinks, (0, run.start, 0)))
+        yield Operands(q[:, :, start : start + count], keys, values, whole.sinks, (0, run.start, 0))
         start += count
-    return _in_a_row(found)
 
 
 def _in_a_row(found: list[Results]) -> Results:
@@ -110,6 +124,19 @@ def _in_a_row(found: list[Results]) -> Results:
     return Results(
         torch.cat([results.output for results in found], 2), None, torch.cat(weights, -2) if weights else None
     )
+
+
+def like_whole(operands: tuple[Tensor, Tensor, Tensor], queries: Parts, keys: Parts) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of the whole without their values, by which a call of it is checked: one row, expanded."""
+    q, k, v = operands
+    lengths = (q, queries.length), (k, keys.length), (v, keys.length)
+    q, k, v = (x.new_empty(x.shape[3]).expand(*x.shape[:2], length, -1) for x, length in lengths)
+    return q, k, v
+
+
+def mask_fact(mask: Mask | None) -> int:
+    """What is equal in every process of a mask: all but the values of large tensors."""
+    return fingerprint(None if mask is None else (mask.describe(), str(mask.sizes())))
 
 
 def heads_divide(num_heads: int, num_kv_heads: int, world: int) -> bool:

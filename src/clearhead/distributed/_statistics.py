@@ -26,7 +26,7 @@ from .._weights import Queries, row_numbers
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..masks._grid import Block, Grid
 from ._collectives import all_reduce_max, exchange, step, sum_of_own
-from ._methods import Piece, Whole
+from ._methods import Operands, Piece, Whole
 from ._ring import pieces_of_ring
 
 
@@ -42,12 +42,12 @@ class OverProcesses:
 
     def summed(self, total: Tensor) -> Tensor:
         found = total.clone(memory_format=torch.contiguous_format)
-        with step("statistics: all-reduce"):
+        with step("statistics: all-reduce", self.whole.where):
             dist.all_reduce(found, group=self.whole.group)
         return found
 
     def largest(self, total: Tensor) -> Tensor:
-        with step("statistics: all-reduce"):
+        with step("statistics: all-reduce", self.whole.where):
             return all_reduce_max(total, self.whole.group)
 
     def of_keys(self, total: Tensor) -> Tensor:
@@ -55,18 +55,8 @@ class OverProcesses:
         sent = total.new_zeros(keys.world_size, *total.shape[:last], keys.longest)
         for other in range(keys.world_size):
             sent[other, ..., : keys.lengths[other]] = keys.take(total, last, other)
-        with step("statistics: reduce-scatter"):
+        with step("statistics: reduce-scatter", self.whole.where):
             return sum_of_own(sent, self.whole.group)[..., : keys.lengths[rank]]
-
-
-class Operands(NamedTuple):
-    """What an ordinary call was computed of: query, key, value, sinks, and first head, row and column in the whole."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None
-    place: tuple[int, int, int]
 
 
 class Computed(NamedTuple):

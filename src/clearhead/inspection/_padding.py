@@ -7,7 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from .._call.spec import AttentionCall
+from ..errors import RecordError, shape_text
 
 #: Arguments with the padding of the source and of the target: the first is 1 at real tokens, the second ``True`` at
 #: padding.
@@ -39,9 +43,7 @@ class PaddingFinder:
 
     def query_mask(self, name: str, batch_size: int, query_length: int, key_length: int) -> Tensor | None:
         """Bool (B, L) of real queries, or ``None`` if the root call has none."""
-        mask = self._source
-        if self._two_sided and "encoder" not in name.split("."):
-            mask = self._target
+        mask = self._found(name)
         if mask is None or mask.shape[0] != batch_size:
             return None
         if mask.shape[1] == query_length:
@@ -50,6 +52,44 @@ class PaddingFinder:
         if mask.shape[1] == key_length and is_step:
             return mask[:, -query_length:]  # a decoding step: the queries are the last of the keys
         return None
+
+    def query_mask_of_parts(self, name: str, call: AttentionCall) -> Tensor | None:
+        """As `query_mask`, of a call of which there are parts; the root call has the whole mask, or that of its part.
+
+        One exchange, if the root call has a mask: then it has one in every process.
+
+        Raises:
+            RecordError: in every process, if masks fit the call in some and not in others.
+        """
+        mask = self._found(name)
+        if mask is None or call.part is None:
+            return None
+        totals, device = call.part.totals, call.query.device
+        batch, length = call.grid.batch_size, call.grid.query_length
+        rows = totals.rows(length, device)
+        marks = torch.zeros(batch, length + 2, dtype=torch.uint8, device=device)
+        fits = mask.shape[0] == batch and mask.shape[1] in (length, len(rows))
+        if fits:
+            own = mask.to(device, torch.uint8)
+            marks[:, rows] = own[:, rows] if mask.shape[1] == length else own
+        marks[:, length + fits] = 1  # the last two columns: whether it fits nowhere, and anywhere
+        marks = totals.largest(marks) != 0
+        misfits, fitting = marks[:, length:].any(0).tolist()
+        if misfits and fitting:
+            raise RecordError(
+                "the padding mask of the root call",
+                expected=f"({batch}, {length}), or the part of it as the tokens are cut, in every process",
+                got=f"{shape_text(mask.shape)} for {len(rows)} tokens in this one",
+                fix="Give record the whole one, as query_mask=.",
+            )
+        return marks[:, :length] if fitting else None
+
+    def finds(self, name: str) -> bool:
+        """Whether the root call has a mask of the queries of a module."""
+        return self._found(name) is not None
+
+    def _found(self, name: str) -> Tensor | None:
+        return self._target if self._two_sided and "encoder" not in name.split(".") else self._source
 
 
 def _named(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:

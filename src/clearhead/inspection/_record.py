@@ -89,9 +89,10 @@ class record(Drawable, Recorded):
     zeros for padded positions and the ordinary one does not, so outputs may differ there.
 
     Of modules after `clearhead.distributed.tensor_parallel` or `context_parallel`, every process records the same, and
-    gives `query_mask` and `queries` of the whole call. Results are of all heads; where the sequence is split, what has
-    a number for each query is of the queries that the process holds, ``rows`` of the chosen ones among them,
-    ``received`` of the keys that it holds, and all else, with `summary`, of the whole call.
+    gives `query_mask` and `queries` of the whole call; a mask that is found may also be cut as the tokens are. Results
+    are of all heads; where the sequence is split, what has a number for each query is of the queries that the process
+    holds, ``rows`` of the chosen ones among them, ``received`` of the keys that it holds, and all else, with `summary`,
+    of the whole call.
 
     Afterwards the record is a mapping from the qualified name of the module in which attention ran to its `Calls`, and
     draws itself: `page`, `plot_heads`, `plot_map`, `plot_received`, `plot_rollout`.
@@ -215,7 +216,9 @@ class record(Drawable, Recorded):
                 fix="Each process would keep a part, of which no weights can be computed later.",
             )
         rows = self._rows.tolist() if isinstance(self._rows, Tensor) else self._rows
-        marks = None if self._query_mask is None else tuple(self._query_mask.shape)
+        # Of a mask in the root call processes may have the whole, or their parts.
+        found = self._query_mask is None and self._finder().finds(self._running.current or "")
+        marks = found if self._query_mask is None else tuple(self._query_mask.shape)
         return self._names, repr(self._options), self._per, self._heads, repr(rows), marks
 
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
@@ -332,10 +335,15 @@ class record(Drawable, Recorded):
             if tuple(self._query_mask.shape) != (batch, length) and name in self._calls:
                 return None  # a later step of other sizes; the first call has been checked
             return counted_queries(self._query_mask, call)
+        if call.part is not None:
+            return self._finder().query_mask_of_parts(name, call)
+        return self._finder().query_mask(name, batch, length, call.grid.key_length)
+
+    def _finder(self) -> PaddingFinder:
         if self._padding is None or self._padding[0] is not self._running.root_arguments:
             finder = PaddingFinder(self._running.model, self._running.root_arguments)
             self._padding = (self._running.root_arguments, finder)
-        return self._padding[1].query_mask(name, batch, length, call.grid.key_length)
+        return self._padding[1]
 
     def report_unseen(self) -> None:
         """Raise or warn if layers that were chosen, or any attention at all, are not in the record."""
