@@ -515,6 +515,26 @@ def test_what_is_dropped_on_the_residual_differs_between_parts_alone(four: Proce
     assert not torch.equal(found[0][0], found[2][0])
 
 
+def _few_positions(method: str) -> None:
+    """Two processes without a position, whose parameters are split and get the gradients of the others."""
+    mesh = square()
+    for module in (
+        encoder(),
+        encoder(gated=True),
+        attention(1, position="rotary"),
+        attention(4, q_norm="per head", sinks=True),
+    ):
+        for length in (1, 3):
+            x = torch.randn(2, length, EMBED, dtype=torch.float64)
+            split = lambda split: tensor_parallel(split, mesh["tp"])  # noqa: E731
+            compare_in_parts(module, mesh["cp"], x, method=method, prepare=split, mask=masks.causal())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_are_split_too_and_a_part_has_no_position(four: Processes, method: str) -> None:
+    four.run(_few_positions, method)
+
+
 def _decoded(dtype: torch.dtype, steps: tuple[int, ...]) -> None:
     """A prompt and tokens one by one, with keys that are split; every process is given all of them."""
     length = sum(steps)

@@ -342,7 +342,9 @@ class _Plan:
                 expected, fix = f"a multiple of the mesh's W = {self.world} features", "Use a mesh of another size."
                 raise ArgumentError(name, expected=expected, got=str(size), fix=fix)
         self._add_parameters(name, module, placed)
-        self.changes.append(lambda mesh: _hook(module, partial(_placed, mesh, input, name), output))
+        self.changes.append(
+            lambda mesh: _hook(module, partial(_empty_first, partial(_placed, mesh, input, name)), output)
+        )
 
     def _add_norm(self, name: str, module: nn.Module, input: Placement, placements: dict[str, Placement]) -> None:
         """A module on tensors that are placed so, before and after it."""
@@ -425,10 +427,22 @@ def _hook(module: nn.Module, enter: Callable[[Tensor], Tensor], leave: Callable[
         return (enter(inputs[0]), *inputs[1:])
 
     def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
-        return leave(output)
+        left = leave(output)
+        dim = getattr(inputs[0], "_empty_dim", 0)
+        return left.transpose(0, dim) if dim else left
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
+
+
+def _empty_first(enter: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The input of a linear layer. `DTensor` divides by a length of zero in its view of (0, E) as (B, 0, E)."""
+    placed = enter(x)
+    if placed.numel() == 0 and placed.shape[0] != 0:
+        dim = placed.shape.index(0)
+        placed = placed.transpose(0, dim)
+        placed._empty_dim = dim  # pyright: ignore[reportAttributeAccessIssue] # for the hook that takes it back
+    return placed
 
 
 def _enter_once(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
