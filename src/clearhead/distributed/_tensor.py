@@ -53,6 +53,9 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
     What the exchange of a later call raises, where another process has ended, failed or makes another call, is a
     `DistributedError` that names the step; in a compiled graph it is the backend's own error.
 
+    Dropout of features that every process holds draws from each one's own generator. The first training call outside
+    graphs compares their states, and raises `DistributedError` in every process if they differ.
+
     Args:
         module: a `MultiHeadAttention`, or a layer or stack of `clearhead.transformer` made of them.
         mesh: one-dimensional, as ``mesh["tp"]`` of a larger one; W processes. W divides H, and divides Hkv or is
@@ -63,7 +66,8 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
 
     Raises:
         ArgumentError: for a mesh of several dimensions, heads or features that W does not divide, a part that cannot
-            be split, a module that was split before. Nothing is changed then, on any process.
+            be split, a parameter that two parts share, a module that was split before. Nothing is changed then, on any
+            process.
         DTypeError: for another kind of module; latent attention, whose latents belong to no head, is one.
         DistributedError: if another process raises one of these, or has another module.
 
