@@ -31,7 +31,6 @@ from clearhead import masks
 from clearhead.distributed import context_parallel, gather_sequence, shard_sequence, tensor_parallel
 from clearhead.distributed._layout import Layout
 from clearhead.errors import DistributedError
-from tests.examples.test_long_context import _losses
 
 from .building import EMBED, attention, encoder, full, gradients, mask, require_close
 from .meshes import line, square
@@ -258,17 +257,6 @@ def test_a_checkpoint_of_four_parts_with_optimizer_state_is_read_by_two_and_by_o
         assert found.keys() == expected.keys()
         for name, number in expected.items():
             require_close(found[name], number, 1e-12, name)
-
-
-def test_the_example_s_checkpoint_of_one_process_is_read_by_two(two: Processes, tmp_path: Path) -> None:
-    """And what two go on to, by one; from two to one alone is in tests/examples."""
-    with processes(1) as one:
-        (expected,) = one.run(_losses, None, 6, 131)
-        one.run(_losses, tmp_path, 2, 131, True)
-        for found in two.run(_losses, tmp_path, 4, 131, True):
-            assert found == pytest.approx(expected[:4], abs=1e-4)
-        (found,) = one.run(_losses, tmp_path, 6, 131)
-        assert found == pytest.approx(expected, abs=1e-4)
 
 
 def _ends(method: str, step: str) -> str:

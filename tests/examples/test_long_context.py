@@ -57,6 +57,17 @@ def test_losses_are_those_of_one_process(two: Processes, tmp_path: Path) -> None
     _compare(two, tmp_path, 10, 331)
 
 
+def test_a_checkpoint_of_one_process_is_read_by_two(two: Processes, tmp_path: Path) -> None:
+    """And what two go on to, by one."""
+    with processes(1) as one:
+        (expected,) = one.run(_losses, None, 6, 131)
+        one.run(_losses, tmp_path, 2, 131, True)
+        for found in two.run(_losses, tmp_path, 4, 131, True):
+            assert found == pytest.approx(expected[:4], abs=1e-4)
+        (found,) = one.run(_losses, tmp_path, 6, 131)
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.slow
 def test_losses_of_twenty_steps_are_those_of_one_process(two: Processes, tmp_path: Path) -> None:
     _compare(two, tmp_path, 20, 4096)

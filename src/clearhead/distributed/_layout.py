@@ -77,13 +77,13 @@ class Parts:
         return [runs or [tensor.narrow(dim, 0, 0)] for runs in found]
 
     def join(self, parts: list[Tensor], dim: int) -> Tensor:
-        """The whole sequence from the parts of all processes; each may be longer than its part."""
+        """The whole sequence, a new tensor, from the parts of all processes; each may be longer than its part."""
         runs = [
             iter(part.split([*(run.stop - run.start for run in own), part.shape[dim] - length], dim))
             for part, own, length in zip(parts, self._runs, self.lengths, strict=True)
         ]
         ordered = [next(runs[rank]) for _, rank in self._in_order()]
-        return torch.cat(ordered, dim) if ordered else parts[0].narrow(dim, 0, 0)
+        return torch.cat(ordered or [parts[0].narrow(dim, 0, 0)], dim)
 
     def _in_order(self) -> list[tuple[slice, int]]:
         """All runs in the order of the sequence, and the process of each."""

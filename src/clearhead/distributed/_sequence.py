@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -93,8 +92,7 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: L
     require_equal("gather_sequence", gathered, ("dim", "layout", "dtype", "shape"), fix)
     parts = parts_of("gather_sequence", gathered, "length", layout)
     (whole,) = gather_parts([tensor.movedim(dim, 0)], parts, group, "gather_sequence")
-    # A tensor of its own: autograd refuses writes to views that a custom function returned.
-    return whole.movedim(0, dim).clone(memory_format=torch.contiguous_format)
+    return whole.movedim(0, dim).contiguous()
 
 
 def parts_of(where: str, gathered: Gathered, name: str, layout: Layout) -> Parts:
