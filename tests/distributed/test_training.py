@@ -290,15 +290,20 @@ SAID = {
 }
 
 
+def _said_by_the_first(two: Processes, function: Callable[..., str], *arguments: object, seconds: float) -> str:
+    """What a function gives in the first process; the other one ends in it."""
+    for end in two._ends:
+        end.send((function, arguments))
+    assert two._ends[0].poll(seconds), "it still waits"
+    good, said = two._ends[0].recv()
+    assert good, said
+    return said
+
+
 @pytest.mark.parametrize(("method", "step"), SAID)
 def test_a_process_that_ends_ends_the_others(method: str, step: str) -> None:
     with processes(2, seconds=10) as two:
-        for end in two._ends:
-            end.send((_ends, (method, step)))
-        assert two._ends[0].poll(40), "it still waits"
-        good, said = two._ends[0].recv()
-        assert good, said
-        assert SAID[method, step] in said
+        assert SAID[method, step] in _said_by_the_first(two, _ends, method, step, seconds=40)
 
 
 def _raises() -> str:
@@ -360,11 +365,7 @@ INTERRUPTED = {
 @pytest.mark.parametrize(("method", "place"), INTERRUPTED)
 def test_a_process_that_is_killed_in_an_attention_ends_the_others(method: str, place: str) -> None:
     with processes(2, seconds=10) as two:
-        for end in two._ends:
-            end.send((_interrupted, (method, place, True)))
-        assert two._ends[0].poll(20), "it still waits"
-        good, said = two._ends[0].recv()
-        assert good, said
+        said = _said_by_the_first(two, _interrupted, method, place, True, seconds=20)
         assert INTERRUPTED[method, place] in said
         two.started[1].join(5)
         assert two.started[1].exitcode == -signal.SIGKILL
