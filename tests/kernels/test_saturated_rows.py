@@ -1,4 +1,4 @@
-"""Gradients of rows in which one weight is nearly 1: they are tiny, and dp − δ of that weight's key is all cancellation."""
+"""Gradients of rows in which one weight is nearly 1: they are tiny, and dp − δ of its key is all cancellation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def saturated(length: int, keys: int, kv_heads: int = 2) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Query, key and value of 2 · kv_heads and kv_heads heads; query i has its largest score with key i · keys / length."""
+    """Query, key and value; query i has its largest score with key i · keys / length."""
     torch.manual_seed(length)
     key = torch.nn.functional.normalize(torch.randn(1, kv_heads, keys, DIM), dim=-1)
     heaviest = torch.arange(length) * keys // length
