@@ -1,0 +1,3 @@
+"""The shapes of one call."""
+
+PICTURES = {}

@@ -1,0 +1,3 @@
+"""A picture for each statistic."""
+
+PICTURES = {}
