@@ -10,22 +10,38 @@ import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+#: Directly after a block: what it prints, where ``…`` stands for any text.
+OUTPUT = re.compile(r"\s*^ *```text\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks(page: Path) -> list[str]:
-    """The page's Python, each block after as many empty lines as stand before it, so that errors give the page's."""
+def blocks(page: Path) -> list[tuple[str, str | None]]:
+    """The page's Python and the output after it; empty lines before the code keep the line numbers of the page."""
     text = page.read_text(encoding="utf-8")
-    return ["\n" * text.count("\n", 0, found.start(2)) + textwrap.dedent(found[2]) for found in BLOCK.finditer(text)]
+    found: list[tuple[str, str | None]] = []
+    for block in BLOCK.finditer(text):
+        printed = OUTPUT.match(text, block.end())
+        code = "\n" * text.count("\n", 0, block.start(2)) + textwrap.dedent(block[2])
+        found.append((code, printed and textwrap.dedent(printed[1])))
+    return found
+
+
+def pattern(printed: str) -> str:
+    """A regular expression for an output, in which ``…`` stands for any text."""
+    return ".*?".join(re.escape(part) for part in printed.strip().split("…"))
 
 
 PAGES = [page for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))) if blocks(page)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_runs(page: Path) -> None:
+def test_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, object] = {"__name__": page.stem}
-    for block in blocks(page):
-        exec(compile(block, str(page), "exec"), namespace)
+    for code, printed in blocks(page):
+        capsys.readouterr()
+        exec(compile(code, str(page), "exec"), namespace)
+        if printed is not None:
+            found = "\n".join(line.rstrip() for line in capsys.readouterr().out.strip().splitlines())
+            assert re.fullmatch(pattern(printed), found, re.DOTALL), f"the page has\n{printed}\nprinted was\n{found}"
 
 
 def test_the_page_about_masks_compares_all_five_conventions() -> None:
