@@ -346,9 +346,7 @@ class _Plan:
                 expected, fix = f"a multiple of the mesh's W = {self.world} features", "Use a mesh of another size."
                 raise ArgumentError(name, expected=expected, got=str(size), fix=fix)
         self._add_parameters(name, module, placed)
-        self.changes.append(
-            lambda mesh: _hook(module, partial(_empty_first, partial(_placed, mesh, input, name)), output)
-        )
+        self.changes.append(lambda mesh: _hook(module, partial(_as_rows, partial(_placed, mesh, input, name)), output))
 
     def _add_norm(self, name: str, module: nn.Module, input: Placement, placements: dict[str, Placement]) -> None:
         """A module on tensors that are placed so, before and after it."""
@@ -432,21 +430,27 @@ def _hook(module: nn.Module, enter: Callable[[Tensor], Tensor], leave: Callable[
 
     def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
         left = leave(output)
-        dim = getattr(inputs[0], "_empty_dim", 0)
-        return left.transpose(0, dim) if dim else left
+        leading = getattr(inputs[0], "_leading", None)
+        return left if leading is None else left.view(*leading, left.shape[-1])
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
 
 
-def _empty_first(enter: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The input of a linear layer. `DTensor` divides by a length of zero in its view of (0, E) as (B, 0, E)."""
+def _as_rows(enter: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The input of a linear layer, in which one without a position (B, 0, E) becomes (0, E).
+
+    A linear layer views an input of more dimensions as rows and back. `DTensor`'s rules for views divide by sizes and
+    compare products of sizes: with a size of zero they raise, or never end.
+    """
     placed = enter(x)
-    if placed.numel() == 0 and placed.shape[0] != 0:
-        dim = placed.shape.index(0)
-        placed = placed.transpose(0, dim)
-        placed._empty_dim = dim  # pyright: ignore[reportAttributeAccessIssue] # for the hook that takes it back
-    return placed
+    leading = placed.shape[:-1]
+    if len(leading) < 2 or 0 not in leading:
+        return placed
+    empty = leading.index(0)
+    rows = placed.sum([dim for dim in range(len(leading)) if dim != empty])  # no view, also in its gradient
+    rows._leading = leading  # pyright: ignore[reportAttributeAccessIssue] # for the hook that takes it back
+    return rows
 
 
 def _enter_once(module: nn.Module, name: str, mesh: DeviceMesh) -> None:
