@@ -24,7 +24,7 @@ from ..masks._base import And, Mask
 from ..masks._part import part_of
 from ..positions import RelativeBias
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
-from ._agreement import agree, fingerprint, group_of, require_equal
+from ._agreement import agree, fingerprint, group_of, not_pickled, require_device, require_equal
 from ._collectives import step, sum_dtype, sum_of_gradients
 from ._description import ASPECTS, aspects_of
 from ._finding import attention_parts
@@ -98,7 +98,20 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
         for change in plan.changes:
             change(mesh)
         module.register_forward_pre_hook(_SameGenerator(mesh))
+        module.register_load_state_dict_pre_hook(_require_split_state)
     return module
+
+
+def _require_split_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Raise for a `state_dict` of whole parameters."""
+    for name, parameter in module.named_parameters():
+        own = state.get(prefix + name)
+        if isinstance(parameter, DTensor) and isinstance(own, Tensor) and not isinstance(own, DTensor):
+            fix = (
+                "Load it before tensor_parallel, or with set_model_state_dict(module, state_dict, "
+                "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict."
+            )
+            raise ArgumentError(f"state_dict: {prefix}{name}", expected="a DTensor", got="a plain tensor", fix=fix)
 
 
 class _SameGenerator:
@@ -120,6 +133,9 @@ class _SameGenerator:
 
     def __deepcopy__(self, memo: object) -> _SameGenerator:
         return _SameGenerator(self._mesh)
+
+    def __reduce__(self) -> str:
+        raise not_pickled(_WHERE)
 
 
 def _drops_whole(module: nn.Module) -> bool:
@@ -155,6 +171,9 @@ class _Heads:
         return self.mesh.get_group()
 
     def enter(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        for x in inputs:
+            if x is not None:
+                require_device(_WHERE, "query", x, self.mesh.device_type)
         # One DTensor for one tensor: gradients of the projections are added before they are summed over processes.
         entered: dict[int, Tensor] = {}
         for x in inputs:
@@ -205,6 +224,9 @@ class _Heads:
 
     def __deepcopy__(self, memo: object) -> _Heads:
         return self
+
+    def __reduce__(self) -> str:
+        raise not_pickled(_WHERE)
 
 
 def _none() -> list[Any]:
