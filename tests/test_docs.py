@@ -25,9 +25,17 @@ def blocks(page: Path) -> list[tuple[str, str | None]]:
     return found
 
 
-def pattern(printed: str) -> str:
-    """A regular expression for an output, in which ``…`` stands for any text."""
-    return ".*?".join(re.escape(part) for part in printed.strip().split("…"))
+FIGURE = re.compile(r"-?\d+\.\d+")
+
+
+def assert_printed(found: str, shown: str) -> None:
+    """Compare what was printed with what the page shows: text exactly, figures to 0.002, ``…`` any text."""
+    found, shown = ("\n".join(line.rstrip() for line in text.strip().splitlines()) for text in (found, shown))
+    pattern = ".*?".join(re.escape(part) for part in FIGURE.sub("#", shown).split("…"))
+    assert re.fullmatch(pattern, FIGURE.sub("#", found), re.DOTALL), f"the page has\n{shown}\nprinted was\n{found}"
+    if "…" not in shown:
+        figures = [[float(figure) for figure in FIGURE.findall(text)] for text in (found, shown)]
+        assert figures[0] == pytest.approx(figures[1], abs=0.002)
 
 
 PAGES = [page for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))) if blocks(page)]
@@ -40,8 +48,7 @@ def test_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
         capsys.readouterr()
         exec(compile(code, str(page), "exec"), namespace)
         if printed is not None:
-            found = "\n".join(line.rstrip() for line in capsys.readouterr().out.strip().splitlines())
-            assert re.fullmatch(pattern(printed), found, re.DOTALL), f"the page has\n{printed}\nprinted was\n{found}"
+            assert_printed(capsys.readouterr().out, printed)
 
 
 def test_the_page_about_masks_compares_all_five_conventions() -> None:

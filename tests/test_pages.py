@@ -37,9 +37,10 @@ def test_a_committed_picture_is_what_the_code_draws(name: str) -> None:
     assert (IMAGES / name).read_text(encoding="utf-8") == pictures()[name]().svg(), "run `python -m docs.draw`"
 
 
-def test_every_svg_is_drawn_by_the_code() -> None:
+@pytest.mark.parametrize("folder", ["masks", "statistics"])
+def test_every_picture_of_a_folder_is_drawn_by_the_code(folder: str) -> None:
     drawn = {IMAGES / name for name in pictures()}
-    assert set(IMAGES.rglob("*.svg")) == drawn
+    assert set((IMAGES / folder).iterdir()) <= drawn
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -17,7 +17,7 @@ from .processes import processes
 
 #: What pages write for the sizes of a mesh's dimensions, "cp" and "tp".
 SIZES = "(world, 1)"
-PAGES = [page for page in sorted(DOCS.glob("distributed*.md")) if any(SIZES in block for block in blocks(page))]
+PAGES = [page for page in sorted(DOCS.glob("distributed*.md")) if any(SIZES in block for block, _ in blocks(page))]
 
 
 def _ran(page: Path, sizes: tuple[int, int]) -> dict[str, Tensor]:
@@ -25,7 +25,7 @@ def _ran(page: Path, sizes: tuple[int, int]) -> dict[str, Tensor]:
     namespace: dict[str, Any] = {"__name__": page.stem}
     # The group is there already, and later pages need it.
     with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
-        for block in blocks(page):
+        for block, _ in blocks(page):
             exec(compile(block.replace(SIZES, str(sizes)), str(page), "exec"), namespace)
     found = {
         name: namespace[name] for name in ("whole", "following", "entropy", "received", "norm") if name in namespace
@@ -61,4 +61,4 @@ def test_a_page_runs_on_several_processes(page: Path, sizes: tuple[int, int]) ->
 
 
 def test_the_page_about_training_is_among_them() -> None:
-    assert any("clip_grad_norm_(" in block for page in PAGES for block in blocks(page))
+    assert any("clip_grad_norm_(" in block for page in PAGES for block, _ in blocks(page))
