@@ -3,11 +3,11 @@
     python -m benchmarks.distributed [--world 2] [--length 8192] [--heads 8] [--kv-heads 8] [--rounds 3] [--no-times]
 
 Processes of this machine, on gloo, with one thread each. Bytes are what one process receives, as the calls of
-collectives say, beside the formulas of docs/distributed-methods.md. Held are the keys and values that autograd keeps for the
-backward pass, and most are those alive at once in the forward pass, what is on its way included; both in shares of one
-process. Times are medians of rounds in which one process works alone and then all of them together; the busiest process
-is compared with the least busy by processor time, since they wait for each other. With more processes than cores times
-mean little.
+collectives say, beside the formulas of docs/distributed-methods.md. Held are the keys and values that autograd keeps
+for the backward pass, and most are those alive at once in the forward pass, what is on its way included; both in
+shares of one process. Times are medians of rounds in which one process works alone and then all of them together; the
+busiest process is compared with the least busy by processor time, since they wait for each other. With more processes
+than cores times mean little.
 """
 
 from __future__ import annotations
