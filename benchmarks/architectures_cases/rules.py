@@ -117,6 +117,8 @@ OVERRIDES: dict[str, Any] = {
     "informer": _SERIES,
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
     "lilt": {"hidden_size": 48},
+    # Numbers of layers, of which three are left: shrunk as sizes, a layer would reuse the keys of one of another kind.
+    "mistral_large4_text": {"kv_source_layers": [0, 1, 2]},
     "patchtsmixer": {"context_length": 32, "patch_length": 8, "patch_stride": 8},
     "patchtst": {"context_length": 32, "patch_length": 8, "patch_stride": 8},
     "pegasus_x": {"block_size": 4, "num_global_tokens": 2},
