@@ -172,20 +172,20 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
-    copy = Copy(ROOT, options.work)
-    tests = Tests(copy, options.work)
-    names = [options.only] if options.only else [*SOURCES, "native"]
-    packages = [name for name in names if name != "native"]
-    shares = {
-        name: options.sample // len(SOURCES) + (n < options.sample % len(SOURCES)) for n, name in enumerate(SOURCES)
-    }
-    trials = [trial for name in packages for trial in python_trials(name, shares[name], options.seed, copy, tests)]
-    outcomes = try_all(trials, options.work, tests.hash)
-    check_the_tests(trials, outcomes, copy)
-    if "native" in names:
-        native = native_trials(copy, tests, options.work)
-        outcomes.update(try_all(native, options.work, tests.hash))
-        trials += native
+    with Copy(ROOT, options.work) as copy:
+        tests = Tests(copy, options.work)
+        names = [options.only] if options.only else [*SOURCES, "native"]
+        packages = [name for name in names if name != "native"]
+        shares = {
+            name: options.sample // len(SOURCES) + (n < options.sample % len(SOURCES)) for n, name in enumerate(SOURCES)
+        }
+        trials = [trial for name in packages for trial in python_trials(name, shares[name], options.seed, copy, tests)]
+        outcomes = try_all(trials, options.work, tests.hash)
+        check_the_tests(trials, outcomes, copy)
+        if "native" in names:
+            native = native_trials(copy, tests, options.work)
+            outcomes.update(try_all(native, options.work, tests.hash))
+            trials += native
     found = table(trials, outcomes)
     for name, row in found.items():
         counts = f"{row['mutants']:4} mutants, {row['equivalent']:3} equivalent, {row['caught']:4} caught"

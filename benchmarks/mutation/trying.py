@@ -70,6 +70,14 @@ class Copy:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target)
 
+    def __enter__(self) -> Copy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            with self._server:  # which closes its pipes, so that it ends
+                pass
+
     def test_files(self) -> list[str]:
         found = [path for pattern in TESTS for path in self.tree.glob(pattern)]
         files = [file for path in found for file in (path.rglob("test_*.py") if path.is_dir() else (path,))]
