@@ -32,6 +32,21 @@ TESTS = (
     ),
     *("tests/inspection/test_record.py", "tests/inspection/test_monitor.py"),
 )
+#: Where a package is tested itself: of these tests, all that run a changed line are tried, however long they take.
+HOMES = {
+    "_call": ("tests/state", "tests/test_rows.py", "tests/test_call_positions.py", "tests/kernels/test_dropout.py"),
+    "_layer": (
+        "tests/state",
+        "tests/test_layer.py",
+        "tests/test_linear.py",
+        "tests/test_padding.py",
+        "tests/test_plans.py",
+    ),
+    "kernels": ("tests/kernels", "tests/native"),
+    "masks": ("tests/masks",),
+    "_statistics": ("tests/inspection",),
+    "caches": ("tests/caches",),
+}
 SKIPPED = ("test_builds.py", "test_headers.py", "test_docs.py", "test_examples.py", "test_public_surface.py")
 FIRST_SECONDS, MOST_SECONDS = 6, 60  # of tests that a mutant is tried with, first and altogether
 PYTEST = ("-n", "0", "-q", "-p", "no:cacheprovider", "-o", "addopts=-m 'not slow'")
@@ -234,17 +249,20 @@ class Tests:
         by_line = self._lines.get(path, {})
         near = {name for line in range(lines[0], lines[1] + 1) for name in by_line.get(line, ())} - {""}
         every = {name for names in by_line.values() for name in names} - {""}
-        chosen: tuple[list[Test], list[Test]] = ([], [])
+        homes = HOMES[Path(path).parent.name]
+        first, second, last = list[Test](), list[Test](), list[Test]()
         total = 0.0
         for names in (near, every - near):
             for name in sorted(names & self._seconds.keys(), key=lambda name: (self._seconds[name], name)):
-                total += self._seconds[name] + 0.01
-                node = self._node(name)
-                if total > MOST_SECONDS:
-                    return chosen
-                if node is not None:
-                    chosen[total > FIRST_SECONDS].append(Test(node, self._seconds[name]))
-        return chosen
+                node, seconds = self._node(name), self._seconds[name] + 0.01
+                if node is None:
+                    continue
+                if total + seconds < MOST_SECONDS:
+                    total += seconds
+                    (first if total < FIRST_SECONDS else second).append(Test(node, seconds))
+                elif names is near and node.startswith(homes):
+                    last.append(Test(node, seconds))
+        return first, [*second, *last]
 
 
 def _hash(paths: Iterable[Path]) -> str:
