@@ -1,16 +1,15 @@
 """Decoding with grouped heads: one query row beside `F.scaled_dot_product_attention`, and a thousand steps of a cache.
 
-    python -m benchmarks.decoding [--length 4096] [--steps 1000]
+    python -m benchmarks.decoding [--docs]
 
 The first table times one query row against a full cache; all ways are timed in turn in one process. The second runs
-two decodings of `--steps` tokens, one from an empty cache and one that ends at `--length`. After each step (write the
+two decodings of 1,000 tokens, one from an empty cache and one that ends at 4,096. After each step (write the
 token, attend) the same cache is merely read, by summing keys and values; the steps are bound by reading the cache where
 the last column does not rise along a decoding.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,12 +17,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 
 import clearhead
-from benchmarks.timing import console, interleaved, machine, progress
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.figures import Figures
+from benchmarks.timing import interleaved
+from benchmarks.writing import ratio, significant, table
 from clearhead.caches import KVCache
 
+LENGTH, STEPS = 4096, 1000
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 OURS, THEIRS, READING = (
     "clearhead.attention",
@@ -76,57 +78,51 @@ def growth(steps: list[Step], seconds: Callable[[Step], float]) -> float:
     return statistics.median((seconds(late) - seconds(early)) / (late.length - early.length) for early, late in pairs)
 
 
-def row_table(length: int) -> Table:
-    times = interleaved(one_row(length), rounds=101, budget=20.0)
-    table = Table(title=f"One query row, B=1 H={HEADS} Hkv={KV_HEADS} S={length} D={HEAD_DIM}, float32")
-    for column in ("what", "milliseconds (median)", "relative to Clearhead"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for name, seconds in times.items():
-        table.add_row(name, f"{seconds * 1e3:.3f}", f"{seconds / times[OURS]:.2f}")
-    return table
-
-
-def add_decoding(table: Table, steps: list[Step]) -> None:
-    """Four stretches of a decoding with their medians, then how both times grow."""
-    size = max(1, len(steps) // 4)
-    for first in range(0, len(steps), size):
-        part = steps[first : first + size]
-        decoding, reading = (
-            statistics.median(seconds) for seconds in zip(*((s.decoding, s.reading) for s in part), strict=True)
-        )
-        table.add_row(
-            f"{part[0].length} … {part[-1].length}",
-            f"{decoding * 1e6:.0f}",
-            f"{reading * 1e6:.0f}",
-            f"{decoding / reading:.2f}",
-        )
-    decoding, reading = growth(steps, lambda step: step.decoding), growth(steps, lambda step: step.reading)
-    table.add_row("growth per 1,000", f"{decoding * 1e9:.0f}", f"{reading * 1e9:.0f}", f"{decoding / reading:.2f}")
-    table.add_section()
+@torch.no_grad()
+def row(effort: Effort) -> dict[str, float]:
+    return interleaved(one_row(effort.size(LENGTH)), rounds=effort.rounds, budget=20.0)
 
 
 @torch.no_grad()
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=4096, help="S, and where the second decoding ends (default 4096)")
-    parser.add_argument("--steps", type=int, default=1000, help="tokens of each decoding (default 1000)")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    console.print(row_table(arguments.length))
-    table = Table(title=f"{arguments.steps} steps, microseconds per token (medians)", caption=machine())
-    for column in ("tokens in the cache", "step", "reading the cache", "step / reading"):
-        table.add_column(column, justify="right")
-    list(decode(0, 50))  # threads and memory are ready
-    for start in (0, max(0, arguments.length - arguments.steps)):
-        steps = [
-            step
-            for step, _ in zip(
-                decode(start, arguments.steps), progress(range(arguments.steps), "decoding"), strict=True
-            )
-        ]
-        add_decoding(table, steps)
-    console.print(table)
+def decoding(start: int, count: int) -> list[list[object]]:
+    """Four stretches of a decoding with their medians, then how both times grow."""
+    list(decode(0, min(50, count)))  # threads and memory are ready
+    steps = list(decode(start, count))
+    size = max(1, len(steps) // 4)
+    rows: list[list[object]] = []
+    for first in range(0, len(steps), size):
+        part = steps[first : first + size]
+        medians = [statistics.median(one) for one in zip(*((s.decoding, s.reading) for s in part), strict=True)]
+        rows.append([f"{part[0].length} … {part[-1].length}", *medians])
+    growths = growth(steps, lambda step: step.decoding), growth(steps, lambda step: step.reading)
+    return [*rows, ["more per 1,000 tokens", *(one * 1e3 for one in growths)]]
 
+
+def lines(effort: Effort) -> list[Line]:
+    length, steps = effort.size(LENGTH), effort.size(STEPS, 8)
+    return [
+        Line("one query row", lambda: row(effort)),
+        Line("decoding from an empty cache", lambda: decoding(0, steps)),
+        Line("decoding that ends at 4096", lambda: decoding(length - steps, steps)),
+    ]
+
+
+def texts(measured: Figures) -> dict[str, str]:
+    one = measured["one query row"]
+    rows = [[name, significant(time * 1e3), ratio(time / one[OURS])] for name, time in one.items()]
+    steps = [
+        [tokens, f"{step * 1e6:.0f}", f"{reading * 1e6:.0f}", f"{step / reading:.2f}" if reading else "–"]
+        for name in ("decoding from an empty cache", "decoding that ends at 4096")
+        for tokens, step, reading in measured[name]
+    ]
+    return {
+        "table": table(("what", "ms", "relative to Clearhead"), rows),
+        "steps": table(("tokens in the cache", "step, µs", "reading the cache, µs", "step / reading"), steps),
+        "ratio": ratio(one[THEIRS] / one[OURS]),
+    }
+
+
+BENCHMARK = Benchmark("decoding", __doc__, lines, texts, minutes=1, rounds=101)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

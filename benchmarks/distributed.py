@@ -1,18 +1,17 @@
 """Attention split over processes: collectives, bytes, keys and values that are held, and time, per method.
 
-    python -m benchmarks.distributed [--world 2] [--length 8192] [--heads 8] [--kv-heads 8] [--rounds 3] [--no-times]
+    python -m benchmarks.distributed [--rounds 3] [--docs]
 
-Processes of this machine, on gloo, with one thread each. Bytes are what one process receives, as the calls of
-collectives say, beside the formulas of docs/distributed-methods.md. Held are the keys and values that autograd keeps
-for the backward pass, and most are those alive at once in the forward pass, what is on its way included; both in
-shares of one process. Times are medians of rounds in which one process works alone and then all of them together; the
-busiest process is compared with the least busy by processor time, since they wait for each other. With more processes
-than cores times mean little.
+Processes of this machine, on gloo, with one thread each: four count, two are timed beside one. Bytes are what one
+process receives, as the calls of collectives say. Held are the keys and values that autograd keeps for the backward
+pass, and most are those alive at once in the forward pass, what is on its way included; both in shares of one process.
+Times are medians of rounds in which one process works alone and then all of them together; the busiest process is
+compared with the least busy by processor time, since they wait for each other.
 """
 
 from __future__ import annotations
 
-import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -24,17 +23,38 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rich.table import Table
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import clearhead
-from benchmarks.timing import console, machine
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.figures import Figures
+from benchmarks.writing import table
 from clearhead.distributed import context_parallel, shard_sequence, tensor_parallel
 
 HEAD_DIM = 64
+
+
+class Sizes(NamedTuple):
+    """Of the processes and of the module.
+
+    Args:
+        world: processes.
+        length: of the whole sequence.
+        heads, kv_heads: of the module.
+        rounds: how often it is timed; 0 counts alone.
+    """
+
+    world: int
+    length: int
+    heads: int
+    kv_heads: int
+    rounds: int
+
+
+COUNTED, TIMED = "four processes, counted", "two processes, timed"
 
 
 class Way(NamedTuple):
@@ -127,20 +147,6 @@ def _received(kind: str, largest: int) -> float:
     return largest * others * (2 if "all_reduce" in kind or kind.startswith("allreduce") else 1)
 
 
-def formulas(method: str, world: int, length: int, heads: int, kv_heads: int) -> tuple[float, float]:
-    """Bytes that one process receives forward and backward, in float32 and for one batch item."""
-    number, others = 4, (world - 1) / world
-    keys = 2 * kv_heads * length * HEAD_DIM * number
-    if method == "tensor parallel":
-        return (2 * others * length * heads * HEAD_DIM * number,) * 2
-    if method == "gather":
-        return others * keys, others * keys
-    if method == "ring":
-        return (world - 1) * keys / world, 2 * (world - 1) * keys / world
-    sent = 2 * heads + 2 * max(kv_heads, world)
-    return (others * length / world * sent * HEAD_DIM * number,) * 2
-
-
 class Split(NamedTuple):
     """A module that is split, and what this process gives it: its part of the sequence, or all of it."""
 
@@ -149,9 +155,11 @@ class Split(NamedTuple):
     part: Tensor
 
 
-def measure(rank: int, options: argparse.Namespace, store: str) -> None:
+def measure(rank: int, options: Sizes, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, options.world), rank=rank, world_size=options.world)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/store", options.world), rank=rank, world_size=options.world
+    )
     mesh = init_device_mesh("cpu", (options.world,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
     whole = _module(options)
@@ -170,15 +178,16 @@ def measure(rank: int, options: argparse.Namespace, store: str) -> None:
         few = part[:, : options.world] if part is x else part[:, :1]
         found[way] = (*_counted(splits[-1]), _held(split, few, part) / held, _most(split, few, part) / most)
     times = {}
-    if options.times:
+    if options.rounds:
         for causal in (False, True):
             times |= _timed(whole, x, [split for split in splits if split.way.causal == causal], options.rounds)
     if rank == 0:
-        show(found, times, options)
+        rows = {way.name: _row(way, *found[way], times.get(way, [])) for way in found}
+        Path(folder, "found.json").write_text(json.dumps(rows), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def _module(options: argparse.Namespace) -> clearhead.MultiHeadAttention:
+def _module(options: Sizes) -> clearhead.MultiHeadAttention:
     return clearhead.MultiHeadAttention(options.heads * HEAD_DIM, options.heads, num_kv_heads=options.kv_heads)
 
 
@@ -260,44 +269,60 @@ def _seconds(call: Callable[[], None]) -> tuple[float, float]:
     return time.perf_counter() - start, time.process_time() - used
 
 
-def show(found: dict[Way, Any], times: dict[Way, Any], options: argparse.Namespace) -> None:
-    names = [
-        "method",
-        "collectives forward",
-        "backward",
-        "MB forward (formula)",
-        "MB backward (formula)",
-        "held ×",
-        "most ×",
-    ]
-    if times:
-        names += ["forward ×", "busiest ÷ least", "forward + backward ×", "busiest ÷ least"]
-    sizes = options.world, options.length, options.heads, options.kv_heads
-    table = Table(*names, title="W = {}, L = {}, H = {}, Hkv = {}".format(*sizes))
-    for way, (forward, backward, held, most) in found.items():
-        expected = formulas(way.method, *sizes)
-        modes = forward, backward
-        cells = [way.name, *(", ".join(f"{count} {kind}" for kind, count in mode.counts.items()) for mode in modes)]
-        cells += [f"{m.bytes / 1e6:.1f} ({e / 1e6:.1f})" for m, e in zip(modes, expected, strict=True)]
-        cells += [f"{held:.2f}", f"{most:.2f}"]
-        cells += [f"{number:.2f}" for pair in times.get(way, ()) for number in pair]
-        table.add_row(*cells)
-    console.print(table)
-    console.print(f"Measured on: {machine()}.")
+def _row(way: Way, forward: Received, backward: Received, held: float, most: float, times: list[Any]) -> dict[str, Any]:
+    passes = (forward, backward)
+    return {
+        "exchanges": [sum(one.counts.values()) for one in passes],
+        "collectives": [one.counts for one in passes],
+        "megabytes": [one.bytes / 1e6 for one in passes],
+        "held": held,
+        "most": most,
+        "times": times,
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="benchmarks.distributed", description=__doc__)
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-times", dest="times", action="store_false")
-    options = parser.parse_args()
+def spawned(sizes: Sizes) -> dict[str, Any]:
+    """What the first of so many processes found, by the name of the way."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (options, str(Path(folder) / "store")), nprocs=options.world)
+        mp.spawn(measure, (sizes, folder), nprocs=sizes.world)
+        return json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
 
+
+def lines(effort: Effort) -> list[Line]:
+    counted = Sizes(4, effort.size(2048, 512), 8, 4, 0)
+    timed = Sizes(2, effort.size(8192, 512), 8, 8, effort.rounds)
+    if effort.smallest:  # one start of two processes shows both
+        return [Line(TIMED, lambda: spawned(timed))]
+    return [Line(COUNTED, lambda: spawned(counted)), Line(TIMED, lambda: spawned(timed))]
+
+
+def texts(measured: Figures) -> dict[str, str]:
+    counted, timed = measured.get(COUNTED, measured[TIMED]), measured[TIMED]
+    counts: list[list[str]] = []
+    for way in WAYS[: len(METHODS) + 1]:
+        found = counted[way.name]
+        bytes_ = (f"{number:.1f}" for number in found["megabytes"])
+        exchanges = " + ".join(map(str, found["exchanges"]))
+        counts.append([_label(way), *bytes_, exchanges, f"{found['held']:.2f}", f"{found['most']:.2f}"])
+    times: list[list[str]] = []
+    for way in WAYS:
+        (forward, one), (both, other) = timed[way.name]["times"]
+        times.append([_label(way), f"{forward:.2f}×", f"{both:.2f}×", f"{max(one, other):.2f}"])
+    speeds = [pair[0] for way in WAYS for pair in timed[way.name]["times"]]
+    return {
+        "exchanges": table(("method", "forward, MB", "backward, MB", "exchanges", "held", "most"), counts),
+        "times": table(("method", "forward", "forward + backward", "busiest ÷ other"), times),
+        "slowest": f"{min(speeds):.2f}×",
+        "fastest": f"{max(speeds):.2f}×",
+    }
+
+
+def _label(way: Way) -> str:
+    name = "`tensor_parallel`" if way.method == "tensor parallel" else f"*{way.method}*"
+    return f"{name}, causal, zigzag" if way.causal else name
+
+
+BENCHMARK = Benchmark("distributed", __doc__, lines, texts, minutes=3, rounds=3)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

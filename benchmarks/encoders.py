@@ -1,7 +1,6 @@
 """Encoders of transformers after `clearhead.upgrade(model, unpad=True)`, beside other ways to run them on a CPU.
 
-    python -m benchmarks.encoders [--only PATTERN] [--rounds 9] [--json FILE] [--docs]
-    python -m benchmarks.encoders --show FILE [FILE ...] [--docs]
+    python -m benchmarks.encoders [--only PATTERN] [--rounds 5] [--docs]
 
 32 texts of 96 tokens, and 32 texts of mixed lengths, 42 % of whose padded batch is real, in float32 and bfloat16,
 through MiniLM (its trained weights) and a BERT-base of random ones. Peers are exported, converted or compiled from the
@@ -19,31 +18,37 @@ import os
 import statistics
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import transformers
 from torch import nn
 
 import clearhead
-from benchmarks.comparing import OURS, Case, Contest, Result, TimedCase, enter
-from benchmarks.comparing.command import comparison_options, fail_if_wrong, measure_or_show
-from benchmarks.comparing.contest import scale_difference
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.comparing import (
+    OURS,
+    Case,
+    Contest,
+    Result,
+    TimedCase,
+    enter,
+    lines_of,
+    markdown,
+    read_results,
+    scale_difference,
+    wrong_results,
+)
 from benchmarks.comparing.load import with_load
-from benchmarks.comparing.page import fill
-from benchmarks.comparing.tables import markdown
-from benchmarks.encoder_peers import PEERS, TRAINABLE, Batch, Encode
+from benchmarks.encoder_peers import PADDED, PEERS, SDPA, TRAINABLE, Batch, Eager, Encode
+from benchmarks.figures import Figures
 from benchmarks.peers.work import Outputs, Unsupported, Way
-from benchmarks.timing import console, machine
+from benchmarks.writing import milliseconds, ratio
 from clearhead.cli._demo import default_model_path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "encoders.json"
-PAGE = ROOT / "docs" / "encoders.md"
+T = TypeVar("T")
 TEXTS = 32
 MODELS = ("MiniLM", "BERT-base")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,39 +64,54 @@ def mixed_lengths(longest: int = 256, share: float = 0.42) -> list[int]:
     return [lengths[(7 * index) % TEXTS] for index in range(TEXTS)]  # in no order
 
 
-BATCHES = {"32 × 96 tokens": [96] * TEXTS, "32 texts of mixed length": mixed_lengths()}
-MIXED = "32 texts of mixed length"
+EQUAL, MIXED = "32 × 96 tokens", "32 texts of mixed length"
+BATCHES = {EQUAL: [96] * TEXTS, MIXED: mixed_lengths()}
+#: Batches of the smallest work.
+FEW = {EQUAL: [7, 7, 7], MIXED: [7, 2, 5]}
+#: What runs the loaded model itself: neither exported nor compiled.
+EAGER = (OURS, PADDED, SDPA)
 
 
-def all_cases() -> list[Case]:
+def all_cases(effort: Effort) -> list[Case]:
     """Every line of the tables; a model's first batches come before its speed, so that each peer is built once."""
+    peers, trainable = _taking_part(PEERS, effort), _taking_part(TRAINABLE, effort)
+    batches = {name: Batch.of(lengths) for name, lengths in (FEW if effort.smallest else BATCHES).items()}
     cases: list[Case] = [UpgradeCase("upgrade itself", name) for name in MODELS]
     for name in MODELS:
         for dtype in DTYPES:
-            cases.append(FirstBatchCase("time to the first batch", f"{name}, {dtype}", name, dtype))
-            for batch in BATCHES:
-                prepare = functools.partial(_contest, name, dtype, batch)
+            model = functools.partial(_model, name, dtype, effort.smallest)
+            built = _Built(model, peers)
+            section = "time to the first batch"
+            cases.append(FirstBatchCase(section, f"{name}, {dtype}", built, batches[MIXED]))
+            for batch, given in batches.items():
+                prepare = functools.partial(_contest, built, given)
                 case = f"{name}, {dtype}, {batch}"
                 cases.append(TimedCase("forward", case, prepare, "texts/s", TOLERANCES[dtype], rate_scale=1.0))
     for dropout in (0.0, 0.1):
-        for batch in BATCHES:
-            prepare = functools.partial(_training, dropout, batch)
+        for batch, given in batches.items():
+            prepare = functools.partial(_training, dropout, given, trainable)
             case = f"MiniLM, float32, dropout {dropout}, {batch}"
             alike: dict[str, Any] = {"tolerance": 1e-3}
             if dropout:
-                alike = {"tolerance": 0.3, "difference": scale_difference}
+                # The distribution of three short texts is a wide one.
+                alike = {"tolerance": 3.0 if effort.smallest else 0.3, "difference": scale_difference}
             section = "training step (forward + backward)"
             cases.append(TimedCase(section, case, prepare, "texts/s", rate_scale=1.0, **alike))
     return cases
 
 
+def _taking_part(ways: dict[str, T], effort: Effort) -> dict[str, T]:
+    return {name: way for name, way in ways.items() if effort.peers or name in EAGER}
+
+
 @functools.cache
-def _model(name: str, dtype: str) -> nn.Module:
+def _model(name: str, dtype: str, smallest: bool = False) -> nn.Module:
     if name == "MiniLM":
         model = transformers.AutoModel.from_pretrained(str(default_model_path()), attn_implementation="sdpa")
     else:
         torch.manual_seed(0)
-        config = transformers.BertConfig(attn_implementation="sdpa")
+        sizes = {"num_hidden_layers": 1, "hidden_size": 48, "intermediate_size": 24} if smallest else {}
+        config = transformers.BertConfig(attn_implementation="sdpa", **sizes)
         config.position_embedding_type = "absolute"  # as in files of models; CTranslate2's converter reads it
         model = transformers.BertModel(config)
     return model.eval().to(DTYPES[dtype])
@@ -99,10 +119,16 @@ def _model(name: str, dtype: str) -> nn.Module:
 
 @final
 class _Built:
-    """Peers of one model, built when they are first needed, and the seconds that it took."""
+    """Peers of one model, built when they are first needed.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    Args:
+        model: gives the loaded model.
+        peers: ways to run it, by name.
+    """
+
+    def __init__(self, model: Callable[[], nn.Module], peers: dict[str, Callable[[nn.Module], Encode]]) -> None:
+        self.model = model
+        self.peers = peers
         self._ways: dict[str, Encode] = {}
         self._reasons: dict[str, Exception] = {}
 
@@ -111,7 +137,7 @@ class _Built:
             raise self._reasons[name]
         if name not in self._ways:
             try:
-                self._ways[name] = PEERS[name](self._model)
+                self._ways[name] = self.peers[name](self.model())
             except (Unsupported, ModuleNotFoundError) as reason:
                 self._reasons[name] = reason
                 raise
@@ -122,16 +148,10 @@ class _Built:
         return self._ways[name]
 
 
-@functools.cache
-def _built(name: str, dtype: str) -> _Built:
-    return _Built(_model(name, dtype))
-
-
-def _contest(model: str, dtype: str, batch: str) -> Contest:
-    given = Batch.of(BATCHES[batch])
+def _contest(built: _Built, batch: Batch) -> Contest:
     contest = Contest()
-    for name in PEERS:
-        enter(contest, name, lambda name=name: _way(_built(model, dtype).get(name), given), len(BATCHES[batch]))
+    for name in built.peers:
+        enter(contest, name, lambda name=name: _way(built.get(name), batch), len(batch.ids))
     return contest
 
 
@@ -145,22 +165,21 @@ def _way(encode: Encode, batch: Batch) -> Way:
     return run
 
 
-def _training(dropout: float, batch: str) -> Contest:
-    given = Batch.of(BATCHES[batch])
+def _training(dropout: float, batch: Batch, peers: dict[str, Callable[[nn.Module], Eager]]) -> Contest:
     contest = Contest()
-    for name in TRAINABLE:
-        enter(contest, name, lambda name=name: _step(name, dropout, given), len(BATCHES[batch]))
+    for name, peer in peers.items():
+        enter(contest, name, lambda peer=peer: _step(peer, dropout, batch), len(batch.ids))
     return contest
 
 
-def _step(name: str, dropout: float, batch: Batch) -> Way:
+def _step(peer: Callable[[nn.Module], Eager], dropout: float, batch: Batch) -> Way:
     """Mean embeddings of the texts against a random direction: forward, loss, backward."""
     model = copy.deepcopy(_model("MiniLM", "float32")).train()
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = dropout
     model.pooler = None
-    encode = TRAINABLE[name](model)
+    encode = peer(model)
     owner: nn.Module = getattr(encode.model, "_orig_mod", encode.model)
     parts = [owner.get_parameter(each) for each in COMPARED]
     direction = torch.randn(384, generator=torch.Generator().manual_seed(0))
@@ -191,71 +210,95 @@ class UpgradeCase(Case):
     section: str
     name: str
 
-    def measure(self, rounds: int) -> Result:
+    def measure(self, effort: Effort) -> Result:
         times: list[float] = []
-        for _ in range(max(3, rounds)):
-            model = copy.deepcopy(_model(self.name, "float32"))
+        for _ in range(max(3, effort.rounds)):
+            model = copy.deepcopy(_model(self.name, "float32", effort.smallest))
             places = [parameter.data_ptr() for parameter in model.parameters()]
             start = time.perf_counter()
             clearhead.upgrade(model, unpad=True)
             times.append(time.perf_counter() - start)
             if places != [parameter.data_ptr() for parameter in model.parameters()]:
-                raise SystemExit("clearhead.upgrade has copied a parameter")
+                raise RuntimeError("clearhead.upgrade has copied a parameter")
         return Result(self.section, self.name, "ms", {OURS: statistics.median(times) * 1e3})
 
 
 @final
 @dataclass(frozen=True)
 class FirstBatchCase(Case):
-    """Seconds from the loaded model to the end of its first batch, once."""
+    """Milliseconds from the loaded model to the end of its first batch, once."""
 
     section: str
     name: str
-    model: str
-    dtype: str
+    built: _Built
+    batch: Batch
 
-    def measure(self, rounds: int) -> Result:
-        _built.cache_clear()
-        _model(self.model, self.dtype)  # loaded before the clock starts
-        batch = Batch.of(BATCHES[MIXED])
+    def measure(self, effort: Effort) -> Result:
+        self.built.model()  # loaded before the clock starts
         figures: dict[str, float] = {}
         contest = Contest()
 
         def all_of_them() -> None:
-            for name in PEERS:
+            for name in self.built.peers:
                 start = time.perf_counter()
-                enter(contest, name, lambda name=name: _way(_built(self.model, self.dtype).get(name), batch))
+                enter(contest, name, lambda name=name: _way(self.built.get(name), self.batch))
                 if name in contest.ways:
-                    contest.ways[name]()
+                    try:
+                        contest.ways[name]()
+                    except Exception as error:  # of the peer
+                        if name == OURS:
+                            raise
+                        contest.skipped[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:140]}"
+                        continue
                     figures[name] = (time.perf_counter() - start) * 1e3
 
         _, load = with_load(all_of_them)
         return Result(self.section, self.name, "ms", figures, skipped=contest.skipped, load=load)
 
 
-def main() -> None:
-    writes = f"write the tables into {PAGE.relative_to(ROOT)}"
-    parser = comparison_options(__doc__.splitlines()[0], rounds=9, results=RESULTS, writes=writes)
-    chosen = parser.parse_args()
+def lines(effort: Effort) -> list[Line]:
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # the first batch is one on a machine that never saw it
     torch._dynamo.config.recompile_limit = 64  # one for each model, dtype and batch
-    warnings.simplefilter("ignore")  # of exporters and converters
+    return [Line(line.name, functools.partial(_quietly, line)) for line in lines_of(all_cases(effort), effort)]
+
+
+def _quietly(line: Line) -> object:
+    """Without what exporters and converters say."""
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    where, results = measure_or_show(chosen, all_cases(), machine_and_peers(), RESULTS)
-    if chosen.docs:
-        fill(PAGE, "encoders", markdown(where, results))
-        console.print(f"written: {PAGE}")
-    fail_if_wrong(results)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return line.measure()
+    finally:
+        logging.disable(before)
 
 
-def machine_and_peers() -> str:
-    """What the figures were measured on, and the versions of the peers that are installed."""
-    versions = [f"transformers {transformers.__version__}"]
-    for name in ("onnxruntime", "openvino", "ctranslate2", "zentorch"):
-        with suppress(PackageNotFoundError):
-            versions.append(f"{name} {version(name)}")
-    return ", ".join([machine(), *versions])
+def texts(measured: Figures) -> dict[str, str]:
+    results = {result.work: result for result in read_results(measured)}
+    found = {"tables": markdown(list(results.values()))}
+    for model, prefix in (("MiniLM", ""), ("BERT-base", "base-")):
+        for batch, what in ((MIXED, "mixed"), (EQUAL, "equal")):
+            result = results[f"forward: {model}, float32, {batch}"]
+            runtimes = {name: each for name, each in result.ratios.items() if name not in EAGER}
+            best = min(runtimes, key=lambda name: runtimes[name], default=SDPA)
+            found |= {
+                f"{prefix}{what}": ratio(result.ratios[SDPA]),
+                f"{prefix}{what}-best": ratio(result.ratios[best]),
+                f"{prefix}{what}-best-name": best,
+            }
+    for batch, what in ((MIXED, "train-mixed"), (EQUAL, "train-equal")):
+        result = results[f"training step (forward + backward): MiniLM, float32, dropout 0.1, {batch}"]
+        found[what] = ratio(result.ratios[SDPA])
+    half, full = (results[f"forward: MiniLM, {dtype}, {MIXED}"].figures[OURS] for dtype in ("bfloat16", "float32"))
+    found["bfloat16"] = ratio(half / full)
+    found["upgrade"] = milliseconds(results["upgrade itself: MiniLM"].figures[OURS] / 1e3)
+    found["first"] = milliseconds(results["time to the first batch: MiniLM, float32"].figures[OURS] / 1e3)
+    return found
 
+
+RUNTIMES = ("transformers", "onnxruntime", "openvino", "ctranslate2", "zentorch")
+BENCHMARK = Benchmark("encoders", __doc__, lines, texts, minutes=11, peers=RUNTIMES, wrong=wrong_results)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -1,8 +1,8 @@
 """What is lost when a cache keeps a quarter of the keys: every policy beside eviction by lot.
 
-    python -m benchmarks.eviction [--weights out/character_model.pt] [--budget 32] [--rows 32] [--seeds 5]
+    python -m benchmarks.eviction [--docs]
 
-The model is that of examples/character_model.py, trained here unless the file is there. It reads held-out passages of
+The model is that of examples/character_model.py, trained here for 400 steps. It reads held-out passages of
 its training length character by character with an `EvictingKVCache` in every layer. Counted are the characters after
 the budget is full, where something has been evicted:
 
@@ -10,23 +10,23 @@ the budget is full, where something has been evicted:
 * divergence: of what it expects next, KL(full ‖ evicting) in bits per character.
 * bits per character: what the text costs; with a full cache, the model's own figure.
 
-The first row has room for everything and shows what rounding alone does. By lot: the mean over seeds, and the best of
-them; a policy beats it if it has a smaller output error than the best.
+The first row of the table has room for everything and shows what rounding alone does. By lot: the mean over seeds, and
+the best of them.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.timing import console, machine, progress
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.figures import Figures
+from benchmarks.timing import progress
+from benchmarks.writing import table
 from clearhead import masks
 from clearhead.caches import Cache, EvictingKVCache, EvictionPolicy, HeavyHitters, RandomEviction, SinksAndRecent
 from examples.character_model import LENGTH, CharacterModel, Corpus, read_corpus, trained
@@ -112,36 +112,29 @@ def compare(model: CharacterModel, text: Tensor, budget: int, seeds: int) -> dic
     return found
 
 
-def show(found: dict[str, Loss], budget: int, rows: int) -> None:
-    table = Table(
-        title=f"{budget} of {LENGTH} keys kept, {rows} held-out passages, characters {budget + 1} … {LENGTH}",
-        caption=machine(),
-    )
-    for column in ("cache", "output error", "divergence, bits", "bits per character", "beats the best lot"):
-        table.add_column(column, justify="left" if column == "cache" else "right", no_wrap=column == "cache")
-    lots = [loss for name, loss in found.items() if name.startswith("by lot")]
-    rest = {name: loss for name, loss in found.items() if not name.startswith("by lot")}
-    mean = Loss(*(sum(getattr(one, field.name) for one in lots) / len(lots) for field in fields(Loss)))
-    best = min(lots, key=lambda loss: loss.error)
-    for name, loss in (rest | {f"by lot, mean of {len(lots)}": mean, "by lot, the best": best}).items():
-        beats = "" if name not in POLICIES else "yes" if loss.error < best.error else "NO"
-        table.add_row(name, f"{loss.error:.4f}", f"{loss.divergence:.4f}", f"{loss.bits:.3f}", beats)
-    console.print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--weights", type=Path, help="the model's file; if it is not there, it is written")
-    parser.add_argument("--steps", type=int, default=400, help="training steps if there is none (default 400)")
-    parser.add_argument("--budget", type=int, default=LENGTH // 4, help=f"keys per head (default {LENGTH // 4})")
-    parser.add_argument("--rows", type=int, default=32, help="held-out passages (default 32)")
-    parser.add_argument("--seeds", type=int, default=5, help="of eviction by lot (default 5)")
-    arguments = parser.parse_args()
+def measured_losses(effort: Effort) -> dict[str, dict[str, float]]:
     corpus = read_corpus()
-    model = trained(corpus, arguments.steps, 0, arguments.weights)
-    text = held_out_passages(corpus, arguments.rows)
-    show(compare(model, text, arguments.budget, arguments.seeds), arguments.budget, arguments.rows)
+    model = trained(corpus, effort.size(400, 1), 0, None)
+    text = held_out_passages(corpus, effort.size(32, 1))
+    found = compare(model, text, LENGTH // 4, effort.size(5, 2))
+    return {name: asdict(loss) for name, loss in found.items()}
 
+
+def lines(effort: Effort) -> list[Line]:
+    return [Line("losses", lambda: measured_losses(effort))]
+
+
+def texts(measured: Figures) -> dict[str, str]:
+    losses = {name: Loss(**loss) for name, loss in measured["losses"].items()}
+    lots = [loss for name, loss in losses.items() if name.startswith("by lot")]
+    mean = Loss(*(sum(one) / len(lots) for one in zip(*(asdict(loss).values() for loss in lots), strict=True)))
+    shown = {"everything kept": losses["full cache"], **{f"`{name}`": losses[name] for name in POLICIES}}
+    shown |= {f"by lot, mean of {len(lots)} seeds": mean, "by lot, the best": min(lots, key=lambda one: one.error)}
+    rows = [[name, f"{loss.error:.3f}", f"{loss.divergence:.3f}", f"{loss.bits:.3f}"] for name, loss in shown.items()]
+    return {"table": table(("policy", "output error", "divergence, bits", "bits per character"), rows)}
+
+
+BENCHMARK = Benchmark("eviction", __doc__, lines, texts, minutes=2)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

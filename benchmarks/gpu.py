@@ -1,7 +1,6 @@
 """Clearhead on a GPU: its module beside `nn.MultiheadAttention`, and a record beside keeping every weight.
 
-    python -m benchmarks.gpu [--only PATTERN] [--rounds 15] [--json FILE] [--docs]
-    python -m benchmarks.gpu --show FILE [FILE ...] [--docs]
+    python -m benchmarks.gpu [--only PATTERN] [--rounds 15]
 
 Every kernel of Clearhead that supports the call is forced in turn. The record (entropy, received, max_logit, top-8)
 stands beside eager attention that builds the weights and computes the same from them. Without a GPU nothing is
@@ -10,36 +9,31 @@ measured.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-from benchmarks.comparing.command import comparison_options, fail_if_wrong, measure_or_show
-from benchmarks.comparing.page import fill
-from benchmarks.comparing.tables import markdown
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.comparing import lines_of, markdown, read_results, wrong_results
+from benchmarks.figures import Figures
 from benchmarks.gpu_cases import all_cases
-from benchmarks.timing import console
-
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
-PAGE = ROOT / "docs" / "benchmarks.md"
 
 
-def main() -> None:
-    writes = f"write the tables into {PAGE.relative_to(ROOT)}"
-    parser = comparison_options(__doc__.splitlines()[0], rounds=15, results=RESULTS, writes=writes)
-    chosen = parser.parse_args()
-    machine = ""
-    if not chosen.show and not chosen.list:
-        if not torch.cuda.is_available():
-            raise SystemExit("no GPU: torch.cuda.is_available() is False, so there is nothing to measure here")
-        machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
-    where, results = measure_or_show(chosen, all_cases("cuda"), machine, RESULTS)
-    if chosen.docs:
-        fill(PAGE, "gpu", markdown(where, results))
-        console.print(f"written: {PAGE}")
-    fail_if_wrong(results)
+def lines(effort: Effort) -> list[Line]:
+    if not torch.cuda.is_available():
+        raise SystemExit("no GPU: torch.cuda.is_available() is False, so there is nothing to measure here")
+    gpu = Line("device", lambda: f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
+    return [gpu, *lines_of(all_cases("cuda"), effort)]
 
+
+def texts(measured: Figures) -> dict[str, str]:
+    results = {name: found for name, found in measured.items() if name != "device"}
+    return {"device": measured["device"], "tables": markdown(read_results(results))}
+
+
+def wrong(measured: Figures) -> list[str]:
+    return wrong_results({name: found for name, found in measured.items() if name != "device"})
+
+
+BENCHMARK = Benchmark("gpu", __doc__, lines, texts, minutes=5, rounds=15, wrong=wrong)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

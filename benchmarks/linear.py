@@ -1,6 +1,6 @@
 """The projections' product: PyTorch's beside oneDNN's, forward and backward, and q, k, v in one product or three.
 
-    python -m benchmarks.linear [--rounds N]
+    python -m benchmarks.linear [--rounds 15] [--docs]
 
 What `clearhead.nn.Linear`'s rule stands on. Ratios above 1 mean that oneDNN's product, or the single one, is faster.
 The products of a backward pass are those of `clearhead.nn.Linear` itself: dx = g W and dW = gᵀ x. "joined" puts three
@@ -10,15 +10,17 @@ weights side by side in every call, as a module with three projections would hav
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.timing import console, interleaved, machine, progress
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.figures import Figures
+from benchmarks.timing import interleaved
+from benchmarks.writing import ratio, significant, table
 from clearhead._layer.linear import describe_backend, linear, use_linear
 
 #: rows, in_features, out_features
@@ -71,42 +73,60 @@ def joined(rows: int, width: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def product_table(rounds: int) -> Table:
-    table = Table(
-        title="float32 products, milliseconds (medians)", caption=f"{machine()}; the rule: {describe_backend()}"
-    )
-    for column in ("rows", "in", "out", "product", "PyTorch", "oneDNN", "ratio"):
-        table.add_column(column, justify="right")
-    for shape in progress(SHAPES, "timing products"):
-        for name, ways in products(*shape).items():
-            times = interleaved(ways, rounds=rounds, budget=1.0)
-            ratio = times["pytorch"] / times["onednn"]
-            cells = (name, f"{times['pytorch'] * 1e3:.3f}", f"{times['onednn'] * 1e3:.3f}", f"{ratio:.2f}")
-            table.add_row(*map(str, shape), *cells)
-    return table
+JOINED = [(1, 64), (10, 16), (1, 768), (128, 768), (1024, 768), (4096, 768)]
+RULE = "the rule"
 
 
-def joined_table(rounds: int) -> Table:
-    table = Table(title="q, k and v, milliseconds (medians)", caption=machine())
-    for column in ("rows", "E", "three", "joined", "packed", "three / joined", "three / packed"):
-        table.add_column(column, justify="right")
-    for rows, width in progress([(1, 64), (10, 16), (1, 768), (128, 768), (1024, 768), (4096, 768)], "timing q, k, v"):
-        times = interleaved(joined(rows, width), rounds=rounds, budget=1.0)
-        milliseconds = (f"{times[name] * 1e3:.3f}" for name in ("three", "joined", "packed"))
-        ratios = (f"{times['three'] / times[name]:.2f}" for name in ("joined", "packed"))
-        table.add_row(str(rows), str(width), *milliseconds, *ratios)
-    return table
+@torch.no_grad()
+def times(ways: Mapping[str, Callable[[], object]], effort: Effort) -> dict[str, float]:
+    return interleaved(ways, rounds=effort.rounds, budget=1.0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="rounds per figure")
-    rounds = parser.parse_args().rounds
-    torch.manual_seed(0)
-    with torch.no_grad():
-        console.print(product_table(rounds))
-        console.print(joined_table(rounds))
+def lines(effort: Effort) -> list[Line]:
+    def measured(shape: tuple[int, int, int]) -> dict[str, dict[str, float]]:
+        return {name: times(ways, effort) for name, ways in products(*map(effort.size, shape)).items()}
 
+    def together(rows: int, width: int) -> dict[str, float]:
+        return times(joined(effort.size(rows), effort.size(width)), effort)
+
+    found = [Line(RULE, describe_backend)]
+    found += [Line(_name(shape), lambda shape=shape: measured(shape)) for shape in SHAPES]
+    return found + [
+        Line(f"q, k, v: {rows} × {width}", functools.partial(together, rows, width)) for rows, width in JOINED
+    ]
+
+
+def texts(measured: Figures) -> dict[str, str]:
+    rows = [
+        [_name(shape), name, *(significant(one * 1e3) for one in found.values()), ratio(_ratio(found))]
+        for shape in SHAPES
+        for name, found in measured[_name(shape)].items()
+    ]
+    together: list[list[str]] = []
+    for count, width in JOINED:
+        found = measured[f"q, k, v: {count} × {width}"]
+        ratios = (ratio(found["three"] / found[name]) for name in ("joined", "packed"))
+        together.append([f"{count} × {width}", *(significant(one * 1e3) for one in found.values()), *ratios])
+    header = ("rows × in × out", "product", "PyTorch, ms", "oneDNN, ms", "PyTorch / oneDNN")
+    return {
+        "rule": measured[RULE],
+        "table": table(header, rows, left=2),
+        "joined": table(
+            ("rows × E", "three, ms", "joined, ms", "packed, ms", "three / joined", "three / packed"), together
+        ),
+        "ratio": ratio(_ratio(measured[_name((4096, 768, 3072))]["x Wᵀ + b"])),
+    }
+
+
+def _name(shape: tuple[int, int, int]) -> str:
+    return " × ".join(map(str, shape))
+
+
+def _ratio(found: dict[str, float]) -> float:
+    return found["pytorch"] / found["onednn"]
+
+
+BENCHMARK = Benchmark("linear", __doc__, lines, texts, minutes=1.5, rounds=15)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

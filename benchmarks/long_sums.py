@@ -1,6 +1,6 @@
 """Errors of attention over many keys, against float64: whether they grow with the number of keys.
 
-    python -m benchmarks.long_sums
+    python -m benchmarks.long_sums [--docs]
 
 Keys that are all equal give every key the same weight, so that the output is the sum of S numbers of one sign: of one
 number again and again (the first column), or of numbers in [0.5, 1.5) (the others). Errors are relative to the largest
@@ -13,28 +13,35 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from torch import Tensor
 
 import clearhead
-from benchmarks.timing import console, machine
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.figures import Figures
+from benchmarks.writing import table
 
 LENGTHS = (512, 8_192, 32_768, 131_072)
 ROWS, DIM = 64, 64
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def main() -> None:
-    """Print the table."""
-    console.print(machine(), highlight=False)
-    table = Table("keys", "kernel", "output, constant values", "output", "gradient of key", "gradient of value")
-    for length in LENGTHS:
-        for name in ("native", "sdpa", "reference"):
-            attend = F.scaled_dot_product_attention if name == "sdpa" else _kernel(name)
-            found = _errors(attend, _equal_keys(length, constant=True))[:1]
-            found += _errors(attend, _equal_keys(length, constant=False))
-            table.add_row(f"{length:,}", name, *(f"{error:.1e}" for error in found))
-    console.print(table)
+def lines(effort: Effort) -> list[Line]:
+    def errors(name: str, length: int) -> list[float]:
+        attend = F.scaled_dot_product_attention if name == "SDPA" else _kernel(name)
+        found = _errors(attend, _equal_keys(length, constant=True))[:1]
+        return found + _errors(attend, _equal_keys(length, constant=False))
+
+    return [
+        Line(f"{length:,} keys, {name}", lambda name=name, length=length: errors(name, effort.size(length)))
+        for length in LENGTHS
+        for name in ("native", "SDPA", "reference")
+    ]
+
+
+def texts(measured: Figures) -> dict[str, str]:
+    rows = [[*name.split(" keys, "), *(f"{error:.1e}" for error in errors)] for name, errors in measured.items()]
+    header = ("keys", "kernel", "output, constant values", "output", "gradient of key", "gradient of value")
+    return {"table": table(header, rows, left=2)}
 
 
 def _equal_keys(length: int, constant: bool) -> list[Tensor]:
@@ -67,5 +74,7 @@ def _results(attend: Attention, inputs: list[Tensor]) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves[1:])]
 
 
+BENCHMARK = Benchmark("long_sums", __doc__, lines, texts, minutes=1)
+
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

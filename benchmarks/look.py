@@ -1,6 +1,6 @@
 """What ``clearhead look`` takes on long texts: tokens against seconds, peak memory and size of the page.
 
-    python -m benchmarks.look [--tokens 2500 10000 100000] [--threads 2]
+    python -m benchmarks.look [--docs]
 
 Every row is a process of its own that starts from nothing, as in a terminal. *Beyond* is the time less that of one
 sentence with the same model, because starting, loading the model and drawing take the same for every text. The default
@@ -10,7 +10,8 @@ for 4,096 and one for 16,384 tokens, read a text in one piece. The texts are the
 
 from __future__ import annotations
 
-import argparse
+import atexit
+import functools
 import os
 import subprocess
 import sys
@@ -18,14 +19,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from rich.table import Table
+import torch
 
-from benchmarks.memory import in_a_process
-from benchmarks.timing import console, machine, progress
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.figures import Figures
+from benchmarks.writing import seconds, table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 SENTENCE = "The animal didn't cross the street because it was too tired."
 IN_ONE_PIECE = (4096, 16384)
+TOKENS = (2_500, 10_000, 100_000)
+DEFAULT, SHORT = "all-MiniLM-L6-v2", "a sentence"
 
 
 def write_texts(folder: Path, counts: list[int]) -> None:
@@ -47,8 +51,6 @@ def write_texts(folder: Path, counts: list[int]) -> None:
 
 def write_encoder(folder: Path, positions: int) -> None:
     """A random BERT that takes so many tokens, with the default model's tokenizer."""
-    import torch
-
     from clearhead.integrations._hub import without_noise
 
     with without_noise():
@@ -74,51 +76,90 @@ def write_encoder(folder: Path, positions: int) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def look(file: Path | None, options: list[str], threads: int) -> tuple[float, float, float]:
-    """Seconds, megabytes of memory at the peak, and megabytes of the page of one run, on a file or one sentence."""
+def look(text: list[str], options: list[str]) -> list[float]:
+    """Seconds, megabytes of memory at the peak, and megabytes of the page of one run."""
     with tempfile.TemporaryDirectory() as folder:
-        text = [SENTENCE] if file is None else ["--file", str(file)]
-        program = [sys.executable, "-m", "clearhead_command", "look"]
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
         started = time.perf_counter()
-        command = [*program, *text, *options, "--out", folder]
+        command = [sys.executable, "-m", "clearhead_command", "look", *text, *options, "--out", folder]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
         _, status, used = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - started
+        process.returncode = os.waitstatus_to_exitcode(status)
+        took = time.perf_counter() - started
         if status:
-            raise RuntimeError(f"clearhead look failed on {file or SENTENCE}")
-        return seconds, used.ru_maxrss * 1024 / 1e6, (Path(folder) / "attention.html").stat().st_size / 1e6
+            raise RuntimeError(f"clearhead look failed on {text}")
+        return [took, used.ru_maxrss * 1024 / 1e6, (Path(folder) / "attention.html").stat().st_size / 1e6]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2_500, 10_000, 100_000], help="of each text")
-    parser.add_argument("--threads", type=int, default=2, help="default 2")
-    arguments = parser.parse_args()
-    table = Table(title="clearhead look", caption=f"{machine()}; {arguments.threads} threads")
-    for column in ("model", "tokens", "seconds", "beyond", "memory, MB", "page, MB"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        in_a_process(write_texts, folder, arguments.tokens)
-        models: dict[str, tuple[list[str], range]] = {"all-MiniLM-L6-v2": ([], range(1 << 40))}
-        for positions in IN_ONE_PIECE:
-            in_a_process(write_encoder, folder / str(positions), positions)
-            fitting = range(positions // 8, positions - 1)
-            models[f"random, {positions:,} positions"] = (["--model", str(folder / str(positions))], fitting)
-        jobs = [(model, None) for model in models]
-        jobs += [(model, count) for model in models for count in arguments.tokens if count in models[model][1]]
-        found = {
-            (model, count): look(count and folder / f"{count}.txt", models[model][0], arguments.threads)
-            for model, count in progress(jobs, "looking")
-        }
-        for model, count in sorted(jobs, key=lambda job: list(models).index(job[0])):
-            seconds, memory, page = found[model, count]
-            beyond = "" if count is None else f"{seconds - found[model, None][0]:.1f}"
-            tokens = "a sentence" if count is None else f"{count:,}"
-            table.add_row(model, tokens, f"{seconds:.1f}", beyond, f"{memory:.0f}", f"{page:.2f}")
-    console.print(table)
+@functools.cache
+def _folder() -> Path:
+    """Where texts and models lie until this process ends."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
+
+def measure(model: int | None, tokens: int | None, effort: Effort) -> list[float]:
+    """One run of the default model, or of the encoder for so many tokens, on a sentence or on so many tokens."""
+    text, options = [SENTENCE], []
+    if tokens is not None:
+        file = _folder() / f"{tokens}.txt"
+        if not file.exists():
+            effort.in_a_process(write_texts, _folder(), [tokens])
+        text = ["--file", str(file)]
+    if model is not None:
+        folder = _folder() / f"encoder-{model}"
+        if not folder.exists():
+            effort.in_a_process(write_encoder, folder, model)
+        options = ["--model", str(folder)]
+    return look_here(text, options) if effort.smallest else look(text, options)
+
+
+def look_here(text: list[str], options: list[str]) -> list[float]:
+    """The same in this process, whose memory at the peak is not the run's own."""
+    from typer.testing import CliRunner
+
+    from clearhead.cli import main
+
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        result = CliRunner().invoke(main, ["look", *text, *options, "--out", folder], catch_exceptions=False)
+        if result.exit_code:
+            raise RuntimeError(f"clearhead look failed on {text}: {result.output}")
+        return [time.perf_counter() - started, 0.0, (Path(folder) / "attention.html").stat().st_size / 1e6]
+
+
+def lines(effort: Effort) -> list[Line]:
+    jobs: list[tuple[int | None, int | None]] = [(None, None), *((None, count) for count in TOKENS)]
+    for model in IN_ONE_PIECE:
+        jobs += [(model, None), *((model, count) for count in TOKENS if model // 8 <= count < model - 1)]
+    if effort.smallest:  # a run starts from nothing, which takes longer than everything else here
+        jobs = [(IN_ONE_PIECE[0], TOKENS[0])]
+    return [
+        Line(
+            f"{DEFAULT if model is None else f'random, {model:,} positions'}: "
+            f"{SHORT if count is None else f'{count:,}'}",
+            lambda model=model, count=count: measure(model, count and effort.size(count), effort),
+        )
+        for model, count in jobs
+    ]
+
+
+def texts(measured: Figures) -> dict[str, str]:
+    rows: list[list[str]] = []
+    for name, (took, memory, page) in measured.items():
+        model, tokens = name.split(": ")
+        sentence = measured.get(f"{model}: {SHORT}")
+        beyond = "" if sentence is None or tokens == SHORT else f"{took - sentence[0]:.1f}"
+        rows.append([model, tokens, f"{took:.1f}", beyond, f"{memory:.0f}", f"{page:.2f}"])
+    found = {"table": table(("model", "tokens", "seconds", "beyond", "memory, MB", "page, MB"), rows)}
+    for what, tokens in (("sentence", SHORT), ("longest", f"{TOKENS[-1]:,}")):
+        if f"{DEFAULT}: {tokens}" in measured:
+            found[what] = seconds(measured[f"{DEFAULT}: {tokens}"][0])
+    return found
+
+
+BENCHMARK = Benchmark("look", __doc__, lines, texts, minutes=3, peers=("transformers",))
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

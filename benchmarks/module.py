@@ -1,6 +1,6 @@
 """`clearhead.MultiHeadAttention` beside `torch.nn.MultiheadAttention`: eval and training, with and without weights.
 
-    python -m benchmarks.module
+    python -m benchmarks.module [--docs]
 
 Both modules hold the same weights; each pair is timed in turn in one process. "Eval" is a forward pass under
 `no_grad`, "train" forward and backward. A ratio above 1 means Clearhead is faster.
@@ -9,17 +9,21 @@ Both modules hold the same weights; each pair is timed in turn in one process. "
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import final
 
 import torch
-from rich.table import Table
 
 import clearhead
-from benchmarks.timing import console, interleaved, machine, progress
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.figures import Figures
+from benchmarks.timing import interleaved
+from benchmarks.writing import ratio, significant, table
 
 SHAPES = [(2, 5, 16, 4), (32, 16, 64, 4), (8, 128, 768, 12), (8, 512, 768, 12), (1, 2048, 512, 8), (1, 4096, 512, 8)]
 
 
+@final
 @dataclass(frozen=True)
 class Setting:
     """One line of the table."""
@@ -31,6 +35,11 @@ class Setting:
     train: bool
     need_weights: bool
     causal: bool
+
+    def __str__(self) -> str:
+        shape = f"{self.batch_size}, {self.length}, {self.embed_dim}, {self.num_heads}"
+        options = f"{', causal' if self.causal else ''}{', weights' if self.need_weights else ''}"
+        return f"{shape}, {'training step' if self.train else 'eval'}{options}"
 
 
 def settings() -> list[Setting]:
@@ -84,29 +93,45 @@ def _timed(run: Callable[[], torch.Tensor], train: bool) -> Callable[[], object]
     return without_gradients
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    table = Table(
-        title="MultiHeadAttention and nn.MultiheadAttention, float32, milliseconds (medians)", caption=machine()
-    )
-    for column in ("B", "L", "E", "H", "mode", "weights", "causal", "clearhead", "torch", "ratio"):
-        table.add_column(column, justify="right")
-    for setting in progress(settings(), "timing"):
-        times = interleaved(calls(setting))
-        table.add_row(
-            str(setting.batch_size),
-            str(setting.length),
-            str(setting.embed_dim),
-            str(setting.num_heads),
-            "train" if setting.train else "eval",
-            "yes" if setting.need_weights else "no",
-            "yes" if setting.causal else "no",
-            f"{times['clearhead'] * 1e3:.2f}",
-            f"{times['torch'] * 1e3:.2f}",
-            f"{times['torch'] / times['clearhead']:.2f}",
-        )
-    console.print(table)
+LONG, TINY, SMALL, SHORT = "1, 4096, 512, 8", "2, 5, 16, 4", "32, 16, 64, 4", "8, 128, 768, 12"
+#: The ratio of PyTorch's time to Clearhead's, by marker.
+RATIOS = {
+    "eval": f"{LONG}, eval",
+    "causal-eval": f"{LONG}, eval, causal",
+    "eval-weights": f"{LONG}, eval, weights",
+    "train": f"{LONG}, training step",
+    "causal-train": f"{LONG}, training step, causal",
+    "train-weights": f"{LONG}, training step, weights",
+    "tiny-eval": f"{TINY}, eval",
+    "tiny-train": f"{TINY}, training step",
+    "small-eval": f"{SMALL}, eval",
+    "small-train": f"{SMALL}, training step",
+    "short-eval": f"{SHORT}, eval",
+    "short-train": f"{SHORT}, training step",
+}
 
+
+def lines(effort: Effort) -> list[Line]:
+    def measure(setting: Setting) -> dict[str, float]:
+        return interleaved(calls(setting), rounds=effort.rounds)
+
+    return [
+        Line(str(each), lambda each=each: measure(replace(each, length=effort.size(each.length))))
+        for each in settings()
+    ]
+
+
+def texts(measured: Figures) -> dict[str, str]:
+    ratios = {name: times["torch"] / times["clearhead"] for name, times in measured.items()}
+    rows = [
+        [name, significant(times["clearhead"] * 1e3), significant(times["torch"] * 1e3), ratio(ratios[name])]
+        for name, times in measured.items()
+    ]
+    header = ("B, L, E, H, work", "Clearhead, ms", "nn.MultiheadAttention, ms", "ratio")
+    return {"table": table(header, rows), **{name: ratio(ratios[line]) for name, line in RATIOS.items()}}
+
+
+BENCHMARK = Benchmark("module", __doc__, lines, texts, minutes=2, rounds=15)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -1,6 +1,6 @@
 """What `clearhead.monitor` costs a training of MiniLM's size: a measured step, and a run that measures few.
 
-    python -m benchmarks.monitor [--steps 200] [--every 100]
+    python -m benchmarks.monitor [--docs]
 
 A BERT of MiniLM's sizes (random weights, attention ``clearhead``) is trained with AdamW on B=8 texts of L=128 tokens,
 with the default statistics. *A measured step* is timed beside an ordinary one, in turn. *A run* is two trainings in
@@ -9,30 +9,36 @@ turn, step by step, one of them monitored, so that a machine that slows down slo
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 
 import torch
-from rich.table import Table
 
 import clearhead
-from benchmarks.timing import console, interleaved, machine, progress
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.figures import Figures
+from benchmarks.timing import interleaved, progress
+from benchmarks.writing import percent, table
 
 BATCH, LENGTH = 8, 128
+STEPS, EVERY = 100, 100
+STEP, MEASURED = "an ordinary step", "a measured step"
+PLAIN, WATCHED = f"{STEPS} steps without it", f"{STEPS} steps with `every={EVERY}`"
 SIZES = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 
 
-def training() -> tuple[torch.nn.Module, Callable[[], None]]:
+def training(effort: Effort) -> tuple[torch.nn.Module, Callable[[], None]]:
     """A model, and one step of its training."""
     from transformers import BertConfig, BertForSequenceClassification
 
     import clearhead.integrations.transformers  # noqa: F401  (registers "clearhead")
 
     torch.manual_seed(0)
-    model = BertForSequenceClassification(BertConfig(**SIZES)).train()
+    model = BertForSequenceClassification(
+        BertConfig(**{name: effort.size(size, 24) for name, size in SIZES.items()})
+    ).train()
     model.set_attn_implementation("clearhead")
-    texts, labels = torch.randint(1000, 30000, (BATCH, LENGTH)), torch.arange(BATCH) % 2
+    texts, labels = torch.randint(1000, 30000, (BATCH, effort.size(LENGTH))), torch.arange(BATCH) % 2
     mask = torch.ones_like(texts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
 
@@ -48,26 +54,26 @@ def ignore(step: int, values: dict[str, float]) -> None:
     """Take the scalars."""
 
 
-def one_step(rounds: int) -> dict[str, float]:
+def one_step(effort: Effort) -> dict[str, float]:
     """Seconds of an ordinary step and of a measured one."""
-    model, step = training()
+    model, step = training(effort)
 
     def measured() -> None:
         with clearhead.monitor(model, every=1, to=ignore):
             step()
 
-    return interleaved({"an ordinary step": step, "a measured step": measured}, rounds=rounds, budget=600.0)
+    return interleaved({STEP: step, MEASURED: measured}, rounds=effort.rounds, budget=600.0)
 
 
-def whole_run(steps: int, every: int) -> dict[str, float]:
+def whole_run(effort: Effort) -> dict[str, float]:
     """Seconds of two trainings, step by step in turn."""
-    (_, plain), (model, watched) = training(), training()
-    ways = {"a run without it": plain, f"a run with every={every}": watched}
+    (_, plain), (model, watched) = training(effort), training(effort)
+    ways = {PLAIN: plain, WATCHED: watched}
     seconds = dict.fromkeys(ways, 0.0)
     for way in ways.values():
         way()
-    with clearhead.monitor(model, every, to=ignore):
-        for number in progress(range(steps), "training"):
+    with clearhead.monitor(model, EVERY, to=ignore):
+        for number in progress(range(effort.size(STEPS, 2)), "training"):
             for name, way in reversed(ways.items()) if number % 2 else ways.items():
                 start = time.perf_counter()
                 way()
@@ -75,24 +81,25 @@ def whole_run(steps: int, every: int) -> dict[str, float]:
     return seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="of the run (default 200)")
-    parser.add_argument("--every", type=int, default=100, help="how many steps from one that is measured to the next")
-    parser.add_argument("--rounds", type=int, default=15, help="how often a single step is timed (default 15)")
-    arguments = parser.parse_args()
-    table = Table(
-        title=f"training, MiniLM's sizes, B={BATCH} L={LENGTH}, float32; {arguments.steps} steps",
-        caption=machine(),
-    )
-    for column in ("what", "seconds", "relative"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for times in (one_step(arguments.rounds), whole_run(arguments.steps, arguments.every)):
-        first = next(iter(times.values()))
-        for name, seconds in times.items():
-            table.add_row(name, f"{seconds:.3f}", f"{seconds / first:.3f}")
-    console.print(table)
+def lines(effort: Effort) -> list[Line]:
+    return [Line("one step", lambda: one_step(effort)), Line("a run", lambda: whole_run(effort))]
 
+
+def texts(measured: Figures) -> dict[str, str]:
+    step, run = measured["one step"], measured["a run"]
+    rows = [
+        [name, f"{seconds:.3f}", f"{seconds / next(iter(found.values())):.3f}"]
+        for found in (step, run)
+        for name, seconds in found.items()
+    ]
+    return {
+        "table": table(("what", "seconds", "relative"), rows),
+        "step": percent(step[MEASURED] / step[STEP] - 1),
+        "run": percent(run[WATCHED] / run[PLAIN] - 1),
+    }
+
+
+BENCHMARK = Benchmark("monitor", __doc__, lines, texts, minutes=2, rounds=9, peers=("transformers",))
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -1,36 +1,37 @@
 """Peak memory of recording entropy, received, max_logit and top-8, from 1k to 64k tokens, beside `need_weights=True`.
 
-    python -m benchmarks.record_memory [--longest 65536] [--no-plot]
+    python -m benchmarks.record_memory [--docs]
 
 Every point runs in a process of its own: first the model alone, then the model with its record (or with its weights).
 Reported is how far the second run raises the peak resident memory of the process over that of the first, in megabytes
 (10⁶ bytes), the statistics themselves included. `attention_statistics` stands beside it without any model, so that
 nothing it needs can hide in memory that a model had and gave back. `nn.MultiheadAttention(need_weights=True)` runs as
 long as its (B, H, L, S) tensors fit into the memory that is free. The curve is written to
-docs/images/record-memory.png.
+docs/images/record-memory.svg.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 
 import clearhead
-from benchmarks.memory import growth_of_peak, in_a_process
-from benchmarks.timing import console, machine, progress
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.comparing.pictures import COLOURS, style, svg
+from benchmarks.figures import ROOT, Figures
+from benchmarks.memory import growth_of_peak
+from benchmarks.writing import megabytes, table
 
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
 STATISTICS = ("entropy", "received", "max_logit", "top_k")
 RECORD, STATISTICS_ALONE = "clearhead.record", "clearhead.attention_statistics"
 WEIGHTS = "nn.MultiheadAttention, need_weights=True"
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "record-memory.png"
-Points = dict[str, dict[int, float]]
+PICTURE = ROOT / "docs" / "images" / "record-memory.svg"
+LENGTHS = [1024 * 2**power for power in range(7)]
 
 
 class Attend(torch.nn.Module):
@@ -103,74 +104,66 @@ def fits(length: int) -> bool:
     return 2.5 * whole_tensor(length) < free
 
 
-def measure(lengths: list[int]) -> tuple[Points, dict[int, float]]:
-    points: Points = {name: {} for name in WAYS}
-    times: dict[int, float] = {}
-    jobs = [(name, length) for length in lengths for name in WAYS if name != WEIGHTS or fits(length)]
-    for name, length in progress(jobs, "measuring"):
-        points[name][length], seconds = in_a_process(peak_growth, name, length)
-        if name == RECORD:
-            times[length] = seconds
-    return points, times
+def lines(effort: Effort) -> list[Line]:
+    def measure(name: str, length: int) -> list[float] | None:
+        """Megabytes and seconds; nothing where the weights do not fit."""
+        if name == WEIGHTS and not fits(length):
+            return None
+        return list(effort.in_a_process(peak_growth, name, effort.size(length)))
+
+    return [
+        Line(f"{name}: {length}", lambda name=name, length=length: measure(name, length))
+        for length in LENGTHS
+        for name in WAYS
+    ]
 
 
-def show(points: Points, times: dict[int, float]) -> None:
-    table = Table(
-        title=f"Peak additional memory, MB; B={BATCH} H={HEADS} L=S D={HEAD_DIM}, float32, top-8", caption=machine()
-    )
-    for column in ("L", "record", "statistics alone", "seconds", "need_weights", "one (B, H, L, S) tensor"):
-        table.add_column(column, justify="right")
-    for length, megabytes in points[RECORD].items():
-        other = points[WEIGHTS].get(length)
-        table.add_row(
-            str(length),
-            f"{megabytes:.0f}",
-            f"{points[STATISTICS_ALONE][length]:.0f}",
-            f"{times[length]:.1f}",
-            "does not fit" if other is None else f"{other:.0f}",
-            f"{whole_tensor(length):.0f}",
+def texts(measured: Figures) -> dict[str, str]:
+    rows: list[list[str]] = []
+    for length in LENGTHS:
+        recorded, alone, weights = (measured[f"{name}: {length}"] for name in (RECORD, STATISTICS_ALONE, WEIGHTS))
+        needed = "does not fit" if weights is None else f"{weights[0]:,.0f}"
+        rows.append(
+            [
+                f"{length:,}",
+                f"{recorded[0]:.0f}",
+                f"{alone[0]:.0f}",
+                f"{recorded[1]:.1f}",
+                needed,
+                f"{whole_tensor(length):,.0f}",
+            ]
         )
-    console.print(table)
+    header = ("L", "record, MB", "statistics alone, MB", "record, s", "need_weights, MB", "one (B, H, L, S) tensor, MB")
+    return {
+        "table": table(header, rows, left=0),
+        "statistics": megabytes(measured[f"{RECORD}: {LENGTHS[-1]}"][0]),
+        "weights": megabytes(whole_tensor(LENGTHS[-1])),
+    }
 
 
-def draw(points: Points, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
+def pictures(measured: Figures) -> dict[Path, str]:
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4.4), dpi=120, layout="constrained")
-    lengths = list(points[RECORD])
-    axes.plot(lengths, list(points[RECORD].values()), "o-", color="#0072b2", label=RECORD)
-    axes.plot(lengths, list(points[STATISTICS_ALONE].values()), "^--", color="#009e73", label=STATISTICS_ALONE)
-    axes.plot(list(points[WEIGHTS]), list(points[WEIGHTS].values()), "s-", color="#d55e00", label=WEIGHTS)
-    whole = [whole_tensor(length) for length in lengths]
-    axes.plot(lengths, whole, ":", color="0.5", label="one (B, H, L, S) tensor of float32")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
-    axes.set_xlabel("tokens L = S")
-    axes.set_ylabel("peak additional memory, MB")
-    title = f"Entropy, received mass, largest logit and top-8 of every head (B={BATCH}, H={HEADS}, D={HEAD_DIM})"
-    axes.set_title(title, fontsize=10)
-    axes.grid(visible=True, which="major", color="0.9")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    console.print(f"curve: {path}")
+    with style():
+        figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+        for name, marks, colour in zip(WAYS, ("o-", "^--", "s-"), (COLOURS[0], COLOURS[3], COLOURS[1]), strict=True):
+            points = {length: measured[f"{name}: {length}"] for length in LENGTHS}
+            fitting = {length: found[0] for length, found in points.items() if found is not None}
+            axes.plot(list(fitting), list(fitting.values()), marks, color=colour, label=name)
+        whole = [whole_tensor(length) for length in LENGTHS]
+        axes.plot(LENGTHS, whole, ":", color="0.5", label="one (B, H, L, S) tensor of float32")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(LENGTHS, [f"{length // 1024}k" for length in LENGTHS])
+        axes.set_xlabel("tokens L = S")
+        axes.set_ylabel("peak additional memory, MB")
+        axes.set_title(f"Entropy, received mass, largest logit and top-8 of {HEADS} heads", fontsize=11)
+        axes.grid(visible=True, which="major", color="0.9")
+        axes.legend()
+        return {PICTURE: svg(figure)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--longest", type=int, default=65536, help="largest L (default 65536, which takes minutes)")
-    parser.add_argument("--no-plot", action="store_true", help="print the table only")
-    arguments = parser.parse_args()
-    lengths = [1024 * 2**power for power in range(7) if 1024 * 2**power <= arguments.longest]
-    points, times = measure(lengths)
-    show(points, times)
-    if not arguments.no_plot:
-        draw(points, PICTURE)
-
+BENCHMARK = Benchmark("record_memory", __doc__, lines, texts, minutes=3)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -1,6 +1,6 @@
 """Time of four statistics: attention with entropy, received, max_logit and top-8 beside attention alone.
 
-    python -m benchmarks.record_time [--length 4096]
+    python -m benchmarks.record_time [--rounds 7] [--docs]
 
 All ways are timed in turn in one process. The last column is the time relative to PyTorch's
 `F.scaled_dot_product_attention`.
@@ -8,19 +8,21 @@ All ways are timed in turn in one process. The last column is the time relative 
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 
 import clearhead
-from benchmarks.timing import console, interleaved, machine
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.figures import Figures
+from benchmarks.timing import interleaved
+from benchmarks.writing import ratio, significant, table
 
 BATCH, HEADS, HEAD_DIM = 1, 8, 64
 STATISTICS = ("entropy", "received", "max_logit", "top_k")
+LENGTH = 4096
+RECORDED = "attention and the four statistics (record)"
 SDPA = "F.scaled_dot_product_attention"
 
 
@@ -57,7 +59,7 @@ def ways(length: int) -> dict[str, Callable[[], object]]:
         SDPA: lambda: F.scaled_dot_product_attention(query, key, value),
         "clearhead.attention": lambda: clearhead.attention(query, key, value),
         "clearhead.attention, chunked": on("chunked"),
-        "attention and the four statistics (record)": recorded,
+        RECORDED: recorded,
         "attention_statistics: all four": lambda: clearhead.attention_statistics(
             query, key, statistics=STATISTICS, top_k=8
         ),
@@ -65,25 +67,22 @@ def ways(length: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=4096, help="L = S (default 4096)")
-    parser.add_argument("--rounds", type=int, default=7, help="how often each way is timed (default 7)")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    load = os.getloadavg()[0]
-    with torch.no_grad():
-        times = interleaved(ways(arguments.length), rounds=arguments.rounds, budget=120.0)
-    table = Table(
-        title=f"B={BATCH} H={HEADS} L=S={arguments.length} D={HEAD_DIM}, float32, medians of {arguments.rounds}",
-        caption=f"{machine()}; load average at the start {load:.1f}",
-    )
-    for column in ("what", "milliseconds", "relative to SDPA"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for name, seconds in times.items():
-        table.add_row(name, f"{seconds * 1e3:.0f}", f"{seconds / times[SDPA]:.2f}")
-    console.print(table)
+@torch.no_grad()
+def times(effort: Effort) -> dict[str, float]:
+    return interleaved(ways(effort.size(LENGTH)), rounds=effort.rounds, budget=120.0)
 
+
+def lines(effort: Effort) -> list[Line]:
+    return [Line("L=4096", lambda: times(effort))]
+
+
+def texts(measured: Figures) -> dict[str, str]:
+    found = measured["L=4096"]
+    rows = [[name, significant(one * 1e3), ratio(one / found[SDPA])] for name, one in found.items()]
+    return {"table": table(("what", "ms", "relative to SDPA"), rows), "ratio": ratio(found[RECORDED] / found[SDPA])}
+
+
+BENCHMARK = Benchmark("record_time", __doc__, lines, texts, minutes=0.5, rounds=7)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
-import torch
 from rich.console import Console
 from rich.progress import track
 
-__all__ = ["interleaved", "machine", "progress", "samples"]
+__all__ = ["interleaved", "progress", "samples"]
 
 T = TypeVar("T")
 
@@ -63,20 +62,6 @@ def samples(
     return times
 
 
-def machine() -> str:
-    """What the figures were measured on."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"torch {torch.__version__}, {torch.get_num_threads()} threads, {capability}, {_processor()}"
-
-
 def progress(items: Iterable[T], description: str) -> Iterable[T]:
     """Show a progress bar on the terminal."""
     return track(list(items), description=description, console=console, transient=True)
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            return next(line.split(":", 1)[1].strip() for line in info if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return "unknown processor"

@@ -1,7 +1,6 @@
 """Documents end to end (`clearhead.attention_varlen`) beside the same documents as a batch (`clearhead.attention`).
 
-    python -m benchmarks.varlen [--only PATTERN] [--rounds 7] [--json FILE] [--docs]
-    python -m benchmarks.varlen --show FILE [FILE ...] [--docs]
+    python -m benchmarks.varlen [--only PATTERN] [--rounds 5] [--docs]
 
 65,536 tokens, once in documents of 256 tokens and once in documents of 16 to 1,024 tokens; the batch of the latter is
 padded, and its mask marks padding among queries and keys alike. Both are timed in turn in one process, full and causal,
@@ -14,26 +13,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import final
 
 import torch
 from torch import Tensor
 
 import clearhead
-from benchmarks.comparing import OURS, Case, Contest, Result, TimedCase, enter
-from benchmarks.comparing.command import comparison_options, fail_if_wrong, measure_or_show
-from benchmarks.comparing.page import fill
-from benchmarks.comparing.tables import markdown
-from benchmarks.memory import growth_of_peak, in_a_process
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.comparing import (
+    OURS,
+    Case,
+    Contest,
+    Result,
+    TimedCase,
+    enter,
+    lines_of,
+    markdown,
+    read_results,
+    wrong_results,
+)
+from benchmarks.figures import Figures
+from benchmarks.memory import growth_of_peak
 from benchmarks.peers.work import AttentionWork, Operands, Outputs, Way, with_backward
-from benchmarks.timing import console, machine
+from benchmarks.writing import ratio
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "varlen.json"
-PAGE = ROOT / "docs" / "benchmarks.md"
 HEADS, HEAD_DIM = 8, 64
 TOKENS = 65_536
+EQUAL, MIXED = "256 documents of 256 tokens", "129 documents of 16 to 1024 tokens"
 BATCH = "the same documents as a batch"
 
 
@@ -60,12 +66,13 @@ class Setting:
         return f"{'causal' if self.causal else 'full'}, {'forward + backward' if self.backward else 'forward'}"
 
 
-def all_cases(tokens: int = TOKENS, equal: int = 256, shortest: int = 16, longest: int = 1024) -> list[Case]:
-    """Every line of the table: documents of `equal` tokens, and of `shortest` to `longest`."""
-    same, mixed = (equal,) * (tokens // equal), mixed_lengths(tokens, shortest, longest)
+def all_cases(effort: Effort) -> list[Case]:
+    """Every line of the table: documents of 256 tokens, and of 16 to 1,024."""
+    tokens, equal, longest = effort.size(TOKENS, 35), effort.size(256, 7), effort.size(1024, 11)
+    same, mixed = (equal,) * (tokens // equal), mixed_lengths(tokens, effort.size(16, 1), longest)
     sections = {
-        f"{len(same)} documents of {equal} tokens": same,
-        f"{len(mixed)} documents of {shortest} to {longest} tokens": mixed,
+        EQUAL: same,
+        MIXED: mixed,
     }
     return [case for section, lengths in sections.items() for case in _cases(section, lengths)]
 
@@ -96,8 +103,8 @@ class MemoryCase(Case):
     name: str
     setting: Setting
 
-    def measure(self, rounds: int) -> Result:
-        figures = {name: in_a_process(extra_memory, name, self.setting) for name in WAYS}
+    def measure(self, effort: Effort) -> Result:
+        figures = {name: effort.in_a_process(extra_memory, name, self.setting) for name in WAYS}
         return Result(self.section, self.name, "MB", figures, kernel=_kernel(self.setting))
 
 
@@ -181,16 +188,20 @@ def _kernel(setting: Setting) -> str:
     return clearhead.explain(head, head, head, setting.mask).kernel or "none"
 
 
-def main() -> None:
-    writes = f"write the tables into {PAGE.relative_to(ROOT)}"
-    parser = comparison_options(__doc__.splitlines()[0], rounds=7, results=RESULTS, writes=writes)
-    chosen = parser.parse_args()
-    where, results = measure_or_show(chosen, all_cases(), machine(), RESULTS)
-    if chosen.docs:
-        fill(PAGE, "varlen", markdown(where, results))
-        console.print(f"written: {PAGE}")
-    fail_if_wrong(results)
+def lines(effort: Effort) -> list[Line]:
+    return lines_of(all_cases(effort), effort)
 
+
+def texts(measured: Figures) -> dict[str, str]:
+    results = {result.work: result for result in read_results(measured)}
+    return {
+        "tables": markdown(list(results.values())),
+        "mixed": ratio(results[f"{MIXED}: causal, forward + backward"].ratios[BATCH]),
+        "equal": ratio(results[f"{EQUAL}: causal, forward + backward"].ratios[BATCH]),
+    }
+
+
+BENCHMARK = Benchmark("varlen", __doc__, lines, texts, minutes=2, wrong=wrong_results)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

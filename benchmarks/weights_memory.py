@@ -1,6 +1,6 @@
 """Peak memory of averaged weights: `clearhead.attention_weights` beside the (B, H, L, S) tensor.
 
-    python -m benchmarks.weights_memory [--length 8192]
+    python -m benchmarks.weights_memory [--docs]
 
 Each way runs in a process of its own; reported is the growth of its peak resident memory over what it had when its
 inputs were ready.
@@ -8,17 +8,18 @@ inputs were ready.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import torch
-from rich.table import Table
 
 import clearhead
-from benchmarks.memory import growth_of_peak, in_a_process
-from benchmarks.timing import console, machine
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.figures import Figures
+from benchmarks.memory import growth_of_peak
+from benchmarks.writing import megabytes, table
 
-HEADS, HEAD_DIM = 8, 64
+HEADS, HEAD_DIM, LENGTH = 8, 64, 8192
+OURS, FULL = "clearhead.attention_weights", "softmax of the full tensor"
 
 
 def peak_growth(name: str, length: int) -> float:
@@ -38,25 +39,28 @@ def full_tensor(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 WAYS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "clearhead.attention_weights": averaged_weights,
-    "softmax of the full tensor": full_tensor,
+    OURS: averaged_weights,
+    FULL: full_tensor,
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=8192, help="L = S (default 8192)")
-    length = parser.parse_args().length
-    table = Table(
-        title=f"Weights averaged over heads, B=1 H={HEADS} L=S={length} D={HEAD_DIM}, float32", caption=machine()
-    )
-    table.add_column("way")
-    table.add_column("peak additional memory, MB", justify="right")
-    for name in WAYS:
-        table.add_row(name, f"{in_a_process(peak_growth, name, length):.0f}")
-    table.add_row("(the averaged map itself)", f"{length * length * 4 / 1e6:.0f}")
-    console.print(table)
+def lines(effort: Effort) -> list[Line]:
+    length = effort.size(LENGTH, 64)
+    return [Line(name, lambda name=name: effort.in_a_process(peak_growth, name, length)) for name in WAYS]
 
+
+def texts(measured: Figures) -> dict[str, str]:
+    result = LENGTH * LENGTH * 4 / 1e6
+    rows = [[name, f"{measured[name]:,.0f}"] for name in WAYS] + [["(the averaged map itself)", f"{result:.0f}"]]
+    return {
+        "table": table(("way", "peak additional memory, MB"), rows),
+        "ours": megabytes(measured[OURS]),
+        "result": megabytes(result),
+        "full": f"{measured[FULL]:,.0f} MB",
+    }
+
+
+BENCHMARK = Benchmark("weights_memory", __doc__, lines, texts, minutes=0.5)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -1,6 +1,6 @@
 """A causal window of 256 keys beside full causal attention: time at one length, time and peak memory at several.
 
-    python -m benchmarks.window [--length 16384] [--rounds 5]
+    python -m benchmarks.window [--rounds 5] [--docs]
 
 All ways of the first table are timed in turn in one process, on the kernel that Clearhead chooses unless it is named.
 The second table shows how the window's cost grows: the time of a forward pass, and the growth of the peak resident
@@ -9,21 +9,24 @@ memory of a process of its own, forward alone (with its output) and forward and 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 
 import clearhead
-from benchmarks.memory import growth_of_peak, in_a_process
-from benchmarks.timing import console, interleaved, machine, progress
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.figures import Figures
+from benchmarks.memory import growth_of_peak
+from benchmarks.timing import interleaved
+from benchmarks.writing import milliseconds, ratio, significant, table
 
 HEADS, HEAD_DIM, WINDOW = 8, 64, 256
 MASK = clearhead.masks.causal() & clearhead.masks.sliding_window(WINDOW - 1, 0)
 LENGTHS = (4096, 8192, 16384, 32768)
+LENGTH = 16384
 OURS, FULL = f"causal & window, {WINDOW} keys", "causal, the kernel that is chosen"
+SDPA = "F.scaled_dot_product_attention(is_causal=True)"
 
 
 def inputs(length: int, train: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -43,9 +46,7 @@ def ways(length: int) -> dict[str, Callable[[], object]]:
         OURS: lambda: clearhead.attention(query, key, value, MASK),
         FULL: lambda: clearhead.attention(query, key, value, causal),
         "causal, chunked": full_on_chunked,
-        "F.scaled_dot_product_attention(is_causal=True)": lambda: F.scaled_dot_product_attention(
-            query, key, value, is_causal=True
-        ),
+        SDPA: lambda: F.scaled_dot_product_attention(query, key, value, is_causal=True),
     }
 
 
@@ -63,53 +64,59 @@ def peak_growth(length: int, train: bool) -> float:
     return growth_of_peak(lambda: run(tensors, train))[0]
 
 
-def time_table(length: int, rounds: int) -> Table:
+def times(effort: Effort) -> dict[str, float]:
     with torch.no_grad():
-        times = interleaved(ways(length), rounds=rounds, budget=60.0)
-    table = Table(title=f"Forward, B=1 H={HEADS} L=S={length} D={HEAD_DIM}, float32, medians of {rounds}")
-    for column in ("what", "milliseconds", "relative to the window"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for name, seconds in times.items():
-        table.add_row(name, f"{seconds * 1e3:.0f}", f"{seconds / times[OURS]:.1f}")
-    return table
+        return interleaved(ways(effort.size(LENGTH)), rounds=effort.rounds, budget=60.0)
 
 
-def growth_table(lengths: tuple[int, ...]) -> Table:
-    calls = {length: inputs(length) for length in lengths}
+def growing_times(effort: Effort) -> dict[str, float]:
+    calls = {length: inputs(effort.size(length)) for length in LENGTHS}
     with torch.no_grad():
-        times = interleaved({str(n): lambda n=n: clearhead.attention(*calls[n], MASK) for n in lengths}, rounds=7)
-    table = Table(title=f"How causal & sliding_window({WINDOW - 1}, 0) grows with the length", caption=machine())
-    for column in (
-        "L = S",
-        "forward, ms",
-        "ms per 1,000 queries",
-        "peak, MB",
-        "MB per 1,000",
-        "peak with backward, MB",
-    ):
-        table.add_column(column, justify="right")
-    for length in progress(lengths, "measuring memory"):
-        milliseconds, peak = times[str(length)] * 1e3, in_a_process(peak_growth, length, False)
-        table.add_row(
-            str(length),
-            f"{milliseconds:.0f}",
-            f"{milliseconds / length * 1000:.1f}",
-            f"{peak:.0f}",
-            f"{peak / length * 1000:.2f}",
-            f"{in_a_process(peak_growth, length, True):.0f}",
-        )
-    return table
+        return interleaved({str(n): lambda n=n: clearhead.attention(*calls[n], MASK) for n in LENGTHS}, rounds=7)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=16384, help="L = S of the first table (default 16384)")
-    parser.add_argument("--rounds", type=int, default=5, help="how often each way is timed (default 5)")
-    arguments = parser.parse_args()
-    torch.manual_seed(0)
-    console.print(time_table(arguments.length, arguments.rounds))
-    console.print(growth_table(LENGTHS))
+def memory(effort: Effort) -> dict[str, list[float]]:
+    """Of a forward pass, and of forward and backward."""
+    return {
+        str(length): [effort.in_a_process(peak_growth, effort.size(length), train) for train in (False, True)]
+        for length in LENGTHS
+    }
 
+
+def lines(effort: Effort) -> list[Line]:
+    return [
+        Line("forward", lambda: times(effort)),
+        Line("growth of the time", lambda: growing_times(effort)),
+        Line("growth of the memory", lambda: memory(effort)),
+    ]
+
+
+def texts(measured: Figures) -> dict[str, str]:
+    forward, peaks = measured["forward"], measured["growth of the memory"]
+    rows = [[name, significant(one * 1e3), ratio(one / forward[OURS])] for name, one in forward.items()]
+    growth = [
+        [
+            f"{int(length):,}",
+            significant(one * 1e3),
+            significant(one * 1e6 / int(length)),
+            *(f"{peak:.0f}" for peak in peaks[length]),
+            significant(peaks[length][0] / int(length) * 1e3),
+        ]
+        for length, one in measured["growth of the time"].items()
+    ]
+    header = ("L = S", "forward, ms", "per 1,000 queries, ms", "peak, MB", "with backward, MB", "per 1,000 queries, MB")
+    return {
+        "table": table(("what", "ms", "relative to the window"), rows),
+        "growth": table(header, growth, left=0),
+        "ours": milliseconds(forward[OURS]),
+        "full": milliseconds(forward[FULL]),
+        "sdpa": milliseconds(forward[SDPA]),
+        "ratio": ratio(forward[SDPA] / forward[OURS]),
+        "full-ratio": ratio(forward[FULL] / forward[OURS]),
+    }
+
+
+BENCHMARK = Benchmark("window", __doc__, lines, texts, minutes=1.5)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

@@ -1,7 +1,8 @@
 """Contests: ways to do the same work, compared with each other and timed in turn."""
 
-from .contest import Case, Contest, TimedCase, enter, scale_difference
-from .results import OURS, Result, read, write
+from .contest import Case, Contest, TimedCase, enter, lines_of, scale_difference
+from .results import OURS, Result, read_results, wrong_results
+from .tables import markdown
 
 __all__ = [
     "OURS",
@@ -10,7 +11,9 @@ __all__ = [
     "Result",
     "TimedCase",
     "enter",
-    "read",
+    "lines_of",
+    "markdown",
+    "read_results",
     "scale_difference",
-    "write",
+    "wrong_results",
 ]

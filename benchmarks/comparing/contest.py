@@ -5,19 +5,20 @@ from __future__ import annotations
 import gc
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import final
 
 import torch
 
+from benchmarks.command import Effort, Line
 from benchmarks.peers.work import Outputs, Unsupported, Way
 from benchmarks.timing import samples
 
 from .load import with_load
 from .results import OURS, Result
 
-__all__ = ["Case", "Contest", "TimedCase", "enter", "largest_difference", "scale_difference"]
+__all__ = ["Case", "Contest", "TimedCase", "enter", "largest_difference", "lines_of", "scale_difference"]
 
 #: Threads of OpenMP spin for up to 15 ms after a call; the next call should have all cores.
 REST = 0.02
@@ -50,8 +51,13 @@ class Case(ABC):
     name: str
 
     @abstractmethod
-    def measure(self, rounds: int) -> Result:
+    def measure(self, effort: Effort) -> Result:
         """Measure now."""
+
+
+def lines_of(cases: Iterable[Case], effort: Effort) -> list[Line]:
+    """The cases as lines of a result file."""
+    return [Line(f"{case.section}: {case.name}", lambda case=case: case.measure(effort).kept()) for case in cases]
 
 
 def largest_difference(ours: Outputs, theirs: Outputs) -> float:
@@ -90,17 +96,19 @@ class TimedCase(Case):
     repeats: int = 1
     rate_scale: float = 1e9
 
-    def measure(self, rounds: int) -> Result:
+    def measure(self, effort: Effort) -> Result:
         contest = self.prepare()
+        rest = 0.0 if effort.smallest else REST
         differences = self._compare(contest)
         times, load = with_load(
-            lambda: samples(contest.ways, rounds=rounds, budget=40.0, repeats=self.repeats, rest=REST)
+            lambda: samples(contest.ways, rounds=effort.rounds, budget=40.0, repeats=self.repeats, rest=rest)
         )
         medians = {name: statistics.median(values) for name, values in times.items()}
         quartiles = {name: statistics.quantiles(values, n=4, method="inclusive") for name, values in times.items()}
         rates = {name: amount / medians[name] for name, amount in contest.amounts.items() if name in medians}
         del contest.ways
-        gc.collect()  # engines and compiled functions hold their operands in cycles
+        if not effort.smallest:
+            gc.collect()  # engines and compiled functions hold their operands in cycles
         return Result(
             self.section,
             self.name,

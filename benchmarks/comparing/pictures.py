@@ -1,99 +1,91 @@
-"""Two pictures of the results: rates over the length, and speeds relative to PyTorch's."""
+"""Pictures of results as SVG: rates over the length, and a bar chart of speed."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import io
 from typing import Any
+
+from benchmarks.writing import ratio
 
 from .results import OURS, Result
 
-__all__ = ["draw_rates", "draw_ratios"]
+__all__ = ["COLOURS", "draw_rates", "draw_speed", "style", "svg"]
 
 #: Okabe and Ito's colours, distinct to colour-blind readers; Clearhead has the first.
 COLOURS = ("#0072b2", "#d55e00", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#999999")
 
 
-def draw_rates(results: list[Result], sections: tuple[str, ...], ceilings: tuple[str, ...], path: Path) -> None:
+def draw_rates(results: list[Result], sections: tuple[str, ...], ceilings: tuple[str, ...]) -> str:
     """GFLOP/s of every implementation over L, one panel per section, the better ceiling as a line."""
-    plt = _pyplot()
-    chosen = [[result for result in results if result.section == section and result.rates] for section in sections]
-    figure, panels = plt.subplots(
-        1, len(sections), figsize=(5.2 * len(sections), 4.2), dpi=120, sharey=True, squeeze=False
-    )
-    names = list(dict.fromkeys(name for part in chosen for result in part for name in result.rates))
-    colours = dict(zip([name for name in names if name not in ceilings], COLOURS, strict=False))
-    for axes, section, part in zip(panels[0], sections, chosen, strict=True):
-        lengths = [int(result.name.removeprefix("L=")) for result in part]
-        for name, colour in colours.items():
-            points = [
-                (at, result.rates[name]) for at, result in zip(lengths, part, strict=True) if name in result.rates
-            ]
-            if points:
-                axes.plot(*zip(*points, strict=True), "o-", color=colour, label=name, lw=2.5 if name == OURS else 1.2)
-        best = [max((result.rates[name] for name in ceilings if name in result.rates), default=None) for result in part]
-        if part and None not in best:
-            axes.plot(lengths, best, "--", color="0.4", label="matrix product (ceiling)")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [str(length) for length in lengths])
-        axes.set_ylim(bottom=0)
-        axes.set_title(section, fontsize=10)
-        axes.set_xlabel("tokens L = S")
-        axes.grid(visible=True, color="0.92")
-    panels[0][0].set_ylabel("GFLOP/s")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=4, fontsize=8, frameon=False)
-    _save(figure, path)
+    with style():
+        figure, panels = _pyplot().subplots(
+            1, len(sections), figsize=(8, 4.4), sharey=True, squeeze=False, layout="constrained"
+        )
+        chosen = [[result for result in results if result.section == section and result.rates] for section in sections]
+        names = list(dict.fromkeys(name for part in chosen for result in part for name in result.rates))
+        colours = dict(zip([name for name in names if name not in ceilings], COLOURS, strict=False))
+        for axes, section, part in zip(panels[0], sections, chosen, strict=True):
+            _panel(axes, part, colours, ceilings)
+            axes.set_title(section, fontsize=11)
+        panels[0][0].set_ylabel("GFLOP/s")
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=10, frameon=False)
+        return svg(figure)
 
 
-def draw_ratios(results: list[Result], references: tuple[str, ...], path: Path) -> None:
-    """Speed relative to PyTorch's on a logarithmic axis: one row per piece of work, one mark per implementation.
-
-    Args:
-        results: those in milliseconds are drawn.
-        references: PyTorch's ways; of each result the first that was measured counts as 1.
-        path: of the picture.
-    """
-    plt = _pyplot()
-    rows = []
-    for result in results:
-        reference = next((result.figures[name] for name in references if name in result.figures), None)
-        if reference is not None and result.unit == "ms":
-            names = [name for name in (*result.ratios, OURS) if _is_drawn(name, references)]
-            rows.append((result, {name: reference / result.figures[name] for name in names}))
-    names = list(dict.fromkeys([OURS, *(name for _, speeds in rows for name in speeds)]))
-    figure, axes = plt.subplots(figsize=(9, 1.6 + 0.22 * len(rows)), dpi=120)
-    for name, colour in zip(names, COLOURS, strict=False):
-        points = [(speeds[name], len(rows) - at) for at, (_, speeds) in enumerate(rows) if name in speeds]
-        size, order = (42, 3) if name == OURS else (16, 2)
-        axes.scatter(*zip(*points, strict=True), s=size, color=colour, label=name, zorder=order)
-    axes.axvline(1, color="0.3", lw=1)
-    labels = [f"{result.section}, {result.name}" for result, _ in reversed(rows)]
-    axes.set_yticks(range(1, len(rows) + 1), labels, fontsize=7)
+def _panel(axes: Any, part: list[Result], colours: dict[str, str], ceilings: tuple[str, ...]) -> None:
+    lengths = [int(result.name.removeprefix("L=")) for result in part]
+    for name, colour in colours.items():
+        points = [(at, result.rates[name]) for at, result in zip(lengths, part, strict=True) if name in result.rates]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", color=colour, label=name, lw=2.5 if name == OURS else 1.2)
+    best = [max((result.rates[name] for name in ceilings if name in result.rates), default=None) for result in part]
+    if part and None not in best:
+        axes.plot(lengths, best, "--", color="0.4", label="matrix product")
     axes.set_xscale("log", base=2)
-    ticks = (0.0625, 0.125, 0.25, 0.5, 1, 2, 4, 8)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_xlabel("speed relative to PyTorch (1: as fast; right of it: faster)")
-    axes.set_ylim(0.3, len(rows) + 0.7)
-    axes.grid(visible=True, color="0.93")
-    axes.set_axisbelow(True)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1), ncols=4, fontsize=8, frameon=False)
-    _save(figure, path)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens L = S")
+    axes.grid(visible=True, color="0.92")
 
 
-def _is_drawn(name: str, references: tuple[str, ...]) -> bool:
-    """Variants of Clearhead's own ("Clearhead, …", "Clearhead without …") are in the tables only."""
-    return name == OURS or (name not in references and not name.startswith((f"{OURS},", f"{OURS} without")))
+def draw_speed(speeds: dict[str, float], label: str) -> str:
+    """One bar for each piece of work, as long as Clearhead is fast beside PyTorch, with its figure."""
+    with style():
+        figure, axes = _pyplot().subplots(figsize=(8, 0.6 + 0.36 * len(speeds)), layout="constrained")
+        places = range(len(speeds), 0, -1)
+        colours = [COLOURS[0] if speed >= 1 else COLOURS[2] for speed in speeds.values()]
+        axes.barh(places, list(speeds.values()), color=colours, height=0.66, zorder=2)
+        for place, speed in zip(places, speeds.values(), strict=True):
+            axes.annotate(ratio(speed), (speed, place), (4, 0), textcoords="offset points", va="center")
+        axes.axvline(1, color="0.2", lw=1.2, zorder=3)
+        axes.set_yticks(places, list(speeds))
+        axes.set_xlim(0, 1.12 * max(speeds.values()))
+        axes.set_xlabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(visible=True, axis="x", color="0.9")
+        return svg(figure)
 
 
-def _pyplot() -> Any:
+def svg(figure: Any) -> str:
+    """The same text for the same figure, whenever it is drawn; texts stay texts."""
+    with style():
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    _pyplot().close(figure)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines()) + "\n"
+
+
+def style() -> Any:
+    """Legible where a page shows it 800 pixels wide."""
     import matplotlib
 
     matplotlib.use("Agg")
+    options = {"svg.hashsalt": "clearhead", "svg.fonttype": "none", "font.size": 11, "figure.facecolor": "white"}
+    return matplotlib.rc_context(options)
+
+
+def _pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
-
-
-def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")

@@ -1,16 +1,15 @@
-"""What was measured, as plain data: kept in JSON, shown later without measuring again."""
+"""One line of a comparison, as plain data."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, final
 
-__all__ = ["OURS", "Result", "read", "write"]
+__all__ = ["OURS", "Result", "read_results", "wrong_results"]
 
 OURS = "Clearhead"
+ABOUT = ("section", "name")
 
 
 @final
@@ -66,33 +65,31 @@ class Result:
         others = [name for name in self.figures if name != OURS and name not in self.ceilings]
         return {name: self.figures[name] / self.figures[OURS] for name in others}
 
+    @property
+    def work(self) -> str:
+        """The name of the line in the result file."""
+        return f"{self.section}: {self.name}"
 
-def write(path: Path, machine: str, results: list[Result]) -> None:
-    """Keep the results of one run as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine, "results": [dataclasses.asdict(result) for result in results]}
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def read(paths: list[Path]) -> tuple[str, list[Result]]:
-    """The machine and the results of one or several runs; of two results of the same work, the later file's counts.
-
-    Raises:
-        SystemExit: if the runs are from different machines, whose figures do not belong into one table.
-    """
-    results: dict[tuple[str, str], Result] = {}
-    machines: dict[str, None] = {}
-    for path in paths:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        machines[content["machine"]] = None
-        for entry in content["results"]:
-            result = _result(entry)
-            results[result.section, result.name] = result
-    if len(machines) > 1:
-        raise SystemExit(f"these runs are not of one machine: {'; '.join(machines)}")
-    return next(iter(machines)), list(results.values())
+    def kept(self) -> dict[str, Any]:
+        """Plain data without what is empty; the line's name has the section and the name."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value and name not in ABOUT}
 
 
-def _result(entry: dict[str, Any]) -> Result:
-    spreads = {name: (low, high) for name, (low, high) in entry.pop("spreads").items()}
-    return Result(**entry, spreads=spreads)
+def read_results(measured: dict[str, Any]) -> list[Result]:
+    """The results among the lines of a result file."""
+    return [_result(work, entry) for work, entry in measured.items()]
+
+
+def wrong_results(measured: dict[str, Any]) -> list[str]:
+    """Results that differ from Clearhead's by more than the tolerance."""
+    return [
+        f"DIFFERENT RESULT: {result.work}: {name} is {value:.1e} away, tolerance {result.tolerance:.0e}"
+        for result in read_results(measured)
+        for name, value in result.wrong.items()
+    ]
+
+
+def _result(work: str, entry: dict[str, Any]) -> Result:
+    section, _, name = work.partition(": ")
+    spreads = {way: (low, high) for way, (low, high) in entry.get("spreads", {}).items()}
+    return Result(section, name, **{**entry, "spreads": spreads})

@@ -1,15 +1,14 @@
-"""Results as tables: for the terminal, and as Markdown for the documentation."""
+"""Results as Markdown tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich.console import Console
-from rich.table import Table
+from benchmarks.writing import ratio, significant, table
 
 from .results import OURS, Result
 
-__all__ = ["grid", "markdown", "remarks", "show", "summary"]
+__all__ = ["grid", "markdown", "remarks"]
 
 #: Up to this share of the processors' time, other programs are taken for the system's own.
 QUIET = 0.05
@@ -17,31 +16,13 @@ QUIET = 0.05
 Grid = tuple[list[str], list[list[str]]]
 
 
-def show(console: Console, machine: str, results: list[Result]) -> None:
-    """Print one table per section, then remarks about the figures."""
+def markdown(results: list[Result]) -> str:
+    """One table per section, then remarks about the figures."""
+    parts: list[str] = []
     for section in sections(results):
-        _print(console, f"{section[0].section} (×: relative to {OURS})", grid(section))
-    console.print(machine, highlight=False, soft_wrap=True)
-    for line in remarks(results):
-        console.print(line, highlight=False, soft_wrap=True)
-
-
-def markdown(machine: str, results: list[Result]) -> str:
-    """The same tables as Markdown."""
-    parts = [f"Measured on: {machine}."]
-    for section in sections(results):
-        parts += [f"### {section[0].section}", _markdown(grid(section))]
+        parts += [f"### {section[0].section}", table(*grid(section), left=2)]
     lines = [f"* {line}" for line in remarks(results)]
-    return "\n\n".join([*parts, "### Remarks on these figures", "\n".join(lines)]) + "\n"
-
-
-def summary(result: Result) -> str:
-    """One line: Clearhead's figure and the ratios to it."""
-    ratios = ", ".join(f"{name} {ratio:.2f}×" for name, ratio in result.ratios.items())
-    return (
-        f"{result.section}, {result.name} ({result.kernel or 'mixed'}): {_figure(result)} {result.unit}"
-        f"{'; ' if ratios else ''}{ratios}"
-    )
+    return "\n\n".join([*parts, "### Remarks on these figures", "\n".join(lines)])
 
 
 def sections(results: list[Result]) -> list[list[Result]]:
@@ -58,8 +39,8 @@ def grid(section: list[Result]) -> Grid:
     header = ["work", "kernel", f"{OURS}, {section[0].unit}", *names]
     rows = []
     for result in section:
-        ratios = [f"{result.ratios[name]:.2f}×" if name in result.ratios else "–" for name in names]
-        rows.append([result.name, result.kernel or "–", _figure(result), *ratios])
+        ratios = [ratio(result.ratios[name]) if name in result.ratios else "–" for name in names]
+        rows.append([result.name, result.kernel or "–", significant(result.figures[OURS]), *ratios])
     if any(result.rates for result in section):
         header.append(f"{OURS}, {section[0].rate_unit}")
         for row, result in zip(rows, section, strict=True):
@@ -78,17 +59,14 @@ def remarks(results: Iterable[Result]) -> list[str]:
     for result in results:
         for name, value in result.wrong.items():
             lines.append(
-                f"DIFFERENT RESULT: {result.section}, {result.name}: {name} is {value:.1e} away, "
-                f"tolerance {result.tolerance:.0e}"
+                f"DIFFERENT RESULT: {result.work}: {name} is {value:.1e} away, tolerance {result.tolerance:.0e}"
             )
     for tolerance in sorted({result.tolerance for result in results if result.differences}):
         close = [value for result in results if result.tolerance == tolerance for value in result.differences.values()]
         lines.append(f"Largest difference where {tolerance:.0e} is allowed: {max(close):.1e}")
     for result in results:
         if result.load is not None and result.load > QUIET:
-            lines.append(
-                f"NOT QUIET: other programs took {result.load:.0%} of the processors: {result.section}, {result.name}"
-            )
+            lines.append(f"NOT QUIET: other programs took {result.load:.0%} of the processors: {result.work}")
     missing: dict[tuple[str, str], dict[str, list[str]]] = {}
     for result in results:
         for name, reason in result.skipped.items():
@@ -97,25 +75,3 @@ def remarks(results: Iterable[Result]) -> list[str]:
         where = "; ".join(f"{section} ({' / '.join(names)})" for section, names in works.items())
         lines.append(f"{name} not measured ({reason}): {where}")
     return lines
-
-
-def _figure(result: Result) -> str:
-    value = result.figures[OURS]
-    digits = 3 if value < 1 else 2 if value < 100 else 0
-    return f"{value:.{digits}f}"
-
-
-def _print(console: Console, title: str, grid: Grid) -> None:
-    header, rows = grid
-    table = Table(title=title, title_justify="left")
-    for index, name in enumerate(header):
-        table.add_column(name, justify="left" if index < 2 else "right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _markdown(grid: Grid) -> str:
-    header, rows = grid
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.command import Effort
 from benchmarks.comparing import Case
 
 from .attention import attention_cases
@@ -14,13 +15,13 @@ from .text import text_cases
 __all__ = ["all_cases"]
 
 
-def all_cases() -> list[Case]:
+def all_cases(effort: Effort) -> list[Case]:
     """Every line of the table, in its order."""
     return [
-        *attention_cases(),
-        *memory_cases(),
-        *module_cases(),
-        *decoding_cases(),
-        *inspecting_cases(),
-        *text_cases(),
+        *attention_cases(effort),
+        *memory_cases(effort),
+        *module_cases(effort),
+        *decoding_cases(effort),
+        *inspecting_cases(effort),
+        *text_cases(effort),
     ]

@@ -14,13 +14,14 @@ from benchmarks.peers.work import Outputs, Unsupported, Way
 __all__ = ["GEMM", "READERS", "add_gemm", "cache_bytes", "in_turn"]
 
 GEMM = ("torch.mm", "oneDNN linear")
-#: Rows and columns of the products: 17 GFLOP, beyond which the rate does not rise.
-SIZE = 2048
 
 
-def add_gemm(contest: Contest, dtype: torch.dtype) -> None:
-    """Add the two matrix products with their flops, so that every round measures the ceiling too."""
-    left, right = torch.randn(SIZE, SIZE).to(dtype), torch.randn(SIZE, SIZE).to(dtype)
+def add_gemm(contest: Contest, dtype: torch.dtype, size: int) -> None:
+    """Add two products of square matrices with their flops, so that every round measures the ceiling too.
+
+    The rate does not rise beyond a `size` of 2048.
+    """
+    left, right = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
 
     def mm() -> Outputs:
         torch.mm(left, right)
@@ -36,8 +37,8 @@ def add_gemm(contest: Contest, dtype: torch.dtype) -> None:
 
         return linear
 
-    enter(contest, GEMM[0], lambda: mm, 2.0 * SIZE**3)
-    enter(contest, GEMM[1], build_linear, 2.0 * SIZE**3)
+    enter(contest, GEMM[0], lambda: mm, 2.0 * size**3)
+    enter(contest, GEMM[1], build_linear, 2.0 * size**3)
 
 
 def _summing(left: Tensor, right: Tensor) -> Way:

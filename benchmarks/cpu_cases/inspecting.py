@@ -9,15 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clearhead
+from benchmarks.command import Effort
 from benchmarks.comparing import OURS, Contest, TimedCase, enter
 from benchmarks.peers import SDPA
 from benchmarks.peers.work import AttentionWork, Outputs, draw
 
 from .attention import kernel_of
 
-__all__ = ["inspecting_cases"]
+__all__ = ["ALONE", "LINE", "inspecting_cases"]
 
 STATISTICS = ("entropy", "received", "max_logit", "top_k")
+#: The line in the result file.
+LINE = "attention + entropy, received, max_logit, top-8: L=4096"
 ALONE = f"{OURS}, attention alone"
 
 
@@ -28,12 +31,13 @@ class Attend(nn.Module):
         return F.scaled_dot_product_attention(query, key, value)
 
 
-def inspecting_cases() -> Iterator[TimedCase]:
-    yield TimedCase("attention + entropy, received, max_logit, top-8", "L=4096", _contest)
+def inspecting_cases(effort: Effort) -> Iterator[TimedCase]:
+    section, _, name = LINE.partition(": ")
+    yield TimedCase(section, name, lambda: _contest(effort.size(4096)))
 
 
-def _contest() -> Contest:
-    work = AttentionWork(4096)
+def _contest(length: int) -> Contest:
+    work = AttentionWork(length)
     operands = draw(work)
     query, key, value = operands.query, operands.key, operands.value
     model = Attend()

@@ -8,8 +8,9 @@ from typing import final
 
 import torch
 
+from benchmarks.command import Effort
 from benchmarks.comparing import OURS, Case, Result
-from benchmarks.memory import growth_of_peak, in_a_process
+from benchmarks.memory import growth_of_peak
 from benchmarks.peers import SDPA
 from benchmarks.peers.pytorch import sdpa
 from benchmarks.peers.work import AttentionWork, draw
@@ -22,9 +23,9 @@ LENGTHS = (2048, 4096)
 WAYS = {OURS: ours, SDPA: sdpa}
 
 
-def memory_cases() -> Iterator[Case]:
+def memory_cases(effort: Effort) -> Iterator[Case]:
     for length in LENGTHS:
-        yield MemoryCase("forward + backward, dropout 0.1", f"peak memory, L={length}", length)
+        yield MemoryCase("forward + backward, dropout 0.1", f"peak memory, L={length}", effort.size(length))
 
 
 @final
@@ -36,8 +37,8 @@ class MemoryCase(Case):
     name: str
     length: int
 
-    def measure(self, rounds: int) -> Result:
-        figures = {way: in_a_process(peak_growth, way, self.length) for way in WAYS}
+    def measure(self, effort: Effort) -> Result:
+        figures = {way: effort.in_a_process(peak_growth, way, self.length) for way in WAYS}
         work = _work(self.length)
         return Result(self.section, self.name, "MB", figures, kernel=kernel_of(work, draw(work)))
 
@@ -49,7 +50,7 @@ def peak_growth(way: str, length: int) -> float:
     WAYS[way](warm_up, draw(warm_up))()  # libraries and thread pools are loaded once
     work = _work(length)
     step = WAYS[way](work, draw(work))
-    return growth_of_peak(step)[0]
+    return max(0.1, growth_of_peak(step)[0])  # less is a matter of single pages
 
 
 def _work(length: int) -> AttentionWork:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import clearhead
+from benchmarks.command import Effort
 from benchmarks.comparing import OURS, Contest, TimedCase, enter
 from benchmarks.module import twins
 from benchmarks.peers import X_TRANSFORMERS
@@ -36,28 +37,28 @@ class Shape:
         return f"B={self.batch} L={self.length} E={self.embed_dim} H={self.heads}"
 
 
-def module_cases() -> Iterator[TimedCase]:
-    large = Shape(8, 512, 768, 12)
+def module_cases(effort: Effort) -> Iterator[TimedCase]:
+    large = Shape(8, effort.size(512), effort.size(768, 48), 12)
+    section, repeats = "module, B=8 L=512 E=768 H=12", effort.size(200, 1)
     for train, need_weights in ((False, False), (True, False), (False, True), (True, True)):
         name = f"{'training step' if train else 'eval'}{', averaged weights' if need_weights else ''}"
-        prepare = _preparing(large, train, need_weights)
-        yield TimedCase(f"module, {large}", name, prepare)
-    yield TimedCase(f"module, {large}", "half the tokens padding, eval", lambda: _padded(large))
+        yield TimedCase(section, name, _preparing(large, train, need_weights, effort.peers))
+    yield TimedCase(section, "half the tokens padding, eval", lambda: _padded(large))
     for shape in (Shape(2, 5, 16, 4), Shape(1, 1, 64, 4)):
         for train in (False, True):
             name = f"{shape}, {'training step' if train else 'eval'}"
-            prepare = _preparing(shape, train, need_weights=False)
-            yield TimedCase("tiny module", name, prepare, repeats=200)
+            prepare = _preparing(shape, train, False, effort.peers)
+            yield TimedCase("tiny module", name, prepare, repeats=repeats)
             for kind in ("padding", "cross-attention"):
                 prepare = _preparing_tiny(shape, train, kind == "cross-attention")
-                yield TimedCase("tiny module", f"{name}, {kind}", prepare, repeats=200)
+                yield TimedCase("tiny module", f"{name}, {kind}", prepare, repeats=repeats)
 
 
-def _preparing(shape: Shape, train: bool, need_weights: bool) -> Callable[[], Contest]:
-    return lambda: _contest(shape, train, need_weights)
+def _preparing(shape: Shape, train: bool, need_weights: bool, peers: bool) -> Callable[[], Contest]:
+    return lambda: _contest(shape, train, need_weights, peers)
 
 
-def _contest(shape: Shape, train: bool, need_weights: bool) -> Contest:
+def _contest(shape: Shape, train: bool, need_weights: bool, peers: bool) -> Contest:
     torch.manual_seed(0)
     ours, theirs = twins(shape.embed_dim, shape.heads)
     x = torch.randn(shape.batch, shape.length, shape.embed_dim, requires_grad=train)
@@ -72,7 +73,8 @@ def _contest(shape: Shape, train: bool, need_weights: bool) -> Contest:
         enter(
             contest, name, lambda module=module: _way(_torch_call(module, x, x, None, need_weights), module, x, train)
         )
-    enter(contest, X_TRANSFORMERS, lambda: _x_transformers(theirs, shape, x, train, need_weights))
+    if peers:
+        enter(contest, X_TRANSFORMERS, lambda: _x_transformers(theirs, shape, x, train, need_weights))
     return contest
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import clearhead
+from benchmarks.command import Effort
 from benchmarks.comparing import OURS, Contest, TimedCase, enter
 from benchmarks.peers import EAGER
 from benchmarks.peers.work import Outputs, Unsupported, Way
@@ -22,20 +23,20 @@ SOURCE = Path(__file__).resolve().parent.parent.parent / "CONTRIBUTING.md"
 SENTENCES = 32
 
 
-def text_cases() -> Iterator[TimedCase]:
+def text_cases(effort: Effort) -> Iterator[TimedCase]:
     name = f"all-MiniLM-L6-v2, {SENTENCES} sentences"
-    yield TimedCase("transformers, end to end", name, _contest)
+    yield TimedCase("transformers, end to end", name, lambda: _contest(effort.size(SENTENCES, 2)))
 
 
-def sentences() -> list[str]:
+def sentences(count: int) -> list[str]:
     """The first sentences of the project's own guide, without its code, its headings and its tables."""
     text = re.sub(r"```.*?```", "", SOURCE.read_text(encoding="utf-8"), flags=re.DOTALL)
     prose = " ".join(line.lstrip("- ") for line in text.splitlines() if not re.match(r"\s*[#|]", line))
     found = [part.strip() for part in re.split(r"(?<=[.:?])\s+", prose) if len(part.split()) > 3]
-    return found[:SENTENCES]
+    return found[:count]
 
 
-def _contest() -> Contest:
+def _contest(count: int) -> Contest:
     contest = Contest()
     real: dict[str, torch.Tensor] = {}
 
@@ -47,12 +48,12 @@ def _contest() -> Contest:
 
         register()
         try:
-            model, tokenizer = read_model(str(default_model_path()), notify=lambda message: None)
+            model, tokenizer = read_model(str(default_model_path()), "AutoTokenizer", notify=lambda message: None)
         except ArgumentError as error:
             raise Unsupported(str(error)) from error
         with without_noise():
             model.eval().set_attn_implementation(implementation)
-        batch = tokenizer(sentences(), padding=True, truncation=True, return_tensors="pt")
+        batch = tokenizer(sentences(count), padding=True, truncation=True, return_tensors="pt")
         real["tokens"] = batch["attention_mask"].bool()  # (B, L)
 
         def run() -> Outputs:

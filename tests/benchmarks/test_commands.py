@@ -1,60 +1,153 @@
-"""`python -m benchmarks.cpu` without its hours of measuring: naming the work, and showing what was kept."""
+"""Every benchmark that a page names, on its smallest work; what it keeps, and what it does where a line fails."""
 
 from __future__ import annotations
 
-import sys
+import importlib
+import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from benchmarks import cpu
-from benchmarks.comparing import OURS, Result, read, write
-from benchmarks.comparing.page import marks
+from benchmarks import all as every
+from benchmarks import figures
+from benchmarks.command import Benchmark, Effort, Line
+from benchmarks.comparing import OURS, Result
+from benchmarks.cpu import lines as cpu_lines
+from benchmarks.figures import Figures, Kept, pages, read, texts_of
 
-KEPT = Result("decoding", "one row", "ms", {OURS: 2.0, "SDPA": 3.0}, kernel="sdpa")
+#: Named on pages, and run elsewhere: the architectures in test_architectures.py, the sanitizers by their own tests on a
+#: machine that has them, the GPU's work on the CPU in test_gpu_cases.py, and the two commands about all of them here.
+ELSEWHERE = {"architectures", "native_sanitizers", "gpu", "all", "figures"}
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmarks.cpu", *arguments])
-    cpu.main()
+@pytest.mark.parametrize("name", every.NAMES)
+def test_the_smallest_work_gives_every_text(name: str, tmp_path: Path) -> None:
+    benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+    benchmark.main(["--smallest", "--no-peers", "--json", str(tmp_path / "kept.json")])
+    texts = texts_of(name, read(tmp_path / "kept.json"))
+    assert all(texts.values())
+    shown = {
+        found["what"]
+        for page in pages()
+        for found in figures.MARKED.finditer(page.read_text(encoding="utf-8"))
+        if found["file"] == name
+    }
+    assert shown <= set(texts) | ({"sentence", "longest"} if name == "look" else set())
 
 
-def test_the_work_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cpu", "encoders"])
+def test_the_smallest_work_with_the_peers(name: str, tmp_path: Path) -> None:
+    benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
+    benchmark.main(["--smallest", "--json", str(tmp_path / "kept.json")])
+
+
+def test_every_benchmark_that_a_page_names_runs_here() -> None:
+    named = {
+        name
+        for page in pages()
+        for name in re.findall(r"python -m benchmarks\.([a-z_]+)", page.read_text(encoding="utf-8"))
+    }
+    assert named - ELSEWHERE == set(every.NAMES) & named
+    assert len(named) > 10
+    assert all((figures.ROOT / "benchmarks" / f"{name}.py").exists() for name in named)
+
+
+def one(measured: Figures) -> dict[str, str]:
+    return {"first": f"{measured['first']:.1f} ms"}
+
+
+@pytest.fixture(name="benchmark")
+def _benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Benchmark:
+    """Of three lines, the second of which fails; its result file lies elsewhere."""
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+
+    def fail() -> None:
+        raise TypeError("read_model() missing 1 required\n  positional argument")
+
+    lines = [Line("first", lambda: 7.123456), Line("second", fail), Line("third", lambda: {"a": 3.0})]
+    return Benchmark("module", "About.", lambda effort: lines, one, minutes=1)
+
+
+def test_what_was_measured_is_kept_where_a_line_fails(benchmark: Benchmark) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        benchmark.main([])
+    assert stopped.value.code == "failed: second: TypeError: read_model() missing 1 required positional argument"
+    kept = read(benchmark.results)
+    assert kept.figures == {"first": 7.123, "third": {"a": 3.0}}
+    assert kept.command == "python -m benchmarks.module"
+
+
+def test_a_part_joins_the_results_of_the_same_day(benchmark: Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark.main(["--only", "first", "--date", "2026-01-02"])
+    benchmark.main(["--only", "THIRD", "--date", "2026-01-02"])
+    assert set(read(benchmark.results).figures) == {"first", "third"}
+    capsys.readouterr()
+    benchmark.main(["--only", "first", "--date", "2026-01-03"])
+    assert "not kept" in capsys.readouterr().out
+    assert read(benchmark.results).date == "2026-01-02"
+
+
+def test_the_smallest_work_is_not_kept_for_pages(benchmark: Benchmark) -> None:
+    benchmark.main(["--only", "first", "--smallest"])
+    assert not benchmark.results.exists()
+    with pytest.raises(SystemExit, match="measures nothing that a page may show"):
+        benchmark.main(["--smallest", "--docs"])
+
+
+def test_kept_figures_are_shown(benchmark: Benchmark, capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark.main(["--only", "first"])
+    capsys.readouterr()
+    benchmark.main(["--show"])
+    assert "first: 7.1 ms" in capsys.readouterr().out
+
+
+def test_something_wrong_makes_the_command_fail(tmp_path: Path) -> None:
+    different = Result("decoding", "one row", "ms", {OURS: 2.0, "SDPA": 3.0}, differences={"SDPA": 0.5}, tolerance=1e-5)
+    kept = Kept("a machine", "2026-01-02", "torch", "python", {different.work: different.kept()})
+    kept.write(tmp_path / "kept.json")
+    benchmark = importlib.import_module("benchmarks.varlen").BENCHMARK
+    with pytest.raises(SystemExit, match=r"DIFFERENT RESULT: decoding: one row: SDPA is 5\.0e-01 away"):
+        benchmark.main(["--show", "--json", str(tmp_path / "kept.json")])
+
+
+def test_the_work_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    benchmark = importlib.import_module("benchmarks.cpu").BENCHMARK
     with pytest.raises(SystemExit, match="0"):
-        run(monkeypatch, "--list", "--only", "FORWARD, fp32, L=512")
-    assert capsys.readouterr().out.splitlines() == ["attention forward, fp32, L=512", "causal forward, fp32, L=512"]
-
-
-def test_a_pattern_that_matches_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+        benchmark.main(["--list", "--only", "FORWARD, fp32: L=512"])
+    assert capsys.readouterr().out.splitlines() == ["attention forward, fp32: L=512", "causal forward, fp32: L=512"]
     with pytest.raises(SystemExit, match="--only 'nothing' matches nothing; --list names the work"):
-        run(monkeypatch, "--only", "nothing")
+        benchmark.main(["--only", "nothing"])
 
 
-def test_kept_figures_are_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    write(tmp_path / "kept.json", "a machine", [KEPT])
-    run(monkeypatch, "--show", str(tmp_path / "kept.json"))
-    printed = capsys.readouterr().out
-    assert "1.50×" in printed
-    assert "a machine" in printed
+def test_the_line_of_a_real_model_is_measured() -> None:
+    line = next(line for line in cpu_lines(Effort(3, smallest=True, peers=False)) if "MiniLM" in line.name)
+    assert line.measure()["figures"]["transformers sdpa"] > 0
 
 
-def test_a_different_result_makes_the_command_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    wrong = Result("decoding", "one row", "ms", {OURS: 2.0, "SDPA": 3.0}, differences={"SDPA": 0.5}, tolerance=1e-5)
-    write(tmp_path / "kept.json", "a machine", [wrong])
-    with pytest.raises(SystemExit, match="some results differ"):
-        run(monkeypatch, "--show", str(tmp_path / "kept.json"))
+def test_all_goes_on_after_a_failure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **how: object) -> subprocess.CompletedProcess[str]:
+        ran.append(command[1:])
+        return subprocess.CompletedProcess(command, 1 if "benchmarks.window" in command else 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(SystemExit, match="1"):
+        every.main(["--only", "window", "linear", "look", "--without", "look", "--rounds", "3"])
+    assert [command[1] for command in ran] == ["benchmarks.window", "benchmarks.linear"]
+    assert ran[0][2] == "--date"
+    assert ran[0][4:] == ["--rounds", "3"]
+    said = capsys.readouterr().out
+    assert "window: 0 s, FAILED with 1" in said
+    assert "linear: 0 s\n" in said
 
 
-def test_the_figures_of_the_last_run_are_readable() -> None:
-    machine, results = read([cpu.RESULTS])
-    assert f"Measured on: {machine}." in cpu.PAGE.read_text(encoding="utf-8")
-    assert all(OURS in result.figures for result in results)
-
-
-@pytest.mark.parametrize("name", ["cpu", "varlen", "gpu"])
-def test_the_page_has_a_place_for_the_figures(name: str) -> None:
-    page = cpu.PAGE.read_text(encoding="utf-8")
-    begin, end = marks(name)
-    assert page.index(begin) < page.index(end)
+def test_result_files_are_small_and_one_line_of_text_is_one_line_of_work(tmp_path: Path) -> None:
+    kept = Kept("a machine", "2026-01-02", "torch", "python", {"a": 1 / 3, "b": {"c": [1, 2.000001]}})
+    kept.write(tmp_path / "kept.json")
+    text = (tmp_path / "kept.json").read_text(encoding="utf-8")
+    assert json.loads(text)["figures"] == {"a": 0.3333, "b": {"c": [1, 2.0]}}
+    assert len(text.splitlines()) == 10

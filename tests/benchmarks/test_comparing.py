@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.comparing import OURS, Case, Contest, Result, TimedCase, enter, read, scale_difference, write
+from benchmarks.command import Effort
+from benchmarks.comparing import (
+    OURS,
+    Case,
+    Contest,
+    Result,
+    TimedCase,
+    enter,
+    markdown,
+    read_results,
+    scale_difference,
+    wrong_results,
+)
 from benchmarks.comparing.load import with_load
-from benchmarks.comparing.page import fill, marks
-from benchmarks.comparing.pictures import draw_rates, draw_ratios
-from benchmarks.comparing.tables import grid, markdown, remarks, summary
+from benchmarks.comparing.pictures import draw_rates, draw_speed
+from benchmarks.comparing.tables import grid, remarks
 from benchmarks.peers import PEERS, AttentionWork, Unsupported
 from benchmarks.peers.work import Outputs, Way, draw
 
@@ -54,7 +65,7 @@ def contest() -> Contest:
 @pytest.fixture(scope="module")
 def result() -> Result:
     case = TimedCase("somewhere", "L=7", contest, "GFLOP/s")
-    return case.measure(rounds=3)
+    return case.measure(Effort(3))
 
 
 def test_every_way_that_runs_is_timed(result: Result) -> None:
@@ -77,18 +88,18 @@ def test_another_result_is_named(result: Result) -> None:
     assert set(result.differences) == {"close", "wrong", "poisoned"}
     assert set(result.wrong) == {"wrong", "poisoned"}
     said = [line for line in remarks([result]) if line.startswith("DIFFERENT RESULT")]
-    assert said[0] == "DIFFERENT RESULT: somewhere, L=7: wrong is 5.0e-01 away, tolerance 1e-05"
+    assert said[0] == "DIFFERENT RESULT: somewhere: L=7: wrong is 5.0e-01 away, tolerance 1e-05"
 
 
 def test_a_failure_of_our_own_is_raised() -> None:
     case = TimedCase("somewhere", "L=7", lambda: Contest({OURS: fail}))
     with pytest.raises(RuntimeError, match="no such"):
-        case.measure(rounds=3)
+        case.measure(Effort(3))
 
 
 def test_only_a_part_of_the_outputs_is_compared_if_the_contest_chooses_one() -> None:
     ways = Contest({OURS: constant(1.0, 5.0), "other": constant(1.0, 7.0)}, compared=lambda outputs: (outputs[0][:1],))
-    assert TimedCase("somewhere", "L=7", lambda: ways).measure(rounds=3).differences == {"other": 0.0}
+    assert TimedCase("somewhere", "L=7", lambda: ways).measure(Effort(3)).differences == {"other": 0.0}
 
 
 def test_dropout_is_compared_by_its_scale() -> None:
@@ -110,7 +121,7 @@ def test_other_programs_are_noticed() -> None:
 
 
 def test_a_result_measured_under_load_is_named(result: Result) -> None:
-    expected = "NOT QUIET: other programs took 30% of the processors: somewhere, L=7"
+    expected = "NOT QUIET: other programs took 30% of the processors: somewhere: L=7"
     assert expected in remarks([replace(result, load=0.3)])
     assert not [line for line in remarks([replace(result, load=0.02)]) if line.startswith("NOT QUIET")]
 
@@ -123,26 +134,14 @@ def test_ratios_and_the_share_of_the_ceiling() -> None:
     assert result.ceilings == ["mm", "linear"]
     assert result.share == 0.6
     assert replace(result, rates={OURS: 30.0, "a": 10.0}).share is None
-    assert summary(replace(result, kernel="native")) == (
-        f"somewhere, L=7 (native): 2.00 ms; a 3.00×, {OURS}, other 0.50×"
-    )
 
 
-def test_results_survive_being_kept(result: Result, tmp_path: Path) -> None:
-    finite = replace(result, differences={})
-    write(tmp_path / "one.json", "a machine", [finite])
-    newer = replace(finite, kernel="another", name="L=11")
-    write(tmp_path / "two.json", "a machine", [replace(finite, kernel="newer"), newer])
-    assert read([tmp_path / "one.json"]) == ("a machine", [finite])
-    _, both = read([tmp_path / "one.json", tmp_path / "two.json"])
-    assert [(each.name, each.kernel) for each in both] == [("L=7", "newer"), ("L=11", "another")]
-
-
-def test_runs_of_two_machines_do_not_make_one_table(result: Result, tmp_path: Path) -> None:
-    write(tmp_path / "one.json", "a machine", [result])
-    write(tmp_path / "two.json", "another", [result])
-    with pytest.raises(SystemExit, match="not of one machine: a machine; another"):
-        read([tmp_path / "one.json", tmp_path / "two.json"])
+def test_results_survive_being_kept(result: Result) -> None:
+    finite = replace(result, differences={"close": 5e-6, "wrong": 0.5})
+    kept = json.loads(json.dumps({finite.work: finite.kept()}))
+    assert read_results(kept) == [finite]
+    assert "section" not in kept["somewhere: L=7"]
+    assert wrong_results(kept) == ["DIFFERENT RESULT: somewhere: L=7: wrong is 5.0e-01 away, tolerance 1e-05"]
 
 
 def test_the_table_holds_ratios_and_the_share_of_the_ceiling(result: Result) -> None:
@@ -157,27 +156,20 @@ def test_the_table_holds_ratios_and_the_share_of_the_ceiling(result: Result) -> 
     assert rows[1][2:] == ["2.00", "–", "–", "–", "–"]
 
 
-def test_a_page_keeps_what_stands_around_its_figures(result: Result, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    begin, end = marks("cpu")
-    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n", encoding="utf-8")
-    fill(page, "cpu", markdown("a machine", [result]))
-    fill(page, "cpu", markdown("a machine", [result]))
-    text = page.read_text(encoding="utf-8")
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    assert text.count("Measured on: a machine.") == 1
-    assert "old" not in text
-    with pytest.raises(ValueError, match="needs the marks"):
-        fill(page, "gpu", "content")
+def test_the_tables_have_a_heading_each_and_the_remarks_at_the_end(result: Result) -> None:
+    text = markdown([result, replace(result, section="elsewhere")])
+    assert text.index("### somewhere") < text.index("### elsewhere") < text.index("### Remarks on these figures")
+    assert "| --- | --- | ---: |" in text
 
 
-def test_the_pictures_are_drawn_with_gaps_where_nothing_was_measured(result: Result, tmp_path: Path) -> None:
+def test_the_pictures_are_drawn_with_gaps_where_nothing_was_measured(result: Result) -> None:
     longer = replace(result, name="L=11", rates={OURS: 2.0})
-    draw_rates([result, longer], ("somewhere", "nowhere"), ("ceiling",), tmp_path / "rates.png")
-    draw_ratios([result, longer], ("close",), tmp_path / "new" / "ratios.png")
-    for path in (tmp_path / "rates.png", tmp_path / "new" / "ratios.png"):
-        assert path.read_bytes().startswith(b"\x89PNG")
+    rates = draw_rates([result, longer], ("somewhere", "nowhere"), ("ceiling",))
+    assert "GFLOP/s" in rates
+    assert "Clearhead" in rates
+    speed = draw_speed({"long": 7.9, "tiny": 0.96}, "speed")
+    assert all(f">{text}<" in speed for text in ("7.9×", "0.96×", "long", "tiny"))
+    assert draw_speed({"long": 7.9, "tiny": 0.96}, "speed") == speed, "the same figures give the same file"
 
 
 SMALL = AttentionWork(13, key_length=17, heads=3, head_dim=7)
@@ -219,6 +211,6 @@ def test_the_amount_of_work_is_counted_by_products() -> None:
 def test_every_line_of_the_table_has_a_name_of_its_own() -> None:
     from benchmarks.cpu_cases import all_cases
 
-    cases = all_cases()
+    cases = all_cases(Effort(3))
     assert all(isinstance(case, Case) for case in cases)
     assert len({(case.section, case.name) for case in cases}) == len(cases)
