@@ -24,6 +24,7 @@ PAGE = """# Table of model types
 
 [Which models?](which-models.md) says what is compared. `python -m benchmarks.architectures --docs` writes this page.
 """
+NEXT = "Next: [several processes](distributed.md)."
 
 
 def show(console: Console, run: Run) -> None:
@@ -56,7 +57,7 @@ def markdown(summary: Summary) -> str:
     parts += ["## Attention of their own", _list(summary["keeps eager"])]
     reasons = "\n".join(f"* {_plain(reason)}: {_list(names)}" for reason, names in summary["not built"].items())
     parts += ["## Not built", f"<details><summary>reasons</summary>\n\n{reasons}\n\n</details>"]
-    return "\n\n".join([*parts, "## All that agree", _list(summary["agrees"])]) + "\n"
+    return "\n\n".join([*parts, "## All that agree", _list(summary["agrees"]), NEXT]) + "\n"
 
 
 def filled(page: str, summary: Summary) -> str:
