@@ -170,7 +170,7 @@ def test_any_calls_that_differ_in_one_field(field: str, data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("learns", [frozenset(), _OPERANDS], ids=["eval", "training"])
-@pytest.mark.parametrize("order", itertools.permutations((None, "sdpa")), ids=str)
+@pytest.mark.parametrize("order", [(None, "sdpa"), ("sdpa", None)], ids=str)
 @pytest.mark.parametrize(
     "extras", [{"softcap": 2.0}, {"sinks": True}, {"lse": True}, {"dtype": torch.bfloat16}], ids=str
 )

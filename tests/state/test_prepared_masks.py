@@ -91,10 +91,17 @@ def expected(mask: Mask, setting: Setting) -> list[torch.Tensor]:
     return [output, *(torch.autograd.grad(output.square().sum(), leaves) if s["learns"] else ())]
 
 
+#: Kernels that hold what they make of a mask by more than its grid.
+_OF_KERNELS = ("batch_size", "num_heads", "dtype", "group")
+
+
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("field", FIELDS)
-def test_calls_that_differ_in_one_field(field: str, name: str) -> None:
-    base: Setting = {"kernel": "sdpa", "dtype": torch.float64} if field == "group" else {}
+@pytest.mark.parametrize(
+    ("field", "kernel"),
+    [*((field, None) for field in FIELDS), *((field, name) for field in _OF_KERNELS for name in ("sdpa", "chunked"))],
+)
+def test_calls_that_differ_in_one_field(field: str, kernel: str | None, name: str) -> None:
+    base: Setting = {} if kernel is None else {"kernel": kernel}
     alternatives = [{**base, **each} for each in FIELDS[field]]
     for first, second in zip(alternatives, [*alternatives[1:], alternatives[0]], strict=True):
         for order in ((first, second), (second, first)):
