@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import re
 import threading
@@ -27,6 +28,8 @@ from clearhead.errors import ArgumentError, KernelError
 
 #: rows, in_features, out_features
 SIZES = [(37, 41, 43), (1, 7, 5), (5, 1, 3), (3, 5, 1), (131, 257, 67)]
+
+MAKER = clearhead._layer.linear._processor_maker
 
 needs_onednn = pytest.mark.skipif(
     not clearhead._environment.has_onednn_linear(), reason="this build of PyTorch has no oneDNN"
@@ -425,3 +428,16 @@ def test_explain_and_doctor_name_the_rule() -> None:
     assert str(explanation).endswith("\nprojections: PyTorch's, forced by use_linear")
     on_another_device = x.to("meta")
     assert clearhead.explain(on_another_device, on_another_device, on_another_device).projections == ""
+
+
+@pytest.mark.skipif("CLEARHEAD_TEST_VENDOR" in os.environ, reason="another processor is pretended")
+def test_the_processor_of_another_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise FileNotFoundError("/proc/cpuinfo")
+
+    monkeypatch.setattr("builtins.open", missing)
+    monkeypatch.setattr("platform.processor", lambda: "AMD64 Family 25 Model 80, AuthenticAMD")
+    assert MAKER() == "AuthenticAMD"
+    monkeypatch.setattr("platform.processor", lambda: "")
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    assert MAKER() == "riscv64"

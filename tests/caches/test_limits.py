@@ -218,3 +218,14 @@ def test_a_policy_that_is_none() -> None:
         EvictingKVCache(B, HEADS, 7, DIM, policy="h2o")  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="sinks: expected an int ≥ 0, got -1"):
         SinksAndRecent(-1)
+
+
+@pytest.mark.parametrize("kind", [KVCache, SlidingKVCache, EvictingKVCache])
+def test_a_cache_lies_on_its_device_in_its_dtype(kind: type[Cache]) -> None:
+    options: dict[str, Any] = {"policy": SinksAndRecent()} if kind is EvictingKVCache else {}
+    cache: Any = kind(B, HEADS, 7, DIM, value_head_dim=2, dtype=torch.bfloat16, device="meta", **options)
+    found = cache.update(
+        tokens(4, device="meta", dtype=torch.bfloat16), tokens(4, dim=2, device="meta", dtype=torch.bfloat16)
+    )
+    assert (found.key.device.type, found.key.dtype, found.key.shape[-1]) == ("meta", torch.bfloat16, DIM)
+    assert (found.value.device.type, found.value.dtype, found.value.shape[-1]) == ("meta", torch.bfloat16, 2)
