@@ -4,8 +4,8 @@
 
 fills every page from the kept results, without measuring. ``<!-- NAME.what -->text<!-- /NAME.what -->`` holds the text
 `what` of benchmarks/results/NAME.json. The function ``texts`` of benchmarks/NAME.py makes the texts of a result file,
-``pictures`` its pictures, if it has some. A text that stands alone has empty lines around it. Within a sentence no marker
-begins a line: Markdown would take it for HTML.
+``pictures`` its pictures, if it has some. A text that stands alone has empty lines around it. Within a sentence no
+marker begins a line: Markdown would take it for HTML.
 """
 
 from __future__ import annotations
