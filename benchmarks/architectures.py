@@ -13,19 +13,23 @@ loop takes about ten minutes on two cores.
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib.metadata
 from pathlib import Path
 
-from benchmarks.architectures_cases.report import markdown, show
-from benchmarks.architectures_cases.results import Outcome, read, write
+from benchmarks.architectures_cases.report import show, write_pages
+from benchmarks.architectures_cases.results import Outcome, Run, read, write
 from benchmarks.architectures_cases.running import run_all
+from benchmarks.architectures_cases.summary import summarize, write_summary
 from benchmarks.architectures_cases.types import Architecture, architectures
-from benchmarks.comparing.page import fill
-from benchmarks.timing import console
+from benchmarks.timing import console, machine
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "architectures.json"
+#: Every outcome of the last run; git ignores it.
+OUTCOMES = ROOT / "out" / "architectures.json"
+SUMMARY = ROOT / "benchmarks" / "results" / "architectures.json"
 PAGE = ROOT / "docs" / "which-models.md"
+TABLE = ROOT / "docs" / "model-table.md"
 
 
 def arguments() -> argparse.Namespace:
@@ -37,11 +41,11 @@ def arguments() -> argparse.Namespace:
         "--json",
         type=Path,
         metavar="FILE",
-        help="keep the outcomes here (default for the whole loop: benchmarks/results/architectures.json)",
+        help="keep the outcomes here (default for the whole loop: out/architectures.json)",
     )
     parser.add_argument("--show", type=Path, metavar="FILE", help="compute nothing; show kept outcomes")
     parser.add_argument("--list", action="store_true", help="name the architectures and stop")
-    parser.add_argument("--docs", action="store_true", help=f"write the table into {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--docs", action="store_true", help="write the summary, the table and the figures")
     return parser.parse_args()
 
 
@@ -53,11 +57,11 @@ def chosen_architectures(names: list[str]) -> list[Architecture]:
     return [architecture for architecture in found if not names or architecture.name in names]
 
 
-def run(chosen: list[Architecture], jobs: int, seconds: float, keep: Path | None) -> list[Outcome]:
+def run(chosen: list[Architecture], jobs: int, seconds: float, keep: Path | None) -> Run:
     """Compare the chosen architectures; the outcomes of others are kept as long as the versions are the same."""
     kept: dict[str, Outcome] = {}
-    if keep is not None and keep.exists() and (before := read(keep))[0] == versions():
-        kept = {outcome.name: outcome for outcome in before[1]}
+    if keep is not None and keep.exists() and (before := read(keep)).versions == versions():
+        kept = {outcome.name: outcome for outcome in before.outcomes}
     outcomes: list[Outcome] = []
     for outcome in run_all(chosen, jobs, seconds):
         outcomes.append(outcome)
@@ -65,8 +69,13 @@ def run(chosen: list[Architecture], jobs: int, seconds: float, keep: Path | None
         found = f"{len(outcomes)}/{len(chosen)} {outcome.name}: {outcome.status}"
         console.print(f"{found} {outcome.not_built}"[:200], highlight=False)
         if keep is not None and (len(outcomes) % 20 == 0 or len(outcomes) == len(chosen)):
-            write(keep, versions(), [kept[name] for name in sorted(kept)])
-    return [kept[name] for name in sorted(kept)]
+            write(keep, described(kept))
+    return described(kept)
+
+
+def described(outcomes: dict[str, Outcome]) -> Run:
+    today = datetime.date.today().isoformat()
+    return Run(versions(), [outcomes[name] for name in sorted(outcomes)], today, machine())
 
 
 def versions() -> str:
@@ -76,19 +85,21 @@ def versions() -> str:
 def main() -> None:
     options = arguments()
     if options.show:
-        described, outcomes = read(options.show)
+        found = read(options.show)
     else:
         chosen = chosen_architectures(options.only)
         if options.list:
             console.print("\n".join(f"{item.name}: {item.class_name}" for item in chosen), highlight=False)
             return
-        keep = options.json if options.only else options.json or RESULTS
-        described, outcomes = versions(), run(chosen, options.jobs, options.seconds, keep)
-    show(console, described, outcomes)
+        keep = options.json if options.only else options.json or OUTCOMES
+        found = run(chosen, options.jobs, options.seconds, keep)
+    show(console, found)
     if options.docs:
-        fill(PAGE, "architectures", markdown(described, outcomes))
-        console.print(f"written: {PAGE}")
-    if any(outcome.wrong for outcome in outcomes):
+        summary = summarize(found)
+        write_summary(SUMMARY, summary)
+        write_pages(summary, TABLE, PAGE)
+        console.print(f"written: {SUMMARY}, {TABLE}, {PAGE}")
+    if any(outcome.wrong for outcome in found.outcomes):
         raise SystemExit("some architectures differ from eager attention; they are named above")
 
 

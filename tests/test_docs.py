@@ -10,22 +10,45 @@ import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+#: Directly after a block: what it prints, where ``…`` stands for any text.
+OUTPUT = re.compile(r"\s*^ *```text\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks(page: Path) -> list[str]:
-    """The page's Python, each block after as many empty lines as stand before it, so that errors give the page's."""
+def blocks(page: Path) -> list[tuple[str, str | None]]:
+    """The page's Python and the output after it; empty lines before the code keep the line numbers of the page."""
     text = page.read_text(encoding="utf-8")
-    return ["\n" * text.count("\n", 0, found.start(2)) + textwrap.dedent(found[2]) for found in BLOCK.finditer(text)]
+    found: list[tuple[str, str | None]] = []
+    for block in BLOCK.finditer(text):
+        printed = OUTPUT.match(text, block.end())
+        code = "\n" * text.count("\n", 0, block.start(2)) + textwrap.dedent(block[2])
+        found.append((code, printed and textwrap.dedent(printed[1])))
+    return found
+
+
+FIGURE = re.compile(r"-?\d+\.\d+")
+
+
+def assert_printed(found: str, shown: str) -> None:
+    """Compare what was printed with what the page shows: text exactly, figures to 0.002, ``…`` any text."""
+    found, shown = ("\n".join(line.rstrip() for line in text.strip().splitlines()) for text in (found, shown))
+    pattern = ".*?".join(re.escape(part) for part in FIGURE.sub("#", shown).split("…"))
+    assert re.fullmatch(pattern, FIGURE.sub("#", found), re.DOTALL), f"the page has\n{shown}\nprinted was\n{found}"
+    if "…" not in shown:
+        figures = [[float(figure) for figure in FIGURE.findall(text)] for text in (found, shown)]
+        assert figures[0] == pytest.approx(figures[1], abs=0.002)
 
 
 PAGES = [page for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))) if blocks(page)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_page_runs(page: Path) -> None:
+def test_a_page_runs(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, object] = {"__name__": page.stem}
-    for block in blocks(page):
-        exec(compile(block, str(page), "exec"), namespace)
+    for code, printed in blocks(page):
+        capsys.readouterr()
+        exec(compile(code, str(page), "exec"), namespace)
+        if printed is not None:
+            assert_printed(capsys.readouterr().out, printed)
 
 
 def test_the_page_about_masks_compares_all_five_conventions() -> None:

@@ -29,7 +29,9 @@ SURFACE = {
     """,
     "clearhead.checkpoints": "NAMINGS Finding Naming from_transformers identify layers_from_transformers load save",
     "clearhead.cli": "main",
-    "clearhead.distributed": "attention_statistics context_parallel gather_sequence shard_sequence tensor_parallel",
+    "clearhead.distributed": """
+        attention_statistics clip_grad_norm_ context_parallel gather_sequence shard_sequence tensor_parallel
+    """,
     "clearhead.errors": """
         ArgumentError AttentionHealthWarning CacheError CheckpointError ClearheadError DTypeError DeviceError
         DistributedError FileError KernelError MaskTypeError OutOfRangeError RecordError ShapeError UnknownNameError

@@ -18,7 +18,7 @@ from clearhead.errors import ClearheadError
 
 from .building import build, twin
 from .inputs import Inputs, find_inputs
-from .observing import CAUSALITY, OBSERVATIONS, NotApplicable, Observation, cast
+from .observing import CAUSALITY, GRADIENTS, OBSERVATIONS, NotApplicable, Observation, cast
 from .results import LIMIT, Finding, Outcome, first_line
 from .types import Architecture
 
@@ -143,6 +143,18 @@ class _Reference:
         """How far float64 is from float32, both with eager attention."""
         return self._differences(name, self._double, cast(self.inputs, torch.float64))
 
+    def gradient_errors(self, actual: Observation) -> dict[str, float]:
+        """How far gradients, and SDPA's, are from eager attention's in float64; empty where one is missing."""
+        if self._sdpa is None:
+            return {}
+        try:
+            exact = _observe(GRADIENTS, self._double, cast(self.inputs, torch.float64))
+            sdpa = _observe(GRADIENTS, self._sdpa, self.inputs)
+        except Exception:  # some models have float32 numbers in their code
+            return {}
+        found = {"clearhead": differences(actual, exact), "sdpa": differences(sdpa, exact)}
+        return {name: errors[GRADIENTS] for name, errors in found.items()}
+
     def _differences(self, name: str, model: PreTrainedModel, inputs: Inputs) -> dict[str, float]:
         try:
             return differences(_observe(name, model, inputs), self.eager_observation(name))
@@ -171,6 +183,8 @@ def _compare_observation(
         )
         return
     outcome.compared += 1
+    if name == GRADIENTS and not outcome.gradient_errors:
+        outcome.gradient_errors = reference.gradient_errors(actual)
     if name == CAUSALITY:
         before, now = float(expected["change"]), float(actual["change"])
         if before <= CAUSAL < now:

@@ -16,11 +16,12 @@ from transformers.modeling_outputs import BaseModelOutput
 from .inputs import Inputs, padded
 from .sizes import BATCH
 
-__all__ = ["CAUSALITY", "OBSERVATIONS", "NotApplicable", "Observation", "cast"]
+__all__ = ["CAUSALITY", "GRADIENTS", "OBSERVATIONS", "NotApplicable", "Observation", "cast"]
 
 #: Named tensors, at real tokens only.
 Observation = dict[str, Tensor]
 CAUSALITY = "causality"
+GRADIENTS = "gradients"
 
 
 class NotApplicable(Exception):
@@ -98,7 +99,7 @@ def gradients(model: PreTrainedModel, inputs: Inputs, side: str) -> Observation:
         if parameter.is_floating_point()
     ]
     model.zero_grad(set_to_none=True)
-    return {"gradients": torch.cat(parts)}
+    return {GRADIENTS: torch.cat(parts)}
 
 
 def causality(model: PreTrainedModel, inputs: Inputs, side: str) -> Observation:

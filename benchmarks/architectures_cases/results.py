@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-__all__ = ["LIMIT", "Finding", "Outcome", "first_line", "read", "write"]
+__all__ = ["DECODER", "LIMIT", "Finding", "Outcome", "Run", "first_line", "read", "write"]
 
+#: What the name of a model type ends with where an encoder is built as a decoder.
+DECODER = " (decoder)"
 #: How far outputs may be from eager attention, relative to the largest; beyond, SDPA has to differ as much.
 LIMIT = 2e-5
 #: Two differences from eager attention that are rounding alone are of the same size, not the same.
@@ -65,6 +67,7 @@ class Outcome:
         known: weights that differ by what they mean, not by a mistake: a sink is in their denominator.
         violations: of causality.
         errors: observations that raised an error.
+        gradient_errors: how far gradients of Clearhead and of SDPA are from float64, relative to the largest.
         seconds: taken.
     """
 
@@ -83,6 +86,7 @@ class Outcome:
     known: list[Finding] = field(default_factory=list)
     violations: list[Finding] = field(default_factory=list)
     errors: list[Finding] = field(default_factory=list)
+    gradient_errors: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
@@ -115,17 +119,27 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def write(path: Path, versions: str, outcomes: list[Outcome]) -> None:
-    """Keep the outcomes of one run as JSON."""
+@final
+@dataclass(frozen=True)
+class Run:
+    """All outcomes, with the versions of the libraries, the date and the machine."""
+
+    versions: str
+    outcomes: list[Outcome]
+    date: str = ""
+    machine: str = ""
+
+
+def write(path: Path, run: Run) -> None:
+    """Keep a run as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"versions": versions, "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]}
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(dataclasses.asdict(run), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def read(path: Path) -> tuple[str, list[Outcome]]:
-    """The versions and the outcomes of one run."""
+def read(path: Path) -> Run:
+    """A run that `write` kept."""
     content = json.loads(path.read_text(encoding="utf-8"))
-    return content["versions"], [_outcome(entry) for entry in content["outcomes"]]
+    return Run(**{**content, "outcomes": [_outcome(entry) for entry in content["outcomes"]]})
 
 
 def _outcome(entry: dict[str, object]) -> Outcome:

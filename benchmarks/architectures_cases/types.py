@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .results import DECODER
+
 __all__ = ["Architecture", "architectures"]
 
 #: A model type without a base model in `MODEL_MAPPING` is represented by the first of these mappings that has it.
@@ -24,7 +26,6 @@ MAPPINGS = (
     "MODEL_FOR_MULTIMODAL_LM",
     "MODEL_FOR_BACKBONE",
 )
-DECODER = " (decoder)"
 
 
 @final

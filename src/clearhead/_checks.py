@@ -257,10 +257,18 @@ def require_factory(device: object, dtype: object) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATS):
         expected = "torch.float64, float32, bfloat16 or float16"
         raise DTypeError("dtype", expected=expected, got=shown(dtype))
-    if device is None:
-        return
+    if device is not None:
+        existing_device(device)
+
+
+def existing_device(device: object) -> torch.device:
+    """A device, with its index.
+
+    Raises:
+        DeviceError: for a device that this machine does not have.
+    """
     try:
-        torch.empty(0, device=cast(Any, device))
+        return torch.empty(0, device=cast(Any, device)).device
     except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError, OverflowError):
         raise DeviceError("device", expected="a device that this machine has", got=shown(device)) from None
 

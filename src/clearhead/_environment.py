@@ -73,6 +73,7 @@ class Environment(NamedTuple):
         gradients: whether gradients are recorded.
         observed: recorders or interventions see the call.
         kernel: forced by `use_kernel`, or ``None``.
+        fused: which of PyTorch's attention backends are enabled; see `sdpa_settings`.
     """
 
     tracing: bool
@@ -83,6 +84,7 @@ class Environment(NamedTuple):
     gradients: bool
     observed: bool
     kernel: Any
+    fused: tuple[object, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -134,6 +136,7 @@ def read_environment() -> Environment:
         torch.is_grad_enabled(),
         bool(state.observers) and not state.computing and bool(listening()),
         forced_kernels.value,
+        sdpa_settings(),
     )
 
 
@@ -274,6 +277,22 @@ def autocast_off(tensor: Tensor) -> torch.autocast:
 
 #: Which of PyTorch's attention backends a call would take; ``None`` where PyTorch does not say.
 fused_sdpa_choice: Callable[..., int] | None = _found("_fused_sdp_choice", None)
+
+_sdpa_flags: tuple[Callable[[], object], ...] = (
+    _found("_C._get_flash_sdp_enabled", tuple),
+    _found("_C._get_mem_efficient_sdp_enabled", tuple),
+    _found("_C._get_cudnn_sdp_enabled", tuple),
+    _found("_C._get_math_sdp_enabled", tuple),
+    _found("_C._get_deterministic_algorithms", tuple),
+)
+_sdpa_order: Callable[[], list[int]] = _found("_C._get_sdp_priority_order", list)
+
+
+def sdpa_settings() -> tuple[object, ...]:
+    """The process's settings that `fused_sdpa_choice` depends on: what `torch.nn.attention.sdpa_kernel` changes."""
+    flash, efficient, cudnn, math, deterministic = _sdpa_flags
+    return flash(), efficient(), cudnn(), math(), deterministic(), *_sdpa_order()
+
 
 #: What makes a tensor subclass leave PyTorch's functions as they are.
 disabled_torch_function: Any = _found("_C._disabled_torch_function_impl", None)

@@ -23,6 +23,8 @@ __all__ = ["Processes", "processes"]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.tensor", "clearhead.distributed", "clearhead.transformer"])
 
+_LATE = "no answer in time"
+
 
 class Processes:
     """The processes of one group, on gloo.
@@ -49,12 +51,16 @@ class Processes:
         """What a function of a module returns in every process.
 
         Raises:
-            AssertionError: with the traceback of each process in which it raised, or that did not answer in time.
+            AssertionError: with the traceback of each process in which it raised, or that did not answer in time. All
+                processes are killed then, so that none of them loops on, and later calls fail at once.
         """
         for end in self._ends:
             end.send((function, arguments))
         deadline = time.monotonic() + seconds
         answers = [_answer(end, deadline) for end in self._ends]
+        if (False, _LATE) in answers:
+            for process in self.started:
+                process.kill()
         wrong = [f"process {rank}: {text}" for rank, (good, text) in enumerate(answers) if not good]
         assert not wrong, "\n".join(wrong)
         return [answer for _, answer in answers]
@@ -83,7 +89,7 @@ def processes(count: int, seconds: float = 60) -> Iterator[Processes]:
 def _answer(end: Connection, deadline: float) -> tuple[bool, Any]:
     try:
         if not end.poll(max(0.0, deadline - time.monotonic())):
-            return False, "no answer in time"
+            return False, _LATE
         return end.recv()
     except (EOFError, ConnectionResetError):
         return False, "it has ended"

@@ -62,14 +62,16 @@ OTHERS: dict[str, tuple[Any, Any, str]] = {
     "norm first": (_layer, lambda: _layer(norm_first=True), "module"),
     "heads": (lambda: attention(4), lambda: attention(2), "module"),
     "frozen": (lambda: attention(4), lambda: attention(4).requires_grad_(False), "module"),
-    "layers": (lambda: encoder(1), lambda: encoder(2), "softcap of the module"),
+    "layers": (lambda: encoder(1), lambda: encoder(2), "attention modules"),
 }
 
 
 def _other(function: str, name: str) -> None:
     make, other, said = OTHERS[name]
     module = other() if torch.distributed.get_rank() else make()
-    with pytest.raises(DistributedError, match=rf"^{function}: {said}: expected the same .* in process 1 of the group"):
+    with pytest.raises(
+        DistributedError, match=rf"^{function}: {said}: expected the same .* (in process 1 of the group|got \[1, 2\])"
+    ):
         SPLITS[function](module, line())
     SPLITS[function](make(), line())
 

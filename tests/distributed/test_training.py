@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from clearhead import masks
-from clearhead.distributed import context_parallel, gather_sequence, shard_sequence, tensor_parallel
+from clearhead.distributed import clip_grad_norm_, context_parallel, gather_sequence, shard_sequence, tensor_parallel
 from clearhead.distributed._layout import Layout
 from clearhead.errors import DistributedError
 
@@ -116,6 +116,35 @@ def _three_ways(kv_heads: int) -> None:
         if dist.get_rank() == 0:
             for name, number in whole.state_dict().items():
                 assert torch.equal(state[name], number)
+
+
+def _clipped() -> None:
+    """Gradients on both dimensions of a mesh, on one of them, and plain ones, by the norm of one process."""
+    mesh = square()
+    torch.manual_seed(11)
+    whole = [encoder(kv_heads=1), nn.Linear(EMBED, 7).double(), nn.Linear(7, 5).double()]
+    split: list[Any] = copy.deepcopy(whole)
+    split[0] = _sharded(context_parallel(tensor_parallel(split[0], mesh["tp"]), mesh["cp"]), mesh["cp"])
+    fully_shard(split[1], mesh=mesh["cp"])
+    x = torch.randn(2, 13, EMBED, dtype=torch.float64)
+    nn.Sequential(*whole)(x).square().sum().backward()
+    (nn.Sequential(*split)(shard_sequence(x, mesh["cp"])).square().sum() * 2).backward()
+    for parameter in split[2].parameters():  # as DistributedDataParallel does
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad, group=mesh["cp"].get_group())
+        parameter.grad /= 2
+    both = [nn.ModuleList(modules) for modules in (whole, split)]
+    for most in (1e9, 3.0, 0.0):
+        norms = [nn.utils.clip_grad_norm_(both[0].parameters(), most), clip_grad_norm_(both[1].parameters(), most)]
+        require_close(norms[1], norms[0], 1e-12, "norm")
+        kept = [gradients_kept(modules) for modules in both]
+        assert kept[0].keys() == kept[1].keys()
+        for name, one in kept[0].items():
+            require_close(kept[1][name], one, 1e-12, name)
+
+
+def test_one_norm_of_gradients_on_several_meshes(four: Processes) -> None:
+    four.run(_clipped)
 
 
 @pytest.mark.parametrize("kv_heads", [pytest.param(8, marks=pytest.mark.slow), 1])

@@ -173,8 +173,8 @@ def test_attention_that_cannot_be_set_is_left() -> None:
 
 
 def test_what_clearheads_attention_refuses_is_left() -> None:
-    """The models whose every call would raise, as the page about models lists them."""
-    page = (Path(__file__).parents[2] / "docs" / "which-models.md").read_text(encoding="utf-8")
+    """The models whose every call would raise, as the table of model types lists them."""
+    page = (Path(__file__).parents[2] / "docs" / "model-table.md").read_text(encoding="utf-8")
     refused = re.findall(r"^\* `(\w+)`: ArgumentError: .* no keyword that", page, re.MULTILINE)
     assert tuple(sorted(refused)) == _REFUSED
     config = transformers.BertConfig(**SMALL)

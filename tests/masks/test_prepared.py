@@ -10,8 +10,9 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.errors import ArgumentError, ShapeError
+from clearhead.errors import ArgumentError, DeviceError, ShapeError
 from clearhead.masks import Mask, PreparedMask
+from clearhead.masks._grid import Grid
 from clearhead.positions import ALiBi, RelativeBias
 
 from .operations import CountOperations
@@ -183,3 +184,47 @@ def test_a_call_of_a_lowered_mask_issues_few_operations(name: str, most: int, gr
     assert len(counted.names) <= most + (2 if group > 1 else 0), counted.names
     assert any("scaled_dot_product" in name for name in counted.names)
     assert not counted.values_read
+
+
+@pytest.mark.parametrize(
+    "make",
+    [masks.causal, lambda: masks.sliding_window(1, 2), lambda: ALiBi(H) & masks.causal()],
+    ids=["causal", "window", "ALiBi"],
+)
+def test_a_rule_without_tensors_fits_every_device(make: Callable[[], Mask]) -> None:
+    fixed, here, there = make().prepare(L, S), torch.device("cpu"), torch.device("meta")
+    for device in (there, here, there):
+        grid = Grid(B, H, L, S, device)
+        fixed.validate(grid)
+        made = fixed.lowered(grid, "a tensor", lambda grid=grid: torch.zeros(1, device=grid.device))
+        assert made.device == device  # nothing that was lowered on one device reaches another
+    assert torch.equal(fixed.dense(num_heads=H), make().dense(L, S, num_heads=H))
+
+
+@pytest.mark.parametrize("rule", [masks.causal(), masks.prefix(2), masks.mask_mod(lambda b, h, q, k: q >= k)])
+def test_a_mask_prepared_for_a_device_is_refused_on_another(rule: Mask) -> None:
+    fixed = rule.prepare(L, S, device="meta")
+    fixed.validate(Grid(B, H, L, S, torch.device("meta")))
+    assert fixed.sizes().device == torch.device("meta")
+    with pytest.raises(DeviceError, match=r"a call on meta, for which it was prepared, got one on cpu\. Prepare the"):
+        clearhead.attention(*operands(), fixed)
+    assert isinstance(rule.prepare(L, S, device=torch.device("cpu")), PreparedMask)
+
+
+def test_the_device_of_a_mask_with_tensors_is_theirs() -> None:
+    for mask in (masks.keep(torch.ones(L, S, dtype=torch.bool)), masks.bias(torch.zeros(L, S))):
+        with pytest.raises(DeviceError, match="on cpu"):
+            mask.prepare(L, S).validate(Grid(B, H, L, S, torch.device("meta")))
+        with pytest.raises(DeviceError, match="expected a tensor on meta"):
+            mask.prepare(L, S, device="meta")
+    with pytest.raises(DeviceError, match="query_positions: expected positions on meta"):
+        masks.causal().prepare(L, S, query_positions=torch.arange(L), device="meta")
+    fixed = masks.causal().prepare(L, S, query_positions=torch.arange(L))
+    with pytest.raises(DeviceError, match="expected a call on cpu"):
+        fixed.validate(Grid(B, H, L, S, torch.device("meta")))
+
+
+@pytest.mark.parametrize("device", ["nowhere", "cuda:99", 1.5])
+def test_an_unknown_device_is_refused(device: object) -> None:
+    with pytest.raises(DeviceError, match="device: expected a device that this machine has"):
+        masks.causal().prepare(L, S, device=device)

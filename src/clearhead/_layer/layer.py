@@ -1,4 +1,4 @@
-"""An attention layer: project → unpad → attend → pad → project out, for every attention module."""
+"""An attention layer: unpad → project → attend → project out → pad, for every attention module."""
 
 from __future__ import annotations
 

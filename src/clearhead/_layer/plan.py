@@ -120,7 +120,7 @@ def attend_arguments(
         positions = (query_positions, key_positions)
         spec = quick_spec(query, key, value, mask, scale, dropout_p, weights, environment, positions)
         # `quick_spec` checks less than `validate_call`; a plan is there if an equal spec has passed that once.
-        plan = None if spec is None else plans.get((spec, environment.kernel))
+        plan = None if spec is None else plans.get((spec, environment.kernel, environment.fused))
         if plan is not None:
             call = AttentionCall(cast(Any, spec), query, key, value, mask, None, *cast(Any, positions))
             if mask is not None:
@@ -180,7 +180,7 @@ def run_call(call: AttentionCall, environment: Environment) -> Results:
     """Compute a validated call on the kernel that is forced, or the first that does not refuse it."""
     if not call.spec.can_be_cached:
         return _plan(call.spec, call, environment)(call)
-    key = (call.spec, environment.kernel)
+    key = (call.spec, environment.kernel, environment.fused)
     plan = plans.get(key)
     if plan is None:
         plan = _plan(call.spec, call, environment)

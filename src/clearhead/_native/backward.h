@@ -1,10 +1,16 @@
 // The backward pass: weights are computed again from the log-sum-exp, and with dO the output's gradient, dp = dO vᵀ
 // (dropped as p was), δ = Σ_j p dp = dO·o and dl that of lse: ds = p (dp − δ + dl). Sums over queries (dk, dv) are kept
 // for the whole length of the keys, sums over keys (dq) for a few tiles of rows at a time.
+//
+// Where one weight is nearly 1, dp − δ of its key is the difference of two nearly equal numbers, and their rounding would
+// be all there is of ds. But the sum of ds over the keys is known: 0 without sinks and dl. In float32, ds of a key whose
+// weight is above one half (the heavy key of its row) is therefore that sum less ds of the other keys, added at the end.
 #pragma once
 #include "decode.h"
 
 namespace clearhead::ISA {
+
+constexpr float HEAVY_WEIGHT = 0.51f;  // so far above one half that rounding cannot make two keys of a row heavy
 
 struct BackwardTile {
     Rows rows;
@@ -14,6 +20,10 @@ struct BackwardTile {
     float *query_sums, *query_totals;     // (D × V·LANES), of a run of keys, and of those before or null
     float lse[TILE], correction[TILE];    // lse in units of log 2, rounded,
     float missing[TILE];                  // and the factor of the weights that makes up for the rounding
+    float heavy_above[TILE];              // the weight above which a key is the heavy one,
+    int32_t heavy_key[TILE];              // which one it is, or −1,
+    float heavy_slope[TILE];              // that of the soft-cap at its score,
+    double light_sum[TILE];               // and the sum of ds of all other keys
 };
 
 // Working memory of one task.
@@ -89,15 +99,20 @@ static void recompute_probs(const Problem& p, const float* lse, int64_t count, c
         }
 }
 
-// dp to ds, before the soft-cap, in place; the weights become the dropped ones.
-template <int V>
-static void differentiate(const Problem& p, const BackwardTile& tile, int64_t batch, int64_t key, int64_t count,
+// dp to ds, before the soft-cap, in place; the weights become the dropped ones. With HEAVY, ds of a heavy key is left out.
+template <int V, bool HEAVY>
+static void differentiate(const Problem& p, BackwardTile& tile, int64_t batch, int64_t key, int64_t count,
                           float* weights, float* gradients) {
+    [[maybe_unused]] Floats light_sum[V] = {};
     for (int64_t j = 0; j < count; j += GROUP)
+#pragma GCC unroll 4
         for (int v = 0; v < V; v++) {
             Ints kept[GROUP];
             if (p.drop_below) dropout_mask(p, tile.rows, batch, v, key + j, kept);
             const Floats correction = load(tile.correction + v * LANES);
+            [[maybe_unused]] const Floats above = load(tile.heavy_above + v * LANES);
+            [[maybe_unused]] Ints heavy_key = load(tile.heavy_key + v * LANES);
+            Floats ds[GROUP];
 #pragma GCC unroll 8
             for (int t = 0; t < GROUP; t++) {
                 const int64_t place = ((j + t) * V + v) * LANES;
@@ -107,9 +122,50 @@ static void differentiate(const Problem& p, const BackwardTile& tile, int64_t ba
                     x = only_where(kept[t], x);
                     store(weights + place, only_where(kept[t], weight));
                 }
-                store(gradients + place, weight * (x - correction));
+                ds[t] = weight * (x - correction);
+                if (HEAVY) {
+                    const Ints heavy = weight > above;
+                    ds[t] = heavy ? Floats{} : ds[t];
+                    heavy_key = heavy ? splat(static_cast<int32_t>(key + j + t)) : heavy_key;
+                }
+                store(gradients + place, ds[t]);
+            }
+            if (HEAVY) {
+                light_sum[v] += sum_of_group(ds);
+                store(tile.heavy_key + v * LANES, heavy_key);
             }
         }
+    for (int lane = 0; HEAVY && lane < V * LANES; lane++) tile.light_sum[lane] += light_sum[lane / LANES][lane % LANES];
+}
+
+// The slopes of the soft-cap at the heavy keys among [start, stop).
+static void keep_heavy_slopes(BackwardTile& tile, int64_t start, int64_t stop, const float* slopes) {
+    for (int64_t lane = 0; lane < tile.rows.count; lane++) {
+        const int64_t key = tile.heavy_key[lane];
+        if (start <= key && key < stop)
+            tile.heavy_slope[lane] = slopes[(key - start) * tile.rows.vectors * LANES + lane];
+    }
+}
+
+// to += factor · from
+INLINE void add_row(const float* from, float factor, int64_t count, float* to) {
+    for (int64_t j = 0; j < count; j += LANES)
+        store_some(to + j, load_some(to + j, count - j) + factor * load_some(from + j, count - j), count - j);
+}
+
+// Adds what ds of the heavy keys contribute to the gradients, dq of which is written.
+static void add_heavy_keys(const Problem& p, const BackwardTile& tile, int64_t batch, int64_t kv_head, float* key_sums) {
+    for (int64_t lane = 0; lane < tile.rows.count; lane++) {
+        const int64_t head = tile.rows.head[lane], row = tile.rows.row[lane], key = tile.heavy_key[lane];
+        if (p.heavy_keys)
+            p.heavy_keys[p.row_place(batch, head, row)] = {tile.light_sum[lane] * tile.missing[lane], key, tile.heavy_slope[lane]};
+        if (p.heavy_keys || key < 0) continue;
+        const double ds = p.sum_of_score_gradients(batch, head, row) - tile.light_sum[lane] * tile.missing[lane];
+        const float of_bias = static_cast<float>(ds), of_product = of_bias * tile.heavy_slope[lane];
+        if (p.bias_gradient.data) p.bias_gradient.at<float>(batch, head, row)[key] += of_bias;
+        add_row(p.key.at<float>(batch, kv_head, key), of_product * p.scale, p.dim, p.query_gradient.at<float>(batch, head, row));
+        add_row(p.query.at<float>(batch, head, row), of_product, p.dim, key_sums + key * lanes_up(p.dim));
+    }
 }
 
 // ds, which is what a bias has for a gradient, from the lanes back into its rows.
@@ -148,7 +204,7 @@ static void score_few(const Problem& p, const BackwardTile& tile, const float* k
 }
 
 // One tile against the keys [start, stop), whose sums of dk and dv are given.
-template <int V>
+template <int V, bool HEAVY>
 static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int64_t start, int64_t stop,
                         const BackwardRoom& room, const NextMasks& next, const float* keys, const float* values,
                         float* key_sums, float* value_sums) {
@@ -163,7 +219,8 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
         });
     by_form(mask, [&](auto form) { recompute_probs<V, form()>(p, tile.lse, count, mask, room.weights, room.slopes); });
     product<V>(values, p.value_dim, p.value_dim, tile.gradient_lanes, count, room.gradients, [](int64_t) {});
-    differentiate<V>(p, tile, batch, start, count, room.weights, room.gradients);
+    differentiate<V, HEAVY>(p, tile, batch, start, count, room.weights, room.gradients);
+    if (HEAVY && p.softcap != 0) keep_heavy_slopes(tile, start, stop, room.slopes);
     if (p.bias_gradient.data) add_to_bias_gradient<V>(p, tile.rows, batch, start, stop, room.gradients, tile.missing);
     if (p.softcap != 0)
         for (int64_t place = 0; place < count * rows; place += LANES)
@@ -289,6 +346,10 @@ static void prepare(const Problem& p, int64_t batch, BackwardTile& tile, float*&
     tile.query_sums = take(scratch, step_up(p.dim) * lanes);
     tile.query_totals = has_totals(p) ? take(scratch, step_up(p.dim) * lanes) : nullptr;
     correct<T>(p, batch, tile.rows, tile.lse, tile.correction, tile.missing);
+    for (int lane = 0; lane < TILE; lane++) {
+        tile.heavy_above[lane] = p.whole_rows ? HEAVY_WEIGHT / tile.missing[lane] : INFINITY;
+        tile.heavy_key[lane] = -1, tile.heavy_slope[lane] = 1, tile.light_sum[lane] = 0;
+    }
     rows_to_lanes<T>(p.query, tile.rows, batch, p.dim, 1, tile.query_lanes);
     rows_to_lanes<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.gradient_lanes);
     copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, tile.missing, tile.query_rows);
@@ -306,6 +367,7 @@ static void prepare(const Problem& p, int64_t batch, BackwardTile& tile, float*&
 template <class T>
 static void backward_rows(const Problem& p, const Task& task, int64_t row_start, int64_t row_stop,
                           const BackwardRoom& room, float* sums, float* scratch) {
+    constexpr bool HEAVY = sizeof(T) == sizeof(float);  // in half precision the rounding of the results is larger
     const int64_t b = task.batch;
     BackwardTile tiles[8];
     int64_t count = 0, key_start = p.keys, key_stop = 0;
@@ -336,7 +398,7 @@ static void backward_rows(const Problem& p, const Task& task, int64_t row_start,
             const float *k = room.keys + (start - block) * key_stride, *v = room.values + (start - block) * p.value_dim;
             float *dk = sums + start * key_width, *dv = value_sums + start * value_width;
             by_vectors(tiles[n].rows.vectors, [&](auto vectors) {
-                attend_back<vectors.value>(p, tiles[n], b, start, stop, room, next, k, v, dk, dv);
+                attend_back<vectors.value, HEAVY>(p, tiles[n], b, start, stop, room, next, k, v, dk, dv);
             });
         }
     }
@@ -344,6 +406,7 @@ static void backward_rows(const Problem& p, const Task& task, int64_t row_start,
         float factors[TILE];
         for (int lane = 0; lane < TILE; lane++) factors[lane] = p.scale * tiles[n].missing[lane];
         write_query_gradient<T>(p, b, tiles[n], step_up(p.dim), factors);
+        if (HEAVY) add_heavy_keys(p, tiles[n], b, task.kv_head, sums);
     }
 }
 

@@ -331,20 +331,25 @@ bool run_backward_by_keys(const Kernels& kernels, const Problem& p, int64_t thre
     Problem longest = p;
     longest.keys = KEYS_OF_PART;
     const int64_t sums_size = kernels.sums_size(longest);
-    float* found = static_cast<float*>(malloc(static_cast<size_t>(heads * parts * size) * sizeof(float)));
-    if (!found) return size == 0;
-    const bool enough = parallel_for(heads * parts, threads, floats + sums_size, [&](int64_t index, float* memory) {
+    float* found = static_cast<float*>(malloc(static_cast<size_t>(heads * parts * size + 1) * sizeof(float)));
+    HeavyKey* heavy_keys =
+        static_cast<HeavyKey*>(malloc(static_cast<size_t>(heads * parts * rows + 1) * sizeof(HeavyKey)));
+    bool enough = found && heavy_keys;
+    enough = enough && parallel_for(heads * parts, threads, floats + sums_size, [&](int64_t index, float* memory) {
         const int64_t head = index / parts, start = index % parts * KEYS_OF_PART;
         const int64_t stop = start + KEYS_OF_PART < p.keys ? start + KEYS_OF_PART : p.keys;
-        const Problem part = part_of_keys(p, head / p.kv_heads, head % p.kv_heads, start, stop, found + index * size);
+        const Problem part = part_of_keys(p, head / p.kv_heads, head % p.kv_heads, start, stop, found + index * size,
+                                          heavy_keys + index * rows);
         float* sums = memory + floats;
         memset(sums, 0, static_cast<size_t>(sums_size) * sizeof(float));
         kernels.backward(part, {0, 0, 0, rows, 0, part.keys, nullptr}, sums, memory);
         kernels.write_sums(part, 0, 0, sums, 1);
     });
     for (int64_t head = 0; enough && head < heads; head++)
-        join_parts(p, head / p.kv_heads, head % p.kv_heads, found + head * parts * size, parts, size);
+        join_parts(p, head / p.kv_heads, head % p.kv_heads, found + head * parts * size, parts, size,
+                   heavy_keys + head * parts * rows, KEYS_OF_PART);
     free(found);
+    free(heavy_keys);
     return enough;
 }
 

@@ -192,7 +192,7 @@ PyObject* forward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
 }
 
 // Then the address and the three strides of the output's gradient, and the addresses of lse's, of those that are
-// written (query, key and value), of δ − dl, and of the bias's gradient.
+// written (query, key and value), of δ − dl, and of the bias's gradient; and whether lse is of the keys of this call.
 PyObject* backward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
     Addresses args(items, count);
     Call call;
@@ -205,7 +205,7 @@ PyObject* backward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
     p.lse_gradient = args.pointer<const float>();
     p.query_gradient.data = args.pointer<void>(), p.key_gradient.data = args.pointer<void>();
     p.value_gradient.data = args.pointer<void>(), p.correction = args.pointer<float>();
-    p.bias_gradient.data = args.pointer<void>();
+    p.bias_gradient.data = args.pointer<void>(), p.whole_rows = args.integer() != 0;
     if (!p.bias_gradient.data) p.bias_gradient = View();
     if (!args.finished()) return nullptr;
     return run_without_gil(call, [&](const Kernels& kernels) {

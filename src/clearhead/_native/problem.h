@@ -38,6 +38,14 @@ struct View {
     }
 };
 
+// What the backward pass finds of a row: the sum of ds over its keys without the one whose weight is above one half,
+// which one that is or −1, and the slope of the soft-cap at its score.
+struct HeavyKey {
+    double light_sum;
+    int64_t key;
+    float slope;
+};
+
 struct Problem {
     Type type;
     int64_t batch, heads, kv_heads, rows, keys, dim, value_dim;
@@ -69,6 +77,8 @@ struct Problem {
     View bias_gradient;         // float32, zero at first, every head its own rows and columns side by side; or null
     const float* lse_gradient;  // (B, H, L), or null
     float* correction;          // (B, H, L): δ − dl
+    bool whole_rows = true;     // whether lse is of the keys of this call
+    HeavyKey* heavy_keys = nullptr;  // (B, H, L), to be written where others add what heavy keys contribute; or null
 
     int64_t bytes() const { return type == Type::float32 ? 4 : 2; }
     int64_t row_place(int64_t b, int64_t h, int64_t i) const { return b * lse_batch + h * lse_head + i; }
@@ -77,6 +87,13 @@ struct Problem {
     void write_correction_of_hidden_row(int64_t b, int64_t h, int64_t i) const {
         const int64_t place = row_place(b, h, i);
         correction[place] = lse_gradient ? -lse_gradient[place] : 0;
+    }
+    // Σ_j ds of a row that sees a key; NaN where δ is not finite.
+    double sum_of_score_gradients(int64_t b, int64_t h, int64_t i) const {
+        const int64_t place = row_place(b, h, i);
+        const double of_lse = lse_gradient ? lse_gradient[place] : 0, delta = correction[place] + of_lse;
+        const double of_sink = sinks ? exp(sinks[h] - lse[place]) : 0;
+        return isfinite(delta) ? of_sink * delta + (1 - of_sink) * of_lse : NAN;
     }
     // Rows of all the query heads that share a key/value head.
     int64_t folded_rows() const { return group() * rows; }

@@ -12,6 +12,7 @@ typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint64_t Longs __attribute__((vector_size(LANES * 4)));
 typedef float LooseFloats __attribute__((vector_size(LANES * 4), aligned(4)));
+typedef int32_t LooseInts __attribute__((vector_size(LANES * 4), aligned(4)));
 
 struct BFloat16 {
     uint16_t bits;
@@ -31,6 +32,8 @@ constexpr float LOWEST = -3.402823466e38f;
 INLINE Floats splat(float x) { return x - Floats{}; }
 INLINE Ints splat(int32_t x) { return x - Ints{}; }
 INLINE Floats load(const float* from) { return *reinterpret_cast<const LooseFloats*>(from); }
+INLINE Ints load(const int32_t* from) { return *reinterpret_cast<const LooseInts*>(from); }
+INLINE void store(int32_t* to, Ints x) { *reinterpret_cast<LooseInts*>(to) = x; }
 INLINE void store(float* to, Floats x) { *reinterpret_cast<LooseFloats*>(to) = x; }
 INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._call.caching import Cache, Positions
 from .._checks import INTEGERS, integer, require_factory, shown, size, strided, with_values
-from .._environment import is_tracing
+from .._environment import forced_kernels, is_tracing, state
 from ..errors import (
     ArgumentError,
     CacheError,
@@ -34,14 +34,16 @@ def unchanged_if_refused(
     Args:
         caches: those that the block writes into.
         x: the new tokens (B, L, E), or (L, E).
-        masks: what the block attends with. Where all of them are rules that fit every call, only caches that cost
-            nothing to save are saved.
+        masks: what the block attends with. One cache that is expensive to save is not saved where nothing can refuse
+            the call after the cache was written: the masks are rules that fit every call, no kernel is forced, and
+            nothing observes the call. Several caches are always saved, because a later layer may refuse its input.
     """
     held = [cache for cache in caches if isinstance(cache, Cache)]
     if not held or is_tracing():
         return nullcontext()
     count = x.shape[-2] if isinstance(x, Tensor) and not x.is_nested and x.dim() > 1 else 0
-    risky = not all(mask is None or (isinstance(mask, Mask) and mask.fits_any_call) for mask in masks)
+    risky = len(held) > 1 or forced_kernels.value is not None or bool(state.observers)
+    risky = risky or not all(mask is None or (isinstance(mask, Mask) and mask.fits_any_call) for mask in masks)
     return _undoing([cache.saved(count) for cache in held if cache.saves_cheaply or risky])
 
 

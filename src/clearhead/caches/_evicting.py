@@ -102,10 +102,10 @@ class EvictingKVCache(Buffered):
 
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
         self._check(key, value)
-        self.evict()
         batch, heads, count, _ = key.shape
         places = self.next_positions(count) if positions is None else positions
         placed = spelt_out(places, batch, count, key.device)  # (B, L)
+        self.evict()  # after what may be refused
         if self._rows is None and (isinstance(places, Tensor) or places != self._length):
             self._rows = _Rows(batch, self._length, key.device)
         if self._rows is None:

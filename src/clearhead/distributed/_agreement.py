@@ -7,8 +7,10 @@ whatever the others agree on there: a process that raises between two of them an
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from hashlib import blake2b
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -20,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._checks import choice
 from .._environment import all_gather_single, outside_graphs, timeout_of
-from ..errors import ArgumentError, ClearheadError, DistributedError
+from ..errors import ArgumentError, ClearheadError, DeviceError, DistributedError
 from ._collectives import from_every_rank
 from ._layout import LAYOUTS
 
@@ -66,6 +68,9 @@ def agree(
             f"{where}: the processes could not agree on the call, because one of them has ended or makes another call: "
             f"{error}"
         ) from error
+    record = record.cpu()
+    if bool((records[:, 0] > 0).any() or (records[:, 1] != record[1]).any()):
+        _wait_for_readers(group, device)
     if problem is not None:
         raise problem
     for rank, other in enumerate(records):
@@ -76,6 +81,16 @@ def agree(
                 f"{where}: process {rank} of the group makes another call. All of them make the same."
             )
     return [dict(zip(facts, other[2 : 2 + len(facts)].tolist(), strict=True)) for other in records]
+
+
+def _wait_for_readers(group: dist.ProcessGroup, device: torch.device | str) -> None:
+    """Wait until every process has read the records of a call that is refused.
+
+    A process that refuses and exits at once closes its connections. Without this exchange the others, which may still
+    be reading, would find a closed connection instead of the refusal.
+    """
+    with suppress(RuntimeError, ValueError):  # what was refused is known already
+        from_every_rank(torch.zeros(1, dtype=torch.int64, device=device), group)
 
 
 def agree_in_turn(
@@ -125,6 +140,16 @@ def group_for_agreements(group: dist.ProcessGroup, device: str) -> dist.ProcessG
     return _groups[group]
 
 
+#: How many modules have been split over the sequence, by group.
+_numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def next_number(group: dist.ProcessGroup) -> int:
+    """A number for a module that is split, from 1 on; equal in processes that split modules in the same order."""
+    _numbers[group] = _numbers.get(group, 0) + 1
+    return _numbers[group]
+
+
 @contextmanager
 def not_announced() -> Generator[None, None, None]:
     """Mark what is raised inside, where no other process waits in an agreement: `announce` leaves it out."""
@@ -148,8 +173,29 @@ def announce(where: str, groups: Sequence[dist.ProcessGroup], device: str, probl
     record = _record(where, {}, problem).to(device)
     for group in groups:
         found = record.new_empty((dist.get_world_size(group), len(record)))
+        read = found.new_empty((dist.get_world_size(group), 1))
         with suppress(RuntimeError, ValueError):  # the problem is what counts
             all_gather_single(found, record[None], group=group, async_op=True)
+            # The exchange that `_wait_for_readers` joins.
+            _wait_at_exit(all_gather_single(read, read.new_zeros((1, 1)), group=group, async_op=True))
+
+
+#: Exchanges of announced refusals, for which a process that ends waits.
+_announced: list[Any] = []
+_SECONDS_AT_EXIT = 5
+
+
+def _wait_at_exit(exchange: Any) -> None:
+    if not _announced:
+        atexit.unregister(_wait_for_announced)
+        atexit.register(_wait_for_announced)
+    _announced[:] = [*(each for each in _announced if not each.is_completed()), exchange]
+
+
+def _wait_for_announced() -> None:
+    for each in _announced:
+        with suppress(RuntimeError, ValueError):
+            each.wait(timedelta(seconds=_SECONDS_AT_EXIT))
 
 
 def _record(where: str, facts: Mapping[str, int], problem: Exception | None) -> Tensor:
@@ -206,6 +252,23 @@ def group_of(mesh: object) -> tuple[dist.ProcessGroup, ClearheadError | None]:
     if group is None:
         raise problem
     return group, problem
+
+
+def require_device(where: str, name: str, x: object, device: str) -> None:
+    """Raise for a tensor that the processes of a mesh cannot exchange."""
+    if isinstance(x, Tensor) and x.device.type != device:
+        fix = "Move module and input there. Build a module on the meta device before it is split."
+        expected = f"a tensor on {device}, the device of the mesh"
+        raise DeviceError(f"{where}: {name}", expected=expected, got=f"one on {x.device}", fix=fix)
+
+
+def not_pickled(where: str) -> DistributedError:
+    """The error for a split module that is pickled or saved whole."""
+    return DistributedError(
+        f"{where}: a split module cannot be pickled, because its process group belongs to this process. Save its "
+        "parameters with torch.distributed.checkpoint and get_model_state_dict(module), or pickle the module before "
+        "it is split."
+    )
 
 
 def require_layout(layout: object) -> None:

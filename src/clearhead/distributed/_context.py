@@ -40,7 +40,10 @@ from ._agreement import (
     fingerprint,
     group_for_agreements,
     group_of,
+    next_number,
     not_announced,
+    not_pickled,
+    require_device,
     require_equal,
     require_layout,
 )
@@ -50,7 +53,7 @@ from ._finding import attention_parts
 from ._layout import Layout, Parts
 from ._methods import Operands, Whole, by_gathering, by_heads, heads_divide, like_whole, mask_fact
 from ._ring import Ring, by_ring
-from ._sequence import parts_of
+from ._sequence import parts_of, require_parts
 from ._statistics import Computed, shared_call
 
 Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
@@ -146,7 +149,7 @@ def context_parallel(
         agreements = group_for_agreements(group, device), *of_heads
         sequence = _Sequence(group, agreements, device, dist.get_rank(group), len(gathered), method, layout)
         for _, attention in attentions:
-            attention.sequence_shard = sequence
+            attention.sequence_shard = replace(sequence, number=next_number(group))
         if not isinstance(module, MultiHeadAttention):
             where = f"{_WHERE}: {type(module).__name__}"
             cast(Any, module).forward = partial(_all_or_none, sequence, where, module.forward)
@@ -190,8 +193,12 @@ class _Request(NamedTuple):
     batched: bool
 
 
+_NUMBER = "number of the module"
+_IN_ORDER = "Each attention is numbered when it is split: split and call modules in one order in every process."
+
 #: What the processes have to agree on; and the lengths of their parts, which may differ.
 _EQUAL: tuple[str, ...] = (
+    _NUMBER,
     "batch size",
     "a batch",
     "dtype",
@@ -222,6 +229,7 @@ class _Sequence:
         device: on which their collectives work.
         rank, world: of this process, and how many there are.
         method, layout: see `context_parallel`.
+        number: of the module among all that were split over the group; 0 for a stack.
     """
 
     group: dist.ProcessGroup
@@ -231,6 +239,7 @@ class _Sequence:
     world: int
     method: str
     layout: Layout
+    number: int = 0
 
     @outside_graphs
     @not_announced()  # all processes raise it, or the others wait in an exchange
@@ -251,10 +260,16 @@ class _Sequence:
         facts = dict.fromkeys(_NAMES, 0)
         try:
             held = _require_plain(module, environment, cache, positions, need_weights)
+            if held is None:
+                require_parts(self.group, self.layout, query=query, key=key, value=value)
+            elif isinstance(held, CrossKVCache):
+                require_parts(self.group, self.layout, key=key, value=value)
+            require_device(_WHERE, "query", query, self.device)
             request = _read(module, query, key, value, mask, positions, held, need_weights, average_attn_weights)
             facts = dict(zip(_NAMES, _facts(module, request, held, environment), strict=True))
         except Exception as error:
             problem = error
+        facts[_NUMBER] = self.number
         read = partial(self._require_one_call, held)
         gathered, parts = agree_in_turn(_WHERE, self.agreements, self.device, facts, problem, read)
         request = cast(_Request, request)
@@ -276,6 +291,7 @@ class _Sequence:
 
     def _require_one_call(self, cache: PartCache | None, gathered: Gathered) -> tuple[Gathered, list[Parts]]:
         """The facts, and the parts of queries and keys as far as these are split; raise unless all make one call."""
+        require_equal(_WHERE, gathered, (_NUMBER,), _IN_ORDER)
         require_equal(_WHERE, gathered, _EQUAL, _SAME)
         split = ["query", "key"] if cache is None else ["key"] if isinstance(cache, CrossKVCache) else []
         whole = [name for name in ("query", "key") if name not in split]
@@ -385,6 +401,9 @@ class _Sequence:
     def __deepcopy__(self, memo: object) -> _Sequence:
         return self
 
+    def __reduce__(self) -> str:
+        raise not_pickled(_WHERE)
+
 
 def _require_plain(
     module: MultiHeadAttention,
@@ -481,6 +500,7 @@ def _facts(
     inputs = (query, key, value, *module.parameters())
     of_positions = tuple(positions.shape) if isinstance(positions, Tensor) else positions
     return (
+        0,  # the number of the module, which its shard has
         query.shape[0],
         batched,
         FLOATS.index(query.dtype),
@@ -511,6 +531,11 @@ def _all_or_none(
 ) -> Any:
     """The forward pass of a layer or stack; raise in every process if it raises in one, before its end or at it."""
     try:
+        names = ("x", "memory")
+        given = dict(zip(names, inputs, strict=False)) | {name: options[name] for name in names if name in options}
+        if options.get("cache") is not None:  # of new tokens every process is given all
+            given.pop("x", None)
+        require_parts(sequence.group, sequence.layout, **given)
         output = forward(*inputs, **options)
     except Exception as error:
         announce(where, sequence.agreements, sequence.device, error)

@@ -15,6 +15,7 @@ from ._finding import Named
 
 #: Aspects of a module, by the names that messages use; the last one is of what the others leave out.
 ASPECTS: tuple[str, ...] = (
+    "attention modules",
     "softcap of the module",
     "scale of the module",
     "dropout of the module",
@@ -50,7 +51,8 @@ def aspects_of(
             [(name, *_sizes(parameter)) for name, parameter in module.named_parameters()],
         ),
     )
-    return {name: fingerprint(word) for name, word in zip(ASPECTS, words, strict=True)}
+    # Their number is sent as it is, so that messages show it.
+    return {ASPECTS[0]: len(each)} | {name: fingerprint(word) for name, word in zip(ASPECTS[1:], words, strict=True)}
 
 
 def _described_part(part: nn.Module) -> tuple[str, ...]:

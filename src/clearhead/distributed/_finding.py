@@ -11,6 +11,8 @@ from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer
 
 Named = list[tuple[str, nn.Module]]
 
+_OF_PYTORCH = nn.TransformerEncoder, nn.TransformerDecoder, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
+
 
 def attention_parts(where: str, module: object) -> tuple[list[tuple[str, MultiHeadAttention]], Named]:
     """The attention modules of a module, and the parts beside them, by name.
@@ -50,5 +52,12 @@ def _unfit(where: str, name: str, module: object) -> DTypeError:
     fix = "Split the parts that are such modules one by one."
     if isinstance(module, MultiHeadLatentAttention):
         fix = "Its latents belong to no head: every process would project and hold all of them."
+    elif isinstance(module, _OF_PYTORCH):
+        fix = "clearhead.transformer.load_transformer(module) builds one with its parameters. Split that one."
+    elif any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
+        fix = (
+            "clearhead.checkpoints.layers_from_transformers(model) builds the attention of its layers, and "
+            "clearhead.transformer.load_transformer whole layers of nn.TransformerEncoder and its kin. Split these."
+        )
     expected = "a MultiHeadAttention, or a layer or stack of clearhead.transformer made of them"
     return DTypeError(f"{where}: {name}", expected=expected, got=type(module).__name__, fix=fix)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
+from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._checks import integer, strided
+from .._environment import is_tracing
 from ..errors import ArgumentError, DistributedError, shape_text
 from ._agreement import Gathered, agree, fingerprint, group_of, require_equal, require_layout
 from ._collectives import gather_parts
@@ -48,7 +52,11 @@ def shard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: La
     """
     dim = _require(tensor, mesh, dim, layout)
     parts = Parts(tensor.shape[dim], mesh.size(), layout)
-    return parts.take(tensor, dim, mesh.get_local_rank())
+    part = parts.take(tensor, dim, mesh.get_local_rank())
+    if mesh.size() > 1:
+        _mark(tensor, mesh.get_group(), "whole")
+        _mark(part, mesh.get_group(), layout)
+    return part
 
 
 def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: Layout = "contiguous") -> Tensor:
@@ -91,8 +99,51 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: L
     fix = "Parts are those of shard_sequence, of one tensor."
     require_equal("gather_sequence", gathered, ("dim", "layout", "dtype", "shape"), fix)
     parts = parts_of("gather_sequence", gathered, "length", layout)
-    (whole,) = gather_parts([tensor.movedim(dim, 0)], parts, group, "gather_sequence")
-    return whole.movedim(0, dim).contiguous()
+    (gathered_parts,) = gather_parts([tensor.movedim(dim, 0)], parts, group, "gather_sequence")
+    whole = gathered_parts.movedim(0, dim).contiguous()
+    _mark(whole, group, "whole")
+    return whole
+
+
+class _Mark(NamedTuple):
+    """What a tensor was when it was made: the whole sequence of a group, or a part in a layout.
+
+    Args:
+        kind: ``"whole"``, or the layout of a part.
+        version: of the tensor then; after a write in place the mark says nothing.
+    """
+
+    kind: str
+    version: int
+
+
+#: Marks of tensors by group. They end with the tensor, and no result of an operation has one.
+_marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _mark(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> None:
+    if is_tracing() or tensor.is_inference():  # these have no version
+        return
+    _marks.setdefault(tensor, WeakKeyDictionary())[group] = _Mark(kind, tensor._version)
+
+
+def require_parts(group: dist.ProcessGroup, layout: Layout, **tensors: object) -> None:
+    """Raise for a tensor that is known to be the whole sequence, or a part in another layout; without a mark, for none.
+
+    Args:
+        group: over which the sequence is split.
+        layout: of the module.
+        tensors: arguments by name.
+    """
+    for name, tensor in tensors.items():
+        mark = _marks.get(tensor, {}).get(group) if isinstance(tensor, Tensor) else None
+        if mark is None or mark.version != cast(Tensor, tensor)._version or mark.kind == layout:
+            continue
+        if mark.kind == "whole":
+            fix = f'Give each process its part: shard_sequence(tensor, mesh, layout="{layout}").'
+            raise ArgumentError(name, expected="this process's part of a sequence", got="the whole sequence", fix=fix)
+        fix = "Give shard_sequence and context_parallel the same layout."
+        raise ArgumentError(name, expected=f'a part in layout "{layout}"', got=f'one in layout "{mark.kind}"', fix=fix)
 
 
 def parts_of(where: str, gathered: Gathered, name: str, layout: Layout) -> Parts:

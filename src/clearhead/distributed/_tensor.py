@@ -24,7 +24,7 @@ from ..masks._base import And, Mask
 from ..masks._part import part_of
 from ..positions import RelativeBias
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
-from ._agreement import agree, fingerprint, group_of, require_equal
+from ._agreement import agree, fingerprint, group_of, not_pickled, require_device, require_equal
 from ._collectives import step, sum_dtype, sum_of_gradients
 from ._description import ASPECTS, aspects_of
 from ._finding import attention_parts
@@ -98,7 +98,20 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
         for change in plan.changes:
             change(mesh)
         module.register_forward_pre_hook(_SameGenerator(mesh))
+        module.register_load_state_dict_pre_hook(_require_split_state)
     return module
+
+
+def _require_split_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Raise for a `state_dict` of whole parameters."""
+    for name, parameter in module.named_parameters():
+        own = state.get(prefix + name)
+        if isinstance(parameter, DTensor) and isinstance(own, Tensor) and not isinstance(own, DTensor):
+            fix = (
+                "Load it before tensor_parallel, or with set_model_state_dict(module, state_dict, "
+                "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict."
+            )
+            raise ArgumentError(f"state_dict: {prefix}{name}", expected="a DTensor", got="a plain tensor", fix=fix)
 
 
 class _SameGenerator:
@@ -120,6 +133,9 @@ class _SameGenerator:
 
     def __deepcopy__(self, memo: object) -> _SameGenerator:
         return _SameGenerator(self._mesh)
+
+    def __reduce__(self) -> str:
+        raise not_pickled(_WHERE)
 
 
 def _drops_whole(module: nn.Module) -> bool:
@@ -155,6 +171,9 @@ class _Heads:
         return self.mesh.get_group()
 
     def enter(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        for x in inputs:
+            if x is not None:
+                require_device(_WHERE, "query", x, self.mesh.device_type)
         # One DTensor for one tensor: gradients of the projections are added before they are summed over processes.
         entered: dict[int, Tensor] = {}
         for x in inputs:
@@ -205,6 +224,9 @@ class _Heads:
 
     def __deepcopy__(self, memo: object) -> _Heads:
         return self
+
+    def __reduce__(self) -> str:
+        raise not_pickled(_WHERE)
 
 
 def _none() -> list[Any]:
@@ -346,9 +368,7 @@ class _Plan:
                 expected, fix = f"a multiple of the mesh's W = {self.world} features", "Use a mesh of another size."
                 raise ArgumentError(name, expected=expected, got=str(size), fix=fix)
         self._add_parameters(name, module, placed)
-        self.changes.append(
-            lambda mesh: _hook(module, partial(_empty_first, partial(_placed, mesh, input, name)), output)
-        )
+        self.changes.append(lambda mesh: _hook(module, partial(_as_rows, partial(_placed, mesh, input, name)), output))
 
     def _add_norm(self, name: str, module: nn.Module, input: Placement, placements: dict[str, Placement]) -> None:
         """A module on tensors that are placed so, before and after it."""
@@ -432,21 +452,27 @@ def _hook(module: nn.Module, enter: Callable[[Tensor], Tensor], leave: Callable[
 
     def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
         left = leave(output)
-        dim = getattr(inputs[0], "_empty_dim", 0)
-        return left.transpose(0, dim) if dim else left
+        leading = getattr(inputs[0], "_leading", None)
+        return left if leading is None else left.view(*leading, left.shape[-1])
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)
 
 
-def _empty_first(enter: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The input of a linear layer. `DTensor` divides by a length of zero in its view of (0, E) as (B, 0, E)."""
+def _as_rows(enter: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The input of a linear layer, in which one without a position (B, 0, E) becomes (0, E).
+
+    A linear layer views an input of more dimensions as rows and back. `DTensor`'s rules for views divide by sizes and
+    compare products of sizes: with a size of zero they raise, or never end.
+    """
     placed = enter(x)
-    if placed.numel() == 0 and placed.shape[0] != 0:
-        dim = placed.shape.index(0)
-        placed = placed.transpose(0, dim)
-        placed._empty_dim = dim  # pyright: ignore[reportAttributeAccessIssue] # for the hook that takes it back
-    return placed
+    leading = placed.shape[:-1]
+    if len(leading) < 2 or 0 not in leading:
+        return placed
+    empty = leading.index(0)
+    rows = placed.sum([dim for dim in range(len(leading)) if dim != empty])  # no view, also in its gradient
+    rows._leading = leading  # pyright: ignore[reportAttributeAccessIssue] # for the hook that takes it back
+    return rows
 
 
 def _enter_once(module: nn.Module, name: str, mesh: DeviceMesh) -> None:

@@ -106,7 +106,7 @@ class record(Drawable, Recorded):
             ``src_key_padding_mask``, by name or in a batch given as a dictionary, else all.
         keep: ``"queries_keys"`` also keeps query and key of every call, for `weights` and `rollout` later.
             Default ``"statistics"``.
-        rows, top_k, map_size, map_pooling, sink_keys, offsets, per: as for `attention_statistics`.
+        queries, top_k, map_size, map_pooling, sink_keys, offsets, per: as for `attention_statistics`.
 
     Raises:
         RecordError: at the end of the block if no attention was seen at all, or compiled functions attended. In a call

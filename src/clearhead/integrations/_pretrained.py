@@ -14,8 +14,18 @@ _BEFORE = "_clearhead_attention_before"
 #: What Clearhead is chosen over; anything else was chosen for its own sake.
 _COMMON = ("eager", "sdpa")
 
-#: Models whose attention takes arguments that Clearhead refuses (docs/which-models.md).
-_REFUSED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "inkling2", "inkling2_text")
+#: Models whose attention takes arguments that Clearhead refuses (docs/model-table.md).
+_REFUSED = (
+    "axk2",
+    "deepseek_v32",
+    "dots3_note_text",
+    "glm_moe_dsa",
+    "hy_v4",
+    "inkling2",
+    "inkling2_text",
+    "mistral_large4",
+    "mistral_large4_text",
+)
 
 
 def models_of_transformers(model: nn.Module) -> dict[str, Any]:

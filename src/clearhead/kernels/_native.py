@@ -236,7 +236,9 @@ def native_gradients_of_some_keys(
     """
     arguments = arguments_of(call)
     plan, extras = arguments.plan(differentiable=True), arguments.extras
-    query, key, value, _ = plan.backward(*arguments.inputs, output, lse, output_gradient, None, extras)
+    query, key, value, _ = plan.backward(
+        *arguments.inputs, output, lse, output_gradient, None, extras, whole_rows=False
+    )
     return query, key, value
 
 

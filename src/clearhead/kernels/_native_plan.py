@@ -200,6 +200,8 @@ class NativePlan:
         lse_gradient: Tensor | None = None,
         extras: Extras = NO_EXTRAS,
         bias_gradient: Tensor | None = None,
+        *,
+        whole_rows: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gradients of query, key and value, and δ − dl (B, H, L), from which that of the sinks follows.
 
@@ -210,6 +212,7 @@ class NativePlan:
             output_gradient: (B, H, L, Dv).
             lse_gradient: (B, H, L), or ``None``.
             bias_gradient: an `empty_bias_gradient`, if it is wanted.
+            whole_rows: whether output and lse are those of these keys, and not of a larger call.
         """
         dq, dk, dv = (query.new_empty_strided(shape, strides) for shape, strides in self._gradients)
         # float32 is enough: unlike lse it is no exponent, and its rounding stays a rounding.
@@ -232,6 +235,7 @@ class NativePlan:
             dv.data_ptr(),
             correction.data_ptr(),
             _address(bias_gradient),
+            int(whole_rows),
         )
         return dq, dk, dv, correction
 

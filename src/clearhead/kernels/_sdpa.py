@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._call.heads import fold_group, unfold_group
 from .._call.spec import AttentionCall, AttentionSpec, Results
-from .._environment import fused_sdpa_choice, is_tracing
+from .._environment import fused_sdpa_choice, is_tracing, sdpa_settings
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share
@@ -105,7 +105,7 @@ def _is_fused(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
         dtype = spec.compute_dtype if mask.has_bias else spec.dtype
     layouts = tuple((layout.shape, layout.has_whole_rows) for layout in (spec.query, spec.key, spec.value))
     options = (spec.dropout_p > 0, spec.needs_gradients, causal, _folds(spec, mask, grid))
-    return _has_fused_path(layouts, spec.dtype, spec.device, dtype, *options)
+    return _has_fused_path(layouts, spec.dtype, spec.device, dtype, *options, sdpa_settings())
 
 
 @lru_cache(256)
@@ -118,6 +118,7 @@ def _has_fused_path(
     gradients: bool,
     causal: bool,
     folded: bool,
+    settings: tuple[object, ...],  # not read here, but PyTorch's answer depends on them
 ) -> bool:
     if fused_sdpa_choice is None:
         return False
@@ -134,7 +135,9 @@ def _has_fused_path(
         query = fold_group(query, key.shape[1])
     mask = None
     if mask_dtype is not None:
-        mask = torch.empty(1, dtype=mask_dtype, device=device).expand((*query.shape[:3], key.shape[2]))
+        # `_with_whole_rows` sees to it that the lowered mask has such rows too.
+        keys = key.shape[2]
+        mask = torch.empty(keys, dtype=mask_dtype, device=device).expand((*query.shape[:3], keys))
     return fused_sdpa_choice(query, key, value, mask, 0.5 if drops else 0.0, causal, enable_gqa=grouped) != _MATH
 
 
@@ -205,4 +208,17 @@ def _lower_tensor(mask: Mask, call: AttentionCall, group: int) -> Tensor | None:
         found = torch.where(visible, nothing, float("-inf"))
     if found is not None and masked is not None and found.dtype != torch.bool:
         found = found.masked_fill(masked, 0)
-    return found if found is None or group == 1 else _fold_mask(found, call)
+    if found is None:
+        return None
+    return _with_whole_rows(found if group == 1 else _fold_mask(found, call), call.key.shape[2])
+
+
+def _with_whole_rows(mask: Tensor, keys: int) -> Tensor:
+    """The mask with the numbers of a row side by side, without which PyTorch has no fused kernel but on the CPU.
+
+    What broadcasts along the other dimensions is not written out.
+    """
+    if mask.is_cpu or (mask.shape[3] == keys and mask.stride(3) == 1):
+        return mask
+    once = mask[tuple(slice(0, 1) if step == 0 else slice(None) for step in mask.stride()[:3])]
+    return once.expand(-1, -1, -1, keys).contiguous().expand(*mask.shape[:3], keys)

@@ -31,6 +31,7 @@ class Sizes:
     query_length: int | None = None
     key_length: int | None = None
     fewest_keys: int = 0  # of lengths, which leave S open but need room for the longest
+    device: torch.device | None = None  # of a prepared mask; others follow the call
 
     @staticmethod
     def of(
@@ -47,6 +48,7 @@ class Sizes:
             self.query_length if self.query_length is not None else other.query_length,
             self.key_length if self.key_length is not None else other.key_length,
             max(self.fewest_keys, other.fewest_keys),
+            self.device if self.device is not None else other.device,
         )
 
 
@@ -62,7 +64,7 @@ class Tools:
 
     grid_for: Callable[..., Grid]  # of the arguments of `Mask.dense`
     dense: Callable[[Mask, Grid], Tensor]
-    prepared: Callable[[Mask, Grid, bool, bool], Mask]
+    prepared: Callable[[Mask, Grid, bool, bool, bool], Mask]
     check: Callable[[Mask, Grid], MaskReport]
     draw: Callable[[Mask], str]
     from_tensor: Callable[[object], Mask]
@@ -231,6 +233,7 @@ class Mask(ABC):
         num_heads: int | None = None,
         query_positions: Tensor | int | None = None,
         key_positions: Tensor | int | None = None,
+        device: torch.device | str | None = None,
     ) -> Mask:
         """Fix the mask for one grid, so that many calls lower it once.
 
@@ -242,13 +245,17 @@ class Mask(ABC):
             query_length, key_length, query_positions, key_positions: of the calls; as for `dense`.
             batch_size, num_heads: B and H of the calls. Left out they stay open, where the mask itself depends on
                 neither; else as for `dense`.
+            device: of the calls. Defaults to the device of the mask's tensors and positions. Without any of these it
+                stays open: the mask fits every device.
 
         Returns:
-            A `PreparedMask`, which `clearhead.attention` and the modules take like any mask. A call of other sizes or
-            positions is refused.
+            A `PreparedMask`, which `clearhead.attention` and the modules take like any mask. A call of other sizes,
+            of other positions or on another device is refused.
 
         Raises:
-            ArgumentError: for a mask with a bias that requires grad. And what `dense` raises.
+            ArgumentError: for a mask with a bias that requires grad.
+            DeviceError: for a device that this machine does not have, or that the mask's tensors are not on.
+            And what `dense` raises.
 
         Example:
             >>> import torch, clearhead
@@ -262,11 +269,14 @@ class Mask(ABC):
             torch.Size([2, 5, 12])
         """
         tools = _tools()
-        grid = tools.grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+        positions = query_positions, key_positions
+        grid = tools.grid_for(self, query_length, key_length, batch_size, num_heads, *positions, device=device)
         known = self.sizes()
         # Positions of several items fix B as tensors of the mask do; the grid's B shows it.
         open_batch = batch_size is known.batch_size is None and grid.batch_size == 1
-        return tools.prepared(self, grid, open_batch, num_heads is known.num_heads is None)
+        holds_tensors = any(isinstance(each, Tensor) for each in (*positions, *self.tensors(), *self.bias_tensors()))
+        open_device = device is known.device is None and not holds_tensors
+        return tools.prepared(self, grid, open_batch, num_heads is known.num_heads is None, open_device)
 
     def check(
         self,

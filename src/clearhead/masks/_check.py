@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import INTEGERS, integer, strided
+from .._checks import INTEGERS, existing_device, integer, strided
 from ..errors import ArgumentError, ClearheadError, DeviceError, ShapeError, shape_text
 from ._base import Mask
 from ._coverage import find_coverage
@@ -53,6 +53,7 @@ def grid_for(
     num_heads: int | None = None,
     query_positions: Tensor | int | None = None,
     key_positions: Tensor | int | None = None,
+    device: torch.device | str | None = None,
 ) -> Grid:
     """The sizes that were given, completed by what the mask's own tensors say."""
     known = mask.sizes()
@@ -83,7 +84,7 @@ def grid_for(
         num_heads=1 if heads is None else heads,
         query_length=length,
         key_length=keys,
-        device=_device_of(mask) or torch.device("cpu"),
+        device=_device_of(mask) if device is None else existing_device(device),
         query_positions=query_positions,
         key_positions=key_positions,
     )
@@ -142,8 +143,10 @@ def _require_positions(name: str, positions: Tensor | int | None, grid: Grid, le
         raise ShapeError(name, expected=f"{length} positions", got=got, fix=fix)
 
 
-def _device_of(mask: Mask) -> torch.device | None:
-    return next((tensor.device for tensor in (*mask.bias_tensors(), *mask.tensors())), None)
+def _device_of(mask: Mask) -> torch.device:
+    known = mask.sizes().device
+    devices = (tensor.device for tensor in (*mask.bias_tensors(), *mask.tensors()))
+    return next(devices, torch.device("cpu")) if known is None else known
 
 
 def _per_item(seen: Tensor, grid: Grid) -> Tensor:

@@ -39,18 +39,21 @@ class PreparedMask(Wrapping):
         torch.Size([2, 3, 5, 4])
     """
 
-    def __init__(self, mask: Mask, grid: Grid, any_batch: bool = False, any_heads: bool = False) -> None:
+    def __init__(
+        self, mask: Mask, grid: Grid, any_batch: bool = False, any_heads: bool = False, any_device: bool = False
+    ) -> None:
         super().__init__(mask)
         self._grid = grid
         self._any = any_batch, any_heads
+        self._device = None if any_device else grid.device
         self._held: dict[Hashable, Any] = {}
 
     def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
         # What is made here would belong to that graph or transform, and to no later call.
         if is_tracing() or is_transformed():
             return make()
-        # B and H may have been left open, and what is lowered can have their size.
-        key = key, grid.batch_size, grid.num_heads
+        # These may have been left open, and what is lowered can have their size, or lie on the device.
+        key = key, grid.batch_size, grid.num_heads, grid.device
         if key not in self._held:
             # Inference tensors could not be saved for the backward pass of a later call.
             with torch.inference_mode(False), torch.no_grad():
@@ -63,11 +66,12 @@ class PreparedMask(Wrapping):
 
     def validate(self, grid: Grid) -> None:
         own = self._grid
-        if grid.device != own.device:
+        if self._device is not None and grid.device != self._device:
             raise DeviceError(
                 "mask prepare(...)",
-                expected=f"a call on {own.device}, for which it was prepared",
+                expected=f"a call on {self._device}, for which it was prepared",
                 got=f"one on {grid.device}",
+                fix="Prepare the mask with device=query.device.",
             )
         expected, came = self._sizes_of(own), self._sizes_of(grid)
         if expected != came:
@@ -88,7 +92,7 @@ class PreparedMask(Wrapping):
 
     def sizes(self) -> Sizes:
         known = self._sizes_of(self._grid)
-        return Sizes(known.get("B"), known.get("H"), known["L"], known["S"])
+        return Sizes(known.get("B"), known.get("H"), known["L"], known["S"], device=self._device)
 
     def structure(self, grid: Grid) -> Structure:
         return self.lowered(grid, "structure", lambda: self._mask.structure(grid))
@@ -172,7 +176,7 @@ class _SharedMask(Wrapping):
         return self._mask.fits_any_call
 
 
-def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool) -> PreparedMask:
+def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool, any_device: bool) -> PreparedMask:
     """A snapshot of a mask for a grid; see `Mask.prepare`.
 
     Args:
@@ -180,6 +184,7 @@ def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool) -> Prepar
         grid: whose positions are copied too.
         any_batch, any_heads: whether B and H were left open. They stay open where the mask is the same for all items
             (heads).
+        any_device: whether calls on every device are taken.
     """
     if any(tensor.requires_grad for tensor in mask.bias_tensors()):
         raise ArgumentError(
@@ -196,7 +201,7 @@ def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool) -> Prepar
         queries, keys = (_copy(each) if isinstance(each, Tensor) else each for each in given)
         grid = replace(grid, query_positions=queries, key_positions=keys, memo={})
         batch, heads = _depends_on(mask, grid)
-    return PreparedMask(mask, grid, any_batch and not batch, any_heads and not heads)
+    return PreparedMask(mask, grid, any_batch and not batch, any_heads and not heads, any_device)
 
 
 def shared(mask: Mask | None) -> Mask | None:

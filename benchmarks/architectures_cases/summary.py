@@ -1,0 +1,125 @@
+"""What the pages say about a run: small enough to review, and kept in the repository."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from .results import DECODER, LIMIT, Finding, Outcome, Run
+
+__all__ = ["Summary", "describe", "figures", "read_summary", "summarize", "write_summary"]
+
+#: How far gradients may be from float64, in errors of SDPA. Below `LIMIT` the ratio of two errors is chance.
+AS_SDPA = 1.5
+
+Summary = dict[str, Any]
+
+
+def summarize(run: Run) -> Summary:
+    """Counts, largest difference, names by status, and reasons."""
+    outcomes = run.outcomes
+    having = {
+        status: [o for o in outcomes if o.status == status] for status in dict.fromkeys(o.status for o in outcomes)
+    }
+    compared = [o for o in outcomes if o.gradient_errors]
+    return {
+        "versions": run.versions,
+        "date": run.date,
+        "machine": run.machine,
+        "comparisons": sum(o.compared for o in outcomes),
+        "allowed": LIMIT,
+        "largest": max((o.largest for o in outcomes if o.status in ("agrees", "refused")), default=0.0),
+        "counts": {status: _counts(found) for status, found in having.items()},
+        "gradients": _gradients(compared),
+        "agrees": _names(having.get("agrees", [])),
+        "keeps eager": _names(having.get("keeps eager", [])),
+        "refused": {o.name: _refusals(o) for o in having.get("refused", [])},
+        "differs": {o.name: describe(o.wrong[0]) for o in having.get("differs", [])},
+        "known": {o.name: max(found.value for found in o.known) for o in outcomes if o.known},
+        "as far": {o.name: describe(max(o.differences, key=_value)) for o in outcomes if _is_far(o)},
+        "not built": _by_reason(having.get("not built", [])),
+    }
+
+
+def figures(summary: Summary) -> dict[str, str]:
+    """The figures of the pages, by the names of their marks."""
+    counts = summary["counts"]
+    totals = {status: counts.get(status, [0, 0])[0] for status in ("agrees", "keeps eager", "refused", "not built")}
+    found = {f"architectures.{status.replace(' ', '-')}": str(count) for status, count in totals.items()}
+    compared = sum(totals.values()) - totals["not built"]
+    return {
+        **found,
+        "architectures.compared": str(compared),
+        "architectures.all": str(compared + totals["not built"]),
+        "architectures.largest": f"{summary['largest']:.1e}",
+        "architectures.comparisons": str(summary["comparisons"]),
+    }
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """JSON with one line for each list and each entry of a dictionary."""
+    parts = [f"{json.dumps(name)}: {_lines(value)}" for name, value in summary.items()]
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
+def read_summary(path: Path) -> Summary:
+    """What `write_summary` kept."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _lines(value: Any) -> str:
+    if not isinstance(value, dict) or not value:
+        return json.dumps(value, ensure_ascii=False)
+    entries = [f" {json.dumps(name)}: {json.dumps(entry, ensure_ascii=False)}" for name, entry in value.items()]
+    return "{\n" + ",\n".join(entries) + "\n}"
+
+
+def _names(outcomes: list[Outcome]) -> list[str]:
+    return [outcome.name for outcome in outcomes]
+
+
+def _counts(outcomes: list[Outcome]) -> list[int]:
+    """Model types, and those of them that are also built as a decoder."""
+    variants = sum(outcome.name.endswith(DECODER) for outcome in outcomes)
+    return [len(outcomes) - variants, variants]
+
+
+def _gradients(compared: list[Outcome]) -> Summary:
+    """Errors of gradients beside SDPA's: how many were compared, the median ratio, and the models that are worse."""
+    pairs = {o.name: (o.gradient_errors["clearhead"], o.gradient_errors["sdpa"]) for o in compared}
+    worse = {name: list(pair) for name, pair in pairs.items() if pair[0] > max(LIMIT, AS_SDPA * pair[1])}
+    ratios = [own / sdpa for own, sdpa in pairs.values() if sdpa > 0]
+    return {"compared": len(pairs), "median ratio": statistics.median(ratios) if ratios else 0.0, "worse": worse}
+
+
+def _by_reason(outcomes: list[Outcome]) -> dict[str, list[str]]:
+    reasons: dict[str, list[str]] = {}
+    for outcome in sorted(outcomes, key=lambda outcome: (outcome.not_built, outcome.name)):
+        reasons.setdefault(outcome.not_built, []).append(outcome.name)
+    return reasons
+
+
+def _value(found: Finding) -> float:
+    return found.value
+
+
+def _is_far(outcome: Outcome) -> bool:
+    return outcome.status != "differs" and any(found.explained for found in outcome.differences)
+
+
+def describe(found: Finding) -> str:
+    """One thing that is not as with eager attention, in one line."""
+    others = [
+        f"{name} {value:.1e}" for name, value in (("SDPA", found.sdpa), ("float64", found.double)) if value is not None
+    ]
+    value = f"{found.value:.1e} " if found.value else ""
+    beside = f" ({', '.join(others)})" if others else ""
+    return f"{found.route}, {found.observation}: {value}{found.text}{beside}"
+
+
+def _refusals(outcome: Outcome) -> str:
+    """The errors of routes and of requests."""
+    texts = [f"`{route}`: {text}" for route, text in outcome.refused.items()]
+    return "; ".join([*texts, *dict.fromkeys(found.text for found in outcome.errors)])

@@ -1,0 +1,1 @@
+"""The pages of Clearhead and the code that draws their pictures."""

@@ -1,0 +1,24 @@
+"""Draws the SVG pictures of the pages: ``python -m docs.draw`` writes them to ``docs/images``.
+
+Each module of `MODULES` has a dictionary ``PICTURES``: the file's path below ``docs/images`` and the function that
+draws it. Tests compare the files with these functions.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+from .canvas import Canvas
+
+IMAGES = Path(__file__).parent.parent / "images"
+MODULES = ("context_parallel", "mask_gallery", "one_call", "packages", "statistics")
+
+
+def pictures() -> dict[str, Callable[[], Canvas]]:
+    """Every picture: path below ``docs/images`` → function that draws it."""
+    found: dict[str, Callable[[], Canvas]] = {}
+    for module in MODULES:
+        found |= importlib.import_module(f"{__name__}.{module}").PICTURES
+    return found

@@ -1,0 +1,62 @@
+"""Pictures, links and anchors of the pages."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.draw import IMAGES, pictures
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def text_of(page: Path) -> str:
+    """The page without its code."""
+    return re.sub(r"^( *)```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Every anchor of a page, as GitHub makes them from headings."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?) *$", text_of(page), flags=re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").lower()
+        anchor = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        count = sum(1 for each in found if re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", each))
+        found.add(f"{anchor}-{count}" if count else anchor)
+    return found
+
+
+@pytest.mark.parametrize("name", pictures())
+def test_a_committed_picture_is_what_the_code_draws(name: str) -> None:
+    assert (IMAGES / name).read_text(encoding="utf-8") == pictures()[name]().svg(), "run `python -m docs.draw`"
+
+
+@pytest.mark.parametrize("folder", ["masks", "statistics"])
+def test_every_picture_of_a_folder_is_drawn_by_the_code(folder: str) -> None:
+    drawn = {IMAGES / name for name in pictures()}
+    assert set((IMAGES / folder).iterdir()) <= drawn
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_image_exists_and_has_an_alternative_text(page: Path) -> None:
+    for alternative, target in IMAGE.findall(text_of(page)):
+        assert (page.parent / target).is_file(), target
+        assert len(alternative.split()) >= 2, f"{target}: say what is to be seen"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    for target in LINK.findall(text_of(page)):
+        if target.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        other = page.parent / path if path else page
+        assert other.exists(), target
+        if anchor:
+            assert anchor in anchors(other), f"{target}: {other.name} has {sorted(anchors(other))}"
