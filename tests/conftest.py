@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.testing._internal.common_utils  # it loads a profile of its own: ours is loaded after it
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 if os.environ.get("CLEARHEAD_TEST_ISA") == "none":
     sys.modules["clearhead._native._attention"] = None  # type: ignore[assignment]  # its import raises ModuleNotFoundError
@@ -36,6 +36,9 @@ settings.register_profile(
     "ci", max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=_SLOW_DRAWS
 )
 settings.register_profile("full", max_examples=2000, deadline=None, suppress_health_check=_SLOW_DRAWS)
+settings.register_profile(  # a mutant is caught by any failure: no smaller one is looked for
+    "mutants", settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 torch.set_num_threads(1)

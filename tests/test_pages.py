@@ -1,13 +1,15 @@
-"""Pictures, links and anchors of the pages."""
+"""Pictures, links and anchors of the pages, and their order."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
 import pytest
 
 from docs.draw import IMAGES, pictures
+from docs.draw.mask_gallery import GALLERY
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -30,6 +32,12 @@ def anchors(page: Path) -> set[str]:
         count = sum(1 for each in found if re.fullmatch(rf"{re.escape(anchor)}(-\d+)?", each))
         found.add(f"{anchor}-{count}" if count else anchor)
     return found
+
+
+def order() -> list[str]:
+    """The pages in the order of the index, each once."""
+    listed = re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / "index.md").read_text(encoding="utf-8"))
+    return list(dict.fromkeys(listed))
 
 
 @pytest.mark.parametrize("name", pictures())
@@ -60,3 +68,24 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         assert other.exists(), target
         if anchor:
             assert anchor in anchors(other), f"{target}: {other.name} has {sorted(anchors(other))}"
+
+
+def test_every_page_stands_in_the_index_once() -> None:
+    assert sorted(order()) == sorted(page.name for page in DOCS.glob("*.md") if page.name != "index.md")
+
+
+def test_every_page_links_to_the_next() -> None:
+    pages = order()
+    for name, following in itertools.pairwise(pages):
+        last = [line for line in (DOCS / name).read_text(encoding="utf-8").splitlines() if line.strip()][-1]
+        assert last.startswith("Next: ["), f"{name} ends with {last!r}"
+        assert LINK.findall(last) == [following], f"{name} leads to {following}"
+
+
+def test_the_page_of_masks_has_each_picture_beside_its_code() -> None:
+    page = (DOCS / "masks.md").read_text(encoding="utf-8")
+    for name, example in GALLERY.items():
+        rows = [line for line in page.splitlines() if f"(images/masks/{name}.svg)" in line]
+        assert len(rows) == 1, name
+        # A table's cell cannot hold a bare bar.
+        assert f"`{example.code}`" in rows[0].replace("\\|", "|"), name

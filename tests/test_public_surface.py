@@ -6,6 +6,7 @@ import importlib
 import inspect
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 from types import ModuleType
@@ -173,3 +174,20 @@ def test_type_checkers_see_the_types() -> None:
     package = clearhead.__path__[0]
     with open(f"{package}/py.typed") as marker:
         assert marker.read() == ""
+
+
+def test_documented_arguments_are_parameters() -> None:
+    wrong: list[str] = []
+    for module, names in SURFACE.items():
+        for name in names.split():
+            item: Any = getattr(importlib.import_module(module), name)
+            own = [each for each in vars(item).values() if inspect.isfunction(each)] if inspect.isclass(item) else []
+            for function in (item, *own):
+                section = re.search(r"^Args:\n((?: {4}.*\n|\n)+)", f"{inspect.getdoc(function) or ''}\n", re.MULTILINE)
+                if section is None or not callable(function):
+                    continue
+                documented = re.findall(r"^ {4}(\w[\w, ]*):", section[1], re.MULTILINE)
+                known = inspect.signature(function).parameters
+                listed = [each for names in documented for each in names.split(", ")]
+                wrong += [f"{function.__qualname__}: {each}" for each in listed if each not in known]
+    assert not wrong

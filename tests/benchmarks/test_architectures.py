@@ -153,3 +153,15 @@ def test_a_process_without_a_result_is_stopped_and_the_next_architecture_goes_on
     outcomes = list(run_all([LLAMA, LLAMA], jobs=1, seconds=0.5, work=wait_for_ever))
     assert [outcome.errors[0].text for outcome in outcomes] == ["no result after 0 s"] * 2
     assert all(outcome.status == "differs" for outcome in outcomes)
+
+
+@pytest.mark.parametrize("name", ["mistral_large4", "mistral_large4_text"])
+def test_sparse_attention_that_is_refused_is_not_listed_as_not_built(name: str) -> None:
+    pytest.importorskip("transformers.models.mistral_large4")
+    import clearhead.integrations.transformers  # noqa: F401  (registers the implementation)
+    from benchmarks.architectures_cases.comparing import compare
+
+    (architecture,) = architectures.chosen_architectures([name])
+    found = compare(architecture)
+    assert found.status == "refused", found.not_built
+    assert not found.wrong

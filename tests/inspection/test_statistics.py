@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -274,3 +276,17 @@ def test_only_what_was_asked_for_is_there() -> None:
     with pytest.raises(AttributeError, match=r"received: not among the statistics.*statistics=\('received', \.\.\.\)"):
         _ = found.received
     assert not hasattr(found, "__array__")
+
+
+@pytest.mark.parametrize("args", [(), ({},), ((3, 3, 7), torch.ones(2, 5), {}, None, "query_head")])
+def test_the_class_is_not_for_users_to_call(args: tuple[object, ...]) -> None:
+    with pytest.raises(ArgumentError, match=r"AttentionStatistics\(\.\.\.\): .*clearhead\.attention_statistics"):
+        clearhead.AttentionStatistics(*args)
+
+
+def test_statistics_can_be_copied_and_pickled() -> None:
+    query = torch.randn(2, 3, 5, 7)
+    found = clearhead.attention_statistics(query, query, statistics=("entropy",))
+    for other in (copy.copy(found), copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert repr(other) == repr(found)
+        assert torch.equal(other.entropy, found.entropy)

@@ -157,6 +157,48 @@ def test_outputs_and_gradients_at_real_tokens(rows: Rows, name: str, kind: str) 
             assert (actual - expected).abs().max().item() <= bound * scale
 
 
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification"])
+@pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "DistilBertModel", "ModernBertModel"])
+def test_labels_at_padding_count_as_before(rows: Rows, name: str, head: str) -> None:
+    theirs, ours = pair(build(name, head, num_labels=3))
+    given = inputs_of("right")
+    real, labels = given["attention_mask"].bool(), torch.randint(0, 3, (BATCH, LENGTH))
+    one_only = labels.masked_fill(~real, -100)
+    one_only[1, -1] = 2
+    for each, unpadded in ((labels, False), (labels.masked_fill(~real, -100), True), (one_only, False)):
+        found: list[Tensor] = []
+        for model in (theirs, ours):
+            loss = model(**given, labels=each).loss
+            found += [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+        assert rows.unpadded == unpadded
+        count = len(found) // 2
+        for actual, expected in zip(found[count:], found[:count], strict=True):
+            assert (actual - expected).abs().max() <= 2e-5 * max(1.0, float(expected.abs().max()))
+    ours(**given)
+    assert rows.unpadded
+
+
+def test_labels_of_a_head_that_ignores_padding_itself(rows: Rows) -> None:
+    theirs, ours = pair(build("ElectraModel", "ForPreTraining"))
+    given = inputs_of("right") | {"labels": torch.randint(0, 2, (BATCH, LENGTH))}
+    torch.testing.assert_close(ours(**given).loss, theirs(**given).loss, rtol=2e-5, atol=0)
+    assert rows.unpadded
+
+
+def test_the_forward_of_a_head_is_restored_and_can_be_copied() -> None:
+    model = build("BertModel", "ForMaskedLM")
+    clearhead.upgrade(model, unpad=True)
+    assert inspect.signature(model.forward) == inspect.signature(type(model).forward.__get__(model))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.forward.args == (other,)
+    clearhead.downgrade(model)
+    assert "forward" not in vars(model)
+    model.forward = model.forward
+    report = clearhead.upgrade(model, unpad=True)
+    assert not report.unpadded
+    assert "the forward of BertForMaskedLM was replaced" in str(report)
+
+
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForMaskedLM", "ForTokenClassification"])
 @pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "DistilBertModel", "ElectraModel", "ModernBertModel"])
 def test_heads_give_the_same_loss(rows: Rows, name: str, head: str) -> None:

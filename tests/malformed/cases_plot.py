@@ -93,6 +93,12 @@ def _() -> Call:
     return Call(plot.compare, given)
 
 
+@case("plot.Comparison", weight=2)
+def _() -> Call:
+    given = {"first": recorded(), "second": recorded(), "tokens": [NAMES, NAMES], "other_tokens": [NAMES, NAMES]}
+    return Call(plot.Comparison, given)
+
+
 @case("plot.plot_image", weight=1)
 def _() -> Call:
     given = {"image": torch.rand(4, 4, 3), "layer": 0, "head": 1, "query": (0, 1), "item": 0}

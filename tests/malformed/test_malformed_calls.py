@@ -55,7 +55,6 @@ WITHOUT_CASES = {
     "AttentionStatistics": "made by attention_statistics; its methods have cases",
     "Cache": "abstract",
     "KeyValues": "a tuple that caches return",
-    "Comparison": "made by compare; its methods are those of page and plot_heads",
     "CrossKVCache": "takes no arguments",
     "DecoderCache": "a tuple of two caches",
     "DecoderWeights": "a tuple that layers return",

@@ -262,7 +262,7 @@ def test_an_encoder_built_from_an_upgraded_layer(x: Tensor) -> None:
     model = nn.TransformerEncoder(layer, 2).eval()
     assert all(type(part.self_attn) is clearhead.nn.MultiheadAttention for part in model.layers)
 
-    report = clearhead.upgrade(model)  # what the error about nested tensors tells people to do
+    report = clearhead.upgrade(model)
     assert report.encoders == ("",)
     assert bool(model(x, src_key_padding_mask=PADDING).isfinite().all())
 

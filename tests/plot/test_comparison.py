@@ -184,3 +184,23 @@ def test_encoder_and_decoder_are_compared_section_by_section() -> None:
     assert [values.shape for values in comparison.divergence.values()] == [(2,)] * 3
     contents = Contents(comparison.page([str(place) for place in range(5)]).text)
     assert len(contents.data["sections"]) == 3
+
+
+def test_a_comparison_that_is_built_checks_its_arguments() -> None:
+    eye = torch.eye(3).expand(2, 3, 3)
+    first, second = given([eye]), given([torch.full((2, 3, 3), 1 / 3)])
+    built = clearhead.plot.Comparison(first, second, ["a", "b", "c"], ["a", "b", "d"])
+    assert torch.equal(
+        built.divergence["0"],
+        first.compare(second, tokens=["a", "b", "c"], other_tokens=["a", "b", "d"]).divergence["0"],
+    )
+    assert torch.equal(clearhead.plot.Comparison(first, second).divergence["0"], first.compare(second).divergence["0"])
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        ((1, second), "first: expected a clearhead.record, or clearhead.plot.given.* got 1"),
+        ((first, None), "second: expected a clearhead.record, or clearhead.plot.given.* got None"),
+        ((first, second, 5), "tokens: expected "),
+        ((first, second, None, 5), "other_tokens: expected "),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(DTypeError, match=message):
+            clearhead.plot.Comparison(*arguments)

@@ -38,12 +38,13 @@ def snapshot(held: Any, depth: int = 7) -> Any:
 
 def _of_tensor(tensor: Tensor) -> Any:
     about = (type(tensor).__name__, tensor.dtype, str(tensor.device), tensor.layout, tensor.requires_grad)
-    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+    lazy = nn.parameter.is_lazy(tensor)
+    if lazy or tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return about
     grad = None if not tensor.is_leaf or tensor.grad is None else _of_tensor(tensor.grad)
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    flat = plain.contiguous().reshape(-1).clone()
-    return *about, tuple(tensor.shape), tensor.stride(), bytes(flat.view(torch.uint8).tolist()), grad
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    flat.copy_(tensor.detach().as_subclass(Tensor).reshape(-1))
+    return *about, tuple(tensor.shape), tensor.stride(), flat.view(torch.uint8).numpy().tobytes(), grad
 
 
 def _of_cache(cache: Cache) -> Any:

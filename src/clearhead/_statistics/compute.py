@@ -147,7 +147,7 @@ def compute_statistics(
         counted = _counted_here(call, counted)
         results["hidden_queries"] = (~sees).sum(-1)  # (B, H)
         results["sees"] = sees
-        found = AttentionStatistics(sizes, counted, results, options, per)
+        found = AttentionStatistics.computed(sizes, counted, results, options, per)
         return found if part is None else found.with_totals(part.totals)
 
 

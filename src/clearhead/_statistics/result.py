@@ -45,16 +45,38 @@ class AttentionStatistics:
         (torch.Size([2, 4, 5]), torch.Size([2, 4, 5, 3]))
     """
 
-    def __init__(self, sizes: Sizes, counted: Tensor, results: dict[str, Any], options: Options, per: Per) -> None:
-        self.batch_size, self.query_length = counted.shape
-        self.num_heads, self.num_kv_heads, self.key_length = sizes
-        #: Which heads the results hold.
-        self.heads = tuple(range(self.num_kv_heads if per == "kv_head" else self.num_heads))
-        self.counted = counted
-        self.options = options
-        self.results = results
-        #: Of a part, sums over the counted queries of all processes, (H,) each, and ``seeing``, how many see a key.
-        self.totals: dict[str, Tensor] | None = None
+    batch_size: int
+    query_length: int
+    num_heads: int
+    num_kv_heads: int
+    key_length: int
+    #: Which heads the results hold.
+    heads: tuple[int, ...]
+    counted: Tensor
+    options: Options
+    results: dict[str, Any]
+    #: Of a part, sums over the counted queries of all processes, (H,) each, and ``seeing``, how many see a key.
+    totals: dict[str, Tensor] | None
+
+    def __init__(self, *_: object, **__: object) -> None:
+        raise ArgumentError(
+            "AttentionStatistics(...)",
+            expected="statistics of an attention call",
+            got="a call of the class",
+            fix="Compute them with clearhead.attention_statistics(query, key, ...), or record a model.",
+        )
+
+    @classmethod
+    def computed(
+        cls, sizes: Sizes, counted: Tensor, results: dict[str, Any], options: Options, per: Per
+    ) -> AttentionStatistics:
+        """The statistics that were computed of a call."""
+        found = cls.__new__(cls)
+        found.batch_size, found.query_length = counted.shape
+        found.num_heads, found.num_kv_heads, found.key_length = sizes
+        found.heads = tuple(range(sizes.num_kv_heads if per == "kv_head" else sizes.num_heads))
+        found.counted, found.options, found.results, found.totals = counted, options, results, None
+        return found
 
     @property
     def is_part(self) -> bool:

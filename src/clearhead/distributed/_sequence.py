@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary
 
@@ -118,13 +119,15 @@ class _Mark(NamedTuple):
 
 
 #: Marks of tensors by group. They end with the tensor, and no result of an operation has one.
-_marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_marks = cast("MutableMapping[Tensor, MutableMapping[dist.ProcessGroup, _Mark]]", WeakIdKeyDictionary())
 
 
 def _mark(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> None:
     if is_tracing() or tensor.is_inference():  # these have no version
         return
-    _marks.setdefault(tensor, WeakKeyDictionary())[group] = _Mark(kind, tensor._version)
+    if tensor not in _marks:
+        _marks[tensor] = WeakKeyDictionary()
+    _marks[tensor][group] = _Mark(kind, tensor._version)
 
 
 def require_parts(group: dist.ProcessGroup, layout: Layout, **tensors: object) -> None:
@@ -136,8 +139,10 @@ def require_parts(group: dist.ProcessGroup, layout: Layout, **tensors: object) -
         tensors: arguments by name.
     """
     for name, tensor in tensors.items():
-        mark = _marks.get(tensor, {}).get(group) if isinstance(tensor, Tensor) else None
-        if mark is None or mark.version != cast(Tensor, tensor)._version or mark.kind == layout:
+        if not isinstance(tensor, Tensor) or tensor not in _marks:
+            continue
+        mark = _marks[tensor].get(group)
+        if mark is None or mark.version != tensor._version or mark.kind == layout:
             continue
         if mark.kind == "whole":
             fix = f'Give each process its part: shard_sequence(tensor, mesh, layout="{layout}").'

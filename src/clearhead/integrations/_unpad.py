@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard, cast
 
@@ -42,6 +43,10 @@ _HEADS_OF_TOKENS = ("ForMaskedLM", "ForTokenClassification", "ForPreTraining")
 #: Heads whose loss is a softmax over all columns, padding included.
 _HEADS_OF_PADDING = ("ForQuestionAnswering",)
 
+#: Heads whose loss leaves labels at padding out, whatever they are.
+_HEADS_WITHOUT_PADDING = ("ElectraForPreTraining",)
+_IGNORED = -100  # the label that PyTorch's cross-entropy leaves out
+
 #: Whose layers work token by token.
 _LIBRARIES = frozenset({"clearhead", "peft", "torch", "torchao", "transformers"})
 #: But for these: dynamic quantisation takes one scale from all activations, padding included.
@@ -74,6 +79,8 @@ def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
         return "it runs without padding already"
     if "forward" in encoder.__dict__:
         return "its forward was replaced"
+    if head is not None and "forward" in head.__dict__ and not _is_partial_of(head, _forward_of_head):
+        return f"the forward of {type(head).__name__} was replaced"
     if any(not parameter.is_cpu for parameter in encoder.parameters()):
         return "it is not on the CPU"
     if type(head).__name__.endswith(_HEADS_OF_PADDING):
@@ -91,14 +98,20 @@ def leave_out_padding(encoder: nn.Module, head: nn.Module | None) -> None:
     forward: Any = functools.partial(_forward, encoder, pooler is not None or not of_tokens)
     forward.__wrapped__ = encoder.forward  # for its signature
     encoder.forward = forward
+    if head is not None and "forward" not in head.__dict__ and type(head).__name__ not in _HEADS_WITHOUT_PADDING:
+        of_head: Any = functools.partial(_forward_of_head, head)
+        of_head.__wrapped__ = head.forward
+        head.forward = of_head
     if pooler is not None:
         _unhook(pooler)
         pooler.register_forward_pre_hook(_pad_for_pooler, prepend=True)
 
 
-def keep_padding(encoder: nn.Module) -> None:
+def keep_padding(encoder: nn.Module, head: nn.Module | None) -> None:
     """Undo `leave_out_padding`."""
     del encoder.forward
+    if head is not None and _is_partial_of(head, _forward_of_head):
+        del head.forward
     pooler = cast("nn.Module | None", getattr(encoder, "pooler", None))
     if pooler is not None:
         _unhook(pooler)
@@ -111,9 +124,14 @@ def _unhook(pooler: nn.Module) -> None:
 
 def is_unpadded(module: nn.Module) -> bool:
     """Whether `leave_out_padding` was called for a module."""
+    return _is_partial_of(module, _forward)
+
+
+def _is_partial_of(module: nn.Module, function: Callable[..., Any]) -> bool:
+    """Whether the forward of a module was replaced by this function of it."""
     own = module.__dict__.get("forward")
     own = getattr(own, "__func__", own)  # accelerate's unwrap_model binds it once more
-    return isinstance(own, functools.partial) and own.func is _forward
+    return isinstance(own, functools.partial) and own.func is function
 
 
 @dataclass(frozen=True)
@@ -159,9 +177,34 @@ class _Packed:
 
 class _Running(threading.local):
     forwards: tuple[_Packed, ...] = ()
+    labels_padding: bool = False  # the head that is running scores padding too
 
 
 _running = _Running()
+
+
+def _forward_of_head(head: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a head, whose encoder runs padded where labels at padding count in the loss."""
+    if args and args[0] is head:  # accelerate's unwrap_model binds it once more
+        args = args[1:]
+    before = _running.labels_padding
+    _running.labels_padding = not is_tracing() and _labels_padding(type(head), args, kwargs)
+    try:
+        return type(head).forward(head, *args, **kwargs)
+    finally:
+        _running.labels_padding = before
+
+
+def _labels_padding(kind: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a head has labels (B, L) that are not ignored at padding."""
+    given = dict(zip(_parameters(kind), args, strict=False)) | kwargs
+    labels, mask = given.get("labels"), given.get("attention_mask")
+    if not isinstance(labels, Tensor) or not _is_padding(mask):
+        return False
+    # On the CPU alone, so that no accelerator is waited for; elsewhere encoders run padded.
+    if not labels.is_cpu or labels.shape != mask.shape:
+        return False
+    return bool(((labels != _IGNORED) & mask.logical_not()).any())
 
 
 def _forward(encoder: nn.Module, reads_first: bool, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +218,7 @@ def _forward(encoder: nn.Module, reads_first: bool, *args: Any, **kwargs: Any) -
     if args and args[0] is encoder:  # accelerate's unwrap_model binds it once more
         args = args[1:]
     forward = type(encoder).forward
-    found = None if is_tracing() else _pack(encoder, reads_first, args, kwargs)
+    found = None if is_tracing() or _running.labels_padding else _pack(encoder, reads_first, args, kwargs)
     if found is None:
         return forward(encoder, *args, **kwargs)
     packed, row = found

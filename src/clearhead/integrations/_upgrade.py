@@ -120,7 +120,7 @@ def downgrade(model: nn.Module) -> UpgradeReport:
     pretrained = models_of_transformers(model)
     unpadded = [name for name, each in pretrained.items() if is_unpadded(each)]
     for name in unpadded:
-        keep_padding(pretrained[name])
+        keep_padding(pretrained[name], head_of(pretrained, name))
     layers = own_linears(model)
     for layer in layers.values():
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]

@@ -19,6 +19,7 @@ from ..errors import ArgumentError, ClearheadError, ShapeError, shape_text
 from ..masks._grid import Grid
 from ._convention import hidden_mask
 from ._errors import also_pytorchs
+from ._nested import is_nested_sequence, nest_again, pad_nested
 from ._projection import append_keys, project
 
 
@@ -120,7 +121,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Attend from `query` to `key` and mix `value`.
 
         Args:
-            query: (L, N, E), (N, L, E) if ``batch_first``, or (L, E) without a batch.
+            query: (L, N, E), (N, L, E) if ``batch_first``, or (L, E) without a batch. For self-attention also one
+                nested tensor with ``layout=torch.strided`` as query, key and value, without masks; the output is
+                nested too, and weights are padded with zeros.
             key: (S, N, kdim), (N, S, kdim) or (S, kdim).
             value: (S, N, vdim), (N, S, vdim) or (S, vdim).
             key_padding_mask: (N, S), or (S,) without a batch; bool ``True`` = hidden, or float, added to scores.
@@ -139,10 +142,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         environment = read_environment()
         try:
             wanted, is_causal = weights_wanted(need_weights, average_attn_weights), flag("is_causal", is_causal)
+            padding = None
+            if is_nested_sequence(query, key, value):
+                has_masks = attn_mask is not None or key_padding_mask is not None
+                query, padding = pad_nested(query, self.embed_dim, has_masks, self.batch_first)
+                key, value, key_padding_mask = query, query, padding
             _require_inputs(self, query, key, value, environment)
             output, weights = self._attend(
                 query, key, value, key_padding_mask, attn_mask, is_causal, wanted, environment
             )
+            if padding is not None:
+                output = nest_again(output, padding)
+                if weights is not None:
+                    rows = padding[:, :, None] if wanted == "average" else padding[:, None, :, None]
+                    weights = weights.masked_fill(rows, 0)
         except ClearheadError as error:
             raise also_pytorchs(error) from error.__cause__
         return output, None if weights is None else weights.to(output.dtype)
@@ -245,9 +258,9 @@ def _require_inputs(
     if query.is_nested or key.is_nested or value.is_nested:
         raise ShapeError(
             "query, key, value",
-            expected="plain tensors",
-            got="nested tensors",
-            fix="In a model with nn.TransformerEncoder, clearhead.upgrade(model) turns its nested tensors off.",
+            expected="plain tensors, or for self-attention one nested tensor with layout=torch.strided",
+            got=", ".join(f"{name} nested, {x.layout}" for name, x in tensors.items() if x.is_nested),
+            fix="Pad them with torch.nested.to_padded_tensor, and pass the padding as key_padding_mask.",
         )
     if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
         problem, fix = "all three-dimensional, or all two-dimensional without a batch", "Add the batch with unsqueeze."

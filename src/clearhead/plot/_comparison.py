@@ -53,7 +53,7 @@ def compare(
     """
     require_record(rec)
     require_record(other, "other")
-    return Comparison(rec, other, as_texts(tokens), as_texts(other_tokens, "other_tokens"))
+    return Comparison(rec, other, tokens, other_tokens)
 
 
 @final
@@ -62,7 +62,11 @@ class Comparison(ComparedRecords):
 
     Args:
         first, second: the records.
-        tokens, other_tokens: their texts, one per batch item or one for all.
+        tokens, other_tokens: their texts, one per batch item or one for all; as for `compare`.
+
+    Raises:
+        DTypeError: for anything that is no record, or no tokens.
+        ShapeError: if the numbers of layers or heads differ, or tokens do not fit.
 
     Example:
         >>> import torch
@@ -72,6 +76,13 @@ class Comparison(ComparedRecords):
         >>> comparison, comparison.divergence["0"]
         (<comparison of 2 heads by divergence>, tensor([0.3183, 0.3183], dtype=torch.float64))
     """
+
+    def __init__(
+        self, first: Recorded, second: Recorded, tokens: Texts | None = None, other_tokens: Texts | None = None
+    ) -> None:
+        require_record(first, "first")
+        require_record(second, "second")
+        super().__init__(first, second, as_texts(tokens), as_texts(other_tokens, "other_tokens"))
 
     def plot_heads(self, statistic: str | None = None, *, ax: Axes | None = None) -> Axes:
         """Draw one number per head, layers × heads.

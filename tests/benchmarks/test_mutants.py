@@ -1,0 +1,67 @@
+"""`python -m benchmarks.mutants` on one mutant of a package of one function, and its faults in C++."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.mutation.native import FAULTS, FOLDER
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SOURCE = "def double(x: int | None) -> int:\n    if x is None:\n        raise ValueError(1 + 2)\n    return x + x\n"
+TEST = """from clearhead.masks.doubling import double
+
+
+def test_double() -> None:
+    assert double({number}) == {twice}
+"""
+
+
+@pytest.fixture(name="checkout")
+def _checkout(tmp_path: Path) -> Path:
+    files = {
+        "pyproject.toml": "[tool.pytest.ini_options]\n",
+        "tests/__init__.py": "",
+        "tests/masks/__init__.py": "",
+        "src/clearhead/__init__.py": "",
+        "src/clearhead/masks/__init__.py": "",
+        "src/clearhead/masks/doubling.py": SOURCE,
+        "tests/masks/test_doubling.py": TEST.format(number=3, twice=6),
+    }
+    for name, text in files.items():
+        path = tmp_path / "checkout" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    subprocess.run(["git", "init", "--quiet", str(tmp_path / "checkout")], check=True)
+    return tmp_path / "checkout"
+
+
+def test_the_faults_in_cpp_fit_the_sources() -> None:
+    assert len(FAULTS) == 20
+    for fault in FAULTS:
+        text = (ROOT / FOLDER / fault.file).read_text(encoding="utf-8")
+        assert fault.apply(text) != text
+
+
+def test_a_mutant_is_caught(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("cosmic_ray")
+    pytest.importorskip("coverage")
+    from benchmarks import mutants
+    from benchmarks.mutation import drawing, forking
+
+    monkeypatch.setattr(mutants, "ROOT", checkout)
+    drawn = drawing.draw(checkout, "src/clearhead/masks", 1, seed=1)
+    found = [each.change for each in drawing.mutants_of(checkout, "src/clearhead/masks/doubling.py")]
+    assert len(found) == 3  # the sum, "is", and "if"; neither the annotation nor the text of the error
+    assert drawn == drawing.draw(checkout, "src/clearhead/masks", 1, seed=1)
+    mutants.main(["--sample", "6", "--seed", "1", "--only", "masks", "--work", str(checkout.parent / "work")])
+    printed = capsys.readouterr().out
+    assert "caught (failed) tests/masks/test_doubling.py::test_double" in printed
+    assert "masks           1 mutants,   0 equivalent,    1 caught, 100.0 %" in printed
+    assert (checkout / "src/clearhead/masks/doubling.py").read_text(encoding="utf-8") == SOURCE
+    assert forking.BROKEN not in range(6)  # the exit statuses of pytest

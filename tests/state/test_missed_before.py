@@ -1,0 +1,174 @@
+"""Faults that a suite once did not notice: each of them, put back, fails a test here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import clearhead
+from clearhead import masks
+from clearhead.errors import KernelError
+from tests.support.exact import exact_attention
+
+B, H, KV, L, S, D = 2, 6, 3, 5, 7, 11
+KERNELS = (None, "native", "sdpa", "chunked", "reference")
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(dtype)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    limit = 1e-10 if found.dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(
+        found.double(), expected.double(), rtol=0, atol=limit * max(1, float(expected.detach().abs().max()))
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("learns", [(0, 1, 2), (0,), (1, 2), ()], ids=str)
+def test_nan_in_a_fully_masked_query(kernel: str | None, dtype: torch.dtype, learns: tuple[int, ...]) -> None:
+    marks = torch.ones(L, S, dtype=torch.bool)
+    marks[1] = False
+    given = [drawn(B, H, L, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype)]
+    given[0][:, :, 1] = torch.nan
+    leaves = [x.requires_grad_(n in learns) for n, x in enumerate(given)]
+    doubles = [x.detach().double().requires_grad_(n in learns) for n, x in enumerate(given)]
+    expected = exact_attention(*doubles, marks[None, None]).output
+    try:
+        with torch.enable_grad() if kernel is None else clearhead.use_kernel(kernel):
+            output = clearhead.attention(*leaves, masks.keep(marks))
+    except KernelError as error:
+        pytest.skip(str(error))
+    close(output, expected)
+    if learns:
+        found = torch.autograd.grad(output.square().sum(), [leaves[n] for n in learns])
+        wanted = torch.autograd.grad(expected.square().sum(), [doubles[n] for n in learns])
+        for mine, theirs in zip(found, wanted, strict=True):
+            close(mine, theirs)
+
+
+@pytest.mark.parametrize("kernel", ["native", "chunked", "reference", None])
+@pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}, {"sinks": True}], ids=str)
+def test_a_loss_of_the_log_sum_exp_alone(kernel: str | None, extras: dict[str, Any]) -> None:
+    given = [drawn(B, H, L, D), drawn(B, KV, S, D), drawn(B, KV, S, D)]
+    sinks = {"sinks": drawn(H).requires_grad_()} if "sinks" in extras else {}
+    options = {**extras, **sinks}
+    leaves = [x.requires_grad_() for x in given]
+    doubles = [x.detach().double().requires_grad_() for x in (*leaves, *sinks.values())]
+    again = {**options, **({"sinks": doubles[3]} if sinks else {})}
+    marks = (torch.arange(L)[:, None] >= torch.arange(S))[None, None]
+    expected = torch.autograd.grad(
+        exact_attention(*doubles[:3], marks, **again).lse.sin().sum(), doubles, materialize_grads=True
+    )
+    with torch.enable_grad() if kernel is None else clearhead.use_kernel(kernel):
+        _, lse = clearhead.attention(*leaves, masks.causal(), return_lse=True, **options)
+    found = torch.autograd.grad(
+        lse.sin().sum(), [*leaves, *sinks.values()], allow_unused=True, materialize_grads=True
+    )  # fmt: skip
+    assert found[0].abs().max() > 0.01
+    for mine, theirs in zip(found, expected, strict=True):
+        close(mine, theirs)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("more", [1, 3])
+@pytest.mark.parametrize("learns", [False, True])
+def test_nan_in_keys_after_the_last_query(kernel: str | None, poison: float, more: int, learns: bool) -> None:
+    """Under a causal mask no query sees key S − 1 where S = L + 1."""
+    given = [drawn(B, H, L, D), drawn(B, KV, L + more, D), drawn(B, KV, L + more, D)]
+    for x in given[1:]:
+        x[:, :, L:] = poison
+    leaves = [x.requires_grad_(learns) for x in given]
+    doubles = [x.detach().double()[:, :, :L].requires_grad_(learns) for x in given]
+    marks = (torch.arange(L)[:, None] >= torch.arange(L))[None, None]
+    expected = exact_attention(*doubles, marks).output
+    try:
+        with torch.enable_grad() if kernel is None else clearhead.use_kernel(kernel):
+            output = clearhead.attention(*leaves, masks.causal())
+    except KernelError as error:
+        pytest.skip(str(error))
+    close(output, expected)
+    if learns:
+        found = torch.autograd.grad(output.square().sum(), leaves)
+        wanted = torch.autograd.grad(expected.square().sum(), doubles)
+        for mine, theirs in zip(found, wanted, strict=True):
+            close(mine[:, :, :L], theirs)
+            assert not mine[:, :, L:].any()
+
+
+E = 96
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "parts", [{}, {"softcap": 0.7}, {"sinks": True}, {"softcap": 0.7, "sinks": True, "scale": 0.4}], ids=str
+)
+def test_a_record_of_an_unpadded_batch(causal: bool, side: str, parts: dict[str, Any]) -> None:
+    length = 317
+    module = clearhead.MultiHeadAttention(E, H, dtype=torch.float64, **parts).eval().requires_grad_(False)
+    if module.sinks is not None:
+        nn.init.normal_(module.sinks)
+    counts, x = torch.tensor([23, 61]), drawn(2, length, E, dtype=torch.float64)
+    at = torch.arange(length)
+    marks = at < counts[:, None] if side == "right" else at >= length - counts[:, None]
+    mask: Any = masks.keep(keys=marks)
+    visible = marks[:, None, None].expand(-1, 1, length, -1)
+    if causal:
+        mask, visible = mask & masks.causal(), visible & (at[:, None] >= at)
+    shapes: list[int] = []
+    hook = module.q_proj.register_forward_pre_hook(lambda _, given: shapes.append(given[0].dim()))
+    with clearhead.record(module, ("rows", "entropy", "max_logit"), keep="queries_keys") as rec:
+        output = module(x, mask=mask)
+    hook.remove()
+    q, k, v = (clearhead.split_heads(p(x), H) for p in (module.q_proj, module.k_proj, module.v_proj))
+    options = {"scale": module.scale, "softcap": module.softcap, "sinks": module.sinks}
+    inside = exact_attention(q, k, v, visible, **options)
+    # Queries before the first key are padding too.
+    rows = marks if causal and side == "left" else torch.ones_like(marks)
+    assert shapes == [2], "the batch was not unpadded, so that this tests nothing"
+    close(output[rows], module.out_proj(clearhead.merge_heads(inside.output))[rows])
+    close(rec[""][0].rows.transpose(1, 2)[rows], inside.weights.transpose(1, 2)[rows])
+    close(rec.weights(0).transpose(1, 2)[rows], inside.weights.transpose(1, 2)[rows])
+    close(rec[""][0].max_logit, inside.scores.masked_fill(~rows[:, None, :, None], -torch.inf).amax((-1, -2)))
+
+
+class Cross(nn.Module):
+    """Queries from one text, keys from another that is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = clearhead.MultiHeadAttention(E, H)
+
+    def forward(self, x: Tensor, memory: Tensor, marks: Tensor) -> Tensor:
+        return self.attend(x, memory, mask=masks.keep(keys=marks))
+
+
+def _divergence(one: Tensor, other: Tensor) -> Tensor:
+    """½ KL(p, m) + ½ KL(q, m) of each row."""
+    middle = (one + other) / 2
+    parts = [torch.where(p > 0, p * (p.clamp_min(1e-300) / middle).log(), 0.0).sum(-1) for p in (one, other)]
+    return sum(parts) / 2  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_compare_of_cross_attention(side: str) -> None:
+    """Queries of another length than the padded keys are all compared, whichever side the padding is on."""
+    model, x = Cross().eval(), drawn(2, L, E)
+    marks = torch.tensor([[True] * S, [False] * 3 + [True] * (S - 3)])
+    marks = marks if side == "left" else marks.flip(1)
+    recs = []
+    for _ in range(2):
+        memory = drawn(2, S, E)
+        with torch.no_grad(), clearhead.record(model, keep="queries_keys") as rec:
+            model(x, memory, marks)
+        recs.append(rec)
+    one, other = (rec.weights(0).double() for rec in recs)
+    found = recs[0].compare(recs[1]).divergence["attend"]
+    torch.testing.assert_close(found, _divergence(one, other).mean((0, 2)).to(found.dtype), rtol=1e-5, atol=1e-7)

@@ -1,0 +1,218 @@
+"""Every option of a module reaches whatever computes its call, or looks at it, as it reaches the plain call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import clearhead
+from clearhead import caches, masks
+from clearhead.positions import Rotary
+from clearhead.transformer import Encoder, EncoderLayer, FeedForward
+from tests.support.projected import KV, B, D, E, H, L, Option, Whole, option, solved
+
+_AT = torch.arange(L)
+_GAP = _AT[:, None] - _AT
+_CAUSAL = (_GAP >= 0)[None, None]
+_MARKS = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0]], dtype=torch.bool)
+_BIAS = torch.linspace(-2, 2, H * L * L, dtype=torch.float64).sin().reshape(1, H, L, L) * 2
+_IDS = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+
+OPTIONS: dict[str, Option] = {
+    "none": Option({}, {}),
+    "softcap": Option({"softcap": 0.8}, {"mask": masks.causal()}, _CAUSAL),
+    "sinks": Option({"sinks": True}, {"mask": masks.causal()}, _CAUSAL),
+    "softcap and sinks": Option({"softcap": 1.5, "sinks": True}, {}),
+    "scale": Option({"scale": 1.3}, {"mask": masks.causal()}, _CAUSAL),
+    "rotary": Option({"position": Rotary(D)}, {"mask": masks.causal()}, _CAUSAL),
+    "positions": Option({"position": Rotary(D)}, {"mask": masks.causal(), "positions": 5}, _CAUSAL),
+    "dropout, switched off": Option({"dropout": 0.9}, {}),
+    "own window": Option({"mask": masks.sliding_window(2, 0)}, {}, ((_GAP >= 0) & (_GAP <= 2))[None, None]),
+    "causal": Option({}, {"mask": masks.causal()}, _CAUSAL),
+    "window": Option({}, {"mask": masks.sliding_window(1, 0)}, ((_GAP >= 0) & (_GAP <= 1))[None, None]),
+    "documents": Option(
+        {}, {"mask": masks.documents(_IDS) & masks.causal()}, (_IDS[:, None] == _IDS)[None, None] & _CAUSAL
+    ),
+    "padding": Option({"sinks": True}, {"mask": masks.keep(keys=_MARKS)}, _MARKS[:, None, None], by_position=False),
+    "bias": Option({"softcap": 2.0}, {"mask": masks.bias(_BIAS)}, None, _BIAS, by_position=False),
+    "bool tensor": Option({}, {"mask": _GAP % 3 != 1}, (_GAP % 3 != 1)[None, None], by_position=False),
+    "both masks": Option(
+        {"mask": masks.sliding_window(3, 0)}, {"mask": masks.keep(keys=_MARKS)},
+        ((_GAP >= 0) & (_GAP <= 3))[None, None] & _MARKS[:, None, None], by_position=False,
+    ),
+}  # fmt: skip
+#: Options that mean the same for tokens that come one by one, or as documents of their own.
+IN_STEPS = [name for name, each in OPTIONS.items() if each.by_position and name not in ("none", "softcap and sinks")]
+
+Module = clearhead.MultiHeadAttention
+Case = tuple[Module, Tensor, Option, Whole]
+
+
+def made(name: str) -> tuple[Module, Tensor, Option, Whole]:
+    item = OPTIONS[name]
+    module, x = option(clearhead.MultiHeadAttention, E, item), torch.randn(B, L, E, dtype=torch.float64)
+    return module, x, item, solved(module, x, item)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance * max(1, float(expected.abs().max())))
+
+
+every_option = pytest.mark.parametrize("name", OPTIONS)
+_KERNELS = (None, "reference", "chunked")
+
+
+@every_option
+def test_the_module_and_its_weights(name: str) -> None:
+    module, x, item, whole = made(name)
+    close(module(x, **item.given), whole.output)
+    for average in (False, True):
+        output, weights = module(x, **item.given, need_weights=True, average_attn_weights=average)
+        close(output, whole.output)
+        close(weights, whole.inside.weights.mean(1) if average else whole.inside.weights)
+
+
+@every_option
+def test_training_and_checkpointing(name: str) -> None:
+    module, x, item, whole = made(name)
+    module.dropout = 0.0
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(solved(module, leaf, item).output.square().sum(), leaf)
+    for run in (module.train(), lambda *args, **given: checkpoint(module, *args, **given, use_reentrant=False)):
+        output = run(leaf, **item.given)
+        close(output, whole.output)
+        close(torch.autograd.grad(output.square().sum(), leaf)[0], expected)
+
+
+@every_option
+def test_a_record(name: str) -> None:
+    module, x, item, whole = made(name)
+    names = ("rows", "received", "max_logit", "entropy", "head_average", "output", "confidence")
+    with clearhead.record(module, names, keep="queries_keys") as rec:
+        close(module(x, **item.given), whole.output)
+    found, inside = rec[""][0], whole.inside
+    logs = torch.where(inside.weights > 0, inside.weights, 1.0).log()
+    close(found.rows, inside.weights)
+    close(found.entropy, -(inside.weights * logs).sum(-1))
+    close(found.received, inside.weights.sum(-2))
+    close(found.head_average, inside.weights.mean(1))
+    close(found.output, inside.output)
+    close(found.confidence, inside.weights.amax(-1))
+    close(found.max_logit, inside.scores.amax((-1, -2)))
+    close(rec.weights(0), inside.weights)
+
+
+@every_option
+def test_an_observer_that_may_change_outputs(name: str) -> None:
+    module, x, item, whole = made(name)
+    seen: dict[int, Tensor] = {}
+
+    def noted(head: int) -> Callable[[Tensor], Tensor]:
+        return lambda output: seen.setdefault(head, output)
+
+    with clearhead.intervene(module, {("", head): noted(head) for head in range(H)}):
+        close(module(x, **item.given), whole.output)
+    close(torch.stack([seen[head] for head in range(H)], 1), whole.inside.output)
+
+
+@every_option
+def test_a_monitor(name: str) -> None:
+    module, x, item, whole = made(name)
+    module.dropout = 0.0
+    told: dict[str, float] = {}
+    with clearhead.monitor(module.train(), 1, ("entropy", "max_logit"), to=lambda step, values: told.update(values)):
+        close(module(x, **item.given), whole.output)
+    logs = torch.where(whole.inside.weights > 0, whole.inside.weights, 1.0).log()
+    entropy, sees = -(whole.inside.weights * logs).sum(-1), whole.inside.weights.sum(-1) > 0
+    # Per head over the queries that see a key, then over the heads.
+    expected = (entropy.sum((0, 2)) / sees.sum((0, 2))).mean()
+    assert told["attention/entropy"] == pytest.approx(float(expected), abs=1e-9)
+    highest = whole.inside.scores.amax((0, 2, 3))
+    assert told["attention/max_logit"] == pytest.approx(float(highest.mean()), abs=1e-9)
+
+
+@every_option
+def test_the_functions(name: str) -> None:
+    module, x, item, whole = made(name)
+    q = clearhead.split_heads(module.q_proj(x), H)
+    k, v = (clearhead.split_heads(projection(x), KV) for projection in (module.k_proj, module.v_proj))
+    if module.position is not None:
+        q, k = module.position(q, k, item.given.get("positions", 0))
+    own, given = module.mask, item.given.get("mask")
+    mask: Any = own if given is None else given if own is None else own & given
+    options: dict[str, Any] = {"scale": module.scale, "softcap": module.softcap, "sinks": module.sinks}
+    options |= {"query_positions": item.given.get("positions"), "key_positions": item.given.get("positions")}
+    for kernel in _KERNELS:
+        forced = torch.no_grad() if kernel is None else clearhead.use_kernel(kernel)
+        with forced:
+            output, lse = clearhead.attention(q, k, v, mask, return_lse=True, **options)
+        close(output, whole.inside.output)
+        close(lse, whole.inside.lse)
+    close(clearhead.attention_weights(q, k, mask, **options), whole.inside.weights)
+    close(clearhead.attention_statistics(q, k, mask, statistics=("rows",), **options).rows, whole.inside.weights)
+
+
+@every_option
+def test_the_layers_of_an_encoder(name: str) -> None:
+    module, x, item, whole = made(name)
+    layer = EncoderLayer(E, module, FeedForward(E, 5, dtype=torch.float64), norm=nn.Identity).double().eval()
+    for parameter in layer.feed_forward.parameters():
+        nn.init.zeros_(parameter)
+    stack = Encoder([layer])
+    for part in (layer, stack):
+        close(part(x, **item.given), x + whole.output)
+        weights = part(x, **item.given, need_weights=True, average_attn_weights=False)[1]
+        close(weights[0] if isinstance(weights, list) else weights, whole.inside.weights)
+
+
+CACHES: dict[str, Callable[[], caches.Cache]] = {
+    "all": lambda: caches.KVCache(B, KV, 19, D, dtype=torch.float64),
+    "sliding": lambda: caches.SlidingKVCache(B, KV, 13, D, dtype=torch.float64),
+    "heavy hitters": lambda: caches.EvictingKVCache(B, KV, 13, D, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", IN_STEPS)
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_cache(name: str, kind: str, step: int) -> None:
+    if name in ("dropout, switched off", "positions"):
+        pytest.skip("nothing hides later tokens, or tokens before the first are missing")
+    module, x, item, whole = made(name)
+    cache = CACHES[kind]()
+    outputs = [module(part, **item.given, cache=cache) for part in x.split(step, 1)]
+    close(torch.cat(outputs, 1), whole.output)
+
+
+@pytest.mark.parametrize("name", ["softcap", "sinks", "scale", "rotary", "causal", "window", "documents"])
+def test_an_evicting_cache_keeps_by_the_weights_of_the_call(name: str) -> None:
+    """Of a prompt of L tokens those stay that received most, by the weights that the module itself returns."""
+    module, x, item, whole = made(name)
+    budget = 3
+    cache = caches.EvictingKVCache(B, KV, budget, D, policy=caches.HeavyHitters(0.0), dtype=torch.float64)
+    module(x, **item.given, cache=cache)
+    received = whole.inside.weights.unflatten(1, (KV, H // KV)).sum((2, 3))  # (B, Hkv, S)
+    received[..., -1] = torch.inf  # the newest stays
+    expected = received.topk(budget, -1).indices.sort(-1).values
+    found = cache.update(*(torch.zeros(B, KV, 1, D, dtype=torch.float64),) * 2).positions
+    assert found is not None
+    assert torch.equal(found[..., :budget].sort(-1).values, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if OPTIONS[name].by_position and name != "documents"])
+def test_jagged_rows(name: str) -> None:
+    module, x, item, _ = made(name)
+    if "positions" in item.given:
+        pytest.skip("rows of their own lengths have positions of their own")
+    lengths = (L, 4)
+    rows = [x[n, :length] for n, length in enumerate(lengths)]
+    found = module(torch.nested.nested_tensor(rows, layout=torch.jagged), **item.given).unbind()
+    for row, output in zip(rows, found, strict=True):
+        n = len(row)
+        alone = Option(item.parts, item.given, None if item.visible is None else item.visible[..., :n, :n])
+        close(output, solved(module, row[None], alone).output[0])
