@@ -17,19 +17,18 @@ import datetime
 import importlib.metadata
 from pathlib import Path
 
-from benchmarks.architectures_cases.report import show, write_pages
+from benchmarks.architectures_cases.report import markdown, show
 from benchmarks.architectures_cases.results import Outcome, Run, read, write
 from benchmarks.architectures_cases.running import run_all
-from benchmarks.architectures_cases.summary import summarize, write_summary
+from benchmarks.architectures_cases.summary import counts_of, summarize
 from benchmarks.architectures_cases.types import Architecture, architectures
-from benchmarks.timing import console, machine
+from benchmarks.figures import RESULTS, ROOT, Figures, Kept, fill_pages
+from benchmarks.machine import machine
+from benchmarks.timing import console
 
-ROOT = Path(__file__).resolve().parent.parent
 #: Every outcome of the last run; git ignores it.
 OUTCOMES = ROOT / "out" / "architectures.json"
-SUMMARY = ROOT / "benchmarks" / "results" / "architectures.json"
-PAGE = ROOT / "docs" / "which-models.md"
-TABLE = ROOT / "docs" / "model-table.md"
+SUMMARY = RESULTS / "architectures.json"
 
 
 def arguments() -> argparse.Namespace:
@@ -45,7 +44,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--show", type=Path, metavar="FILE", help="compute nothing; show kept outcomes")
     parser.add_argument("--list", action="store_true", help="name the architectures and stop")
-    parser.add_argument("--docs", action="store_true", help="write the summary, the table and the figures")
+    parser.add_argument("--docs", action="store_true", help="write the summary, and the figures into the pages")
     return parser.parse_args()
 
 
@@ -82,6 +81,10 @@ def versions() -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers"))
 
 
+def texts(measured: Figures) -> dict[str, str]:
+    return {"table": markdown(measured), **counts_of(measured)}
+
+
 def main() -> None:
     options = arguments()
     if options.show:
@@ -95,10 +98,10 @@ def main() -> None:
         found = run(chosen, options.jobs, options.seconds, keep)
     show(console, found)
     if options.docs:
-        summary = summarize(found)
-        write_summary(SUMMARY, summary)
-        write_pages(summary, TABLE, PAGE)
-        console.print(f"written: {SUMMARY}, {TABLE}, {PAGE}")
+        about = (found.machine, found.date, found.versions, "python -m benchmarks.architectures")
+        Kept(*about, summarize(found)).write(SUMMARY)
+        for path in fill_pages():
+            console.print(f"written: {path.relative_to(ROOT)}")
     if any(outcome.wrong for outcome in found.outcomes):
         raise SystemExit("some architectures differ from eager attention; they are named above")
 

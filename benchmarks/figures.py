@@ -4,8 +4,8 @@
 
 fills every page from the kept results, without measuring. ``<!-- NAME.what -->text<!-- /NAME.what -->`` holds the text
 `what` of benchmarks/results/NAME.json. The function ``texts`` of benchmarks/NAME.py makes the texts of a result file,
-``pictures`` its pictures, if it has some. A text that stands alone has empty lines around it. Within a sentence no marker
-begins a line: Markdown would take it for HTML.
+``pictures`` its pictures, if it has some. A text that stands alone has empty lines around it. Within a sentence no
+marker begins a line: Markdown would take it for HTML.
 """
 
 from __future__ import annotations
@@ -92,6 +92,9 @@ def filled(page: str) -> tuple[str, list[str]]:
 
     def replace(found: re.Match[str]) -> str:
         name, what = found["file"], found["what"]
+        if not (RESULTS / f"{name}.json").exists():
+            wrong.append(f"{name}.{what}: there is no benchmarks/results/{name}.json; python -m benchmarks.{name}")
+            return found[0]
         try:
             text = _kept_texts(name)[what]
         except KeyError as missing:
@@ -135,10 +138,7 @@ def _result_files() -> list[Path]:
 
 @cache
 def _kept_texts(name: str) -> dict[str, str]:
-    path = RESULTS / f"{name}.json"
-    if not path.exists():
-        raise KeyError("anything: the file is missing")
-    return texts_of(name, read(path))
+    return texts_of(name, read(RESULTS / f"{name}.json"))
 
 
 def _pair(name: str, value: Any) -> str:

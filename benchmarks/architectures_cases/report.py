@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from pathlib import Path
 
 from rich.console import Console
 
 from .results import Run
-from .summary import Summary, describe, figures, summarize
+from .summary import Summary, describe, summarize
 
-__all__ = ["filled", "markdown", "show", "write_pages"]
+__all__ = ["markdown", "show"]
 
 STATUSES = {
     "agrees": "computes with Clearhead; the results are those of eager attention",
@@ -20,11 +18,6 @@ STATUSES = {
     "differs": "returns other results than eager attention",
     "not built": "no tiny random model, or no input for it",
 }
-PAGE = """# Table of model types
-
-[Which models?](which-models.md) says what is compared. `python -m benchmarks.architectures --docs` writes this page.
-"""
-NEXT = "Next: [several processes](distributed.md)."
 
 
 def show(console: Console, run: Run) -> None:
@@ -39,9 +32,8 @@ def show(console: Console, run: Run) -> None:
 
 
 def markdown(summary: Summary) -> str:
-    """The page of the table."""
-    where = ", ".join(filter(None, [summary["versions"], summary["date"], summary["machine"]]))
-    parts = [PAGE + f"\nWith {where}. {_largest(summary)}", _totals_table(summary)]
+    """The table of all model types."""
+    parts = [_largest(summary), _totals_table(summary)]
     if summary["gradients"]["compared"]:
         parts.append(_gradients(summary))
         worse = summary["gradients"]["worse"]
@@ -57,31 +49,7 @@ def markdown(summary: Summary) -> str:
     parts += ["## Attention of their own", _list(summary["keeps eager"])]
     reasons = "\n".join(f"* {_plain(reason)}: {_list(names)}" for reason, names in summary["not built"].items())
     parts += ["## Not built", f"<details><summary>reasons</summary>\n\n{reasons}\n\n</details>"]
-    return "\n\n".join([*parts, "## All that agree", _list(summary["agrees"]), NEXT]) + "\n"
-
-
-def filled(page: str, summary: Summary) -> str:
-    """A page with its figures of architectures replaced.
-
-    Raises:
-        ValueError: if the page has a figure that the summary does not have.
-    """
-    found = figures(summary)
-
-    def replace(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in found:
-            raise ValueError(f"the page has a figure {name}; known are {', '.join(found)}")
-        return f"<!-- {name} -->{found[name]}<!-- /{name} -->"
-
-    return re.sub(r"<!-- (architectures\.[\w-]+) -->.*?<!-- /\1 -->", replace, page, flags=re.DOTALL)
-
-
-def write_pages(summary: Summary, table: Path, *pages: Path) -> None:
-    """Write the table, and the figures in pages."""
-    table.write_text(markdown(summary), encoding="utf-8")
-    for page in pages:
-        page.write_text(filled(page.read_text(encoding="utf-8"), summary), encoding="utf-8")
+    return "\n\n".join([*parts, "## All that agree", _list(summary["agrees"])])
 
 
 def _totals(summary: Summary) -> Iterable[tuple[str, int, int]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 from .results import DECODER, LIMIT, Finding, Outcome, Run
 
-__all__ = ["Summary", "describe", "figures", "read_summary", "summarize", "write_summary"]
+__all__ = ["Summary", "counts_of", "describe", "summarize"]
 
 #: How far gradients may be from float64, in errors of SDPA. Below `LIMIT` the ratio of two errors is chance.
 AS_SDPA = 1.5
@@ -25,9 +23,6 @@ def summarize(run: Run) -> Summary:
     }
     compared = [o for o in outcomes if o.gradient_errors]
     return {
-        "versions": run.versions,
-        "date": run.date,
-        "machine": run.machine,
         "comparisons": sum(o.compared for o in outcomes),
         "allowed": LIMIT,
         "largest": max((o.largest for o in outcomes if o.status in ("agrees", "refused")), default=0.0),
@@ -43,37 +38,19 @@ def summarize(run: Run) -> Summary:
     }
 
 
-def figures(summary: Summary) -> dict[str, str]:
-    """The figures of the pages, by the names of their marks."""
+def counts_of(summary: Summary) -> dict[str, str]:
+    """How many model types there are of each status, and what else sentences name."""
     counts = summary["counts"]
     totals = {status: counts.get(status, [0, 0])[0] for status in ("agrees", "keeps eager", "refused", "not built")}
-    found = {f"architectures.{status.replace(' ', '-')}": str(count) for status, count in totals.items()}
+    found = {f"{status.replace(' ', '-')}": str(count) for status, count in totals.items()}
     compared = sum(totals.values()) - totals["not built"]
     return {
         **found,
-        "architectures.compared": str(compared),
-        "architectures.all": str(compared + totals["not built"]),
-        "architectures.largest": f"{summary['largest']:.1e}",
-        "architectures.comparisons": str(summary["comparisons"]),
+        "compared": str(compared),
+        "all": str(compared + totals["not built"]),
+        "largest": f"{summary['largest']:.1e}",
+        "comparisons": str(summary["comparisons"]),
     }
-
-
-def write_summary(path: Path, summary: Summary) -> None:
-    """JSON with one line for each list and each entry of a dictionary."""
-    parts = [f"{json.dumps(name)}: {_lines(value)}" for name, value in summary.items()]
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
-
-
-def read_summary(path: Path) -> Summary:
-    """What `write_summary` kept."""
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def _lines(value: Any) -> str:
-    if not isinstance(value, dict) or not value:
-        return json.dumps(value, ensure_ascii=False)
-    entries = [f" {json.dumps(name)}: {json.dumps(entry, ensure_ascii=False)}" for name, entry in value.items()]
-    return "{\n" + ",\n".join(entries) + "\n}"
 
 
 def _names(outcomes: list[Outcome]) -> list[str]:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import architectures
-from benchmarks.architectures_cases.report import filled, markdown
+from benchmarks import architectures, figures
+from benchmarks.architectures_cases.report import markdown
 from benchmarks.architectures_cases.results import Finding, Outcome, Run, read, write
 from benchmarks.architectures_cases.running import run_all
-from benchmarks.architectures_cases.summary import figures, read_summary, summarize, write_summary
+from benchmarks.architectures_cases.summary import summarize
 from benchmarks.architectures_cases.types import Architecture
+from benchmarks.figures import read as read_kept
 
 LLAMA = Architecture("llama", "llama", "LlamaModel")
 AGREES = Outcome("llama", "LlamaModel", calls={"from_config": 3}, compared=5, largest=1e-6)
@@ -104,47 +105,35 @@ def test_the_page_names_totals_and_reasons() -> None:
     assert "* ImportError: DinatModel requires the natten library: `dinat`" in page
 
 
-def test_the_pages_agree_with_the_summary() -> None:
-    summary = read_summary(architectures.SUMMARY)
-    page = architectures.PAGE.read_text(encoding="utf-8")
-    assert "<!-- architectures.agrees -->" in page
-    assert filled(page, summary) == page
-    assert architectures.TABLE.read_text(encoding="utf-8") == markdown(summary)
-
-
 def test_the_summary_lists_as_many_model_types_as_it_counts() -> None:
-    summary = read_summary(architectures.SUMMARY)
+    summary = read_kept(architectures.SUMMARY).figures
     lists = {status: summary[status] for status in ("agrees", "keeps eager", "refused")}
     lists["not built"] = [name for names in summary["not built"].values() for name in names]
     assert {status: len(names) for status, names in lists.items()} == {
         status: sum(counts) for status, counts in summary["counts"].items()
     }
-    found = {name.removeprefix("architectures."): text for name, text in figures(summary).items()}
+    found = architectures.texts(summary)
     assert int(found["compared"]) == sum(int(found[status]) for status in ("agrees", "keeps-eager", "refused"))
     assert int(found["all"]) == int(found["compared"]) + int(found["not-built"])
 
 
-def test_a_figure_that_the_summary_does_not_have_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"the page has a figure architectures\.agree; known are architectures\.agrees"
-    ):
-        filled("<!-- architectures.agree -->3<!-- /architectures.agree -->", read_summary(architectures.SUMMARY))
-
-
-def test_docs_writes_the_summary_the_table_and_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_docs_writes_the_summary_and_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     write(tmp_path / "kept.json", Run("some versions", [AGREES, NOT_BUILT]))
     page = tmp_path / "page.md"
-    page.write_text("<!-- architectures.all -->7<!-- /architectures.all --> types")
-    for name, path in (("SUMMARY", "summary.json"), ("TABLE", "table.md"), ("PAGE", "page.md")):
-        monkeypatch.setattr(architectures, name, tmp_path / path)
+    page.write_text("of <!-- architectures.all -->7<!-- /architectures.all --> types")
+    monkeypatch.setattr(architectures, "ROOT", tmp_path)
+    monkeypatch.setattr(architectures, "SUMMARY", tmp_path / "results" / "architectures.json")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(figures, "pages", lambda: [page])
     run(monkeypatch, "--show", str(tmp_path / "kept.json"), "--docs")
-    assert page.read_text() == "<!-- architectures.all -->2<!-- /architectures.all --> types"
-    summary = read_summary(tmp_path / "summary.json")
-    assert summary == summarize(read(tmp_path / "kept.json"))
-    assert (tmp_path / "table.md").read_text() == markdown(summary)
+    assert page.read_text() == "of <!-- architectures.all -->2<!-- /architectures.all --> types"
+    kept = read_kept(architectures.SUMMARY)
+    assert kept.versions == "some versions"
+    assert architectures.texts(kept.figures)["table"] == markdown(summarize(read(tmp_path / "kept.json")))
+    figures._kept_texts.cache_clear()
 
 
-def test_gradients_further_from_float64_than_sdpas_are_listed(tmp_path: Path) -> None:
+def test_gradients_further_from_float64_than_sdpas_are_listed() -> None:
     errors = {"near": (1e-6, 1e-7), "as sdpa": (4e-5, 3e-5), "far": (1.3e-4, 2.9e-5)}
     outcomes = [
         Outcome(name, "Model", calls={"from_config": 1}, gradient_errors={"clearhead": own, "sdpa": sdpa})
@@ -153,8 +142,6 @@ def test_gradients_further_from_float64_than_sdpas_are_listed(tmp_path: Path) ->
     summary = summarize(Run("some versions", outcomes))
     assert summary["gradients"] == {"compared": 3, "median ratio": 1.3e-4 / 2.9e-5, "worse": {"far": [1.3e-4, 2.9e-5]}}
     assert "* `far`: 1.3e-04, SDPA 2.9e-05" in markdown(summary)
-    write_summary(tmp_path / "summary.json", summary)
-    assert read_summary(tmp_path / "summary.json") == summary
 
 
 def test_a_process_that_ends_is_an_outcome() -> None:

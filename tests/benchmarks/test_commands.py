@@ -17,9 +17,9 @@ from benchmarks.comparing import OURS, Result
 from benchmarks.cpu import lines as cpu_lines
 from benchmarks.figures import Figures, Kept, pages, read, texts_of
 
-#: Named on pages, and run elsewhere: the architectures in test_architectures.py, the sanitizers by their own tests on a
-#: machine that has them, the GPU's work on the CPU in test_gpu_cases.py, and the two commands about all of them here.
-ELSEWHERE = {"architectures", "native_sanitizers", "gpu", "all", "figures"}
+#: Named on pages, and run elsewhere: architectures and mutants in test files of their own, the GPU's work on the CPU in
+#: test_gpu_cases.py, `all` and `figures` here and in test_figures.py. The sanitizers compile for minutes.
+ELSEWHERE = {"architectures", "mutants", "native_sanitizers", "gpu", "all", "figures"}
 
 
 @pytest.mark.parametrize("name", every.NAMES)
