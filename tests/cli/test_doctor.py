@@ -41,7 +41,7 @@ def run(*arguments: str) -> Result:
 def test_a_healthy_machine_exits_with_0() -> None:
     result = run()
     assert result.exit_code == 0
-    assert result.stdout.splitlines()[-1] == f"all well: {10 + NATIVE} ok, {6 - NATIVE} refused, 0 failed"
+    assert result.stdout.splitlines()[-1] == f"all checks passed: {10 + NATIVE} ok, {6 - NATIVE} refused, 0 failed"
     assert f"torch         {torch.__version__}" in result.stdout
     assert result.stderr == ""
 
@@ -51,7 +51,7 @@ def test_a_broken_kernel_exits_with_1_and_is_named() -> None:
     result = run()
     assert result.exit_code == 1
     assert "chunked, causal, float32: error of the output" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith(f"not well: {6 + NATIVE} ok, {6 - NATIVE} refused, 4 failed.")
+    assert result.stdout.splitlines()[-1].startswith(f"checks failed: {6 + NATIVE} ok, {6 - NATIVE} refused, 4 failed.")
 
 
 def test_json() -> None:

@@ -166,7 +166,7 @@ def test_a_broken_kernel_is_found(monkeypatch: pytest.MonkeyPatch, change: Calla
         ("chunked", "padding", "float32"),
     }
     assert words in str(found)
-    assert str(found).splitlines()[-1].startswith("not well: ")
+    assert str(found).splitlines()[-1].startswith("checks failed: ")
 
 
 @pytest.mark.usefixtures("two_calls")

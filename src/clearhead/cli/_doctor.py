@@ -14,8 +14,8 @@ from ..inspection._doctor import examine
 #: What is coloured on a terminal.
 _STYLES = {
     r"(?m)^(versions|machine|kernels|refused|failed|checks: .*)$": "bold",
-    r"(?m)\S+ ok\b|^all well.*": "green",
-    r"(?m)\S+ FAIL\b|^not well.*": "bold red",
+    r"(?m)\S+ ok\b|^all checks passed.*": "green",
+    r"(?m)\S+ FAIL\b|^checks failed.*": "bold red",
     r"(?m)^warning: .*": "yellow",
 }
 

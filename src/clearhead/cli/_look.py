@@ -34,10 +34,10 @@ def look(
         ),
     ] = None,
     layer: Annotated[
-        int | None, typer.Option("--layer", help="The layer shown large, from 0.", show_default="a telling one")
+        int | None, typer.Option("--layer", help="The layer shown large, from 0.", show_default="chosen automatically")
     ] = None,
     head: Annotated[
-        int | None, typer.Option("--head", help="The head shown large, from 0.", show_default="a telling one")
+        int | None, typer.Option("--head", help="The head shown large, from 0.", show_default="chosen automatically")
     ] = None,
     stat: Annotated[
         str | None,

@@ -33,7 +33,7 @@ def look_at_text(
 
     Args:
         text, model: as on the command line.
-        layer, head: the head shown large. Default: a telling one.
+        layer, head: the head shown large. Default: chosen automatically.
         statistic: a key of `STATISTICS`.
         work: what is at work.
     """

@@ -160,8 +160,8 @@ def _verdict(report: Report) -> str:
     count = {status: sum(check.status == status for check in report.checks) for status in ("ok", "refused", "failed")}
     numbers = f"{count['ok']} ok, {count['refused']} refused, {count['failed']} failed"
     if report.passed:
-        return f"all well: {numbers}"
-    return f"not well: {numbers}. Avoid the failed kernels with clearhead.use_kernel(...), and please report this."
+        return f"all checks passed: {numbers}"
+    return f"checks failed: {numbers}. Avoid the failed kernels with clearhead.use_kernel(...), and please report this."
 
 
 def _pairs(pairs: dict[str, str]) -> list[str]:
