@@ -71,6 +71,15 @@ class Trial:
     run: Callable[[], tuple[str, str]]
 
     @property
+    def name(self) -> tuple[str, str]:
+        """By which `EQUIVALENT` lists it: lines move, so that the file alone is named."""
+        return self.where.partition(":")[0], self.change
+
+    @property
+    def is_equivalent(self) -> bool:
+        return self.name in EQUIVALENT
+
+    @property
     def key(self) -> str:
         return hashlib.sha256(f"{self.where} {self.change} {self.changed}".encode()).hexdigest()[:16]
 
@@ -127,10 +136,7 @@ def table(trials: list[Trial], outcomes: dict[str, Any]) -> dict[str, dict[str, 
     for name in (*dict.fromkeys(trial.package for trial in trials), "all"):
         of_package = [trial for trial in trials if name in (trial.package, "all")]
         caught = sum(outcomes[trial.key]["outcome"] != "passed" for trial in of_package)
-        equivalent = sum(
-            outcomes[trial.key]["outcome"] == "passed" and (trial.where, trial.change) in EQUIVALENT
-            for trial in of_package
-        )
+        equivalent = sum(outcomes[trial.key]["outcome"] == "passed" and trial.is_equivalent for trial in of_package)
         percent = round(100 * caught / max(1, len(of_package) - equivalent), 1)
         packages[name] = {"mutants": len(of_package), "equivalent": equivalent, "caught": caught, "percent": percent}
     return packages
@@ -143,7 +149,7 @@ def try_all(trials: list[Trial], work: Path, tests: str) -> dict[str, Any]:
     for number, trial in enumerate(trials, 1):
         known = outcomes.get(trial.key)
         if known is None or (known["outcome"] == "passed" and known["tests"] != tests):
-            if known is not None and (trial.where, trial.change) in EQUIVALENT:
+            if known is not None and trial.is_equivalent:
                 continue
             outcome, test = trial.run()
             outcomes[trial.key] = known = {"outcome": outcome, "test": test, "tests": tests}
@@ -191,7 +197,7 @@ def main(arguments: list[str] | None = None) -> None:
         counts = f"{row['mutants']:4} mutants, {row['equivalent']:3} equivalent, {row['caught']:4} caught"
         print(f"{name:12} {counts}, {row['percent']} %")
     survivors = [
-        {"where": trial.where, "change": trial.change, "equivalent": EQUIVALENT.get((trial.where, trial.change))}
+        {"where": trial.where, "change": trial.change, "equivalent": EQUIVALENT.get(trial.name)}
         for trial in trials
         if outcomes[trial.key]["outcome"] == "passed"
     ]

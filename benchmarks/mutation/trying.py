@@ -135,7 +135,7 @@ class Copy:
         if status <= 0:
             too_long = status in (-signal.SIGXCPU, -signal.SIGKILL)
             return ("passed" if status == 0 else "too long" if too_long else "crashed"), ""
-        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", printed, re.MULTILINE)
+        failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE)
         return "failed", failed[0] if failed else "an import"
 
     def failing(self, tests: Iterable[str]) -> list[str]:

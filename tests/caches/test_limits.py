@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from clearhead import MultiHeadAttention, masks
-from clearhead.caches import Cache, CrossKVCache, EvictingKVCache, KVCache, SinksAndRecent, SlidingKVCache
+from clearhead.caches import (
+    Cache,
+    CrossKVCache,
+    EvictingKVCache,
+    KVCache,
+    RandomEviction,
+    SinksAndRecent,
+    SlidingKVCache,
+)
 from clearhead.errors import ArgumentError, CacheError, DeviceError, DTypeError, MaskTypeError, ShapeError
 
 B, HEADS, DIM = 2, 3, 5
@@ -229,3 +237,24 @@ def test_a_cache_lies_on_its_device_in_its_dtype(kind: type[Cache]) -> None:
     )
     assert (found.key.device.type, found.key.dtype, found.key.shape[-1]) == ("meta", torch.bfloat16, DIM)
     assert (found.value.device.type, found.value.dtype, found.value.shape[-1]) == ("meta", torch.bfloat16, 2)
+
+
+def test_rows_that_are_cropped_for_the_first_time_keep_their_positions() -> None:
+    cache = KVCache(B, HEADS, 11, DIM)
+    cache.update(tokens(6), tokens(6))
+    cache.crop(torch.tensor([6, 2]))
+    found = cache.update(tokens(1), tokens(1))
+    assert found.positions.tolist() == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, -1, -1, -1, -1]]
+
+
+def test_positions_may_jump_after_tokens_that_counted_up() -> None:
+    cache = KVCache(B, HEADS, 11, DIM)
+    cache.update(tokens(3), tokens(3))
+    found = cache.update(tokens(2), tokens(2), positions=7)
+    assert found.positions.tolist() == [[0, 1, 2, 7, 8]] * B
+
+
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_seed_has_64_bits(seed: int) -> None:
+    with pytest.raises(ArgumentError, match="an int of 64 bits"):
+        RandomEviction(seed)

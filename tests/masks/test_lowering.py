@@ -17,6 +17,7 @@ from clearhead.masks import Mask
 from clearhead.masks._coverage import coverage as reach
 from clearhead.masks._grid import Block, Grid
 from clearhead.masks._lowering import dense_mask, is_plain_causal
+from clearhead.masks._part import Place, part_of
 
 B, H = 2, 3
 CPU = torch.device("cpu")
@@ -156,6 +157,34 @@ def test_a_block_is_the_same_part_of_the_whole(case: tuple[Mask, Grid], data: st
     assert torch.equal(found, expected if added is None else expected != -torch.inf)
     if added is not None:
         assert torch.equal(added.expand(expected.shape)[found], expected[found])
+
+
+@given(cases(), st.data())
+def test_a_part_of_an_attention_sees_what_the_whole_sees_there(case: tuple[Mask, Grid], data: st.DataObject) -> None:
+    mask, grid = case
+    heads = data.draw(st.sampled_from(pieces(data, H)))
+    rows = data.draw(st.sampled_from(pieces(data, grid.query_length)))
+    columns = data.draw(st.sampled_from(pieces(data, grid.key_length)))
+    queries, keys = grid.query_positions, grid.key_positions
+    place = Place(grid.query_length, grid.key_length, rows.start, columns.start, queries, keys)
+    own = Grid(B, heads.stop - heads.start, rows.stop - rows.start, columns.stop - columns.start, CPU)
+    part = part_of(mask, H, heads.start, place)
+    assert part is not None
+    expected = visible(mask, grid)[:, heads, rows, columns]
+    assert torch.equal(visible(part, own), expected)
+    for chosen in pieces(data, own.query_length):
+        start, stop = part.structure(own).columns(own, chosen)
+        assert not expected[:, :, chosen, :start].any()
+        assert not expected[:, :, chosen, stop:].any()
+
+
+@pytest.mark.parametrize(("heads", "rows", "columns"), [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_a_part_ends_within_the_whole(heads: int, rows: int, columns: int) -> None:
+    part = part_of(masks.keep(torch.ones(B, H, 5, 7)), H, heads, Place(5, 7, rows, columns))
+    assert part is not None
+    part.validate(Grid(B, H - heads, 5 - rows, 7 - columns, CPU))
+    with pytest.raises(ShapeError, match="of the whole, got one that ends at"):
+        part.validate(Grid(B, H, 5, 7, CPU))
 
 
 @pytest.mark.parametrize(

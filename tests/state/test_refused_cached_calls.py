@@ -142,6 +142,17 @@ def test_a_cache_after_a_forced_kernel_has_refused(kind: str, mask: Any) -> None
     assert cache.length == HELD
 
 
+def test_a_sliding_cache_after_a_refused_call_with_more_tokens_than_features() -> None:
+    module = clearhead.MultiHeadAttention(2, 1, softcap=3.0).eval().requires_grad_(False)
+    cache = clearhead.caches.SlidingKVCache(B, 1, 7, 2)
+    x = torch.randn(B, 16, 2)
+    module(x[:, :11], mask=CAUSAL, cache=cache)
+    before = snapshot(cache)
+    with clearhead.use_kernel("sdpa"), pytest.raises(ClearheadError, match="soft-cap"):
+        module(x[:, 11:], mask=CAUSAL, cache=cache)
+    assert snapshot(cache) == before
+
+
 def encoder() -> Encoder:
     return Encoder([EncoderLayer(E, attention(), FeedForward(E, 7)) for _ in range(3)]).eval().requires_grad_(False)
 
