@@ -155,12 +155,15 @@ def test_calls_that_differ_in_one_field(field: str, base: str) -> None:
     for number, (first, second) in enumerate(zip(alternatives, following, strict=False)):
         pair = _pair(BASES[base], first, second)
         kernels = SEEDED if _drops(*pair) else KERNELS
-        # One kernel for each base and pair, so that every pair is computed by all of them.
-        require_right_in_turn(pair, kernels[(number + [*BASES].index(base) % 5) % len(kernels)])
+        # Of many pairs each is computed by another kernel with every base.
+        several = len(alternatives) > 2
+        place = number + [*BASES].index(base)
+        for kernel in (kernels[place % len(kernels)],) if several else kernels:
+            require_right_in_turn(pair, kernel)
 
 
 @pytest.mark.parametrize("field", FIELDS)
-@settings(max_examples=settings.default.max_examples // 5)  # type: ignore[union-attr]
+@settings(max_examples=settings.default.max_examples // 10)  # type: ignore[union-attr]
 @given(data=st.data())
 def test_any_calls_that_differ_in_one_field(field: str, data: st.DataObject) -> None:
     base = data.draw(requests())

@@ -105,11 +105,8 @@ def test_nan_in_keys_after_the_last_query(kernel: str | None, poison: float, mor
 E = 96
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize(
-    "parts", [{}, {"softcap": 0.7}, {"sinks": True}, {"softcap": 0.7, "sinks": True, "scale": 0.4}], ids=str
-)
+@pytest.mark.parametrize(("side", "causal"), [("left", True), ("right", True), ("right", False)])
+@pytest.mark.parametrize("parts", [{"softcap": 0.7}, {"sinks": True}, {"softcap": 0.7, "scale": 0.4}], ids=str)
 def test_a_record_of_an_unpadded_batch(causal: bool, side: str, parts: dict[str, Any]) -> None:
     length = 317
     module = clearhead.MultiHeadAttention(E, H, dtype=torch.float64, **parts).eval().requires_grad_(False)

@@ -21,7 +21,7 @@ from tests.malformed import cases  # noqa: F401  (registers them)
 from tests.malformed.calls import CASES, malformed
 from tests.support.snapshots import snapshot, surroundings
 
-_ATTEMPTS = 12
+_ATTEMPTS = 8
 
 
 def _reached(function: Any, arguments: dict[str, Any]) -> list[Any]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 import clearhead
 from clearhead import masks
 from clearhead.errors import KernelError
 
+from .around import Seeing, Subclass, through_module, tracing
 from .exact import exact_attention
 from .request_masks import MASKS, Frame, Shown
 
@@ -25,7 +24,6 @@ LEAVES = ("query", "key", "value", "sinks", "bias")
 REFUSED = "refused by the kernel"
 
 Numbers = dict[str, Tensor]
-#: Seeds of tensors, masks and dropout are kept apart, so that each can change alone.
 _DROPOUT_SEED = 29
 
 
@@ -244,7 +242,7 @@ def _dropped(request: Request, weights: Tensor) -> Tensor:
 def _results(request: Request) -> Numbers:
     query, key, value = (request.leaves[name] for name in LEAVES[:3])
     if request.weights is not None:
-        output, weights = _through_module(request, query, key, value)
+        output, weights = through_module(request, query, key, value)
         return {"output": output, "weights": weights}
     if request.packed is not None:
         ends = [torch.tensor([0, *counts]).cumsum(0) for counts in zip(*request.packed, strict=True)]
@@ -277,59 +275,10 @@ def _surrounded(request: Request, *given: Tensor) -> tuple[Tensor, ...]:
         assert found[0].untyped_storage().data_ptr() in mode.made
         return found
     if request.around == "trace":
-        with _tracing():
+        with tracing():
             return attend(*given)
     with torch.no_grad() if request.around == "no_grad" else nullcontext():
         return attend(*given)
-
-
-class Subclass(Tensor):
-    """A subclass of tensors without behaviour of its own."""
-
-
-class Seeing(TorchDispatchMode):
-    """Notes the memory that operators return."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for each in found if isinstance(found, (tuple, list)) else (found,):
-            if isinstance(each, Tensor):
-                self.made.add(each.untyped_storage().data_ptr())
-        return found
-
-
-@contextmanager
-def _tracing() -> Iterator[None]:
-    """As while a graph is recorded, without recording one."""
-    before, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, True  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before  # type: ignore[attr-defined]
-
-
-def _through_module(request: Request, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """A module whose projections are identities."""
-    inner, kv_inner = request.heads * request.dim, request.kv_heads * request.dim
-    module = clearhead.MultiHeadAttention(
-        inner, request.heads, num_kv_heads=request.kv_heads, kdim=kv_inner, vdim=kv_inner, bias=False,
-        scale=request.scale, softcap=request.softcap, dtype=request.dtype,
-    ).requires_grad_(False)  # fmt: skip
-    for projection in (module.q_proj, module.k_proj, module.v_proj, module.out_proj):
-        nn.init.eye_(projection.weight)
-    if request.sinks:
-        vars(module)["_parameters"]["sinks"] = request.leaves["sinks"]
-    average = request.weights == "average"
-    with torch.no_grad() if request.around == "no_grad" else nullcontext():
-        output, weights = module(
-            *(clearhead.merge_heads(x) for x in (query, key, value)),
-            mask=request.shown.mask, need_weights=True, average_attn_weights=average,
-        )  # fmt: skip
-    return clearhead.split_heads(output, request.heads), weights
 
 
 def _numbers(request: Request, results: Numbers) -> Numbers:
