@@ -310,7 +310,7 @@ def texts(measured: Figures) -> dict[str, str]:
         times.append([_label(way), f"{forward:.2f}×", f"{both:.2f}×", f"{max(one, other):.2f}"])
     speeds = [pair[0] for way in WAYS for pair in timed[way.name]["times"]]
     return {
-        "exchanges": table(("method", "forward, MB", "backward, MB", "exchanges", "held", "most"), counts),
+        "exchanges": table(("method", "forward, MB", "backward, MB", "exchanges", "kept for backward", "peak"), counts),
         "times": table(("method", "forward", "forward + backward", "busiest ÷ other"), times),
         "slowest": f"{min(speeds):.2f}×",
         "fastest": f"{max(speeds):.2f}×",

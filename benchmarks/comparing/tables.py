@@ -20,7 +20,8 @@ def markdown(results: list[Result]) -> str:
     """One table per section, then remarks about the figures."""
     parts: list[str] = []
     for section in sections(results):
-        parts += [f"### {section[0].section}", table(*grid(section), left=2)]
+        header, rows = grid(section)
+        parts += [f"### {section[0].section}", table(header, rows, left=header.index(_ours(section)))]
     lines = [f"* {line}" for line in remarks(results)]
     return "\n\n".join([*parts, "### Remarks on these figures", "\n".join(lines)])
 
@@ -34,13 +35,18 @@ def sections(results: list[Result]) -> list[list[Result]]:
 
 
 def grid(section: list[Result]) -> Grid:
-    """One line per result: Clearhead's figure, every other way's ratio to it, and its share of the ceiling."""
+    """One line per result: the kernel, Clearhead's figure, other ways' ratios to it, and its share of the ceiling.
+
+    Results without a kernel, such as those of whole models, have no column for it.
+    """
     names = list(dict.fromkeys(name for result in section for name in result.ratios))
-    header = ["work", "kernel", f"{OURS}, {section[0].unit}", *names]
+    with_kernel = any(result.kernel for result in section)
+    header = ["work", *(["kernel"] if with_kernel else []), _ours(section), *names]
     rows = []
     for result in section:
+        kernel = [result.kernel or "–"] if with_kernel else []
         ratios = [ratio(result.ratios[name]) if name in result.ratios else "–" for name in names]
-        rows.append([result.name, result.kernel or "–", significant(result.figures[OURS]), *ratios])
+        rows.append([result.name, *kernel, significant(result.figures[OURS]), *ratios])
     if any(result.rates for result in section):
         header.append(f"{OURS}, {section[0].rate_unit}")
         for row, result in zip(rows, section, strict=True):
@@ -50,6 +56,11 @@ def grid(section: list[Result]) -> Grid:
         for row, result in zip(rows, section, strict=True):
             row.append("–" if result.share is None else f"{result.share:.0%}")
     return header, rows
+
+
+def _ours(section: list[Result]) -> str:
+    """Title of the column of Clearhead's own figures."""
+    return f"{OURS}, {section[0].unit}"
 
 
 def remarks(results: Iterable[Result]) -> list[str]:
@@ -63,7 +74,7 @@ def remarks(results: Iterable[Result]) -> list[str]:
             )
     for tolerance in sorted({result.tolerance for result in results if result.differences}):
         close = [value for result in results if result.tolerance == tolerance for value in result.differences.values()]
-        lines.append(f"Largest difference where {tolerance:.0e} is allowed: {max(close):.1e}")
+        lines.append(f"Largest difference between two results where {tolerance:.0e} is allowed: {max(close):.1e}")
     for result in results:
         if result.load is not None and result.load > QUIET:
             lines.append(f"NOT QUIET: other programs took {result.load:.0%} of the processors: {result.work}")

@@ -154,6 +154,10 @@ def test_the_table_holds_ratios_and_the_share_of_the_ceiling(result: Result) -> 
     header, rows = grid([replace(result, rates={}), replace(result, name="L=11", rates={}, figures={OURS: 2.0})])
     assert header[-1] == "ceiling", "without rates there is no ceiling"
     assert rows[1][2:] == ["2.00", "–", "–", "–", "–"]
+    header, rows = grid([replace(result, kernel="")])
+    assert header[:2] == ["work", f"{OURS}, ms"], "a kernel that no result names has no column"
+    assert rows[0][0] == "L=7"
+    assert len(rows[0]) == len(header)
 
 
 def test_the_tables_have_a_heading_each_and_the_remarks_at_the_end(result: Result) -> None:

@@ -24,7 +24,6 @@ LEAVES = ("query", "key", "value", "sinks", "bias")
 REFUSED = "refused by the kernel"
 
 Numbers = dict[str, Tensor]
-#: Seeds of tensors, masks and dropout are kept apart, so that each can change alone.
 _DROPOUT_SEED = 29
 
 
