@@ -77,17 +77,13 @@ def test_every_layer_keeps_the_budget_by_lots_of_its_own(model: CharacterModel) 
     torch.testing.assert_close(eviction.outputs(model, text, room), whole, rtol=0, atol=1e-5)
 
 
-def test_the_table_says_which_policies_beat_lots(capsys: pytest.CaptureFixture[str]) -> None:
-    losses = {
-        "full cache": eviction.Loss(0.0, 0.0, 2.0),
-        "HeavyHitters()": eviction.Loss(0.1, 0.0, 2.0),
-        "SinksAndRecent()": eviction.Loss(0.25, 0.0, 2.0),
-        "by lot, seed 0": eviction.Loss(0.3, 0.0, 2.0),
-        "by lot, seed 1": eviction.Loss(0.2, 0.0, 2.0),
-    }
-    eviction.show(losses, 32, 4)
-    lines = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if "│" in line}
-    assert "yes" in lines["HeavyHitters()"]
-    assert "NO" in lines["SinksAndRecent()"]  # worse than the best lot, though better than their mean
-    assert "0.2500" in lines["by lot, mean of 2"]
-    assert "0.2000" in lines["by lot, the best"]
+def test_the_table_compares_policies_with_lots() -> None:
+    none = {"error": 0.0, "divergence": 0.0, "bits": 2.0}
+    losses = {name: none | {"error": 0.25} for name in eviction.POLICIES}
+    lots = {"by lot, seed 0": none | {"error": 0.3}, "by lot, seed 1": none | {"error": 0.2}}
+    rows = eviction.texts({"losses": {"full cache": none, **losses, **lots}})["table"].splitlines()
+    figures = {cells[1].strip(): cells[2].strip() for cells in (row.split("|") for row in rows)}
+    assert figures["everything kept"] == "0.000"
+    assert all(figures[f"`{name}`"] == "0.250" for name in eviction.POLICIES)
+    assert figures["by lot, mean of 2 seeds"] == "0.250"
+    assert figures["by lot, the best"] == "0.200"
