@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._checks import integer, strided
-from .._environment import is_tracing
+from .._environment import is_tracing, outside_graphs
 from ..errors import ArgumentError, DistributedError, shape_text
 from ._agreement import Gathered, agree, fingerprint, group_of, require_equal, require_layout
 from ._collectives import gather_parts
@@ -130,6 +130,7 @@ def _mark(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> None:
     _marks[tensor][group] = _Mark(kind, tensor._version)
 
 
+@outside_graphs
 def require_parts(group: dist.ProcessGroup, layout: Layout, **tensors: object) -> None:
     """Raise for a tensor that is known to be the whole sequence, or a part in another layout; without a mark, for none.
 
