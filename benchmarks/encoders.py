@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import os
 import statistics
 import time
 import warnings
@@ -257,17 +256,18 @@ class FirstBatchCase(Case):
 
 
 def lines(effort: Effort) -> list[Line]:
-    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # the first batch is one on a machine that never saw it
-    torch._dynamo.config.recompile_limit = 64  # one for each model, dtype and batch
     return [Line(line.name, functools.partial(_quietly, line)) for line in lines_of(all_cases(effort), effort)]
 
 
 def _quietly(line: Line) -> object:
-    """Without what exporters and converters say."""
+    """Without what exporters and converters say, and without what `torch.compile` kept of earlier runs."""
+    compiler: Any = torch.compiler.config
+    dynamo: Any = torch._dynamo.config
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
+        # A graph for each model, dtype and batch.
+        with warnings.catch_warnings(), compiler.patch(force_disable_caches=True), dynamo.patch(recompile_limit=64):
             warnings.simplefilter("ignore")
             return line.measure()
     finally:
