@@ -107,7 +107,7 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: L
 
 
 class _Mark(NamedTuple):
-    """What a tensor was when it was made: the whole sequence of a group, or a part in a layout.
+    """Kind of a tensor when it was made: the whole sequence of a group, or a part in a layout.
 
     Args:
         kind: ``"whole"``, or the layout of a part.

@@ -57,7 +57,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What `examine` found; ``str()`` is its text.
+    """Findings of `examine`. ``str()`` gives them as text.
 
     Args:
         versions: of Clearhead, Python, PyTorch and the optional packages.
@@ -123,7 +123,7 @@ def _cell(check: Check) -> str:
 
 
 def _refusal_lines(report: Report) -> list[str]:
-    """What each kernel refused, and why: one line for all the calls that it refused for the same reasons."""
+    """Refused calls and reasons of each kernel. Calls with the same reasons share one line."""
     dtypes: dict[tuple[str, str, str, str], list[str]] = {}
     for check in report.checks:
         only_gradients = check.output is not None and check.gradient is None
@@ -144,7 +144,7 @@ def _refusal_lines(report: Report) -> list[str]:
 
 
 def _failure_lines(report: Report) -> list[str]:
-    """What failed, by how much."""
+    """Failed calls, and their errors."""
     lines: list[str] = []
     for check in report.failures:
         said = list(check.reasons) if check.output is None else []
