@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pickle
 import tempfile
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +24,7 @@ from clearhead.distributed import context_parallel, gather_sequence, shard_seque
 from clearhead.errors import ArgumentError, ClearheadError, DeviceError, DistributedError, DTypeError
 from clearhead.transformer import Encoder, load_transformer
 
-from .building import EMBED, attention, decoder, encoder, full
+from .building import EMBED, attention, collectives, decoder, encoder, full
 from .meshes import line
 from .processes import Processes
 
@@ -170,7 +171,77 @@ def test_modules_of_other_libraries(two: Processes, function: str) -> None:
     two.run(_other_model, function)
 
 
-def _refuses_and_ends(rank: int, store: str, in_stack: bool, end: Any) -> None:
+#: An input of one process alone: what the error names, and how the input is made.
+OTHER_INPUTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "length": (r"length of the query: expected the same in every process, got \[9, 7\]", lambda x: x[:, :7]),
+    "batch": (r"batch size of the query: expected the same in every process, got \[2, 1\]", lambda x: x[:1]),
+    "no batch": (r"dimensions of the query: expected the same in every process, got \[3, 2\]", lambda x: x[0]),
+    "dtype": (r"dtype of the query: expected the same in every process, got another in process 1", Tensor.float),
+    "key": (r"length of the key: expected the same in every process, got \[9, 11\]", lambda x: x),
+}
+
+
+def _other_input(name: str, of_stack: bool) -> None:
+    said, change = OTHER_INPUTS[name]
+    other = dist.get_rank() == 1
+    split: Any = tensor_parallel(encoder(1) if of_stack else attention(4), line())
+    x = _sequence()
+    inputs = (x, _sequence(11 if other else 9)) if name == "key" else (change(x) if other else x,)
+    with pytest.raises(DistributedError, match=rf"^tensor_parallel: {said}.*\. Give every process the same input\.$"):
+        split(*inputs)
+    good = split(x)
+    assert collectives(lambda: split(x)) == {"all_reduce": 2 if of_stack else 1}
+    assert split(x[:, :4]).shape == (2, 4, EMBED)
+    assert torch.equal(split(x), good)
+
+
+@pytest.mark.parametrize(("name", "of_stack"), [*((name, False) for name in OTHER_INPUTS), ("length", True)])
+def test_another_input_in_one_process_after_tensor_parallel(two: Processes, name: str, of_stack: bool) -> None:
+    two.run(_other_input, name, of_stack)
+
+
+def _other_last_input(store: str, rank: int, end: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=2)
+    )
+    split: Any = tensor_parallel(attention(4), init_device_mesh("cpu", (2,)))
+    x = _sequence()
+    split(x)
+    try:
+        split(x[:, :7] if rank == 1 else x)
+    except DistributedError as error:
+        end.send(str(error))
+    end.close()
+    os._exit(0)
+
+
+def test_another_length_in_one_process_after_an_equal_call() -> None:
+    """Only the process whose length has changed compares it. Both raise when the time-out ends."""
+    said = _answers([(_other_last_input, (0,)), (_other_last_input, (1,))])
+    assert said[0].startswith("tensor_parallel: forward: all-reduce of the output of module.out_proj: the exchange")
+    assert said[1].startswith("tensor_parallel: the processes could not agree on the call, because one of them has")
+
+
+def _answers(calls: Sequence[tuple[Callable[..., None], tuple[object, ...]]]) -> list[str]:
+    """What functions of a store, these arguments and a pipe send, each in a process of its own."""
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in calls]
+        started = [
+            context.Process(target=function, args=(f"{folder}/store", *arguments, there))
+            for (function, arguments), (_, there) in zip(calls, pipes, strict=True)
+        ]
+        for process in started:
+            process.start()
+        said = [here.recv() if here.poll(60) else "no answer in time" for here, _ in pipes]
+        for process in started:
+            process.join(10)
+            process.kill()
+    return said
+
+
+def _refuses_and_ends(store: str, rank: int, in_stack: bool, end: Any) -> None:
     """The first process refuses a call, and ends at once."""
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -190,20 +261,8 @@ def _refuses_and_ends(rank: int, store: str, in_stack: bool, end: Any) -> None:
 
 @pytest.mark.parametrize("in_stack", [False, True])
 def test_a_process_that_refuses_and_ends_is_understood(in_stack: bool) -> None:
-    context = multiprocessing.get_context("forkserver")
     for _ in range(3):
-        with tempfile.TemporaryDirectory() as folder:
-            pipes = [context.Pipe(duplex=False) for _ in range(3)]
-            started = [
-                context.Process(target=_refuses_and_ends, args=(rank, f"{folder}/store", in_stack, there))
-                for rank, (_, there) in enumerate(pipes)
-            ]
-            for process in started:
-                process.start()
-            said = [here.recv() if here.poll(60) else "no answer in time" for here, _ in pipes]
-            for process in started:
-                process.join(10)
-                process.kill()
+        said = _answers([(_refuses_and_ends, (rank, in_stack)) for rank in range(3)])
         assert "got (2, 3, 5)" in said[0]
         for text in said[1:]:
             assert "process 0 of the group refused the call" in text

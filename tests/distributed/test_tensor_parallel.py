@@ -180,6 +180,7 @@ def _collectives() -> list[dict[str, int]]:
         module = tensor_parallel(make(), line())
         x = torch.randn(2, 9, EMBED, dtype=next(module.parameters()).dtype, requires_grad=True)
         outputs: list[torch.Tensor] = []
+        module(x)  # the first call compares the inputs
         counts.append(collectives(lambda: outputs.append(module(x, mask=masks.causal()))))  # noqa: B023
         counts.append(collectives(lambda: outputs[0].sum().backward()))  # noqa: B023
     return counts
@@ -208,7 +209,9 @@ def _more_collectives(name: str) -> list[dict[str, int]]:
     module = tensor_parallel(attention(**parts), line())
     inputs = [torch.randn(2, 9, EMBED, dtype=torch.float64, requires_grad=True) for _ in range(count)]
     outputs: list[torch.Tensor] = []
+    first = collectives(lambda: module(*inputs))
     forward = collectives(lambda: outputs.append(module(*inputs)))
+    assert first == forward | {"allgather_base": 1}  # the comparison of the inputs
     return [forward, collectives(lambda: outputs[0].sum().backward())]
 
 

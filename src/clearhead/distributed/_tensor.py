@@ -6,7 +6,8 @@ tensors of this process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -24,7 +25,7 @@ from ..masks._base import And, Mask
 from ..masks._part import part_of
 from ..positions import RelativeBias
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
-from ._agreement import agree, fingerprint, group_of, not_pickled, require_device, require_equal
+from ._agreement import agree, fingerprint, group_for_agreements, group_of, not_pickled, require_device, require_equal
 from ._collectives import step, sum_dtype, sum_of_gradients
 from ._description import ASPECTS, aspects_of
 from ._finding import attention_parts
@@ -53,8 +54,9 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
     What the exchange of a later call raises, where another process has ended, failed or makes another call, is a
     `DistributedError` that names the step; in a compiled graph it is the backend's own error.
 
-    Dropout of features that every process holds draws from each one's own generator. The first training call outside
-    graphs compares their states, and raises `DistributedError` in every process if they differ.
+    The processes compare the sizes and dtypes of their inputs where these differ from those of the call before, outside
+    graphs; every process raises `DistributedError` if they are not equal. Dropout of features that every process holds
+    draws from each one's own generator; the first training call compares the states of these in the same way.
 
     Args:
         module: a `MultiHeadAttention`, or a layer or stack of `clearhead.transformer` made of them.
@@ -97,7 +99,8 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
     if plan.world > 1:
         for change in plan.changes:
             change(mesh)
-        module.register_forward_pre_hook(_SameGenerator(mesh))
+        same_calls = _SameCalls(mesh, group_for_agreements(group, device))
+        module.register_forward_pre_hook(same_calls, with_kwargs=True)
         module.register_load_state_dict_pre_hook(_require_split_state)
     return module
 
@@ -114,28 +117,72 @@ def _require_split_state(module: nn.Module, state: dict[str, Any], prefix: str, 
             raise ArgumentError(f"state_dict: {prefix}{name}", expected="a DTensor", got="a plain tensor", fix=fix)
 
 
-class _SameGenerator:
-    """Before the first training call that drops whole features: the processes draw alike, or their outputs differ."""
+class _SameCalls:
+    """Before a call whose inputs differ in size or dtype from those of the call before: the processes compare them.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh, self._agreed = mesh, False
+    gloo ends a process that sums tensors of different sizes. Before the first training call that drops features of
+    every process, they also compare the states of their generators, because their outputs would differ.
 
-    def __call__(self, module: nn.Module, inputs: object) -> None:
-        if self._agreed or is_tracing() or not module.training or not _drops_whole(module):
+    Args:
+        mesh: over the processes.
+        agreements: a group of the same processes, for nothing else.
+    """
+
+    def __init__(self, mesh: DeviceMesh, agreements: dist.ProcessGroup) -> None:
+        self._mesh, self._agreements = mesh, agreements
+        self._agreed_inputs: dict[str, int] | None = None
+        self._agreed_state = False
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if is_tracing():
+            return
+        draws = not self._agreed_state and module.training and _drops_whole(module)
+        facts = _sizes([*inputs, *keywords.values()])
+        if not draws and (facts == self._agreed_inputs or _compares_itself(module)):
             return
         kind = self._mesh.device_type
-        state: Tensor = torch.get_rng_state() if kind == "cpu" else torch.get_device_module(kind).get_rng_state()
-        facts = {"state of PyTorch's generator": fingerprint(state.tolist())}
-        gathered = agree(f"{_WHERE}: dropout", self._mesh.get_group(), kind, facts, None)
+        get_state = torch.get_rng_state if kind == "cpu" else torch.get_device_module(kind).get_rng_state
+        state = {_STATE: fingerprint(get_state().tolist()) if draws else 0}
+        gathered = agree(_WHERE, self._agreements, kind, {**facts, **state}, None)
+        require_equal(_WHERE, gathered, tuple(facts), "Give every process the same input.")
         fix = "Features that all of them hold are dropped alike: call torch.manual_seed with one seed in all of them."
-        require_equal(f"{_WHERE}: dropout", gathered, tuple(facts), fix)
-        self._agreed = True
+        require_equal(f"{_WHERE}: dropout", gathered, tuple(state), fix)
+        self._agreed_inputs, self._agreed_state = facts, self._agreed_state or draws
 
-    def __deepcopy__(self, memo: object) -> _SameGenerator:
-        return _SameGenerator(self._mesh)
+    def __deepcopy__(self, memo: object) -> _SameCalls:
+        return _SameCalls(self._mesh, self._agreements)
 
     def __reduce__(self) -> str:
         raise not_pickled(_WHERE)
+
+
+_STATE = "state of PyTorch's generator"
+
+
+def _sizes(inputs: Sequence[object]) -> dict[str, int]:
+    """Sizes and dtypes of the first two tensors of a call: query and key, or the input of a decoder and its memory."""
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    return _sizes_of("query", tensors[:1]) | _sizes_of("key", tensors[1:2])
+
+
+def _sizes_of(name: str, tensor: Sequence[Tensor]) -> dict[str, int]:
+    dims = batch = length = features = dtype = 0
+    for x in tensor:
+        rows = x.values() if x.layout is torch.jagged else x
+        dims, dtype = x.dim(), fingerprint(str(x.dtype))
+        if x.is_nested:
+            batch = x.size(0)
+        elif dims >= 2:
+            batch = math.prod(x.shape[:-2])
+        if rows.dim() >= 2 and not rows.is_nested:
+            length, features = rows.shape[-2:]
+    sizes = {"dimensions": dims, "batch size": batch, "length": length, "features": features, "dtype": dtype}
+    return {f"{what} of the {name}": size for what, size in sizes.items()}
+
+
+def _compares_itself(module: nn.Module) -> bool:
+    """Whether `context_parallel` has split the module too: its calls agree on more than this."""
+    return any(each.sequence_shard is not None for each in module.modules() if isinstance(each, MultiHeadAttention))
 
 
 def _drops_whole(module: nn.Module) -> bool:
