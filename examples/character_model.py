@@ -16,7 +16,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -241,11 +241,13 @@ def main(
     count: Annotated[int, typer.Option(help="How many characters to write.")] = 1200,
     prompt: Annotated[str, typer.Option(help="What the text begins with.")] = 'The "for" statement',
     weights: Annotated[Path | None, typer.Option(help="Load from this file; if it is not there, save to it.")] = None,
+    held_out: Annotated[int | None, typer.Option(help="How many held-out characters to read; all by default.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the figures and the text.")] = Path("out"),
 ) -> None:
     """Learn Python's documentation by heart and go on writing it; report bits per held-out character."""
     started = time.perf_counter()
     corpus = read_corpus(seed)
+    corpus = replace(corpus, held_out=corpus.held_out[:held_out])
     model = trained(corpus, steps, seed, weights)
     learned = time.perf_counter()
     results: dict[str, Any] = {"seed": seed, "steps": steps, "characters_held_out": len(corpus.held_out)}

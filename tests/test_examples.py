@@ -40,7 +40,7 @@ def test_dates_are_translated(tmp_path: Path) -> None:
 
 
 def test_characters_are_written(tmp_path: Path) -> None:
-    options = ["--steps", "2", "--count", "150", "--prompt", "The "]
+    options = ["--steps", "2", "--count", "150", "--prompt", "The ", "--held-out", "20000"]
     results, said = run(tmp_path, "character_model", *options)
     assert len(results["text"]) == 154
     assert results["text"].startswith("The ")

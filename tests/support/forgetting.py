@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import Any
 
 import clearhead._layer.plan
@@ -18,13 +19,14 @@ SPEC_FIELDS = AttentionSpec._fields
 def forget() -> None:
     """Empty the cache of plans, and whatever functions keep by their arguments."""
     clearhead._layer.plan.plans.clear()
-    for kept in _kept_by_arguments():
+    for kept in _kept_by_arguments(tuple(name for name in sys.modules if name.startswith("clearhead."))):
         kept.cache_clear()
 
 
-def _kept_by_arguments() -> list[Any]:
-    loaded = [module for name, module in list(sys.modules.items()) if name.startswith("clearhead.")]
-    return [each for module in loaded for each in vars(module).values() if hasattr(each, "cache_clear")]
+@lru_cache(1)
+def _kept_by_arguments(names: tuple[str, ...]) -> list[Any]:
+    """The functions of these modules that keep results."""
+    return [each for name in names for each in vars(sys.modules[name]).values() if hasattr(each, "cache_clear")]
 
 
 def spec_of(request: Request) -> AttentionSpec:

@@ -187,7 +187,7 @@ def fit(request: Request) -> Request:
 
 def run(request: Request, kernel: str | None = None) -> Numbers | str:
     """Results and the gradients of what wants one, or `REFUSED` where the forced kernel cannot run the call."""
-    torch.manual_seed(_DROPOUT_SEED)
+    torch.default_generator.manual_seed(_DROPOUT_SEED)
     try:
         with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
             return _numbers(request, _results(request))
@@ -229,7 +229,7 @@ def _dropped(request: Request, weights: Tensor) -> Tensor:
     plain = replace(request, **changes)
     units = torch.eye(request.keys, dtype=torch.float64).expand(request.batch, request.kv_heads, -1, -1)
     plain.leaves["value"] = units
-    torch.manual_seed(_DROPOUT_SEED)
+    torch.default_generator.manual_seed(_DROPOUT_SEED)
     with clearhead.use_kernel("reference"):
         shares = _results(plain)["output"]
     whole = exact_attention(
