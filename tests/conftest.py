@@ -14,6 +14,8 @@ import os
 import sys
 from collections.abc import Iterator
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the programs that tests start: several tests run at once
+
 import pytest
 import torch
 import torch.testing._internal.common_utils  # it loads a profile of its own: ours is loaded after it

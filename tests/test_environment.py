@@ -158,7 +158,7 @@ print(json.dumps(found))
 def outcomes() -> dict[str, str]:
     if not hasattr(os, "fork"):
         pytest.skip("needs fork")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCES.parent), "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "PYTHONPATH": str(SOURCES.parent), "PYTHONWARNINGS": "ignore"}
     names = json.dumps([AT_IMPORT, IN_CALLS])
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, names], capture_output=True, text=True, env=environment, timeout=120, check=False

@@ -42,14 +42,16 @@ def markdown(summary: Summary) -> str:
     parts += _section("Refused", (_bullet(*entry) for entry in summary["refused"].items()))
     parts += _section("Different", (_bullet(*entry) for entry in summary["differs"].items()))
     known = (_bullet(name, f"outputs agree; weights differ by {value:.1e}") for name, value in summary["known"].items())
-    parts += _section("Known: weights of layers with sinks", known)
+    said = "eager attention scales the weights of these layers back to a sum of 1."
+    parts += _section("Weights of layers with sinks", known, said)
     parts += _section(
-        "As far from eager attention as SDPA or float64 is", (_bullet(*entry) for entry in summary["as far"].items())
+        "Above the limit, and SDPA or float64 as far from eager attention",
+        (_bullet(*entry) for entry in summary["as far"].items()),
     )
-    parts += ["## Attention of their own", _list(summary["keeps eager"])]
+    parts += ["## Keeps eager: attention code of its own, or no attention", _list(summary["keeps eager"])]
     reasons = "\n".join(f"* {_plain(reason)}: {_list(names)}" for reason, names in summary["not built"].items())
     parts += ["## Not built", f"<details><summary>reasons</summary>\n\n{reasons}\n\n</details>"]
-    return "\n\n".join([*parts, "## All that agree", _list(summary["agrees"])])
+    return "\n\n".join([*parts, "## Agrees", _list(summary["agrees"])])
 
 
 def _totals(summary: Summary) -> Iterable[tuple[str, int, int]]:
@@ -69,8 +71,8 @@ def _totals_table(summary: Summary) -> str:
 
 def _largest(summary: Summary) -> str:
     return (
-        f"Largest difference, relative to the largest number of a tensor: {summary['largest']:.1e} of the "
-        f"{summary['allowed']:.0e} allowed; {summary['comparisons']} comparisons."
+        f"Largest difference within the limit of {summary['allowed']:.0e}, relative to the largest number of a tensor: "
+        f"{summary['largest']:.1e}, in {summary['comparisons']} comparisons."
     )
 
 
@@ -82,9 +84,9 @@ def _gradients(summary: Summary) -> str:
     )
 
 
-def _section(title: str, lines: Iterable[str]) -> list[str]:
+def _section(title: str, lines: Iterable[str], about: str = "") -> list[str]:
     found = list(lines)
-    return [f"## {title}", "\n".join(found)] if found else []
+    return [f"## {title}", *([about] if about else []), "\n".join(found)] if found else []
 
 
 def _bullet(name: str, text: str) -> str:

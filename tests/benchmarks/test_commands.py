@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -53,6 +54,30 @@ def test_every_benchmark_that_a_page_names_runs_here() -> None:
     assert named - ELSEWHERE == set(every.NAMES) & named
     assert len(named) > 10
     assert all((figures.ROOT / "benchmarks" / f"{name}.py").exists() for name in named)
+
+
+#: A command of a benchmark on a page, with its options, as far as a shell reads it.
+COMMAND = re.compile(
+    r"^python -m benchmarks\.([a-z_]+)((?: [^\n#`]+)?)|`python -m benchmarks\.([a-z_]+)((?: [^`]+)?)`", re.M
+)
+
+
+def test_every_option_on_a_page_is_one_of_its_command() -> None:
+    checked = 0
+    for page in pages():
+        for found in COMMAND.finditer(page.read_text(encoding="utf-8")):
+            name, options = found[1] or found[3], shlex.split(found[2] or found[4] or "")
+            module = importlib.import_module(f"benchmarks.{name}")
+            if not hasattr(module, "BENCHMARK"):
+                continue  # has a parser of its own
+            benchmark: Benchmark = module.BENCHMARK
+            chosen = benchmark._parser().parse_args(options)
+            if name == "gpu":
+                continue  # names its work on a GPU only
+            named = [line.name for line in benchmark.lines(Effort(3, False, True))]
+            assert any(re.search(chosen.only, each, re.IGNORECASE) for each in named), found[0]
+            checked += 1
+    assert checked > 20
 
 
 def one(measured: Figures) -> dict[str, str]:

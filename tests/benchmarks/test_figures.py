@@ -25,6 +25,9 @@ MEANT = {
     "docs/benchmarks.md": {
         "Above 1×, Clearhead": "how to read a ratio",
         "A ratio above 1× means": "how to read a ratio",
+        "the row with 1.00× is the base": "how to read a ratio",
+        "can be above 100 %": "how to read a ratio",
+        "far above 100 %": "how to read a ratio",
         "Calls are 20 ms apart": "a setting",
         "took more than 5 % of the processors": "a bar",
     },

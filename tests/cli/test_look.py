@@ -202,7 +202,7 @@ def test_as_a_process_in_a_terminal_without_unicode() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "clearhead_command", "look", SENTENCE, "--out", "here"],
         capture_output=True,
-        env=os.environ | {"PYTHONIOENCODING": "ascii", "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
         check=False,
     )
     assert result.returncode == 0, result.stderr

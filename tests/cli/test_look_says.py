@@ -16,7 +16,7 @@ import pytest
 from .looking import LETTERS, contents, look
 
 PROGRAM = [sys.executable, "-m", "clearhead_command", "look"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = dict(os.environ)
 
 
 @pytest.mark.usefixtures("in_an_empty_folder", "default_model_once")

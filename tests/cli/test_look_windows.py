@@ -102,7 +102,7 @@ def test_a_bar_counts_equal_parts_and_the_time_that_is_left() -> None:
 
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "clearhead_command", "look", "a b c " * 900, "--no-png"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "100"}
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=follower, env=environment)
     os.close(follower)
     shown = b""
