@@ -18,7 +18,7 @@ import clearhead
 from benchmarks.command import Benchmark, Effort, Line
 from benchmarks.figures import Figures
 from benchmarks.timing import interleaved, progress
-from benchmarks.writing import percent, table
+from benchmarks.writing import ratio, table
 
 BATCH, LENGTH = 8, 128
 STEPS, EVERY = 100, 100
@@ -94,8 +94,8 @@ def texts(measured: Figures) -> dict[str, str]:
     ]
     return {
         "table": table(("what", "seconds", "relative"), rows),
-        "step": percent(step[MEASURED] / step[STEP] - 1),
-        "run": percent(run[WATCHED] / run[PLAIN] - 1),
+        "step": ratio(step[MEASURED] / step[STEP]),
+        "run": ratio(run[WATCHED] / run[PLAIN]),
     }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
-from clearhead.errors import KernelError
+from clearhead.errors import DTypeError, KernelError, ShapeError
 from tests.support.exact import exact_attention
 
 B, H, KV, L, S, D = 2, 6, 3, 5, 7, 11
@@ -169,3 +169,24 @@ def test_compare_of_cross_attention(side: str) -> None:
     one, other = (rec.weights(0).double() for rec in recs)
     found = recs[0].compare(recs[1]).divergence["attend"]
     torch.testing.assert_close(found, _divergence(one, other).mean((0, 2)).to(found.dtype), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_sparse_tensor_after_an_expanded_one(place: int) -> None:
+    """PyTorch says of both that their strides are zero."""
+    given = [drawn(1, 1, 1, 1).expand(B, H, L, D) for _ in range(3)]
+    close(clearhead.attention(*given), given[2])
+    given[place] = drawn(B, H, L, D).to_sparse()
+    name = ("query", "key", "value")[place]
+    with pytest.raises(DTypeError, match=rf"^{name}: expected a torch.Tensor, got a tensor of layout torch.sparse_coo"):
+        clearhead.attention(*given)
+
+
+def test_a_key_projection_that_fits_no_input_beside_one_for_queries_and_values() -> None:
+    attend = clearhead.MultiHeadAttention(12, 4)
+    attend.v_proj = attend.q_proj
+    attend.k_proj = nn.Linear(13, 12)
+    x = drawn(2, 5, 12)
+    for _ in range(2):
+        with pytest.raises(ShapeError, match=r"^key: expected .*13"):
+            attend(x)
