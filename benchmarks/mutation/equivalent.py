@@ -33,4 +33,52 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "return (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 0) → "
         "return (int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else (0, 1)",
     ): "a row or column that is known to be seen is looked at once more",
+    (
+        "src/clearhead/_call/dropout.py",
+        "first_group, last_group = start // _LANES, (stop + _LANES - 1) // _LANES → first_group, last_gr"
+        "oup = start // _LANES, (stop + _LANES - 0) // _LANES",
+    ): "one group of random numbers more, which is cut off",
+    (
+        "src/clearhead/_call/spec.py",
+        "coverage_: Coverage | None = field(default=None, init=False, repr=False) → coverage_: Coverage "
+        "| None = field(default=None, init=False, repr=True)",
+    ): "what a call looks like in a debugger",
+    (
+        "src/clearhead/_call/spec.py",
+        "grid_: Grid | None = field(default=None, init=False, repr=False) → grid_: Grid | None = field(d"
+        "efault=None, init=False, repr=True)",
+    ): "what a call looks like in a debugger",
+    (
+        "src/clearhead/kernels/_chunked.py",
+        "biases = (sums.result().to(tensor.dtype) for sums, tensor in zip(bias_gradients, call.bias_tens"
+        "ors, strict=True)) → biases = (sums.result().to(tensor.dtype) for sums, tensor in zip(bias_grad"
+        "ients, call.bias_tensors, strict=False))",
+    ): "an assertion: both have one length",
+    (
+        "src/clearhead/kernels/_flex_blocks.py",
+        "steps = [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=T"
+        "rue)] → steps = [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), "
+        "strict=False)]",
+    ): "an assertion: both have one length",
+    (
+        "src/clearhead/kernels/_native.py",
+        "_WORTH_THREADS = 1 << 20  # multiplications of scores that take longer on one thread than PyTor"
+        "ch's kernel on several → _WORTH_THREADS = 2 << 20  # multiplications of scores that take longer"
+        " on one thread than PyTorch's kernel on several",
+    ): "chooses between two kernels with the same results, in an extension without OpenMP",
+    (
+        "src/clearhead/kernels/_second_order.py",
+        "return results[0] if count == 1 else results → return results[ -1] if count == 1 else results",
+    ): "the only one of one result",
+    (
+        "src/clearhead/kernels/_blocks.py",
+        "scores.masked_fill_(empty, 0)  # any finite number: softmax of −∞ alone would be NaN → scores.m"
+        "asked_fill_(empty, 1)  # any finite number: softmax of −∞ alone would be NaN",
+    ): "any finite number",
+    (
+        "src/clearhead/kernels/_sdpa.py",
+        'return share if share <= (_CPU_SHARE if grid.device.type == "cpu" else _OTHER_SHARE) else None '
+        '→ return share if share <= (_CPU_SHARE if not grid.device.type == "cpu" else _OTHER_SHARE) else'
+        " None",
+    ): "chooses between two ways with the same results",
 }

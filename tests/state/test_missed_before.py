@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
-from clearhead.errors import DTypeError, KernelError, ShapeError
+from clearhead._statistics.patch_layout import PatchLayout
+from clearhead.caches import RandomEviction
+from clearhead.errors import ArgumentError, DTypeError, KernelError, ShapeError
 from tests.support.exact import exact_attention
 
 B, H, KV, L, S, D = 2, 6, 3, 5, 7, 11
@@ -190,3 +192,34 @@ def test_a_key_projection_that_fits_no_input_beside_one_for_queries_and_values()
     for _ in range(2):
         with pytest.raises(ShapeError, match=r"^key: expected .*13"):
             attend(x)
+
+
+def test_the_largest_seed_of_random_eviction() -> None:
+    RandomEviction(2**64 - 1)
+    RandomEviction(-(2**63))
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ArgumentError, match=r"^seed: expected an int of 64 bits"):
+            RandomEviction(seed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_top_keys_of_an_item_that_sees_none(dtype: torch.dtype) -> None:
+    query, key = drawn(B, H, L, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype)
+    mask = masks.lengths(torch.tensor([0, S]))
+    found = clearhead.attention_statistics(query, key, mask, statistics=("top_k",), top_k=3).top_k
+    assert found is not None
+    assert (found.indices[0] == -1).all()
+    assert (found.weights[0] == 0).all()
+    assert (found.indices[1] >= 0).all()
+
+
+@pytest.mark.parametrize("pooling", ["mass", "max"])
+def test_the_map_of_no_query(pooling: Any) -> None:
+    query, key = drawn(B, H, 0, D, dtype=torch.float64), drawn(B, KV, S, D, dtype=torch.float64)
+    found = clearhead.attention_statistics(query, key, statistics=("map",), map_size=3, map_pooling=pooling).map
+    assert found is not None
+    assert not found.any()
+
+
+def test_the_length_of_patches_in_a_grid_that_is_not_square() -> None:
+    assert PatchLayout(("class",), (3, 5), (8, 8), (24, 40)).length == 16
