@@ -67,13 +67,10 @@ def test_every_option_on_a_page_is_one_of_its_command() -> None:
     for page in pages():
         for found in COMMAND.finditer(page.read_text(encoding="utf-8")):
             name, options = found[1] or found[3], shlex.split(found[2] or found[4] or "")
-            module = importlib.import_module(f"benchmarks.{name}")
-            if not hasattr(module, "BENCHMARK"):
-                continue  # has a parser of its own
-            benchmark: Benchmark = module.BENCHMARK
+            if name in ELSEWHERE:
+                continue
+            benchmark: Benchmark = importlib.import_module(f"benchmarks.{name}").BENCHMARK
             chosen = benchmark._parser().parse_args(options)
-            if name == "gpu":
-                continue  # names its work on a GPU only
             named = [line.name for line in benchmark.lines(Effort(3, False, True))]
             assert any(re.search(chosen.only, each, re.IGNORECASE) for each in named), found[0]
             checked += 1
