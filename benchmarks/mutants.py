@@ -35,7 +35,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from benchmarks.mutation.drawing import draw
 from benchmarks.mutation.equivalent import EQUIVALENT
 from benchmarks.mutation.native import FAULTS, FOLDER, Build
 from benchmarks.mutation.trying import SOURCES, Copy, Tests
@@ -85,6 +84,8 @@ class Trial:
 
 
 def python_trials(package: str, count: int, seed: int, copy: Copy, tests: Tests) -> list[Trial]:
+    from benchmarks.mutation.drawing import draw  # needs cosmic-ray, which the page that shows the results does not
+
     found = []
     for mutant in draw(copy.tree, f"src/clearhead/{package}", count, seed):
         source = copy.tree / mutant.path
