@@ -84,7 +84,7 @@ class Trial:
 
 
 def python_trials(package: str, count: int, seed: int, copy: Copy, tests: Tests) -> list[Trial]:
-    from benchmarks.mutation.drawing import draw  # needs cosmic-ray, which the page that shows the results does not
+    from benchmarks.mutation.drawing import draw  # cosmic-ray is absent where only the results are shown
 
     found = []
     for mutant in draw(copy.tree, f"src/clearhead/{package}", count, seed):

@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import final
 from xml.etree import ElementTree
 
-from coverage import CoverageData
-
 from benchmarks.mutation.forking import BROKEN
 
 SOURCES = ("_call", "_layer", "kernels", "masks", "_statistics", "caches")
@@ -168,6 +166,8 @@ class Tests:
     """
 
     def __init__(self, copy: Copy, folder: Path) -> None:
+        from coverage import CoverageData  # absent where only the results are shown
+
         self._copy, self._data, self._known = copy, folder / "coverage", folder / "traced.json"
         self._reports = folder / "reports"
         self._reports.mkdir(exist_ok=True)
