@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from clearhead.cli._demo import default_model_path
+from clearhead.errors import DeviceError
 from clearhead.integrations import transformers as integration
 from tests.integrations.architectures import (
     DECODERS,
@@ -196,3 +197,11 @@ def test_clearhead_alone_imports_no_optional_package() -> None:
     code = "import clearhead, sys; print(sorted({'transformers', 'matplotlib', 'typer', 'rich'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
+def test_boundaries_without_data_are_refused(name: str) -> None:
+    packed, starts = torch.randn(1, 2, 5, 4), torch.tensor([0, 3, 5])
+    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, name: starts.to("meta")}
+    with pytest.raises(DeviceError, match=rf"{name}: expected the \w+'s cpu, got meta"):
+        integration.attention_forward(torch.nn.Module(), packed, packed, packed, None, **given)

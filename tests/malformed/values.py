@@ -148,6 +148,8 @@ def _subclassed(rng: random.Random, x: Tensor) -> Tensor:
 
 
 def _lazy_views(rng: random.Random, x: Tensor) -> Tensor:
+    if x.dtype.is_floating_point and x.dtype not in (torch.float32, torch.float64):
+        x = x.float()  # these have no complex dtype of their own
     return rng.choice(
         (lambda: x.detach().to(torch.complex64).conj(), lambda: torch.complex(x.detach(), x.detach()).conj().imag)
     )()

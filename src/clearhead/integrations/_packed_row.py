@@ -43,7 +43,8 @@ def rows_of(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tenso
 
 
 def _beside(query: Tensor, starts: Tensor) -> Tensor:
-    return starts.to(query.device) if isinstance(starts, Tensor) else starts
+    # A tensor without data has none to move; it is refused with the other checks.
+    return starts.to(query.device) if isinstance(starts, Tensor) and not starts.is_meta else starts
 
 
 def _refuse(query: Tensor, key: Tensor) -> NoReturn:
