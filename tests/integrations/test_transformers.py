@@ -202,6 +202,6 @@ def test_clearhead_alone_imports_no_optional_package() -> None:
 @pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
 def test_boundaries_without_data_are_refused(name: str) -> None:
     packed, starts = torch.randn(1, 2, 5, 4), torch.tensor([0, 3, 5])
-    given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, name: starts.to("meta")}
+    given: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, name: starts.to("meta")}
     with pytest.raises(DeviceError, match=rf"{name}: expected the \w+'s cpu, got meta"):
         integration.attention_forward(torch.nn.Module(), packed, packed, packed, None, **given)
