@@ -288,8 +288,9 @@ def texts(measured: Figures) -> dict[str, str]:
                 f"{prefix}{what}-best-name": best,
             }
     for batch, what in ((MIXED, "train-mixed"), (EQUAL, "train-equal")):
-        result = results[f"training step (forward + backward): MiniLM, float32, dropout 0.1, {batch}"]
-        found[what] = ratio(result.ratios[SDPA])
+        for dropout, ending in ((0.1, ""), (0.0, "-plain")):
+            result = results[f"training step (forward + backward): MiniLM, float32, dropout {dropout}, {batch}"]
+            found[what + ending] = ratio(result.ratios[SDPA])
     half, full = (results[f"forward: MiniLM, {dtype}, {MIXED}"].figures[OURS] for dtype in ("bfloat16", "float32"))
     found["bfloat16"] = ratio(half / full)
     found["upgrade"] = milliseconds(results["upgrade itself: MiniLM"].figures[OURS] / 1e3)

@@ -32,26 +32,33 @@ def show(console: Console, run: Run) -> None:
 
 
 def markdown(summary: Summary) -> str:
-    """The table of all model types."""
+    """Totals, and a row for each model type."""
     parts = [_largest(summary), _totals_table(summary)]
     if summary["gradients"]["compared"]:
         parts.append(_gradients(summary))
-        worse = summary["gradients"]["worse"]
-        rows = (_bullet(name, f"{own:.1e}, SDPA {sdpa:.1e}") for name, (own, sdpa) in worse.items())
-        parts += _section("Gradients further from float64 than 1.5 times SDPA's", rows)
-    parts += _section("Refused", (_bullet(*entry) for entry in summary["refused"].items()))
-    parts += _section("Different", (_bullet(*entry) for entry in summary["differs"].items()))
-    known = (_bullet(name, f"outputs agree; weights differ by {value:.1e}") for name, value in summary["known"].items())
-    said = "eager attention scales the weights of these layers back to a sum of 1."
-    parts += _section("Weights of layers with sinks", known, said)
-    parts += _section(
-        "Above the limit, and SDPA or float64 as far from eager attention",
-        (_bullet(*entry) for entry in summary["as far"].items()),
-    )
-    parts += ["## Keeps eager: attention code of its own, or no attention", _list(summary["keeps eager"])]
-    reasons = "\n".join(f"* {_plain(reason)}: {_list(names)}" for reason, names in summary["not built"].items())
-    parts += ["## Not built", f"<details><summary>reasons</summary>\n\n{reasons}\n\n</details>"]
-    return "\n\n".join([*parts, "## Agrees", _list(summary["agrees"])])
+    rows = [
+        f"| `{name}` | {status} | {_plain(remark)} |" for name, status, remark in sorted(_types(summary), key=_name)
+    ]
+    return "\n\n".join([*parts, "\n".join(["| model type | result | remark |", "|---|---|---|", *rows])])
+
+
+def _types(summary: Summary) -> Iterable[tuple[str, str, str]]:
+    """Name, result and remark of each model type."""
+    remarks = {name: f"above the limit, but so is SDPA or float64: {text}" for name, text in summary["as far"].items()}
+    for name, value in summary["known"].items():
+        remarks[name] = f"outputs agree; weights differ by {value:.1e}, because eager scales them to a sum of 1"
+    for name, (own, sdpa) in summary["gradients"]["worse"].items():
+        remarks[name] = f"error of gradients {own:.1e}, SDPA {sdpa:.1e}"
+    for status in ("agrees", "keeps eager"):
+        yield from ((name, status, remarks.get(name, "")) for name in summary[status])
+    for status in ("refused", "differs"):
+        yield from ((name, status, reason) for name, reason in summary[status].items())
+    for reason, names in summary["not built"].items():
+        yield from ((name, "not built", reason) for name in names)
+
+
+def _name(row: tuple[str, str, str]) -> str:
+    return row[0].casefold()
 
 
 def _totals(summary: Summary) -> Iterable[tuple[str, int, int]]:
@@ -82,19 +89,6 @@ def _gradients(summary: Summary) -> str:
         f"Gradients of {found['compared']} models are compared with float64: the median error is "
         f"{found['median ratio']:.2f} times SDPA's, and {len(found['worse'])} are above 1.5 times."
     )
-
-
-def _section(title: str, lines: Iterable[str], about: str = "") -> list[str]:
-    found = list(lines)
-    return [f"## {title}", *([about] if about else []), "\n".join(found)] if found else []
-
-
-def _bullet(name: str, text: str) -> str:
-    return f"* `{name}`: {_plain(text)}"
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
 
 
 def _plain(text: str) -> str:

@@ -101,8 +101,12 @@ def test_the_page_names_totals_and_reasons() -> None:
     refused = Outcome("sam", "SamModel", refused={"from_config": "KeyError: 'clearhead'"}, compared=5)
     page = markdown(summarize(Run("some versions", [AGREES, NOT_BUILT, refused])))
     assert "| agrees | 1 | 0 |" in page
-    assert "* `sam`: `from_config`: KeyError: 'clearhead'" in page
-    assert "* ImportError: DinatModel requires the natten library: `dinat`" in page
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [
+        "| `dinat` | not built | ImportError: DinatModel requires the natten library |",
+        "| `llama` | agrees |  |",
+        "| `sam` | refused | `from_config`: KeyError: 'clearhead' |",
+    ]
 
 
 def test_the_summary_lists_as_many_model_types_as_it_counts() -> None:
@@ -141,7 +145,7 @@ def test_gradients_further_from_float64_than_sdpas_are_listed() -> None:
     ]
     summary = summarize(Run("some versions", outcomes))
     assert summary["gradients"] == {"compared": 3, "median ratio": 1.3e-4 / 2.9e-5, "worse": {"far": [1.3e-4, 2.9e-5]}}
-    assert "* `far`: 1.3e-04, SDPA 2.9e-05" in markdown(summary)
+    assert "| `far` | agrees | error of gradients 1.3e-04, SDPA 2.9e-05 |" in markdown(summary)
 
 
 def test_a_process_that_ends_is_an_outcome() -> None:

@@ -121,7 +121,7 @@ def test_what_was_read_is_told_by_the_module_and_the_logger(
         "  scale: 0.22941573387056177",
         "  softcap: 1.5",
         "  mask: sliding_window(3, 0)",
-        "  the future: hidden in the model: pass mask=masks.causal()",
+        "  the future: not hidden here, but hidden in the model. Pass mask=masks.causal()",
     ]
     (record,) = caplog.records
     assert record.getMessage() == f"loaded attention from {ours.loaded_from}"

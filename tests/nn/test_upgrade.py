@@ -389,4 +389,4 @@ def test_the_report_reads_well() -> None:
     )
     module = nn.MultiheadAttention(E, H)
     assert str(clearhead.upgrade(module)) == "upgraded: 1 attention module(s)\n  (the model itself)"
-    assert str(clearhead.upgrade(nn.Linear(2, 2), linears=False)) == "upgraded: 0 attention module(s)"
+    assert str(clearhead.upgrade(nn.Linear(2, 2), linears=False)) == "upgraded: nothing"

@@ -211,6 +211,10 @@ def test_a_processor_gives_the_part_of_the_picture_that_the_model_saw(tmp_path: 
         rec.page(image=image)
     with pytest.raises(ShapeError, match=r"processor: expected a picture of 12 × 12 pixels"):
         rec.page(image=image, processor=lambda picture: torch.zeros(3, 5, 5))
+    with pytest.raises(
+        ArgumentError, match=r"processor: expected a function that takes the image, got one that raises"
+    ):
+        rec.page(image=image, processor=lambda picture: picture @ torch.zeros(7))
 
 
 def test_models_whose_patches_are_unknown_are_refused() -> None:

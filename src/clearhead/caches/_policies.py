@@ -131,7 +131,7 @@ class SinksAndRecent(EvictionPolicy):
 
 @final
 class RandomEviction(EvictionPolicy):
-    """Keep keys by lot: what other policies have to beat.
+    """Keep random keys: a baseline that other policies should beat.
 
     Args:
         seed: of its own generator. Default 0.

@@ -19,6 +19,9 @@ from ._unpack import Projections, unpack
 
 Attention = MultiHeadAttention | MultiHeadLatentAttention
 
+#: What a loaded module says about the future, if the model hides it and the module does not.
+HIDDEN_BY_THE_MODEL = "not hidden here, but hidden in the model. Pass mask=masks.causal()"
+
 
 @dataclass(frozen=True)
 class Block:

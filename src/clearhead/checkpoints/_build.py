@@ -7,7 +7,7 @@ from typing import Any
 from .._checks import is_probability, number
 from .._multihead import MultiHeadAttention
 from ..masks._base import Mask
-from ._blocks import Layer
+from ._blocks import HIDDEN_BY_THE_MODEL, Layer
 from ._fill import fill
 
 
@@ -56,8 +56,7 @@ def _report(layer: Layer, module: MultiHeadAttention, parts: dict[str, Any]) -> 
     lines += [f"  {name}: {_in_words(part)}" for name, part in parts.items() if part is not None]
     lines += ["  sinks: one per head"] if module.sinks is not None else []
     lines += [f"  dropout: {module.dropout}"] if module.dropout else []
-    future = "hidden in the model: pass mask=masks.causal()" if block.causal else "not hidden in the model"
-    return "\n".join([*lines, f"  the future: {future}"])
+    return "\n".join([*lines, f"  the future: {HIDDEN_BY_THE_MODEL if block.causal else 'not hidden in the model'}"])
 
 
 def _in_words(part: object) -> str:

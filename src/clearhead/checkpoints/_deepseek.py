@@ -8,7 +8,7 @@ from typing import Any
 from .._latent import MultiHeadLatentAttention
 from ..errors import ArgumentError
 from ..positions import rotary_from_config
-from ._blocks import Layer
+from ._blocks import HIDDEN_BY_THE_MODEL, Layer
 from ._fill import copied
 
 #: Our submodules by transformers' names, which the original checkpoints have too.
@@ -92,4 +92,4 @@ def _report(layer: Layer, module: MultiHeadLatentAttention) -> str:
         f"  scale: {module.scale:g}",
     ]
     lines += [f"  dropout: {module.dropout}"] if module.dropout else []
-    return "\n".join([*lines, "  the future: hidden in the model: pass mask=masks.causal()"])
+    return "\n".join([*lines, f"  the future: {HIDDEN_BY_THE_MODEL}"])

@@ -38,14 +38,14 @@ class UpgradeReport:
     left_padded: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        heading = f"{self.action}: {len(self.changed)} attention module(s)"
-        for names, what in (
+        counts = (
+            (self.changed, "attention module(s)"),
             (self.models, "model(s) of transformers"),
             (self.linears, "linear layer(s)"),
             (self.unpadded, "encoder(s) without padding"),
-        ):
-            heading += f", {len(names)} {what}" if names else ""
-        lines = [heading]
+        )
+        found = ", ".join(f"{len(names)} {what}" for names, what in counts if names)
+        lines = [f"{self.action}: {found or 'nothing'}"]
         lines += [f"  {_shown(name)}" for name in self.changed]
         lines += [f"  attention: {_shown(name)}" for name in self.models]
         lines += [f"  linear: {_shown(name)}" for name in self.linears]

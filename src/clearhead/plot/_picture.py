@@ -105,7 +105,11 @@ def _processed(image: Any, processor: Any) -> Any:
             image = image if type(transform).__name__ == "Normalize" else transform(image)
         return image
     if not hasattr(own, "preprocess"):
-        return own(image)
+        try:
+            return own(image)
+        except Exception as error:
+            expected = "a function that takes the image"
+            raise ArgumentError("processor", expected=expected, got=f"one that raises {error!r}") from error
     return own(images=image, return_tensors="pt", do_rescale=False, do_normalize=False)["pixel_values"][0]
 
 
