@@ -15,7 +15,7 @@ STATUSES = {
     "agrees": "computes with Clearhead; the results are those of eager attention",
     "keeps eager": "computes attention with its own code, whatever is set; the results do not change",
     "refused": "a route or a request raises an error; everything else agrees",
-    "differs": "returns other results than eager attention",
+    "differs": "a result differs from that of eager attention by more than the limit",
     "not built": "no tiny random model, or no input for it",
 }
 

@@ -41,7 +41,8 @@ def summarize(run: Run) -> Summary:
 def counts_of(summary: Summary) -> dict[str, str]:
     """How many model types there are of each status, and what else sentences name."""
     counts = summary["counts"]
-    totals = {status: counts.get(status, [0, 0])[0] for status in ("agrees", "keeps eager", "refused", "not built")}
+    statuses = ("agrees", "keeps eager", "refused", "differs", "not built")
+    totals = {status: counts.get(status, [0, 0])[0] for status in statuses}
     found = {f"{status.replace(' ', '-')}": str(count) for status, count in totals.items()}
     compared = sum(totals.values()) - totals["not built"]
     return {
@@ -50,6 +51,9 @@ def counts_of(summary: Summary) -> dict[str, str]:
         "all": str(compared + totals["not built"]),
         "largest": f"{summary['largest']:.1e}",
         "comparisons": str(summary["comparisons"]),
+        "gradients": str(summary["gradients"]["compared"]),
+        "gradients-median": f"{summary['gradients']['median ratio']:.2f}×",
+        "gradients-worse": str(len(summary["gradients"]["worse"])),
     }
 
 

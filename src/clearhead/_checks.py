@@ -194,13 +194,13 @@ def strided_or_jagged(name: str, value: object, expected: str = "a torch.Tensor"
 
 
 def with_values(name: str, value: Tensor) -> Tensor:
-    """A tensor whose numbers can be read, which those on ``meta`` have none of.
+    """A tensor with numbers. Tensors on ``meta`` have none.
 
     Raises:
         DeviceError: for one on ``meta``.
     """
     if value.is_meta:
-        fix = "What it hides depends on its numbers."
+        fix = "The mask needs its numbers. Move it to a real device."
         raise DeviceError(name, expected="a tensor with values", got="one on meta", fix=fix)
     return value
 

@@ -91,5 +91,5 @@ def _has_bias(module: nn.Module) -> ArgumentError:
         "kv_up",
         expected="a projection without a bias",
         got=f"a {type(module).__name__} with one",
-        fix="The absorbed form, which runs with a cache, multiplies by its matrix alone.",
+        fix="With a cache, only its matrix is used. Set bias=False.",
     )

@@ -69,7 +69,7 @@ def require_cache(cache: object, position: object) -> None:
             "cache",
             expected="one of self-attention, because the module has position=",
             got="a CrossKVCache",
-            fix="A memory's keys do not stand beside the queries: use a module without position=.",
+            fix="Keys of a memory have no position relative to the queries. Use a module without position=.",
         )
 
 
@@ -139,8 +139,8 @@ def unfit_projections(found: tuple[Tensor, Tensor, Tensor], inner: int, kv_inner
     """The error for projections that do not give the features of the module's heads."""
     got = " and ".join(str(each.shape[-1]) for each in found)
     fix = (
-        "A projection that was replaced has to give as many; one that was split over processes by hand computes "
-        "other heads than the module counts: use clearhead.distributed.tensor_parallel."
+        "A replaced projection must give as many features. Do not split projections by hand: "
+        "use clearhead.distributed.tensor_parallel."
     )
     expected = f"H·D = {inner} features of queries, and Hkv·D = {kv_inner} of keys and of values"
     return ShapeError("q_proj, k_proj, v_proj", expected=expected, got=got, fix=fix)

@@ -63,7 +63,7 @@ def test_links_devices_and_modes_stay(tmp_path: Path) -> None:
 
 def test_a_page_in_no_folder_leaves_nothing(tmp_path: Path) -> None:
     made = page(given([torch.eye(2)[None]]))
-    with pytest.raises(FileError, match="in a folder that is there"):
+    with pytest.raises(FileError, match="in a folder that exists"):
         made.save(tmp_path / "nowhere" / "page.html")
     (tmp_path / "page.html").mkdir()
     with pytest.raises(FileError, match="expected a file that can be written"):

@@ -58,7 +58,7 @@ def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, res
                 "layers",
                 expected=f"the same batch size B = {calls[0].grid.batch_size} in every layer",
                 got=f"B = {call.grid.batch_size} in layer {place}",
-                fix="Layers that see parts of the batch, such as windows of an image, have no rollout together.",
+                fix="A rollout needs the whole batch in every layer, not windows of an image.",
             )
     index = row_numbers(targets, length, "targets", "token numbers below")
     if index is None:

@@ -143,7 +143,7 @@ def _blocks_of(config: Any, part: str | None) -> tuple[Block, ...]:
             "config.model_type",
             expected=f"one of {', '.join(ARCHITECTURES)}",
             got=repr(model_type),
-            fix="Of other models checkpoints.load reads the weights; what else they do is then yours to say.",
+            fix="For other models, checkpoints.load reads the weights. Pass the other settings yourself.",
         )
     known = ARCHITECTURES[model_type]
     wanted = "self" if part is None else text("part", part)

@@ -44,28 +44,28 @@ def look(
         typer.Option(
             "--stat",
             metavar="NAME",
-            help="What the overviews show per head: entropy, normalized_entropy, confidence, sink, distance, "
-            "previous, max_logit or output_norm.",
+            help="The number that the overview shows for each head: entropy, normalized_entropy, confidence, sink, "
+            "distance, previous, max_logit or output_norm.",
             show_default="entropy, and maps",
         ),
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option("--against", metavar="TEXT", help="Another text, to see beside the first.", show_default=False),
+        typer.Option("--against", metavar="TEXT", help="Another text, shown side by side.", show_default=False),
     ] = None,
     against_model: Annotated[
         str | None,
         typer.Option(
             "--against-model",
             metavar="NAME_OR_PATH",
-            help="Another model of the same shape, to see beside the first.",
+            help="Another model with as many layers and heads, shown side by side.",
             show_default="--model",
         ),
     ] = None,
     image: Annotated[
         Path | None,
         typer.Option(
-            "--image", help="A picture instead of a text, for a vision model named by --model.", show_default=False
+            "--image", help="An image instead of a text. Name a vision model with --model.", show_default=False
         ),
     ] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for attention.png and attention.html.")] = Path(),
@@ -84,24 +84,23 @@ def look(
         Path | None,
         typer.Option(
             "--json",
-            help="Also write every number as JSON; with - to the standard output, and nothing else there.",
+            help="Also write all numbers as JSON. With -, print them and nothing else.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
     """Show where every head of a pretrained Transformer looks on a text.
 
-    Prints an overview of all heads and one head token by token, and writes attention.png and attention.html. Without
-    --layer and --head, the head shown large is the one where different words most clearly look at different words
-    further away, rather than at special tokens or neighbours.
+    Prints an overview of all heads, then one head token by token. Writes attention.png and attention.html. Choose the
+    head with --layer and --head. Otherwise the command prefers a head in which different words look at different,
+    distant words. It avoids heads that look at special tokens or neighbours.
 
-    A text that is longer than the model takes is read in windows, each sharing an eighth of its tokens with the next;
-    numbers per head are means over all of them.
+    A text that is too long for the model is read in windows. Neighbouring windows share an eighth of their tokens.
+    Numbers for a head are means over all windows.
 
-    With --against or --against-model both runs are shown, and their difference; the head shown large is the one that
-    differs most.
+    --against and --against-model show two runs and their difference. The head shown large is the one that differs most.
 
-    With --image, a vision model is run on a picture: what the class token and every patch look at, over the picture.
+    --image runs a vision model. It shows, over the image, what the class token and every patch look at.
     """
     paths = {
         "png": _target("--png", png, no_png, out / "attention.png"),

@@ -20,24 +20,25 @@ from ._layout import LAYOUTS, Layout, Parts
 
 
 def shard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: Layout = "contiguous") -> Tensor:
-    """This process's part of a tensor that holds the whole sequence, which every process has.
+    """Cut a whole sequence, and return the part of this process.
 
-    Parts follow `torch.tensor_split`: nothing is padded, parts may differ by one position or be empty. Nothing is
-    exchanged, and the gradient of the whole is this process's contribution: zero outside its part.
+    Every process passes the same whole tensor. It is cut as `torch.tensor_split` does, without padding. Parts may
+    differ by one position, and may be empty. Nothing is exchanged. The gradient of the whole tensor is zero outside
+    the part.
 
     Args:
-        tensor: for example token ids (B, L), labels that were shifted before, or features (B, L, E).
-        mesh: one-dimensional, over the processes that share the sequence; W of them.
-        dim: that of the sequence. Default 1.
-        layout: ``"contiguous"``: process r holds part r of W. ``"zigzag"``: parts r and 2W − 1 − r of 2W, one after
-            the other, which under a causal mask is the same work for every process.
+        tensor: for example token ids (B, L), features (B, L, E), or labels (shift labels before you cut them).
+        mesh: a mesh of one dimension. Its W processes share the sequence.
+        dim: the dimension of the sequence. Default 1.
+        layout: ``"contiguous"`` gives process r part r of W. ``"zigzag"`` gives it parts r and 2W − 1 − r of 2W, so
+            that every process has the same work under a causal mask. Default ``"contiguous"``.
 
     Returns:
-        The part; a view where it is one run of positions.
+        The part. It is a view if its positions follow one another.
 
     Raises:
-        ArgumentError: for a mesh of several dimensions, or an unknown layout or dimension.
-        DTypeError: if `tensor` is none.
+        ArgumentError: if the mesh has several dimensions, or if the layout or dimension is unknown.
+        DTypeError: if `tensor` is not a tensor.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -61,21 +62,21 @@ def shard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: La
 
 
 def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: Layout = "contiguous") -> Tensor:
-    """The whole sequence from every process's part: what `shard_sequence` cut.
+    """Join the parts of all processes: the inverse of `shard_sequence`.
 
-    One exchange of sizes and one all-gather; the gradient of a part is the sum of what all processes pass back for it,
-    by one reduce-scatter.
+    The processes exchange the sizes, then the parts (an all-gather). The gradient of a part is the sum of its gradients
+    in all processes (a reduce-scatter).
 
     Args:
-        tensor: this process's part, of the same shape on all of them but for `dim`.
-        mesh, dim, layout: as for `shard_sequence`.
+        tensor: the part of this process. Parts may differ in size in `dim` only.
+        mesh, dim, layout: as in `shard_sequence`.
 
     Returns:
-        The whole, on every process.
+        The whole sequence, in every process.
 
     Raises:
-        ArgumentError, DTypeError: as for `shard_sequence`.
-        DistributedError: on every process, if one of them cannot gather, or the parts do not belong together.
+        ArgumentError, DTypeError: as in `shard_sequence`.
+        DistributedError: in every process, if one process cannot gather or if the parts do not fit together.
 
     Example:
         See `shard_sequence`:
@@ -132,7 +133,7 @@ def _mark(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> None:
 
 @outside_graphs
 def require_parts(group: dist.ProcessGroup, layout: Layout, **tensors: object) -> None:
-    """Raise for a tensor that is known to be the whole sequence, or a part in another layout; without a mark, for none.
+    """Refuse a tensor that is known to be a whole sequence, or a part in another layout.
 
     Args:
         group: over which the sequence is split.

@@ -296,7 +296,7 @@ class record(Drawable, Recorded):
                 "keep",
                 expected="a record made with keep='queries_keys'",
                 got=f"keep={self._keep!r}",
-                fix="Statistics alone do not hold what weights are computed from.",
+                fix="Weights are computed from queries and keys. Record again with keep='queries_keys'.",
             )
         return calls.kept[index("call", call, len(calls.kept))]
 

@@ -268,9 +268,9 @@ class BoundedCache(Cache):
         if taken > 0 and bool((real[:, :taken].sum(1, keepdim=True) != first).any()):
             raise CacheError(
                 "attention_mask",
-                expected="the same marks as before for the tokens that the cache has taken",
+                expected="the same marks as before for the tokens in the cache",
                 got="others",
-                fix="What is padding is decided when a token comes. reset() the cache to begin anew.",
+                fix="A token stays padding, or stays real, once it is in the cache. Call reset() to start again.",
             )
         new = real[:, taken:]
         if isinstance(first, int) and bool(new.all()):

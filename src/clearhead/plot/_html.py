@@ -90,7 +90,7 @@ class Page:
             with whole_file(path) as part:
                 part.write_text(self.text, encoding="utf-8", newline="\n")
         except (OSError, ValueError) as error:  # a null character in the name is a ValueError
-            expected = "a file that can be written, in a folder that is there"
+            expected = "a file that can be written, in a folder that exists"
             raise FileError("path", expected=expected, got=f"{shown(str(path))} ({error})") from error
         return path
 
