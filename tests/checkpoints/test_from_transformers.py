@@ -142,7 +142,7 @@ def test_an_unknown_model_lists_those_known() -> None:
         from_transformers({}, 0, config=config)
     known = "llama, mistral, qwen3, gemma2, gpt_oss, gpt_neox, bloom, t5, deepseek_v2, deepseek_v3, gpt2, bert, vit"
     assert str(raised.value).startswith(f"config.model_type: expected one of {known}")
-    assert "got 'mamba'. Of other models checkpoints.load reads the weights" in str(raised.value)
+    assert "got 'mamba'. For other models, checkpoints.load reads the weights" in str(raised.value)
 
 
 @pytest.mark.parametrize(
