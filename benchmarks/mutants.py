@@ -14,7 +14,7 @@ mistakes only. Others, such as ``+`` by ``**``, fail in every test that reaches 
 
 The command works in a copy of the checkout, in ``--work``. It first runs the tests under coverage, to learn which
 lines each test runs. It then tries each mutant with the tests that run its lines, the fastest first, and at most 60
-seconds of them. A failed test, a crash, or a run of three times the expected length catches the mutant. After an
+seconds of them. Faults in C++ are tried with all tests of the kernels, of statistics and of state. A failed test, a crash, or a run of three times the expected length catches the mutant. After an
 interruption, or with new tests, run the command again: it keeps the mutants that were caught, and tries the survivors
 again.
 
@@ -97,12 +97,7 @@ def python_trials(package: str, count: int, seed: int, copy: Copy, tests: Tests)
         ) -> tuple[str, str]:
             source.write_text(changed, encoding="utf-8")
             try:
-                outcome = ("passed", "")
-                for chosen in tests.of_lines(mutant.path, mutant.lines):
-                    outcome = copy.try_tests(chosen)
-                    if outcome[0] != "passed":
-                        break
-                return outcome
+                return copy.try_in_turn(tests.of_lines(mutant.path, mutant.lines))
             finally:
                 source.write_text(text, encoding="utf-8")
 
@@ -114,7 +109,7 @@ def native_trials(copy: Copy, tests: Tests, work: Path) -> list[Trial]:
     build = Build(copy.tree, work / "objects")
     chosen = tests.of_files(NATIVE_TESTS)
     build.unchanged()
-    outcome = copy.try_tests(chosen, "generic")
+    outcome = copy.try_in_turn(chosen, "generic")
     if outcome[0] != "passed":
         raise SystemExit(f"The unchanged extension fails: {outcome[1]}")
     found = []
@@ -124,7 +119,7 @@ def native_trials(copy: Copy, tests: Tests, work: Path) -> list[Trial]:
         def run(fault: Any = fault) -> tuple[str, str]:
             if not build.with_fault(fault):
                 raise SystemExit(f"{fault.file} does not compile: {fault.description}")
-            return copy.try_tests(chosen, "generic")
+            return copy.try_in_turn(chosen, "generic")
 
         where = f"{FOLDER}/{fault.file}:{fault.line(text)}"
         found.append(Trial("native", where, fault.description, fault.apply(text), run))

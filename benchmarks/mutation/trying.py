@@ -136,6 +136,15 @@ class Copy:
         failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", printed, re.MULTILINE)
         return "failed", failed[0] if failed else "an import"
 
+    def try_in_turn(self, tests: Iterable[Iterable[Test]], instructions: str | None = None) -> tuple[str, str]:
+        """Run lists of tests one after the other, as `try_tests` does, until one test fails."""
+        outcome = ("passed", "")
+        for chosen in tests:
+            outcome = self.try_tests(chosen, instructions)
+            if outcome[0] != "passed":
+                break
+        return outcome
+
     def failing(self, tests: Iterable[str]) -> list[str]:
         """Those of some tests that fail although nothing is changed."""
         chosen = [Test(test, 10.0) for test in tests]
@@ -232,17 +241,16 @@ class Tests:
                 return "::".join([file, *parts[count:]])
         return None
 
-    def of_files(self, files: Sequence[str]) -> list[Test]:
-        """The tests of some files and folders, fastest first."""
-        found: list[Test] = []
+    def of_files(self, files: Sequence[str]) -> tuple[list[Test], list[Test]]:
+        """The tests of some files and folders, fastest first; some that are tried first, and all others."""
+        first, second = list[Test](), list[Test]()
+        total = 0.0
         for name in sorted(self._seconds, key=lambda name: (self._seconds[name], name)):
             node = self._node(name)
-            if node is None or not node.startswith(tuple(files)):
-                continue
-            if sum(test.seconds for test in found) + self._seconds[name] > MOST_SECONDS:
-                break
-            found.append(Test(node, self._seconds[name]))
-        return found
+            if node is not None and node.startswith(tuple(files)):
+                total += self._seconds[name]
+                (first if total < MOST_SECONDS else second).append(Test(node, self._seconds[name]))
+        return first, second
 
     def of_lines(self, path: str, lines: tuple[int, int]) -> tuple[list[Test], list[Test]]:
         """The tests that run these lines, fastest first; some that are tried first, and others."""
