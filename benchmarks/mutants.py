@@ -14,9 +14,9 @@ mistakes only. Others, such as ``+`` by ``**``, fail in every test that reaches 
 
 The command works in a copy of the checkout, in ``--work``. It first runs the tests under coverage, to learn which
 lines each test runs. It then tries each mutant with the tests that run its lines, the fastest first, and at most 60
-seconds of them. Faults in C++ are tried with all tests of the kernels, of statistics and of state. A failed test, a crash, or a run of three times the expected length catches the mutant. After an
-interruption, or with new tests, run the command again: it keeps the mutants that were caught, and tries the survivors
-again.
+seconds of them. Faults in C++ are tried with all tests of the kernels, of statistics and of state. A failed test, a
+crash, or a run of three times the expected length catches the mutant. After an interruption, or with new tests, run
+the command again: it keeps the mutants that were caught, and tries the survivors again.
 
 ``benchmarks/results/mutants.json`` holds the numbers of each package and the survivors. Some survivors compute the
 same as the source; ``benchmarks/mutation/equivalent.py`` lists them with reasons, and they do not count.
