@@ -287,6 +287,7 @@ def texts(measured: Figures) -> dict[str, str]:
                 f"{prefix}{what}-best": ratio(result.ratios[best]),
                 f"{prefix}{what}-best-name": best,
             }
+    found["base-equal-half"] = ratio(results[f"forward: BERT-base, bfloat16, {EQUAL}"].ratios[SDPA])
     for batch, what in ((MIXED, "train-mixed"), (EQUAL, "train-equal")):
         for dropout, ending in ((0.1, ""), (0.0, "-plain")):
             result = results[f"training step (forward + backward): MiniLM, float32, dropout {dropout}, {batch}"]

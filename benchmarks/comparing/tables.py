@@ -73,8 +73,16 @@ def remarks(results: Iterable[Result]) -> list[str]:
                 f"DIFFERENT RESULT: {result.work}: {name} is {value:.1e} away, tolerance {result.tolerance:.0e}"
             )
     for tolerance in sorted({result.tolerance for result in results if result.differences}):
-        close = [value for result in results if result.tolerance == tolerance for value in result.differences.values()]
-        lines.append(f"Largest difference between two results where {tolerance:.0e} is allowed: {max(close):.1e}")
+        close = [
+            (value, result.work)
+            for result in results
+            if result.tolerance == tolerance
+            for value in result.differences.values()
+        ]
+        largest, work = max(close)
+        lines.append(
+            f"Largest difference between two results where {tolerance:.0e} is allowed: {largest:.1e}, in {work}"
+        )
     for result in results:
         if result.load is not None and result.load > QUIET:
             lines.append(f"NOT QUIET: other programs took {result.load:.0%} of the processors: {result.work}")

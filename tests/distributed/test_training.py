@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -93,6 +93,34 @@ def test_training_in_parts_is_training_on_one_process(
     two: Processes, layout: Layout, method: str, averaged: Callable[[Any, DeviceMesh], Any]
 ) -> None:
     two.run(_trained, averaged, layout, method)
+
+
+def _batch_and_sequence(rows: int) -> None:
+    """Rows of processes have other batch items; the processes of a row share their sequences."""
+    mesh = init_device_mesh("cpu", (rows, dist.get_world_size() // rows), mesh_dim_names=("dp", "cp"))
+    torch.manual_seed(3)
+    whole = encoder()
+    split = _sharded(context_parallel(copy.deepcopy(whole), mesh["cp"]), mesh["dp", "cp"])
+    x, labels = torch.randn(2, 13, EMBED, dtype=torch.float64), _labels(13)
+    count = (labels != -100).sum()
+    (_loss(whole(x, mask=masks.causal()), labels) / count).backward()
+    items = [each.tensor_split(rows)[mesh["dp"].get_local_rank()] for each in (x, labels)]
+    parts = [shard_sequence(each, mesh["cp"]) for each in items]
+    (_loss(split(parts[0], mask=masks.causal()), parts[1]) * dist.get_world_size() / count).backward()
+    kept = gradients_kept(whole)
+    assert kept
+    for name, one in kept.items():
+        require_close(gradients_kept(split)[name], one, 1e-12, name)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_mesh_splits_the_batch_and_the_sequence(two: Processes, rows: int) -> None:
+    two.run(_batch_and_sequence, rows)
+
+
+@pytest.mark.slow
+def test_a_mesh_splits_the_batch_and_the_sequence_of_four(four: Processes) -> None:
+    four.run(_batch_and_sequence, 2)
 
 
 def _three_ways(kv_heads: int) -> None:

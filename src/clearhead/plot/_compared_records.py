@@ -55,8 +55,8 @@ class ComparedRecords:
             return "Every row is compared with the same row of the other."
         compared, least = sum(len(pairs) for pairs in keys), sum(max(pairs.lengths) for pairs in keys)
         return (
-            f"Tokens agree in {100 * compared / least:.0f} % of the places. Only rows of those are compared; keys "
-            "without a counterpart count as one."
+            f"Tokens agree in {100 * compared / least:.0f} % of the places. Only their rows are compared. Keys "
+            "without a counterpart are added up into one key."
         )
 
     @cached_property
