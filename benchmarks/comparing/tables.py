@@ -81,16 +81,16 @@ def remarks(results: Iterable[Result]) -> list[str]:
         ]
         largest, work = max(close)
         lines.append(
-            f"Largest difference between two results where {tolerance:.0e} is allowed: {largest:.1e}, in {work}"
+            f"Largest difference between two results where {tolerance:.0e} is allowed: {largest:.1e}, in `{work}`"
         )
     for result in results:
         if result.load is not None and result.load > QUIET:
-            lines.append(f"NOT QUIET: other programs took {result.load:.0%} of the processors: {result.work}")
+            lines.append(f"NOT QUIET: other programs took {result.load:.0%} of the processors in `{result.work}`")
     missing: dict[tuple[str, str], dict[str, list[str]]] = {}
     for result in results:
         for name, reason in result.skipped.items():
             missing.setdefault((name, reason), {}).setdefault(result.section, []).append(result.name)
     for (name, reason), works in missing.items():
-        where = "; ".join(f"{section} ({' / '.join(names)})" for section, names in works.items())
-        lines.append(f"{name} not measured ({reason}): {where}")
+        where = ", ".join(f"`{section} ({' / '.join(names)})`" for section, names in works.items())
+        lines.append(f"{name} not measured, because {reason}: {where}")
     return lines

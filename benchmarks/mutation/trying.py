@@ -241,13 +241,13 @@ class Tests:
                 return "::".join([file, *parts[count:]])
         return None
 
-    def of_files(self, files: Sequence[str]) -> tuple[list[Test], list[Test]]:
-        """The tests of some files and folders, fastest first; some that are tried first, and all others."""
+    def of_files(self, files: Sequence[str], without: str) -> tuple[list[Test], list[Test]]:
+        """The tests of some files and folders but one, fastest first; some that are tried first, and all others."""
         first, second = list[Test](), list[Test]()
         total = 0.0
         for name in sorted(self._seconds, key=lambda name: (self._seconds[name], name)):
             node = self._node(name)
-            if node is not None and node.startswith(tuple(files)):
+            if node is not None and node.startswith(tuple(files)) and not node.startswith(without):
                 total += self._seconds[name]
                 (first if total < MOST_SECONDS else second).append(Test(node, self._seconds[name]))
         return first, second
