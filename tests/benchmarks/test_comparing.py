@@ -81,7 +81,7 @@ def test_skipped_ways_are_listed_with_the_reason(result: Result) -> None:
         "missing": "not installed: someones_library",
         "failing": "RuntimeError: no such operator",
     }
-    assert "refusing not measured (it has no backward pass): somewhere (L=7)" in remarks([result])
+    assert "refusing not measured, because it has no backward pass: `somewhere (L=7)`" in remarks([result])
 
 
 def test_another_result_is_named(result: Result) -> None:
@@ -121,7 +121,7 @@ def test_other_programs_are_noticed() -> None:
 
 
 def test_a_result_measured_under_load_is_named(result: Result) -> None:
-    expected = "NOT QUIET: other programs took 30% of the processors: somewhere: L=7"
+    expected = "NOT QUIET: other programs took 30% of the processors in `somewhere: L=7`"
     assert expected in remarks([replace(result, load=0.3)])
     assert not [line for line in remarks([replace(result, load=0.02)]) if line.startswith("NOT QUIET")]
 
