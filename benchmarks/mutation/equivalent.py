@@ -5,6 +5,10 @@ from __future__ import annotations
 #: By source and change: the reason.
 EQUIVALENT: dict[tuple[str, str], str] = {
     (
+        "src/clearhead/_native/tile.h",
+        "a fully masked row is not masked beside rows that see all",
+    ): "`highest_first`, which the row also sets, is enough: the two numbers are only used together",
+    (
         "src/clearhead/caches/_kv.py",
         "placed = columns.masked_fill(columns >= self._length, -1) → "
         "placed = columns.masked_fill(columns >= self._length, - 2)",
