@@ -85,5 +85,5 @@ def test_the_table_compares_policies_with_lots() -> None:
     figures = {cells[1].strip(): cells[2].strip() for cells in (row.split("|") for row in rows)}
     assert figures["everything kept"] == "0.000"
     assert all(figures[f"`{name}`"] == "0.250" for name in eviction.POLICIES)
-    assert figures["by lot, mean of 2 seeds"] == "0.250"
-    assert figures["by lot, the best"] == "0.200"
+    assert figures["`RandomEviction()`, mean of 2 seeds"] == "0.250"
+    assert figures["`RandomEviction()`, the best seed"] == "0.200"
