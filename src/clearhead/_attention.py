@@ -6,10 +6,11 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from ._call.spec import validate_call
+from ._call.call import valid_call
+from ._call.request import Request
 from ._environment import cast_for_autocast, read_environment
 from ._layer.linear import describe_backend
-from ._layer.plan import attend_arguments
+from ._layer.plan import attend
 from .kernels._choice import Explanation, explain_call
 from .masks._base import Mask
 
@@ -104,21 +105,8 @@ def attention(
         >>> clearhead.attention(query, key, value, clearhead.masks.causal()).shape
         torch.Size([2, 4, 5, 3])
     """
-    environment = read_environment()
-    results = attend_arguments(
-        query,
-        key,
-        value,
-        mask,
-        environment,
-        scale=scale,
-        dropout_p=dropout_p,
-        softcap=softcap,
-        sinks=sinks,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        return_lse=return_lse,
-    )
+    request = Request(mask, scale, softcap, sinks, dropout_p, query_positions, key_positions, return_lse)
+    results = attend(query, key, value, request, read_environment())
     return results.output if results.lse is None else (results.output, results.lse)
 
 
@@ -160,17 +148,6 @@ def explain(
         projections: ...
     """
     query, key, value = cast_for_autocast(query, key, value)
-    call = validate_call(
-        query,
-        key,
-        value,
-        mask,
-        scale=scale,
-        dropout_p=dropout_p,
-        softcap=softcap,
-        sinks=sinks,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        return_lse=return_lse,
-    )
+    request = Request(mask, scale, softcap, sinks, dropout_p, query_positions, key_positions, return_lse)
+    call = valid_call(query, key, value, request)
     return explain_call(call, describe_backend() if call.query.is_cpu else "")

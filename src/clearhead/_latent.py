@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._call.caching import Cache, Positions
-from ._call.spec import weights_wanted
+from ._call.request import Request, weights_wanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
 from ._environment import Environment, cast_for_autocast, read_environment
 from ._latent_forms import absorbed, absorbing_is_less, expanded, up_weights
@@ -246,10 +246,8 @@ class MultiHeadLatentAttention(nn.Module):
             self.out_proj,
             self.num_heads,
             1,
-            self.scale,
-            self.dropout if self.training else 0.0,
+            Request(self.mask, self.scale, dropout_p=self.dropout if self.training else 0.0),
             position=None if self.position is None else self._rotate,
-            mask=self.mask,
             form=partial(self._form, environment),
         )
 

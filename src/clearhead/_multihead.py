@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ._call.caching import Cache, Positions
-from ._call.dropout import DropoutOrigin
+from ._call.request import Request, weights_wanted
 from ._call.sharding import HeadShard, SequenceShard
-from ._call.spec import weights_wanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
 from ._environment import Environment, read_environment
 from ._layer.jagged import is_jagged, read_jagged, refuse_jagged
@@ -37,6 +36,7 @@ from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
 from .errors import ArgumentError
 from .masks._base import Mask
+from .masks._grid import Offset
 from .masks._tensors import as_mask
 
 
@@ -254,7 +254,7 @@ class MultiHeadAttention(nn.Module):
         ):
             require_features(name, x, projection)
         layer = layer_of(self, tokens[0], environment)
-        if layer.origin is not None:
+        if layer.request.offset is not None:
             fix = "Pad them and pass masks.lengths(...), or set module.dropout = 0.0."
             expected = "padded inputs where heads are split over processes and weights are dropped"
             raise ArgumentError("query", expected=expected, got="a jagged tensor", fix=fix)
@@ -281,9 +281,9 @@ def layer_of(module: MultiHeadAttention, query: Tensor, environment: Environment
         sinks = None if sinks is None else shard.local(sinks)
     inner, kv_inner = heads * module.head_dim, kv_heads * module.head_dim
     dropout_p = module.dropout if module.training else 0.0
-    origin = DropoutOrigin(module.num_heads, shard.first) if shard is not None and dropout_p else None
-    # Within the documents of an unpadded batch dropout counts anew, which an origin among the heads of the whole
-    # module does not describe: other processes would drop other weights. Padding then stays in.
+    offset = Offset(module.num_heads, shard.first) if shard is not None and dropout_p else None
+    # Within the sequences of an unpadded batch dropout counts anew, which an offset among the heads of the whole
+    # module does not describe: each process would drop different weights. Padding then stays in.
     costs = Costs((query.shape[-1] + module.embed_dim) * inner, 2 * module.embed_dim * kv_inner, 2 * inner)
     modules: dict[str, Any] = vars(module)["_modules"]  # attributes of modules are looked up slowly
 
@@ -304,15 +304,10 @@ def layer_of(module: MultiHeadAttention, query: Tensor, environment: Environment
         modules["out_proj"],
         heads,
         kv_heads,
-        module.scale,
-        dropout_p,
-        module.softcap,
-        sinks,
+        Request(mask, module.scale, module.softcap, sinks, dropout_p, offset=offset),
         module.q_norm,
         module.k_norm,
         module.position,
-        mask,
-        costs if origin is None else None,
-        origin=origin,
+        costs if offset is None else None,
         all_heads=None if shard is None else shard.all_weights,
     )

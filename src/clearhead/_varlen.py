@@ -6,10 +6,11 @@ from typing import Literal, overload
 
 from torch import Tensor
 
+from ._call.request import Request
 from ._call.rows import read_rows
 from ._checks import strided
 from ._environment import read_environment
-from ._layer.plan import attend_arguments
+from ._layer.plan import attend
 from .errors import ShapeError, shape_text
 from .masks._base import Mask
 
@@ -101,19 +102,9 @@ def attention_varlen(
     """
     _require_packed(query=query, key=key, value=value)
     rows = read_rows(cu_seqlens_q, cu_seqlens_k, query, key)
-    output, lse, _ = attend_arguments(
-        query.transpose(0, 1)[None],  # (1, H, T, D)
-        key.transpose(0, 1)[None],
-        value.transpose(0, 1)[None],
-        mask,
-        read_environment(),
-        scale=scale,
-        dropout_p=dropout_p,
-        softcap=softcap,
-        sinks=sinks,
-        return_lse=return_lse,
-        rows=rows,
-    )
+    request = Request(mask, scale, softcap, sinks, dropout_p, lse=return_lse, rows=rows)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # (1, H, T, D), (1, Hkv, Tk, D) and (…, Dv)
+    output, lse, _ = attend(q, k, v, request, read_environment())
     output = output.squeeze(0).transpose(0, 1)  # (T, H, Dv)
     return output if lse is None else (output, lse.squeeze(0).transpose(0, 1))
 

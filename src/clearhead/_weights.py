@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._call.spec import build_call
+from ._call.call import build_call
+from ._call.request import Request
 from ._checks import FLOATS, INTEGERS, flag, items, require_slice, shown, strided, with_values
 from ._environment import autocast_off, cast_for_autocast, is_tracing
 from .errors import ArgumentError, DTypeError
@@ -64,17 +65,8 @@ def attention_weights(
     query, key = cast_for_autocast(query, key)
     average_attn_weights = flag("average_attn_weights", average_attn_weights)
     with autocast_off(query):
-        call = build_call(
-            query,
-            key,
-            None,
-            mask,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            query_positions=query_positions,
-            key_positions=key_positions,
-        )
+        request = Request(mask, scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions)
+        call = build_call(query, key, None, request)
         weights = compute_weights(call, row_numbers(queries, call.grid.query_length), average_attn_weights)
     return weights.squeeze(0) if query.dim() == 3 else weights
 

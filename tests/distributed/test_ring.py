@@ -14,11 +14,13 @@ from torch import Tensor
 import clearhead
 from benchmarks.distributed import Live
 from clearhead import masks
+from clearhead._call.request import Request
 from clearhead._environment import read_environment
 from clearhead.distributed import context_parallel, shard_sequence
 from clearhead.distributed._layout import LAYOUTS, Layout, Parts
 from clearhead.distributed._methods import Whole
 from clearhead.distributed._ring import Ring, by_ring
+from clearhead.masks._grid import Grid
 
 from .building import EMBED, attention
 from .meshes import line
@@ -40,8 +42,8 @@ def _errors(layout: Layout, causal: bool) -> dict[str, tuple[float, float]]:
         return [output.detach(), *torch.autograd.grad(output, own, factors)]
 
     cut = partial(parts.take, dim=2, rank=rank)
-    whole = Whole(group, rank, parts, parts, mask, None, None, 2, None)
-    ring = Ring(whole, read_environment(), {"scale": None, "softcap": None})
+    grid = Grid(1, 2, LENGTH, LENGTH, torch.device("cpu"))
+    ring = Ring(Whole(group, rank, parts, parts, grid, Request(mask, lse=True)), read_environment())
     found = results(lambda *own: by_ring(*own, ring).output, [cut(x) for x in inputs], cut(factors))
     one = results(lambda *own: clearhead.attention(*own, mask=mask), inputs, factors)
     exact: list[torch.Tensor] = [x.new_zeros(x.shape, dtype=torch.float64) for x in (factors, *inputs)]

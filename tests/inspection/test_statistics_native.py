@@ -15,7 +15,7 @@ import clearhead
 import clearhead._statistics.native
 import clearhead.kernels._blocks
 from clearhead import masks
-from clearhead._call.spec import AttentionCall
+from clearhead._call.call import AttentionCall
 from clearhead._statistics.result import AttentionStatistics
 from clearhead.kernels._native_statistics import WeightStatistics
 from tests.support.calls import Call, calls

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._call.dropout import DropoutOrigin, dropout_factors, philox4x32
-from clearhead._call.spec import validate_call
+from clearhead._call.call import valid_call
+from clearhead._call.dropout import dropout_factors, philox4x32
+from clearhead._call.request import Request
 from clearhead._environment import read_environment
 from clearhead._layer.plan import run_call
-from clearhead.masks._grid import ALL, Block, Grid
+from clearhead.masks._grid import ALL, Block, Grid, Offset
 from tests.support.comparing import require_close, require_half_as_good
 from tests.support.native import needs_native
 
@@ -200,16 +199,11 @@ def part_numbers(kernel: str | None, part: str, dtype: torch.dtype) -> dict[str,
         scores = (query @ k.mT / 13**0.5).masked_fill(~torch.ones(length, keys).tril(keys - length).bool(), -torch.inf)
         output, upstream = (scores.softmax(-1) * factors) @ v, upstream.double()
     else:
-        first_item, head, row, column = (index.start or 0 for index in PARTS[part])
+        item, head, row, column = (index.start or 0 for index in PARTS[part])
         with clearhead.use_kernel(kernel):
-            call = validate_call(
-                *inputs,
-                masks.causal("bottom_right"),
-                dropout_p=0.3,
-                dropout_seed=torch.tensor(42),
-                origin=DropoutOrigin(WHOLE.num_heads, head, row, column),
-            )
-            output = run_call(replace(call, first_item=first_item), read_environment()).output
+            offset = Offset(WHOLE.num_heads, head, row, column, item)
+            request = Request(masks.causal("bottom_right"), dropout_p=0.3, seed=torch.tensor(42), offset=offset)
+            output = run_call(valid_call(*inputs, request), read_environment()).output
     found = torch.autograd.grad(output, inputs, upstream)
     return {"output": output.detach(), **dict(zip(("query", "key", "value"), found, strict=True))}
 

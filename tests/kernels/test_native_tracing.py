@@ -11,9 +11,9 @@ from torch.export import export
 
 import clearhead
 from clearhead import masks
-from clearhead._call.dropout import DropoutOrigin
+from clearhead._call.request import Request
 from clearhead._environment import read_environment
-from clearhead._layer.plan import attend_arguments
+from clearhead.masks._grid import Offset
 from tests.support.allocations import Allocations
 from tests.support.budgets import slow
 from tests.support.native import needs_native
@@ -78,8 +78,8 @@ def test_dropout_in_a_graph_is_the_same_in_its_backward_pass() -> None:
 
 def test_a_graph_drops_the_weights_of_a_part_that_reference_drops() -> None:
     def attend(x: Tensor) -> Tensor:
-        options = {"dropout_p": 0.5, "dropout_seed": torch.tensor(42), "origin": DropoutOrigin(11, 2, 3, 5)}
-        return attend_arguments(x, x, x, None, read_environment(), **options).output
+        request = Request(dropout_p=0.5, seed=torch.tensor(42), offset=Offset(11, 2, 3, 5))
+        return attend(x, x, x, request, read_environment()).output
 
     x = random(31, grad=True)
     found = torch.compile(attend, backend="aot_eager", fullgraph=True)(x)

@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import clearhead
 from clearhead import masks
-from clearhead._call.spec import AttentionCall, validate_call
+from clearhead._call.call import AttentionCall, valid_call
+from clearhead._call.request import Request
 from clearhead.errors import KernelError
 from clearhead.kernels import _sdpa
 from clearhead.kernels._sdpa import SdpaKernel
@@ -64,8 +65,8 @@ def test_every_mask_runs_fused_on_cuda(
 def _lowered_on_meta(mask: Mask, kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> Tensor | None:
     """The mask that PyTorch is given for a call on another device than the CPU."""
     query, key = torch.empty(B, H, L, D), torch.empty(B, kv_heads, S, D)
-    spec = validate_call(query, key, key, mask).spec
-    call = AttentionCall(spec, query.to("meta"), key.to("meta"), key.to("meta"), mask)
+    spec = valid_call(query, key, key, Request(mask)).spec
+    call = AttentionCall(spec, query.to("meta"), key.to("meta"), key.to("meta"), Request(mask))
     given: list[Tensor | None] = []
 
     def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *_: Any, **__: Any) -> Tensor:

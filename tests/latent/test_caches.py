@@ -42,13 +42,13 @@ def test_steps_and_chunks_are_the_whole(sizes: list[int], low: int | None, dtype
 def _calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], ...]]:
     """The shapes of query, key and value in every call of `attention`."""
     seen: list[tuple[tuple[int, ...], ...]] = []
-    attend: Callable[..., Any] = clearhead._layer.layer.attend_arguments
+    attend: Callable[..., Any] = clearhead._layer.layer.attend
 
     def noting(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Any:
         seen.append((tuple(query.shape), tuple(key.shape), tuple(value.shape)))
         return attend(query, key, value, *arguments, **options)
 
-    monkeypatch.setattr(clearhead._layer.layer, "attend_arguments", noting)
+    monkeypatch.setattr(clearhead._layer.layer, "attend", noting)
     return seen
 
 

@@ -15,9 +15,9 @@ from clearhead import masks
 from clearhead.errors import ClearheadError, ShapeError
 from clearhead.masks import Mask
 from clearhead.masks._coverage import coverage as reach
-from clearhead.masks._grid import Block, Grid
+from clearhead.masks._grid import Block, Grid, Offset
 from clearhead.masks._lowering import dense_mask, is_plain_causal
-from clearhead.masks._part import Place, part_of
+from clearhead.masks._part import part_of
 
 B, H = 2, 3
 CPU = torch.device("cpu")
@@ -165,10 +165,8 @@ def test_a_part_of_an_attention_sees_what_the_whole_sees_there(case: tuple[Mask,
     heads = data.draw(st.sampled_from(pieces(data, H)))
     rows = data.draw(st.sampled_from(pieces(data, grid.query_length)))
     columns = data.draw(st.sampled_from(pieces(data, grid.key_length)))
-    queries, keys = grid.query_positions, grid.key_positions
-    place = Place(grid.query_length, grid.key_length, rows.start, columns.start, queries, keys)
     own = Grid(B, heads.stop - heads.start, rows.stop - rows.start, columns.stop - columns.start, CPU)
-    part = part_of(mask, H, heads.start, place)
+    part = part_of(mask, Offset(H, heads.start, rows.start, columns.start), grid)
     assert part is not None
     expected = visible(mask, grid)[:, heads, rows, columns]
     assert torch.equal(visible(part, own), expected)
@@ -180,7 +178,7 @@ def test_a_part_of_an_attention_sees_what_the_whole_sees_there(case: tuple[Mask,
 
 @pytest.mark.parametrize(("heads", "rows", "columns"), [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
 def test_a_part_ends_within_the_whole(heads: int, rows: int, columns: int) -> None:
-    part = part_of(masks.keep(torch.ones(B, H, 5, 7)), H, heads, Place(5, 7, rows, columns))
+    part = part_of(masks.keep(torch.ones(B, H, 5, 7)), Offset(H, heads, rows, columns), Grid(B, H, 5, 7, CPU))
     assert part is not None
     part.validate(Grid(B, H - heads, 5 - rows, 7 - columns, CPU))
     with pytest.raises(ShapeError, match="of the whole, got one that ends at"):

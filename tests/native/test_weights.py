@@ -14,7 +14,7 @@ import clearhead
 import clearhead._layer.plan
 import clearhead.kernels._weights
 from clearhead import masks
-from clearhead._call.spec import WeightsWanted
+from clearhead._call.request import Request, WeightsWanted
 from clearhead._environment import read_environment
 from clearhead.kernels._native_statistics import native_weights
 from clearhead.kernels._weights import compute_weights
@@ -55,8 +55,8 @@ def attention_with_weights(
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     weights: WeightsWanted = "average" if average_attn_weights else "heads"
-    call = clearhead._layer.plan.attend_arguments
-    results = call(query, key, value, mask, read_environment(), weights=weights, **options)
+    request = Request(mask, weights=weights, **options)
+    results = clearhead._layer.plan.attend(query, key, value, request, read_environment())
     assert results.weights is not None
     return results.output, results.weights
 

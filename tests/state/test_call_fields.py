@@ -76,7 +76,7 @@ FIELDS: dict[str, list[Changes]] = {
     ],
 }
 #: Fields whose pairs of calls are made elsewhere in this folder.
-ELSEWHERE = {"device": "test_devices", "origin": "test_places"}
+ELSEWHERE = {"device": "test_devices", "in_larger": "test_places"}
 
 
 def test_every_field_of_a_spec_has_a_case() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import clearhead
-from clearhead._call.dropout import DropoutOrigin
+from clearhead._call.request import Request
 from clearhead._environment import read_environment
-from clearhead._layer.plan import attend_arguments
+from clearhead._layer.plan import attend
+from clearhead.masks._grid import Offset
 from tests.support.forgetting import forget
 
 B, H, L, S, D = 2, 6, 5, 19, 7
@@ -24,12 +25,12 @@ def test_parts_in_turn(kernel: str) -> None:
     units = torch.eye(S).expand(B, H, S, S)  # outputs are the weights that are left
     with clearhead.use_kernel(kernel):
         environment = read_environment()
-        given = {"dropout_p": 0.4, "dropout_seed": seed}
-        whole = attend_arguments(query, key, units, None, environment, origin=DropoutOrigin(H), **given).output
+        request = Request(dropout_p=0.4, seed=seed)
+        whole = attend(query, key, units, request._replace(offset=Offset(H)), environment).output
         assert (whole == 0).any()
         for pair in itertools.permutations(_PLACES, 2):
             forget()
             for head, row in (*pair, *pair):
                 part = query[:, head : head + 3, row : row + 3], key[:, head : head + 3], units[:, head : head + 3]
-                found = attend_arguments(*part, None, environment, origin=DropoutOrigin(H, head, row), **given).output
+                found = attend(*part, request._replace(offset=Offset(H, head, row)), environment).output
                 torch.testing.assert_close(found, whole[:, head : head + 3, row : row + 3], rtol=1e-5, atol=1e-6)

@@ -7,7 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 import clearhead._layer.plan
-from clearhead._call.spec import AttentionSpec, validate_call
+from clearhead._call.call import valid_call
+from clearhead._call.request import Request as Asked
+from clearhead._call.spec import AttentionSpec
 
 from .requests import Request
 
@@ -32,6 +34,5 @@ def _kept_by_arguments(names: tuple[str, ...]) -> list[Any]:
 def spec_of(request: Request) -> AttentionSpec:
     """The spec of a request that nothing surrounds."""
     query, key, value = (request.leaves[name] for name in ("query", "key", "value"))
-    return validate_call(
-        query, key, value, request.shown.mask, return_lse=request.lse, weights=request.weights, **request.options
-    ).spec
+    asked = Asked(request.shown.mask, lse=request.lse, weights=request.weights, **request.options)
+    return valid_call(query, key, value, asked).spec

@@ -8,30 +8,14 @@ in any order, and a backward pass asks for the same bits again.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from ..masks._grid import Block, Index
+from ..masks._grid import Block, Index, Offset
 
 _WORD = 0xFFFFFFFF
 _LEVELS = 1 << 16  # values of the 16 bits that decide about one weight
 _LANES = 8  # keys that one counter decides about
-
-
-class DropoutOrigin(NamedTuple):
-    """Where a call that is a part of a larger one begins in it, so that both drop the same weights.
-
-    Args:
-        num_heads: H of the whole.
-        head, row, column: the first of the call.
-    """
-
-    num_heads: int
-    head: int = 0
-    row: int = 0
-    column: int = 0
 
 
 def draw_seed(device: torch.device) -> Tensor:
@@ -39,32 +23,26 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(0, 1 << 62, (), dtype=torch.int64, device=device)
 
 
-def dropout_factors(
-    seed: Tensor,
-    p: float,
-    block: Block,
-    dtype: torch.dtype,
-    first_item: int = 0,
-    origin: DropoutOrigin | None = None,
-) -> Tensor:
+def dropout_factors(seed: Tensor, p: float, block: Block, dtype: torch.dtype, offset: Offset | None = None) -> Tensor:
     """What a block's weights are multiplied with: 0 where dropped, 1/(1 − p) where kept, (b, h, l, s).
 
-    The probability is rounded to a multiple of 2⁻¹⁶, and the factor uses the rounded one, so the mean is exact.
+    The probability is rounded to a multiple of 2⁻¹⁶, and the factor uses the rounded one, so the mean is exact. With an
+    `offset` the block is of a call in a larger one, and the factors are those of the larger one.
     """
     threshold = round(p * _LEVELS)
     # Nothing is kept, and the factor 1/(1 − p) would be infinite.
     if threshold == _LEVELS:
-        return torch.zeros_like(_bits(seed, block, first_item, origin), dtype=dtype)
-    return (_bits(seed, block, first_item, origin) >= threshold).to(dtype).mul_(_LEVELS / (_LEVELS - threshold))
+        return torch.zeros_like(_bits(seed, block, offset), dtype=dtype)
+    return (_bits(seed, block, offset) >= threshold).to(dtype).mul_(_LEVELS / (_LEVELS - threshold))
 
 
-def _bits(seed: Tensor, block: Block, first_item: int, origin: DropoutOrigin | None) -> Tensor:
+def _bits(seed: Tensor, block: Block, offset: Offset | None) -> Tensor:
     """16 random bits for every entry of the block, int64 (b, h, l, s)."""
-    num_heads, head, row, column = origin or DropoutOrigin(block.grid.num_heads)
+    num_heads, head, row, column, item = offset or Offset(block.grid.num_heads)
     start, stop = (end + column for end in _ends(block.columns, block.grid.key_length))
     first_group, last_group = start // _LANES, (stop + _LANES - 1) // _LANES
     groups = torch.arange(first_group, last_group, device=seed.device)  # (g,)
-    streams = (block.b + first_item) * num_heads + (block.h + head)  # (b, h, 1, 1)
+    streams = (block.b + item) * num_heads + (block.h + head)  # (b, h, 1, 1)
     words = philox4x32((groups, block.i + row, streams, torch.zeros_like(groups)), seed)
     halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
     shape = torch.broadcast_shapes(*(half.shape for half in halves))

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from .._environment import listening, state
-from .spec import AttentionCall
+from .call import AttentionCall
 
 
 class Observer(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import final
@@ -14,8 +14,8 @@ from torch import Tensor
 from .._checks import strided, with_values
 from .._environment import is_tracing
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_text
-from ..masks._base import Mask, Wrapping
-from ..masks._grid import ALL, Block, Grid, Index
+from ..masks._base import Mask
+from ..masks._grid import Block, Grid
 from ..masks._positional import Causal
 from ..masks._prepared import PreparedMask
 from ..masks._structure import UNKNOWN, RowRanges, Structure
@@ -145,33 +145,6 @@ class _SameDocument(Mask):
 
     def describe(self) -> str:
         return f"same_document({self._documents.count})"
-
-
-@final
-class OfDocument(Wrapping):
-    """What another mask shows of one document: some rows and columns of its scores."""
-
-    def __init__(self, mask: Mask, whole: Grid, rows: slice, columns: slice) -> None:
-        super().__init__(mask)
-        self._whole, self._rows, self._columns = whole, rows, columns
-
-    def place(self, block: Block) -> Block:
-        rows, columns = _moved(block.rows, self._rows), _moved(block.columns, self._columns)
-        return replace(block, grid=self._whole, rows=rows, columns=columns)
-
-    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return OfDocument(self._mask.with_bias_tensors(tensors), self._whole, self._rows, self._columns)
-
-    def describe(self) -> str:
-        return f"{self._mask.describe()} of one document"
-
-
-def _moved(index: Index, within: slice) -> Index:
-    if isinstance(index, Tensor):
-        return index + within.start
-    if index == ALL:
-        return within
-    return slice(within.start + index.start, within.start + index.stop)
 
 
 def _boundaries(name: str, bounds: object, what: str, x: Tensor) -> Tensor:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from .._call.caching import Cache, KeyValues, Positions
-from .._call.dropout import DropoutOrigin
+from .._call.call import Results
 from .._call.heads import merge_heads, split_heads
+from .._call.request import Request, WeightsWanted
 from .._call.rows import Rows
-from .._call.spec import Results, WeightsWanted
 from .._environment import Environment, cast_for_autocast
 from ..masks._base import Mask
 from ..masks._tensors import as_mask
 from .packing import Costs, unpad
-from .plan import Show, attend_arguments
+from .plan import Show, attend
 from .positions import PositionPart, apply_position, positions_of_keys, positions_of_queries, with_hidden
 from .unmodified import apply_linear
 
@@ -50,15 +50,14 @@ class Layer:
         project: the input projections.
         out_proj: the output projection.
         num_heads, num_kv_heads: H and Hkv.
-        scale, dropout_p, softcap, sinks: as for `attention`.
+        request: how the module attends: its own mask, scale, soft-cap, sinks, dropout, and where its heads lie in those
+            of the whole module.
         q_norm, k_norm: of every head's query and key.
         position: applied to queries and keys after them.
-        mask: the module's own.
         costs: of a token and of a pair, for leaving padding out; ``None`` never does.
         batch_first: whether memory holds (B, L, E) rather than (L, B, E). Tensors are (B, L, E) either way.
         form: of the queries, and of what the projections or a cache gave for keys, what attention is computed of;
             ``None`` where it is of the projections as they are.
-        origin: where these heads begin in those of the whole module, for dropout.
         all_heads: makes weights of these heads those of the whole module, where it has others.
     """
 
@@ -66,18 +65,13 @@ class Layer:
     out_proj: nn.Module
     num_heads: int
     num_kv_heads: int
-    scale: float | None = None
-    dropout_p: float = 0.0
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    request: Request
     q_norm: nn.Module | None = None
     k_norm: nn.Module | None = None
     position: PositionPart | None = None
-    mask: Mask | None = None
     costs: Costs | None = None
     batch_first: bool = True
     form: Callable[[Tensor, Tensor, Cache | None], Form] | None = None
-    origin: DropoutOrigin | None = None
     all_heads: Callable[[Tensor], Tensor] | None = None
 
     def run(
@@ -125,20 +119,15 @@ class Layer:
             keys_at = positions_of_keys(known, own, self.num_heads)
             mask = with_hidden(mask, known, at)
         form = None if self.form is None else self.form(q, known.key, cache)
-        results = attend_arguments(
-            *((q, known.key, known.value) if form is None else (form.query, form.key, form.value)),
-            mask,
-            environment,
-            query_positions=at,
-            key_positions=keys_at,
-            weights=weights,
-            **self._options,
-        )
+        request = self.request._replace(mask=mask, query_positions=at, key_positions=keys_at, weights=weights)
+        operands = (q, known.key, known.value) if form is None else (form.query, form.key, form.value)
+        results = attend(*operands, request, environment)
         returned = self.projected_out(results, environment, form, batched=query.dim() == 3)
         # Afterwards: what the cache evicts now, these queries have still attended to.
         observed = q if form is None else form.observed
         if cache is not None and at is not None and observed is not None:
-            cache.observe(observed, known, mask, at, scale=self.scale, softcap=self.softcap, sinks=self.sinks)
+            scale, softcap, sinks = request.scale, request.softcap, request.sinks
+            cache.observe(observed, known, mask, at, scale=scale, softcap=softcap, sinks=sinks)
         return returned
 
     def projected_out(
@@ -163,14 +152,10 @@ class Layer:
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
         """The module's own mask and the call's."""
-        if mask is None or self.mask is None:
-            return self.mask if mask is None else as_mask(mask)
-        return self.mask & as_mask(mask)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        of_scores = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks}
-        return {"dropout_p": self.dropout_p, "origin": self.origin, **of_scores}
+        own = cast("Mask | None", self.request.mask)
+        if mask is None or own is None:
+            return own if mask is None else as_mask(mask)
+        return own & as_mask(mask)
 
     def projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions, environment: Environment
@@ -213,7 +198,7 @@ class Layer:
             show: shows the call to observers, who otherwise see all documents as one item.
         """
         q, k, v = self.projected(query, key, value, positions, environment)  # (1, H, T, D) …
-        results = attend_arguments(q, k, v, mask, environment, rows=rows, show=show, **self._options)
+        results = attend(q, k, v, self.request._replace(mask=mask, rows=rows), environment, show)
         return results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
 
     def _run_unpadded(

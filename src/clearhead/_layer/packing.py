@@ -13,9 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from .._call.call import AttentionCall, build_call
 from .._call.observers import changes_outputs, notify
 from .._call.rows import Rows
-from .._call.spec import AttentionCall, build_call
 from .._environment import Environment
 from ..masks._base import Mask, all_of
 from ..masks._grid import Grid
@@ -113,18 +113,9 @@ class Unpadded:
 
         Only to those that leave outputs as they are: `unpad` takes no tokens out under others.
         """
-        spec, queries, keys = call.spec, self.queries.put_back, self.keys.put_back
-        padded = build_call(
-            queries(call.query),
-            keys(call.key),
-            keys(call.value),
-            self.mask,
-            scale=spec.scale,
-            dropout_p=spec.dropout_p,
-            softcap=spec.softcap,
-            sinks=call.sinks,
-        )
-        notify(padded, queries(output))
+        queries, keys = self.queries.put_back, self.keys.put_back
+        request = call.request._replace(mask=self.mask, rows=None, seed=None)
+        notify(build_call(queries(call.query), keys(call.key), keys(call.value), request), queries(output))
 
     def project_out(self, mixed: Tensor, out_proj: nn.Module, environment: Environment, *, batch_first: bool) -> Tensor:
         """(T, H·Dv) → (B, L, E), in memory (L, B, E) unless `batch_first`; ``out_proj(0)`` for padding."""

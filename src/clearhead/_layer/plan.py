@@ -4,33 +4,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from .._call.dropout import DropoutOrigin, draw_seed
+from .._call.call import AttentionCall, Results, make_call, validate, zero_hidden
+from .._call.dropout import draw_seed
 from .._call.observers import computing, notify
-from .._call.rows import Rows, require_within
-from .._call.spec import (
-    NO_SINK,
-    AttentionCall,
-    AttentionSpec,
-    Layout,
-    Results,
-    WeightsWanted,
-    quick_spec,
-    validate_call,
-    zero_hidden,
-)
+from .._call.packed import as_one_sequence, each_sequence, validate_mask
+from .._call.request import Request
+from .._call.spec import AttentionSpec, Layout
+from .._call.validation import NO_SINK
 from .._environment import Environment, autocast_off, cast_for_autocast, read_environment
 from ..kernels._base import Kernel, Plan
 from ..kernels._choice import choose, choose_for_documents
 from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
-from ..masks._base import Mask
 
 
 class PlanCache:
@@ -81,79 +73,37 @@ plans = PlanCache(256)
 Show = Callable[[AttentionCall, Tensor], None]
 
 
-def attend_arguments(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask | Tensor | None,
+    request: Request,
     environment: Environment,
-    *,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    query_positions: Tensor | int | None = None,
-    key_positions: Tensor | int | None = None,
-    return_lse: bool = False,
-    weights: WeightsWanted = None,
-    rows: Rows | None = None,
-    origin: DropoutOrigin | None = None,
-    dropout_seed: Tensor | None = None,
     show: Show | None = None,
 ) -> Results:
     """Compute `attention`, and weights if they are wanted, in an environment that was read before.
 
-    With `rows`, query, key and value are (1, H, T, D), (1, Hkv, Tk, D) and (1, Hkv, Tk, Dv), and each document attends
-    to itself alone. With an `origin` and a seed the call drops what the larger one does of which it is a part.
-    Arguments whose spec has a plan were validated when it was made.
+    Sizes, dtypes and numbers of a call are checked where its spec has no plan yet; values are checked in every call.
     """
-    if (
-        # Whatever a spec does not tell apart, or has to be cast or shown to observers first, takes the general path.
-        environment.is_plain
-        and rows is None
-        and origin is None
-        and softcap is None
-        and sinks is None
-        and return_lse is False
-        and (mask is None or isinstance(mask, Mask))
-    ):
-        positions = (query_positions, key_positions)
-        spec = quick_spec(query, key, value, mask, scale, dropout_p, weights, environment, positions)
-        # `quick_spec` checks less than `validate_call`; a plan is there if an equal spec has passed that once.
-        plan = None if spec is None else plans.get((spec, environment.kernel, environment.fused))
-        if plan is not None:
-            call = AttentionCall(cast(Any, spec), query, key, value, mask, None, *cast(Any, positions))
-            if mask is not None:
-                mask.validate(call.grid)
-            return plan(call)
     if environment.autocast:
         query, key, value = cast_for_autocast(query, key, value)
-    with autocast_off(query) if environment.autocast else nullcontext():
-        call = validate_call(
-            query,
-            key,
-            value,
-            mask if rows is None else require_within(mask),
-            scale=scale,
-            dropout_p=dropout_p,
-            softcap=softcap,
-            sinks=sinks,
-            query_positions=query_positions,
-            key_positions=key_positions,
-            return_lse=return_lse,
-            weights=weights,
-            rows=rows,
-            origin=origin,
-            dropout_seed=dropout_seed,
-            environment=environment,
-        )
-        return _returned(_attend(call, environment, show), sinks is not None, query.dim() == 3)
+        with autocast_off(query):
+            return attend(query, key, value, request, environment._replace(autocast=False), show)
+    call = make_call(query, key, value, request, environment)
+    plan = _known_plan(call.spec, environment)
+    if plan is None:
+        validate(call)
+    validate_mask(call)
+    if plan is None:
+        plan = _new_plan(call, environment)
+    results = _observed(call, plan, show) if environment.observed else plan(call)
+    return results if query.dim() == 4 and results.lse is None else _returned(results, call, query.dim() == 3)
 
 
-def _returned(results: Results, has_sinks: bool, unbatched: bool) -> Results:
+def _returned(results: Results, call: AttentionCall, unbatched: bool) -> Results:
     """Results as they are returned: lse of −∞ where the sink is none, and no batch where there was none."""
     output, lse, weights = results
-    if lse is not None and has_sinks:
+    if lse is not None and call.spec.sinks:
         lse = lse.masked_fill(lse <= NO_SINK, float("-inf"))
     if unbatched:
         squeezed = [None if tensor is None else tensor.squeeze(0) for tensor in (output, lse, weights)]
@@ -161,31 +111,36 @@ def _returned(results: Results, has_sinks: bool, unbatched: bool) -> Results:
     return Results(output, lse, weights)
 
 
-def _attend(call: AttentionCall, environment: Environment, show: Show | None) -> Results:
-    """Compute a validated call, autocast being off, and show its output to the observers of this thread."""
-    if not environment.observed:
-        return run_call(call, environment)
+def _observed(call: AttentionCall, plan: Plan, show: Show | None) -> Results:
+    """Compute a call and show it to the observers of this thread."""
     # Calls inside, such as those of single documents, are parts of the one that observers are shown.
     with computing():
-        results = run_call(call, environment)
+        results = plan(call)
         with torch.no_grad():  # what checkpointing computes again, without observers, must save the same
             if show is not None:
                 show(call, results.output)
                 return results
-            shown_call = zero_hidden(call.as_one_document())
+            shown_call = zero_hidden(as_one_sequence(call))
         return results._replace(output=notify(shown_call, results.output))
 
 
 def run_call(call: AttentionCall, environment: Environment) -> Results:
     """Compute a validated call on the kernel that is forced, or the first that does not refuse it."""
-    if not call.spec.can_be_cached:
-        return _plan(call.spec, call, environment)(call)
-    key = (call.spec, environment.kernel, environment.fused)
-    plan = plans.get(key)
-    if plan is None:
-        plan = _plan(call.spec, call, environment)
-        plans.put(key, plan)
-    return plan(call)
+    plan = _known_plan(call.spec, environment)
+    return (_new_plan(call, environment) if plan is None else plan)(call)
+
+
+def _known_plan(spec: AttentionSpec, environment: Environment) -> Plan | None:
+    """The plan that the cache holds."""
+    return plans.get((spec, environment.kernel, environment.fused)) if spec.can_be_cached else None
+
+
+def _new_plan(call: AttentionCall, environment: Environment) -> Plan:
+    """The plan of a validated call, which the cache then holds."""
+    plan = _plan(call.spec, call, environment)
+    if call.spec.can_be_cached:
+        plans.put((call.spec, environment.kernel, environment.fused), plan)
+    return plan
 
 
 def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) -> Plan:
@@ -196,7 +151,7 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
     if spec.documents is not None:
         if spec.tracing:
             # No values of boundaries to cut documents by: a mask hides the others.
-            return lambda call: run_call(call.as_one_document(), environment)
+            return lambda call: run_call(as_one_sequence(call), environment)
         kernel = choose_for_documents(call, environment.kernel)
         if kernel is None:
             return _with_seed(_each_document) if spec.dropout_p > 0 else _each_document
@@ -227,9 +182,9 @@ def _resolving(call: AttentionCall) -> Results:
 
 def _with_seed(compute: Plan) -> Plan:
     def seeded(call: AttentionCall) -> Results:
-        if call.dropout_seed is not None:  # drawn for all parts of a larger call
+        if call.request.seed is not None:  # drawn for all parts of a larger call
             return compute(call)
-        return compute(replace(call, dropout_seed=draw_seed(call.query.device)))
+        return compute(replace(call, request=call.request._replace(seed=draw_seed(call.query.device))))
 
     return seeded
 
@@ -254,12 +209,12 @@ def _each_document(call: AttentionCall) -> Results:
     """Documents one by one: they share no block of keys, so no NaN passes from one to another."""
     environment = read_environment()
     found: list[Results] = []
-    for one in call.each_document():
+    for one in each_sequence(call):
         if one.query.shape[2] == 0:
             continue
         # Without keys nothing is computed, and fused kernels refuse it.
         found.append(run_call(one, environment._replace(kernel=None) if one.spec.empty else environment))
     if not found:
-        return run_call(call.as_one_document(), environment)
+        return run_call(as_one_sequence(call), environment)
     output = torch.cat([results.output for results in found], 2)  # (1, H, T, Dv)
     return Results(output, torch.cat([cast(Tensor, results.lse) for results in found], 2) if call.spec.lse else None)

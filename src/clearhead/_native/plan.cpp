@@ -146,8 +146,8 @@ bool read_call(const PlanObject& plan, Addresses& args, Call& call) {
     p.output.data = args.pointer<void>(), p.lse = args.pointer<double>(), p.sinks = args.pointer<const float>();
     p.first = args.pointer<const int32_t>(), p.last = args.pointer<const int32_t>();
     p.visible.data = args.pointer<void>(), p.bias.data = args.pointer<void>();
-    p.seed = static_cast<uint64_t>(args.integer()), p.first_item = args.integer(), p.all_heads = args.integer();
-    p.first_head = args.integer(), p.first_row = args.integer(), p.first_key = args.integer();
+    p.seed = static_cast<uint64_t>(args.integer()), p.all_heads = args.integer(), p.first_head = args.integer();
+    p.first_row = args.integer(), p.first_key = args.integer(), p.first_item = args.integer();
     if (p.all_heads == 0) p.all_heads = p.heads;
     call.documents.rows = args.pointer<const void>(), call.documents.keys = args.pointer<const void>();
     call.documents.key_lengths = args.pointer<const void>();

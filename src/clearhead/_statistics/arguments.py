@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall
+from .._call.call import AttentionCall
 from .._checks import INTEGERS, LARGEST, choice, items, shown, strided, with_values
 from ..errors import ArgumentError, ShapeError, shape_text
 from .definitions import STATISTICS, Options

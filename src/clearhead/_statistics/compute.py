@@ -8,8 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from .._call.call import AttentionCall, build_call
+from .._call.request import Request
 from .._call.sharding import HeadShard
-from .._call.spec import AttentionCall, build_call
 from .._environment import autocast_off, cast_for_autocast, is_tracing
 from .._weights import Queries, row_numbers
 from ..kernels._blocks import exact_dtype, score_blocks
@@ -98,17 +99,8 @@ def attention_statistics(
     # As `attention` under autocast, so that these are the weights of the call that the model makes.
     query, key, *values = cast_for_autocast(query, key, *(() if value is None else (value,)))
     with torch.no_grad(), autocast_off(query):
-        call = build_call(
-            query,
-            key,
-            values[0] if values else None,
-            mask,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            query_positions=query_positions,
-            key_positions=key_positions,
-        )
+        request = Request(mask, scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions)
+        call = build_call(query, key, values[0] if values else None, request)
         return compute_statistics(call, names, options, counted_queries(query_mask, call), queries, per)
 
 

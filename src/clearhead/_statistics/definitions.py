@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, final
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall
+from .._call.call import AttentionCall
 from ..kernels._blocks import LongSum, grouped, long_product
 from ..masks._grid import take
 from .rows import GROUP, BlockRows

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from .._call.spec import AttentionCall
+from .._call.call import AttentionCall
 from .._checks import index, items
 from .._weights import Queries, row_numbers
 from .compute import exact_weights

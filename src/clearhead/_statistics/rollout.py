@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall
+from .._call.call import AttentionCall
 from .._checks import is_probability, items, number, shown
 from .._weights import row_numbers
 from ..errors import ArgumentError, DTypeError, ShapeError

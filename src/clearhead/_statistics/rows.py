@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall
+from .._call.call import AttentionCall
 from ..kernels._blocks import block_scores, grouped
 from ..masks._grid import Block
 
@@ -145,9 +145,9 @@ class BlockRows:
 
     @property
     def _sinks(self) -> Tensor | None:
-        if self.call.sinks is None:
+        if self.call.request.sinks is None:
             return None
-        return self.call.sinks[self.block.heads].to(self._scores.dtype)[None, :, None, None]
+        return self.call.request.sinks[self.block.heads].to(self._scores.dtype)[None, :, None, None]
 
 
 def _group_maxima(scores: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._call.spec import AttentionCall, validate_call
+from .._call.call import AttentionCall, valid_call
+from .._call.request import Request
 from .._checks import FLOATS
 from .._environment import Environment, autocast_off, cast_for_autocast, read_environment
 from .._statistics.arguments import DEFAULT, Per, counted_queries, make_options, query_marks, require_names, require_per
@@ -175,9 +176,9 @@ def _read(query: Tensor, key: Tensor, mask: Mask | Tensor | None, layout: Layout
     if environment.transformed:
         raise KernelError(f"{_WHERE}: torch.func and forward-mode derivatives do not follow exchanges.")
     query, key, *values = cast_for_autocast(query, key, *(() if given["value"] is None else (given["value"],)))
-    numbers = {name: given[name] for name in ("scale", "softcap", "sinks")}
+    request = Request(None, given["scale"], given["softcap"], given["sinks"])
     with torch.no_grad(), autocast_off(query):
-        part = validate_call(query, key, values[0] if values else None, None, environment=environment, **numbers)
+        part = valid_call(query, key, values[0] if values else None, request, environment)
     if {"output", "output_norm"}.isdisjoint(names):
         part = replace(part, value=part.key[..., :0])
     for name in ("query_positions", "key_positions"):
@@ -222,28 +223,17 @@ def _whole(call: _Call | None, group: dist.ProcessGroup, gathered: Gathered) -> 
     queries, keys = (parts_of(_WHERE, gathered, name, call.layout) for name in ("query", "key"))
     spec, given = call.part.spec, call.given
     with torch.no_grad(), autocast_off(call.part.query):
-        whole = validate_call(
-            *like_whole(call.operands, queries, keys),
-            call.mask,
-            scale=spec.scale,
-            softcap=spec.softcap,
-            sinks=given["sinks"],
-            query_positions=given["query_positions"],
-            key_positions=given["key_positions"],
-            environment=call.environment,
-        )
+        positions = {name: given[name] for name in ("query_positions", "key_positions")}
+        request = Request(call.mask, spec.scale, spec.softcap, given["sinks"], **positions)
+        whole = valid_call(*like_whole(call.operands, queries, keys), request, call.environment)
     row_numbers(call.queries, queries.length)
     counted = counted_queries(given["query_mask"], whole)
-    positions = whole.query_positions, whole.key_positions
-    heads = whole.query.shape[1]
-    rank = dist.get_rank(group)
-    return Whole(group, rank, queries, keys, whole.mask, *positions, heads, whole.sinks, where=_WHERE), counted
+    return Whole(group, dist.get_rank(group), queries, keys, whole.grid, whole.request, _WHERE), counted
 
 
 def _computed(call: _Call, whole: Whole, counted: Tensor | None) -> AttentionStatistics:
     """Keys are gathered, and each run of this process's queries is folded by itself."""
-    options = {"scale": call.part.spec.scale, "softcap": call.part.spec.softcap}
     with torch.no_grad(), autocast_off(call.part.query):
         computed = Computed([*runs_of_queries(*call.operands, whole)])
-        shared = shared_call(call.operands, whole, computed, options, call.environment)
+        shared = shared_call(call.operands, whole, computed, call.environment)
         return compute_statistics(shared, call.names, call.options, counted, call.queries, call.given["per"])

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, ClassVar, cast, final
+from typing import ClassVar, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._call.caching import Cache, KeyValues, Positions
-from .._call.spec import Results
+from .._call.call import Results
+from .._call.request import Request
 from .._checks import integer
 from .._environment import Environment
 from .._layer.layer import Layer
-from .._layer.plan import attend_arguments
+from .._layer.plan import attend
 from ..caches._base import unchanged_if_refused
 from ..caches._cross import CrossKVCache
 from ..caches._kv import KVCache
 from ..errors import CacheError
 from ..kernels._some_keys import merge_some_keys
 from ..masks._base import Mask
-from ..masks._grid import Grid
-from ..masks._part import Place, part_of
+from ..masks._grid import Grid, Offset
+from ..masks._part import part_of
 from ._collectives import from_every_rank, step
 
 
@@ -63,12 +63,6 @@ class ShardedKVCache(Cache):
         found = self.own.update(key[:, :, first :: self.world], value[:, :, first :: self.world])
         self._length += count
         return found
-
-    def place(self, queries: int, keys: int, device: torch.device) -> Place:
-        """Where so many new queries, and this process's keys with so many new ones, stand in the text."""
-        length = self._length + keys
-        columns = torch.arange(self.rank, max(self.rank, length), self.world, device=device)
-        return Place(queries, length, first_column=columns, query_positions=self._length)
 
     def saved(self, count: int) -> Callable[[], None]:
         length, bring_back = self._length, self.own.saved(count)
@@ -123,7 +117,8 @@ def decode(
     value: Tensor,
     mask: Mask | None,
     cache: PartCache,
-    place: Place,
+    grid: Grid,
+    columns: Tensor,
     group: dist.ProcessGroup,
     environment: Environment,
 ) -> Tensor:
@@ -137,16 +132,16 @@ def decode(
         key, value: of the new tokens, or of this process's part of a memory that the cache does not hold yet.
         mask: of the call.
         cache: takes the new keys and values.
-        place: where the new tokens, and the keys that the cache then holds, stand in the whole.
+        grid: of the new tokens and the keys of all processes.
+        columns: the keys among them that the cache of this process then holds.
         group: of the processes.
         environment: of the call.
     """
-    start = cast(int, place.query_positions)
-    with unchanged_if_refused((cache,), query, layer.mask, mask):
+    start = cast(int, grid.query_positions)
+    with unchanged_if_refused((cache,), query, layer.request.mask, mask):
         combined = layer.combined(mask)
         if combined is not None:
-            sizes = query.shape[0], layer.num_heads, place.query_length, place.key_length
-            combined.validate(Grid(*sizes, query.device, start, None))
+            combined.validate(grid)
         known = cache.get()
         if known is None:
             q, k, v = layer.projected(query, key, value, start, environment)
@@ -158,7 +153,7 @@ def decode(
             raise CacheError(
                 "query", expected="no gradients beside keys that are split", got="a tensor that requires them", fix=fix
             )
-        part = _own_part(layer, q, known, combined, place, environment)
+        part = _own_part(layer.request._replace(mask=combined, lse=True), q, known, grid, columns, environment)
     dtype = torch.promote_types(q.dtype, torch.float32)
     sent = torch.cat((part.output.to(dtype), cast(Tensor, part.lse).to(dtype)[..., None]), -1)  # (B, H, L, Dv + 1)
     with step("decoding: all-gather"):
@@ -166,22 +161,25 @@ def decode(
     output, lse = parts[0, ..., :-1].clone(), parts[0, ..., -1].clone()
     for other in parts[1:]:
         merge_some_keys(output, lse, other[..., :-1], other[..., -1])
-    if layer.sinks is not None:
+    sinks = layer.request.sinks
+    if sinks is not None:
         nothing = output.new_zeros(()).expand(output.shape)
-        merge_some_keys(output, lse, nothing, layer.sinks.to(dtype)[None, :, None].expand(lse.shape))
+        merge_some_keys(output, lse, nothing, sinks.to(dtype)[None, :, None].expand(lse.shape))
     return layer.projected_out(Results(output.to(q.dtype)), environment)[0]
 
 
 def _own_part(
-    layer: Layer, q: Tensor, known: KeyValues, mask: Mask | None, place: Place, environment: Environment
+    request: Request, q: Tensor, known: KeyValues, grid: Grid, columns: Tensor, environment: Environment
 ) -> Results:
-    """Attention to the keys that this process holds, with its log-sum-exp."""
-    options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap, "return_lse": True}
+    """Attention to the keys that this process holds, with its log-sum-exp; sinks are merged once, by all processes."""
     key, value = known.key, known.value
-    columns = cast(Tensor, place.first_column)
-    if environment.kernel is not None and key.shape[2] == 0 < place.key_length:
+
+    def attend_to(key: Tensor, value: Tensor, columns: Tensor) -> Results:
+        mask = part_of(cast("Mask | None", request.mask), Offset(grid.num_heads), grid, columns)
+        return attend(q, key, value, request._replace(mask=mask, sinks=None), environment)
+
+    if environment.kernel is not None and key.shape[2] == 0 < grid.key_length:
         # Without keys a forced kernel may run what it refuses in the other processes, which then refuse alone.
-        one = part_of(mask, layer.num_heads, place=replace(place, first_column=columns.new_zeros(1)))
         one_key, one_value = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (key, value))
-        attend_arguments(q, one_key, one_value, one, environment, **options)
-    return attend_arguments(q, key, value, part_of(mask, layer.num_heads, place=place), environment, **options)
+        attend_to(one_key, one_value, columns.new_zeros(1))
+    return attend_to(key, value, columns)

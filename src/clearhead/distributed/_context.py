@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._call.caching import Cache, KeyValues, Positions
+from .._call.call import Results, valid_call
 from .._call.dropout import draw_seed
 from .._call.observers import computing, notify
-from .._call.spec import Results, WeightsWanted, validate_call, weights_wanted
+from .._call.request import WeightsWanted, weights_wanted
 from .._checks import FLOATS, choice, flag, shown, size
 from .._environment import Environment, autocast_off, listening, outside_graphs, outside_graphs_alone, read_environment
 from .._layer.layer import Layer
-from .._layer.plan import attend_arguments
+from .._layer.plan import attend
 from .._layer.positions import of_whole, positions_of_queries, require_one_length, with_hidden
 from .._multihead import MultiHeadAttention, layer_of
 from .._multihead_checks import complete, require_cache, require_features, require_inputs
@@ -28,8 +29,7 @@ from ..caches._kv import KVCache
 from ..errors import ArgumentError, KernelError, RecordError, ShapeError, shape_text
 from ..kernels._choice import choose
 from ..masks._base import Mask
-from ..masks._grid import Grid
-from ..masks._part import Place
+from ..masks._grid import Grid, Offset
 from ..masks._tensors import as_mask
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer
 from ._agreement import (
@@ -274,17 +274,17 @@ class _Sequence:
         gathered, parts = agree_in_turn(_WHERE, self.agreements, self.device, facts, problem, read)
         request = cast(_Request, request)
         if held is not None:
-            place = self._place(request, held, parts)
             layer, inputs = layer_of(module, request.query, environment), request[:4]
-            output = decode(layer, *inputs, held, place, self.group, environment)
+            place = self._place(layer.num_heads, request, held, parts)
+            output = decode(layer, *inputs, held, *place, self.group, environment)
             return output if request.batched else output.squeeze(0), None
         queries, keys = parts
-        layer, dropout = layer_of(module, request.query, environment), None
-        if layer.dropout_p:
+        layer = layer_of(module, request.query, environment)
+        if layer.request.dropout_p:
             seed = torch.tensor(gathered[0]["seed"], device=request.query.device)
-            first = 0 if module.head_shard is None else module.head_shard.first
-            dropout = layer.dropout_p, seed, module.num_heads, first
-        output, weights = self._compute(layer, request, queries, keys, dropout, environment)
+            heads = layer.request.offset or Offset(module.num_heads)
+            layer = replace(layer, request=layer.request._replace(seed=seed, offset=heads))
+        output, weights = self._compute(layer, request, queries, keys, environment)
         if request.batched:
             return output, weights
         return output.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -304,7 +304,6 @@ class _Sequence:
         request: _Request,
         queries: Parts,
         keys: Parts,
-        dropout: tuple[float, Tensor, int, int] | None,
         environment: Environment,
     ) -> tuple[Tensor, Tensor | None]:
         query, key, value, mask, positions, wanted, _ = request
@@ -315,15 +314,16 @@ class _Sequence:
         # Where the keys are too; as in `Layer`.
         own = at if key is query or layer.position is not None else None
         combined = with_hidden(layer.combined(mask), KeyValues(query, query), 0 if at is None else at)
+        grid = Grid(query.shape[0], layer.num_heads, queries.length, keys.length, query.device, at, own)
         if combined is not None:  # before anything is exchanged, and in every process alike
-            sizes = query.shape[0], layer.num_heads, queries.length, keys.length
-            combined.validate(Grid(*sizes, query.device, at, own))
+            combined.validate(grid)
         if layer.position is not None:
             require_one_length(queries.length, keys.length)
             layer = replace(layer, position=of_whole(layer.position, at, queries.length))
-        whole = Whole(self.group, self.rank, queries, keys, combined, at, own, layer.num_heads, layer.sinks, dropout)
+        asked = layer.request._replace(mask=combined, lse=self._turns(wanted), weights=wanted)
+        whole = Whole(self.group, self.rank, queries, keys, grid, asked)
         operands = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
-        results = self._attend(layer, operands, whole, wanted, environment)
+        results = self._attend(layer, operands, whole, environment)
         return layer.projected_out(results, environment)
 
     def _attend(
@@ -331,20 +331,17 @@ class _Sequence:
         layer: Layer,
         operands: tuple[Tensor, Tensor, Tensor],
         whole: Whole,
-        wanted: WeightsWanted,
         environment: Environment,
     ) -> Results:
         """Exchange and attend, and show the call to observers."""
-        options: dict[str, Any] = {"scale": layer.scale, "softcap": layer.softcap}
-        needed = options | {"return_lse": self._turns(wanted), "weights": wanted, "sinks": whole.sinks}
-        _require_kernel(operands, whole, needed, environment)
+        _require_kernel(operands, whole, environment)
         if not environment.observed:
-            return self._exchanged(layer, operands, whole, wanted, options, environment)[0]
+            return self._exchanged(layer, operands, whole, environment)[0]
         with computing():
             unseen = environment._replace(observed=False)
-            results, part = self._exchanged(layer, operands, whole, wanted, options, unseen)
+            results, part = self._exchanged(layer, operands, whole, unseen)
             with torch.no_grad(), autocast_off(operands[0]):
-                call = shared_call(operands, whole, part, options, unseen._replace(gradients=False, autocast=False))
+                call = shared_call(operands, whole, part, unseen._replace(gradients=False, autocast=False))
                 notify(call, results.output)
         return results
 
@@ -357,26 +354,23 @@ class _Sequence:
         layer: Layer,
         operands: tuple[Tensor, Tensor, Tensor],
         whole: Whole,
-        wanted: WeightsWanted,
-        options: dict[str, Any],
         environment: Environment,
     ) -> tuple[Results, Computed]:
         """The results, and what was computed of which calls."""
-        if self._turns(wanted):
-            results = by_ring(*operands, Ring(whole, environment, options))
+        if whole.request.lse:
+            results = by_ring(*operands, Ring(whole, environment))
             return results, Computed([], results.lse)
         calls: list[Operands] = []
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, place: tuple[int, int, int]) -> Results:
-            calls.append(Operands(q, k, v, sinks, place))
-            own = options | whole.dropout_at(*place)
+        def attend_part(q: Tensor, k: Tensor, v: Tensor, offset: Offset) -> Results:
+            calls.append(Operands(q, k, v, offset))
             # Without queries or keys nothing is computed, and fused kernels refuse it.
             here = environment._replace(kernel=None) if 0 in (q.shape[2], k.shape[2]) else environment
-            return attend_arguments(q, k, v, whole.mask_at(*place), here, weights=wanted, sinks=sinks, **own)
+            return attend(q, k, v, whole.request_at(offset, q.shape[1]), here)
 
         divides = heads_divide(layer.num_heads, layer.num_kv_heads, self.world)
-        exchanged = by_heads if wanted is None and self.method != "gather" and divides else by_gathering
-        return exchanged(*operands, whole, attend), Computed(calls)
+        by_all_heads = whole.request.weights is None and self.method != "gather" and divides
+        return (by_heads if by_all_heads else by_gathering)(*operands, whole, attend_part), Computed(calls)
 
     def _positions(self, at: Positions | None, queries: Parts, device: torch.device) -> Positions:
         """The positions of this process's queries: an int where they count up."""
@@ -387,13 +381,16 @@ class _Sequence:
             return first + (runs[0].start if runs else 0)
         return queries.positions(self.rank, device) + first
 
-    def _place(self, request: _Request, cache: PartCache, parts: list[Parts]) -> Place:
-        """Where new tokens, and this process's keys of the text or of its part of a memory, stand in the whole."""
-        count, device = request.query.shape[1], request.query.device
+    def _place(self, num_heads: int, request: _Request, cache: PartCache, parts: list[Parts]) -> tuple[Grid, Tensor]:
+        """The grid of new tokens and all keys, and which of the keys this process holds."""
+        (batch, count, _), device = request.query.shape, request.query.device
         if isinstance(cache, ShardedKVCache):
-            return cache.place(count, request.key.shape[1], device)
-        (memory,) = parts
-        return Place(count, memory.length, first_column=memory.positions(self.rank, device), query_positions=0)
+            length, first = cache.length + request.key.shape[1], cache.length
+            columns = torch.arange(self.rank, max(self.rank, length), self.world, device=device)
+        else:
+            (memory,) = parts
+            length, first, columns = memory.length, 0, memory.positions(self.rank, device)
+        return Grid(batch, num_heads, count, length, device, first), columns
 
     def shared_cache(self, make: Callable[[int], KVCache], max_length: int) -> ShardedKVCache:
         return ShardedKVCache(make(-(-size("max_length", max_length) // self.world)), max_length, self.rank, self.world)
@@ -441,16 +438,14 @@ def _require_plain(
 def _require_kernel(
     operands: tuple[Tensor, Tensor, Tensor],
     whole: Whole,
-    options: dict[str, Any],
     environment: Environment,
 ) -> None:
     """Raise in every process alike, before anything is exchanged, if a forced kernel refuses the call of all parts."""
     if environment.kernel is None:
         return
     # A kernel's reasons are of shapes, dtypes and masks.
-    arguments = *like_whole(operands, whole.queries, whole.keys), whole.mask_at(0, 0, 0)
-    options = options | whole.dropout_at(0, 0, 0)
-    choose(validate_call(*arguments, environment=environment, **options), environment.kernel)
+    like = like_whole(operands, whole.queries, whole.keys)
+    choose(valid_call(*like, whole.request_at(whole.start, whole.grid.num_heads), environment), environment.kernel)
 
 
 def _read(

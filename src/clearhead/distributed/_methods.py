@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._call.dropout import DropoutOrigin
-from .._call.spec import Results
+from .._call.call import Results
+from .._call.request import Request
 from ..masks._base import Mask
-from ..masks._part import Place, part_of
+from ..masks._grid import Grid, Offset
+from ..masks._part import part_of
 from ._agreement import fingerprint
 from ._collectives import all_to_all, gather_parts
 from ._layout import Parts
 
-#: Attention of query, key and value, of sinks (H,), and of first head, row and column in the whole.
-Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None", tuple[int, int, int]], Results]
+#: Attention of query, key and value, which lie at an offset in the whole.
+Attend = Callable[[Tensor, Tensor, Tensor, Offset], Results]
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,9 @@ class Whole:
         group: of the processes.
         rank: of this one.
         queries, keys: which positions each process holds.
-        mask: of all queries and keys, and of the heads that are given.
-        query_positions, key_positions: of all, as in `Grid`.
-        num_heads: H, of the module's heads that this process computes.
-        sinks: (H,), or ``None``.
-        dropout: probability, seed, heads of the whole module, and the first of this process; or ``None``.
+        grid: sizes and positions of all queries and keys, and of the module's heads that this process computes.
+        request: how they attend. Its mask and sinks are of all of them. Its offset is where these heads lie in those of
+            the module.
         where: the function that split it, for messages.
     """
 
@@ -46,36 +45,42 @@ class Whole:
     rank: int
     queries: Parts
     keys: Parts
-    mask: Mask | None
-    query_positions: Tensor | int | None
-    key_positions: Tensor | int | None
-    num_heads: int
-    sinks: Tensor | None
-    dropout: tuple[float, Tensor, int, int] | None = None
+    grid: Grid
+    request: Request
     where: str = "context_parallel"
 
-    def mask_at(self, head: int, row: int, column: int) -> Mask | None:
-        """The mask of a call whose first head, query and key are these of the whole."""
-        lengths = self.queries.length, self.keys.length
-        place = Place(*lengths, row, column, self.query_positions, self.key_positions)
-        return part_of(self.mask, self.num_heads, head, place)
+    @property
+    def mask(self) -> Mask | None:
+        return cast("Mask | None", self.request.mask)
 
-    def dropout_at(self, head: int, row: int, column: int) -> dict[str, Any]:
-        """What such a call draws its dropout from, as `attend_arguments` takes it."""
-        if self.dropout is None:
-            return {}
-        p, seed, total, first = self.dropout
-        return {"dropout_p": p, "dropout_seed": seed, "origin": DropoutOrigin(total, first + head, row, column)}
+    @property
+    def start(self) -> Offset:
+        """The first head, query and key."""
+        return Offset(self.grid.num_heads)
+
+    def mask_at(self, offset: Offset) -> Mask | None:
+        """The mask of a call that lies at an offset in the whole."""
+        return part_of(self.mask, offset, self.grid)
+
+    def request_at(self, offset: Offset, num_heads: int) -> Request:
+        """The request of a call of so many heads that lies at an offset in the whole."""
+        sinks, module = self.request.sinks, self.request.offset
+        return self.request._replace(
+            mask=self.mask_at(offset),
+            sinks=None if sinks is None else sinks[offset.head : offset.head + num_heads],
+            query_positions=None,
+            key_positions=None,
+            offset=module and offset._replace(num_heads=module.num_heads, head=module.head + offset.head),
+        )
 
 
 class Operands(NamedTuple):
-    """What an ordinary call was computed of: query, key, value, sinks, and first head, row and column in the whole."""
+    """What an ordinary call was computed of: query, key, value, and where they lie in the whole."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    sinks: Tensor | None
-    place: tuple[int, int, int]
+    offset: Offset
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Piece:
         query, key, value: (B, H, l, D), (B, Hkv, s, D), (B, Hkv, s, Dv).
         mask: of them.
         rows, columns: which of this process's queries, and of the keys that are here.
-        place: first head, row and column in the whole.
+        offset: where they lie in the whole.
     """
 
     query: Tensor
@@ -95,7 +100,7 @@ class Piece:
     mask: Mask | None
     rows: slice
     columns: slice
-    place: tuple[int, int, int]
+    offset: Offset
 
 
 def by_gathering(q: Tensor, k: Tensor, v: Tensor, whole: Whole, attend: Attend) -> Results:
@@ -112,7 +117,7 @@ def runs_of_queries(q: Tensor, k: Tensor, v: Tensor, whole: Whole) -> Iterator[O
     # A process without queries computes an empty call: the others wait for its part of the keys' gradients.
     for run in whole.queries.runs(whole.rank) or (slice(0, 0),):
         count = run.stop - run.start
-        yield Operands(q[:, :, start : start + count], keys, values, whole.sinks, (0, run.start, 0))
+        yield Operands(q[:, :, start : start + count], keys, values, whole.start._replace(row=run.start))
         start += count
 
 
@@ -169,10 +174,7 @@ def by_heads(q: Tensor, k: Tensor, v: Tensor, whole: Whole, attend: Attend) -> R
         part.join(list(each), 0).permute(1, 2, 0, 3)
         for part, each in zip(parts, zip(*received, strict=True), strict=True)
     )  # (B, H / W, L, D), (B, Hkv / W or 1, S, D) and (…, Dv)
-    heads = q_all.shape[1]
-    first = whole.rank * heads
-    sinks = None if whole.sinks is None else whole.sinks[first : first + heads]
-    results = attend(q_all, k_all, v_all, sinks, (first, 0, 0))
+    results = attend(q_all, k_all, v_all, whole.start._replace(head=whole.rank * q_all.shape[1]))
     return Results(_rows_back(results.output, whole))
 
 

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._call.spec import AttentionCall, Results, validate_call
+from .._call.call import AttentionCall, Results, valid_call
 from .._environment import Environment
-from .._layer.plan import attend_arguments
+from .._layer.plan import attend
 from ..kernels._some_keys import gradients_of_some_keys, merge_some_keys
 from ..masks._base import Mask
+from ..masks._grid import Grid
 from ._collectives import differentiable_once, step
 from ._layout import Parts
 from ._methods import Piece, Whole
@@ -38,22 +39,20 @@ class Ring:
     Args:
         whole: the attention that each process computes a part of; without sinks.
         environment: of the call.
-        options: scale and soft-cap.
     """
 
     whole: Whole
     environment: Environment
-    options: dict[str, Any]
 
 
 def by_ring(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Results:
     """W − 1 exchanges with the neighbours of each block of keys and values forward, and twice as many backward."""
     whole = ring.whole
-    mask, sinks = whole.mask, whole.sinks
+    mask, sinks = whole.mask, whole.request.sinks
     biases = () if mask is None else mask.bias_tensors()
     if mask is not None:
         mask = mask.with_bias_tensors(tensor.detach() for tensor in biases)  # autograd alone holds those that learn
-    ring = replace(ring, whole=replace(whole, mask=mask, sinks=None))
+    ring = replace(ring, whole=replace(whole, request=whole.request._replace(mask=mask, sinks=None)))
     return Results(*cast("tuple[Tensor, Tensor]", _Ring.apply(ring, q, k, v, sinks, *biases)))
 
 
@@ -75,9 +74,8 @@ class _Ring(torch.autograd.Function):
         for visit in _around(whole, k, v, _FORWARD):
             for block in _pieces(whole, q, visit):
                 rows = block.rows
-                arguments = block.query, block.key, block.value, block.mask, environment
-                options = ring.options | whole.dropout_at(*block.place)
-                results = attend_arguments(*arguments, return_lse=True, **options)
+                request = whole.request_at(block.offset, q.shape[1])
+                results = attend(block.query, block.key, block.value, request, environment)
                 merge_some_keys(output[:, :, rows], lse[:, :, rows], results.output, cast(Tensor, results.lse))
         if sinks is not None:
             nothing = output.new_zeros(()).expand(output.shape)
@@ -166,25 +164,24 @@ def _pieces(whole: Whole, q: Tensor, visit: _Visit) -> Iterator[Piece]:
     """Pairs of runs of which a query may see a key."""
     for rows, _, first_row in _shares(whole.queries, whole.rank):
         for _, columns, first_column in visit.shares:
-            place = 0, first_row, first_column
-            mask = whole.mask_at(*place)
+            offset = whole.start._replace(row=first_row, column=first_column)
+            mask = whole.mask_at(offset)
             key, value = visit.key[:, :, columns], visit.value[:, :, columns]
-            block = Piece(q[:, :, rows], key, value, mask, rows, columns, place)
+            block = Piece(q[:, :, rows], key, value, mask, rows, columns, offset)
             if mask is None or _may_see(mask, block):
                 yield block
 
 
 def _may_see(mask: Mask, block: Piece) -> bool:
-    q, keys = block.query, block.key.shape[2]
-    grid = AttentionCall(cast(Any, None), q, block.key, block.value).grid
-    start, stop = mask.structure(grid).columns(grid, slice(0, q.shape[2]))
+    (batch, heads, length, _), keys = block.query.shape, block.key.shape[2]
+    grid = Grid(batch, heads, length, keys, block.query.device)
+    start, stop = mask.structure(grid).columns(grid, slice(0, length))
     return start < stop and keys > 0
 
 
 def _call(ring: Ring, block: Piece) -> AttentionCall:
-    arguments = block.query, block.key, block.value, block.mask
-    options = ring.options | ring.whole.dropout_at(*block.place)
-    return validate_call(*arguments, environment=ring.environment._replace(gradients=False), **options)
+    request = ring.whole.request_at(block.offset, block.query.shape[1])._replace(lse=False)
+    return valid_call(block.query, block.key, block.value, request, ring.environment._replace(gradients=False))
 
 
 def _blocks(whole: Whole) -> int:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._call.spec import AttentionCall, validate_call, zero_hidden
+from .._call.call import AttentionCall, valid_call, zero_hidden
+from .._call.request import Request
 from .._environment import Environment
 from .._statistics.compute import fold_blocks, results_of
 from .._statistics.definitions import STATISTICS, Options, Statistic, TopK
@@ -24,7 +25,7 @@ from .._statistics.rows import BlockRows
 from .._statistics.totals import ONE_PROCESS, Totals
 from .._weights import Queries, row_numbers
 from ..kernels._blocks import exact_dtype, score_blocks
-from ..masks._grid import Block, Grid
+from ..masks._grid import Block
 from ._collectives import all_reduce_max, exchange, step, sum_of_own
 from ._methods import Operands, Piece, Whole
 from ._ring import pieces_of_ring
@@ -115,24 +116,16 @@ class _OfOwnQueries:
 
     def _blocks(self, whole: AttentionCall, counted: Tensor, with_values: bool) -> Iterator[BlockRows]:
         for piece in self.pieces(with_values):
-            first, columns = piece.rows.start, piece.place[2]
+            first, row, column = piece.rows.start, piece.offset.row, piece.offset.column
+            request = Request(piece.mask, whole.spec.scale, whole.spec.softcap)
             value = piece.value if with_values else None
-            call = validate_call(
-                piece.query,
-                piece.key,
-                value,
-                piece.mask,
-                scale=whole.spec.scale,
-                softcap=whole.spec.softcap,
-                environment=self.environment,
-            )
-            call = zero_hidden(call)
+            call = zero_hidden(valid_call(piece.query, piece.key, value, request, self.environment))
             for block, rows, query, key in score_blocks(call, dtype=exact_dtype(whole)):
                 place, ends = _moved(rows, first), cast(slice, block.columns)
                 of_heads = slice(block.heads.start // call.spec.group, block.heads.stop // call.spec.group)
                 yield BlockRows(
                     whole,
-                    Block(whole.grid, block.batch, block.heads, _moved(rows, piece.place[1]), _moved(ends, columns)),
+                    Block(whole.grid, block.batch, block.heads, _moved(rows, row), _moved(ends, column)),
                     place,
                     query,
                     key,
@@ -214,25 +207,24 @@ def shared_call(
     operands: tuple[Tensor, Tensor, Tensor],
     whole: Whole,
     computed: Computed,
-    options: dict[str, Any],
     environment: Environment,
 ) -> AttentionCall:
     """The call as observers are shown it: of the whole, with the queries, keys and values of this process."""
     q, k, v = operands
-    call = validate_call(q, k, v, None, sinks=whole.sinks, environment=environment, **options)
-    positions: dict[str, Any] = {"query_positions": whole.query_positions, "key_positions": whole.key_positions}
+    grid, request = whole.grid, whole.request._replace(lse=False, weights=None)
+    positions = {"query_positions": grid.query_positions, "key_positions": grid.key_positions}
+    own = request._replace(mask=None, query_positions=None, key_positions=None)  # those of this process are in no grid
+    call = valid_call(q, k, v, own, environment)
     part: _OfOwnQueries | _OfSomeHeads
     if computed.lse is not None:
         part = _OfOwnQueries(whole, partial(_around, q, k, v, whole), computed.lse, environment)
     elif computed.calls[0].query.shape[1] == q.shape[1]:
         part = _OfOwnQueries(whole, lambda _: _gathered(computed.calls, whole), None, environment)
     else:
-        query, key, value, sinks, place = computed.calls[0]
-        others: dict[str, Any] = {"sinks": sinks, "environment": environment} | positions | options
-        part = _OfSomeHeads(whole, zero_hidden(validate_call(query, key, value, whole.mask_at(*place), **others)))
-    call = replace(call, mask=whole.mask, part=part, **positions)
-    call.grid_ = Grid(q.shape[0], q.shape[1], whole.queries.length, whole.keys.length, q.device, **positions)
-    return call
+        query, key, value, offset = computed.calls[0]
+        heads = whole.request_at(offset, query.shape[1])._replace(lse=False, weights=None, **positions)
+        part = _OfSomeHeads(whole, zero_hidden(valid_call(query, key, value, heads, environment)))
+    return replace(call, request=call.request._replace(mask=whole.mask, **positions), part=part, grid_=grid)
 
 
 def _around(q: Tensor, k: Tensor, v: Tensor, whole: Whole, with_values: bool) -> Iterator[Piece]:
@@ -242,10 +234,10 @@ def _around(q: Tensor, k: Tensor, v: Tensor, whole: Whole, with_values: bool) ->
 def _gathered(calls: Sequence[Operands], whole: Whole) -> Iterator[Piece]:
     """The runs of this process's queries, each with all keys."""
     start = 0
-    for query, key, value, _, place in calls:
+    for query, key, value, offset in calls:
         rows, columns = slice(start, start + query.shape[2]), slice(0, key.shape[2])
         start = rows.stop
-        yield Piece(query, key, value, whole.mask_at(*place), rows, columns, place)
+        yield Piece(query, key, value, whole.mask_at(offset), rows, columns, offset)
 
 
 def with_all_heads(

@@ -22,6 +22,7 @@ from .._environment import is_tracing
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, ClearheadError, DTypeError
 from ..masks._base import And, Mask
+from ..masks._grid import Offset
 from ..masks._part import part_of
 from ..positions import RelativeBias
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
@@ -267,7 +268,7 @@ class _Heads:
         if any(tensor.requires_grad for tensor in tensors):
             group = self.group
             part = part.with_bias_tensors(sum_of_gradients(tensor, group, _WHERE) for tensor in tensors)
-        return cast(Mask, part_of(part, self.total, self.first))
+        return cast(Mask, part_of(part, Offset(self.total, self.first)))
 
     def __deepcopy__(self, memo: object) -> _Heads:
         return self

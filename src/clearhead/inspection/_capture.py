@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from .._call.call import AttentionCall, build_call
 from .._call.observers import is_computing
-from .._call.spec import AttentionCall, build_call
+from .._call.request import Request
 from .._environment import autocast_off, cast_for_autocast, graph_break, is_vmapped
 from ..masks._base import Mask
 from ..masks._grid import Grid
@@ -159,4 +160,4 @@ def _read_mha(*args: Any, **kwargs: Any) -> AttentionCall:
 
 def _call(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None) -> AttentionCall:
     with autocast_off(q):
-        return build_call(q, k, v, mask, scale=scale)
+        return build_call(q, k, v, Request(mask, scale))

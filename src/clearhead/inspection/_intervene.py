@@ -9,8 +9,8 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
+from .._call.call import AttentionCall
 from .._call.observers import observing
-from .._call.spec import AttentionCall
 from .._checks import FLOATS, INTEGERS, flag, items, module, shown, strided
 from ..errors import ArgumentError, DTypeError, RecordError, ShapeError, shape_text
 from ._naming import ModuleNames, uncompiled

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._call.spec import AttentionCall
+from .._call.call import AttentionCall
 from ..errors import RecordError, shape_text
 
 #: Arguments with the padding of the source and of the target: the first is 1 at real tokens, the second ``True`` at

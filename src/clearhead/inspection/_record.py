@@ -11,9 +11,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from .._call.call import AttentionCall
 from .._call.observers import observing
 from .._call.sharding import HeadShard
-from .._call.spec import AttentionCall
 from .._checks import choice, index, integer, item_number, items, module, require_slice, shown
 from .._environment import is_compiler_error
 from .._statistics.arguments import (
@@ -365,7 +365,7 @@ def _queries_and_keys(call: AttentionCall) -> AttentionCall:
     A cache may also be written over in place. The key stands in for the value, as where there never was one.
     """
     query, key = call.query.detach().clone(), call.key.detach().clone()
-    return replace(call, query=query, key=key, value=key)
+    return replace(call, query=query, key=key, value=key, grid_=None, coverage_=None)
 
 
 def _checked_layers(layers: Sequence[int | str] | None, model: nn.Module) -> tuple[int | str, ...] | None:

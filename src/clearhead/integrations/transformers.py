@@ -27,10 +27,11 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import output_capturing
 
 from .. import masks
+from .._call.request import Request
 from .._call.rows import Rows, within_rows
 from .._checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, size, strided
 from .._environment import read_environment
-from .._layer.plan import attend_arguments
+from .._layer.plan import attend
 from .._weights import attention_weights
 from ..errors import (
     ArgumentError,
@@ -179,11 +180,8 @@ def attention_forward(
         if position_bias is not None:
             pattern = _both(pattern, masks.bias(position_bias))
         rows = rows_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
-        dropout_p = dropout if module.training else 0.0
-        environment = read_environment()
-        output = attend_arguments(
-            query, key, value, pattern, environment, rows=rows, dropout_p=dropout_p, **options
-        ).output
+        request = Request(pattern, dropout_p=dropout if module.training else 0.0, rows=rows, **options)
+        output = attend(query, key, value, request, read_environment()).output
         output = output.transpose(1, 2).contiguous()  # (B, L, H, Dv)
         weights = None
         if _weights_wanted(module, output_attentions):

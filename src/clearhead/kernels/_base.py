@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall, AttentionSpec, Results
+from .._call.call import AttentionCall, Results
+from .._call.spec import AttentionSpec
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import differs_between_heads

@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall
+from .._call.call import AttentionCall
 from ..masks._base import Mask
 from ..masks._grid import Block
 from ..masks._lowering import row_blocks
@@ -194,7 +194,9 @@ def block_scores(
 
 def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Softmax of whole rows, in place: p (b, h, l, s) and lse (b, h, l, 1)."""
-    sinks = None if call.sinks is None else call.sinks[block.heads].to(scores.dtype)[None, :, None, None]
+    sinks = (
+        None if call.request.sinks is None else call.request.sinks[block.heads].to(scores.dtype)[None, :, None, None]
+    )
     if scores.shape[-1] == 0:
         lse = scores.new_full((*scores.shape[:-1], 1), float("-inf"))
         return scores, lse if sinks is None else torch.logaddexp(lse, sinks)
@@ -216,7 +218,7 @@ def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Te
 
 def block_softmax(call: AttentionCall, block: Block, scores: Tensor) -> Tensor:
     """The weights alone, in place, which is quicker where there is neither a sink nor a hidden query."""
-    if call.sinks is not None or call.coverage.masked_queries is not None or scores.shape[-1] == 0:
+    if call.request.sinks is not None or call.coverage.masked_queries is not None or scores.shape[-1] == 0:
         return block_weights(call, block, scores)[0]
     return drop_subnormal(call, _softmax(scores))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .._call.spec import AttentionCall
+from .._call.call import AttentionCall
 from .._checks import shown
 from .._environment import forced_kernels, forcing
 from ..errors import ArgumentError, KernelError

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, cast, final
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall, AttentionSpec, Results
+from .._call.call import AttentionCall, Results
+from .._call.spec import AttentionSpec
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ._base import Kernel, Plan, Refusal
@@ -101,7 +102,7 @@ def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
             else:
                 weights, block_lse = block_weights(call, block, scores)
                 span.query(lse)[:, :, rows] = block_lse.squeeze(-1)
-            if call.dropout_seed is not None:
+            if call.request.seed is not None:
                 weights *= call.dropout_factors(block, weights.dtype)
             span.query(output)[:, :, rows] = grouped(weights, value[:, :, part]).to(output.dtype)
     return output
@@ -162,7 +163,7 @@ def _backward(
             rows_value = value[:, :, part].transpose(-2, -1)
             scores_gradient = grouped(gradient, rows_value, workspace=gradient_workspace)  # dp (b, h, l, s)
             dropped = weights
-            if call.dropout_seed is not None:
+            if call.request.seed is not None:
                 factors = call.dropout_factors(block, dtype)
                 dropped = weights * factors
                 scores_gradient *= factors
@@ -185,7 +186,7 @@ def _backward(
                 sums.end_block()
         span.key(key_gradient).copy_(span_key_gradient.result())
         span.key(value_gradient).copy_(span_value_gradient.result())
-    sinks = () if call.sinks is None else (sinks_gradient(call.sinks, correction, lse),)
+    sinks = () if call.request.sinks is None else (sinks_gradient(call.request.sinks, correction, lse),)
     biases = (sums.result().to(tensor.dtype) for sums, tensor in zip(bias_gradients, call.bias_tensors, strict=True))
     return (query_gradient, key_gradient, value_gradient, *sinks, *biases)
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._call.spec import AttentionCall, AttentionSpec, Results
+from .._call.call import AttentionCall, Results
+from .._call.spec import AttentionSpec
 from .._environment import has_avx2, mark_static, sizes_apart
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid

@@ -8,7 +8,9 @@ from typing import Any, ClassVar, cast, final
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall, AttentionSpec, Results, WeightsWanted, zero_hidden
+from .._call.call import AttentionCall, Results, zero_hidden
+from .._call.request import WeightsWanted
+from .._call.spec import AttentionSpec
 from .._native import extension
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
@@ -111,14 +113,14 @@ def _prepare_once(spec: AttentionSpec, mask: Mask | None, grid: Grid, *, documen
 
 
 def _extras(call: AttentionCall) -> Extras:
-    if call.sinks is None and call.dropout_seed is None and call.rows is None:
+    if call.request.sinks is None and call.request.seed is None and call.request.rows is None:
         return NO_EXTRAS
     # The extras hold what is made here until the kernel, which is given addresses, has read it.
-    sinks = None if call.sinks is None else call.sinks.float().contiguous()
-    rows = call.rows
+    sinks = None if call.request.sinks is None else call.request.sinks.float().contiguous()
+    rows = call.request.rows
     bounds = (None, None) if rows is None else (rows.cu_seqlens_q, rows.cu_seqlens_k)
-    seed, item, origin = call.dropout_seed, call.first_item, call.spec.origin
-    return Extras(sinks, seed=seed, first_item=item, origin=origin, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
+    seed, offset = call.request.seed, call.request.offset
+    return Extras(sinks, seed=seed, offset=offset, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
 
 
 def _prepare_every_time(call: AttentionCall, bias_gradient: tuple[int, ...] | None = None) -> tuple[NativePlan, Extras]:
@@ -135,20 +137,19 @@ def arguments_of(call: AttentionCall) -> NativeArguments:
         call.query,
         call.key,
         call.value,
-        call.sinks,
+        call.request.sinks,
         lowered.visible,
         lowered.bias,
         first,
         last,
-        call.dropout_seed,
+        call.request.seed,
         call.spec.scale,
         call.spec.softcap or 0.0,
         call.spec.dropout_p,
         lowered.low,
         lowered.high,
         lowered.stop,
-        call.first_item,
-        call.spec.origin,
+        call.request.offset,
     )
 
 
@@ -265,8 +266,8 @@ def _gradients(
     bias_gradient = plan.empty_bias_gradient(output) if wanted else None
     inputs = (call.query, call.key, call.value)
     *found, correction = plan.backward(*inputs, output, lse, output_gradient, lse_gradient, extras, bias_gradient)
-    if call.sinks is not None:
-        found.append(sinks_gradient(call.sinks, correction, lse))
+    if call.request.sinks is not None:
+        found.append(sinks_gradient(call.request.sinks, correction, lse))
     of_biases: list[Tensor | None] = [None] * biases
     if bias_gradient is not None:
         of_biases[wanted[0]] = _of_bias(call, wanted[0], bias_gradient)

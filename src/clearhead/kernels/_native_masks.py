@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall
+from .._call.call import AttentionCall
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import completed

@@ -16,7 +16,7 @@ from ._second_order import sinks_gradient
 _REQUEST = (
     "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? visible, Tensor? bias, Tensor? first, "
     "Tensor? last, Tensor? seed, float scale, float softcap, float dropout_p, SymInt low, SymInt high, SymInt stop, "
-    "SymInt first_item, SymInt[]? origin"
+    "SymInt[]? offset"
 )
 _library = torch.library.Library("clearhead", "FRAGMENT")
 _library.define(f"attention({_REQUEST}) -> (Tensor, Tensor)")
@@ -75,7 +75,7 @@ def _differentiate(ctx: Any, output_gradient: Tensor | None, lse_gradient: Tenso
     )
     # The operator takes sinks in any dtype, and its backward gives δ, of which their gradient is a sum.
     sinks = tensors[3]
-    return *gradients, None if sinks is None else sinks_gradient(sinks, correction, lse), *(None,) * 13
+    return *gradients, None if sinks is None else sinks_gradient(sinks, correction, lse), *(None,) * 12
 
 
 _library.impl("attention", _forward, "CPU")

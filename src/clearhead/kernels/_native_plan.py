@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
 
-from .._call.dropout import DropoutOrigin
 from .._call.spec import Layout
 from .._native import extension, instruction_set_number
+from ..masks._grid import Offset
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 Strides = tuple[int, ...]
@@ -29,8 +30,7 @@ class Extras(NamedTuple):
         visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
         bias: float32 of such a shape, added to the scores.
         seed: int64 scalar; dropout is drawn from it.
-        first_item: which item of a larger batch the first one is, for dropout.
-        origin: where the call begins in a larger one, for dropout; ``None``: it is the whole.
+        offset: where the call lies in a larger one, for dropout; ``None``: it is the whole.
         cu_seqlens_q, cu_seqlens_k: (documents + 1,), where documents begin and the last ends.
         key_lengths: (documents,) of the same dtype, how many keys of each are used; ``None``: all.
     """
@@ -41,8 +41,7 @@ class Extras(NamedTuple):
     visible: Tensor | None = None
     bias: Tensor | None = None
     seed: Tensor | None = None
-    first_item: int = 0
-    origin: DropoutOrigin | None = None
+    offset: Offset | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     key_lengths: Tensor | None = None
@@ -51,10 +50,10 @@ class Extras(NamedTuple):
         """As `Plan`'s methods take them; the seed is a number."""
         before = tuple(map(_address, self[:5]))
         seed = 0 if self.seed is None else int(self.seed)
-        return *before, seed, self.first_item, *(self.origin or _WHOLE), *map(_address, self[8:])
+        return *before, seed, *(self.offset or _WHOLE), *map(_address, self[7:])
 
 
-_WHOLE = DropoutOrigin(0)  # as many heads as the plan has
+_WHOLE = Offset(0)  # as many heads as the plan has
 NO_EXTRAS = Extras()
 
 
@@ -290,7 +289,7 @@ class NativeArguments(NamedTuple):
 
     Args:
         query, key, value, scale, softcap, dropout_p, low, high, stop: as for `NativePlan`.
-        sinks, visible, bias, first, last, seed, first_item, origin: as for `Extras`.
+        sinks, visible, bias, first, last, seed, offset: as for `Extras`.
     """
 
     query: Tensor
@@ -308,8 +307,7 @@ class NativeArguments(NamedTuple):
     low: int
     high: int
     stop: int
-    first_item: int = 0
-    origin: DropoutOrigin | None = None
+    offset: Sequence[int] | None = None
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -319,7 +317,7 @@ class NativeArguments(NamedTuple):
     def extras(self) -> Extras:
         sinks = None if self.sinks is None else self.sinks.float().contiguous()
         masks = self.first, self.last, self.visible, self.bias
-        return Extras(sinks, *masks, self.seed, self.first_item, self.origin)
+        return Extras(sinks, *masks, self.seed, None if self.offset is None else Offset(*self.offset))
 
     def plan(self, **options: Any) -> NativePlan:
         """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""

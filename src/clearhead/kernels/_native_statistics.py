@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall
+from .._call.call import AttentionCall
 from ._native import arguments_of, empty_weights, weights_strides
 from ._native_plan import NativeArguments
 from ._native_support import native_refusals, reads_in_place, refuses_statistics

@@ -7,8 +7,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
+from .._call.call import AttentionCall, Results
 from .._call.heads import fold_group, unfold_group
-from .._call.spec import AttentionCall, AttentionSpec, Results
+from .._call.spec import AttentionSpec
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ._base import Kernel, Plan, Refusal
@@ -34,7 +35,7 @@ class ReferenceKernel(Kernel):
 def reference_results(call: AttentionCall) -> Results:
     """Output and, if the call wants it, the log-sum-exp, by PyTorch's operations."""
     weights, lse = reference_weights(call)  # (B, H, L, S), (B, H, L)
-    if call.dropout_seed is not None:
+    if call.request.seed is not None:
         weights = weights * call.dropout_factors(Block(call.grid), weights.dtype)
     num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
     mixed = fold_group(weights, num_kv_heads) @ call.value.to(call.spec.compute_dtype)  # (B, Hkv, G·L, Dv)
@@ -49,8 +50,8 @@ def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """
     scores = _scores(call)
     keys = scores.shape[-1]
-    if call.sinks is not None:  # a sink is one more key, whose value is zero
-        sinks = call.sinks.to(scores.dtype)[None, :, None, None]
+    if call.request.sinks is not None:  # a sink is one more key, whose value is zero
+        sinks = call.request.sinks.to(scores.dtype)[None, :, None, None]
         scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)  # (B, H, L, S + 1)
         return scores.softmax(-1)[..., :keys], scores.logsumexp(-1)
     masked = call.coverage.masked_queries  # (1 or B, 1 or H, L, 1)

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._call.call import AttentionCall, Results
 from .._call.heads import fold_group, unfold_group
-from .._call.spec import AttentionCall, AttentionSpec, Results
+from .._call.spec import AttentionSpec
 from .._environment import fused_sdpa_choice, is_tracing, sdpa_settings
 from ..masks._base import Mask
 from ..masks._grid import Grid
@@ -42,7 +43,7 @@ class SdpaKernel(Kernel):
             reasons.append(Refusal("its causal path gives NaN for a scale of 0 or below"))
         if spec.sinks:
             reasons.append(Refusal("it has no sinks"))
-        if spec.origin is not None:
+        if spec.in_larger:
             reasons.append(Refusal("every process would drop other weights"))
         if spec.empty:
             reasons.append(Refusal("a size is 0"))

@@ -12,7 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall, Results, zero_hidden
+from .._call.call import AttentionCall, Results, zero_hidden
+from .._call.packed import as_one_sequence, each_sequence
 from .._environment import any_autocast, is_batched
 from ..errors import KernelError
 from ._reference import reference_results
@@ -43,7 +44,7 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kernel_name: str, call: AttentionCall, count: int, *tensors: Tensor) -> Any:
         ctx.kernel_name = kernel_name
-        ctx.rebuild, ctx.draws_dropout = call.rebuild, call.spec.dropout_p > 0 and call.dropout_seed is None
+        ctx.rebuild, ctx.draws_dropout = call.rebuild, call.spec.dropout_p > 0 and call.request.seed is None
         ctx.inputs = len(tensors) - count
         ctx.save_for_backward(*tensors[count:], *call.read_again)
         results = tuple(tensor.view_as(tensor) for tensor in tensors[:count])
@@ -125,9 +126,9 @@ def recompute_by_reference(rebuild: Callable[..., AttentionCall]) -> Recompute:
 
     def recompute(*inputs: Tensor) -> OptionalTensors:
         call = rebuild(*inputs).wanting(lse=True)
-        if call.rows is None or call.dropout_seed is None:
-            return reference_results(zero_hidden(call.as_one_document()))[:2]
-        found = [reference_results(zero_hidden(document))[:2] for document in call.each_document()]
+        if call.request.rows is None or call.request.seed is None:
+            return reference_results(zero_hidden(as_one_sequence(call)))[:2]
+        found = [reference_results(zero_hidden(document))[:2] for document in each_sequence(call)]
         return [torch.cat(cast("tuple[Tensor, ...]", parts), 2) for parts in zip(*found, strict=True)]
 
     return recompute

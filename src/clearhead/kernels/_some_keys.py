@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall, zero_hidden
+from .._call.call import AttentionCall, zero_hidden
 from ._chunked import gradients_of_some_keys as chunked_gradients
 from ._native import native_gradients_of_some_keys
 from ._native_support import native_refusals

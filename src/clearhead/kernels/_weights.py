@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall
+from .._call.call import AttentionCall
 from .._environment import is_tracing, is_transformed
 from ._base import Kernel
 from ._blocks import block_scores, block_weights, score_blocks

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .._call.spec import AttentionCall
+from .._call.call import AttentionCall
 from ._blocks import LongSum, block_scores, block_weights, grouped, grouped_transposed, score_blocks
 from ._reference import reference_weights
 
@@ -19,7 +19,7 @@ def weights_gradients(
     dtype, heads = call.spec.compute_dtype, call.grid.num_heads
     query_gradient = torch.zeros_like(call.query, dtype=dtype)
     key_gradient, *sums = (LongSum(torch.zeros_like(tensor, dtype=dtype)) for tensor in weights_inputs(call)[1:])
-    sinks_gradient, bias_gradients = (None, sums) if call.sinks is None else (sums[0], sums[1:])
+    sinks_gradient, bias_gradients = (None, sums) if call.request.sinks is None else (sums[0], sums[1:])
     for block, place, query, key in score_blocks(call, chosen):
         scores, tanh = block_scores(call, block, query, key)
         weights, lse = block_weights(call, block, scores)
@@ -28,8 +28,8 @@ def weights_gradients(
         else:
             weights_gradient = gradient[block.batch, block.heads, place, block.columns].to(dtype)
         mean = (weights * weights_gradient).sum(-1, keepdim=True)
-        if call.sinks is not None and sinks_gradient is not None:
-            of_sinks = (call.sinks[block.heads].to(dtype)[None, :, None, None] - lse).exp()
+        if call.request.sinks is not None and sinks_gradient is not None:
+            of_sinks = (call.request.sinks[block.heads].to(dtype)[None, :, None, None] - lse).exp()
             sinks_gradient.run[block.heads] -= (of_sinks * mean).sum((0, 2, 3))
         scores_gradient = weights * (weights_gradient - mean)
         # A bias is added to scores that are capped already: its gradient is without tanh's derivative.
@@ -61,5 +61,5 @@ def weights_by_operations(call: AttentionCall, rows: Tensor | None, average: boo
 
 def weights_inputs(call: AttentionCall) -> tuple[Tensor, ...]:
     """The tensors that weights depend on."""
-    sinks = () if call.sinks is None else (call.sinks,)
+    sinks = () if call.request.sinks is None else (call.request.sinks,)
     return (call.query, call.key, *sinks, *call.bias_tensors)

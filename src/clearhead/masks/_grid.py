@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,21 @@ class Grid:
         if isinstance(self.query_positions, Tensor) or isinstance(self.key_positions, Tensor):
             return None
         return (self.query_positions or 0) - (self.key_positions or 0)
+
+
+class Offset(NamedTuple):
+    """Where a call lies in a larger one.
+
+    Args:
+        num_heads: H of the larger call.
+        head, row, column, item: the first head, query, key and batch item of the call, counted in the larger one.
+    """
+
+    num_heads: int
+    head: int = 0
+    row: int = 0
+    column: int = 0
+    item: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,89 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar, cast, final
 
 from torch import Tensor
 
 from ..errors import ShapeError
 from ._base import Mask, Sizes, Wrapping
-from ._grid import ALL, Block, Grid, Index, take
+from ._grid import ALL, Block, Grid, Index, Offset, take
 from ._structure import UNKNOWN, Band, RowRanges, Structure
 
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the first query and key of a call stand in the whole attention.
-
-    Args:
-        query_length, key_length: L and S of the whole.
-        first_row, first_column: of the call; or an ascending tensor (s,) of the call's columns, where they are no run.
-        query_positions, key_positions: of the whole; as in `Grid`.
-    """
-
-    query_length: int
-    key_length: int
-    first_row: int = 0
-    first_column: int | Tensor = 0
-    query_positions: Tensor | int | None = None
-    key_positions: Tensor | int | None = None
-
-
-def part_of(mask: Mask | None, num_heads: int, first_head: int = 0, place: Place | None = None) -> Mask | None:
+def part_of(mask: Mask | None, offset: Offset, whole: Grid | None = None, columns: Tensor | None = None) -> Mask | None:
     """The mask of a call that is a part of a whole attention, exact whatever the mask.
 
     Args:
         mask: of the whole: what it holds lines up with all of its heads, rows and columns.
-        num_heads: H of the whole.
-        first_head: of the call's heads.
-        place: of the call's rows and columns. Default: it has them all.
+        offset: where the call's heads, rows and columns lie in the whole.
+        whole: sizes and positions of the whole. Default: those of the call, which has all rows and columns.
+        columns: (s,) the call's columns, ascending, where they are no run. Default: a run from the offset's on.
 
     Returns:
         ``None`` for ``None``, and the mask itself where it is the same for every part.
     """
-    if mask is None or (place is None and mask.fits_any_call):
+    if mask is None or (whole is None and mask.fits_any_call):
         return mask
-    return PartMask(mask, num_heads, first_head, place)
+    return PartMask(mask, offset, whole, columns)
 
 
 @final
 class PartMask(Wrapping):
-    """See `part_of`. Every question about a block is put to the mask as one about the block's place in the whole."""
+    """See `part_of`. It translates a block's coordinates into those of the whole, and delegates."""
 
-    def __init__(self, mask: Mask, num_heads: int, first_head: int, place: Place | None) -> None:
+    def __init__(self, mask: Mask, offset: Offset, whole: Grid | None, columns: Tensor | None) -> None:
         super().__init__(mask)
-        self._num_heads, self._first_head, self._place = num_heads, first_head, place
+        self._offset, self._whole, self._columns = offset, whole, columns
 
     def place(self, block: Block) -> Block:
-        grid = block.grid
+        grid, offset = block.grid, self._offset
         # Absolute positions come with the whole grid; only row, column and head numbers are moved.
-        own = self._place_in(grid)
-        heads = cast(slice, _moved(block.heads, self._first_head, grid.num_heads))
-        rows = _moved(block.rows, own.first_row, grid.query_length)
-        first = own.first_column
-        columns = first[block.columns] if isinstance(first, Tensor) else _moved(block.columns, first, grid.key_length)
-        return Block(self._whole(grid), block.batch, heads, rows, columns)
+        heads = cast(slice, _moved(block.heads, offset.head, grid.num_heads))
+        rows = _moved(block.rows, offset.row, grid.query_length)
+        chosen = self._columns
+        columns = _moved(block.columns, offset.column, grid.key_length) if chosen is None else chosen[block.columns]
+        return Block(self._grid(grid), block.batch, heads, rows, columns)
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return PartMask(self._mask.with_bias_tensors(tensors), self._num_heads, self._first_head, self._place)
+        return PartMask(self._mask.with_bias_tensors(tensors), self._offset, self._whole, self._columns)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        place = self._place
-        positions = () if place is None else (place.query_positions, place.key_positions)
+        positions = () if self._whole is None else (self._whole.query_positions, self._whole.key_positions)
         return *self._mask.tensors(), *(each for each in positions if isinstance(each, Tensor))
 
     def validate(self, grid: Grid) -> None:
         # A tensor of the whole that is cut beyond its end would be cut short in silence.
-        whole, place = self._whole(grid), self._place_in(grid)
+        whole, offset = self._grid(grid), self._offset
         ends = {
-            "H": (self._first_head + grid.num_heads, whole.num_heads),
-            "L": (place.first_row + grid.query_length, whole.query_length),
+            "H": (offset.head + grid.num_heads, whole.num_heads),
+            "L": (offset.row + grid.query_length, whole.query_length),
         }
-        if not isinstance(place.first_column, Tensor):
-            ends["S"] = place.first_column + grid.key_length, whole.key_length
+        if self._columns is None:
+            ends["S"] = offset.column + grid.key_length, whole.key_length
         for name, (end, most) in ends.items():
             if end > most:
                 expected, got = f"a call within {name} = {most} of the whole", f"one that ends at {end}"
@@ -97,67 +77,47 @@ class PartMask(Wrapping):
         return Sizes(self._mask.sizes().batch_size)
 
     def structure(self, grid: Grid) -> Structure:
-        if self._has_chosen_columns:
+        if self._columns is not None:
             return UNKNOWN
-        return self._cut(self._mask.structure(self._whole(grid)), grid)
+        return self._cut(self._mask.structure(self._grid(grid)), grid)
 
     def signature(self) -> Hashable | None:
-        own, place = self._mask.signature(), self._place
-        if own is None or self._has_chosen_columns:
+        own, whole = self._mask.signature(), self._whole
+        if own is None or self._columns is not None:
             return None
-        numbers = () if place is None else tuple(map(_layout, vars(place).values()))
-        return "part", self._num_heads, self._first_head, numbers, own
+        sizes = None if whole is None else (whole.query_length, whole.key_length)
+        positions = () if whole is None else (_layout(whole.query_positions), _layout(whole.key_positions))
+        return "part", self._offset, sizes, positions, own
 
     def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
-        if self._has_chosen_columns:
+        if self._columns is not None:
             return make()  # they differ from call to call
-        place = self._place_in(grid)
-        sizes = grid.num_heads, grid.query_length, grid.key_length
-        where = self._first_head, place.first_row, place.first_column, sizes
-        return self._mask.lowered(self._whole(grid), ("part", key, where), make)
+        where = self._offset, (grid.num_heads, grid.query_length, grid.key_length)
+        return self._mask.lowered(self._grid(grid), ("part", key, where), make)
 
     def parts(self) -> tuple[Mask, ...]:
         parts = self._mask.parts()
         if len(parts) == 1:
             return (self,)
         # Each part moves by itself, and rules that are the same everywhere stay what kernels know.
-        found = (part_of(part, self._num_heads, self._first_head, self._place) for part in parts)
+        found = (part_of(part, self._offset, self._whole, self._columns) for part in parts)
         return tuple(part for part in found if part is not None)
 
-    @property
-    def _has_chosen_columns(self) -> bool:
-        return self._place is not None and isinstance(self._place.first_column, Tensor)
-
-    def _place_in(self, grid: Grid) -> Place:
-        """Where a call stands; one that has all rows and columns, only not all heads, stands at the first of them."""
-        if self._place is not None:
-            return self._place
-        return Place(grid.query_length, grid.key_length, 0, 0, grid.query_positions, grid.key_positions)
-
-    def _whole(self, grid: Grid) -> Grid:
+    def _grid(self, grid: Grid) -> Grid:
         """The grid of the whole attention."""
-        # Kept with the call's grid, so that what the mask finds out for the whole is found out once.
-        key = self._num_heads, self._place and id(self._place)
-        if key not in grid.memo:
-            place = self._place_in(grid)
-            # With a memo of its own: what holds for the whole does not hold for the part.
-            grid.memo[key] = replace(
-                grid,
-                num_heads=self._num_heads,
-                query_length=place.query_length,
-                key_length=place.key_length,
-                query_positions=place.query_positions,
-                key_positions=place.key_positions,
-                memo={},
-            )
-        return grid.memo[key]
+        if self._whole is not None:
+            return self._whole
+        # Kept with the call's grid, so that what the mask finds out for the whole is found out once. With a memo of its
+        # own: what holds for the whole does not hold for the part.
+        if self._offset.num_heads not in grid.memo:
+            grid.memo[self._offset.num_heads] = replace(grid, num_heads=self._offset.num_heads, memo={})
+        return grid.memo[self._offset.num_heads]
 
     def _cut(self, whole: Structure, grid: Grid) -> Structure:
         """The part of a structure of the whole that is the call's."""
-        place = self._place_in(grid)
-        row, column = place.first_row, cast(int, place.first_column)
+        _, head, row, column, _ = self._offset
         rows, columns = slice(row, row + grid.query_length), slice(column, column + grid.key_length)
-        heads = slice(self._first_head, self._first_head + grid.num_heads)
+        heads = slice(head, head + grid.num_heads)
         block = Block(grid, heads=heads, rows=rows, columns=columns)
         band, ranges = whole.band, whole.rows
         if band is not None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .._call.spec import WeightsWanted, weights_wanted
+from .._call.request import Request, WeightsWanted, weights_wanted
 from .._checks import flag, is_probability, number, require_factory, size, strided
 from .._environment import Environment, read_environment, skips_idle_hook
 from .._layer.layer import Layer, Project
@@ -192,7 +192,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             self.out_proj,
             self.num_heads,
             self.num_heads,
-            dropout_p=self.dropout if self.training else 0.0,
+            Request(dropout_p=self.dropout if self.training else 0.0),
             # Appended keys belong to no token, so that unpadded rows have no place for them.
             costs=None if appended else _costs(self),
             batch_first=not sequence_first,

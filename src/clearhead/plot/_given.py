@@ -7,7 +7,8 @@ from typing import final
 
 from torch import Tensor
 
-from .._call.spec import AttentionCall, build_call
+from .._call.call import AttentionCall, build_call
+from .._call.request import Request
 from .._checks import FLOATS, items, shown, strided, text, with_values
 from .._checks import index as index_of
 from .._statistics.arguments import make_options
@@ -122,4 +123,4 @@ def _as_call(weights: Tensor, what: str) -> AttentionCall:
         )
     batch, heads, length, keys = weights.shape
     query, key = weights.new_zeros(batch, heads, length, 1), weights.new_zeros(batch, heads, keys, 1)
-    return build_call(query, key, None, bias(weights.log()), scale=1.0)
+    return build_call(query, key, None, Request(bias(weights.log()), scale=1.0))

@@ -1,0 +1,223 @@
+"""The call: a spec and its operands, what a kernel computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from .._checks import PLAIN
+from .._environment import Environment, read_environment
+from ..masks._base import Mask
+from ..masks._coverage import COVERS_ALL, Coverage, coverage
+from ..masks._grid import Block, Grid
+from ..masks._tensors import as_mask
+from .dropout import dropout_factors
+from .request import Request
+from .rows import require_within
+from .sharding import CallPart
+from .spec import AttentionSpec, spec_of
+from .validation import read_positions, read_sinks, require_numbers, require_shapes, require_tensors
+
+_NAMES = ("query", "key", "value")
+
+
+class Results(NamedTuple):
+    """What a call returns.
+
+    Args:
+        output: (B, H, L, Dv).
+        lse: (B, H, L), if the call wants it.
+        weights: (B, H, L, S) or (B, L, S), if the call wants them.
+    """
+
+    output: Tensor
+    lse: Tensor | None = None
+    weights: Tensor | None = None
+
+
+@dataclass(slots=True)
+class AttentionCall:
+    """A spec and its operands: what a kernel computes.
+
+    Args:
+        spec: everything but the tensors.
+        query: (B, H, L, D).
+        key: (B, Hkv, S, D); Hkv divides H, query head h reads key/value head h // (H / Hkv).
+        value: (B, Hkv, S, Dv).
+        request: how it attends.
+        part: how observers compute statistics of a call of which this process holds some queries and keys: then query,
+            key and value are these, and all else, with `grid`, is of the whole.
+    """
+
+    spec: AttentionSpec
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    request: Request
+    part: CallPart | None = None
+    grid_: Grid | None = field(default=None, repr=False)
+    coverage_: Coverage | None = field(default=None, repr=False)
+
+    @property
+    def mask(self) -> Mask | None:
+        """Still a description; kernels lower it. ``None`` hides nothing."""
+        return cast("Mask | None", self.request.mask)
+
+    @property
+    def grid(self) -> Grid:
+        """Sizes and positions for the mask."""
+        if self.grid_ is None:
+            (batch, heads, length, _), keys = self.query.shape, self.key.shape[2]
+            positions = (self.request.query_positions, self.request.key_positions)
+            self.grid_ = Grid(batch, heads, length, keys, self.query.device, *positions)
+        return self.grid_
+
+    @property
+    def coverage(self) -> Coverage:
+        """Which queries see a key, and which keys are seen by a query."""
+        if self.coverage_ is None:
+            self.coverage_ = COVERS_ALL if self.mask is None else coverage(self.mask, self.grid)
+        return self.coverage_
+
+    @property
+    def bias_tensors(self) -> tuple[Tensor, ...]:
+        return () if self.mask is None else self.mask.bias_tensors()
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """Every tensor that gradients may be asked for."""
+        sinks = () if self.request.sinks is None else (self.request.sinks,)
+        return (self.query, self.key, self.value, *sinks, *self.bias_tensors)
+
+    def dropout_factors(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """What a block's weights are multiplied with, (b, h, l, s); for a call that has a seed."""
+        return dropout_factors(cast(Tensor, self.request.seed), self.spec.dropout_p, block, dtype, self.request.offset)
+
+    @property
+    def read_again(self) -> tuple[Tensor, ...]:
+        """What a backward pass reads beside `inputs`: the tensors of mask and positions.
+
+        Functions save them through autograd, which refuses a backward pass after they were written to.
+        """
+        masks = () if self.mask is None else self.mask.tensors()
+        positions = (self.request.query_positions, self.request.key_positions)
+        tensors = (*masks, *(each for each in positions if isinstance(each, Tensor)))
+        # Inference tensors cannot be saved: writes to them are not counted.
+        return tuple(tensor for tensor in tensors if not tensor.is_inference())
+
+    @property
+    def rebuild(self) -> Callable[..., AttentionCall]:
+        """A function that makes the same call of other inputs, in the order of `inputs`.
+
+        It holds none of this call's own: for a backward pass only autograd may hold them, so that it can free them.
+        Tensors that were one (self-attention, a bias used twice) get gradients of their own when views are given.
+        """
+        spec, mask, coverage = self.spec, self.mask, self.coverage_
+        has_sinks, rest = self.request.sinks is not None, self.request._replace(sinks=None)
+
+        def build(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> AttentionCall:
+            tensors = iter(others)
+            sinks = next(tensors) if has_sinks else None
+            request = rest._replace(sinks=sinks, mask=None if mask is None else mask.with_bias_tensors(tensors))
+            return AttentionCall(spec, query, key, value, request, coverage_=coverage)
+
+        return build
+
+    def wanting(self, *, lse: bool) -> AttentionCall:
+        """The call that returns the log-sum-exp too, or not."""
+        return replace(self, spec=self.spec._replace(lse=lse))
+
+
+def make_call(
+    query: Tensor, key: Tensor, value: Tensor | None, request: Request, environment: Environment
+) -> AttentionCall:
+    """A call of arguments, with a batch of one where there is none. Without a `value` the key stands in for it.
+
+    Checked is only what the spec does not hold. `validate` checks the rest, once for all calls of a spec.
+    """
+    v = key if value is None else value
+    ordinary = _is_ordinary(query) and _is_ordinary(key) and _is_ordinary(v)
+    # The spec holds one dtype and one device.
+    if not (ordinary and key.dtype is query.dtype is v.dtype and key.device == query.device == v.device):
+        require_tensors(_named(query, key, value))
+    if query.dim() != 4 or key.dim() != 4 or v.dim() != 4:
+        require_shapes(_named(query, key, value))
+        query, key, v = query[None], key[None], v[None]  # (1, H, L, D)
+    request = _read(request, query, key)
+    return AttentionCall(spec_of(query, key, v, request, environment), query, key, v, request)
+
+
+def validate(call: AttentionCall, *, has_value: bool = True) -> None:
+    """Raise unless tensors, sizes and numbers of a call fit together. Equal specs pass alike."""
+    given = _named(call.query, call.key, call.value if has_value else None)
+    require_tensors(given)
+    require_shapes(given)
+    require_numbers(call.spec)
+
+
+def valid_call(
+    query: Tensor, key: Tensor, value: Tensor | None, request: Request, environment: Environment | None = None
+) -> AttentionCall:
+    """A call of arguments, all of them checked."""
+    call = make_call(query, key, value, request, read_environment() if environment is None else environment)
+    validate(call, has_value=value is not None)
+    if call.mask is not None:
+        call.mask.validate(call.grid)
+    return call
+
+
+def build_call(query: Tensor, key: Tensor, value: Tensor | None, request: Request) -> AttentionCall:
+    """`valid_call`, with zeros for what the mask hides; for computing from the call without a kernel."""
+    return zero_hidden(valid_call(query, key, value, request))
+
+
+def _is_ordinary(tensor: object) -> bool:
+    """Whether it is a tensor with strides, and no subclass. Operations of a subclass may do anything."""
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested  # pyright: ignore
+
+
+def _named(query: Tensor, key: Tensor, value: Tensor | None) -> dict[str, Tensor]:
+    return {name: x for name, x in zip(_NAMES, (query, key, value), strict=True) if x is not None}
+
+
+def _read(request: Request, query: Tensor, key: Tensor) -> Request:
+    """The request with mask, sinks and positions as kernels read them, for a (B, H, L, D) query."""
+    changes: dict[str, Any] = {}
+    if request.query_positions is not None:
+        changes["query_positions"] = read_positions("query_positions", request.query_positions, query)
+    if request.key_positions is not None:
+        positions = read_positions("key_positions", request.key_positions, key, heads=query.shape[1])
+        changes["key_positions"] = positions
+    if request.rows is not None:
+        changes["mask"] = require_within(request.mask)
+    elif request.mask is not None and not isinstance(request.mask, Mask):
+        changes["mask"] = as_mask(request.mask)
+    if request.sinks is not None:
+        changes["sinks"] = read_sinks(request.sinks, query)
+    return request._replace(**changes) if changes else request
+
+
+def zero_hidden(call: AttentionCall, queries: bool = True) -> AttentionCall:
+    """The call with zeros in fully masked queries and in keys and values that are masked for every query.
+
+    NaN or inf stored there then reaches neither outputs nor gradients, whatever the kernel. Queries may be left as they
+    are for a kernel that isolates them.
+    """
+    covered = call.coverage
+    if covered is COVERS_ALL or (covered.queries is None and covered.keys is None):
+        return call
+    query, key, value = call.query, call.key, call.value
+    if queries and covered.masked_queries is not None:
+        query = query.masked_fill(covered.masked_queries, 0)
+    masked = covered.masked_keys_of(key.shape[1])
+    if masked is not None:
+        # One tensor stays one, so that it is filled, and read by the kernel, once.
+        same = key is value
+        key = key.masked_fill(masked, 0)
+        value = key if same else value.masked_fill(masked, 0)
+    # Grid and coverage follow from sizes and mask, which are the same.
+    return replace(call, query=query, key=key, value=value)

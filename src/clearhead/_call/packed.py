@@ -1,0 +1,64 @@
+"""Calls of packed sequences: one call for each sequence, or one call whose mask hides the other sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+from ..masks._base import Mask, all_of
+from ..masks._grid import Offset
+from ..masks._part import part_of
+from .call import AttentionCall
+from .rows import Rows, within_rows
+from .spec import Layout
+
+
+def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
+    """The sequences of a call that has `rows`, as calls of their own.
+
+    Each is an item of a batch to dropout, so that they drop what a kernel drops that computes the call at once.
+    """
+    request, spec, mask = call.request, call.spec, call.mask
+    parts = () if mask is None else mask.parts()
+    # Rules about positions count within a sequence as they do within a call; tensors line up with all sequences.
+    is_cut = not all(part.fits_any_call for part in parts)
+    whole, start = as_one_sequence(call).grid, request.offset or Offset(spec.query.shape[1])
+    for number, (queries, keys) in enumerate(cast(Rows, request.rows).slices()):
+        operands = call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys]
+        layouts = dict(zip(("query", "key", "value"), map(Layout.of, operands), strict=True))
+        one = mask
+        if is_cut:
+            place = Offset(whole.num_heads, 0, queries.start, keys.start)
+            one = all_of([part if part.fits_any_call else part_of(part, place, whole) for part in parts])
+        own = request._replace(mask=one, rows=None, offset=start._replace(item=number))
+        yield AttentionCall(
+            spec._replace(**layouts, mask=None if is_cut else spec.mask, documents=None), *operands, own
+        )
+
+
+def as_one_sequence(call: AttentionCall) -> AttentionCall:
+    """A call of packed sequences as one of T × Tk scores whose mask hides other sequences."""
+    rows = call.request.rows
+    if rows is None:
+        return call
+    # Rules about positions count within a sequence, whose first token is at 0.
+    q_positions, k_positions = rows.query_positions[None], rows.key_positions[None]
+    mask = within_rows(rows, call.mask)
+    request = call.request._replace(mask=mask, query_positions=q_positions, key_positions=k_positions, rows=None)
+    spec = call.spec._replace(
+        documents=None,
+        mask=None,
+        masked=True,
+        query_positions=tuple(q_positions.shape),
+        key_positions=tuple(k_positions.shape),
+    )
+    return replace(call, spec=spec, request=request, grid_=None, coverage_=None)
+
+
+def validate_mask(call: AttentionCall) -> None:
+    """Raise unless the mask of a call fits its sizes, and its values are valid. Equal specs need not pass alike."""
+    mask = call.mask
+    if mask is not None and not (call.request.rows is not None and mask.fits_any_call):
+        one = as_one_sequence(call)
+        cast(Mask, one.mask).validate(one.grid)

@@ -1,0 +1,51 @@
+"""The request: how a call attends. Public functions and layers make it; kernels read it from the call."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from .._checks import flag
+from ..masks._base import Mask
+from ..masks._grid import Offset
+from .rows import Rows
+
+#: Which weights a call returns beside its output: (B, H, L, S), or their average over the heads (B, L, S).
+WeightsWanted = Literal["heads", "average"] | None
+
+
+def weights_wanted(need_weights: bool, average_attn_weights: bool) -> WeightsWanted:
+    """From the two arguments of a module's call, which are checked."""
+    need_weights = flag("need_weights", need_weights)
+    average_attn_weights = flag("average_attn_weights", average_attn_weights)
+    return ("average" if average_attn_weights else "heads") if need_weights else None
+
+
+# A tuple and no dataclass: it is made in every call, and made in a quarter of the time.
+class Request(NamedTuple):
+    """How to attend: every argument of a call but query, key and value.
+
+    Args:
+        mask, scale, softcap, sinks, dropout_p, query_positions, key_positions: as for `attention`. In an
+            `AttentionCall` the mask is a `Mask`, and tensors of sinks and positions have the dtype that kernels read.
+        lse: whether the log-sum-exp is returned.
+        weights: which weights are returned.
+        rows: the documents of packed sequences; query, key and value are then (1, H, T, D), (1, Hkv, Tk, D) and
+            (1, Hkv, Tk, Dv), and each document attends to itself.
+        seed: int64 scalar that dropout is drawn from. Default: the kernel draws one.
+        offset: where the call lies in a larger call whose weights it drops.
+    """
+
+    mask: Mask | Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout_p: float = 0.0
+    query_positions: Tensor | int | None = None
+    key_positions: Tensor | int | None = None
+    lse: bool = False
+    weights: WeightsWanted = None
+    rows: Rows | None = None
+    seed: Tensor | None = None
+    offset: Offset | None = None

@@ -1,0 +1,136 @@
+"""Checks of a call: of its tensors, sizes and numbers. They run where no plan of the call's spec is known."""
+
+from __future__ import annotations
+
+from typing import NoReturn, cast
+
+import torch
+from torch import Tensor
+
+from .._checks import FLOATS, is_probability, number, strided
+from ..errors import DeviceError, DTypeError, ShapeError, shape_text
+from ..masks._check import as_positions
+from .spec import AttentionSpec
+
+#: As a logit its weight is 0 beside any score: a finite stand-in for −∞.
+NO_SINK = -1e38
+
+
+def require_numbers(spec: AttentionSpec) -> None:
+    """Raise unless scale, soft-cap and dropout probability are in range."""
+    largest = torch.finfo(spec.compute_dtype).max
+    number("scale", spec.scale, "a finite number, or None for 1/√D", lambda factor: -largest <= factor <= largest)
+    number("dropout_p", spec.dropout_p, "a probability in [0, 1]", is_probability)
+    if spec.softcap is not None:
+        number("softcap", spec.softcap, "a number > 0, or None", lambda c: 0 < c <= largest)
+
+
+def require_tensors(given: dict[str, Tensor]) -> None:
+    """Raise unless query, key and value, by these names, have strides, one supported dtype and one device."""
+    query = given["query"]
+    for name, tensor in given.items():
+        strided(name, tensor)
+        if tensor.dtype not in FLOATS:
+            raise DTypeError(
+                name,
+                expected="float64, float32, bfloat16 or float16",
+                got=str(tensor.dtype),
+                fix="Convert it, for example with .float().",
+            )
+        if tensor.dtype != query.dtype:
+            fix = f"Convert it with .to({query.dtype})."
+            raise DTypeError(name, expected=f"query's dtype {query.dtype}", got=str(tensor.dtype), fix=fix)
+        _require_device(name, tensor, query)
+
+
+def require_shapes(given: dict[str, Tensor]) -> None:
+    """Raise unless the sizes of query, key and value fit together, with a batch or without one."""
+    query, key = given["query"], given["key"]
+    dims = {tensor.dim() for tensor in given.values()}
+    # First, because the other checks compare sizes by their place.
+    if dims == {3, 4}:
+        _mismatch(
+            "numbers of dimensions: all (B, H, L, D), or all (H, L, D)", given, "Add the batch with .unsqueeze(0)."
+        )
+    for name, tensor in given.items():
+        if tensor.dim() not in (3, 4):
+            raise ShapeError(
+                name,
+                expected="(B, H, L, D), or (H, L, D) for all without a batch",
+                got=shape_text(tensor.shape),
+                fix="clearhead.split_heads turns (B, L, H·D) into (B, H, L, D).",
+            )
+    if query.dim() == 4 and any(tensor.shape[0] != query.shape[0] for tensor in given.values()):
+        _mismatch("batch sizes (B)", given, "Repeat the smaller with .expand, or check that they belong together.")
+    if key.shape[-1] != query.shape[-1]:
+        raise ShapeError(
+            "key",
+            expected=f"head_dim D = {query.shape[-1]} as in query {shape_text(query.shape)}",
+            got=shape_text(key.shape),
+            fix="Project both to the same size; only values may have another.",
+        )
+    value = given.get("value", key)
+    if value.shape[-3] != key.shape[-3]:
+        _mismatch("key/value head counts (Hkv)", given, "Each key head needs its value head.")
+    if value.shape[-2] != key.shape[-2]:
+        _mismatch("key and value lengths (S)", given, "Each key needs its value.")
+    heads, kv_heads = query.shape[-3], key.shape[-3]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ShapeError(
+            "key",
+            expected=f"a head count that divides the query's H = {heads}",
+            got=f"Hkv = {kv_heads} in {shape_text(key.shape)}",
+            fix="Heads are the second dimension: (B, H, L, D), not (B, L, H, D).",
+        )
+
+
+def _mismatch(what: str, given: dict[str, Tensor], fix: str) -> NoReturn:
+    shapes = ", ".join(f"{name} {shape_text(tensor.shape)}" for name, tensor in given.items())
+    raise ShapeError(", ".join(given), expected=f"equal {what}", got=shapes, fix=fix)
+
+
+def _require_device(name: str, tensor: Tensor, query: Tensor) -> None:
+    if tensor.device != query.device:
+        fix = f"Move it with .to({str(query.device)!r})."
+        raise DeviceError(name, expected=f"query's device {query.device}", got=str(tensor.device), fix=fix)
+
+
+def read_positions(name: str, positions: object, tensor: Tensor, *, heads: int | None = None) -> Tensor | int | None:
+    """Positions as masks read them, (1 or B, n), or (B, H, n) with `heads`.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError: unless they fit a (B, H, n, D) tensor.
+    """
+    result = as_positions(name, positions, per_head=heads is not None)
+    if not isinstance(result, Tensor):
+        return result
+    _require_device(name, result, tensor)
+    batch, length = tensor.shape[0], tensor.shape[2]
+    fits = (result.shape[0] == 1 or result.shape[0] == batch) and result.shape[-1] == length
+    if not fits or (result.dim() == 3 and result.shape[1] != heads):
+        per_head = "" if heads is None else f" or ({batch}, {heads}, {length})"
+        raise ShapeError(
+            name,
+            expected=f"shape ({length},) or ({batch}, {length}){per_head}",
+            got=shape_text(cast(Tensor, positions).shape),
+            fix="Give every query, or every key, its absolute position.",
+        )
+    return result
+
+
+def read_sinks(sinks: Tensor, query: Tensor) -> Tensor:
+    """Sinks as kernels read them: float32 or float64, and finite."""
+    heads = query.shape[1]
+    expected = f"a float tensor ({heads},)"
+    if strided("sinks", sinks, expected).dtype not in FLOATS:
+        raise DTypeError("sinks", expected=expected, got=str(sinks.dtype))
+    if tuple(sinks.shape) != (heads,):
+        raise ShapeError(
+            "sinks",
+            expected=f"one logit per query head, ({heads},)",
+            got=shape_text(sinks.shape),
+            fix="Grouped heads have one sink per query head too.",
+        )
+    _require_device("sinks", sinks, query)
+    # A sink of −∞ is none, and would be the whole softmax of a query that sees no key.
+    return sinks.to(torch.promote_types(sinks.dtype, torch.float32)).clamp_min(NO_SINK)
