@@ -44,7 +44,7 @@ from benchmarks.comparing.load import with_load
 from benchmarks.encoder_peers import PADDED, PEERS, SDPA, TRAINABLE, Batch, Eager, Encode
 from benchmarks.figures import Figures
 from benchmarks.peers.work import Outputs, Unsupported, Way
-from benchmarks.writing import milliseconds, ratio
+from benchmarks.writing import milliseconds, percent, ratio
 from clearhead.cli._demo import default_model_path
 
 T = TypeVar("T")
@@ -292,11 +292,28 @@ def texts(measured: Figures) -> dict[str, str]:
         for dropout, ending in ((0.1, ""), (0.0, "-plain")):
             result = results[f"training step (forward + backward): MiniLM, float32, dropout {dropout}, {batch}"]
             found[what + ending] = ratio(result.ratios[SDPA])
-    half, full = (results[f"forward: MiniLM, {dtype}, {MIXED}"].figures[OURS] for dtype in ("bfloat16", "float32"))
-    found["bfloat16"] = ratio(half / full)
+    found["padding"] = percent(1 - sum(BATCHES[MIXED]) / (TEXTS * max(BATCHES[MIXED])))
+    # Without padding both run the same code.
+    same = [results[f"forward: {model}, {dtype}, {EQUAL}"].ratios[PADDED] for model in MODELS for dtype in DTYPES]
+    found |= {"same-least": ratio(min(same)), "same-most": ratio(max(same))} | _half(results)
     found["upgrade"] = milliseconds(results["upgrade itself: MiniLM"].figures[OURS] / 1e3)
     found["first"] = milliseconds(results["time to the first batch: MiniLM, float32"].figures[OURS] / 1e3)
     return found
+
+
+def _half(results: dict[str, Result]) -> dict[str, str]:
+    """The time of bfloat16 relative to float32: Clearhead's on mixed lengths, and the least and most of any runtime."""
+    slower: dict[tuple[str, str, str], float] = {}
+    for model in MODELS:
+        for batch in BATCHES:
+            half, full = (results[f"forward: {model}, {dtype}, {batch}"].figures for dtype in ("bfloat16", "float32"))
+            slower |= {(model, batch, name): half[name] / full[name] for name in half.keys() & full.keys()}
+    return {
+        "bfloat16": ratio(slower["MiniLM", MIXED, OURS]),
+        "base-bfloat16": ratio(slower["BERT-base", MIXED, OURS]),
+        "bfloat16-least": ratio(min(slower.values())),
+        "bfloat16-most": ratio(max(slower.values())),
+    }
 
 
 RUNTIMES = ("transformers", "onnxruntime", "openvino", "ctranslate2", "zentorch")

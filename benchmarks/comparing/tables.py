@@ -86,11 +86,26 @@ def remarks(results: Iterable[Result]) -> list[str]:
     for result in results:
         if result.load is not None and result.load > QUIET:
             lines.append(f"NOT QUIET: other programs took {result.load:.0%} of the processors in `{result.work}`")
+    together: dict[str, list[str]] = {}
     missing: dict[tuple[str, str], dict[str, list[str]]] = {}
     for result in results:
+        together.setdefault(result.section, []).append(result.name)
         for name, reason in result.skipped.items():
             missing.setdefault((name, reason), {}).setdefault(result.section, []).append(result.name)
     for (name, reason), works in missing.items():
-        where = ", ".join(f"`{section} ({' / '.join(names)})`" for section, names in works.items())
+        where = ", ".join(f"`{section} ({_shortened(names, together[section])})`" for section, names in works.items())
         lines.append(f"{name} not measured, because {reason}: {where}")
     return lines
+
+
+def _shortened(names: list[str], every: list[str]) -> str:
+    """Some lines of a section: all, those that share a word that no other line has, or each by its name."""
+    if len(names) < 2:
+        return " / ".join(names)
+    others = [name for name in every if name not in names]
+    if not others:
+        return "all"
+    for word in names[0].split(", "):
+        if all(word in name.split(", ") for name in names) and not any(word in name.split(", ") for name in others):
+            return f"all with {word}"
+    return " / ".join(names)

@@ -84,6 +84,20 @@ def test_skipped_ways_are_listed_with_the_reason(result: Result) -> None:
     assert "refusing not measured, because it has no backward pass: `somewhere (L=7)`" in remarks([result])
 
 
+@pytest.mark.parametrize(
+    ("skipped", "run", "shown"),
+    [
+        (["a, fp32", "b, fp32"], [], "all"),
+        (["a, bf16", "b, bf16"], ["a, fp32"], "all with bf16"),
+        (["a, bf16", "b, bf16"], ["c, bf16"], "a, bf16 / b, bf16"),
+    ],
+)
+def test_many_skipped_lines_are_named_together(result: Result, skipped: list[str], run: list[str], shown: str) -> None:
+    lines = [replace(result, name=name, skipped={"other": "it is slow"}) for name in skipped]
+    lines += [replace(result, name=name, skipped={}) for name in run]
+    assert f"other not measured, because it is slow: `somewhere ({shown})`" in remarks(lines)
+
+
 def test_another_result_is_named(result: Result) -> None:
     assert set(result.differences) == {"close", "wrong", "poisoned"}
     assert set(result.wrong) == {"wrong", "poisoned"}
