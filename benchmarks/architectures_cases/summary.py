@@ -51,6 +51,7 @@ def counts_of(summary: Summary) -> dict[str, str]:
         "all": str(compared + totals["not built"]),
         "largest": f"{summary['largest']:.1e}",
         "comparisons": str(summary["comparisons"]),
+        "as-far": str(len(summary["as far"])),
         "gradients": str(summary["gradients"]["compared"]),
         "gradients-median": f"{summary['gradients']['median ratio']:.2f}×",
         "gradients-worse": str(len(summary["gradients"]["worse"])),
