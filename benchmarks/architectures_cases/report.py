@@ -11,13 +11,17 @@ from .summary import Summary, describe, summarize
 
 __all__ = ["markdown", "show"]
 
+#: What each result means, on the page of all model types.
 STATUSES = {
-    "agrees": "computes with Clearhead; the results are those of eager attention",
-    "keeps eager": "computes attention with its own code, whatever is set; the results do not change",
-    "refused": "a route or a request raises an error; everything else agrees",
-    "differs": "a result differs from that of eager attention by more than the limit",
-    "not built": "no tiny random model, or no input for it",
+    "agrees": "The model computes with Clearhead. The results are those of `eager`.",
+    "keeps eager": "The model has attention code of its own, or no attention. Your choice changes nothing.",
+    "refused": "A route or a call raises the error in the remark. All other use gives the results of `eager`.",
+    "differs": "A result differs from that of `eager` by more than the limit. The remark says which one.",
+    "not built": "The test could not build a tiny random model or its input. The remark is the test's own error, "
+    "not one of Clearhead. Nothing is known about the type.",
 }
+#: Characters of an error on the page.
+LONGEST = 100
 
 
 def show(console: Console, run: Run) -> None:
@@ -33,7 +37,7 @@ def show(console: Console, run: Run) -> None:
 
 def markdown(summary: Summary) -> str:
     """Totals, and a row for each model type."""
-    parts = [_largest(summary), _totals_table(summary)]
+    parts = [_totals_table(summary), *_named(summary), _largest(summary)]
     if summary["gradients"]["compared"]:
         parts.append(_gradients(summary))
     rows = [
@@ -44,17 +48,18 @@ def markdown(summary: Summary) -> str:
 
 def _types(summary: Summary) -> Iterable[tuple[str, str, str]]:
     """Name, result and remark of each model type."""
-    remarks = {name: f"above the limit, but so is SDPA or float64: {text}" for name, text in summary["as far"].items()}
+    remarks = dict(summary["as far"])
     for name, value in summary["known"].items():
         remarks[name] = f"outputs agree; weights differ by {value:.1e}, because eager scales them to a sum of 1"
     for name, (own, sdpa) in summary["gradients"]["worse"].items():
         remarks[name] = f"error of gradients {own:.1e}, SDPA {sdpa:.1e}"
-    for status in ("agrees", "keeps eager"):
-        yield from ((name, status, remarks.get(name, "")) for name in summary[status])
-    for status in ("refused", "differs"):
-        yield from ((name, status, reason) for name, reason in summary[status].items())
+    for name in summary["agrees"]:
+        yield name, "agrees with SDPA" if name in summary["as far"] else "agrees", remarks.get(name, "")
+    yield from ((name, "keeps eager", remarks.get(name, "")) for name in summary["keeps eager"])
+    yield from ((name, "refused", _short(reason)) for name, reason in summary["refused"].items())
+    yield from ((name, "differs", reason) for name, reason in summary["differs"].items())
     for reason, names in summary["not built"].items():
-        yield from ((name, "not built", reason) for name in names)
+        yield from ((name, "not built", _short(reason)) for name in names)
 
 
 def _name(row: tuple[str, str, str]) -> str:
@@ -69,11 +74,26 @@ def _totals(summary: Summary) -> Iterable[tuple[str, int, int]]:
 
 
 def _totals_table(summary: Summary) -> str:
-    rows = ["| | model types | also as a decoder | |", "|---|---:|---:|---|"]
+    rows = ["| result | model types | also as a decoder | meaning |", "|---|---:|---:|---|"]
     rows += [
         f"| {status} | {count} | {variants} | {STATUSES[status]} |" for status, count, variants in _totals(summary)
     ]
     return "\n".join(rows)
+
+
+def _named(summary: Summary) -> Iterable[str]:
+    """The model types of the results that need a look."""
+    titles = {"refused": "Refused", "differs": "Differs", "as far": "Agrees with SDPA, but not with `eager`"}
+    for part, title in titles.items():
+        if summary[part]:
+            yield f"{title}: {', '.join(f'`{name}`' for name in sorted(summary[part], key=str.casefold))}."
+
+
+def _short(text: str) -> str:
+    """An error without what is too long for a table."""
+    if len(text) > LONGEST:
+        text = f"{text[:LONGEST].rsplit(' ', 1)[0]} …"
+    return text.rstrip(" :")
 
 
 def _largest(summary: Summary) -> str:

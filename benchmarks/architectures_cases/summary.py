@@ -52,6 +52,7 @@ def counts_of(summary: Summary) -> dict[str, str]:
         "largest": f"{summary['largest']:.1e}",
         "as-far": str(sum(not name.endswith(DECODER) for name in summary["as far"])),
         "comparisons": str(summary["comparisons"]),
+        "as-far": str(len(summary["as far"])),
         "gradients": str(summary["gradients"]["compared"]),
         "gradients-median": f"{summary['gradients']['median ratio']:.2f}×",
         "gradients-worse": str(len(summary["gradients"]["worse"])),

@@ -12,6 +12,8 @@ __all__ = ["grid", "markdown", "remarks"]
 
 #: Up to this share of the processors' time, other programs are taken for the system's own.
 QUIET = 0.05
+#: A ceiling that Clearhead exceeds by more is none: the product behind it is slow on this machine.
+MOST = 1.5
 
 Grid = tuple[list[str], list[list[str]]]
 
@@ -21,7 +23,8 @@ def markdown(results: list[Result]) -> str:
     parts: list[str] = []
     for section in sections(results):
         header, rows = grid(section)
-        parts += [f"### {section[0].section}", table(header, rows, left=header.index(_ours(section)))]
+        memory = ", memory" if section[0].unit == "MB" else ""
+        parts += [f"### {section[0].section}{memory}", table(header, rows, left=header.index(_ours(section)))]
     lines = [f"* {line}" for line in remarks(results)]
     return "\n\n".join([*parts, "### Remarks on these figures", "\n".join(lines)])
 
@@ -51,10 +54,11 @@ def grid(section: list[Result]) -> Grid:
         header.append(f"{OURS}, {section[0].rate_unit}")
         for row, result in zip(rows, section, strict=True):
             row.append(f"{result.rates[OURS]:.0f}" if OURS in result.rates else "–")
-    if any(result.share is not None for result in section):
+    shares = [result.share if (result.share or 0.0) <= MOST else None for result in section]
+    if any(share is not None for share in shares):
         header.append("share of the ceiling")
-        for row, result in zip(rows, section, strict=True):
-            row.append("–" if result.share is None else f"{result.share:.0%}")
+        for row, share in zip(rows, shares, strict=True):
+            row.append("–" if share is None else f"{share:.0%}")
     return header, rows
 
 
