@@ -85,7 +85,7 @@ def _other_layout() -> None:
     for lost in (wrong * 1, wrong.clone(), wrong[:]):  # nothing is claimed of results
         assert split(lost).shape == wrong.shape
     wrong.copy_(good)
-    assert torch.equal(split(wrong), split(good))
+    torch.testing.assert_close(split(wrong), split(good))  # to rounding: GEMMs depend on where a tensor lies in memory
 
 
 def test_a_part_of_another_layout(two: Processes) -> None:
