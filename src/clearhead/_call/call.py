@@ -65,7 +65,7 @@ class AttentionCall:
     @property
     def mask(self) -> Mask | None:
         """Still a description; kernels lower it. ``None`` hides nothing."""
-        return cast("Mask | None", self.request.mask)
+        return self.request.mask  # pyright: ignore[reportReturnType]  # read by `make_call`
 
     @property
     def grid(self) -> Grid:
@@ -140,9 +140,8 @@ def make_call(
     Checked is only what the spec does not hold. `validate` checks the rest, once for all calls of a spec.
     """
     v = key if value is None else value
-    ordinary = _is_ordinary(query) and _is_ordinary(key) and _is_ordinary(v)
-    # The spec holds one dtype and one device.
-    if not (ordinary and key.dtype is query.dtype is v.dtype and key.device == query.device == v.device):
+    # The spec holds one dtype and one device, and no layout other than strides.
+    if not (_is_like(query, query) and _is_like(key, query) and _is_like(v, query)):
         require_tensors(_named(query, key, value))
     if query.dim() != 4 or key.dim() != 4 or v.dim() != 4:
         require_shapes(_named(query, key, value))
@@ -175,9 +174,15 @@ def build_call(query: Tensor, key: Tensor, value: Tensor | None, request: Reques
     return zero_hidden(valid_call(query, key, value, request))
 
 
-def _is_ordinary(tensor: object) -> bool:
-    """Whether it is a tensor with strides, and no subclass. Operations of a subclass may do anything."""
-    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested  # pyright: ignore
+def _is_like(tensor: Tensor, query: Tensor) -> bool:
+    """Whether it is a plain tensor with strides, of the query's dtype and device."""
+    return (
+        type(tensor) in PLAIN  # operations of a subclass may do anything
+        and tensor.dtype is query.dtype
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.device == query.device
+    )
 
 
 def _named(query: Tensor, key: Tensor, value: Tensor | None) -> dict[str, Tensor]:

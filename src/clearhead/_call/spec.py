@@ -14,7 +14,7 @@ from .._environment import Environment
 from ..masks._base import Mask
 from .request import Request, WeightsWanted
 
-_INTEGER_OR_FLOAT = (float, int)
+_NUMBERS = (float, int)
 
 
 class Layout(NamedTuple):
@@ -117,53 +117,43 @@ class AttentionSpec(NamedTuple):
 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environment: Environment) -> AttentionSpec:
     """The spec of a call whose operands `read_operands` has read; its sizes and numbers need not be valid yet."""
-    tracing, sinks, dropout_p = environment.tracing, request.sinks, request.dropout_p
-    mask = cast("Mask | None", request.mask)
+    mask, scale, softcap, sinks, dropout_p, q_positions, k_positions, lse, weights, rows, seed, offset = request
+    tracing, shape = environment.tracing, query.shape
     plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
     return AttentionSpec(
-        _layout(query, tracing),
-        _layout(key, tracing),
-        _layout(value, tracing),
+        # In a graph strides are symbols, which a comparison would tie to these strides.
+        Layout(shape, () if tracing else query.stride()),
+        Layout(key.shape, () if tracing else key.stride()),
+        Layout(value.shape, () if tracing else value.stride()),
         query.dtype,
         query.device,
         None if plain else next(type(x).__name__ for x in (query, key, value) if type(x) not in PLAIN),
         not tracing and (query.is_neg() or key.is_neg() or value.is_neg()),
-        None if mask is None or tracing else mask.signature(),
+        None if mask is None or tracing else cast(Mask, mask).signature(),
         mask is not None,
-        _key_of(request.query_positions),
-        _key_of(request.key_positions),
-        _scale(request.scale, query.shape[3]),
-        None if request.softcap is None else _float("softcap", request.softcap, "a number > 0, or None"),
+        q_positions.shape if isinstance(q_positions, Tensor) else q_positions,
+        k_positions.shape if isinstance(k_positions, Tensor) else k_positions,
+        scale if type(scale) is float else _scale(scale, shape[3]),
+        None if softcap is None else _float("softcap", softcap, "a number > 0, or None"),
         sinks is not None,
-        dropout_p
-        if type(dropout_p) in _INTEGER_OR_FLOAT
-        else _float("dropout_p", dropout_p, "a probability in [0, 1]"),
+        dropout_p if type(dropout_p) in _NUMBERS else _float("dropout_p", dropout_p, "a probability in [0, 1]"),
         # Without dropout they would only keep equal calls from sharing a plan.
-        bool(dropout_p) and (request.seed is not None or request.offset is not None),
-        _gradients(query, key, value, sinks, mask) if environment.gradients else (),
-        request.lse if type(request.lse) is bool else flag("return_lse", request.lse),
-        request.weights,
-        None if request.rows is None else request.rows.count,
+        bool(dropout_p) and (seed is not None or offset is not None),
+        _gradients((query, key, value), request) if environment.gradients else (),
+        lse if lse is False or lse is True else flag("return_lse", lse),
+        weights,
+        None if rows is None else rows.count,
         tracing,
         environment.transformed,
         environment.dispatching,
     )
 
 
-def _layout(tensor: Tensor, tracing: bool) -> Layout:
-    # In a graph strides are symbols, which a comparison would tie to these strides.
-    return Layout(tensor.shape, () if tracing else tensor.stride())
-
-
-def _key_of(positions: Tensor | int | None) -> tuple[int, ...] | int | None:
-    return tuple(positions.shape) if isinstance(positions, Tensor) else positions
-
-
 def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         # Sums of no products are 0, whatever the factor.
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    return scale if type(scale) is float else _float("scale", scale, "a finite number, or None for 1/√D")
+    return _float("scale", scale, "a finite number, or None for 1/√D")
 
 
 def _float(name: str, value: float, expected: str) -> float:
@@ -171,8 +161,9 @@ def _float(name: str, value: float, expected: str) -> float:
     return value if type(value) is float else number(name, value, expected, lambda _: True)
 
 
-def _gradients(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Mask | None) -> tuple[bool, ...]:
-    inputs = (query, key, value, *(() if sinks is None else (sinks,)), *(() if mask is None else mask.bias_tensors()))
+def _gradients(operands: tuple[Tensor, Tensor, Tensor], request: Request) -> tuple[bool, ...]:
+    sinks = () if request.sinks is None else (request.sinks,)
+    biases = () if request.mask is None else cast(Mask, request.mask).bias_tensors()
     # Where no input needs one, calls with and without `no_grad` share a plan.
-    wanted = tuple([tensor.requires_grad for tensor in inputs])
+    wanted = tuple([tensor.requires_grad for tensor in (*operands, *sinks, *biases)])
     return wanted if True in wanted else ()

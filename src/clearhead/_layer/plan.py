@@ -93,7 +93,8 @@ def attend(
     plan = _known_plan(call.spec, environment)
     if plan is None:
         validate(call)
-    validate_mask(call)
+    if request.mask is not None:
+        validate_mask(call)
     if plan is None:
         plan = _new_plan(call, environment)
     results = _observed(call, plan, show) if environment.observed else plan(call)
