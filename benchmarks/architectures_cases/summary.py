@@ -50,7 +50,6 @@ def counts_of(summary: Summary) -> dict[str, str]:
         "compared": str(compared),
         "all": str(compared + totals["not built"]),
         "largest": f"{summary['largest']:.1e}",
-        "as-far": str(sum(not name.endswith(DECODER) for name in summary["as far"])),
         "comparisons": str(summary["comparisons"]),
         "as-far": str(len(summary["as far"])),
         "gradients": str(summary["gradients"]["compared"]),

@@ -46,10 +46,11 @@ class PlanCache:
 
     def get(self, key: Hashable) -> Any:
         """The plan, or ``None``."""
-        plan = self._plans.get(key)
-        if plan is not None:
-            with suppress(KeyError):  # another thread has dropped it
-                self._plans.move_to_end(key)
+        try:
+            plan = self._plans[key]
+            self._plans.move_to_end(key)
+        except KeyError:  # or another thread has dropped it in between
+            return None
         return plan
 
     def put(self, key: Hashable, plan: Any) -> None:
