@@ -44,7 +44,7 @@ class SdpaKernel(Kernel):
         if spec.sinks:
             reasons.append(Refusal("it has no sinks"))
         if spec.in_larger:
-            reasons.append(Refusal("every process would drop other weights"))
+            reasons.append(Refusal("each process would drop different weights"))
         if spec.empty:
             reasons.append(Refusal("a size is 0"))
         if spec.learns_bias:
