@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._call.caching import Cache, Positions
+from ._call.naming import add_module
 from ._call.request import Request, weights_wanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
 from ._environment import Environment, cast_for_autocast, read_environment
@@ -27,7 +28,7 @@ from ._multihead_checks import (
 )
 from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
-from .errors import ArgumentError, ShapeError, shape_text
+from .errors import ArgumentError, ClearheadError, ShapeError, shape_text
 from .masks._base import Mask
 
 
@@ -212,20 +213,24 @@ class MultiHeadLatentAttention(nn.Module):
             CacheError: if the cache is full, or gradients are asked for.
             And what `attention` raises.
         """
-        wanted = weights_wanted(need_weights, average_attn_weights)
-        environment = read_environment()
-        require_cache(cache, self.position)
-        with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
-            self._require_input("query", query)
-            source = None
-            if cache is None or cache.get() is None:
-                source = _one_source(query, key, value)
-                self._require_input("key", source)
-                require_together(query=query, key=source)
-            output, weights = self._layer(environment).run(
-                query, source, source, mask, environment, positions=positions, cache=cache, weights=wanted
-            )
-        return output if weights is None else (output, weights)
+        try:
+            wanted = weights_wanted(need_weights, average_attn_weights)
+            environment = read_environment()
+            require_cache(cache, self.position)
+            with unchanged_if_refused((cache,), query if key is None else key, self.mask, mask):
+                self._require_input("query", query)
+                source = None
+                if cache is None or cache.get() is None:
+                    source = _one_source(query, key, value)
+                    self._require_input("key", source)
+                    require_together(query=query, key=source)
+                output, weights = self._layer(environment).run(
+                    query, source, source, mask, environment, positions=positions, cache=cache, weights=wanted
+                )
+            return output if weights is None else (output, weights)
+        except ClearheadError as error:
+            add_module(error, self)
+            raise
 
     def _layer(self, environment: Environment) -> Layer:
         def project(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:

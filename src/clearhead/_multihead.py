@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ._call.caching import Cache, Positions
+from ._call.naming import add_module
 from ._call.request import Request, weights_wanted
 from ._call.sharding import HeadShard, SequenceShard
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
@@ -34,7 +35,7 @@ from ._multihead_checks import (
 )
 from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
-from .errors import ArgumentError
+from .errors import ArgumentError, ClearheadError
 from .masks._base import Mask
 from .masks._grid import Offset
 from .masks._tensors import as_mask
@@ -218,32 +219,36 @@ class MultiHeadAttention(nn.Module):
             CacheError: if the cache is full, or gradients are asked for.
             And what `attention` raises.
         """
-        if self.sequence_shard is not None:
-            options = mask, positions, cache, need_weights, average_attn_weights
-            output, weights = self.sequence_shard.call(self, query, key, value, *options)
+        try:
+            if self.sequence_shard is not None:
+                options = mask, positions, cache, need_weights, average_attn_weights
+                output, weights = self.sequence_shard.call(self, query, key, value, *options)
+                return output if weights is None else (output, weights)
+            wanted = weights_wanted(need_weights, average_attn_weights)
+            environment = read_environment()
+            if self.head_shard is not None and mask is not None:
+                mask = self.head_shard.mask(as_mask(mask))
+            if is_jagged(query, key, value):
+                refuse_jagged(positions=positions, cache=cache, need_weights=wanted is not None)
+                return self._run_jagged(query, *complete(query, key, value), mask, environment)
+            undoing: AbstractContextManager[None] = nullcontext()
+            if cache is not None:
+                require_cache(cache, self.position)
+                # Masks are checked against a grid of which the new keys are a part: after the cache has taken them.
+                undoing = unchanged_if_refused((cache,), query if key is None else key, self.mask, mask)
+            with undoing:
+                if cache is None or cache.get() is None:
+                    key, value = complete(query, key, value)
+                    require_inputs(self, query, key, value)
+                else:  # a memory whose keys are projected already
+                    require_features("query", query, self.q_proj)
+                output, weights = layer_of(self, query, environment).run(
+                    query, key, value, mask, environment, positions=positions, cache=cache, weights=wanted
+                )
             return output if weights is None else (output, weights)
-        wanted = weights_wanted(need_weights, average_attn_weights)
-        environment = read_environment()
-        if self.head_shard is not None and mask is not None:
-            mask = self.head_shard.mask(as_mask(mask))
-        if is_jagged(query, key, value):
-            refuse_jagged(positions=positions, cache=cache, need_weights=wanted is not None)
-            return self._run_jagged(query, *complete(query, key, value), mask, environment)
-        undoing: AbstractContextManager[None] = nullcontext()
-        if cache is not None:
-            require_cache(cache, self.position)
-            # Masks are checked against a grid of which the new keys are a part: after the cache has taken them.
-            undoing = unchanged_if_refused((cache,), query if key is None else key, self.mask, mask)
-        with undoing:
-            if cache is None or cache.get() is None:
-                key, value = complete(query, key, value)
-                require_inputs(self, query, key, value)
-            else:  # a memory whose keys are projected already
-                require_features("query", query, self.q_proj)
-            output, weights = layer_of(self, query, environment).run(
-                query, key, value, mask, environment, positions=positions, cache=cache, weights=wanted
-            )
-        return output if weights is None else (output, weights)
+        except ClearheadError as error:
+            add_module(error, self)
+            raise
 
     def _run_jagged(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None, environment: Environment

@@ -77,14 +77,14 @@ def test_dropout_in_a_graph_is_the_same_in_its_backward_pass() -> None:
 
 
 def test_a_graph_drops_the_weights_of_a_part_that_reference_drops() -> None:
-    def attend(x: Tensor) -> Tensor:
+    def seeded(x: Tensor) -> Tensor:
         request = Request(dropout_p=0.5, seed=torch.tensor(42), offset=Offset(11, 2, 3, 5))
         return attend(x, x, x, request, read_environment()).output
 
     x = random(31, grad=True)
-    found = torch.compile(attend, backend="aot_eager", fullgraph=True)(x)
+    found = torch.compile(seeded, backend="aot_eager", fullgraph=True)(x)
     with clearhead.use_kernel("reference"):
-        expected = attend(x)
+        expected = seeded(x)
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(output.square().sum(), x)[0] for output in (found, expected)]
     torch.testing.assert_close(*gradients)
@@ -114,7 +114,7 @@ def test_dispatch_modes_see_an_operator() -> None:
 def test_the_operator_keeps_pytorchs_rules(dtype: torch.dtype) -> None:
     query, key, value = (random(length).to(dtype).requires_grad_() for length in (11, 13, 13))
     visible = torch.rand(11, 13)[None, None] > 0.3
-    arguments = (query, key, value, None, visible, None, None, None, None, 0.5, 0.0, 0.0, -11, 13, 13, 0, None)
+    arguments = (query, key, value, None, visible, None, None, None, None, 0.5, 0.0, 0.0, -11, 13, 13, None)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.clearhead.attention.default, arguments, test_utils=tests)
 

@@ -22,8 +22,6 @@ from .sharding import CallPart
 from .spec import AttentionSpec, spec_of
 from .validation import read_positions, read_sinks, require_numbers, require_shapes, require_tensors
 
-_NAMES = ("query", "key", "value")
-
 
 class Results(NamedTuple):
     """What a call returns.
@@ -186,7 +184,7 @@ def _is_like(tensor: Tensor, query: Tensor) -> bool:
 
 
 def _named(query: Tensor, key: Tensor, value: Tensor | None) -> dict[str, Tensor]:
-    return {name: x for name, x in zip(_NAMES, (query, key, value), strict=True) if x is not None}
+    return {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
 
 
 def _read(request: Request, query: Tensor, key: Tensor) -> Request:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 
+from .._call.naming import remember_name
 from .._checks import is_finite, number, shown
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, CheckpointError, DTypeError
@@ -124,6 +125,7 @@ def load(
         device="meta",
     )
     fill(loaded, projections)
+    remember_name(loaded, finding.prefix.removesuffix("."))
     loaded.loaded_from = _report(finding, loaded)  # pyright: ignore[reportArgumentType]
     _LOGGER.info("loaded attention weights from %s", loaded.loaded_from)
     return loaded.train(block is None or block.training)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .._call.naming import remember_name
 from .._checks import shown, size, text
 from ..errors import ArgumentError, CheckpointError, DTypeError
 from ._architectures import ARCHITECTURES
@@ -111,6 +112,7 @@ class _Model:
         block, root = _find(self, number)
         layer = Layer(block, self.config, number, root, self.tensors, shared)
         loaded = block.build(layer)
+        remember_name(loaded, root.removesuffix("."))
         _LOGGER.info("loaded attention from %s", loaded.loaded_from)
         return loaded.train(self.training)
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._call.caching import Cache, KeyValues, Positions
 from .._call.call import Results, valid_call
 from .._call.dropout import draw_seed
+from .._call.naming import remember_names
 from .._call.observers import computing, notify
 from .._call.request import WeightsWanted, weights_wanted
 from .._checks import FLOATS, choice, flag, shown, size
@@ -153,6 +154,7 @@ def context_parallel(
         if not isinstance(module, MultiHeadAttention):
             where = f"{_WHERE}: {type(module).__name__}"
             cast(Any, module).forward = partial(_all_or_none, sequence, where, module.forward)
+    remember_names(module)
     return module
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
+from .._call.naming import remember_names
 from .._environment import is_tracing
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, ClearheadError, DTypeError
@@ -103,6 +104,7 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
         same_calls = _SameCalls(mesh, group_for_agreements(group, device))
         module.register_forward_pre_hook(same_calls, with_kwargs=True)
         module.register_load_state_dict_pre_hook(_require_split_state)
+    remember_names(module)
     return module
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .._call.naming import remember_names
 from .._checks import module, number, shown, size
 from .._environment import in_backward, is_compiled
 from .._statistics.arguments import require_names
@@ -112,6 +113,7 @@ class monitor:
         entropy_threshold = number("entropy_threshold", entropy_threshold, "nats ≥ 0", lambda x: x >= 0)
         logit_threshold = number("logit_threshold", logit_threshold, "a logit > 0", lambda x: x > 0)
         self._alarms = (_collapse(entropy_threshold), _growth(logit_threshold))
+        remember_names(self._model)
         self._steps = 0
         self._measured: tuple[int, record] | None = None
         self._ends: list[RemovableHandle] = []

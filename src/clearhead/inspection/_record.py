@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .._call.call import AttentionCall
+from .._call.naming import remember_names
 from .._call.observers import observing
 from .._call.sharding import HeadShard
 from .._checks import choice, index, integer, item_number, items, module, require_slice, shown
@@ -157,6 +158,7 @@ class record(Drawable, Recorded):
         self._keep = keep
         self._rows = checked_queries("queries", queries)
         self._per: Per = per
+        remember_names(model)
         self._running = ModuleNames(model)
         self._calls: dict[str, Calls] = {}
         self._order: list[str] = []

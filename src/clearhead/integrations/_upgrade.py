@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from .._call.naming import remember_names
 from .._checks import flag, module
 from .._layer.linear import Linear
 from ..errors import ArgumentError
@@ -82,6 +83,7 @@ def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, u
         layer.__class__ = Linear
     for name, encoder in encoders.items():
         leave_out_padding(encoder, head_of(pretrained, name))
+    remember_names(model)
     return UpgradeReport(
         "upgraded",
         tuple(changed),

@@ -27,6 +27,7 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import output_capturing
 
 from .. import masks
+from .._call.naming import add_module
 from .._call.request import Request
 from .._call.rows import Rows, within_rows
 from .._checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, size, strided
@@ -190,7 +191,10 @@ def attention_forward(
             held.observe(query, key, **{name: options[name] for name in ("scale", "softcap", "sinks")})
         return output, weights
     except ClearheadError as error:
-        raise in_words_of(error, _NAMES) from error.__cause__
+        theirs = in_words_of(error, _NAMES)
+        if isinstance(module, nn.Module):
+            add_module(theirs, module)
+        raise theirs from error.__cause__
 
 
 def make_mask(

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from .._call.naming import add_module
 from .._call.request import Request, WeightsWanted, weights_wanted
 from .._checks import flag, is_probability, number, require_factory, size, strided
 from .._environment import Environment, read_environment, skips_idle_hook
@@ -157,7 +158,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                     rows = padding[:, :, None] if wanted == "average" else padding[:, None, :, None]
                     weights = weights.masked_fill(rows, 0)
         except ClearheadError as error:
-            raise also_pytorchs(error) from error.__cause__
+            theirs = also_pytorchs(error)
+            add_module(theirs, self)
+            raise theirs from error.__cause__
         return output, None if weights is None else weights.to(output.dtype)
 
     def _attend(

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from .._call.naming import remember_names
 from .._multihead import MultiHeadAttention
 from ..checkpoints import load
 from ..errors import DTypeError
@@ -44,7 +45,9 @@ def load_transformer(module: nn.Module) -> Ours:
     """
     for kind, build in _BUILDERS.items():
         if isinstance(module, kind):
-            return build(module).train(module.training)
+            loaded = build(module).train(module.training)
+            remember_names(loaded)
+            return loaded
     raise DTypeError(
         "module",
         expected="one of " + ", ".join(f"nn.{kind.__name__}" for kind in _BUILDERS),
