@@ -13,6 +13,7 @@ import clearhead
 from clearhead import masks
 from clearhead._call.request import Request
 from clearhead._environment import read_environment
+from clearhead._layer.plan import attend
 from clearhead.masks._grid import Offset
 from tests.support.allocations import Allocations
 from tests.support.budgets import slow
