@@ -2,6 +2,8 @@
 
 A mask stays a description until a kernel lowers it: `visible` gives the cells of a block in which keys may be attended
 to, `bias` what is added to their scores, `structure` what is known of a whole grid without evaluating it.
+
+Files that define masks import `Mask` from here, so its methods import from them when they are called.
 """
 
 from __future__ import annotations
@@ -50,37 +52,6 @@ class Sizes:
             max(self.fewest_keys, other.fewest_keys),
             self.device if self.device is not None else other.device,
         )
-
-
-@dataclass(frozen=True)
-class Tools:
-    """What methods of `Mask` call that is itself made of masks. `clearhead.masks` provides it when it is imported.
-
-    Args:
-        grid_for: sizes completed by what the mask's tensors determine.
-        dense, prepared, check, draw: see the methods of `Mask`.
-        from_tensor: a mask of a tensor that is combined with one.
-    """
-
-    grid_for: Callable[..., Grid]  # of the arguments of `Mask.dense`
-    dense: Callable[[Mask, Grid], Tensor]
-    prepared: Callable[[Mask, Grid, bool, bool, bool], Mask]
-    check: Callable[[Mask, Grid], MaskReport]
-    draw: Callable[[Mask], str]
-    from_tensor: Callable[[object], Mask]
-
-
-# The methods below lead to files that stand above this one, and imports point one way.
-_provided: list[Tools] = []
-
-
-def provide(tools: Tools) -> None:
-    """Give the methods of `Mask` what they call."""
-    _provided[:] = [tools]
-
-
-def _tools() -> Tools:
-    return _provided[0]
 
 
 class Mask(ABC):
@@ -219,10 +190,12 @@ class Mask(ABC):
             tensor([[1, 0, 0],
                     [1, 1, 0]], dtype=torch.int32)
         """
-        tools = _tools()
-        grid = tools.grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+        from ._check import grid_for
+        from ._lowering import dense_mask
+
+        grid = grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
         self.validate(grid)
-        return tools.dense(self, grid)
+        return dense_mask(self, grid)
 
     def prepare(
         self,
@@ -268,15 +241,17 @@ class Mask(ABC):
             >>> x.shape
             torch.Size([2, 5, 12])
         """
-        tools = _tools()
+        from ._check import grid_for
+        from ._prepared import prepared
+
         positions = query_positions, key_positions
-        grid = tools.grid_for(self, query_length, key_length, batch_size, num_heads, *positions, device=device)
+        grid = grid_for(self, query_length, key_length, batch_size, num_heads, *positions, device=device)
         known = self.sizes()
         # Positions of several items fix B as tensors of the mask do; the grid's B shows it.
         open_batch = batch_size is known.batch_size is None and grid.batch_size == 1
         holds_tensors = any(isinstance(each, Tensor) for each in (*positions, *self.tensors(), *self.bias_tensors()))
         open_device = device is known.device is None and not holds_tensors
-        return tools.prepared(self, grid, open_batch, num_heads is known.num_heads is None, open_device)
+        return prepared(self, grid, open_batch, num_heads is known.num_heads is None, open_device)
 
     def check(
         self,
@@ -303,12 +278,15 @@ class Mask(ABC):
             >>> print(masks.keep(keys=padding).check(3).findings[0])  # doctest: +ELLIPSIS
             inverted padding: item 0 shows no key at all ...
         """
-        tools = _tools()
-        grid = tools.grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
-        return tools.check(self, grid)
+        from ._check import check_mask, grid_for
+
+        grid = grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+        return check_mask(self, grid)
 
     def __repr__(self) -> str:
-        return _tools().draw(self)
+        from ._picture import draw
+
+        return draw(self)
 
 
 class _Combined(Mask):
@@ -485,7 +463,9 @@ def _operand(other: object, symbol: str) -> Mask:
     if isinstance(other, Mask):
         return other
     if isinstance(other, Tensor):
-        return _tools().from_tensor(other)
+        from ._tensors import as_mask
+
+        return as_mask(other)
     raise MaskTypeError(
         f"mask {symbol} {type(other).__name__}: a mask combines with another mask or a bool tensor, "
         f"got {type(other).__name__}. Wrap tensors with masks.keep(...), masks.drop(...) or masks.bias(...)."
