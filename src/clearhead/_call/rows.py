@@ -14,7 +14,8 @@ from torch import Tensor
 from .._checks import strided, with_values
 from .._environment import is_tracing
 from ..errors import ArgumentError, DeviceError, DTypeError, ShapeError, shape_text
-from ..masks._base import Mask, Wrapping
+from ..masks._base import Mask
+from ..masks._combined import Wrapping
 from ..masks._grid import ALL, Block, Grid, Index
 from ..masks._positional import Causal
 from ..masks._prepared import PreparedMask

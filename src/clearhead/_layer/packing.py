@@ -17,7 +17,8 @@ from .._call.observers import changes_outputs, notify
 from .._call.rows import Rows
 from .._call.spec import AttentionCall, build_call
 from .._environment import Environment
-from ..masks._base import Mask, all_of
+from ..masks._base import Mask
+from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._positional import Causal, SlidingWindow
 from .unmodified import apply_linear, is_unmodified

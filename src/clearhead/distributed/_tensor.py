@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from .._environment import is_tracing
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, ClearheadError, DTypeError
-from ..masks._base import And, Mask
+from ..masks._base import Mask
+from ..masks._combined import And
 from ..masks._part import part_of
 from ..positions import RelativeBias
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU

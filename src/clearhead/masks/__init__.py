@@ -14,7 +14,8 @@ Example:
 
 from ._base import Mask
 from ._documents import documents
-from ._positional import causal, lengths, mask_mod, prefix, sliding_window
+from ._lengths import lengths
+from ._positional import causal, mask_mod, prefix, sliding_window
 from ._prepared import PreparedMask
 from ._report import MaskReport
 from ._tensors import bias, drop, keep
