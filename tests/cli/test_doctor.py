@@ -15,7 +15,7 @@ from clearhead._native import extension
 from clearhead.cli import _doctor as command
 from clearhead.cli._app import main
 from clearhead.inspection import _doctor as inspection
-from clearhead.inspection._doctor_cases import CASES
+from clearhead.inspection._doctor import CASES
 from clearhead.kernels._chunked import ChunkedKernel
 from tests.inspection.test_doctor import break_kernel
 
@@ -61,6 +61,16 @@ def test_json() -> None:
     assert report["passed"] is True
     assert report["versions"]["clearhead"] == clearhead.__version__
     assert {check["status"] for check in report["checks"]} == {"ok", "refused"}
+
+
+def test_json_holds_everything_even_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    break_kernel(monkeypatch, ChunkedKernel, lambda output: output * torch.nan)
+    read = json.loads(run("--json").stdout, parse_constant=pytest.fail)
+    assert read["passed"] is False
+    assert len(read["checks"]) == len(inspection.examine()["checks"])
+    broken = next(check for check in read["checks"] if check["kernel"] == "chunked" and check["dtype"] == "float32")
+    assert broken["status"] == "failed"
+    assert broken["output"] == {"error": "nan", "limit": 1e-5}
 
 
 @pytest.mark.usefixtures("broken_kernel")

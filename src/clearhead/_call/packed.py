@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
-from ..masks._base import Mask, all_of
+from ..masks._base import Mask
+from ..masks._combined import all_of
 from ..masks._grid import Offset
 from ..masks._part import part_of
 from .call import AttentionCall

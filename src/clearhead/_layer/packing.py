@@ -7,7 +7,6 @@ leaving them out is exact. It is done where the arithmetic that it saves outweig
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import cast
 
 import torch
@@ -17,9 +16,11 @@ from .._call.call import AttentionCall, build_call
 from .._call.observers import changes_outputs, notify
 from .._call.rows import Rows
 from .._environment import Environment
-from ..masks._base import Mask, all_of
+from ..masks._base import Mask
+from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._positional import Causal, SlidingWindow
+from .tokens import Tokens, find_tokens, rows_between
 from .unmodified import apply_linear, is_unmodified
 
 #: Multiplications saved per batch item that pay for taking tokens out and putting them back.
@@ -39,43 +40,6 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class _Tokens:
-    """The tokens of all items that are not padding, (B, length) end to end.
-
-    Args:
-        length: of each item with its padding.
-        indices: (T,) which of the B · length tokens; ``None`` for all.
-        counts: how many of each item.
-        starts: the position of each item's first one.
-        contiguous: whether each item's have no padding between them.
-    """
-
-    length: int
-    indices: Tensor | None
-    counts: list[int]
-    starts: list[int]
-    contiguous: bool
-
-    def take(self, x: Tensor) -> Tensor:
-        """(B, length, E) → (T, E)."""
-        indices = self.indices
-        if indices is None:
-            return x.flatten(0, 1)
-        batch, length = x.shape[:2]
-        if x.stride(0) < x.stride(1):  # (length, B, E) in memory, which need not be copied whole
-            return x.transpose(0, 1).flatten(0, 1).index_select(0, indices % length * batch + indices // length)
-        return x.flatten(0, 1).index_select(0, indices)
-
-    def put_back(self, x: Tensor) -> Tensor:
-        """(1, H, T, D) → (B, H, length, D), zeros for padding."""
-        tokens, batch = x[0].transpose(0, 1), len(self.counts)  # (T, H, D)
-        if self.indices is not None:
-            whole = tokens.new_zeros(batch * self.length, *tokens.shape[1:])
-            tokens = whole.index_copy(0, self.indices, tokens)
-        return tokens.unflatten(0, (batch, self.length)).transpose(1, 2)
-
-
-@dataclass(frozen=True)
 class Unpadded:
     """The tokens of a padded batch as rows.
 
@@ -84,29 +48,25 @@ class Unpadded:
         mask: of the batch.
         rest: what hides keys beside its padding: rules about positions.
         rows: where each item begins among the tokens.
-        shape: B and L.
     """
 
-    queries: _Tokens
-    keys: _Tokens
+    queries: Tokens
+    keys: Tokens
     mask: Mask
     rest: Mask | None
     rows: Rows
-    shape: tuple[int, int]
 
     @property
     def positions(self) -> Tensor:
         """(T,) the positions of the queries in their items."""
-        indices, (batch, length) = self.queries.indices, self.shape
-        device = self.rows.cu_seqlens_q.device
-        return torch.arange(batch * length, device=device) % length if indices is None else indices % length
+        return self.queries.positions
 
     def tokens(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(B, length, E) → (T, E) each; one tensor stays one where it can."""
-        k = self.keys.take(key)
-        v = k if value is key else self.keys.take(value)
+        k = self.keys.unpad(key)
+        v = k if value is key else self.keys.unpad(value)
         alike = query is key and (self.queries is self.keys or self.queries.indices is self.keys.indices is None)
-        return k if alike else self.queries.take(query), k, v
+        return k if alike else self.queries.unpad(query), k, v
 
     def show(self, call: AttentionCall, output: Tensor) -> None:
         """Show observers the call of the padded batch and its output.
@@ -119,21 +79,15 @@ class Unpadded:
 
     def project_out(self, mixed: Tensor, out_proj: nn.Module, environment: Environment, *, batch_first: bool) -> Tensor:
         """(T, H·Dv) → (B, L, E), in memory (L, B, E) unless `batch_first`; ``out_proj(0)`` for padding."""
-        (batch, length), indices = self.shape, self.queries.indices
-        shape = (batch, length) if batch_first else (length, batch)
-        if not batch_first and indices is not None:
-            indices = indices % length * batch + indices // length
-        if indices is None:
-            whole = mixed.view(batch, length, -1)
-            projected = apply_linear(out_proj, whole if batch_first else whole.transpose(0, 1), environment)
-        elif is_unmodified(out_proj):  # of zeros it makes its bias, which costs no GEMM
+        if self.queries.indices is not None and is_unmodified(out_proj):
+            # Of zeros it makes its bias, which costs no GEMM.
             short, bias = apply_linear(out_proj, mixed, environment), cast("Tensor | None", out_proj.bias)
-            filling = short.new_zeros(()) if bias is None else bias.to(short.dtype)
-            projected = filling.expand(batch * length, short.shape[1]).index_copy(0, indices, short).view(*shape, -1)
-        else:
-            whole = mixed.new_zeros(batch * length, mixed.shape[1]).index_copy(0, indices, mixed)
-            projected = apply_linear(out_proj, whole.view(*shape, -1), environment)
-        return projected if batch_first else projected.transpose(0, 1)
+            filling = None if bias is None else bias.to(short.dtype)
+            return self.queries.pad(short, filling, batch_first=batch_first)
+        whole = self.queries.pad(mixed, batch_first=batch_first)
+        if batch_first:
+            return apply_linear(out_proj, whole, environment)
+        return apply_linear(out_proj, whole.transpose(0, 1), environment).transpose(0, 1)
 
 
 def unpad(
@@ -171,23 +125,17 @@ def unpad(
         # Queries before the first key are fully masked; without them left-padded items begin with a key each.
         after = torch.arange(length, device=real_keys.device) >= real_keys.int().argmax(1, keepdim=True)
         real_queries = after if real_queries is None else real_queries & after
-    keys, queries = _tokens(real_keys, batch, keys_length), _tokens(real_queries, batch, length)
+    keys, queries = find_tokens(real_keys, batch, keys_length), find_tokens(real_queries, batch, length)
     if rest and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None
     pairs = sum(query * key for query, key in zip(queries.counts, keys.counts, strict=True))
     if batch * whole - costs.of(sum(queries.counts), sum(keys.counts), pairs) < batch * _WORTH_UNPADDING:
         return None
-    rows = _rows(queries.counts, keys.counts, query.device)
-    return Unpadded(_unless_equal(queries, keys), keys, mask, all_of([*rest]), rows, (batch, length))
+    queries = _unless_equal(queries, keys)
+    return Unpadded(queries, keys, mask, all_of([*rest]), rows_between(queries, keys))
 
 
-def _rows(queries: list[int], keys: list[int], device: torch.device) -> Rows:
-    q_bounds, k_bounds = tuple(accumulate(queries, initial=0)), tuple(accumulate(keys, initial=0))
-    cu_seqlens_q, cu_seqlens_k = (torch.tensor(bounds, device=device) for bounds in (q_bounds, k_bounds))
-    return Rows(cu_seqlens_q, cu_seqlens_k, q_bounds, k_bounds, (q_bounds[-1], k_bounds[-1]))
-
-
-def _begin_alike(queries: _Tokens, keys: _Tokens) -> bool:
+def _begin_alike(queries: Tokens, keys: Tokens) -> bool:
     """Whether positions start alike among an item's queries and keys."""
     return all(
         first == start or not (count and keyed)
@@ -220,22 +168,8 @@ def _are_local(rest: list[Mask]) -> bool:
     )
 
 
-def _tokens(marks: Tensor | None, batch: int, length: int) -> _Tokens:
-    if marks is None:
-        return _Tokens(length, None, [length] * batch, [0] * batch, True)
-    marks = marks.expand(batch, length)
-    counts = marks.sum(1)
-    starts = marks.int().argmax(1)
-    stops = length - marks.flip(1).int().argmax(1)
-    contiguous = bool(((stops - starts == counts) | (counts == 0)).all())
-    total = counts.tolist()
-    # Where nothing is padding the tokens are a view, which costs no gathering.
-    indices = None if sum(total) == batch * length else marks.flatten().nonzero()[:, 0]
-    return _Tokens(length, indices, total, starts.tolist(), contiguous)
-
-
-def _unless_equal(queries: _Tokens, keys: _Tokens) -> _Tokens:
+def _unless_equal(queries: Tokens, keys: Tokens) -> Tokens:
     """The keys' tokens where the queries' are the same, so that both are taken once."""
-    if queries.indices is None or keys.indices is None or queries.length != keys.length:
+    if queries.indices is None or keys.indices is None or queries.shape != keys.shape:
         return queries
     return keys if torch.equal(queries.indices, keys.indices) else queries

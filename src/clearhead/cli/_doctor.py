@@ -9,9 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..inspection._doctor import examine
+from ..inspection._doctor import examine, text_of
 
-#: What is coloured on a terminal.
 _STYLES = {
     r"(?m)^(versions|machine|kernels|refused|failed|checks: .*)$": "bold",
     r"(?m)\S+ ok\b|^all checks passed.*": "green",
@@ -20,9 +19,7 @@ _STYLES = {
 }
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False) -> None:
     """Print versions, threads and kernels, and check each kernel against the reference on this machine.
 
     Exits with 1 if a check fails.
@@ -30,11 +27,13 @@ def doctor(
     with Console(stderr=True).status("checking every kernel"):
         report = examine()
     if as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        # JSON has no number for NaN and infinity, which become strings.
+        values = json.loads(json.dumps(report), parse_constant=lambda name: str(float(name)))
+        typer.echo(json.dumps(values, indent=2))
     else:
-        text = Text(str(report))
+        text = Text(text_of(report))
         for pattern, style in _STYLES.items():
             text.highlight_regex(pattern, style)
         Console(highlight=False).print(text, soft_wrap=True)
-    if not report.passed:
+    if not report["passed"]:
         raise typer.Exit(1)

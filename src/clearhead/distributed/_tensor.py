@@ -22,7 +22,8 @@ from .._call.naming import remember_names
 from .._environment import is_tracing
 from .._multihead import MultiHeadAttention
 from ..errors import ArgumentError, ClearheadError, DTypeError
-from ..masks._base import And, Mask
+from ..masks._base import Mask
+from ..masks._combined import And
 from ..masks._grid import Offset
 from ..masks._part import part_of
 from ..positions import RelativeBias

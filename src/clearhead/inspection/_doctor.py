@@ -1,142 +1,153 @@
-"""Is this machine well? Versions, threads, kernels, and every kernel held against the reference in float64."""
+"""Is this machine well? Versions, threads, kernels, and every kernel compared with the reference in float64."""
 
 from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from importlib import metadata
+from math import inf, isnan
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import masks
+from .._attention import attention, explain
 from .._layer.linear import describe_backend
 from .._native import instruction_set, why_missing
 from .._version import __version__
 from .._versions import untested_versions
 from ..kernels._choice import KERNELS, use_kernel
-from ._doctor_cases import CASES, Case, Inputs, Result
-from ._doctor_report import Check, Measure, Report
 
-#: The tolerances of docs/architecture.md: relative to the largest entry of the exact result …
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
-#: … and for half precision, how often the error of `reference` in the same dtype.
-HALF_FACTOR = 2.0
 OPTIONAL_PACKAGES = ("transformers", "safetensors", "typer", "rich", "matplotlib", "numpy")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}  # in half precision, twice the error of `reference`
+TITLE = "checks: largest error of outputs and gradients against the reference in float64, on the CPU"
+QKV = ("query", "key", "value")
 
 
-def examine() -> Report:
-    """Look at this machine and check every kernel on it against the reference in float64, on the CPU.
+@dataclass(frozen=True)
+class Case:
+    """A kind of call, with H = 6 and D = 16."""
 
-    The calls are those of `doctor_cases`, most of them on one thread: outputs and the gradients of all inputs, in
-    float64, float32, bfloat16 and float16, within the tolerances that the design fixes (1e-10 and 1e-5 of the
-    largest entry; for half precision twice the error of `reference` in the same dtype). A kernel that would first be
-    compiled for every call (`flex`) is listed, but not checked.
+    name: str
+    mask: Callable[[dict[str, Tensor]], masks.Mask | None] = lambda inputs: None
+    sizes: tuple[int, int, int, int, int] = (2, 6, 37, 53, 16)  # B, Hkv, L, S, Dv
+    learnt: tuple[str, ...] = QKV  # the inputs with gradients
+    softcap: float | None = None
+    hidden_item: int | None = None  # its keys and values are NaN, and the mask hides them
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    all_threads: bool = False  # takes long on a busy machine
 
-    Returns:
-        A `Report`: ``.passed``, ``.checks``, and a readable ``str()``.
+    def inputs(self, rounded_to: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors, the same on every machine."""
+        (batch, kv_heads, length, keys, value_dim), generator = self.sizes, torch.Generator().manual_seed(7)
+        shapes = {"query": (batch, 6, length, 16), "key": (batch, kv_heads, keys, 16)}
+        shapes |= {"value": (batch, kv_heads, keys, value_dim), "output_gradient": (batch, 6, length, value_dim)}
+        shapes |= {"sinks": (6,), "bias": (1, 6, length, keys)}
+        drawn = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+        if self.hidden_item is not None:
+            drawn["key"][self.hidden_item] = drawn["value"][self.hidden_item] = torch.nan
+        return {name: x.to(rounded_to).to(dtype).requires_grad_(name in self.learnt) for name, x in drawn.items()}
 
-    Example:
-        >>> from clearhead.inspection._doctor import examine
-        >>> report = examine()
-        >>> report.kernels["reference"], report.checks[-1].status
-        ((), 'ok')
-    """
-    threads = torch.get_num_threads()
-    with _threads(1), torch.enable_grad():
-        kernels = Inputs.generate(CASES[0], torch.float32).explain().reasons
-        checks = [check for case in CASES for dtype in case.dtypes for check in _check_case(case, dtype, threads)]
-    order = {name: index for index, name in enumerate(kernels)}
-    versions = _versions()
-    return Report(
-        versions=versions,
-        machine=_machine(),
-        kernels=kernels,
-        checks=tuple(sorted(checks, key=lambda check: order[check.kernel])),
-        warning=untested_versions(versions),
-    )
+    def arguments(self, inputs: dict[str, Tensor]) -> dict[str, Any]:
+        """The arguments of `attention`."""
+        tensors = {name: inputs[name] for name in (*QKV, "sinks") if name in self.learnt}
+        return {**tensors, "mask": self.mask(inputs), "softcap": self.softcap}
 
 
-def _check_case(case: Case, dtype: torch.dtype, threads: int) -> list[Check]:
-    inputs = Inputs.generate(case, dtype)
-    exact = _attempt("reference", inputs.widened())
-    yardstick = None if dtype in TOLERANCES else _attempt("reference", inputs)
-    with_gradients = inputs.explain().reasons
-    with torch.no_grad():
-        without = inputs.explain().reasons
-    checks: list[Check] = []
-    for name in (kernel.name for kernel in KERNELS if not kernel.compiles):
-        about = (name, case.name, str(dtype).removeprefix("torch."))
-        if without[name]:
-            checks.append(Check(*about, "refused", reasons=without[name]))
-            continue
-        with _threads(threads if case.all_threads else 1), torch.set_grad_enabled(not with_gradients[name]):
-            got = _attempt(name, inputs)
-        raised = tuple(dict.fromkeys(result for result in (got, exact, yardstick) if isinstance(result, str)))
-        if isinstance(got, str) or isinstance(exact, str) or isinstance(yardstick, str):
-            checks.append(Check(*about, "failed", reasons=raised))
-            continue
-        checks.append(_judge(about, _measure(got, exact, yardstick, dtype), with_gradients[name]))
-    return checks
+CASES: tuple[Case, ...] = (
+    Case("plain"),
+    Case("causal", lambda _: masks.causal()),
+    Case("window", lambda _: masks.sliding_window(5, 3)),
+    Case("padding", lambda _: masks.lengths(torch.tensor([11, 0])), hidden_item=1),
+    Case("grouped heads", sizes=(2, 2, 37, 53, 16)),
+    Case("Dv differs", sizes=(2, 6, 37, 53, 11)),
+    Case("bias", lambda inputs: masks.bias(inputs["bias"])),
+    Case("bias + gradient", lambda inputs: masks.bias(inputs["bias"]), learnt=(*QKV, "bias")),
+    Case("soft-cap + sinks", softcap=5.0, learnt=(*QKV, "sinks")),
+    Case("long", lambda _: masks.causal("bottom_right"), (1, 6, 401, 601, 16), dtypes=DTYPES[1:3], all_threads=True),
+)
 
 
-@contextmanager
-def _threads(count: int) -> Generator[None, None, None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+def examine() -> dict[str, Any]:
+    """What ``clearhead doctor --json`` prints. `flex`, which is compiled for each call, is listed but not checked."""
+    versions = {"clearhead": __version__, "python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in OPTIONAL_PACKAGES:
+        versions[name] = next((found.version for found in metadata.distributions(name=name)), "not installed")
+    threads, plain = torch.get_num_threads(), CASES[0]
     try:
-        yield
+        with torch.enable_grad():
+            kernels = explain(**plain.arguments(plain.inputs(torch.float32, torch.float32))).reasons
+            checks = [check for case in CASES for dtype in case.dtypes for check in _check(case, dtype, threads)]
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
+    checks.sort(key=lambda check: [*kernels].index(check["kernel"]))
+    return {
+        "passed": all(check["status"] != "failed" for check in checks),
+        "versions": versions,
+        "machine": _machine(),
+        "kernels": kernels,
+        "checks": checks,
+        "warning": untested_versions(versions),
+    }
 
 
-def _attempt(kernel: str, inputs: Inputs) -> Result | str:
-    """Run one kernel; whatever it dies of becomes a finding."""
+def _check(case: Case, dtype: torch.dtype, threads: int) -> Iterator[dict[str, Any]]:
+    torch.set_num_threads(1)
+    exact = _compute("reference", case, dtype, torch.float64)
+    yardstick = exact if dtype in TOLERANCES else _compute("reference", case, dtype, dtype)
+    arguments = case.arguments(case.inputs(dtype, dtype))
+    refused_gradients = explain(**arguments).reasons
+    with torch.no_grad():
+        refused = explain(**arguments).reasons
+    torch.set_num_threads(threads if case.all_threads else 1)
+    for kernel in (kernel.name for kernel in KERNELS if not kernel.compiles):
+        measures: dict[str, dict[str, float]] = {}
+        status, reasons = "refused", refused[kernel]
+        if not reasons:
+            with torch.set_grad_enabled(not refused_gradients[kernel]):
+                got = _compute(kernel, case, dtype, dtype)
+            if isinstance(got, str) or isinstance(exact, str) or isinstance(yardstick, str):
+                reasons = tuple(dict.fromkeys(result for result in (got, exact, yardstick) if isinstance(result, str)))
+            else:
+                reasons = refused_gradients[kernel]
+                for name, x in got.items():
+                    limit = TOLERANCES.get(dtype, 2 * _error(yardstick[name], exact[name]))
+                    measures[name] = {"error": _error(x, exact[name]), "limit": limit}
+            status = "ok" if measures and max(map(_share, measures.values())) <= 1 else "failed"
+        output = measures.pop("output", None)
+        worst = max(measures, key=lambda name: _share(measures[name]), default="")
+        about = {"kernel": kernel, "case": case.name, "dtype": str(dtype).removeprefix("torch."), "status": status}
+        found = {"output": output, "gradient": measures.get(worst), "worst_gradient": worst, "reasons": reasons}
+        yield about | found
+
+
+def _compute(kernel: str, case: Case, rounded_to: torch.dtype, dtype: torch.dtype) -> dict[str, Tensor] | str:
+    """The output and, where they are enabled, the gradients by name; or what the kernel raised."""
+    inputs = case.inputs(rounded_to, dtype)
     try:
         with use_kernel(kernel):
-            return inputs.compute()
+            output = attention(**case.arguments(inputs))
+            if not torch.is_grad_enabled():
+                return {"output": output}
+            gradients = torch.autograd.grad(output, [inputs[name] for name in case.learnt], inputs["output_gradient"])
+            return {"output": output.detach(), **dict(zip(case.learnt, gradients, strict=True))}
     except Exception as error:
-        return f"{kernel} raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-def _measure(got: Result, exact: Result, yardstick: Result | None, dtype: torch.dtype) -> dict[str, Measure]:
-    """Error and limit of the output and of every gradient that was computed."""
-    measures: dict[str, Measure] = {}
-    for name, tensor in got.items():
-        limit = TOLERANCES[dtype] if yardstick is None else HALF_FACTOR * _error(yardstick[name], exact[name])
-        measures[name] = Measure(_error(tensor, exact[name]), limit)
-    return measures
-
-
-def _judge(about: tuple[str, str, str], measures: dict[str, Measure], reasons: tuple[str, ...]) -> Check:
-    status = "ok" if all(measure.within for measure in measures.values()) else "failed"
-    output = measures.pop("output")
-    if not measures:
-        return Check(*about, status, output, reasons=reasons)
-    worst = max(measures, key=lambda name: measures[name].share)
-    return Check(*about, status, output, measures[worst], worst)
+        return f"{kernel} raised {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _error(got: Tensor, exact: Tensor) -> float:
-    """Largest difference relative to the largest exact entry; NaN if there is one."""
-    largest = float(exact.abs().max())
-    difference = float((got.double() - exact).abs().max())
-    return difference / largest if largest else difference
+    """The largest difference, relative to the largest exact entry; NaN if there is one."""
+    return float((got.double() - exact).abs().max()) / (float(exact.abs().max()) or 1)
 
 
-def _versions() -> dict[str, str]:
-    versions = {
-        "clearhead": __version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-    }
-    for package in OPTIONAL_PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return versions
+def _share(measure: dict[str, float]) -> float:
+    """How much of its limit an error uses up, above 1 if it is beyond; infinite for NaN."""
+    error, limit = measure.values()
+    return inf if isnan(error) or error > limit == 0 else error / (limit or 1)
 
 
 def _machine() -> dict[str, str]:
@@ -151,3 +162,66 @@ def _machine() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "threads between operations": str(torch.get_num_interop_threads()),
     }
+
+
+def text_of(report: dict[str, Any]) -> str:
+    """What ``clearhead doctor`` prints."""
+    checks: list[dict[str, Any]] = report["checks"]
+    rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for check in checks:
+        rows.setdefault((check["kernel"], check["case"]), {})[check["dtype"]] = check
+    dtypes = tuple(dict.fromkeys(check["dtype"] for check in checks))
+    cells = [
+        (*row, *(_cell(found[dtype]) if dtype in found else "-" for dtype in dtypes)) for row, found in rows.items()
+    ]
+    kernels = {name: "; ".join(reasons) or "available" for name, reasons in report["kernels"].items()}
+    sections = {
+        "versions": _columns(report["versions"].items()),
+        "machine": _columns(report["machine"].items()),
+        "kernels": _columns(kernels.items()),
+        TITLE: _columns([("kernel", "call", *dtypes), *cells]),
+        "refused": _refusals(rows),
+        "failed": [_failure(check) for check in checks if check["status"] == "failed"],
+    }
+    parts = ["\n  ".join([title, *lines]) for title, lines in sections.items() if lines]
+    if report["warning"]:
+        parts.append(f"warning: {report['warning']}")
+    words = [check["status"] for check in checks]
+    counts = ", ".join(f"{words.count(word)} {word}" for word in ("ok", "refused", "failed"))
+    advice = ". Avoid the failed kernels with clearhead.use_kernel(...), and please report this."
+    parts.append(f"all checks passed: {counts}" if report["passed"] else f"checks failed: {counts}{advice}")
+    return "\n\n".join(parts)
+
+
+def _columns(rows: Collection[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _cell(check: dict[str, Any]) -> str:
+    """``3.1e-07 ok`` or ``2.0e-03 FAIL``: the error that uses up more of its limit."""
+    measures = [measure for measure in (check["output"], check["gradient"]) if measure]
+    word = "FAIL" if check["status"] == "failed" else check["status"]
+    return f"{max(measures, key=_share)['error']:.1e} {word}" if measures else word
+
+
+def _failure(check: dict[str, Any]) -> str:
+    measures = {"output": check["output"], f"gradient of {check['worst_gradient']}": check["gradient"]}
+    wrong = {what: measure.values() for what, measure in measures.items() if measure and _share(measure) > 1}
+    said = [f"error of the {what} {error:.1e}, allowed {limit:.1e}" for what, (error, limit) in wrong.items()]
+    return "{kernel}, {case}, {dtype}: ".format(**check) + "; ".join(said or check["reasons"])
+
+
+def _refusals(rows: dict[tuple[str, str], dict[str, dict[str, Any]]]) -> list[str]:
+    """A line for each kernel and its reasons against calls, or against their gradients, in the same dtypes."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for (kernel, case), checks in rows.items():
+        dtypes: dict[tuple[str, str], list[str]] = {}
+        for check in checks.values():
+            if check["reasons"] and (check["output"] or check["status"] == "refused"):
+                what = "gradients of " if check["output"] else ""
+                dtypes.setdefault((what, "; ".join(check["reasons"])), []).append(check["dtype"])
+        for (what, reasons), some in dtypes.items():
+            where = "" if len(some) == len(checks) else f" in {' and '.join(some)}"
+            cases.setdefault((f"{kernel} refuses {what}", f"{where}: {reasons}"), []).append(case)
+    return [f"{first}{', '.join(which)}{last}" for (first, last), which in cases.items()]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from .._call.rows import Rows, read_rows
@@ -14,12 +12,10 @@ from ..errors import ShapeError, shape_text
 _ROWS = "_clearhead_rows"
 
 
-def boundaries_of(counts: list[int]) -> Tensor:
-    """The boundaries (n + 1,) of texts of so many tokens, which `rows_of` need not read again in every layer."""
-    bounds = tuple(accumulate(counts, initial=0))
-    boundaries = torch.tensor(bounds)
-    setattr(boundaries, _ROWS, Rows(boundaries, boundaries, bounds, bounds, (bounds[-1], bounds[-1])))
-    return boundaries
+def boundaries_of(rows: Rows) -> Tensor:
+    """The boundaries (n + 1,) of texts, which `rows_of` need not read again in every layer."""
+    setattr(rows.cu_seqlens_q, _ROWS, rows)
+    return rows.cu_seqlens_q
 
 
 def rows_of(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tensor | None) -> Rows | None:

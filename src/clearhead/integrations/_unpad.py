@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from .._environment import is_tracing, read_environment, remove_hook
+from .._layer.tokens import Tokens, find_tokens, rows_between
 from ._packed_row import boundaries_of
+from ._unpad_checks import OF_TOKENS, has_windows, takes_tokens, works_token_by_token
 
 #: What works token by token but for its attention, takes positions, and hands boundaries on to the attention function.
 ENCODERS: dict[str, str] = {
@@ -46,16 +48,6 @@ _HEADS_OF_PADDING = ("ForQuestionAnswering",)
 #: Heads whose loss leaves labels at padding out, whatever they are.
 _HEADS_WITHOUT_PADDING = ("ElectraForPreTraining",)
 _IGNORED = -100  # the label that PyTorch's cross-entropy leaves out
-
-#: Whose layers work token by token.
-_LIBRARIES = frozenset({"clearhead", "peft", "torch", "torchao", "transformers"})
-#: But for these: dynamic quantisation takes one scale from all activations, padding included.
-_OF_WHOLE_BATCHES = "torch.ao."
-
-#: Arguments with a number, or a vector, for each token.
-_OF_TOKENS = frozenset({"input_ids", "inputs_embeds", "position_ids", "task_type_ids", "token_type_ids"})
-#: Arguments that mean the same for a row of all tokens.
-_OF_CALLS = frozenset({"num_items_in_batch", "output_hidden_states", "return_dict", "use_cache"})
 
 
 def why_no_encoder(model: nn.Module) -> str | None:
@@ -140,30 +132,22 @@ class _Packed:
 
     Args:
         encoder: that runs.
-        tokens: (T,) which of the B · L tokens are in the row.
-        shape: B and L.
+        tokens: of the padded batch, which are in the row.
         as_tuple: whether the caller wants a tuple.
         padded: tensors of the row, and what they are padded.
     """
 
     encoder: nn.Module
-    tokens: Tensor
-    shape: tuple[int, int]
+    tokens: Tokens
     as_tuple: bool
     padded: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def take(self, x: Tensor) -> Tensor:
-        """(1 or B, L, …) → (1, T, …)."""
-        return x.expand(*self.shape, *x.shape[2:]).flatten(0, 1).index_select(0, self.tokens)[None]
 
     def pad(self, x: Tensor) -> Tensor:
         """(1, T, E) → (B, L, E), zero at padding; once for each tensor."""
         for row, whole in self.padded:
             if row is x:
                 return whole
-        batch, length = self.shape
-        whole = x.new_zeros(batch * length, x.shape[2]).index_copy_(0, self.tokens, x[0])
-        self.padded.append((x, whole.view(batch, length, -1)))
+        self.padded.append((x, self.tokens.pad(x[0])))
         return self.padded[-1][1]
 
     def unpack(self, output: Any) -> Any:
@@ -238,18 +222,17 @@ def _pack(
     given = dict(zip(_parameters(type(encoder)), args, strict=False)) | kwargs
     given = {name: value for name, value in given.items() if value is not None}
     mask = given.pop("attention_mask", None)
-    if not _is_padding(mask) or not _takes(encoder, given, mask):
+    if not _is_padding(mask) or not takes_tokens(encoder, given, mask):
         return None
-    real = mask.bool()
-    counts: list[int] = real.sum(1).tolist()
-    if sum(counts) == real.numel() or 0 in counts or not _fits(encoder, real, counts, reads_first):
+    # No costs are compared as for a layer (`_layer/packing.py`): all layers share one row, which always pays.
+    tokens = find_tokens(mask.bool(), mask.shape[0], mask.shape[1])
+    if tokens.indices is None or not _fits(encoder, tokens, reads_first):
         return None
     wanted = given.pop("return_dict", getattr(encoder.config, "return_dict", True))
-    packed = _Packed(encoder, real.flatten().nonzero()[:, 0], (real.shape[0], real.shape[1]), wanted is False)
-    given["position_ids"] = _positions(encoder, given, real)
-    row = {name: packed.take(value) if name in _OF_TOKENS else value for name, value in given.items()}
-    boundaries, longest = boundaries_of(counts), max(counts)
-    return packed, {
+    given["position_ids"] = _positions(encoder, given, mask.shape[1])
+    row = {name: tokens.unpad(value)[None] if name in OF_TOKENS else value for name, value in given.items()}
+    boundaries, longest = boundaries_of(rows_between(tokens, tokens)), max(tokens.counts)
+    return _Packed(encoder, tokens, wanted is False), {
         **row,
         "attention_mask": _no_mask(encoder),
         "cu_seq_lens_q": boundaries,
@@ -258,6 +241,22 @@ def _pack(
         "max_length_k": longest,
         "return_dict": True,
     }
+
+
+def _fits(encoder: nn.Module, tokens: Tokens, reads_first: bool) -> bool:
+    """Whether what surrounds the call, and where its padding is, allow for one row."""
+    environment = read_environment()
+    if environment.observed or environment.transformed or environment.dispatching or environment.module_hooks:
+        return False
+    if 0 in tokens.counts or (reads_first and any(tokens.starts)):
+        return False
+    # Across padding between the tokens of a text, windows would reach further in a row.
+    if has_windows(encoder) and not tokens.contiguous:
+        return False
+    pooler = encoder.__dict__["_modules"].get("pooler")
+    if pooler is not None and next(iter(pooler._forward_pre_hooks.values()), None) is not _pad_for_pooler:
+        return False
+    return works_token_by_token(encoder)
 
 
 def _pad_for_pooler(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -278,91 +277,7 @@ def _is_padding(mask: object) -> TypeGuard[Tensor]:
     return type(mask) is Tensor and mask.dim() == 2 and mask.is_cpu and mask.numel() > 0
 
 
-def _takes(module: nn.Module, given: dict[str, Any], mask: Tensor) -> bool:
-    """Whether the arguments besides the mask are of tokens, or mean the same for one row."""
-    if "input_ids" not in given and "inputs_embeds" not in given:
-        return False
-    for name, value in given.items():
-        if name in _OF_TOKENS:
-            dims = 3 if name == "inputs_embeds" else 2
-            if type(value) not in (Tensor, nn.Parameter) or value.dim() != dims or value.device != mask.device:
-                return False
-            sizes = {mask.shape[0]} if name in ("input_ids", "inputs_embeds") else {1, mask.shape[0]}
-            if value.shape[0] not in sizes or value.shape[1] != mask.shape[1]:
-                return False
-        elif name not in _OF_CALLS and value is not False:
-            return False
-    config = cast(Any, module.config)
-    return not (
-        config._attn_implementation != "clearhead"
-        or getattr(config, "output_attentions", False)
-        or getattr(config, "is_decoder", False)
-        or getattr(config, "chunk_size_feed_forward", 0)
-        or _position_scaling_depends_on_length(config)
-    )
-
-
-def _fits(module: nn.Module, real: Tensor, counts: list[int], reads_first: bool) -> bool:
-    """Whether what surrounds the call, and where its padding is, allow for one row."""
-    environment = read_environment()
-    if environment.observed or environment.transformed or environment.dispatching or environment.module_hooks:
-        return False
-    if reads_first and not bool(real[:, 0].all()):
-        return False
-    return not (_has_windows(module) and _has_gaps(real, counts)) and _works_token_by_token(module)
-
-
-def _position_scaling_depends_on_length(config: Any) -> bool:
-    """Rotary positions that are scaled by the longest text of the batch; a padded batch may be longer."""
-    settings = getattr(config, "rope_parameters", None) or {}
-    kinds = [settings, *(part for part in settings.values() if isinstance(part, dict))]
-    return any(part.get("rope_type") in ("dynamic", "longrope") for part in kinds)
-
-
-def _has_windows(module: nn.Module) -> bool:
-    return "sliding_attention" in (getattr(module.config, "layer_types", None) or ())
-
-
-def _has_gaps(real: Tensor, counts: list[int]) -> bool:
-    """Whether there is padding between the tokens of a text: windows would reach further across it in a row."""
-    length = real.shape[1]
-    marks = real.int()
-    spans = length - marks.flip(1).argmax(1) - marks.argmax(1)  # (B,)
-    return spans.tolist() != counts
-
-
-def _works_token_by_token(encoder: nn.Module) -> bool:
-    """Whether all that is inside an encoder works token by token: no hooks, no foreign layers, no chunks."""
-    own = encoder.__dict__["_modules"]
-    pooler = own.get("pooler")
-    if pooler is not None and next(iter(pooler._forward_pre_hooks.values()), None) is not _pad_for_pooler:
-        return False
-    waiting = [module for module in own.values() if module is not None and module is not pooler]
-    while waiting:
-        module = waiting.pop()
-        inside = module.__dict__
-        if inside["_forward_pre_hooks"] or inside["_backward_hooks"] or inside["_backward_pre_hooks"]:
-            return False
-        if inside.get("chunk_size_feed_forward") or not _is_of_single_tokens(type(module)):
-            return False
-        if "forward" in inside or any(not _is_of_the_library(hook) for hook in inside["_forward_hooks"].values()):
-            return False
-        waiting.extend(part for part in inside["_modules"].values() if part is not None)
-    return True
-
-
-def _is_of_single_tokens(kind: type[nn.Module]) -> bool:
-    of = kind.__module__
-    return of.partition(".")[0] in _LIBRARIES and not of.startswith(_OF_WHOLE_BATCHES)
-
-
-def _is_of_the_library(hook: Any) -> bool:
-    """Whether transformers or peft registered it: to collect hidden states, or to make embeddings want gradients."""
-    owner, name = getattr(hook, "__module__", ""), getattr(hook, "__name__", "")
-    return owner.startswith("transformers.") or (owner.startswith("peft.") and name == "make_inputs_require_grad")
-
-
-def _positions(module: nn.Module, given: dict[str, Any], real: Tensor) -> Tensor:
+def _positions(module: nn.Module, given: dict[str, Any], length: int) -> Tensor:
     """The positions (1 or B, L) that the tokens of the padded batch have."""
     if "position_ids" in given:
         return given["position_ids"]
@@ -372,7 +287,7 @@ def _positions(module: nn.Module, given: dict[str, Any], real: Tensor) -> Tensor
         if "input_ids" in given:
             return embeddings.create_position_ids_from_input_ids(given["input_ids"], embeddings.padding_idx)
         return embeddings.create_position_ids_from_inputs_embeds(given["inputs_embeds"], embeddings.padding_idx)
-    return torch.arange(real.shape[1], device=real.device)[None]
+    return torch.arange(length, device="cpu")[None]
 
 
 def _no_mask(module: nn.Module) -> dict[str, None] | None:

@@ -12,15 +12,13 @@ Example:
             [1, 1, 0]], dtype=torch.int32)
 """
 
-from ._base import Mask, Tools, provide
-from ._check import check_mask, grid_for
+from ._base import Mask
 from ._documents import documents
-from ._lowering import dense_mask
-from ._picture import draw
-from ._positional import causal, lengths, mask_mod, prefix, sliding_window
-from ._prepared import PreparedMask, prepared
+from ._lengths import lengths
+from ._positional import causal, mask_mod, prefix, sliding_window
+from ._prepared import PreparedMask
 from ._report import MaskReport
-from ._tensors import as_mask, bias, drop, keep
+from ._tensors import bias, drop, keep
 
 __all__ = [
     "Mask",
@@ -36,5 +34,3 @@ __all__ = [
     "prefix",
     "sliding_window",
 ]
-
-provide(Tools(grid_for, dense_mask, prepared, check_mask, draw, as_mask))

@@ -1,86 +1,26 @@
-"""What a mask is, and how masks combine.
+"""What a mask is.
 
 A mask stays a description until a kernel lowers it: `visible` gives the cells of a block in which keys may be attended
 to, `bias` what is added to their scores, `structure` what is known of a whole grid without evaluating it.
+
+Files that define masks import `Mask` from here, so its methods import from them when they are called.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
-from typing import ClassVar, TypeVar, final
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ..errors import MaskTypeError
-from ._grid import Block, Grid
+from ._grid import Block, Grid, Sizes
 from ._report import MaskReport
-from ._structure import UNKNOWN, Structure, both
+from ._structure import UNKNOWN, Structure
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a mask knows of the call it was made for; ``None`` where it fits any size."""
-
-    batch_size: int | None = None
-    num_heads: int | None = None
-    query_length: int | None = None
-    key_length: int | None = None
-    fewest_keys: int = 0  # of lengths, which leave S open but need room for the longest
-    device: torch.device | None = None  # of a prepared mask; others follow the call
-
-    @staticmethod
-    def of(
-        batch_size: int, num_heads: int = 1, query_length: int = 1, key_length: int = 1, fewest_keys: int = 0
-    ) -> Sizes:
-        """What a tensor of these sizes determines: a size of 1 broadcasts, and fits any."""
-        sizes = (None if size == 1 else size for size in (batch_size, num_heads, query_length, key_length))
-        return Sizes(*sizes, fewest_keys=fewest_keys)
-
-    def merged(self, other: Sizes) -> Sizes:
-        return Sizes(
-            self.batch_size if self.batch_size is not None else other.batch_size,
-            self.num_heads if self.num_heads is not None else other.num_heads,
-            self.query_length if self.query_length is not None else other.query_length,
-            self.key_length if self.key_length is not None else other.key_length,
-            max(self.fewest_keys, other.fewest_keys),
-            self.device if self.device is not None else other.device,
-        )
-
-
-@dataclass(frozen=True)
-class Tools:
-    """What methods of `Mask` call that is itself made of masks. `clearhead.masks` provides it when it is imported.
-
-    Args:
-        grid_for: sizes completed by what the mask's tensors determine.
-        dense, prepared, check, draw: see the methods of `Mask`.
-        from_tensor: a mask of a tensor that is combined with one.
-    """
-
-    grid_for: Callable[..., Grid]  # of the arguments of `Mask.dense`
-    dense: Callable[[Mask, Grid], Tensor]
-    prepared: Callable[[Mask, Grid, bool, bool, bool], Mask]
-    check: Callable[[Mask, Grid], MaskReport]
-    draw: Callable[[Mask], str]
-    from_tensor: Callable[[object], Mask]
-
-
-# The methods below lead to files that stand above this one, and imports point one way.
-_provided: list[Tools] = []
-
-
-def provide(tools: Tools) -> None:
-    """Give the methods of `Mask` what they call."""
-    _provided[:] = [tools]
-
-
-def _tools() -> Tools:
-    return _provided[0]
 
 
 class Mask(ABC):
@@ -173,6 +113,8 @@ class Mask(ABC):
 
     def after(self, parts: tuple[Mask, ...]) -> Mask:
         """This mask and these, which come first."""
+        from ._combined import And
+
         return And(parts + self.parts())
 
     def __and__(self, other: object) -> Mask:
@@ -180,9 +122,13 @@ class Mask(ABC):
         return _operand(other, "&").after(self.parts())
 
     def __or__(self, other: object) -> Mask:
+        from ._combined import Or
+
         return Or(_predicate(self, "|"), _predicate(_operand(other, "|"), "|"))
 
     def __invert__(self) -> Mask:
+        from ._combined import Not
+
         return Not(_predicate(self, "~"))
 
     def dense(
@@ -219,10 +165,12 @@ class Mask(ABC):
             tensor([[1, 0, 0],
                     [1, 1, 0]], dtype=torch.int32)
         """
-        tools = _tools()
-        grid = tools.grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+        from ._check import grid_for
+        from ._lowering import dense_mask
+
+        grid = grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
         self.validate(grid)
-        return tools.dense(self, grid)
+        return dense_mask(self, grid)
 
     def prepare(
         self,
@@ -268,15 +216,17 @@ class Mask(ABC):
             >>> x.shape
             torch.Size([2, 5, 12])
         """
-        tools = _tools()
+        from ._check import grid_for
+        from ._prepared import prepared
+
         positions = query_positions, key_positions
-        grid = tools.grid_for(self, query_length, key_length, batch_size, num_heads, *positions, device=device)
+        grid = grid_for(self, query_length, key_length, batch_size, num_heads, *positions, device=device)
         known = self.sizes()
         # Positions of several items fix B as tensors of the mask do; the grid's B shows it.
         open_batch = batch_size is known.batch_size is None and grid.batch_size == 1
         holds_tensors = any(isinstance(each, Tensor) for each in (*positions, *self.tensors(), *self.bias_tensors()))
         open_device = device is known.device is None and not holds_tensors
-        return tools.prepared(self, grid, open_batch, num_heads is known.num_heads is None, open_device)
+        return prepared(self, grid, open_batch, num_heads is known.num_heads is None, open_device)
 
     def check(
         self,
@@ -303,189 +253,24 @@ class Mask(ABC):
             >>> print(masks.keep(keys=padding).check(3).findings[0])  # doctest: +ELLIPSIS
             inverted padding: item 0 shows no key at all ...
         """
-        tools = _tools()
-        grid = tools.grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
-        return tools.check(self, grid)
+        from ._check import check_mask, grid_for
+
+        grid = grid_for(self, query_length, key_length, batch_size, num_heads, query_positions, key_positions)
+        return check_mask(self, grid)
 
     def __repr__(self) -> str:
-        return _tools().draw(self)
+        from ._picture import draw
 
-
-class _Combined(Mask):
-    """A mask made of others, which fits a call where all of them do."""
-
-    name: ClassVar[str]
-
-    def __init__(self, masks: tuple[Mask, ...]) -> None:
-        self._masks = masks
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return tuple(tensor for mask in self._masks for tensor in mask.tensors())
-
-    def validate(self, grid: Grid) -> None:
-        for mask in self._masks:
-            mask.validate(grid)
-
-    def sizes(self) -> Sizes:
-        sizes = Sizes()
-        for mask in self._masks:
-            sizes = sizes.merged(mask.sizes())
-        return sizes
-
-    def signature(self) -> Hashable | None:
-        signatures = tuple(mask.signature() for mask in self._masks)
-        return None if None in signatures else (self.name, *signatures)
-
-
-@final
-class And(_Combined):
-    """All parts have to allow a key; their biases add up."""
-
-    name = "and"
-
-    def parts(self) -> tuple[Mask, ...]:
-        return self._masks
-
-    def visible(self, block: Block) -> Tensor | None:
-        # `None` as long as nothing is hidden, so that kernels can leave the mask out.
-        result: Tensor | None = None
-        for part in self._masks:
-            result = both(result, part.visible(block))
-        return result
-
-    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
-        result: Tensor | None = None
-        for part in self._masks:
-            added = part.bias(block, dtype)
-            if added is not None:
-                result = added if result is None else result + added
-        return result
-
-    def bias_tensors(self) -> tuple[Tensor, ...]:
-        return tuple(tensor for part in self._masks for tensor in part.bias_tensors())
-
-    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        return And(tuple(part.with_bias_tensors(tensors) for part in self._masks))
-
-    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        # Gradients come in the order of `bias_tensors`, all parts' in one list.
-        start = 0
-        for part in self._masks:
-            count = len(part.bias_tensors())
-            part.add_bias_gradients(gradients[start : start + count], block, scores_gradient)
-            start += count
-
-    def structure(self, grid: Grid) -> Structure:
-        # From a structure that hides nothing: each part takes away.
-        found = Structure()
-        for part in self._masks:
-            found = found.meet(part.structure(grid))
-        return found
-
-    @property
-    def has_bias(self) -> bool:
-        return any(part.has_bias for part in self._masks)
-
-    # Not for `|` and `~`: packed documents look for masks that do not count within documents among parts alone.
-    @property
-    def fits_any_call(self) -> bool:
-        return all(part.fits_any_call for part in self._masks)
-
-    def describe(self) -> str:
-        return " & ".join(part.describe() for part in self._masks)
-
-
-@final
-class Or(_Combined):
-    """Either mask allows the key."""
-
-    name = "or"
-
-    def __init__(self, left: Mask, right: Mask) -> None:
-        super().__init__((left, right))
-
-    def visible(self, block: Block) -> Tensor | None:
-        left, right = (mask.visible(block) for mask in self._masks)
-        return None if left is None or right is None else left | right
-
-    def structure(self, grid: Grid) -> Structure:
-        # No kind of structure says "either" exactly; both together bound what has to be evaluated.
-        return Structure(exact=False, either=tuple(mask.structure(grid) for mask in self._masks))
-
-    def describe(self) -> str:
-        return f"({' | '.join(mask.describe() for mask in self._masks)})"
-
-
-@final
-class Not(_Combined):
-    """Allows what the other mask hides."""
-
-    name = "not"
-
-    def __init__(self, inner: Mask) -> None:
-        super().__init__((inner,))
-        self._inner = inner
-
-    def visible(self, block: Block) -> Tensor | None:
-        # It has no structure: what lies outside of a bound is all visible, inside anything may be.
-        seen = self._inner.visible(block)
-        if seen is None:
-            return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=block.grid.device)  # broadcasts to any block
-        return ~seen
-
-    def describe(self) -> str:
-        inner = self._inner.describe()
-        return f"~({inner})" if len(self._inner.parts()) > 1 else f"~{inner}"
-
-
-class Wrapping(Mask):
-    """Another mask, seen otherwise: what a subclass does not override is that of the other one."""
-
-    def __init__(self, mask: Mask) -> None:
-        self._mask = mask
-
-    def place(self, block: Block) -> Block:
-        """The block of the other mask that a block of this one is."""
-        return block
-
-    def visible(self, block: Block) -> Tensor | None:
-        return self._mask.visible(self.place(block))
-
-    def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
-        return self._mask.bias(self.place(block), dtype)
-
-    def bias_tensors(self) -> tuple[Tensor, ...]:
-        return self._mask.bias_tensors()
-
-    def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        # Unwrapped, because what a subclass holds was made of the tensors that are replaced.
-        return self._mask.with_bias_tensors(tensors)
-
-    def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        self._mask.add_bias_gradients(gradients, self.place(block), scores_gradient)
-
-    @property
-    def has_bias(self) -> bool:
-        return self._mask.has_bias
-
-    def describe(self) -> str:
-        return self._mask.describe()
-
-
-def all_of(masks: list[Mask | None]) -> Mask | None:
-    """One mask that shows what all of them show; ``None`` hides nothing, and is what nothing but ``None`` gives."""
-    combined: Mask | None = None
-    for mask in masks:
-        if mask is not None:
-            combined = mask if combined is None else combined & mask
-    return combined
+        return draw(self)
 
 
 def _operand(other: object, symbol: str) -> Mask:
     if isinstance(other, Mask):
         return other
     if isinstance(other, Tensor):
-        return _tools().from_tensor(other)
+        from ._tensors import as_mask
+
+        return as_mask(other)
     raise MaskTypeError(
         f"mask {symbol} {type(other).__name__}: a mask combines with another mask or a bool tensor, "
         f"got {type(other).__name__}. Wrap tensors with masks.keep(...), masks.drop(...) or masks.bias(...)."

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from .._environment import is_tracing, is_transformed
 from ..errors import ArgumentError, ShapeError, shape_text
-from ._base import Mask, Sizes
-from ._grid import Block, Grid, take
+from ._base import Mask
+from ._grid import Block, Grid, Sizes, take
+from ._of_tensor import OfTensor, broadcasts, require_integers
 from ._structure import UNKNOWN, RowRanges, Structure
-from ._tensors import OfTensor, broadcasts, require_integers
 
 _WORTH_WAITING = 1 << 22  # scores; fewer take less time than an accelerator's answer
 

@@ -1,4 +1,4 @@
-"""The score matrix a mask speaks of: its sizes, its absolute positions, and rectangles of it."""
+"""The score matrix of a call: its sizes, its absolute positions, and rectangles of it."""
 
 from __future__ import annotations
 
@@ -69,6 +69,36 @@ class Offset(NamedTuple):
     row: int = 0
     column: int = 0
     item: int = 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a mask knows of the call it was made for; ``None`` where it fits any size."""
+
+    batch_size: int | None = None
+    num_heads: int | None = None
+    query_length: int | None = None
+    key_length: int | None = None
+    fewest_keys: int = 0  # of lengths, which leave S open but need room for the longest
+    device: torch.device | None = None  # of a prepared mask; others follow the call
+
+    @staticmethod
+    def of(
+        batch_size: int, num_heads: int = 1, query_length: int = 1, key_length: int = 1, fewest_keys: int = 0
+    ) -> Sizes:
+        """What a tensor of these sizes determines: a size of 1 broadcasts, and fits any."""
+        sizes = (None if size == 1 else size for size in (batch_size, num_heads, query_length, key_length))
+        return Sizes(*sizes, fewest_keys=fewest_keys)
+
+    def merged(self, other: Sizes) -> Sizes:
+        return Sizes(
+            self.batch_size if self.batch_size is not None else other.batch_size,
+            self.num_heads if self.num_heads is not None else other.num_heads,
+            self.query_length if self.query_length is not None else other.query_length,
+            self.key_length if self.key_length is not None else other.key_length,
+            max(self.fewest_keys, other.fewest_keys),
+            self.device if self.device is not None else other.device,
+        )
 
 
 @dataclass(frozen=True)

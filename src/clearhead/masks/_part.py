@@ -9,8 +9,9 @@ from typing import TypeVar, cast, final
 from torch import Tensor
 
 from ..errors import ShapeError
-from ._base import Mask, Sizes, Wrapping
-from ._grid import ALL, Block, Grid, Index, Offset, take
+from ._base import Mask
+from ._combined import Wrapping
+from ._grid import ALL, Block, Grid, Index, Offset, Sizes, take
 from ._structure import UNKNOWN, Band, RowRanges, Structure
 
 Result = TypeVar("Result")

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .._environment import is_tracing, is_transformed
 from ..errors import ArgumentError, DeviceError, ShapeError
-from ._base import And, Mask, Sizes, Wrapping
-from ._grid import Grid
+from ._base import Mask
+from ._combined import And, Wrapping
+from ._grid import Grid, Sizes
 from ._lowering import computed_sizes
 from ._structure import Structure
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor
 
-from .._checks import FLOATS, INTEGERS, PLAIN, strided, with_values
+from .._checks import FLOATS, INTEGERS, strided, with_values
 from .._environment import is_tracing
 from ..errors import DeviceError, DTypeError, MaskTypeError, ShapeError, shape_text
-from ._base import Mask, Sizes
-from ._grid import ALL, Block, Grid
+from ._base import Mask
+from ._grid import ALL, Block, Grid, Sizes
+from ._of_tensor import OfTensor, broadcasts
 from ._structure import Structure
 
 
@@ -100,24 +101,6 @@ def as_mask(value: object) -> Mask:
         got=type(value).__name__,
         fix="For example masks.causal(), or masks.keep(keys=attention_mask).",
     )
-
-
-class OfTensor(Mask):
-    """A mask made by a function of this name from one tensor."""
-
-    def __init__(self, name: str, tensor: Tensor) -> None:
-        self._name, self._tensor = name, tensor
-
-    def signature(self) -> Hashable | None:
-        tensor = self._tensor
-        # What a subclass's values are is up to the subclass, and how it is lowered may depend on them.
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided or tensor.is_neg():
-            return None
-        layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
-        return type(self).__name__, self._name, layout
-
-    def describe(self) -> str:
-        return f"{self._name}({shape_text(self._tensor.shape)})"
 
 
 class _OfScores(OfTensor):
@@ -236,17 +219,6 @@ class Bias(_OfScores):
             part += scores_gradient.sum_to_size(part.shape)
 
 
-def require_integers(name: str, tensor: object) -> None:
-    """Raise unless it is a tensor of integers with values."""
-    integers = strided(name, tensor, "an integer tensor")
-    if integers.dtype not in INTEGERS:
-        fix = (
-            "Marks of 0 and 1 go into masks.keep(...)." if integers.dtype == torch.bool else "Convert it with .long()."
-        )
-        raise DTypeError(name, expected="an integer tensor", got=str(integers.dtype), fix=fix)
-    with_values(name, integers)
-
-
 def _likely_fix(name: str, sizes: tuple[int, ...], grid: Grid) -> str:
     """What the user of a tensor that does not fit may have meant."""
     length, keys = grid.query_length, grid.key_length
@@ -257,11 +229,6 @@ def _likely_fix(name: str, sizes: tuple[int, ...], grid: Grid) -> str:
     if keys != length and sizes[-2:] == (keys, length):
         return "The last two sizes are exchanged: queries come before keys; transpose it."
     return ""
-
-
-def broadcasts(size: int, full: int) -> bool:
-    # Written out, because a traced size is in no tuple.
-    return size == 1 or size == full
 
 
 def _keep(name: str, tensor: Tensor | None, keys: Tensor | None) -> Mask:

@@ -9,7 +9,8 @@ from torch import Tensor
 from .._checks import FLOATS, strided
 from ..errors import DTypeError, ShapeError, shape_text
 from ..masks import bias, causal, drop
-from ..masks._base import Mask, Not, Or, all_of
+from ..masks._base import Mask
+from ..masks._combined import Not, Or, all_of
 from ..masks._grid import Grid
 from ..masks._positional import prefix
 from ._sharing import shared_in_forward

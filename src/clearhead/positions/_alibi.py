@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .._checks import integer
-from ..masks._base import Mask, Sizes
-from ..masks._grid import Block, Grid
+from ..masks._base import Mask
+from ..masks._grid import Block, Grid, Sizes
 from ._checks import require_heads
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .._checks import flag, integer, require_factory
 from ..errors import ArgumentError
-from ..masks._base import Mask, Sizes
-from ..masks._grid import Block, Grid
+from ..masks._base import Mask
+from ..masks._grid import Block, Grid, Sizes
 from ._checks import require_device, require_heads
 
 
