@@ -51,6 +51,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "key: sparse": ({}, {"key": torch.zeros(B, KV, S, D).to_sparse()}),
     "value: length": ({}, {"value": torch.zeros(B, KV, S + 1, D)}),
     "value: a list": ({}, {"value": [0.0]}),
+    "value: None": ({}, {"value": None}),
     "query: batch": ({}, {"query": torch.zeros(B + 1, H, L, D)}),
     "query: heads": ({}, {"query": torch.zeros(B, H + 1, L, D)}),
 }

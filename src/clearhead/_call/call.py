@@ -130,38 +130,38 @@ class AttentionCall:
         return replace(self, spec=self.spec._replace(lse=lse))
 
 
-def make_call(
-    query: Tensor, key: Tensor, value: Tensor | None, request: Request, environment: Environment
-) -> AttentionCall:
-    """A call of arguments, with a batch of one where there is none. Without a `value` the key stands in for it.
+def make_call(query: Tensor, key: Tensor, value: Tensor, request: Request, environment: Environment) -> AttentionCall:
+    """A call of arguments, with a batch of one where there is none.
 
-    Checked is only what the spec does not hold. `validate` checks the rest, once for all calls of a spec.
+    It checks only what the spec does not hold. `validate` checks the rest, once for all calls of a spec.
     """
-    v = key if value is None else value
     # The spec holds one dtype and one device, and no layout other than strides.
-    if not (_is_like(query, query) and _is_like(key, query) and _is_like(v, query)):
-        require_tensors(_named(query, key, value))
-    if query.dim() != 4 or key.dim() != 4 or v.dim() != 4:
-        require_shapes(_named(query, key, value))
-        query, key, v = query[None], key[None], v[None]  # (1, H, L, D)
+    if not (_is_like(query, query) and _is_like(key, query) and _is_like(value, query)):
+        require_tensors(query=query, key=key, value=value)
+    if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        require_shapes(query=query, key=key, value=value)
+        query, key, value = query[None], key[None], value[None]  # (1, H, L, D)
     request = _read(request, query, key)
-    return AttentionCall(spec_of(query, key, v, request, environment), query, key, v, request)
+    return AttentionCall(spec_of(query, key, value, request, environment), query, key, value, request)
 
 
-def validate(call: AttentionCall, *, has_value: bool = True) -> None:
+def validate(call: AttentionCall) -> None:
     """Raise unless tensors, sizes and numbers of a call fit together. Equal specs pass alike."""
-    given = _named(call.query, call.key, call.value if has_value else None)
-    require_tensors(given)
-    require_shapes(given)
+    require_tensors(query=call.query, key=call.key, value=call.value)
+    require_shapes(query=call.query, key=call.key, value=call.value)
     require_numbers(call.spec)
 
 
 def valid_call(
     query: Tensor, key: Tensor, value: Tensor | None, request: Request, environment: Environment | None = None
 ) -> AttentionCall:
-    """A call of arguments, all of them checked."""
-    call = make_call(query, key, value, request, read_environment() if environment is None else environment)
-    validate(call, has_value=value is not None)
+    """A call of arguments, all of them checked. Without a `value` the key stands in for it."""
+    tensors = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
+    require_tensors(**tensors)
+    require_shapes(**tensors)
+    environment = read_environment() if environment is None else environment
+    call = make_call(query, key, key if value is None else value, request, environment)
+    require_numbers(call.spec)
     if call.mask is not None:
         call.mask.validate(call.grid)
     return call
@@ -181,10 +181,6 @@ def _is_like(tensor: Tensor, query: Tensor) -> bool:
         and not tensor.is_nested
         and tensor.device == query.device
     )
-
-
-def _named(query: Tensor, key: Tensor, value: Tensor | None) -> dict[str, Tensor]:
-    return {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
 
 
 def _read(request: Request, query: Tensor, key: Tensor) -> Request:

@@ -25,7 +25,7 @@ def require_numbers(spec: AttentionSpec) -> None:
         number("softcap", spec.softcap, "a number > 0, or None", lambda c: 0 < c <= largest)
 
 
-def require_tensors(given: dict[str, Tensor]) -> None:
+def require_tensors(**given: Tensor) -> None:
     """Raise unless query, key and value, by these names, have strides, one supported dtype and one device."""
     query = given["query"]
     for name, tensor in given.items():
@@ -43,7 +43,7 @@ def require_tensors(given: dict[str, Tensor]) -> None:
         _require_device(name, tensor, query)
 
 
-def require_shapes(given: dict[str, Tensor]) -> None:
+def require_shapes(**given: Tensor) -> None:
     """Raise unless the sizes of query, key and value fit together, with a batch or without one."""
     query, key = given["query"], given["key"]
     dims = {tensor.dim() for tensor in given.values()}
