@@ -43,14 +43,13 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "oup = start // _LANES, (stop + _LANES - 0) // _LANES",
     ): "one group of random numbers more, which is cut off",
     (
-        "src/clearhead/_call/spec.py",
-        "coverage_: Coverage | None = field(default=None, init=False, repr=False) → coverage_: Coverage "
-        "| None = field(default=None, init=False, repr=True)",
+        "src/clearhead/_call/call.py",
+        "coverage_: Coverage | None = field(default=None, repr=False) → coverage_: Coverage "
+        "| None = field(default=None, repr=True)",
     ): "what a call looks like in a debugger",
     (
-        "src/clearhead/_call/spec.py",
-        "grid_: Grid | None = field(default=None, init=False, repr=False) → grid_: Grid | None = field(d"
-        "efault=None, init=False, repr=True)",
+        "src/clearhead/_call/call.py",
+        "grid_: Grid | None = field(default=None, repr=False) → grid_: Grid | None = field(default=None, repr=True)",
     ): "what a call looks like in a debugger",
     (
         "src/clearhead/kernels/_chunked.py",
