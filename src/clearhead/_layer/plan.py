@@ -18,7 +18,7 @@ from .._call.packed import as_one_sequence, each_sequence, validate_mask
 from .._call.request import Request
 from .._call.spec import AttentionSpec, Layout
 from .._call.validation import NO_SINK
-from .._environment import Environment, autocast_off, cast_for_autocast, read_environment
+from .._environment import Environment, autocast_off, cast_for_autocast
 from ..kernels._base import Kernel, Plan
 from ..kernels._choice import choose, choose_for_documents
 from ..kernels._second_order import allow_second_derivatives
@@ -149,14 +149,15 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
     mask, grid = call.mask, call.grid
     # Kernels read memory, in which a lazily negated view has the opposite sign.
     if spec.negative:
-        return _resolving
+        return _with_numbers_written(environment)
     if spec.documents is not None:
         if spec.tracing:
-            # No values of boundaries to cut documents by: a mask hides the others.
+            # No values of boundaries to cut sequences by: a mask hides the others.
             return lambda call: run_call(as_one_sequence(call), environment)
         kernel = choose_for_documents(call, environment.kernel)
         if kernel is None:
-            return _with_seed(_each_document) if spec.dropout_p > 0 else _each_document
+            one_by_one = _each_alone(environment)
+            return _with_seed(one_by_one) if spec.dropout_p > 0 else one_by_one
     else:
         kernel = choose(call, environment.kernel)
     wants_weights = spec.weights is not None
@@ -174,12 +175,16 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
     return _with_weights(compute, environment.kernel) if wants_weights and not together else compute
 
 
-def _resolving(call: AttentionCall) -> Results:
-    """A call of lazily negated views, whose numbers are written out first: kernels read memory."""
-    query, key, value = (tensor.resolve_neg().contiguous() for tensor in (call.query, call.key, call.value))
-    layouts = (Layout(tuple(tensor.shape), tensor.stride()) for tensor in (query, key, value))
-    spec = call.spec._replace(**dict(zip(("query", "key", "value"), layouts, strict=True)), negative=False)
-    return run_call(replace(call, spec=spec, query=query, key=key, value=value), read_environment())
+def _with_numbers_written(environment: Environment) -> Plan:
+    """For lazily negated views, whose numbers are written out first: kernels read memory."""
+
+    def resolved(call: AttentionCall) -> Results:
+        query, key, value = (tensor.resolve_neg().contiguous() for tensor in (call.query, call.key, call.value))
+        layouts = dict(zip(("query", "key", "value"), map(Layout.of, (query, key, value)), strict=True))
+        spec = call.spec._replace(**layouts, negative=False)
+        return run_call(replace(call, spec=spec, query=query, key=key, value=value), environment)
+
+    return resolved
 
 
 def _with_seed(compute: Plan) -> Plan:
@@ -207,16 +212,19 @@ def _with_weights(compute: Plan, forced: Kernel | None) -> Plan:
     return both
 
 
-def _each_document(call: AttentionCall) -> Results:
-    """Documents one by one: they share no block of keys, so no NaN passes from one to another."""
-    environment = read_environment()
-    found: list[Results] = []
-    for one in each_sequence(call):
-        if one.query.shape[2] == 0:
-            continue
-        # Without keys nothing is computed, and fused kernels refuse it.
-        found.append(run_call(one, environment._replace(kernel=None) if one.spec.empty else environment))
-    if not found:
-        return run_call(as_one_sequence(call), environment)
-    output = torch.cat([results.output for results in found], 2)  # (1, H, T, Dv)
-    return Results(output, torch.cat([cast(Tensor, results.lse) for results in found], 2) if call.spec.lse else None)
+def _each_alone(environment: Environment) -> Plan:
+    """For packed sequences, one by one: they share no block of keys, so no NaN passes from one to another."""
+
+    def each(call: AttentionCall) -> Results:
+        results: list[Results] = []
+        for one in each_sequence(call):
+            if one.query.shape[2] == 0:
+                continue
+            # Without keys nothing is computed, and fused kernels refuse it.
+            results.append(run_call(one, environment._replace(kernel=None) if one.spec.empty else environment))
+        if not results:
+            return run_call(as_one_sequence(call), environment)
+        output = torch.cat([one.output for one in results], 2)  # (1, H, T, Dv)
+        return Results(output, torch.cat([cast(Tensor, one.lse) for one in results], 2) if call.spec.lse else None)
+
+    return each
