@@ -10,16 +10,16 @@ from torch import Tensor
 
 from .._call.sharding import HeadShard
 from .._call.spec import AttentionCall, build_call
-from .._environment import autocast_off, cast_for_autocast, is_tracing
+from .._environment import autocast_off, cast_for_autocast
 from .._weights import Queries, row_numbers
+from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
-from ..kernels._native_statistics import native_weights
+from ..kernels._weights import exact_weights
 from ..masks._base import Mask
 from .arguments import DEFAULT, Per, counted_queries, make_options, require_names, require_per
 from .definitions import STATISTICS, Options, Statistic
 from .native import native_results
 from .result import AttentionStatistics, Sizes
-from .rows import BlockRows
 from .totals import ONE_PROCESS, Totals
 
 
@@ -198,26 +198,6 @@ def fold_blocks(
         for statistic in gathered:
             statistic.add(rows)
     return {"sees": sees} | {name: found for each in gathered for name, found in each.result(totals).items()}
-
-
-def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = None) -> Tensor:
-    """Weights of chosen rows, (B, H, n, S) or (B, n, S) of one head, without gradients, scored in `exact_dtype`."""
-    count = call.grid.query_length if rows is None else len(rows)
-    shape = (call.grid.batch_size, call.grid.num_heads, count, call.grid.key_length)
-    chosen = None if rows is None else rows.to(call.query.device)
-    with torch.no_grad(), autocast_off(call.query):
-        # Float64 is beyond the native kernel, and tracing needs PyTorch's own operators.
-        if call.spec.compute_dtype == torch.float32 and not is_tracing():
-            exact = exact_dtype(call) == torch.float64
-            native = native_weights(call, chosen, False, head=head, exact=exact)
-            if native is not None:
-                return native if head is None else native[:, 0]
-        # Zeros, because blocks leave out columns that the mask rules out.
-        result = call.query.new_zeros(shape, dtype=call.spec.compute_dtype)
-        for block, place, query, key in score_blocks(call, chosen, exact_dtype(call)):
-            part = BlockRows(call, block, place, query, key)
-            result[block.batch, block.heads, place, part.columns] = part.weights
-        return result if head is None else result[:, head]  # (B, H, n, S) or (B, n, S)
 
 
 def _reduce_heads(results: dict[str, Any], names: Sequence[str], kv_heads: int, group: int) -> None:

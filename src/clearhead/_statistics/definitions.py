@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from .._call.spec import AttentionCall
+from ..kernels._block_rows import GROUP, BlockRows
 from ..kernels._blocks import LongSum, grouped, long_product
 from ..masks._grid import take
-from .rows import GROUP, BlockRows
 from .totals import ONE_PROCESS, Totals
 
 

@@ -20,9 +20,9 @@ from .._call.spec import AttentionCall, validate_call, zero_hidden
 from .._environment import Environment
 from .._statistics.compute import fold_blocks, results_of
 from .._statistics.definitions import STATISTICS, Options, Statistic, TopK
-from .._statistics.rows import BlockRows
 from .._statistics.totals import ONE_PROCESS, Totals
 from .._weights import Queries, row_numbers
+from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..masks._grid import Block, Grid
 from ._collectives import all_reduce_max, exchange, step, sum_of_own

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .._call.spec import AttentionCall
-from ..kernels._blocks import block_scores, grouped
 from ..masks._grid import Block
+from ._blocks import block_scores, grouped
 
 GROUP = 64  # neighbouring keys whose largest score is kept, to find the top-k quickly
 
