@@ -12,7 +12,7 @@ from ._latent import MultiHeadLatentAttention
 from ._layer.linear import use_linear
 from ._multihead import MultiHeadAttention
 from ._statistics.compute import attention_statistics
-from ._statistics.definitions import TopK
+from ._statistics.per_query import TopK
 from ._statistics.result import AttentionStatistics
 from ._statistics.summary import Summary
 from ._varlen import attention_varlen
