@@ -18,12 +18,11 @@ from ..kernels._native_statistics import gather, refuses
 from ..kernels._weights import exact_weights
 from ..masks._base import Mask
 from .arguments import DEFAULT, Per, counted_queries, make_options, require_names, require_per
-from .definitions import STATISTICS, listing_statistics, need_values, shape_of
+from .definitions import LIST, STATISTICS, need_values, shape_of
 from .result import AttentionStatistics, Sizes
 from .statistic import Options, Statistic
 
 
-@listing_statistics
 def attention_statistics(
     query: Tensor,
     key: Tensor,
@@ -100,6 +99,10 @@ def attention_statistics(
             key_positions=key_positions,
         )
         return compute_statistics(call, names, options, counted_queries(query_mask, call), queries, per)
+
+
+if attention_statistics.__doc__:  # python -OO leaves none
+    attention_statistics.__doc__ = attention_statistics.__doc__.replace("{statistics}", LIST)
 
 
 def compute_statistics(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from .over_queries import Map, MaxLogit, Offset, RawMaxLogit, Received
-from .per_query import Confidence, Distance, Entropy, HeadAverage, Output, OutputNorm, Rows, Sink, TopKeys
-from .statistic import PER_QUERY as _PER_QUERY
+from .per_query import Confidence, Distance, Entropy, Sink
 from .statistic import Statistic
+from .vectors import HeadAverage, Output, OutputNorm, Rows, TopKeys
 
 STATISTICS: dict[str, type[Statistic]] = {
     kind.name: kind
@@ -31,7 +30,7 @@ STATISTICS: dict[str, type[Statistic]] = {
 }
 
 #: Results with one number per query, (B, H, L).
-PER_QUERY = tuple(result for kind in STATISTICS.values() if kind.shape == _PER_QUERY for result in kind.results())
+PER_QUERY = tuple(result for kind in STATISTICS.values() if kind.shape == Statistic.shape for result in kind.results())
 #: Statistics whose number of several batch items or calls is the largest of theirs.
 LARGEST = frozenset(name for name, kind in STATISTICS.items() if kind.largest)
 #: Statistics that the weights alone determine, but for those that hold weights of single queries and keys.
@@ -41,28 +40,19 @@ OF_WEIGHTS = tuple(
     if kind.of == "weights" and kind.shape[-2:] not in (("L", "S"), ("n", "S"))
 )
 _SHAPES = {result: kind.shape for kind in STATISTICS.values() for result in kind.results()}
+#: All of them, as a docstring lists them.
+LIST = f"\n{' ' * 12}".join(
+    f"* ``{kind.name}`` ({', '.join(kind.shape)}): {kind.meaning}"
+    + "".join(f"; with ``{name}``: {meaning}" for name, meaning in kind.beside.items())
+    for kind in STATISTICS.values()
+)
 
 
 def shape_of(result: str) -> tuple[str, ...]:
     """The dimensions of a result, as `Statistic.shape` names them; ``sees`` has one number per query."""
-    return _SHAPES.get(result, _PER_QUERY)
+    return _SHAPES.get(result, Statistic.shape)
 
 
 def need_values(names: Sequence[str]) -> bool:
     """Whether any of these statistics is computed of values."""
     return any(STATISTICS[name].of == "values" for name in names)
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def listing_statistics(function: Function) -> Function:
-    """Put the list of all statistics into a docstring, in place of ``{statistics}``."""
-    lines = [
-        f"* ``{kind.name}`` ({', '.join(kind.shape)}): {kind.meaning}"
-        + "".join(f"; with ``{name}``: {meaning}" for name, meaning in kind.beside.items())
-        for kind in STATISTICS.values()
-    ]
-    if function.__doc__:  # python -OO leaves none
-        function.__doc__ = function.__doc__.replace("{statistics}", f"\n{' ' * 12}".join(lines))
-    return function

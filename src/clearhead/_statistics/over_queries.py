@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any, ClassVar, final
 
 import torch
@@ -45,11 +44,8 @@ class Received(Statistic):
         return {"received": received, "received_mean": received / viewers.clamp(min=1)}
 
     def native(self) -> dict[str, Any]:
-        return {name: self.zeros(*self.column_shape) for name in ("received", "viewers")}
-
-    def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        received = written["received"]
-        return {"received": received, "received_mean": received / written["viewers"].clamp(min=1)}
+        self.begin()
+        return {"received": self._received.run, "viewers": self._viewers}
 
 
 class _Largest(Statistic):
@@ -58,17 +54,15 @@ class _Largest(Statistic):
     shape = ("B", "H")
     of = "scores"
     largest = True
+    #: What blocks and the native kernel call the number of a query.
+    number: ClassVar[str]
 
     def begin(self) -> None:
         self.found = self.zeros(*self.row_shape[:2]).fill_(float("-inf"))
 
-    @abstractmethod
-    def of_rows(self, rows: BlockRows) -> Tensor:
-        """The numbers of a block, (b, h, l, 1)."""
-
     def add(self, rows: BlockRows) -> None:
         # Before the maximum over rows: a padded query may have the largest score.
-        largest = self.of_rows(rows)
+        largest: Tensor = getattr(rows, self.number)  # (b, h, l, 1)
         if rows.counted is not None:
             largest = largest.masked_fill(~rows.counted, float("-inf"))
         where = (rows.block.batch, rows.block.heads)
@@ -77,8 +71,11 @@ class _Largest(Statistic):
     def result(self) -> dict[str, Any]:
         return {self.name: self.totals.largest(self.found)}
 
-    def of_written(self, largest: Tensor) -> dict[str, Any]:
-        """The result from the numbers of all queries, (B, H, L)."""
+    def native(self) -> dict[str, Any]:
+        return {self.number: self.zeros(*self.row_shape)}
+
+    def read(self, written: dict[str, Any]) -> dict[str, Any]:
+        largest = written[self.number]  # (B, H, L)
         if self.counted is not None:
             largest = largest.masked_fill(~self.counted[..., 0], float("-inf"))
         # `amax` refuses to reduce nothing.
@@ -93,15 +90,7 @@ class MaxLogit(_Largest):
 
     name = "max_logit"
     meaning = "max s_ij over i ∈ Q and visible j"
-
-    def of_rows(self, rows: BlockRows) -> Tensor:
-        return rows.largest
-
-    def native(self) -> dict[str, Any]:
-        return {}
-
-    def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        return self.of_written(written["largest"])
+    number = "largest"
 
 
 @final
@@ -114,15 +103,7 @@ class RawMaxLogit(_Largest):
 
     name = "raw_max_logit"
     meaning = "max scale · q_i·k_j over i ∈ Q and visible j"
-
-    def of_rows(self, rows: BlockRows) -> Tensor:
-        return rows.raw_largest
-
-    def native(self) -> dict[str, Any]:
-        return {"raw": self.zeros(*self.row_shape)}
-
-    def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        return self.of_written(written["raw"])
+    number = "raw"
 
 
 @final
@@ -237,22 +218,16 @@ class Map(Statistic):
         return pooled.scatter_reduce_(3, tiles.expand_as(rows.terms), rows.terms, "amax") / rows.total
 
     def result(self) -> dict[str, Any]:
-        return self._finished(self._map.result())
+        if self.options.map_pooling == "max":
+            return {"map": self.totals.largest(self._map.result())}
+        # A mean over the counted queries of each row of tiles; 0 where there are none.
+        sums, (rows, _), length = self.totals.summed(self._map.result()), self._tiles, self.call.grid.query_length
+        tiles = self.totals.rows(length, sums.device) * rows // max(1, length)  # (l,)
+        counted = sums.new_ones(1, len(tiles)) if self.counted is None else self.counted[:, 0, :, 0].to(sums.dtype)
+        counts = self.totals.summed(sums.new_zeros(counted.shape[0], rows).index_add_(1, tiles, counted))
+        return {"map": sums / counts.clamp_(min=1)[:, None, :, None]}  # (B, H, R, R)
 
     def native(self) -> dict[str, Any]:
         self.begin()
         (rows, columns), largest = self._tiles, self.options.map_pooling == "max"
         return {"map": self._map.run, "map_rows": rows, "map_columns": columns, "map_max": largest}
-
-    def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        return self._finished(written["map"])
-
-    def _finished(self, pooled: Tensor) -> dict[str, Any]:
-        """The largest weights over all queries; or sums divided by the number of counted queries, 0 where none is."""
-        if self.options.map_pooling == "max":
-            return {"map": self.totals.largest(pooled)}
-        sums, (rows, _), length = self.totals.summed(pooled), self._tiles, self.call.grid.query_length
-        tiles = self.totals.rows(length, sums.device) * rows // max(1, length)  # (l,)
-        counted = sums.new_ones(1, len(tiles)) if self.counted is None else self.counted[:, 0, :, 0].to(sums.dtype)
-        counts = self.totals.summed(sums.new_zeros(counted.shape[0], rows).index_add_(1, tiles, counted))
-        return {"map": sums / counts.clamp_(min=1)[:, None, :, None]}  # (B, H, R, R)

@@ -13,9 +13,9 @@ from .._checks import shown
 from ..errors import ArgumentError, UnknownNameError
 from .arguments import Per, whole_numbers
 from .definitions import LARGEST, PER_QUERY, STATISTICS, shape_of
-from .per_query import TopK
 from .statistic import Options
 from .totals import Totals
+from .vectors import TopK
 
 
 class Sizes(NamedTuple):
@@ -127,13 +127,12 @@ class AttentionStatistics:
 
     def head_numbers(self) -> dict[str, Tensor]:
         """One number of each batch item and head (B, H), by what summaries call it, of statistics that have such."""
-        found: dict[str, Tensor] = {}
-        for name, kind in STATISTICS.items():
-            labels = kind.labels(self.options)
-            if labels and name in self.results and name not in PER_QUERY:
-                numbers = self.results[name]
-                found |= zip(labels, numbers.reshape(*numbers.shape[:2], len(labels)).unbind(-1), strict=True)
-        return found
+        return {
+            label: torch.atleast_3d(self.results[name])[..., place]
+            for name, kind in STATISTICS.items()
+            if name in self.results and name not in PER_QUERY
+            for place, label in enumerate(kind.labels(self.options))
+        }
 
     def with_totals(self, totals: Totals) -> AttentionStatistics:
         """Of a part: the same with totals over the queries of all processes, of statistics of each query."""

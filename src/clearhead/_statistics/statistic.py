@@ -18,8 +18,8 @@ from .._weights import Queries
 from ..kernels._block_rows import BlockRows
 from .totals import ONE_PROCESS, Totals
 
-#: The shape of one number per query.
-PER_QUERY = ("B", "H", "L")
+#: Keys that the native kernel lists of one query: longer lists are no longer short beside the scores.
+MOST_NATIVE_KEYS = 64
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Options:
     offsets: tuple[int, ...] = (-1,)
 
 
+@dataclass(eq=False)
 class Statistic(ABC):
     """One quantity, gathered block by block, or read from what the native kernel writes.
 
@@ -52,7 +53,7 @@ class Statistic(ABC):
     #: Results of the same shape that come with it, and their meanings.
     beside: ClassVar[dict[str, str]] = {}
     #: Of the results: L queries and S keys that are here, n chosen queries; other sizes are the statistic's own.
-    shape: ClassVar[tuple[str, ...]] = PER_QUERY
+    shape: ClassVar[tuple[str, ...]] = ("B", "H", "L")
     #: What it is computed of.
     of: ClassVar[Literal["weights", "scores", "values"]] = "weights"
     #: Whether `per="kv_head"` may average it over query heads.
@@ -60,18 +61,16 @@ class Statistic(ABC):
     #: Whether the number of several batch items is the largest of theirs; else it is their mean.
     largest: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        call: AttentionCall,
-        options: Options,
-        counted: Tensor | None,
-        queries: Queries | None = None,
-        totals: Totals = ONE_PROCESS,
-    ) -> None:
-        self.call, self.options, self.counted = call, options, counted
-        self.queries, self.totals = queries, totals
-        grid = call.grid
-        self.row_shape = (grid.batch_size, grid.num_heads, call.query.shape[2])  # of L queries, those that are here
+    call: AttentionCall
+    options: Options
+    counted: Tensor | None
+    queries: Queries | None = None
+    totals: Totals = ONE_PROCESS
+
+    def __post_init__(self) -> None:
+        grid = self.call.grid
+        # Of L queries, those that are here.
+        self.row_shape = (grid.batch_size, grid.num_heads, self.call.query.shape[2])
         self.column_shape = (grid.batch_size, grid.num_heads, grid.key_length)
 
     @classmethod
@@ -82,7 +81,7 @@ class Statistic(ABC):
     @classmethod
     def labels(cls, options: Options) -> tuple[str, ...]:
         """What summaries and pictures call the numbers that it has for each head."""
-        return cls.results() if cls.shape in (PER_QUERY, ("B", "H")) else ()
+        return cls.results() if cls.shape in (Statistic.shape, ("B", "H")) else ()
 
     def begin(self) -> None:
         """Make the tensors that blocks are added to. Default: `found`, one number per query that is here."""
@@ -97,19 +96,20 @@ class Statistic(ABC):
         return {self.name: self.found}
 
     def native(self) -> dict[str, Any] | None:
-        """What the native kernel writes in place of blocks, by the names of ``Statistics`` in ``_native/problem.h``.
+        """Tensors that the native kernel writes in place of blocks, and sizes, as ``_native/problem.h`` names them.
 
-        ``None``, the default: it is computed by blocks.
+        ``None``, the default: it is computed by blocks, beside those that are written.
         """
         return None
 
     def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        """The finished tensors by name from what the native kernel wrote.
+        """The finished tensors by name, after the native kernel wrote. Default: `result`, from the tensors of `begin`.
 
-        That is what all of the call's statistics named, and ``largest`` and ``visible`` (B, H, L), the largest score
-        (−∞ where nothing is visible) and the number of visible keys; ``output`` if some are of values.
+        Args:
+            written: what all statistics of the call named; and in any case ``largest`` and ``visible`` (B, H, L), the
+                largest score (−∞ where nothing is visible) and how many keys are visible; ``output`` with values.
         """
-        return {self.name: written[self.name]}
+        return self.result()
 
     def zeros(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=self.call.spec.compute_dtype, device=self.call.query.device)

@@ -12,8 +12,8 @@ from torch import Tensor
 from .._checks import shown
 from ..errors import UnknownNameError
 from .definitions import LARGEST, PER_QUERY
-from .per_query import TopK
 from .result import AttentionStatistics
+from .vectors import TopK
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from .._call.spec import AttentionCall, validate_call, zero_hidden
 from .._environment import Environment
 from .._statistics.compute import fold_blocks, results_of
 from .._statistics.definitions import STATISTICS, need_values, shape_of
-from .._statistics.per_query import TopK
 from .._statistics.statistic import Options
 from .._statistics.totals import Totals
+from .._statistics.vectors import TopK
 from .._weights import Queries, row_numbers
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
@@ -164,18 +164,18 @@ class _OfSomeHeads:
         counted: Tensor | None,
         queries: Queries | None,
     ) -> dict[str, Any]:
-        chosen = _chosen(queries, self.whole) if "rows" in names else None
+        chosen = row_numbers(queries, self.whole.queries.length, "queries")
         own = results_of(self.call, names, options, counted, queries)
 
         def cut(name: str, tensor: Tensor, rank: int) -> Tensor:
-            parts = self.whole.queries
-            if name == "rows" and chosen is not None:
+            shape, parts = shape_of(name), self.whole.queries
+            if "n" in shape and chosen is not None:
                 there = torch.isin(chosen, parts.positions(rank, chosen.device)).nonzero()[:, 0]
-                return tensor.index_select(2, there.to(tensor.device))
-            shape = shape_of(name)
-            if "L" in shape:
-                return parts.take(tensor, shape.index("L"), rank)
-            return self.whole.keys.take(tensor, shape.index("S"), rank) if "S" in shape else tensor
+                return tensor.index_select(shape.index("n"), there.to(tensor.device))
+            for size, split in (("n", parts), ("L", parts), ("S", self.whole.keys)):
+                if size in shape:
+                    return split.take(tensor, shape.index(size), rank)
+            return tensor
 
         return with_all_heads(own, self.whole.group, cut, "context_parallel")
 
@@ -254,13 +254,6 @@ def with_all_heads(
         if isinstance(found, TopK):
             joined[name] = TopK(whole[f"{name}.indices"], whole[f"{name}.weights"])
     return joined
-
-
-def _chosen(queries: Queries | None, whole: Whole) -> Tensor:
-    """Numbers of the chosen queries of the whole, on the CPU."""
-    length = whole.queries.length
-    chosen = row_numbers(queries, length, "queries")
-    return torch.arange(length) if chosen is None else chosen.cpu()
 
 
 def _moved(place: slice, by: int) -> slice:
