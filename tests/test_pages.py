@@ -10,6 +10,7 @@ import pytest
 
 from docs.draw import IMAGES, pictures
 from docs.draw.mask_gallery import GALLERY
+from docs.draw.statistics import listed
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -49,6 +50,11 @@ def test_a_committed_picture_is_what_the_code_draws(name: str) -> None:
 def test_every_picture_of_a_folder_is_drawn_by_the_code(folder: str) -> None:
     drawn = {IMAGES / name for name in pictures()}
     assert set((IMAGES / folder).iterdir()) <= drawn
+
+
+def test_the_page_of_statistics_lists_what_the_classes_declare() -> None:
+    page = (DOCS / "statistics.md").read_text(encoding="utf-8")
+    assert page == listed(page), "run `python -m docs.draw`"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

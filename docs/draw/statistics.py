@@ -1,7 +1,8 @@
-"""A picture for each statistic: the weights of one small causal call, and what the statistic makes of them."""
+"""A picture for each statistic, of the weights of one small causal call; and the tables that list them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
+from clearhead._statistics.definitions import STATISTICS
 
 from .canvas import BLUE, EMPTY, INK, ORANGE, PALE, Canvas, shade
 
@@ -35,14 +37,13 @@ def recorded() -> clearhead.AttentionStatistics:
     first = torch.tensor(SCORES, dtype=torch.float64)
     query = torch.stack((first, first.flip(1)))[None]  # (1, 2, L, S): the scores, because keys are unit vectors
     key = torch.eye(LENGTH, dtype=torch.float64)[None, None]
-    names = ("entropy", "received", "max_logit", "raw_max_logit", "confidence", "top_k", "sink", "distance", "offset")
     return clearhead.attention_statistics(
         query,
         key,
         masks.causal(),
         value=values()[None, None],
         scale=1.0,
-        statistics=(*names, "map", "head_average", "rows", "output", "output_norm"),
+        statistics=tuple(STATISTICS),
         top_k=2,
         map_size=3,
     )
@@ -267,3 +268,23 @@ DRAWN = {
     "output_norm": output_norm,
 }
 PICTURES: dict[str, Callable[[], Canvas]] = {f"statistics/{name}.svg": partial(draw) for name, draw in DRAWN.items()}
+
+PER_QUERY, PER_KEY = ("B", "H", "L"), ("B", "H", "S")
+
+
+def listed(page: str) -> str:
+    """The page, its tables with a row for each result that the classes declare; pictures beside them stay."""
+    pictures = dict(re.findall(r"^\| `(\w+)` \|.* \| ([^|]*) \|$", page, re.MULTILINE))
+    tables: dict[str, str] = {}
+    for kind in STATISTICS.values():
+        heading = {PER_QUERY: "One number per query", PER_KEY: "One number per key"}.get(kind.shape)
+        heading = heading or ("One result per head" if {"L", "n"}.isdisjoint(kind.shape) else "A result per query")
+        for name, meaning in {kind.name: kind.meaning, **kind.beside}.items():
+            cells = (f"`{name}`", meaning.replace("|", "\\|"), f"({', '.join(kind.shape)})", pictures.get(name, ""))
+            tables[heading] = tables.get(heading, "") + f"| {' | '.join(cells)} |\n"
+    for heading, rows in tables.items():
+        start, head, rest = page.partition(
+            f"## {heading}\n\n| statistic | formula | shape | picture |\n|---|---|---|---|\n"
+        )
+        page = start + head + re.sub(r"\A(\|.*\n)*", lambda _, rows=rows: rows, rest)
+    return page

@@ -12,9 +12,9 @@ from ._latent import MultiHeadLatentAttention
 from ._layer.linear import use_linear
 from ._multihead import MultiHeadAttention
 from ._statistics.compute import attention_statistics
-from ._statistics.definitions import TopK
 from ._statistics.result import AttentionStatistics
 from ._statistics.summary import Summary
+from ._statistics.vectors import TopK
 from ._varlen import attention_varlen
 from ._version import __version__
 from ._weights import attention_weights

@@ -22,7 +22,7 @@ __all__ = ["EVERY_STATISTIC", "TOLERANCES", "compare_in_parts", "compare_records
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 #: Options of `clearhead.record`: all there is of a call.
-EVERY_STATISTIC: dict[str, Any] = {"statistics": (*STATISTICS, "rows"), "top_k": 5, "map_size": 7}
+EVERY_STATISTIC: dict[str, Any] = {"statistics": tuple(STATISTICS), "top_k": 5, "map_size": 7}
 
 
 def compare_in_parts(

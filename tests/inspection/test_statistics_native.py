@@ -9,15 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 import clearhead
-import clearhead._statistics.native
+import clearhead._statistics.compute
 import clearhead.kernels._blocks
 from clearhead import masks
 from clearhead._call.call import AttentionCall
+from clearhead._statistics.definitions import STATISTICS
 from clearhead._statistics.result import AttentionStatistics
-from clearhead.kernels._native_statistics import WeightStatistics
+from clearhead._statistics.statistic import Statistic
+from clearhead.kernels._block_rows import BlockRows
 from tests.support.calls import Call, calls
 from tests.support.native import fewer_unless_best, needs_native, on_every_set, threads
 from tests.support.native_cases import CASES, Case
@@ -34,15 +35,13 @@ pytestmark = needs_native
 def _ran(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
     """What the native kernel was asked for."""
     asked: list[frozenset[str]] = []
-    gather = clearhead._statistics.native.gather
+    gather = clearhead._statistics.compute.gather
 
-    def listening(
-        call: AttentionCall, wanted: frozenset[str], counted: Tensor | None, **options: Any
-    ) -> WeightStatistics:
-        asked.append(wanted)
-        return gather(call, wanted, counted, **options)
+    def listening(call: AttentionCall, wanted: dict[str, Any], *rest: Any, **options: Any) -> dict[str, Any]:
+        asked.append(frozenset(wanted))
+        return gather(call, wanted, *rest, **options)
 
-    monkeypatch.setattr(clearhead._statistics.native, "gather", listening)
+    monkeypatch.setattr(clearhead._statistics.compute, "gather", listening)
     return asked
 
 
@@ -212,6 +211,34 @@ def test_what_is_left_stays_with_python(ran: list[frozenset[str]]) -> None:
     del ran[:]
     clearhead.attention_statistics(query.double(), key.double(), statistics=NATIVE[:5])
     assert not ran, "float64 is scored in float64"
+
+
+class _Squares(Statistic):
+    """A statistic that nobody wrote a native form for."""
+
+    name = "squares"
+    meaning = "Σ_j p_ij²"
+
+    def add(self, rows: BlockRows) -> None:
+        self.put(self.found, rows, rows.weights.square().sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("keys", [131, 1031], ids=["exact", "long"])
+def test_one_without_a_native_form_is_computed_by_blocks_beside_the_others(
+    keys: int, ran: list[frozenset[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STATISTICS, "squares", _Squares)
+    query, key, mask = torch.randn(2, 4, 53, 8), torch.randn(2, 2, keys, 8), masks.causal("bottom_right")
+    names = ("entropy", "squares", "received", "rows")
+    found = clearhead.attention_statistics(query, key, mask, statistics=names)
+    assert ran == [{"entropy", "received", "viewers"}]
+    squares = clearhead.attention_weights(query.double(), key.double(), mask).square().sum(-1)
+    torch.testing.assert_close(found.squares.double(), squares, rtol=0, atol=1e-6)
+    alone = clearhead.attention_statistics(query, key, mask, statistics=("entropy", "received", "rows"))
+    for name in alone.names:
+        assert torch.equal(getattr(found, name), getattr(alone, name)), name
+    shared = clearhead.attention_statistics(query, key, mask, statistics=names[:2], per="kv_head").squares
+    torch.testing.assert_close(shared.double(), squares.unflatten(1, (2, 2)).mean(2), rtol=0, atol=1e-6)
 
 
 def test_short_calls_are_as_exact_as_from_float64(instructions: str, ran: list[frozenset[str]]) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 from .._call.call import AttentionCall
 from .._checks import INTEGERS, LARGEST, choice, items, shown, strided, with_values
 from ..errors import ArgumentError, ShapeError, shape_text
-from .definitions import STATISTICS, Options
+from .definitions import STATISTICS
+from .statistic import Options
 
 Per = Literal["query_head", "kv_head"]
 DEFAULT = ("entropy", "received", "max_logit", "top_k")
-_UNAVERAGED = ("top_k", "output", "rows")
 
 
 def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]:
@@ -25,14 +25,13 @@ def require_names(statistics: Sequence[str], has_value: bool) -> tuple[str, ...]
     Raises:
         ArgumentError: for an unknown one, or one that needs values where there are none.
     """
-    known = (*STATISTICS, "rows")
-    expected = f"names among {', '.join(known)}"
+    expected = f"names among {', '.join(STATISTICS)}"
     names = (statistics,) if isinstance(statistics, str) else tuple(items("statistics", statistics, expected))
     for name in names:
-        if not isinstance(name, str) or name not in known:
+        if not isinstance(name, str) or name not in STATISTICS:
             raise ArgumentError("statistics", expected=expected, got=shown(name))
-    for name in ("output", "output_norm"):
-        if name in names and not has_value:
+    for name, kind in STATISTICS.items():
+        if name in names and kind.of == "values" and not has_value:
             raise ArgumentError("statistics", expected=f"value= for {name!r}", got="no value", fix="Pass value=.")
     # A statistic that is named twice is computed once.
     return tuple(dict.fromkeys(names))
@@ -74,10 +73,10 @@ def require_per(per: Per, names: Sequence[str]) -> None:
     """Raise unless every statistic has the average over heads that `per` asks for.
 
     Raises:
-        ArgumentError: for another word, or ``top_k``, ``output`` and ``rows``, which have no average.
+        ArgumentError: for another word, or statistics that have no average.
     """
     choice("per", per, ("query_head", "kv_head"))
-    unaveraged = [name for name in names if name in _UNAVERAGED]
+    unaveraged = [name for name in names if not STATISTICS[name].averaged]
     verb = "have" if len(unaveraged) > 1 else "has"
     if per == "kv_head" and unaveraged:
         raise ArgumentError(

@@ -13,15 +13,15 @@ from .._call.request import Request
 from .._call.sharding import HeadShard
 from .._environment import autocast_off, cast_for_autocast, is_tracing
 from .._weights import Queries, row_numbers
+from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
-from ..kernels._native_statistics import native_weights
+from ..kernels._native_statistics import gather, refuses
+from ..kernels._weights import exact_weights
 from ..masks._base import Mask
 from .arguments import DEFAULT, Per, counted_queries, make_options, require_names, require_per
-from .definitions import STATISTICS, Options, Statistic
-from .native import native_results
+from .definitions import LIST, STATISTICS, need_values, shape_of
 from .result import AttentionStatistics, Sizes
-from .rows import BlockRows
-from .totals import ONE_PROCESS, Totals
+from .statistic import Options, Statistic
 
 
 def attention_statistics(
@@ -56,23 +56,12 @@ def attention_statistics(
         key: (B, Hkv, S, D).
         mask, scale, softcap, sinks, query_positions, key_positions: as for `attention`.
         value: (B, Hkv, S, Dv), for ``output`` and ``output_norm``.
-        statistics: any of
+        statistics: names of
 
-            * ``entropy`` −Σ_j p ln p in nats (B, H, L), and ``normalized_entropy``, divided by ln(visible keys)
-            * ``received`` Σ_i p (B, H, S), and ``received_mean``, per query that sees the key
-            * ``max_logit`` the largest score (B, H), signed
-            * ``raw_max_logit`` the largest scale · q·k (B, H), signed: before soft-cap and bias, masked keys left out
-            * ``confidence`` max_j p (B, H, L)
-            * ``top_k`` the largest weights of each query, ``.indices`` and ``.weights`` (B, H, L, k)
-            * ``sink`` the mass on the first `sink_keys` visible keys (B, H, L)
-            * ``distance`` Σ_j p |i − j| (B, H, L)
-            * ``offset`` the mean weight at each of `offsets` (B, H, number of offsets)
-            * ``map`` the weights pooled to `map_size` × `map_size` tiles (B, H, R, R)
-            * ``head_average`` the mean over heads (B, L, S)
-            * ``rows`` the weights of the queries in `queries` (B, H, n, S)
-            * ``output`` Σ_j p v, what `attention` gives without dropout, in the inputs' dtype (B, H, L, Dv); on the CPU
-              it comes from the same pass, which costs less than two
-            * ``output_norm`` ‖Σ_j p v‖ (B, H, L)
+            {statistics}
+
+            Q are the queries that count, and i and j positions of queries and keys. ``output`` and ``output_norm``
+            need `value`. On the CPU ``output`` comes from the pass of the others, which costs less than two.
         query_mask: bool or 0/1 (B, L); queries marked 0 (padding) are left out of ``received``, ``max_logit``,
             ``raw_max_logit``, ``offset`` and ``map``. Default: all count.
         queries: which queries ``rows`` means; default all.
@@ -102,6 +91,10 @@ def attention_statistics(
         request = Request(mask, scale, softcap, sinks, query_positions=query_positions, key_positions=key_positions)
         call = build_call(query, key, values[0] if values else None, request)
         return compute_statistics(call, names, options, counted_queries(query_mask, call), queries, per)
+
+
+if attention_statistics.__doc__:  # python -OO leaves none
+    attention_statistics.__doc__ = attention_statistics.__doc__.replace("{statistics}", LIST)
 
 
 def compute_statistics(
@@ -147,14 +140,39 @@ def results_of(
     call: AttentionCall, names: Sequence[str], options: Options, counted: Tensor | None, queries: Queries | None
 ) -> dict[str, Any]:
     """Tensors of the statistics by name, of each query head, and ``sees`` (B, H, L)."""
+    column = None if counted is None else counted[:, None, :, None]  # (B, 1, L, 1)
+    statistics = [STATISTICS[name](call, options, column) for name in names if name != "rows"]
     # The native kernel gives what it can in one pass; a second one computes the rest.
-    results = native_results(call, names, options, counted)
-    left = [name for name in names if name not in results and name != "rows"]
+    results = _results_natively(call, statistics, counted)
+    left = [statistic for statistic in statistics if statistic.name not in results]
     # Which queries see a key is needed in any case, if only to count the others.
     if left or "sees" not in results:
-        results |= _results_by_blocks(call, left, options, counted)
+        results |= fold_blocks(_blocks(call, column), left, call)
     if "rows" in names:
         results["rows"] = exact_weights(call, row_numbers(queries, call.grid.query_length, "queries"))
+    return results
+
+
+def _results_natively(call: AttentionCall, statistics: Sequence[Statistic], counted: Tensor | None) -> dict[str, Any]:
+    """Results of those that the native kernel computes of this call, and ``sees``; empty if it computes none.
+
+    Float64 inputs are not for it. Calls of few keys are scored in double precision all the same; see `exact_dtype`.
+    """
+    if call.spec.compute_dtype != torch.float32 or is_tracing() or refuses(call):
+        return {}
+    forms = [(statistic, form) for statistic in statistics if (form := statistic.native()) is not None]
+    if not forms:
+        return {}
+    written = gather(
+        call,
+        {name: each for _, form in forms for name, each in form.items()},
+        counted,
+        with_output=need_values([statistic.name for statistic, _ in forms]),
+        exact=exact_dtype(call) == torch.float64,
+    )
+    results: dict[str, Any] = {"sees": written["largest"] > float("-inf")}
+    for statistic, _ in forms:
+        results |= statistic.read(written)
     return results
 
 
@@ -165,54 +183,25 @@ def _counted_here(call: AttentionCall, counted: Tensor | None) -> Tensor:
     return counted if call.part is None else counted[:, call.part.totals.rows(counted.shape[1], counted.device)]
 
 
-def _results_by_blocks(
-    call: AttentionCall, names: Sequence[str], options: Options, counted: Tensor | None
-) -> dict[str, Any]:
-    """Results of some statistics and ``sees`` (B, H, L), folded block by block."""
-    column = None if counted is None else counted[:, None, :, None]  # (B, 1, L, 1)
-
-    def blocks() -> Iterator[BlockRows]:
-        for block, place, query, key in score_blocks(call, dtype=exact_dtype(call)):
-            part = None if column is None else column[block.batch, :, place]
-            yield BlockRows(call, block, place, query, key, part)
-
-    return fold_blocks(blocks(), [STATISTICS[name](call, options, column) for name in names], call)
+def _blocks(call: AttentionCall, column: Tensor | None) -> Iterator[BlockRows]:
+    for block, place, query, key in score_blocks(call, dtype=exact_dtype(call)):
+        yield BlockRows(call, block, place, query, key, None if column is None else column[block.batch, :, place])
 
 
-def fold_blocks(
-    blocks: Iterable[BlockRows], gathered: Sequence[Statistic], call: AttentionCall, totals: Totals = ONE_PROCESS
-) -> dict[str, Any]:
+def fold_blocks(blocks: Iterable[BlockRows], statistics: Sequence[Statistic], call: AttentionCall) -> dict[str, Any]:
     """Results of statistics of the queries that are here, and ``sees`` (B, H, l)."""
+    for statistic in statistics:
+        statistic.begin()
     # Blocks may hold some of a row's columns each: a query sees a key if it does in any of them.
     sees = torch.zeros(call.query.shape[:3], dtype=torch.bool, device=call.query.device)
     for rows in blocks:
         sees[rows.block.batch, rows.block.heads, rows.place] |= (rows.largest > float("-inf")).squeeze(-1)
-        for statistic in gathered:
+        for statistic in statistics:
             statistic.add(rows)
-    return {"sees": sees} | {name: found for each in gathered for name, found in each.result(totals).items()}
-
-
-def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = None) -> Tensor:
-    """Weights of chosen rows, (B, H, n, S) or (B, n, S) of one head, without gradients, scored in `exact_dtype`."""
-    count = call.grid.query_length if rows is None else len(rows)
-    shape = (call.grid.batch_size, call.grid.num_heads, count, call.grid.key_length)
-    chosen = None if rows is None else rows.to(call.query.device)
-    with torch.no_grad(), autocast_off(call.query):
-        # Float64 is beyond the native kernel, and tracing needs PyTorch's own operators.
-        if call.spec.compute_dtype == torch.float32 and not is_tracing():
-            exact = exact_dtype(call) == torch.float64
-            native = native_weights(call, chosen, False, head=head, exact=exact)
-            if native is not None:
-                return native if head is None else native[:, 0]
-        # Zeros, because blocks leave out columns that the mask rules out.
-        result = call.query.new_zeros(shape, dtype=call.spec.compute_dtype)
-        for block, place, query, key in score_blocks(call, chosen, exact_dtype(call)):
-            part = BlockRows(call, block, place, query, key)
-            result[block.batch, block.heads, place, part.columns] = part.weights
-        return result if head is None else result[:, head]  # (B, H, n, S) or (B, n, S)
+    return {"sees": sees} | {name: found for each in statistics for name, found in each.result().items()}
 
 
 def _reduce_heads(results: dict[str, Any], names: Sequence[str], kv_heads: int, group: int) -> None:
-    for statistic in names:
-        for name in STATISTICS[statistic].per_head:
+    for name in (result for statistic in names for result in STATISTICS[statistic].results()):
+        if "H" in shape_of(name):
             results[name] = results[name].unflatten(1, (kv_heads, group)).mean(2)  # (B, Hkv, …)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._call.call import AttentionCall
 from .._checks import index, items
 from .._weights import Queries, row_numbers
-from .compute import exact_weights
+from ..kernels._weights import exact_weights
 from .patch_layout import PatchLayout
 from .result import AttentionStatistics
 from .rollout import rollout

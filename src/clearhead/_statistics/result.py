@@ -12,11 +12,10 @@ from torch import Tensor
 from .._checks import shown
 from ..errors import ArgumentError, UnknownNameError
 from .arguments import Per, whole_numbers
-from .definitions import STATISTICS, Options, TopK
+from .definitions import LARGEST, PER_QUERY, STATISTICS, shape_of
+from .statistic import Options
 from .totals import Totals
-
-#: Statistics with one number per query and head, (B, H, L).
-PER_QUERY = ("entropy", "normalized_entropy", "confidence", "sink", "distance", "output_norm")
+from .vectors import TopK
 
 
 class Sizes(NamedTuple):
@@ -99,9 +98,10 @@ class AttentionStatistics:
             raise AttributeError(name)
         if name in self.results:
             return self.results[name]
+        *others, last = STATISTICS
         raise AttributeError(
             f"{name}: not among the statistics that were asked for ({', '.join(self.results)}). "
-            f"Ask for it with statistics=({name!r}, ...); known are {', '.join(STATISTICS)} and rows."
+            f"Ask for it with statistics=({name!r}, ...); known are {', '.join(others)} and {last}."
         )
 
     def head_sums(self, name: str) -> tuple[Tensor, Tensor]:
@@ -122,8 +122,17 @@ class AttentionStatistics:
         if self.totals is None or "seeing" in self.totals:
             return bool((self._seeing if self.totals is None else self.totals["seeing"]).any())
         # Nothing per query was asked for, but then one of these was.
-        largest = self.results["max_logit" if "max_logit" in self.results else "raw_max_logit"]
+        largest = next(result for name, result in self.results.items() if name in LARGEST)
         return bool((largest > float("-inf")).any())
+
+    def head_numbers(self) -> dict[str, Tensor]:
+        """One number of each batch item and head (B, H), by what summaries call it, of statistics that have such."""
+        return {
+            label: torch.atleast_3d(self.results[name])[..., place]
+            for name, kind in STATISTICS.items()
+            if name in self.results and name not in PER_QUERY
+            for place, label in enumerate(kind.labels(self.options))
+        }
 
     def with_totals(self, totals: Totals) -> AttentionStatistics:
         """Of a part: the same with totals over the queries of all processes, of statistics of each query."""
@@ -153,7 +162,7 @@ class AttentionStatistics:
         # Numbers from the end, as Python's.
         places = torch.tensor([head % present for head in heads], device=self.counted.device)
         results = {
-            name: tensor if name == "head_average" else _select_heads(tensor, places)
+            name: _select_heads(tensor, places) if "H" in shape_of(name) else tensor
             for name, tensor in self.results.items()
         }
         chosen = self.like(results, self.counted, self.key_length)

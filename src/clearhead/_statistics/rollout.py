@@ -11,8 +11,8 @@ from .._call.call import AttentionCall
 from .._checks import is_probability, items, number, shown
 from .._weights import row_numbers
 from ..errors import ArgumentError, DTypeError, ShapeError
+from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import score_blocks
-from .rows import BlockRows
 
 
 def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, residual: float = 0.5) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .._checks import shown
 from ..errors import UnknownNameError
-from .definitions import TopK
-from .result import PER_QUERY, AttentionStatistics
+from .definitions import LARGEST, PER_QUERY
+from .result import AttentionStatistics
+from .vectors import TopK
 
 
 @dataclass(frozen=True)
@@ -44,21 +45,17 @@ class Summary:
 
 
 def summarize(recorded: Mapping[str, Sequence[AttentionStatistics]]) -> Summary:
-    """Average statistics per query over counted queries, and take the largest logits, per module and head."""
+    """Per module and head, the mean over counted queries or batch items, or the largest of the items."""
     values: dict[str, dict[str, Tensor]] = {}
     for module, calls in recorded.items():
         for statistic in PER_QUERY:
             # By queries, and not by calls: a short text counts less than a long one.
             if statistic in calls[0].names:
                 values.setdefault(statistic, {})[module] = _weighted_mean(calls, statistic)
-        for statistic in ("max_logit", "raw_max_logit"):
-            if statistic in calls[0].names:
-                largest = torch.stack([call.results[statistic].amax(0) for call in calls]).amax(0)  # (H,)
-                values.setdefault(statistic, {})[module] = largest
-        if "offset" in calls[0].names:
-            for place, offset in enumerate(calls[0].options.offsets):
-                mean = torch.cat([call.offset[..., place] for call in calls]).mean(0)  # (H,)
-                values.setdefault(f"offset {offset:+d}", {})[module] = mean
+        numbers = [call.head_numbers() for call in calls]
+        for label in numbers[0]:
+            items = torch.cat([each[label] for each in numbers])  # (items, H)
+            values.setdefault(label, {})[module] = items.amax(0) if label in LARGEST else items.mean(0)
     return Summary(values)
 
 

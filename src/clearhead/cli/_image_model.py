@@ -53,7 +53,7 @@ def load_vision_model(name: str, *, notify: Callable[[str], None] = lambda messa
 
 
 def record_picture(loaded: VisionModel, picture: Any, statistic: str | None = None) -> record:
-    """Run the model on a picture of Pillow and record every attention of it, with one more key of `STATISTICS`.
+    """Run the model on a picture of Pillow and record every attention of it, with one more key of `SHOWN`.
 
     Raises:
         ArgumentError: if the model does not run on pictures alone.

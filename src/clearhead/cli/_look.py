@@ -15,6 +15,7 @@ from ._look_image import look_at_image, require_image
 from ._look_text import look_at_text
 from ._output import Outcome, deliver
 from ._progress import Work, at_work
+from ._seeing import SHOWN
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -44,8 +45,7 @@ def look(
         typer.Option(
             "--stat",
             metavar="NAME",
-            help="The number that the overview shows for each head: entropy, normalized_entropy, confidence, sink, "
-            "distance, previous, max_logit or output_norm.",
+            help=f"The number that the overview shows for each head: one of {', '.join(SHOWN)}.",
             show_default="entropy, and maps",
         ),
     ] = None,

@@ -34,7 +34,7 @@ def look_at_text(
     Args:
         text, model: as on the command line.
         layer, head: the head shown large. Default: chosen automatically.
-        statistic: a key of `STATISTICS`.
+        statistic: a key of `SHOWN`.
         work: what is at work.
     """
     recorded_with(statistic)  # refuses it before anything is loaded

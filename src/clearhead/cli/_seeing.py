@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from .._statistics.definitions import LARGEST, OF_WEIGHTS, STATISTICS
 from .._statistics.recorded import Recorded
+from .._statistics.statistic import Options
 from ..errors import ArgumentError, ClearheadError, UnseenAttentionWarning, explain_problem
 from ..inspection._record import record
 from ..integrations._hub import shortened
@@ -24,38 +26,32 @@ from ._demo import TextModel
 from ._errors import UsageProblem, warn
 from ._windows import Window
 
-#: What the overview can show, and which statistic of a record it is.
-STATISTICS = {
-    "entropy": "entropy",
-    "normalized_entropy": "entropy",
-    "confidence": "confidence",
-    "sink": "sink",
-    "distance": "distance",
-    "previous": "offset",
-    "max_logit": "max_logit",
-    "output_norm": "output_norm",
-}
-RECORDED = ("entropy", "received", "top_k", "map", "confidence", "sink", "distance", "offset", "max_logit")
-FROM_WEIGHTS = frozenset(STATISTICS) - {"max_logit", "output_norm"}
 PREVIOUS = "offset -1"
+#: What the overview can show, and which statistic of a record it is.
+SHOWN = {
+    "previous" if label == PREVIOUS else label: name
+    for name, kind in STATISTICS.items()
+    for label in kind.labels(Options())
+}
+RECORDED = (*OF_WEIGHTS, "max_logit")
 
 
 def shown_statistic(name: str | None) -> str:
-    """What a page calls a key of `STATISTICS`; the maps, where none is chosen."""
+    """What a page calls a key of `SHOWN`; the maps, where none is chosen."""
     return {None: "maps", "previous": PREVIOUS}.get(name, name) or "maps"
 
 
 def recorded_with(name: str | None) -> tuple[str, ...]:
-    """The statistics to record, with that of a key of `STATISTICS` if one is chosen.
+    """The statistics to record, with that of a key of `SHOWN` if one is chosen.
 
     Raises:
         UsageProblem: for another name.
     """
     if name is None:
         return RECORDED
-    if name not in STATISTICS:
-        raise UsageProblem(explain_problem("--stat", expected=f"one of {', '.join(STATISTICS)}", got=name))
-    return tuple(dict.fromkeys((*RECORDED, STATISTICS[name])))
+    if name not in SHOWN:
+        raise UsageProblem(explain_problem("--stat", expected=f"one of {', '.join(SHOWN)}", got=name))
+    return tuple(dict.fromkeys((*RECORDED, SHOWN[name])))
 
 
 #: Tokens of windows that run together; beyond, a batch saves nothing more and takes memory.
@@ -124,7 +120,7 @@ class Seen:
         self._length += length
         for name, layers in numbers.items():
             pairs = zip(self.numbers.get(name, layers), layers, strict=True)
-            merge = torch.maximum if name == "max_logit" else partial(torch.lerp, weight=length / self._length)
+            merge = torch.maximum if name in LARGEST else partial(torch.lerp, weight=length / self._length)
             self.numbers[name] = [merge(known, new) for known, new in pairs]
 
 
@@ -143,7 +139,7 @@ def see(
         loaded: the model.
         windows: from `cut_into_windows`.
         layer, head: the chosen ones. Default: the clearest in the first window.
-        statistic: a key of `STATISTICS`.
+        statistic: a key of `SHOWN`.
         next_part: called as often as `parts_of` says, after equal parts of the work.
 
     Raises:
@@ -151,8 +147,9 @@ def see(
         ArgumentError: if the model does not run on text.
     """
     statistics = recorded_with(statistic)
-    if statistic is not None and not loaded.clearhead and statistic not in FROM_WEIGHTS:
-        expected = f"one of {', '.join(sorted(FROM_WEIGHTS))} for {loaded.name}, whose attention cannot be replaced"
+    if statistic is not None and not loaded.clearhead and SHOWN[statistic] not in OF_WEIGHTS:
+        known = sorted(label for label, name in SHOWN.items() if name in OF_WEIGHTS)
+        expected = f"one of {', '.join(known)} for {loaded.name}, whose attention cannot be replaced"
         raise UsageProblem(explain_problem("--stat", expected=expected, got=statistic))
     seen: Seen | None = None
     warned: set[str] = set()
@@ -302,7 +299,7 @@ def shown_numbers(
 
 
 def numbers_of(picture: SectionPicture) -> dict[str, list[torch.Tensor]]:
-    """Statistic, as `STATISTICS` calls it → layer → (H,), of those that all layers have."""
+    """Statistic, as `SHOWN` calls it → layer → (H,), of those that all layers have."""
     layers = picture.layers
     names = [name for name in layers[0].numbers if all(name in layer.numbers for layer in layers)]
     return {

@@ -19,8 +19,9 @@ from .._environment import Environment, autocast_off, cast_for_autocast, read_en
 from .._statistics.arguments import DEFAULT, Per, counted_queries, make_options, query_marks, require_names, require_per
 from .._statistics.compute import attention_statistics as of_one_process
 from .._statistics.compute import compute_statistics
-from .._statistics.definitions import Options
+from .._statistics.definitions import need_values
 from .._statistics.result import AttentionStatistics
+from .._statistics.statistic import Options
 from .._weights import Queries, checked_queries, row_numbers
 from ..errors import KernelError
 from ..masks._base import Mask
@@ -179,7 +180,7 @@ def _read(query: Tensor, key: Tensor, mask: Mask | Tensor | None, layout: Layout
     request = Request(None, given["scale"], given["softcap"], given["sinks"])
     with torch.no_grad(), autocast_off(query):
         part = valid_call(query, key, values[0] if values else None, request, environment)
-    if {"output", "output_norm"}.isdisjoint(names):
+    if not need_values(names):
         part = replace(part, value=part.key[..., :0])
     for name in ("query_positions", "key_positions"):
         as_positions(name, given[name], per_head=name == "key_positions")

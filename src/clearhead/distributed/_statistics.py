@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast, final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,12 @@ from .._call.call import AttentionCall, valid_call, zero_hidden
 from .._call.request import Request
 from .._environment import Environment
 from .._statistics.compute import fold_blocks, results_of
-from .._statistics.definitions import STATISTICS, Options, Statistic, TopK
-from .._statistics.rows import BlockRows
-from .._statistics.totals import ONE_PROCESS, Totals
+from .._statistics.definitions import STATISTICS, need_values, shape_of
+from .._statistics.statistic import Options
+from .._statistics.totals import Totals
+from .._statistics.vectors import TopK
 from .._weights import Queries, row_numbers
+from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..masks._grid import Block
 from ._collectives import all_reduce_max, exchange, step, sum_of_own
@@ -106,13 +108,8 @@ class _OfOwnQueries:
         column = call.query.new_ones(batch, 1, length, 1, dtype=torch.bool)
         if counted is not None:
             column = counted[:, None, here, None]
-        gathered: list[Statistic] = [STATISTICS[name](call, options, column) for name in names if name != "rows"]
-        if "rows" in names:
-            chosen = _chosen(queries, self.whole)
-            slots = torch.full((self.whole.queries.length,), -1).index_copy_(0, here.cpu(), torch.arange(length))
-            gathered.append(_ChosenRows(call, options, column, slots[chosen[torch.isin(chosen, here.cpu())]]))
-        with_values = not {"output", "output_norm"}.isdisjoint(names)
-        return fold_blocks(self._blocks(call, column, with_values), gathered, call, self.totals)
+        statistics = [STATISTICS[name](call, options, column, queries, self.totals) for name in names]
+        return fold_blocks(self._blocks(call, column, need_values(names)), statistics, call)
 
     def _blocks(self, whole: AttentionCall, counted: Tensor, with_values: bool) -> Iterator[BlockRows]:
         for piece in self.pieces(with_values):
@@ -160,47 +157,20 @@ class _OfSomeHeads:
         counted: Tensor | None,
         queries: Queries | None,
     ) -> dict[str, Any]:
-        chosen = _chosen(queries, self.whole) if "rows" in names else None
+        chosen = row_numbers(queries, self.whole.queries.length, "queries")
         own = results_of(self.call, names, options, counted, queries)
 
         def cut(name: str, tensor: Tensor, rank: int) -> Tensor:
-            parts = self.whole.queries
-            if name == "rows" and chosen is not None:
+            shape, parts = shape_of(name), self.whole.queries
+            if "n" in shape and chosen is not None:
                 there = torch.isin(chosen, parts.positions(rank, chosen.device)).nonzero()[:, 0]
-                return tensor.index_select(2, there.to(tensor.device))
-            of = _OF.get(name, "queries")
-            if of == "heads":
-                return tensor
-            return (parts if of == "queries" else self.whole.keys).take(
-                tensor, 1 if name == "head_average" else 2, rank
-            )
+                return tensor.index_select(shape.index("n"), there.to(tensor.device))
+            for size, split in (("n", parts), ("L", parts), ("S", self.whole.keys)):
+                if size in shape:
+                    return split.take(tensor, shape.index(size), rank)
+            return tensor
 
         return with_all_heads(own, self.whole.group, cut, "context_parallel")
-
-
-#: What each result has a number of.
-_OF: dict[str, Literal["queries", "keys", "heads"]] = {
-    name: kind.of for kind in STATISTICS.values() for name in (*kind.per_head, kind.name)
-}
-
-
-@final
-class _ChosenRows(Statistic):
-    """The weights of chosen rows, (B, H, n, S)."""
-
-    def __init__(self, call: AttentionCall, options: Options, counted: Tensor | None, places: Tensor) -> None:
-        super().__init__(call, options, counted)
-        self._places = places  # (n,), among the rows that are here
-        self._weights = self.zeros(*self.row_shape[:2], len(places), self.column_shape[2])
-
-    def add(self, rows: BlockRows) -> None:
-        there = ((self._places >= rows.place.start) & (self._places < rows.place.stop)).nonzero()[:, 0]
-        if len(there):
-            target = self._weights[rows.block.batch, rows.block.heads, :, rows.columns]
-            target[:, :, there] = rows.weights[:, :, self._places[there] - rows.place.start]
-
-    def result(self, totals: Totals = ONE_PROCESS) -> dict[str, Any]:
-        return {"rows": self._weights}
 
 
 def shared_call(
@@ -270,19 +240,12 @@ def with_all_heads(
     whole: dict[str, Tensor] = {}
     for number, (name, like) in enumerate(zip(flat, own, strict=True)):
         each = [part[number].clone().view(like.dtype).view(like.shape) for part in received]
-        whole[name] = torch.stack(each).mean(0) if name == "head_average" else torch.cat(each, 1)
+        whole[name] = torch.cat(each, 1) if "H" in shape_of(name) else torch.stack(each).mean(0)
     joined: dict[str, Any] = {name: whole[name] for name in results if name in whole}
     for name, found in results.items():
         if isinstance(found, TopK):
             joined[name] = TopK(whole[f"{name}.indices"], whole[f"{name}.weights"])
     return joined
-
-
-def _chosen(queries: Queries | None, whole: Whole) -> Tensor:
-    """Numbers of the chosen queries of the whole, on the CPU."""
-    length = whole.queries.length
-    chosen = row_numbers(queries, length, "queries")
-    return torch.arange(length) if chosen is None else chosen.cpu()
 
 
 def _moved(place: slice, by: int) -> slice:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,61 +12,6 @@ from ._native import arguments_of, empty_weights, weights_strides
 from ._native_plan import NativeArguments
 from ._native_support import native_refusals, reads_in_place, refuses_statistics
 
-MOST_KEYS_OF_A_QUERY = 64  # in top-k: longer lists are no longer short beside the scores
-
-
-@dataclass
-class WeightStatistics:
-    """What is wanted of one call, as tensors that are written; ``None`` is not.
-
-    Args:
-        counted: bool (B, L), contiguous: the queries that sums over queries take in. ``None``: all.
-        largest: (B, H, L), the largest score, −∞ where nothing is seen.
-        visible: (B, H, L), how many keys are seen.
-        raw: (B, H, L), the largest scale · q·k of the keys that are seen, before soft-cap and bias; else −∞.
-        entropy: (B, H, L), in nats.
-        confidence: (B, H, L), the largest weight.
-        norm: (B, H, L), lengths of the outputs; needs `output`.
-        received: (B, H, S), sums over counted queries.
-        viewers: (B, H, S), how many counted queries see each key; with `received`.
-        top_weights: (B, H, L, k), falling.
-        top_keys: int64 (B, H, L, k), −1 where fewer are seen.
-        output: (B, H, L, Dv), what `attention` gives.
-        weights: (B, H, L, S), or (B, L, S) for their mean over the heads.
-        map: (B, H, R, C), what tile ⌊i·R/L⌋, ⌊j·C/S⌋ gets of counted queries: the sum, or the largest weight.
-        map_max: which of the two.
-        first_keys: int32 (B, H, t), keys whose weights are added up in `sink`; −1 is none.
-        sink: (B, H, L).
-        distance: (B, H, L), Σ p |i + shift − j|.
-        offsets: int64 (O,).
-        stripes: (B, H, L, O), the weight of key i + shift + offset, −1 where the row sees no such key.
-        shift: how far the first query stands after the first key.
-        exact: scores in double precision.
-    """
-
-    counted: Tensor | None
-    largest: Tensor
-    visible: Tensor
-    raw: Tensor | None = None
-    entropy: Tensor | None = None
-    confidence: Tensor | None = None
-    norm: Tensor | None = None
-    received: Tensor | None = None
-    viewers: Tensor | None = None
-    top_weights: Tensor | None = None
-    top_keys: Tensor | None = None
-    output: Tensor | None = None
-    weights: Tensor | None = None
-    map: Tensor | None = None
-    map_max: bool = False
-    first_keys: Tensor | None = None
-    sink: Tensor | None = None
-    distance: Tensor | None = None
-    offsets: Tensor | None = None
-    stripes: Tensor | None = None
-    shift: int = 0
-    exact: bool = False
-
 
 def refuses(call: AttentionCall) -> bool:
     """Whether the kernel cannot run the call, or gives no statistics of it."""
@@ -76,58 +20,28 @@ def refuses(call: AttentionCall) -> bool:
 
 
 def gather(
-    call: AttentionCall,
-    wanted: frozenset[str],
-    counted: Tensor | None,
-    *,
-    top_k: int = 0,
-    map_size: int = 0,
-    map_pooling: Literal["mass", "max"] = "mass",
-    first_keys: Tensor | None = None,
-    offsets: tuple[int, ...] = (),
-    exact: bool = False,
-) -> WeightStatistics:
-    """Compute the fields that are named; `largest` and `visible` always are.
+    call: AttentionCall, wanted: dict[str, Any], counted: Tensor | None, *, with_output: bool, exact: bool
+) -> dict[str, Any]:
+    """Write what is wanted of one call in one pass.
 
     Args:
         call: which attention.
-        wanted: names of fields, ``top`` for the two of them, ``head_average`` for the mean of ``weights``.
-        counted: bool (B, L), or ``None`` for all.
-        top_k: how many keys of each query.
-        map_size: R and C at most.
-        map_pooling: sums, or the largest weight.
-        first_keys: int (B, H, t), for ``sink``.
-        offsets: for ``stripes``, which needs positions that count up, as ``distance`` does.
+        wanted: tensors to write to, and sizes, by the names of ``Statistics`` in ``_native/problem.h``.
+        counted: bool (B, L), the queries that sums over queries take in, or ``None`` for all.
+        with_output: whether ``output`` (B, H, L, Dv) is wanted, what `attention` gives.
         exact: whether scores are computed in double precision, for calls of few keys: the scores of some rows are
             kept in the cache.
+
+    Returns:
+        `wanted`, with ``largest`` and ``visible`` (B, H, L), and with ``output`` where it is wanted.
     """
     request = arguments_of(call)
-    (batch, heads, length, _), keys = request.query.shape, request.key.shape[2]
-
-    def empty(*shape: int) -> Tensor:
-        return request.query.new_empty(batch, heads, *shape, dtype=torch.float32)
-
-    found = WeightStatistics(None if counted is None else counted.contiguous(), empty(length), empty(length))
-    found.map_max, found.exact, found.shift = map_pooling == "max", exact, call.grid.shift or 0
-    for name in wanted & {"raw", "entropy", "confidence", "norm", "distance"}:
-        setattr(found, name, empty(length))
-    if "received" in wanted:
-        found.received, found.viewers = empty(keys).zero_(), empty(keys).zero_()  # tasks add to them
-    if "top" in wanted:
-        found.top_weights = empty(length, top_k)
-        found.top_keys = found.top_weights.new_empty(found.top_weights.shape, dtype=torch.int64)
-    if wanted & {"output", "norm"}:
-        found.output = request.plan().empty_output(request.query)
-    if wanted & {"weights", "head_average"}:
-        found.weights = empty_weights(request, average="weights" not in wanted)
-    if "map" in wanted:
-        found.map = empty(min(map_size, length), min(map_size, keys)).zero_()
-    if "sink" in wanted and first_keys is not None:
-        found.first_keys, found.sink = first_keys.int().contiguous(), empty(length)
-    if "stripes" in wanted:
-        found.offsets, found.stripes = torch.tensor(offsets, dtype=torch.int64), empty(length, len(offsets))
-    request.plan().statistics(*request.inputs, request.extras, found.output, None, **_wanted(found))
-    return found
+    plan, rows = request.plan(), request.query.shape[:3]
+    wanted = {name: request.query.new_empty(rows, dtype=torch.float32) for name in ("largest", "visible")} | wanted
+    output = plan.empty_output(request.query) if with_output else None
+    options = {"counted": None if counted is None else counted.contiguous(), "exact": exact}
+    plan.statistics(*request.inputs, request.extras, output, shift=call.grid.shift or 0, **options, **wanted)
+    return wanted if output is None else wanted | {"output": output}
 
 
 def native_weights(
@@ -154,24 +68,6 @@ def native_weights(
     strides = weights_strides(weights)
     request.plan().statistics(*request.inputs, request.extras, weights=weights, weights_strides=strides, exact=exact)
     return weights
-
-
-def _wanted(found: WeightStatistics) -> dict[str, Tensor | int | tuple[int, ...] | None]:
-    """By the names of ``Statistics`` in ``_native/problem.h``."""
-    names = ("counted", "largest", "visible", "raw", "entropy", "confidence", "norm", "received", "viewers")
-    names += ("top_weights", "top_keys", "weights", "map", "first_keys", "sink", "distance", "offsets", "stripes")
-    wanted = {name: getattr(found, name) for name in (*names, "shift", "exact")}
-    if found.top_weights is not None:
-        wanted["top"] = found.top_weights.shape[-1]
-    if found.weights is not None:
-        wanted["weights_strides"] = weights_strides(found.weights)
-    if found.map is not None:
-        wanted |= {"map_rows": found.map.shape[2], "map_columns": found.map.shape[3], "map_max": found.map_max}
-    if found.first_keys is not None:
-        wanted["sink_keys"] = found.first_keys.shape[-1]
-    if found.offsets is not None:
-        wanted["offset_count"] = len(found.offsets)
-    return wanted
 
 
 def _of_rows(request: NativeArguments, rows: Tensor) -> NativeArguments:

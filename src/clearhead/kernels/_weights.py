@@ -1,4 +1,4 @@
-"""Weights of a validated call, with gradients: from the native kernel, or in blocks."""
+"""Weights of a validated call: with gradients, or as exact as statistics; from the native kernel, or in blocks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
-from .._environment import is_tracing, is_transformed
+from .._environment import autocast_off, is_tracing, is_transformed
 from ._base import Kernel
-from ._blocks import block_scores, block_weights, score_blocks
+from ._block_rows import BlockRows
+from ._blocks import block_scores, block_weights, exact_dtype, score_blocks
 from ._native_statistics import native_weights
 from ._second_order import backward_pass
 from ._weights_gradient import weights_by_operations, weights_gradients, weights_inputs
@@ -29,25 +30,42 @@ def compute_weights(call: AttentionCall, rows: Tensor | None, average: bool, for
     name = None if forced is None else forced.name
     if is_tracing() or is_transformed() or name == "reference":
         return weights_by_operations(call, rows, average)
-    # The native kernel gives float32, and a forced kernel must not be stood in for.
-    natively = name in (None, "native") and call.spec.compute_dtype == torch.float32
-    chosen = _Chosen(rows if rows is None else rows.to(call.query.device), average, natively)
+    # A forced kernel must not be stood in for.
+    chosen = _Chosen(_placed(rows, call), average, natively=name in (None, "native"))
     inputs = weights_inputs(call)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         return cast(Tensor, _Weights.apply(call, chosen, *inputs))
     return _forward(call, chosen)
 
 
+def exact_weights(call: AttentionCall, rows: Tensor | None, head: int | None = None) -> Tensor:
+    """Weights of chosen rows, (B, H, n, S) or (B, n, S) of one head, without gradients, scored in `exact_dtype`."""
+    with torch.no_grad(), autocast_off(call.query):
+        # Tracing needs PyTorch's own operators.
+        return _forward(call, _Chosen(_placed(rows, call), head=head, exact=True, natively=not is_tracing()))
+
+
+def _placed(rows: Tensor | None, call: AttentionCall) -> Tensor | None:
+    return None if rows is None else rows.to(call.query.device)
+
+
 @dataclass(frozen=True)
 class _Chosen:
-    """Which rows, ``None`` for all, whether their weights are averaged over the heads, and whether `native` may run."""
+    """Which weights are computed, and how.
+
+    Args:
+        rows: row numbers, ``None`` for all.
+        average: over the heads.
+        head: the only one, or ``None`` for all.
+        exact: scored in `exact_dtype`.
+        natively: whether `native` may run.
+    """
 
     rows: Tensor | None
-    average: bool
-    natively: bool
-
-    def count(self, call: AttentionCall) -> int:
-        return call.grid.query_length if self.rows is None else len(self.rows)
+    average: bool = False
+    head: int | None = None
+    exact: bool = False
+    natively: bool = True
 
 
 class _Weights(torch.autograd.Function):
@@ -76,16 +94,24 @@ class _Weights(torch.autograd.Function):
 
 
 def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:
-    native = native_weights(call, chosen.rows, chosen.average) if chosen.natively else None
-    if native is not None:
-        return native
-    batch, heads, keys = call.grid.batch_size, call.grid.num_heads, call.grid.key_length
-    shape = (batch, chosen.count(call), keys) if chosen.average else (batch, heads, chosen.count(call), keys)
-    result = call.query.new_zeros(shape, dtype=call.spec.compute_dtype)
-    for block, place, query, key in score_blocks(call, chosen.rows):
-        weights, _ = block_weights(call, block, block_scores(call, block, query, key)[0])
+    rows, head = chosen.rows, chosen.head
+    dtype = exact_dtype(call) if chosen.exact else call.spec.compute_dtype
+    # The native kernel gives float32.
+    if chosen.natively and call.spec.compute_dtype == torch.float32:
+        native = native_weights(call, rows, chosen.average, head=head, exact=dtype == torch.float64)
+        if native is not None:
+            return native if head is None else native[:, 0]  # (B, n, S)
+    heads, count = call.grid.num_heads, call.grid.query_length if rows is None else len(rows)
+    shape = (call.grid.batch_size, heads, count, call.grid.key_length)
+    # Zeros, because blocks leave out columns that the mask rules out.
+    result = call.query.new_zeros(shape[:1] + shape[2:] if chosen.average else shape, dtype=call.spec.compute_dtype)
+    for block, place, query, key in score_blocks(call, rows, dtype):
+        if chosen.exact:
+            weights = BlockRows(call, block, place, query, key).weights
+        else:
+            weights, _ = block_weights(call, block, block_scores(call, block, query, key)[0])
         if chosen.average:
             result[block.batch, place, block.columns] += weights.sum(1) / heads
         else:
             result[block.batch, block.heads, place, block.columns] = weights
-    return result
+    return result if head is None else result[:, head]  # (B, n, S)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .._checks import shown
 from .._statistics.compute import compute_statistics
+from .._statistics.definitions import PER_QUERY
 from .._statistics.recorded import Recorded
-from .._statistics.result import PER_QUERY, AttentionStatistics
+from .._statistics.result import AttentionStatistics
 from ..errors import DTypeError, RecordError, ShapeError
 from ._patches import Tiles
 from ._sections import Section, extent_of, find_sections, fitted, number_of_calls, span_of
@@ -225,12 +226,7 @@ def _layer(
         if statistic in found.names:
             values = found.results[statistic][item][:, rows]
             numbers[statistic] = ((values * sees).sum(-1) / sees.sum(-1).clamp(min=1)).float().cpu()
-    for statistic in ("max_logit", "raw_max_logit"):
-        if statistic in found.names:
-            numbers[statistic] = found.results[statistic][item].float().cpu()
-    if "offset" in found.names:
-        for place, offset in enumerate(found.options.offsets):
-            numbers[f"offset {offset:+d}"] = found.offset[item, :, place].float().cpu()
+    numbers |= {label: values[item].float().cpu() for label, values in found.head_numbers().items()}
     picture = LayerPicture(
         name=name,
         heads=found.heads,

@@ -13,13 +13,12 @@ from .._checks import FLOATS, items, shown, strided, text, with_values
 from .._checks import index as index_of
 from .._statistics.arguments import make_options
 from .._statistics.compute import compute_statistics
+from .._statistics.definitions import OF_WEIGHTS
 from .._statistics.patch_layout import PatchLayout
 from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
 from ..errors import ArgumentError, DTypeError, ShapeError, UnknownNameError, shape_text
 from ..masks._tensors import bias
-
-STATISTICS = ("entropy", "received", "confidence", "top_k", "sink", "distance", "offset", "map")
 
 
 def given(weights: Sequence[Tensor], names: Sequence[str] | None = None) -> Given:
@@ -73,7 +72,7 @@ class Given(Recorded):
     def __init__(self, calls: dict[str, AttentionCall]) -> None:
         self._calls = calls
         options = make_options(8, 128, "mass", 1, (-1,))
-        self._statistics = {name: [compute_statistics(call, STATISTICS, options, None)] for name, call in calls.items()}
+        self._statistics = {name: [compute_statistics(call, OF_WEIGHTS, options, None)] for name, call in calls.items()}
 
     def __getitem__(self, name: str, /) -> Sequence[AttentionStatistics]:
         if not isinstance(name, str) or name not in self._statistics:

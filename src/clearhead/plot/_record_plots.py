@@ -30,8 +30,7 @@ def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = N
 
     Args:
         rec: a record with the statistic.
-        statistic: a name of ``rec.summary()``: entropy, normalized_entropy, confidence, sink, distance, max_logit,
-            raw_max_logit, output_norm, or ``"offset -1"``. Default entropy.
+        statistic: a name of ``rec.summary()``, such as entropy, max_logit or ``"offset -1"``. Default entropy.
         ax: where to draw. Default: a new figure.
 
     Raises:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
-from ..kernels._blocks import block_scores, grouped
 from ..masks._grid import Block
+from ._blocks import block_scores, grouped
 
 GROUP = 64  # neighbouring keys whose largest score is kept, to find the top-k quickly
 
@@ -73,14 +73,14 @@ class BlockRows:
         return self.group_maxima.amax(-1, keepdim=True)
 
     @cached_property
-    def raw_largest(self) -> Tensor:
+    def raw(self) -> Tensor:
         """Largest scale · q·k of the visible keys, before soft-cap and bias, −∞ where none is, (b, h, l, 1)."""
         mask = self.call.mask
         # Scores are the raw ones then, and need no second product.
         if self.width == 0 or (self.call.spec.softcap is None and (mask is None or not mask.has_bias)):
             return self.largest
-        raw = grouped(self.query, self.key.transpose(-2, -1), self.call.spec.scale)  # (b, h, l, s)
-        return raw.masked_fill_(self._scores == float("-inf"), float("-inf")).amax(-1, keepdim=True)
+        products = grouped(self.query, self.key.transpose(-2, -1), self.call.spec.scale)  # (b, h, l, s)
+        return products.masked_fill_(self._scores == float("-inf"), float("-inf")).amax(-1, keepdim=True)
 
     @cached_property
     def shift(self) -> Tensor:

@@ -1,0 +1,108 @@
+"""Statistics with one number for each query."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, final
+
+import torch
+
+from ..kernels._block_rows import BlockRows
+from ..masks._grid import take
+from .statistic import MOST_NATIVE_KEYS, Statistic
+
+
+@final
+class Entropy(Statistic):
+    """Over keys: a sink is not a key. The normalized one is 0 where at most one key is visible."""
+
+    name = "entropy"
+    meaning = "−Σ_j p_ij ln p_ij, in nats"
+    beside: ClassVar = {"normalized_entropy": "entropy ÷ ln(visible keys)"}
+
+    def begin(self) -> None:
+        self._entropy, self._visible = self.zeros(*self.row_shape), self.zeros(*self.row_shape)
+
+    def add(self, rows: BlockRows) -> None:
+        # −Σ p ln p = Σ p · ln total − Σ p (s − shift), with s − shift = −∞ only where p = 0.
+        floor = torch.finfo(rows.shifted.dtype).min
+        shifted = rows.shifted if self.call.mask is None else rows.shifted.clamp(min=floor)
+        inner = torch.linalg.vecdot(rows.terms, shifted)[..., None] / rows.total
+        self.put(self._entropy, rows, rows.mass * rows.total.log() - inner)
+        self.put(self._visible, rows, rows.visible)
+
+    def result(self) -> dict[str, Any]:
+        entropy, visible = self._entropy.clamp_(min=0), self._visible
+        normalized = (entropy / visible.clamp(min=2).log()).masked_fill_(visible < 2, 0)
+        return {"entropy": entropy, "normalized_entropy": normalized}
+
+    def native(self) -> dict[str, Any]:
+        self.begin()
+        return {"entropy": self._entropy}
+
+    def read(self, written: dict[str, Any]) -> dict[str, Any]:
+        self._visible = written["visible"]
+        return self.result()
+
+
+@final
+class Confidence(Statistic):
+    """The largest weight."""
+
+    name = "confidence"
+    meaning = "max_j p_ij"
+
+    def add(self, rows: BlockRows) -> None:
+        where = (rows.block.batch, rows.block.heads, rows.place)
+        largest = (rows.largest - rows.shift).exp().to(rows.total.dtype) / rows.total
+        self.found[where] = torch.maximum(self.found[where], largest.squeeze(-1))
+
+    def native(self) -> dict[str, Any]:
+        self.begin()
+        return {"confidence": self.found}
+
+
+@final
+class Sink(Statistic):
+    """The mass on the first keys that any query of the item sees."""
+
+    name = "sink"
+    meaning = "Σ p_ij over the first t = `sink_keys` visible keys of the item"
+
+    def begin(self) -> None:
+        super().begin()
+        seen = self.call.coverage.keys  # (1 or B, 1 or H, S, 1)
+        if seen is None:
+            seen = torch.ones(1, 1, self.call.grid.key_length, 1, dtype=torch.bool, device=self.call.query.device)
+        self._first = (seen & (seen.cumsum(2) <= self.options.sink_keys)).to(self.call.spec.compute_dtype)
+
+    def add(self, rows: BlockRows) -> None:
+        first = take(take(self._first, 0, rows.block.batch), 1, rows.block.heads)[:, :, rows.columns]  # (…, s, 1)
+        self.put(self.found, rows, rows.terms @ first / rows.total)
+
+    def native(self) -> dict[str, Any] | None:
+        if self.options.sink_keys > MOST_NATIVE_KEYS:
+            return None
+        self.begin()
+        marks = self._first.squeeze(-1)  # (1 or B, 1 or H, S)
+        count = min(self.options.sink_keys, self.call.grid.key_length)
+        # A stable sort of the marks puts the numbers of the marked keys first, in order, without reading any.
+        there, places = marks.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
+        first = places.masked_fill(there == 0, -1)[..., :count]  # (1 or B, 1 or H, t)
+        first = first.expand(*self.row_shape[:2], count).int().contiguous()  # (B, H, t)
+        return {"first_keys": first, "sink_keys": count, "sink": self.found}
+
+
+@final
+class Distance(Statistic):
+    """The mean distance of the keys, weighted by the weights."""
+
+    name = "distance"
+    meaning = "Σ_j p_ij · |i − j|, in positions"
+
+    def add(self, rows: BlockRows) -> None:
+        away = (rows.block.q - rows.block.k).abs().to(rows.terms.dtype)  # (1 or b, 1, l, s)
+        self.put(self.found, rows, torch.linalg.vecdot(rows.terms, away)[..., None] / rows.total)
+
+    def native(self) -> dict[str, Any] | None:
+        self.begin()
+        return None if self.call.grid.shift is None else {"distance": self.found}

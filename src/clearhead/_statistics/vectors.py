@@ -1,0 +1,191 @@
+"""Statistics with a vector for each query: its keys, its weights or its output; and the output's length."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from .._weights import row_numbers
+from ..kernels._block_rows import GROUP, BlockRows
+from ..kernels._blocks import grouped
+from ..kernels._native import weights_strides
+from .statistic import MOST_NATIVE_KEYS, Statistic
+
+
+class TopK(NamedTuple):
+    """The keys each query attends to most, in falling order; index −1 and weight 0 where it sees fewer.
+
+    Args:
+        indices: int64 (B, H, L, k).
+        weights: (B, H, L, k).
+
+    Example:
+        >>> import torch, clearhead
+        >>> x = torch.eye(2)[None, None]
+        >>> found = clearhead.attention_statistics(x, x, clearhead.masks.causal(), statistics=("top_k",), top_k=2)
+        >>> found.top_k.indices.tolist()  # the first query sees one key
+        [[[[0, -1], [1, 0]]]]
+    """
+
+    indices: Tensor
+    weights: Tensor
+
+
+@final
+class TopKeys(Statistic):
+    """The k largest weights of every query and their keys, k = `top_k` or S if that is less."""
+
+    name = "top_k"
+    meaning = "the `top_k` keys with the largest p_ij, in falling order: `.indices` and `.weights`"
+    shape = ("B", "H", "L", "k")
+    averaged = False
+
+    @property
+    def _count(self) -> int:
+        return min(self.options.top_k, self.call.grid.key_length)
+
+    def begin(self) -> None:
+        self._weights = self.zeros(*self.row_shape, self._count)
+        self._shifted = torch.full_like(self._weights, float("-inf"))  # their scores, which order weights of zero too
+        self._indices = torch.full(self._weights.shape, -1, device=self._weights.device)
+
+    def add(self, rows: BlockRows) -> None:
+        # A block may hold fewer columns than k, and the row more of them in other blocks.
+        count = min(self._count, rows.width)
+        if count == 0:
+            return
+        values, columns = _largest_columns(rows, count)
+        where = (rows.block.batch, rows.block.heads, rows.place)
+        found = {
+            "_shifted": values,
+            "_weights": values.exp() / rows.total,
+            "_indices": (columns + rows.columns.start).masked_fill(values == float("-inf"), -1),
+        }
+        # With those of other columns of the same rows.
+        both = {name: torch.cat((getattr(self, name)[where], new), -1) for name, new in found.items()}
+        best = both["_shifted"].topk(self._count, -1).indices
+        for name, tensor in both.items():
+            getattr(self, name)[where] = tensor.gather(-1, best)
+
+    def result(self) -> dict[str, Any]:
+        return {"top_k": TopK(self._indices, self._weights)}
+
+    def native(self) -> dict[str, Any] | None:
+        if self._count > MOST_NATIVE_KEYS:
+            return None
+        weights = self.zeros(*self.row_shape, self._count)
+        return {"top": self._count, "top_weights": weights, "top_keys": torch.zeros_like(weights, dtype=torch.int64)}
+
+    def read(self, written: dict[str, Any]) -> dict[str, Any]:
+        return {"top_k": TopK(written["top_keys"], written["top_weights"])}
+
+
+def _largest_columns(rows: BlockRows, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest shifted scores of every row and their columns, (b, h, l, count).
+
+    Groups of 64 keys are ranked by their largest score first; the largest keys lie in the `count` best groups.
+    """
+    groups = rows.group_maxima.shape[-1]
+    if groups <= count:
+        return rows.shifted.topk(count, -1)
+    best = rows.group_maxima.topk(count, -1, sorted=False).indices  # (b, h, l, count)
+    columns = (best[..., None] * GROUP + torch.arange(GROUP, device=best.device)).flatten(-2)  # (b, h, l, count · 64)
+    # The last group may be short: places beyond it are read from the last column, and left out below.
+    candidates = rows.shifted.gather(-1, columns.clamp(max=rows.width - 1))
+    candidates.masked_fill_(columns >= rows.width, float("-inf"))
+    values, places = candidates.topk(count, -1)
+    return values, columns.gather(-1, places)
+
+
+@final
+class HeadAverage(Statistic):
+    """The one statistic as large as L × S, beside all rows."""
+
+    name = "head_average"
+    meaning = "the mean over heads of p_ij"
+    shape = ("B", "L", "S")
+
+    def begin(self) -> None:
+        self.found = self.zeros(self.row_shape[0], self.row_shape[2], self.column_shape[2])
+
+    def add(self, rows: BlockRows) -> None:
+        self.found[rows.block.batch, rows.place, rows.columns] += rows.weights.sum(1) / self.row_shape[1]
+
+    def native(self) -> dict[str, Any]:
+        self.begin()
+        return {"weights": self.found, "weights_strides": weights_strides(self.found)}
+
+
+class _MixedValues(Statistic):
+    """Σ_j p_ij v_j (B, H, L, Dv), or what is computed of it."""
+
+    of = "values"
+
+    def begin(self) -> None:
+        self.found = self.zeros(*self.row_shape, self.call.value.shape[-1])
+
+    def add(self, rows: BlockRows) -> None:
+        mixed = grouped(rows.terms, rows.value.to(rows.terms.dtype)) / rows.total  # (b, h, l, Dv)
+        self.found[rows.block.batch, rows.block.heads, rows.place] += mixed
+
+
+@final
+class Output(_MixedValues):
+    """What `attention` gives without dropout."""
+
+    name = "output"
+    meaning = "Σ_j p_ij v_j, the output of `attention` without dropout, in the inputs' dtype"
+    shape = ("B", "H", "L", "Dv")
+    averaged = False
+
+    def result(self) -> dict[str, Any]:
+        return {"output": self.found.to(self.call.query.dtype)}
+
+    def native(self) -> dict[str, Any]:
+        return {}
+
+    def read(self, written: dict[str, Any]) -> dict[str, Any]:
+        return {"output": written["output"]}
+
+
+@final
+class OutputNorm(_MixedValues):
+    """The length of what a head writes (Kobayashi et al., 2020)."""
+
+    name = "output_norm"
+    meaning = "‖Σ_j p_ij v_j‖"
+
+    def result(self) -> dict[str, Any]:
+        return {"output_norm": torch.linalg.vector_norm(self.found, dim=-1)}
+
+    def native(self) -> dict[str, Any]:
+        return {"norm": self.zeros(*self.row_shape)}
+
+    def read(self, written: dict[str, Any]) -> dict[str, Any]:
+        return {"output_norm": written["norm"]}
+
+
+@final
+class Rows(Statistic):
+    """The weights themselves. Where one process holds the call, a pass over these rows alone computes them."""
+
+    name = "rows"
+    meaning = "p_i of the n queries in `queries`"
+    shape = ("B", "H", "n", "S")
+    averaged = False
+
+    def begin(self) -> None:
+        length = self.call.grid.query_length
+        here, chosen = self.totals.rows(length, torch.device("cpu")), row_numbers(self.queries, length, "queries")
+        slots = torch.full((length,), -1).index_copy_(0, here, torch.arange(len(here)))
+        places = slots if chosen is None else slots[chosen.cpu()]
+        self._places = places[places >= 0]  # (n,), among the rows that are here
+        self.found = self.zeros(*self.row_shape[:2], len(self._places), self.column_shape[2])
+
+    def add(self, rows: BlockRows) -> None:
+        there = ((self._places >= rows.place.start) & (self._places < rows.place.stop)).nonzero()[:, 0]
+        if len(there):
+            target = self.found[rows.block.batch, rows.block.heads, :, rows.columns]
+            target[:, :, there] = rows.weights[:, :, self._places[there] - rows.place.start]
