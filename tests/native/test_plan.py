@@ -55,7 +55,6 @@ def test_defaults_suffice() -> None:
         ({"scale": "1"}, TypeError, "Plan: scale is not a number"),
         ({"dropout_threshold": 65537}, ValueError, "Plan: dropout_threshold is above 65536"),
         ({"documents": 1}, ValueError, "Plan: documents lie in a batch of 1"),
-        ({"cu_seqlens_bytes": 2}, ValueError, "Plan: cu_seqlens_bytes is not 4 or 8"),
         ({"softcpa": 1.0}, TypeError, "Plan: unknown argument 'softcpa'"),
     ],
 )

@@ -74,10 +74,6 @@ void read_masks(NamedArguments& args, PlanObject& plan) {
 void read_documents(NamedArguments& args, PlanObject& plan) {
     Documents& documents = plan.documents;
     documents.count = args.integer_or("documents", 0, 0);
-    documents.from_end = args.flag("from_end");
-    const int64_t bytes = args.integer_or("cu_seqlens_bytes", 8);
-    documents.wide = bytes == 8;
-    if (bytes != 4 && bytes != 8) args.fail(PyExc_ValueError, "cu_seqlens_bytes", "is not 4 or 8");
     if (documents.count == 0) return;
     if (plan.problem.batch != 1) args.fail(PyExc_ValueError, "documents", "lie in a batch of 1");
     if (plan.spans || plan.visible || plan.bias)
@@ -138,7 +134,7 @@ bool accept(const void* address, bool planned, const char* name) {
 
 // What all methods take first: the addresses of query, key, value, output, lse, sinks, first, last, visible and bias,
 // the seed of dropout, the first item that it counts from, how many heads there are of it (0: those of the plan) and its
-// first head, row and key, the addresses of the documents' starts and lengths, how many threads, and which instruction set.
+// first head, row and key, the addresses of the documents' starts, how many threads, and which instruction set.
 bool read_call(const PlanObject& plan, Addresses& args, Call& call) {
     Problem& p = call.problem;
     p = plan.problem, call.documents = plan.documents;
@@ -149,8 +145,7 @@ bool read_call(const PlanObject& plan, Addresses& args, Call& call) {
     p.seed = static_cast<uint64_t>(args.integer()), p.first_item = args.integer(), p.all_heads = args.integer();
     p.first_head = args.integer(), p.first_row = args.integer(), p.first_key = args.integer();
     if (p.all_heads == 0) p.all_heads = p.heads;
-    call.documents.rows = args.pointer<const void>(), call.documents.keys = args.pointer<const void>();
-    call.documents.key_lengths = args.pointer<const void>();
+    call.documents.rows = args.pointer<const int64_t>(), call.documents.keys = args.pointer<const int64_t>();
     call.threads = args.integer(), call.set = args.integer();
     if (!p.visible.data) p.visible = View();  // whose strides would look like a mask's
     if (!p.bias.data) p.bias = View();
@@ -167,7 +162,7 @@ bool check_call(const Call& call) {
     if (documents.count == 0) return true;
     const Problem& p = call.problem;
     if (documents.rows && documents.keys && documents.fit(p.rows, p.keys)) return true;
-    PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of documents have to rise from 0 to at most the number of all");
+    PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of documents have to rise from 0 to the number of all");
     return false;
 }
 

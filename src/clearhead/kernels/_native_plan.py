@@ -31,8 +31,7 @@ class Extras(NamedTuple):
         seed: int64 scalar; dropout is drawn from it.
         first_item: which item of a larger batch the first one is, for dropout.
         origin: where the call begins in a larger one, for dropout; ``None``: it is the whole.
-        cu_seqlens_q, cu_seqlens_k: (documents + 1,), where documents begin and the last ends.
-        key_lengths: (documents,) of the same dtype, how many keys of each are used; ``None``: all.
+        cu_seqlens_q, cu_seqlens_k: int64 (documents + 1,), where documents begin and the last ends.
     """
 
     sinks: Tensor | None = None
@@ -45,7 +44,6 @@ class Extras(NamedTuple):
     origin: DropoutOrigin | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
-    key_lengths: Tensor | None = None
 
     def addresses(self) -> tuple[int, ...]:
         """As `Plan`'s methods take them; the seed is a number."""
@@ -76,9 +74,7 @@ class NativePlan:
         bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
         differentiable: whether `backward` may be called; the output is then float32 whatever the dtype.
         contiguous_gradients: whether gradients of query, key and value are; by default they are laid out as the inputs.
-        documents: how many there are; 0 for a batch. Bands, key lengths and dropout count within a document.
-        from_end: whether the band of a document counts from its end: its last row stands at its last key.
-        cu_seqlens_dtype: int64 or int32.
+        documents: how many there are; 0 for a batch. Bands and dropout count within a document.
 
     Example:
         >>> import torch
@@ -111,8 +107,6 @@ class NativePlan:
         differentiable: bool = False,
         contiguous_gradients: bool = False,
         documents: int = 0,
-        from_end: bool = False,
-        cu_seqlens_dtype: torch.dtype = torch.int64,
     ) -> None:
         (batch, heads, rows, dim), (_, kv_heads, keys, value_dim) = query[0], value[0]
         inputs = (query, key, value)
@@ -160,8 +154,6 @@ class NativePlan:
             dropout_threshold=round(dropout_p * _LEVELS),
             wide_output=differentiable,
             documents=documents,
-            from_end=from_end,
-            cu_seqlens_bytes=cu_seqlens_dtype.itemsize,
         )
         # Looked up once: tiny calls would notice.
         self._forward, self._backward, self._statistics = plan.forward, plan.backward, plan.statistics
