@@ -11,7 +11,8 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead._call.spec import Layout
-from clearhead.kernels._native_plan import Extras, NativePlan
+from clearhead.kernels._native_arguments import Extras
+from clearhead.kernels._native_plan import NativePlan
 from tests.support.native import needs_native, threads
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 13, 7
