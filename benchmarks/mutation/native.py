@@ -102,13 +102,13 @@ FAULTS = (
         "a bias of the lowest number hides a key",
     ),
     Fault(
-        "masks.h",
+        "tile_masks.h",
         "if (marks && p.visible.row == 0 && (rows.one_head || p.visible.head == 0)) {",
         "if (marks && p.visible.row == 0) {",
         "per-head key masks of a tile with several heads",
     ),
     Fault(
-        "backward.h",
+        "backward_tile.h",
         "(p.lse_gradient ? p.lse_gradient[place] : 0)",
         "0",
         "the gradient of lse is dropped",
@@ -120,7 +120,7 @@ FAULTS = (
         "the gradient of values is taken without dropout",
     ),
     Fault(
-        "backward.h",
+        "backward_tile.h",
         "        if (usual) missing[lane] = static_cast<float>(lse[lane] - exact);\n",
         "",
         "the rounding of lse is not made up for in gradients",
@@ -138,20 +138,20 @@ FAULTS = (
         "only a chunk's last row is asked for keys",
     ),
     Fault(
-        "driver.cpp",
+        "driver_backward.cpp",
         "p.group() == 1 || p.lse_head == p.rows;",
         "true;",
         "gradients by parts of the keys read the lse of another head",
     ),
     Fault(
-        "driver.cpp",
+        "driver_backward.cpp",
         "    clear_bias_gradient(p);\n    if",
         "    if",
         "the gradient of a bias is added up twice where a call is repeated",
     ),
     Fault("documents.cpp", ", p.first_item = d;", ";", "every packed sequence drops the same weights"),
     Fault(
-        "statistics.h",
+        "row_results.h",
         "entropy = sum * factor * (lse - row_max);",
         "entropy = lse - row_max;",
         "entropy counts the sink's weight",

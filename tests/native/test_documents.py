@@ -11,7 +11,8 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead._call.spec import Layout
-from clearhead.kernels._native_plan import Extras, NativePlan
+from clearhead.kernels._native_arguments import Extras
+from clearhead.kernels._native_plan import NativePlan
 from tests.support.native import needs_native, threads
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 6, 3, 13, 7
@@ -23,14 +24,13 @@ pytestmark = needs_native
 BANDS: dict[str, dict[str, Any]] = {
     "all": {},
     "causal": {"high": 0},
-    "causal from the end": {"high": 0, "from_end": True},
     "window": {"low": -31, "high": 5},
 }
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "soft-cap": {"softcap": 1.5}}
 
 
-def starts(lengths: list[int], before: int = 0, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).add(before).to(dtype)
+def starts(lengths: list[int], before: int = 0) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).add(before)
 
 
 def inputs(dtype: torch.dtype, rows: list[int] = ROWS, keys: list[int] = KEYS) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,17 +65,15 @@ def one_by_one(
     band: dict[str, Any],
     options: dict[str, Any],
     sinks: Tensor | None,
-    key_lengths: list[int] = KEYS,
 ) -> dict[str, Tensor]:
     """What `reference` computes of each document in float64."""
     leaves = [tensor.double().requires_grad_() for tensor in tensors]
     cu_q, cu_k = starts(ROWS).tolist(), starts(KEYS).tolist()
     outputs, lses = [], []
     for d in range(len(ROWS)):
-        rows, used = slice(cu_q[d], cu_q[d + 1]), slice(cu_k[d], cu_k[d] + key_lengths[d])
+        rows, used = slice(cu_q[d], cu_q[d + 1]), slice(cu_k[d], cu_k[d + 1])
         query, key, value = leaves[0][:, :, rows], leaves[1][:, :, used], leaves[2][:, :, used]
-        shift = key.shape[2] - query.shape[2] if band.get("from_end") else 0
-        low, high = band.get("low", -(10**4)) + shift, band.get("high", 10**4) + shift
+        low, high = band.get("low", -(10**4)), band.get("high", 10**4)
         seen = torch.arange(query.shape[2])[:, None]
         mask = (torch.arange(key.shape[2]) - seen >= low) & (torch.arange(key.shape[2]) - seen <= high)
         with clearhead.use_kernel("reference"):
@@ -118,36 +116,11 @@ def test_half_precision(dtype: torch.dtype, instructions: str) -> None:
     assert_close(found, one_by_one(tensors, gradient, BANDS["causal"], {}, None), 1e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_starts_of_both_dtypes_heads_side_by_side_and_lengths_of_keys(dtype: torch.dtype, instructions: str) -> None:
-    plain = inputs(torch.float32)
-    tensors = tuple(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in plain)
+def test_heads_side_by_side(instructions: str) -> None:
+    tensors = tuple(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs(torch.float32))
     gradient = torch.randn(1, HEADS, sum(ROWS), VALUE_DIM)
-    lengths = [60, 0, 16, 211, 0, 0, 1290, 0]
-    for tensor in tensors[1:]:
-        for end, length, used in zip(starts(KEYS)[1:].tolist(), KEYS, lengths, strict=True):
-            tensor[:, :, end - length + used : end] = torch.nan
-    starts_of = {"cu_seqlens_q": starts(ROWS, dtype=dtype), "cu_seqlens_k": starts(KEYS, dtype=dtype)}
-    extras = extras_of(key_lengths=torch.tensor(lengths, dtype=dtype), **starts_of)
-    found = run(made(tensors, high=0, cu_seqlens_dtype=dtype), tensors, extras, gradient)
-    finite = tuple(tensor.nan_to_num() for tensor in tensors)
-    assert_close(found, one_by_one(finite, gradient, BANDS["causal"], {}, None, lengths))
-
-
-def test_tokens_of_no_document() -> None:
-    tensors = inputs(torch.float32)
-    extras = extras_of(cu_seqlens_q=torch.tensor([2, 5, 11]), cu_seqlens_k=torch.tensor([1, 7, 9]))
-    for tensor, first, last in zip(tensors, (2, 1, 1), (11, 9, 9), strict=True):
-        tensor[:, :, :first] = tensor[:, :, last:] = torch.nan
-    gradient = torch.full((1, HEADS, sum(ROWS), VALUE_DIM), torch.nan)
-    gradient[:, :, 2:11] = 1
-    found = run(made(tensors, documents=2), tensors, extras, gradient)
-    assert (found["lse"][:, :, :2] == -torch.inf).all()
-    assert (found["lse"][:, :, 11:] == -torch.inf).all()
-    for name, first, last in (("output", 2, 11), ("query", 2, 11), ("key", 1, 9), ("value", 1, 9)):
-        assert found[name].isfinite().all()
-        assert not found[name][:, :, :first].any()
-        assert not found[name][:, :, last:].any()
+    found = run(made(tensors, high=0), tensors, extras_of(), gradient)
+    assert_close(found, one_by_one(tensors, gradient, BANDS["causal"], {}, None))
 
 
 @pytest.mark.parametrize("poisoned", range(4))
@@ -175,8 +148,11 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="documents take no tensors of masks"):
         made(tensors, visible=((1, 1, 1, sum(KEYS)), (0, 0, 0, 1)))
     plan = made(tensors)
-    for wrong in (starts(ROWS, before=1), starts(ROWS).flip(0), starts(ROWS, before=-1)):
-        with pytest.raises(ValueError, match="cu_seqlens: starts of documents have to rise"):
+    too_short = starts([*ROWS[:-2], ROWS[-2] - 1, 0])
+    for wrong in (starts(ROWS, before=1), starts(ROWS).flip(0), starts(ROWS, before=-1), too_short):
+        with pytest.raises(
+            ValueError, match="cu_seqlens: starts of documents have to rise from 0 to the number of all"
+        ):
             plan.forward(*tensors, extras_of(cu_seqlens_q=wrong))
     with pytest.raises(ValueError, match="cu_seqlens"):
         plan.forward(*tensors)

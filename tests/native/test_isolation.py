@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from clearhead._call.spec import Layout
-from clearhead.kernels._native_plan import Extras, NativePlan
+from clearhead.kernels._native_arguments import Extras
+from clearhead.kernels._native_plan import NativePlan
 from tests.support.native import needs_native, on_every_set
 
 BATCH, HEADS, KV_HEADS, DIM, VALUE_DIM = 2, 4, 2, 13, 7

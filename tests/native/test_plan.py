@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import clearhead._native
 from clearhead._call.spec import Layout
-from clearhead._native import extension, instruction_sets
-from clearhead.kernels._native_plan import Extras, NativePlan
+from clearhead._native import extension, instruction_sets, require_arguments
+from clearhead.kernels._native_arguments import NO_EXTRAS, OPERANDS, Extras
+from clearhead.kernels._native_plan import NativePlan
+from clearhead.masks._grid import Offset
 from tests.support.native import needs_native
 
 pytestmark = needs_native
@@ -55,7 +60,6 @@ def test_defaults_suffice() -> None:
         ({"scale": "1"}, TypeError, "Plan: scale is not a number"),
         ({"dropout_threshold": 65537}, ValueError, "Plan: dropout_threshold is above 65536"),
         ({"documents": 1}, ValueError, "Plan: documents lie in a batch of 1"),
-        ({"cu_seqlens_bytes": 2}, ValueError, "Plan: cu_seqlens_bytes is not 4 or 8"),
         ({"softcpa": 1.0}, TypeError, "Plan: unknown argument 'softcpa'"),
     ],
 )
@@ -71,6 +75,44 @@ def test_calls_give_what_the_plan_was_made_for() -> None:
         plan.forward(x, x, x, Extras(visible=torch.ones(1, 1, 1, 5, dtype=torch.bool)))
     with pytest.raises(TypeError, match="unknown argument 'entorpy'"):
         plan.statistics(x, x, x, entorpy=torch.empty(2, 3, 5))
+
+
+def test_addresses_come_in_the_declared_order() -> None:
+    tensors: dict[str, Any] = {name: torch.randn(2, 3, 5, 4) for name in OPERANDS}
+    layouts = (Layout.of(tensors[name]) for name in ("query", "key", "value"))
+    operands, *_ = NativePlan(torch.float32, *layouts, scale=0.5)._arguments(**tensors, extras=NO_EXTRAS)
+    assert operands == tuple(tensor.data_ptr() for tensor in tensors.values())
+    tensors = {name: torch.zeros(1) for name in Extras._fields[:-1]}
+    extras = Extras(**tensors, offset=Offset(7, 2, 3, 5, 11)).arguments()
+    assert extras == (*(tensor.data_ptr() for tensor in tensors.values()), 7, 2, 3, 5, 11)
+
+
+OF_OTHER_SOURCES = (
+    "It was built from other sources: run python setup.py build_ext --inplace --force, or install Clearhead again."
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "got"), [({"arguments": {"operands": ("key", "query")}}, "key, query"), ({}, "none")]
+)
+def test_an_extension_of_other_sources_is_refused(
+    arguments: dict[str, Any], got: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stale = SimpleNamespace(__name__="clearhead._native._attention", **arguments)
+    monkeypatch.setattr(clearhead._native, "extension", stale)
+    text = f"operands of clearhead._native._attention: expected query, key, got {got}. {OF_OTHER_SOURCES}"
+    with pytest.raises(ImportError, match=f"^{re.escape(text)}$"):
+        require_arguments(operands=("query", "key"))
+
+
+def test_it_is_refused_when_it_is_loaded() -> None:
+    program = (
+        "import sys, types; name = 'clearhead._native._attention'; sys.modules[name] = types.ModuleType(name);"
+        "import clearhead"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    text = f"ImportError: operands of clearhead._native._attention: expected {', '.join(OPERANDS)}, got none. "
+    assert text + OF_OTHER_SOURCES in found.stderr
 
 
 def test_rows_with_gaps() -> None:

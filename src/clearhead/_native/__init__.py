@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterable
+from functools import cache
 from types import ModuleType
 
 from .._environment import Forced, forcing
@@ -30,6 +31,30 @@ def _load() -> tuple[ModuleType | None, str]:
 
 #: The compiled module, or ``None``, and then why. Plain names, which a tracing compiler can read.
 extension, why_missing = _load()
+
+
+def require_arguments(**expected: tuple[str, ...]) -> None:
+    """Compare what Python passes for each call with what the extension reads.
+
+    Args:
+        expected: names in their order, by the sequences of ``call.cpp``.
+
+    Raises:
+        ImportError: for an extension that was built from other sources.
+    """
+    for sequence, names in expected.items():
+        found = getattr(extension, "arguments", {}).get(sequence, ())
+        if extension is not None and found != names:
+            raise ImportError(
+                explain_problem(
+                    f"{sequence} of {extension.__name__}",
+                    expected=", ".join(names),
+                    got=", ".join(found) or "none",
+                    fix="It was built from other sources: run python setup.py build_ext --inplace --force, "
+                    "or install Clearhead again.",
+                )
+            )
+
 
 _sets: dict[str, int] = {}
 _VARIABLE = "CLEARHEAD_ISA"
@@ -89,8 +114,13 @@ def instruction_set() -> str | None:
 
 def instruction_set_number() -> int:
     """The same as the compiled module counts them."""
-    sets = _numbers()
-    return sets[_forced.stack[-1]] if _forced.stack else next(iter(sets.values()))
+    stack = _forced.stack
+    return _numbers()[stack[-1]] if stack else _first_number()
+
+
+@cache
+def _first_number() -> int:
+    return next(iter(_numbers().values()))
 
 
 class use_instruction_set(forcing[str]):

@@ -6,25 +6,10 @@
 // be all there is of ds. But the sum of ds over the keys is known: 0 without sinks and dl. In float32, ds of a key whose
 // weight is above one half (the heavy key of its row) is therefore that sum less ds of the other keys, added at the end.
 #pragma once
+#include "backward_tile.h"
 #include "decode.h"
 
 namespace clearhead::ISA {
-
-constexpr float HEAVY_WEIGHT = 0.51f;  // so far above one half that rounding cannot make two keys of a row heavy
-
-struct BackwardTile {
-    Rows rows;
-    float *query_lanes, *gradient_lanes;  // (D × V·LANES), (Dv × V·LANES)
-    float *query_rows, *gradient_rows;    // (V·LANES × D), (V·LANES × Dv), columns padded to whole vectors
-    float* few_queries;                   // the queries as decoding reads them, where it was the forward pass
-    float *query_sums, *query_totals;     // (D × V·LANES), of a run of keys, and of those before or null
-    float lse[TILE], correction[TILE];    // lse in units of log 2, rounded,
-    float missing[TILE];                  // and the factor of the weights that makes up for the rounding
-    float heavy_above[TILE];              // the weight above which a key is the heavy one,
-    int32_t heavy_key[TILE];              // which one it is, or −1,
-    float heavy_slope[TILE];              // that of the soft-cap at its score,
-    double light_sum[TILE];               // and the sum of ds of all other keys
-};
 
 // Working memory of one task.
 struct BackwardRoom {
@@ -147,27 +132,6 @@ static void keep_heavy_slopes(BackwardTile& tile, int64_t start, int64_t stop, c
     }
 }
 
-// to += factor · from
-INLINE void add_row(const float* from, float factor, int64_t count, float* to) {
-    for (int64_t j = 0; j < count; j += LANES)
-        store_some(to + j, load_some(to + j, count - j) + factor * load_some(from + j, count - j), count - j);
-}
-
-// Adds what ds of the heavy keys contribute to the gradients, dq of which is written.
-static void add_heavy_keys(const Problem& p, const BackwardTile& tile, int64_t batch, int64_t kv_head, float* key_sums) {
-    for (int64_t lane = 0; lane < tile.rows.count; lane++) {
-        const int64_t head = tile.rows.head[lane], row = tile.rows.row[lane], key = tile.heavy_key[lane];
-        if (p.heavy_keys)
-            p.heavy_keys[p.row_place(batch, head, row)] = {tile.light_sum[lane] * tile.missing[lane], key, tile.heavy_slope[lane]};
-        if (p.heavy_keys || key < 0) continue;
-        const double ds = p.sum_of_score_gradients(batch, head, row) - tile.light_sum[lane] * tile.missing[lane];
-        const float of_bias = static_cast<float>(ds), of_product = of_bias * tile.heavy_slope[lane];
-        if (p.bias_gradient.data) p.bias_gradient.at<float>(batch, head, row)[key] += of_bias;
-        add_row(p.key.at<float>(batch, kv_head, key), of_product * p.scale, p.dim, p.query_gradient.at<float>(batch, head, row));
-        add_row(p.query.at<float>(batch, head, row), of_product, p.dim, key_sums + key * lanes_up(p.dim));
-    }
-}
-
 // ds, which is what a bias has for a gradient, from the lanes back into its rows.
 template <int V>
 static void add_to_bias_gradient(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
@@ -243,124 +207,9 @@ static void attend_back(const Problem& p, BackwardTile& tile, int64_t batch, int
 
 static int64_t tiles_at_once(const Problem& p) { return p.dim + p.value_dim > 256 ? 4 : 8; }
 
-static int64_t tile_floats(const Problem& p) {
-    return TILE * (3 * step_up(p.dim) + p.value_dim + 2 * lanes_up(p.dim) + lanes_up(p.value_dim)) + 7 * 16;
-}
-
 [[maybe_unused]] static int64_t backward_scratch(const Problem& p, int64_t task_rows) {
     const int64_t tiles = smaller(tiles_at_once(p), (task_rows + TILE - 1) / TILE);
     return BLOCK * (step_up(p.dim) + p.value_dim) + 3 * BLOCK * TILE + MASK_SCRATCH_FLOATS + tiles * tile_floats(p) + 6 * 16;
-}
-
-// dk (S × D), then dv (S × Dv), columns padded to whole vectors.
-static int64_t keys_summed(const Problem& p) { return round_up(p.keys, KEY_STEP); }
-static int64_t sums_size(const Problem& p) { return keys_summed(p) * (lanes_up(p.dim) + lanes_up(p.value_dim)); }
-
-// The rows of a tile one under the other, times a factor and their own ones; zeros where there is no row.
-template <class T>
-static void copy_rows(const View& view, const Rows& rows, int64_t batch, int64_t columns, float factor,
-                      const float* factors, float* to) {
-    const int64_t stride = lanes_up(columns);
-    for (int64_t lane = 0; lane < rows.vectors * LANES; lane++, to += stride) {
-        if (lane >= rows.count) {
-            memset(to, 0, static_cast<size_t>(stride) * sizeof(float));
-            continue;
-        }
-        const T* from = view.at<T>(batch, rows.head[lane], rows.row[lane]);
-        for (int64_t j = 0; j < columns; j += LANES)
-            store(to + j, factor * factors[lane] * load_some(from + j, columns - j));
-    }
-}
-
-typedef double Doubles __attribute__((vector_size(LANES * 4)));
-
-// Σ of products, in float64: what cancels in dp − δ is as large as δ, and its error is the same for all keys.
-template <class T>
-INLINE double dot(const float* x, const T* y, int64_t count) {
-    typedef float Half __attribute__((vector_size(LANES * 2)));
-    Doubles total = {};
-    for (int64_t j = 0; j < count; j += LANES) {
-        const Floats both[2] = {load_some(x + j, count - j), load_some(y + j, count - j)};
-        Half halves[4];
-        memcpy(halves, both, sizeof both);
-        for (int n = 0; n < 2; n++)
-            total += __builtin_convertvector(halves[n], Doubles) * __builtin_convertvector(halves[n + 2], Doubles);
-    }
-    for (int half = LANES / 4; half > 0; half /= 2)
-        for (int lane = 0; lane < half; lane++) total[lane] += total[lane + half];
-    return total[0];
-}
-
-template <class T>
-static void correct(const Problem& p, int64_t batch, const Rows& rows, float* lse, float* correction, float* missing) {
-    for (int64_t lane = 0; lane < TILE; lane++) {
-        lse[lane] = -LOWEST;  // a lane without a row has weights of zero
-        correction[lane] = missing[lane] = 0;
-        if (lane >= rows.count) continue;
-        const int64_t place = p.row_place(batch, rows.head[lane], rows.row[lane]);
-        const float* output = p.exact_output.at<float>(batch, rows.head[lane], rows.row[lane]);
-        const T* gradient = p.output_gradient.at<T>(batch, rows.head[lane], rows.row[lane]);
-        const double delta = dot(output, gradient, p.value_dim);
-        correction[lane] = static_cast<float>(delta - (p.lse_gradient ? p.lse_gradient[place] : 0));
-        // No weight can be told from the lowest lse, that of a row whose every score is the lowest number: it has none here.
-        const double exact = p.lse[place] * LOG2_OF_E;
-        const bool usual = p.lse[place] != -INFINITY && p.lse[place] != LOWEST;
-        lse[lane] = usual ? static_cast<float>(exact) : p.lse[place] == LOWEST ? -LOWEST : 0;
-        if (usual) missing[lane] = static_cast<float>(lse[lane] - exact);
-        p.correction[place] = correction[lane];
-    }
-    for (int lane = 0; lane < TILE; lane += LANES) store(missing + lane, exp2(load(missing + lane)));
-}
-
-template <class SomeTile>
-static void clear_query_sums(SomeTile& tile, int64_t floats) {
-    memset(tile.query_sums, 0, static_cast<size_t>(floats) * sizeof(float));
-    if (tile.query_totals) memset(tile.query_totals, 0, static_cast<size_t>(floats) * sizeof(float));
-}
-
-// Adds the sums of a run to the total; the next run begins with zeros.
-template <class SomeTile>
-static void end_query_run(SomeTile& tile, int64_t floats) {
-    for (int64_t place = 0; place < floats; place += LANES) {
-        store(tile.query_totals + place, load(tile.query_totals + place) + load(tile.query_sums + place));
-        store(tile.query_sums + place, Floats{});
-    }
-}
-
-// Writes dq of a tile, whose rows have factors of their own.
-template <class T, class SomeTile>
-static void write_query_gradient(const Problem& p, int64_t batch, SomeTile& tile, int64_t height, const float* factors) {
-    const int64_t floats = height * tile.rows.vectors * LANES;
-    for (int64_t place = 0; tile.query_totals && place < floats; place += LANES)
-        store(tile.query_sums + place, load(tile.query_totals + place) + load(tile.query_sums + place));
-    lanes_to_rows<T>(tile.query_sums, tile.rows, batch, p.dim, factors, p.query_gradient);
-}
-
-template <class T>
-static void prepare(const Problem& p, int64_t batch, BackwardTile& tile, float*& scratch) {
-    const int64_t lanes = tile.rows.vectors * LANES;
-    tile.query_lanes = take(scratch, p.dim * lanes);
-    tile.gradient_lanes = take(scratch, p.value_dim * lanes);
-    tile.query_rows = take(scratch, lanes_up(p.dim) * lanes);
-    tile.gradient_rows = take(scratch, lanes_up(p.value_dim) * lanes);
-    tile.query_sums = take(scratch, step_up(p.dim) * lanes);
-    tile.query_totals = has_totals(p) ? take(scratch, step_up(p.dim) * lanes) : nullptr;
-    correct<T>(p, batch, tile.rows, tile.lse, tile.correction, tile.missing);
-    for (int lane = 0; lane < TILE; lane++) {
-        tile.heavy_above[lane] = p.whole_rows ? HEAVY_WEIGHT / tile.missing[lane] : INFINITY;
-        tile.heavy_key[lane] = -1, tile.heavy_slope[lane] = 1, tile.light_sum[lane] = 0;
-    }
-    rows_to_lanes<T>(p.query, tile.rows, batch, p.dim, 1, tile.query_lanes);
-    rows_to_lanes<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.gradient_lanes);
-    copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, tile.missing, tile.query_rows);
-    if (p.few) {
-        tile.few_queries = take(scratch, lanes_up(p.dim) * lanes);
-        float ones[TILE];
-        for (float& factor : ones) factor = 1;
-        copy_rows<T>(p.query, tile.rows, batch, p.dim, 1, ones, tile.few_queries);
-    }
-    copy_rows<T>(p.output_gradient, tile.rows, batch, p.value_dim, p.kept_factor, tile.missing, tile.gradient_rows);
-    clear_query_sums(tile, step_up(p.dim) * lanes);
 }
 
 // A few tiles of rows against all the keys they see.
@@ -422,27 +271,6 @@ static void backward_typed(const Problem& p, const Task& task, float* sums, floa
     const int64_t step = tiles_at_once(p) * TILE;
     for (int64_t start = task.row_start; start < task.row_stop; start += step)
         backward_rows<T>(p, task, start, smaller(start + step, task.row_stop), room, sums, scratch);
-}
-
-// Σ over `count` sums, `size` floats apart and their columns padded, to one matrix of T, times a factor.
-template <class T>
-static void write_sum(const float* sums, int64_t count, int64_t size, int64_t rows, int64_t columns, float factor,
-                      const View& view, int64_t batch, int64_t head) {
-    const int64_t stride = lanes_up(columns);
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < columns; j += LANES) {
-            Floats total = {};
-            for (int64_t n = 0; n < count; n++) total += load(sums + n * size + i * stride + j);
-            store_some(view.at<T>(batch, head, i) + j, total * factor, columns - j);
-        }
-}
-
-template <class T>
-static void write_sums_typed(const Problem& p, int64_t batch, int64_t kv_head, const float* sums, int64_t count) {
-    const int64_t size = sums_size(p);
-    write_sum<T>(sums, count, size, p.keys, p.dim, p.scale, p.key_gradient, batch, kv_head);
-    sums += keys_summed(p) * lanes_up(p.dim);
-    write_sum<T>(sums, count, size, p.keys, p.value_dim, 1, p.value_gradient, batch, kv_head);
 }
 
 }  // namespace clearhead::ISA

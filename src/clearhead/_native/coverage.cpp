@@ -249,7 +249,8 @@ void Isolated::clear_gradients() const {
             for (int64_t i = 0; i < p.rows; i++) {
                 if (row_seen(b, h, i)) continue;
                 clear_row(p.query_gradient, b, h, i, p.dim, p.bytes());
-                p.write_correction_of_hidden_row(b, h, i);
+                const int64_t place = p.row_place(b, h, i);
+                p.correction[place] = p.lse_gradient ? -p.lse_gradient[place] : 0;  // δ is zero
             }
         for (int64_t h = 0; hidden_.keys && h < p.kv_heads; h++)
             for (int64_t j = 0; j < p.keys; j++) {

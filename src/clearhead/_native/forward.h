@@ -1,6 +1,6 @@
 // The forward pass: for each block of keys and each tile of rows, scores, online softmax and their product with values.
 #pragma once
-#include "masks.h"
+#include "tile_masks.h"
 
 namespace clearhead::ISA {
 

@@ -3,6 +3,7 @@
 #include <Python.h>
 
 #include "arguments.h"
+#include "call.h"
 #include "coverage.h"
 #include "parallel.h"
 #include "plan.h"
@@ -109,7 +110,10 @@ constexpr bool OPENMP = false;
 #endif
 
 bool add_constants(PyObject* module) {
-    return PyModule_AddIntConstant(module, "MOST_MASKS", MOST_MASKS) == 0 &&
+    PyObject* arguments = argument_names();
+    const bool added = arguments && PyModule_AddObjectRef(module, "arguments", arguments) == 0;
+    Py_XDECREF(arguments);
+    return added && PyModule_AddIntConstant(module, "MOST_MASKS", MOST_MASKS) == 0 &&
            PyModule_AddObjectRef(module, "openmp", OPENMP ? Py_True : Py_False) == 0 &&
            PyModule_AddObjectRef(module, "pairs_are_slow", pairs_are_slow() ? Py_True : Py_False) == 0;
 }

@@ -5,7 +5,7 @@
 #include <initializer_list>
 
 #include "arguments.h"
-#include "driver.h"
+#include "call.h"
 
 namespace clearhead {
 namespace {
@@ -74,10 +74,6 @@ void read_masks(NamedArguments& args, PlanObject& plan) {
 void read_documents(NamedArguments& args, PlanObject& plan) {
     Documents& documents = plan.documents;
     documents.count = args.integer_or("documents", 0, 0);
-    documents.from_end = args.flag("from_end");
-    const int64_t bytes = args.integer_or("cu_seqlens_bytes", 8);
-    documents.wide = bytes == 8;
-    if (bytes != 4 && bytes != 8) args.fail(PyExc_ValueError, "cu_seqlens_bytes", "is not 4 or 8");
     if (documents.count == 0) return;
     if (plan.problem.batch != 1) args.fail(PyExc_ValueError, "documents", "lie in a batch of 1");
     if (plan.spans || plan.visible || plan.bias)
@@ -124,34 +120,27 @@ void destroy(PyObject* self) {
     Py_DECREF(type);
 }
 
-struct Call {
-    Problem problem;
-    Documents documents;
-    int64_t threads, set;
-};
-
 bool accept(const void* address, bool planned, const char* name) {
     if (!address || planned) return true;
-    if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "the plan was made without %s", name);
+    PyErr_Format(PyExc_ValueError, "the plan was made without %s", name);
     return false;
 }
 
-// What all methods take first: the addresses of query, key, value, output, lse, sinks, first, last, visible and bias,
-// the seed of dropout, the first item that it counts from, how many heads there are of it (0: those of the plan) and its
-// first head, row and key, the addresses of the documents' starts and lengths, how many threads, and which instruction set.
-bool read_call(const PlanObject& plan, Addresses& args, Call& call) {
+// What all methods take first: operands, extras or None, how many threads, and which instruction set.
+constexpr Py_ssize_t COMMON = 4;
+
+bool read_call(const PlanObject& plan, PyObject* const* items, Py_ssize_t count, Py_ssize_t expected, Call& call) {
+    if (count != expected) {
+        PyErr_SetString(PyExc_TypeError, "wrong number of arguments");
+        return false;
+    }
     Problem& p = call.problem;
     p = plan.problem, call.documents = plan.documents;
-    p.query.data = args.pointer<void>(), p.key.data = args.pointer<void>(), p.value.data = args.pointer<void>();
-    p.output.data = args.pointer<void>(), p.lse = args.pointer<double>(), p.sinks = args.pointer<const float>();
-    p.first = args.pointer<const int32_t>(), p.last = args.pointer<const int32_t>();
-    p.visible.data = args.pointer<void>(), p.bias.data = args.pointer<void>();
-    p.seed = static_cast<uint64_t>(args.integer()), p.all_heads = args.integer(), p.first_head = args.integer();
-    p.first_row = args.integer(), p.first_key = args.integer(), p.first_item = args.integer();
+    if (!read_operands(items[0], call)) return false;
+    if (items[1] != Py_None && !read_extras(items[1], call)) return false;
+    call.threads = PyLong_AsLongLong(items[2]), call.set = PyLong_AsLongLong(items[3]);
+    if (PyErr_Occurred()) return false;
     if (p.all_heads == 0) p.all_heads = p.heads;
-    call.documents.rows = args.pointer<const void>(), call.documents.keys = args.pointer<const void>();
-    call.documents.key_lengths = args.pointer<const void>();
-    call.threads = args.integer(), call.set = args.integer();
     if (!p.visible.data) p.visible = View();  // whose strides would look like a mask's
     if (!p.bias.data) p.bias = View();
     return accept(p.first, plan.spans, "spans") && accept(p.visible.data, plan.visible, "visible") &&
@@ -167,7 +156,7 @@ bool check_call(const Call& call) {
     if (documents.count == 0) return true;
     const Problem& p = call.problem;
     if (documents.rows && documents.keys && documents.fit(p.rows, p.keys)) return true;
-    PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of documents have to rise from 0 to at most the number of all");
+    PyErr_SetString(PyExc_ValueError, "cu_seqlens: starts of documents have to rise from 0 to the number of all");
     return false;
 }
 
@@ -182,32 +171,21 @@ PyObject* run_without_gil(const Call& call, const Run& run) {
 }
 
 PyObject* forward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
-    Addresses args(items, count);
     Call call;
-    if (!read_call(*plan_of(self), args, call) || !args.finished()) return nullptr;
+    if (!read_call(*plan_of(self), items, count, COMMON, call)) return nullptr;
     return run_without_gil(call, [&](const Kernels& kernels) {
         if (call.documents.count) return run_documents_forward(kernels, call.problem, call.documents, call.threads);
         return run_forward(kernels, call.problem, call.threads);
     });
 }
 
-// Then the address and the three strides of the output's gradient, and the addresses of lse's, of those that are
-// written (query, key and value), of δ − dl, and of the bias's gradient; and whether lse is of the keys of this call.
+// Then a sequence of what only the backward pass takes.
 PyObject* backward(PyObject* self, PyObject* const* items, Py_ssize_t count) {
-    Addresses args(items, count);
     Call call;
-    if (!read_call(*plan_of(self), args, call)) return nullptr;
+    if (!read_call(*plan_of(self), items, count, COMMON + 1, call) || !read_backward(items[COMMON], call)) return nullptr;
     Problem& p = call.problem;
     p.exact_output = p.output;
-    p.output_gradient.data = args.pointer<void>();
-    p.output_gradient.batch = args.integer(), p.output_gradient.head = args.integer();
-    p.output_gradient.row = args.integer();
-    p.lse_gradient = args.pointer<const float>();
-    p.query_gradient.data = args.pointer<void>(), p.key_gradient.data = args.pointer<void>();
-    p.value_gradient.data = args.pointer<void>(), p.correction = args.pointer<float>();
-    p.bias_gradient.data = args.pointer<void>(), p.whole_rows = args.integer() != 0;
     if (!p.bias_gradient.data) p.bias_gradient = View();
-    if (!args.finished()) return nullptr;
     return run_without_gil(call, [&](const Kernels& kernels) {
         if (call.documents.count) return run_documents_backward(kernels, p, call.documents, call.threads);
         return run_backward(kernels, p, call.threads);
@@ -237,13 +215,11 @@ void read_wanted(NamedArguments& args, Statistics& s) {
 
 // Then by name what is wanted of the weights.
 PyObject* statistics(PyObject* self, PyObject* positional, PyObject* names) {
-    constexpr Py_ssize_t MOST = 32;
-    PyObject* items[MOST];
-    const Py_ssize_t count = PyTuple_Size(positional) < MOST ? PyTuple_Size(positional) : MOST;
-    for (Py_ssize_t n = 0; n < count; n++) items[n] = PyTuple_GetItem(positional, n);
-    Addresses args(items, count);
+    PyObject* items[COMMON];
+    const Py_ssize_t count = PyTuple_Size(positional);
+    for (Py_ssize_t n = 0; n < count && n < COMMON; n++) items[n] = PyTuple_GetItem(positional, n);
     Call call;
-    if (!read_call(*plan_of(self), args, call) || !args.finished()) return nullptr;
+    if (!read_call(*plan_of(self), items, count, COMMON, call)) return nullptr;
     if (call.documents.count) {
         PyErr_SetString(PyExc_ValueError, "statistics are not computed for documents");
         return nullptr;

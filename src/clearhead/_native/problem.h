@@ -83,11 +83,6 @@ struct Problem {
     int64_t bytes() const { return type == Type::float32 ? 4 : 2; }
     int64_t row_place(int64_t b, int64_t h, int64_t i) const { return b * lse_batch + h * lse_head + i; }
     int64_t group() const { return heads / kv_heads; }
-    // Of a row that sees no key: its lse is that of the sink alone, and δ is zero.
-    void write_correction_of_hidden_row(int64_t b, int64_t h, int64_t i) const {
-        const int64_t place = row_place(b, h, i);
-        correction[place] = lse_gradient ? -lse_gradient[place] : 0;
-    }
     // Σ_j ds of a row that sees a key; NaN where δ is not finite.
     double sum_of_score_gradients(int64_t b, int64_t h, int64_t i) const {
         const int64_t place = row_place(b, h, i);

@@ -1,7 +1,8 @@
 // What forward and backward share. A tile is ROW_VECTORS vectors of query rows, which lie in the lanes, so that softmax
 // needs nothing but vertical operations and neither keys nor values have to be transposed; a block is BLOCK keys.
 #pragma once
-#include "vector.h"
+#include "halves.h"
+#include "philox.h"
 
 namespace clearhead::ISA {
 

@@ -1,7 +1,7 @@
 // How products of pairs walk over their work. A unit is one tile of rows against a block of keys; a chunk is the keys that
 // are packed at once, for all the tiles of a task: for each chunk come the tiles, for each tile its blocks.
 #pragma once
-#include "masks.h"
+#include "tile_masks.h"
 
 namespace clearhead::ISA {
 

@@ -14,17 +14,6 @@ typedef uint64_t Longs __attribute__((vector_size(LANES * 4)));
 typedef float LooseFloats __attribute__((vector_size(LANES * 4), aligned(4)));
 typedef int32_t LooseInts __attribute__((vector_size(LANES * 4), aligned(4)));
 
-struct BFloat16 {
-    uint16_t bits;
-};
-#ifdef __FLT16_MANT_DIG__
-typedef _Float16 Float16;
-#else
-struct Float16 {  // of compilers that have none of their own
-    uint16_t bits;
-};
-#endif
-
 constexpr double LOG2_OF_E = 1.4426950408889634074, LN_OF_2 = 0.69314718055994530942;
 constexpr float LOG2E = static_cast<float>(LOG2_OF_E);
 constexpr float LOWEST = -3.402823466e38f;
@@ -49,119 +38,6 @@ INLINE Floats rounded(Floats x) {
 #endif
     return x;
 }
-
-INLINE float widen(float x) { return x; }
-INLINE float widen(BFloat16 x) {
-    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-    float result;
-    memcpy(&result, &bits, 4);
-    return result;
-}
-INLINE void narrow(float x, float* to) { *to = x; }
-INLINE void narrow(float x, BFloat16* to) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
-    to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-#ifdef __FLT16_MANT_DIG__
-INLINE float widen(Float16 x) { return static_cast<float>(x); }
-INLINE void narrow(float x, Float16* to) { *to = static_cast<Float16>(x); }
-#else
-INLINE float with_bits(uint32_t bits) {
-    float result;
-    memcpy(&result, &bits, 4);
-    return result;
-}
-INLINE float widen(Float16 x) {
-    const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = static_cast<uint32_t>(x.bits & 0x7fff) << 13;
-    if (rest >= 0x0f800000) return with_bits(sign | 0x7f800000 | rest);  // infinity and NaN
-    const float size = with_bits(rest) * 0x1p112f;  // the exponents' biases differ by 112, also below the normal numbers
-    return sign ? -size : size;
-}
-INLINE void narrow(float x, Float16* to) {
-    const float size = fabsf(x);
-    uint32_t bits, sign;
-    memcpy(&sign, &x, 4);
-    if (!(size < 65520.f)) {
-        bits = size != size ? 0x7e00 : 0x7c00;
-    } else if (size < 0x1p-14f) {
-        const float shifted = size + 0.5f;  // whose last bit is worth 2^−24, as those below the normal numbers are
-        memcpy(&bits, &shifted, 4);
-        bits -= 0x3f000000;
-    } else {
-        memcpy(&bits, &size, 4);
-        bits = (bits - (112u << 23) + 0xfff + ((bits >> 13) & 1)) >> 13;  // to the nearest, ties to even
-    }
-    to->bits = static_cast<uint16_t>(bits | (sign >> 16 & 0x8000));
-}
-#endif
-
-INLINE Floats load_wide(const float* from) { return load(from); }
-INLINE void store_narrow(float* to, Floats x) { store(to, x); }
-
-// Numbers of sixteen bits. (gcc 12 splits conversions of vectors in two, and those of _Float16 into single numbers.)
-#if LANES == 16
-INLINE __m256i load_halves(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
-INLINE Words load_words(const void* from) { return reinterpret_cast<Words>(_mm512_cvtepu16_epi32(load_halves(from))); }
-INLINE Floats load_wide(const Float16* from) { return _mm512_cvtph_ps(load_halves(from)); }
-INLINE void store_narrow(Float16* to, Floats x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-}
-#elif LANES == 8
-INLINE __m128i load_halves(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
-INLINE Words load_words(const void* from) { return reinterpret_cast<Words>(_mm256_cvtepu16_epi32(load_halves(from))); }
-INLINE Floats load_wide(const Float16* from) { return _mm256_cvtph_ps(load_halves(from)); }
-INLINE void store_narrow(Float16* to, Floats x) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-}
-#else
-INLINE Words load_words(const void* from) {
-    typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
-    return __builtin_convertvector(*static_cast<const Halves*>(from), Words);
-}
-INLINE Floats load_wide(const Float16* from) {
-    Floats result;
-    for (int lane = 0; lane < LANES; lane++) result[lane] = widen(from[lane]);
-    return result;
-}
-INLINE void store_narrow(Float16* to, Floats x) {
-    for (int lane = 0; lane < LANES; lane++) narrow(x[lane], to + lane);
-}
-#endif
-INLINE Floats load_wide(const BFloat16* from) { return reinterpret_cast<Floats>(load_words(from) << 16); }
-INLINE void store_narrow(BFloat16* to, Floats x) {
-    typedef uint16_t Halves __attribute__((vector_size(LANES * 2), aligned(2)));
-    const Words bits = reinterpret_cast<Words>(x);
-    const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    const Words result = x == x ? rounded : rounded * 0 + 0x7fc0;
-    *reinterpret_cast<Halves*>(to) = __builtin_convertvector(result, Halves);
-}
-
-// The first `count` lanes; the others are zero and nothing beyond them is read.
-template <class T>
-INLINE Floats load_some(const T* from, int64_t count) {
-    if (count >= LANES) return load_wide(from);
-    Floats result = {};
-    for (int64_t lane = 0; lane < count; lane++) result[lane] = widen(from[lane]);
-    return result;
-}
-
-template <class T>
-INLINE void store_some(T* to, Floats x, int64_t count) {
-    if (count >= LANES) return store_narrow(to, x);
-    for (int64_t lane = 0; lane < count; lane++) narrow(x[lane], to + lane);
-}
-
-#if LANES == 16
-INLINE Floats load_some(const float* from, int64_t count) {
-    return count >= LANES ? load(from) : _mm512_maskz_loadu_ps(static_cast<__mmask16>((1 << count) - 1), from);
-}
-INLINE void store_some(float* to, Floats x, int64_t count) {
-    if (count >= LANES) return store(to, x);
-    _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1 << count) - 1), x);
-}
-#endif
 
 // 2^round(x) for -127 <= x <= 127 (zero at -127), and f = x − round(x).
 INLINE Floats whole_power(Floats x, Floats& f) {
@@ -301,38 +177,5 @@ INLINE Floats sums(const Floats (&x)[LANES]) { return join_sums<1, LANES>(x); }
 INLINE int64_t round_up(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, SC 2011), one counter in each lane.
-INLINE Longs multiply_even(Longs x, uint32_t factor) {
-#if LANES == 16
-    return reinterpret_cast<Longs>(_mm512_maskz_mul_epu32(0xff, reinterpret_cast<__m512i>(x), _mm512_set1_epi32(factor)));
-#elif LANES == 8
-    return reinterpret_cast<Longs>(_mm256_mul_epu32(reinterpret_cast<__m256i>(x), _mm256_set1_epi32(factor)));
-#else
-    return (x & 0xffffffffu) * factor;
-#endif
-}
-
-INLINE void multiply_wide(Words x, uint32_t factor, Words& low, Words& high) {
-    const Longs even = multiply_even(reinterpret_cast<Longs>(x), factor);
-    const Longs odd = multiply_even(reinterpret_cast<Longs>(x) >> 32, factor);
-    low = reinterpret_cast<Words>((even & 0xffffffffu) | (odd << 32));
-    high = reinterpret_cast<Words>((even >> 32) | (odd & 0xffffffff00000000u));
-}
-
-INLINE void philox(Words (&counter)[4], uint64_t seed) {
-    uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        Words low0, high0, low1, high1;
-        multiply_wide(counter[0], 0xD2511F53u, low0, high0);
-        multiply_wide(counter[2], 0xCD9E8D57u, low1, high1);
-        counter[0] = high1 ^ counter[1] ^ key0;
-        counter[1] = low1;
-        counter[2] = high0 ^ counter[3] ^ key1;
-        counter[3] = low0;
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
-    }
-}
 
 }  // namespace clearhead::ISA

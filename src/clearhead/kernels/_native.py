@@ -16,8 +16,9 @@ from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from . import _native_operator  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines the operators
 from ._base import Kernel, Plan, Refusal
+from ._native_arguments import NO_EXTRAS, Extras
 from ._native_masks import lower_mask
-from ._native_plan import NO_EXTRAS, Extras, NativeArguments, NativePlan
+from ._native_plan import NativeArguments, NativePlan
 from ._native_support import learnt_shape, native_refusals, refuses_statistics
 from ._second_order import allow_second_derivatives, backward_pass, recompute_by_reference, sinks_gradient
 from ._weights_gradient import weights_by_operations, weights_gradients

@@ -5,7 +5,8 @@ Ordinary calls do not use them: the dispatcher costs more than a small attention
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -13,11 +14,16 @@ from torch import Tensor
 from ._native_plan import NativeArguments
 from ._second_order import sinks_gradient
 
-_REQUEST = (
-    "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? visible, Tensor? bias, Tensor? first, "
-    "Tensor? last, Tensor? seed, float scale, float softcap, float dropout_p, SymInt low, SymInt high, SymInt stop, "
-    "SymInt[]? offset"
-)
+_IN_SCHEMA: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    float: "float",
+    int: "SymInt",
+    Sequence[int] | None: "SymInt[]?",
+}
+_TYPES = {name: _IN_SCHEMA[hint] for name, hint in get_type_hints(NativeArguments).items()}
+_REQUEST = ", ".join(f"{type_} {name}" for name, type_ in _TYPES.items())
+_TENSORS = sum(type_.startswith("Tensor") for type_ in _TYPES.values())  # the first of the fields
 _library = torch.library.Library("clearhead", "FRAGMENT")
 _library.define(f"attention({_REQUEST}) -> (Tensor, Tensor)")
 _library.define(
@@ -61,8 +67,8 @@ def _fake_backward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tup
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:9], *output)
-    ctx.numbers = inputs[9:]
+    ctx.save_for_backward(*inputs[:_TENSORS], *output)
+    ctx.numbers = inputs[_TENSORS:]
     ctx.set_materialize_grads(False)
 
 
@@ -70,12 +76,13 @@ def _differentiate(ctx: Any, output_gradient: Tensor | None, lse_gradient: Tenso
     *tensors, output, lse = ctx.saved_tensors
     if output_gradient is None:
         output_gradient = torch.zeros_like(output)
-    *gradients, correction = torch.ops.clearhead.attention_backward(
-        *tensors, *ctx.numbers, output, lse, output_gradient, lse_gradient
-    )
-    # The operator takes sinks in any dtype, and its backward gives δ, of which their gradient is a sum.
-    sinks = tensors[3]
-    return *gradients, None if sinks is None else sinks_gradient(sinks, correction, lse), *(None,) * 12
+    call = NativeArguments(*tensors, *ctx.numbers)
+    *gradients, correction = torch.ops.clearhead.attention_backward(*call, output, lse, output_gradient, lse_gradient)
+    found: dict[str, Tensor] = dict(zip(("query", "key", "value"), gradients, strict=True))
+    if call.sinks is not None:
+        # The operator takes sinks in any dtype, and its backward gives δ, of which their gradient is a sum.
+        found["sinks"] = sinks_gradient(call.sinks, correction, lse)
+    return tuple(found.get(name) for name in NativeArguments._fields)
 
 
 _library.impl("attention", _forward, "CPU")

@@ -12,49 +12,20 @@ from torch import Tensor
 from .._call.spec import Layout
 from .._native import extension, instruction_set_number
 from ..masks._grid import Offset
+from ._native_arguments import NO_EXTRAS, BackwardArguments, Extras, address_of
+from ._native_strides import (
+    broadcast_strides,
+    contiguous_strides,
+    strides_of_bias_gradient,
+    strides_of_gradient,
+    strides_of_output,
+)
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-Strides = tuple[int, ...]
 
 _LEVELS = 1 << 16  # of the bits that decide about dropout
 _WORK_OF_ONE = 1 << 11  # multiplications of scores that one thread ends before a second has begun
 _PLANS = 256
-
-
-class Extras(NamedTuple):
-    """Tensors that a call may have besides query, key and value.
-
-    Args:
-        sinks: (H,).
-        first, last: int32 (1 or B, 1 or L), row i sees first ≤ j < last; both or neither.
-        visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
-        bias: float32 of such a shape, added to the scores.
-        seed: int64 scalar; dropout is drawn from it.
-        offset: where the call lies in a larger one, for dropout; ``None``: it is the whole.
-        cu_seqlens_q, cu_seqlens_k: (documents + 1,), where documents begin and the last ends.
-        key_lengths: (documents,) of the same dtype, how many keys of each are used; ``None``: all.
-    """
-
-    sinks: Tensor | None = None
-    first: Tensor | None = None
-    last: Tensor | None = None
-    visible: Tensor | None = None
-    bias: Tensor | None = None
-    seed: Tensor | None = None
-    offset: Offset | None = None
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    key_lengths: Tensor | None = None
-
-    def addresses(self) -> tuple[int, ...]:
-        """As `Plan`'s methods take them; the seed is a number."""
-        before = tuple(map(_address, self[:5]))
-        seed = 0 if self.seed is None else int(self.seed)
-        return *before, seed, *(self.offset or _WHOLE), *map(_address, self[7:])
-
-
-_WHOLE = Offset(0)  # as many heads as the plan has
-NO_EXTRAS = Extras()
 
 
 @final
@@ -75,9 +46,7 @@ class NativePlan:
         bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
         differentiable: whether `backward` may be called; the output is then float32 whatever the dtype.
         contiguous_gradients: whether gradients of query, key and value are; by default they are laid out as the inputs.
-        documents: how many there are; 0 for a batch. Bands, key lengths and dropout count within a document.
-        from_end: whether the band of a document counts from its end: its last row stands at its last key.
-        cu_seqlens_dtype: int64 or int32.
+        documents: how many there are; 0 for a batch. Bands and dropout count within a document.
 
     Example:
         >>> import torch
@@ -110,24 +79,22 @@ class NativePlan:
         differentiable: bool = False,
         contiguous_gradients: bool = False,
         documents: int = 0,
-        from_end: bool = False,
-        cu_seqlens_dtype: torch.dtype = torch.int64,
     ) -> None:
         (batch, heads, rows, dim), (_, kv_heads, keys, value_dim) = query[0], value[0]
         inputs = (query, key, value)
         # Rows with gaps are copied before each call; all other strides the kernel reads as they are.
         self._contiguous = tuple(not layout.has_whole_rows for layout in inputs)
         self._copies = True in self._contiguous
-        strides = [x.strides if x.has_whole_rows else _contiguous_strides(x.shape) for x in inputs]
+        strides = [x.strides if x.has_whole_rows else contiguous_strides(x.shape) for x in inputs]
         self._gradients: tuple[Layout, ...] = ()
         if contiguous_gradients:
-            self._gradients = tuple(Layout(x.shape, _contiguous_strides(x.shape)) for x in inputs)
+            self._gradients = tuple(Layout(x.shape, contiguous_strides(x.shape)) for x in inputs)
         elif differentiable:
-            self._gradients = tuple(Layout(x.shape, _strides_of_gradient(x)) for x in inputs)
+            self._gradients = tuple(Layout(x.shape, strides_of_gradient(x)) for x in inputs)
         names = ("query_gradient", "key_gradient", "value_gradient")
         gradients = {name: layout.strides[:3] for name, layout in zip(names, self._gradients, strict=False)}
         self._shape = (batch, heads, rows, value_dim)
-        self._strides = _strides_of_output(self._shape, query[1])
+        self._strides = strides_of_output(self._shape, query[1])
         self._output_dtype = torch.float32 if differentiable else dtype
         self._rows_shape = (batch, heads, rows)
         self._bias_shape = bias_gradient
@@ -152,15 +119,13 @@ class NativePlan:
             low=low,
             high=high,
             stop=stop,
-            spans=None if first is None else _broadcast(first),
-            visible=None if visible is None else _broadcast(visible),
-            bias=None if bias is None else _broadcast(bias),
-            bias_gradient=None if bias_gradient is None else _strides_of_bias_gradient(bias_gradient),
+            spans=None if first is None else broadcast_strides(first),
+            visible=None if visible is None else broadcast_strides(visible),
+            bias=None if bias is None else broadcast_strides(bias),
+            bias_gradient=None if bias_gradient is None else strides_of_bias_gradient(bias_gradient),
             dropout_threshold=round(dropout_p * _LEVELS),
             wide_output=differentiable,
             documents=documents,
-            from_end=from_end,
-            cu_seqlens_bytes=cu_seqlens_dtype.itemsize,
         )
         # Looked up once: tiny calls would notice.
         self._forward, self._backward, self._statistics = plan.forward, plan.backward, plan.statistics
@@ -185,7 +150,7 @@ class NativePlan:
         """The output (B, H, L, Dv); the log-sum-exp is written to `lse`, an `empty_lse`, if it is given."""
         output = self.empty_output(query)
         query, key, value = self._as_read(query, key, value)
-        self._forward(*self._call(query, key, value, output, lse, extras))
+        self._forward(*self._arguments(query, key, value, output, lse, extras))
         return output
 
     def backward(
@@ -224,18 +189,21 @@ class NativePlan:
         if lse_gradient is not None:
             lse_gradient = lse_gradient.float().resolve_neg().contiguous()
         query, key, value = self._as_read(query, key, value)
-        self._backward(
-            *self._call(query, key, value, output, lse, extras),
-            output_gradient.data_ptr(),
-            *output_gradient.stride()[:3],
-            _address(lse_gradient),
-            dq.data_ptr(),
-            dk.data_ptr(),
-            dv.data_ptr(),
-            correction.data_ptr(),
-            _address(bias_gradient),
-            int(whole_rows),
+        batch, head, row, _ = output_gradient.stride()
+        others = BackwardArguments(
+            output_gradient=output_gradient.data_ptr(),
+            output_gradient_batch=batch,
+            output_gradient_head=head,
+            output_gradient_row=row,
+            lse_gradient=address_of(lse_gradient),
+            query_gradient=dq.data_ptr(),
+            key_gradient=dk.data_ptr(),
+            value_gradient=dv.data_ptr(),
+            correction=correction.data_ptr(),
+            bias_gradient=address_of(bias_gradient),
+            whole_rows=int(whole_rows),
         )
+        self._backward(*self._arguments(query, key, value, output, lse, extras), others)
         return dq, dk, dv, correction
 
     def statistics(
@@ -257,8 +225,8 @@ class NativePlan:
             wanted: tensors to write to, and sizes, by the names of `Statistics` in ``_native/problem.h``.
         """
         query, key, value = self._as_read(query, key, value)
-        given = {name: _address(x) if isinstance(x, Tensor) else x for name, x in wanted.items()}
-        self._statistics(*self._call(query, key, value, output, lse, extras), **given)
+        given = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in wanted.items()}
+        self._statistics(*self._arguments(query, key, value, output, lse, extras), **given)
 
     def _as_read(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Elements of a row have to lie side by side, as they are; all other strides are the plan's business."""
@@ -269,16 +237,13 @@ class NativePlan:
         copied = (x.contiguous() if copy else x for x, copy in zip(resolved, self._contiguous, strict=True))
         return cast("tuple[Tensor, Tensor, Tensor]", tuple(copied))
 
-    def _call(
+    def _arguments(
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor | None, lse: Tensor | None, extras: Extras
-    ) -> tuple[int, ...]:
+    ) -> tuple[tuple[int, ...], tuple[int, ...] | None, int, int]:
+        """What all methods of `Plan` take first: `OPERANDS`, extras, threads and instruction set."""
         return (
-            query.data_ptr(),
-            key.data_ptr(),
-            value.data_ptr(),
-            0 if output is None else output.data_ptr(),
-            0 if lse is None else lse.data_ptr(),
-            *(_NO_ADDRESSES if extras is NO_EXTRAS else extras.addresses()),
+            (query.data_ptr(), key.data_ptr(), value.data_ptr(), address_of(output), address_of(lse)),
+            None if extras is NO_EXTRAS else extras.arguments(),
             1 if self._one_thread else torch.get_num_threads(),
             instruction_set_number(),
         )
@@ -315,9 +280,15 @@ class NativeArguments(NamedTuple):
 
     @property
     def extras(self) -> Extras:
-        sinks = None if self.sinks is None else self.sinks.float().contiguous()
-        masks = self.first, self.last, self.visible, self.bias
-        return Extras(sinks, *masks, self.seed, None if self.offset is None else Offset(*self.offset))
+        return Extras(
+            sinks=None if self.sinks is None else self.sinks.float().contiguous(),
+            first=self.first,
+            last=self.last,
+            visible=self.visible,
+            bias=self.bias,
+            seed=self.seed,
+            offset=None if self.offset is None else Offset(*self.offset),
+        )
 
     def plan(self, **options: Any) -> NativePlan:
         """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
@@ -342,52 +313,3 @@ class NativeArguments(NamedTuple):
 
 # Beside the cache of plans by specs: a spec has no layouts of what a mask is lowered to, nor its band.
 _cached_plan = lru_cache(_PLANS)(NativePlan)
-
-
-def _address(tensor: Tensor | None) -> int:
-    """Of the first element; 0 without a tensor."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-_NO_ADDRESSES = NO_EXTRAS.addresses()
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> Strides:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
-
-
-def _strides_of_gradient(layout: Layout) -> Strides:
-    """Those of the input where its elements fill its memory and its rows are whole, else contiguous ones."""
-    shape, strides = layout
-    if not layout.has_whole_rows or 0 in shape:
-        return _contiguous_strides(shape)
-    step = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
-        if stride != step:
-            return _contiguous_strides(shape)
-        step *= size
-    return strides
-
-
-def _strides_of_output(shape: tuple[int, ...], query: Strides) -> Strides:
-    """With heads beside each other where the query's are: merging them is then free."""
-    batch, heads, rows, dim = shape
-    if query[1] < query[2]:
-        return (heads * rows * dim, dim, heads * dim, 1)
-    return _contiguous_strides((batch, heads, rows, dim))
-
-
-def _strides_of_bias_gradient(shape: tuple[int, ...]) -> Strides:
-    # A bias of one item gets the sum over the batch: every item adds to the same place.
-    items, *matrix = _contiguous_strides(shape)[:3]
-    return 0 if shape[0] == 1 else items, *matrix
-
-
-def _broadcast(layout: Layout) -> Strides:
-    """Strides, zero where a size of 1 broadcasts."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(*layout, strict=True))

@@ -1,0 +1,54 @@
+#include "driver_shared.h"
+
+#include <string.h>
+
+#include <atomic>
+
+namespace clearhead {
+namespace {
+
+constexpr int64_t FEW_ROWS = 12;          // beyond these tiles take less time,
+constexpr int64_t FEW_ROWS_OF_PAIRS = 5;  // or beyond these if they multiply pairs of bfloat16,
+constexpr int64_t FEW_ROWS_AND_KEYS = 4;  // or beyond these with at most
+constexpr int64_t FEW_KEYS = 16;
+
+// Whether any of `count` numbers, without their signs, is above a limit as bits; above infinity there is only NaN.
+template <class Bits>
+bool any_above(const char* row, int64_t count, Bits limit) {
+    constexpr Bits UNSIGNED = static_cast<Bits>(~Bits()) >> 1;
+    Bits any = 0;
+    for (int64_t j = 0; j < count; j++) {
+        Bits bits;
+        memcpy(&bits, row + j * static_cast<int64_t>(sizeof bits), sizeof bits);
+        any = static_cast<Bits>(any | ((bits & UNSIGNED) > limit));
+    }
+    return any;
+}
+
+}  // namespace
+
+bool decodes(const Kernels& kernels, const Problem& p) {
+    const bool pairs = kernels.pairs && p.type == Type::bfloat16;
+    return !p.drop_below && p.folded_rows() <= (p.keys <= FEW_KEYS ? FEW_ROWS_AND_KEYS : pairs ? FEW_ROWS_OF_PAIRS : FEW_ROWS);
+}
+
+bool has_nan(const Problem& p, const View& view, int64_t heads, int64_t rows, int64_t columns, int64_t bytes,
+             int64_t threads) {
+    const int64_t units = p.batch * heads;
+    std::atomic<bool> found(false);
+    parallel_for(units, threads, 16, [&](int64_t unit, float*) {
+        bool any = false;
+        for (int64_t i = 0; i < rows && !any; i++) {
+            const int64_t place = unit / heads * view.batch + unit % heads * view.head + i * view.row;
+            const char* row = static_cast<const char*>(view.data) + place * bytes;
+            if (bytes == 4)
+                any = any_above<uint32_t>(row, columns, 0x7f800000);
+            else
+                any = any_above<uint16_t>(row, columns, p.type == Type::bfloat16 ? 0x7f80 : 0x7c00);
+        }
+        if (any) found = true;
+    });
+    return found;
+}
+
+}  // namespace clearhead

@@ -1,0 +1,212 @@
+// How the mask of a tile and a block of keys is made: from ranges, marks and biases, or read where it was packed before.
+#pragma once
+#include "masks.h"
+
+namespace clearhead::ISA {
+
+constexpr int SPAN = 4 * LANES;  // keys whose marks, one byte each, fill a vector
+typedef uint8_t Bytes __attribute__((vector_size(SPAN)));
+typedef uint8_t LooseBytes __attribute__((vector_size(SPAN), aligned(1)));
+
+// Memory for that.
+struct MaskScratch {
+    uint32_t* bits;
+    float* numbers;
+};
+
+constexpr int64_t MASK_SCRATCH_FLOATS = BLOCK * (ROW_VECTORS + TILE);
+
+INLINE MaskScratch mask_scratch(float* scratch) {
+    return {reinterpret_cast<uint32_t*>(scratch), scratch + BLOCK * ROW_VECTORS};
+}
+
+// The marks of SPAN keys, or of as many as there are.
+static __attribute__((noinline)) Bytes marks_one_by_one(const uint8_t* from, int64_t column, int64_t count) {
+    Bytes marks = {};
+    for (int64_t j = 0; j < smaller(SPAN, count); j++) marks[j] = from[j * column];
+    return marks;
+}
+
+INLINE Bytes marks_of_row(const uint8_t* from, int64_t column, int64_t count) {
+    if (column == 1 && count >= SPAN) return *reinterpret_cast<const LooseBytes*>(from);
+    return marks_one_by_one(from, column, count);
+}
+
+// Whether marks that are the same for every row show all keys of a range, or none, or neither.
+static Coverage shared_marks(const Problem& p, int64_t batch, int64_t head, int64_t start, int64_t stop) {
+    const uint8_t* marks = p.visible.at<uint8_t>(batch, head, 0);
+    int64_t seen = 0;
+    for (int64_t j = start; j < stop; j++) seen += marks[j * p.visible.column] != 0;
+    return seen == 0 ? Coverage::nothing : seen == stop - start ? Coverage::everything : Coverage::some;
+}
+
+// Which of SPAN keys from `start` on eight rows see, from lane `lane` on: bit r of byte j is row r's.
+template <bool MARKS>
+INLINE Bytes collect_bits(const Problem& p, const Rows& rows, int64_t batch, int lane, int64_t start) {
+    Bytes places, bits = {};
+    for (int j = 0; j < SPAN; j++) places[j] = static_cast<uint8_t>(j);
+    for (int r = 0; r < smaller(8, LANES); r++, lane++) {
+        const int64_t first = rows.first[lane] - start, last = rows.last[lane] - start;
+        const uint8_t bit = static_cast<uint8_t>(1 << r);
+        Bytes seen = Bytes{} + bit;
+        if (MARKS) {
+            const uint8_t* from = p.visible.at<uint8_t>(batch, rows.head[lane], rows.row[lane]);
+            const Bytes marks = marks_of_row(from + start * p.visible.column, p.visible.column, p.keys - start);
+            seen = marks != 0 ? seen : Bytes{};
+        }
+        if (first > 0 || last < SPAN) {
+            const uint8_t from = static_cast<uint8_t>(smaller(SPAN, larger(0, first)));
+            const uint8_t to = static_cast<uint8_t>(smaller(SPAN, larger(0, last)));
+            seen = (places >= from) & (places < to) ? seen : Bytes{};
+        }
+        bits |= seen;
+    }
+    return bits;
+}
+
+// Writes the bits of a tile; returns their coverage.
+template <int V, bool MARKS>
+static Coverage bits_of_tile(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t count,
+                          uint32_t* to) {
+    uint32_t any = 0, all = ~0u;
+    for (int v = 0; v < V; v++)
+        for (int64_t j = 0; j < count; j += SPAN) {
+            uint8_t low[SPAN], high[SPAN] = {};
+            const Bytes bits = collect_bits<MARKS>(p, rows, batch, v * LANES, start + j);
+            memcpy(low, &bits, SPAN);
+            if (LANES > 8) {
+                const Bytes more = collect_bits<MARKS>(p, rows, batch, v * LANES + 8, start + j);
+                memcpy(high, &more, SPAN);
+            }
+            uint32_t* place = to + v * BLOCK + j;
+            for (int k = 0; k < SPAN; k++) place[k] = low[k] | static_cast<uint32_t>(high[k]) << 8;
+            for (int k = 0; k < smaller(SPAN, count - j); k++) any |= place[k], all &= place[k];
+        }
+    return any == 0 ? Coverage::nothing : all == (1u << LANES) - 1 ? Coverage::everything : Coverage::some;
+}
+
+// A square of numbers whose rows begin at from[0 … LANES − 1], transposed.
+INLINE void load_transposed(const float* const (&from)[LANES], int64_t j, Floats (&square)[LANES]) {
+#if LANES == 16
+#pragma GCC unroll 4
+    for (int q = 0; q < LANES; q += 4) {  // quarters of rows go straight to their lanes: half as many shuffles
+        __m512 x[4];
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; k++) {
+            x[k] = _mm512_castps128_ps512(_mm_loadu_ps(from[k] + j + q));
+            x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[4 + k] + j + q), 1);
+            x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[8 + k] + j + q), 2);
+            x[k] = _mm512_insertf32x4(x[k], _mm_loadu_ps(from[12 + k] + j + q), 3);
+        }
+        const __m512d low = _mm512_castps_pd(_mm512_unpacklo_ps(x[0], x[1]));
+        const __m512d high = _mm512_castps_pd(_mm512_unpackhi_ps(x[0], x[1]));
+        const __m512d low2 = _mm512_castps_pd(_mm512_unpacklo_ps(x[2], x[3]));
+        const __m512d high2 = _mm512_castps_pd(_mm512_unpackhi_ps(x[2], x[3]));
+        square[q] = reinterpret_cast<Floats>(_mm512_unpacklo_pd(low, low2));
+        square[q + 1] = reinterpret_cast<Floats>(_mm512_unpackhi_pd(low, low2));
+        square[q + 2] = reinterpret_cast<Floats>(_mm512_unpacklo_pd(high, high2));
+        square[q + 3] = reinterpret_cast<Floats>(_mm512_unpackhi_pd(high, high2));
+    }
+#else
+    for (int r = 0; r < LANES; r++) square[r] = load(from[r] + j);
+    transpose(square);
+#endif
+}
+
+// The same where columns do not lie side by side, or `count` of them are left.
+static __attribute__((noinline)) void load_some_transposed(const float* const (&from)[LANES], int64_t j,
+                                                           int64_t column, int64_t count, Floats (&square)[LANES]) {
+    for (int64_t k = 0; k < LANES; k++)
+        for (int64_t r = 0; r < LANES; r++) square[k][r] = k < count ? from[r][(j + k) * column] : 0;
+}
+
+// Writes the bias of a tile, −∞ where a bit is not set (if there are any), and returns its coverage.
+template <int V>
+static Coverage bias_of_tile(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
+                          const uint32_t* bits, float* to, float unit) {
+    Floats best = splat(-INFINITY);
+    for (int v = 0; v < V; v++) {
+        const float* from[LANES];
+        for (int r = 0; r < LANES; r++)
+            from[r] = p.bias.at<float>(batch, rows.head[v * LANES + r], rows.row[v * LANES + r]);
+        for (int64_t j = start; j < stop; j += LANES) {
+            Floats square[LANES];
+            if (p.bias.column == 1 && j + LANES <= p.keys) {
+                load_transposed(from, j, square);
+            } else {
+                load_some_transposed(from, j, p.bias.column, p.keys - j, square);
+            }
+            const int64_t key = j - start;
+#pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++) {
+                Floats added = in_units_of_log2(square[r], unit);
+                if (bits) added = hide(added, bits[v * BLOCK + key + r]);
+                best = larger(added, best);
+                store(to + ((key + r) * V + v) * LANES, added);
+            }
+        }
+    }
+    return largest_lane(best) == -INFINITY ? Coverage::nothing : Coverage::some;
+}
+
+// Packed, the masks of a tile are those of its blocks one after the other: their coverage, then bits or numbers.
+static int64_t block_size(const Problem& p) { return 16 + BLOCK * (p.bias.data ? TILE : ROW_VECTORS); }
+
+static int64_t masks_size(const Problem& p) { return (p.keys + BLOCK - 1) / BLOCK * block_size(p); }
+
+template <int V>
+INLINE TileMask read_packed(const Problem& p, const Rows& rows, int64_t start) {
+    const float* block = rows.masks + start / BLOCK * block_size(p);
+    Coverage coverage;
+    memcpy(&coverage, block, sizeof coverage);
+    if (coverage != Coverage::some) return {coverage, nullptr, nullptr};
+    const int64_t skipped = start % BLOCK;
+    if (p.bias.data) return {coverage, nullptr, block + 16 + skipped * V * LANES};
+    return {coverage, reinterpret_cast<const uint32_t*>(block + 16) + skipped, nullptr};
+}
+
+// What a tile sees of the keys [start, stop); a bias times `unit`.
+template <int V>
+static TileMask tile_mask(const Problem& p, const Rows& rows, int64_t batch, int64_t start, int64_t stop,
+                   const MaskScratch& room, float unit = LOG2E) {
+    if (rows.masks) return read_packed<V>(p, rows, start);
+    Coverage coverage = Coverage::everything;
+    bool marks = p.visible.data != nullptr;
+    if (marks && p.visible.row == 0 && (rows.one_head || p.visible.head == 0)) {
+        coverage = shared_marks(p, batch, rows.head[0], start, smaller(stop, p.keys));
+        marks = coverage == Coverage::some;
+    }
+    const bool within = rows.highest_first <= start && rows.lowest_last >= stop;
+    if (coverage != Coverage::nothing && (marks || !within))
+        coverage = marks ? bits_of_tile<V, true>(p, rows, batch, start, stop - start, room.bits)
+                      : bits_of_tile<V, false>(p, rows, batch, start, stop - start, room.bits);
+    const uint32_t* bits = coverage == Coverage::some ? room.bits : nullptr;
+    if (coverage == Coverage::nothing || !p.bias.data) return {coverage, bits, nullptr};
+    coverage = bias_of_tile<V>(p, rows, batch, start, stop, bits, room.numbers, unit);
+    return {coverage, nullptr, room.numbers};
+}
+
+template <int V>
+static void pack_rows(const Problem& p, const Rows& rows, int64_t batch, float* to) {
+    uint32_t bits[BLOCK * ROW_VECTORS];
+    for (int64_t block = 0; block < p.keys; block += BLOCK, to += block_size(p)) {
+        const int64_t end = block + round_up(smaller(BLOCK, p.keys - block), KEY_STEP);
+        int64_t start = block, stop = end;
+        trim(rows, start, stop);
+        Coverage coverage = Coverage::nothing;
+        if (start < stop) {
+            const MaskScratch room = {p.bias.data ? bits : reinterpret_cast<uint32_t*>(to + 16), to + 16};
+            coverage = tile_mask<V>(p, rows, batch, block, end, room).coverage;
+        }
+        memcpy(to, &coverage, sizeof coverage);
+    }
+}
+
+// Packs what the tile that begins at a folded row sees of all blocks, for any head.
+[[maybe_unused]] static void pack_masks(const Problem& p, int64_t batch, int64_t row_start, float* to) {
+    Rows rows;
+    describe_rows(p, batch, 0, row_start, p.folded_rows(), rows);
+    by_vectors(rows.vectors, [&](auto vectors) { pack_rows<vectors.value>(p, rows, batch, to); });
+}
+
+}  // namespace clearhead::ISA

@@ -1,0 +1,49 @@
+"""How the tensors that the native kernel writes are laid out, and how its plans take strides."""
+
+from __future__ import annotations
+
+from .._call.spec import Layout
+
+Strides = tuple[int, ...]
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> Strides:
+    """Those of a new tensor, also where a size is 0."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+def strides_of_gradient(layout: Layout) -> Strides:
+    """Those of the input where its elements fill its memory and its rows are whole, else contiguous ones."""
+    shape, strides = layout
+    if not layout.has_whole_rows or 0 in shape:
+        return contiguous_strides(shape)
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        if stride != step:
+            return contiguous_strides(shape)
+        step *= size
+    return strides
+
+
+def strides_of_output(shape: tuple[int, ...], query: Strides) -> Strides:
+    """With heads beside each other where the query's are: merging them is then free."""
+    batch, heads, rows, dim = shape
+    if query[1] < query[2]:
+        return (heads * rows * dim, dim, heads * dim, 1)
+    return contiguous_strides((batch, heads, rows, dim))
+
+
+def strides_of_bias_gradient(shape: tuple[int, ...]) -> Strides:
+    """Of items, heads and rows. A bias of one item gets the sum over the batch: every item adds to the same place."""
+    items, *matrix = contiguous_strides(shape)[:3]
+    return 0 if shape[0] == 1 else items, *matrix
+
+
+def broadcast_strides(layout: Layout) -> Strides:
+    """Strides, zero where a size of 1 broadcasts."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(*layout, strict=True))
