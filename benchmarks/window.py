@@ -106,7 +106,7 @@ def texts(measured: Figures) -> dict[str, str]:
     ]
     header = ("L = S", "forward, ms", "per 1,000 queries, ms", "peak, MB", "with backward, MB", "per 1,000 queries, MB")
     return {
-        "table": table(("what", "ms", "relative to the window"), rows),
+        "table": table(("what", "ms", "relative to the window (less is faster)"), rows),
         "growth": table(header, growth, left=0),
         "ours": milliseconds(forward[OURS]),
         "full": milliseconds(forward[FULL]),

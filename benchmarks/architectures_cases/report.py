@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from rich.console import Console
 
 from .results import Run
-from .summary import Summary, describe, summarize
+from .summary import Summary, as_far_of, describe, summarize
 
 __all__ = ["markdown", "show"]
 
 #: What each result means, on the page of all model types.
 STATUSES = {
     "agrees": "The model computes with Clearhead. The results are those of `eager`.",
+    "agrees with SDPA": "The model computes with Clearhead. Some result differs from that of `eager`, and PyTorch's "
+    "SDPA differs as much.",
     "keeps eager": "The model has attention code of its own, or no attention. Your choice changes nothing.",
-    "refused": "A route or a call raises the error in the remark. All other use gives the results of `eager`.",
+    "refused": "Loading with Clearhead, or a call, raises the error in the remark.",
     "differs": "A result differs from that of `eager` by more than the limit. The remark says which one.",
     "not built": "The test could not build a tiny random model or its input. The remark is the test's own error, "
     "not one of Clearhead. Nothing is known about the type.",
 }
+#: What `_refuse_unknown` of clearhead/integrations/transformers.py raises.
+UNSUPPORTED = re.compile(r"ArgumentError: (\w+): expected no keyword that Clearhead's attention .*", re.DOTALL)
+#: What `describe` says of a difference.
+DIFFERENCE = re.compile(r"(?P<route>[^,]+), (?P<what>.+): (?P<value>\S+) (?P<tensor>.+) \((?P<others>.+)\)")
+#: What the parts of its end mean.
+OTHERS = {"SDPA": "PyTorch's SDPA", "float64": "`eager` computed in float64"}
 #: Characters of an error on the page.
 LONGEST = 100
 
@@ -37,7 +46,7 @@ def show(console: Console, run: Run) -> None:
 
 def markdown(summary: Summary) -> str:
     """Totals, and a row for each model type."""
-    parts = [_totals_table(summary), *_named(summary), _largest(summary)]
+    parts = [_totals_table(summary), *_named(summary), *_example(summary), _largest(summary)]
     if summary["gradients"]["compared"]:
         parts.append(_gradients(summary))
     rows = [
@@ -56,7 +65,7 @@ def _types(summary: Summary) -> Iterable[tuple[str, str, str]]:
     for name in summary["agrees"]:
         yield name, "agrees with SDPA" if name in summary["as far"] else "agrees", remarks.get(name, "")
     yield from ((name, "keeps eager", remarks.get(name, "")) for name in summary["keeps eager"])
-    yield from ((name, "refused", _short(reason)) for name, reason in summary["refused"].items())
+    yield from ((name, "refused", _short(_refusal(reason))) for name, reason in summary["refused"].items())
     yield from ((name, "differs", reason) for name, reason in summary["differs"].items())
     for reason, names in summary["not built"].items():
         yield from ((name, "not built", _short(reason)) for name in names)
@@ -67,9 +76,13 @@ def _name(row: tuple[str, str, str]) -> str:
 
 
 def _totals(summary: Summary) -> Iterable[tuple[str, int, int]]:
+    far = as_far_of(summary)
+    counts = summary["counts"] | ({"agrees with SDPA": far} if any(far) else {})
     for status in STATUSES:
-        if status in summary["counts"]:
-            count, variants = summary["counts"][status]
+        if status in counts:
+            count, variants = counts[status]
+            if status == "agrees":
+                count, variants = count - far[0], variants - far[1]
             yield status, count, variants
 
 
@@ -83,10 +96,37 @@ def _totals_table(summary: Summary) -> str:
 
 def _named(summary: Summary) -> Iterable[str]:
     """The model types of the results that need a look."""
-    titles = {"refused": "Refused", "differs": "Differs", "as far": "Agrees with SDPA, but not with `eager`"}
+    titles = {"refused": "Refused", "differs": "Differs", "as far": "Agrees with SDPA"}
     for part, title in titles.items():
         if summary[part]:
             yield f"{title}: {', '.join(f'`{name}`' for name in sorted(summary[part], key=str.casefold))}."
+
+
+def _example(summary: Summary) -> Iterable[str]:
+    """The parts of a remark with numbers, one by one."""
+    for name, remark in summary["as far"].items():
+        found = DIFFERENCE.fullmatch(remark)
+        if found is None:
+            continue
+        what, _, padding = found["what"].partition(", ")
+        rows = [
+            ("part of the remark", "meaning"),
+            ("---", "---"),
+            (found["route"], "the route by which the model got Clearhead's attention"),
+            (found["what"], f"{what} were compared, of an input with {padding or 'no padding'}"),
+            (found["value"], "the difference between Clearhead and `eager`"),
+            (found["tensor"], "the tensor of the model's output with this difference"),
+        ]
+        for other in found["others"].split(", "):
+            rows.append((other, f"the difference between {OTHERS[other.split()[0]]} and `eager`"))
+        yield f"For example, the remark of `{name}` has these parts:"
+        yield "\n".join(f"| {part} | {meaning} |" if part != "---" else "|---|---|" for part, meaning in rows)
+        return
+
+
+def _refusal(reason: str) -> str:
+    """The error without advice."""
+    return UNSUPPORTED.sub(r"ArgumentError: argument `\1` is not supported", reason)
 
 
 def _short(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from .results import DECODER, LIMIT, Finding, Outcome, Run
 
-__all__ = ["Summary", "counts_of", "describe", "summarize"]
+__all__ = ["Summary", "as_far_of", "counts_of", "describe", "summarize"]
 
 #: How far gradients may be from float64, in errors of SDPA. Below `LIMIT` the ratio of two errors is chance.
 AS_SDPA = 1.5
@@ -45,17 +45,25 @@ def counts_of(summary: Summary) -> dict[str, str]:
     totals = {status: counts.get(status, [0, 0])[0] for status in statuses}
     found = {f"{status.replace(' ', '-')}": str(count) for status, count in totals.items()}
     compared = sum(totals.values()) - totals["not built"]
+    as_far = as_far_of(summary)[0]
     return {
         **found,
         "compared": str(compared),
         "all": str(compared + totals["not built"]),
         "largest": f"{summary['largest']:.1e}",
+        "agrees-eager": str(totals["agrees"] - as_far),
+        "as-far": str(as_far),
         "comparisons": str(summary["comparisons"]),
-        "as-far": str(len(summary["as far"])),
         "gradients": str(summary["gradients"]["compared"]),
         "gradients-median": f"{summary['gradients']['median ratio']:.2f}×",
         "gradients-worse": str(len(summary["gradients"]["worse"])),
     }
+
+
+def as_far_of(summary: Summary) -> list[int]:
+    """As `summary["counts"]`, those of the types that agree which differ from eager as much as SDPA does."""
+    agrees = set(summary["agrees"])
+    return _count([name for name in summary["as far"] if name in agrees])
 
 
 def _names(outcomes: list[Outcome]) -> list[str]:
@@ -64,8 +72,12 @@ def _names(outcomes: list[Outcome]) -> list[str]:
 
 def _counts(outcomes: list[Outcome]) -> list[int]:
     """Model types, and those of them that are also built as a decoder."""
-    variants = sum(outcome.name.endswith(DECODER) for outcome in outcomes)
-    return [len(outcomes) - variants, variants]
+    return _count(_names(outcomes))
+
+
+def _count(names: list[str]) -> list[int]:
+    variants = sum(name.endswith(DECODER) for name in names)
+    return [len(names) - variants, variants]
 
 
 def _gradients(compared: list[Outcome]) -> Summary:

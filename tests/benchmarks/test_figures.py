@@ -27,7 +27,6 @@ MEANT = {
         "A ratio above 1× means": "how to read a ratio",
         "the row with 1.00× is the base": "how to read a ratio",
         "can be above 100 %": "how to read a ratio",
-        "far above 100 %": "how to read a ratio",
         "Calls are 20 ms apart": "a setting",
         "took more than 5 % of the processors": "a bar",
     },
