@@ -17,6 +17,7 @@ from clearhead.errors import ArgumentError, DTypeError, ShapeError
 from clearhead.inspection._walkthrough import walkthrough
 from clearhead.inspection._walkthrough_result import Walkthrough
 from clearhead.inspection._walkthrough_text import CHINESE, ENGLISH
+from clearhead.positions import ALiBi, RelativeBias, Rotary
 
 B, H, L, S, D = 2, 6, 5, 7, 4
 E = H * D
@@ -48,6 +49,17 @@ def bias_with_minus_infinity() -> masks.Mask:
     return masks.bias(bias)
 
 
+def with_every_part() -> MultiHeadAttention:
+    own = masks.sliding_window(3, 1) & ALiBi(H)
+    parts = {"position": Rotary(D), "q_norm": nn.RMSNorm(D, eps=1e-6), "k_norm": nn.LayerNorm(D), "mask": own}
+    return MultiHeadAttention(E, H, num_kv_heads=2, softcap=0.7, sinks=True, scale=0.9, **parts)
+
+
+def every_kind_of_mask() -> masks.Mask:
+    """Hides every key from query 3 in head 2, and from every query of item 1 those after the second."""
+    return masks.causal() & bias_with_minus_infinity() & masks.lengths(torch.tensor([L, 2]))
+
+
 SELF = ((B, L, E),)
 CROSS = ((B, L, E), (B, S, 11), (B, S, 13))
 SETTINGS = {
@@ -70,6 +82,14 @@ SETTINGS = {
     ),
     "no batch": Setting(lambda: MultiHeadAttention(E, H), ((L, E),), masks.causal),
     "one token": Setting(lambda: MultiHeadAttention(E, H), ((1, 1, E),)),
+    "positions": Setting(lambda: MultiHeadAttention(E, H, position=Rotary(D)), SELF, masks.causal),
+    "norm of keys": Setting(lambda: MultiHeadAttention(E, H, kdim=11, vdim=13, k_norm=nn.RMSNorm(D, 1e-6)), CROSS),
+    "soft-cap": Setting(lambda: MultiHeadAttention(E, H, softcap=0.3), SELF, bias_with_minus_infinity),
+    "sinks": Setting(lambda: MultiHeadAttention(E, H, sinks=True), SELF, lambda: masks.lengths(torch.tensor([0, 4]))),
+    "own mask": Setting(lambda: MultiHeadAttention(E, H, mask=masks.sliding_window(2, 0)), SELF),
+    "own bias": Setting(lambda: MultiHeadAttention(E, H, mask=RelativeBias(H).double()), SELF, masks.causal),
+    "every part": Setting(with_every_part, SELF, every_kind_of_mask),
+    "every part, no batch": Setting(with_every_part, ((L, E),)),
 }
 every_setting = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS.keys())
 
@@ -92,7 +112,7 @@ def test_the_numbers_are_those_of_the_module(setting: Setting) -> None:
 def test_every_shape_is_the_one_that_is_named(setting: Setting) -> None:
     walk, _ = setting.run()
     for step in walk.steps:
-        symbols = step.symbols.strip("()").split(", ")
+        symbols = step.symbols.strip("(),").split(", ")
         assert step.shape == tuple(step.tensor.shape), step.name
         assert step.shape == tuple(size_of(symbol, dict(walk.sizes)) for symbol in symbols), step.name
 
@@ -141,6 +161,116 @@ def test_the_steps_come_in_the_order_of_the_computation() -> None:
         "merge",
         "output_projection",
     ]
+
+
+def turned(x: Tensor) -> Tensor:
+    """(B, H, L, D) as complex numbers of features i and D/2 + i, times exp(i · position · frequency)."""
+    angles = torch.arange(x.shape[2])[:, None] * 10000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    pairs = torch.complex(x[..., : D // 2], x[..., D // 2 :]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([pairs.real, pairs.imag], -1)
+
+
+def formulas(module: MultiHeadAttention, x: Tensor) -> dict[str, Tensor]:
+    """Every step of `with_every_part` under `every_kind_of_mask`, from parameters and sizes alone."""
+    p = dict(module.named_parameters())
+    found = {"input": x}
+    for name, letter, heads in (("query", "q", H), ("key", "k", 2), ("value", "v", 2)):
+        projection = torch.einsum("blf,gf->blg", x, p[f"{letter}_proj.weight"]) + p[f"{letter}_proj.bias"]
+        found[f"{name}_projection"] = projection
+        found[f"{name}_heads"] = torch.stack(projection.split(D, -1), 1)
+        assert found[f"{name}_heads"].shape[1] == heads
+    q, k = found["query_heads"], found["key_heads"]
+    found["query_norm"] = q / (q.square().mean(-1, keepdim=True) + 1e-6).sqrt() * p["q_norm.weight"]
+    k = (k - k.mean(-1, keepdim=True)) / (k.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+    found["key_norm"] = k * p["k_norm.weight"] + p["k_norm.bias"]
+    found["query_position"], found["key_position"] = turned(found["query_norm"]), turned(found["key_norm"])
+    key_head = torch.tensor([0, 0, 0, 1, 1, 1])
+    found["shared_heads"] = found["key_position"][:, key_head]
+    found["scores"] = 0.9 * torch.einsum("bhid,bhjd->bhij", found["query_position"], found["shared_heads"])
+    found["softcap"] = 0.7 * torch.tanh(found["scores"] / 0.7)
+
+    i, j = torch.arange(L)[:, None], torch.arange(L)
+    slopes = ALiBi(H).slopes.double()[:, None, None]
+    hidden = (j < i - 3) | (j > i + 1)
+    found["own_mask"] = (found["softcap"] - slopes * (i - j).abs()).masked_fill(hidden, float("-inf"))
+    bias = torch.linspace(-2, 2, H * L * L, dtype=torch.float64).reshape(H, L, L)
+    hidden = torch.stack([j > i, (j > i) | (j > 1)])[:, None].expand(B, H, L, L).clone()
+    hidden[:, 2, 3] = True
+    found["mask"] = (found["own_mask"] + bias).masked_fill(hidden, float("-inf"))
+
+    found["sinks"] = p["sinks"]
+    exp = found["mask"].exp()
+    found["softmax"] = exp / (exp.sum(-1, keepdim=True) + p["sinks"].exp()[:, None, None])
+    found["weighted_sum"] = torch.einsum("bhij,bhjd->bhid", found["softmax"], found["value_heads"][:, key_head])
+    found["merge"] = torch.cat(found["weighted_sum"].unbind(1), -1)
+    found["output_projection"] = found["merge"] @ p["out_proj.weight"].T + p["out_proj.bias"]
+    return found
+
+
+def test_every_step_is_its_formula() -> None:
+    torch.manual_seed(11)
+    module = with_every_part().double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(B, L, E, dtype=torch.float64)
+    walk = walkthrough(module, x, mask=every_kind_of_mask())
+    with torch.no_grad():
+        expected = formulas(module, x)
+    assert [step.name for step in walk.steps] == [
+        "input",
+        *("query_projection", "key_projection", "value_projection"),
+        *("query_heads", "key_heads", "value_heads"),
+        *("query_norm", "key_norm", "query_position", "key_position"),
+        *("shared_heads", "scores", "softcap", "own_mask", "mask", "sinks", "softmax"),
+        *("weighted_sum", "merge", "output_projection"),
+    ]
+    for step in walk.steps:
+        torch.testing.assert_close(step.tensor, expected[step.name], rtol=0, atol=1e-10, msg=step.name)
+    assert torch.equal(walk.hidden_rows, expected["mask"].isneginf().all(-1))
+    assert walk.hidden_rows.any()
+    assert walk.agrees
+
+
+def test_a_part_is_a_step_only_where_the_module_has_it() -> None:
+    names = [step.name for step in SETTINGS["norm of keys"].run()[0].steps]
+    assert "key_norm" in names
+    assert {"query_norm", "query_position", "softcap", "own_mask", "sinks"}.isdisjoint(names)
+
+
+def test_the_mask_of_the_module_is_told_from_that_of_the_call() -> None:
+    walk, _ = SETTINGS["own mask"].run()
+    assert "sliding_window(2, 0)" in walk["own_mask"].meaning
+    assert f"hides {B * H * 13} of {B * H * L * L} scores" in walk["own_mask"].meaning
+    assert "The call has no mask" in walk["mask"].meaning
+    assert torch.equal(walk["mask"].tensor, walk["own_mask"].tensor)
+    walk, _ = SETTINGS["own bias"].run()
+    assert walk["own_mask"].formula.startswith(ENGLISH.phrases["biased"])
+    assert "hides 0 of" in walk["own_mask"].meaning
+    assert f"hides {B * H * L * (L - 1) // 2} of" in walk["mask"].meaning
+
+
+def test_with_sinks_the_weights_are_not_said_to_add_up_to_1() -> None:
+    walk, _ = SETTINGS["sinks"].run()
+    assert "add up to less than 1" in walk["softmax"].meaning
+    assert "exp(sink_h)" in walk["softmax"].formula
+
+
+def test_parts_that_write_in_place_are_shown_before_and_after() -> None:
+    class Halved(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mul_(0.5)
+
+    def negated(q: Tensor, k: Tensor, positions: object) -> tuple[Tensor, Tensor]:
+        return q.neg_(), k.neg_()
+
+    module = MultiHeadAttention(E, H, q_norm=Halved(), position=negated).double()
+    walk = walkthrough(module, torch.randn(B, L, E).double())
+    heads = walk["query_heads"].tensor
+    assert torch.equal(heads, torch.stack(walk["query_projection"].tensor.split(D, -1), 1))
+    assert torch.equal(walk["query_norm"].tensor, heads / 2)
+    assert torch.equal(walk["query_position"].tensor, -heads / 2)
+    assert walk["query_position"].formula == "q, k = negated(q, k, 0 … L-1)"
+    assert walk.agrees
 
 
 def test_every_step_explains_the_letters_of_its_shape() -> None:
@@ -273,16 +403,18 @@ def test_nan_in_padding_stays_out() -> None:
     assert walk.agrees
 
 
+@pytest.mark.parametrize("setting", ["causal", "every part"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_other_dtypes_agree_with_the_module(dtype: torch.dtype) -> None:
-    walk, (output, _) = SETTINGS["causal"].run(dtype)
+def test_other_dtypes_agree_with_the_module(dtype: torch.dtype, setting: str) -> None:
+    walk, (output, _) = SETTINGS[setting].run(dtype)
     assert walk.output.dtype == output.dtype == dtype
     assert walk["softmax"].tensor.dtype == torch.float32
     assert walk.agrees
 
 
-def test_no_gradients_are_recorded() -> None:
-    walk, _ = SETTINGS["self"].run()
+@pytest.mark.parametrize("setting", ["self", "own bias", "every part"])
+def test_no_gradients_are_recorded(setting: str) -> None:
+    walk, _ = SETTINGS[setting].run()
     assert not any(step.tensor.requires_grad for step in walk.steps)
 
 
@@ -311,6 +443,27 @@ def test_another_module_is_refused_with_what_it_takes() -> None:
     module = nn.MultiheadAttention(E, H)
     with pytest.raises(DTypeError, match=r"module: expected a clearhead\.MultiHeadAttention, got torch\.nn.*Multihead"):
         walkthrough(module, torch.randn(B, L, E))  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("split", ["head_shard", "sequence_shard"])
+def test_a_module_that_is_split_over_processes_is_refused(split: str) -> None:
+    module = MultiHeadAttention(E, H)
+    setattr(module, split, object())
+    expected = (
+        "module: expected a module that one process computes, got a module after clearhead.distributed.tensor_parallel "
+        "or context_parallel. Walk through the module before it is split."
+    )
+    with pytest.raises(ArgumentError, match=re.escape(expected)):
+        walkthrough(module, torch.randn(B, L, E))
+
+
+def test_under_autocast_the_steps_are_those_of_the_module() -> None:
+    module = MultiHeadAttention(E, H, q_norm=nn.LayerNorm(D), position=Rotary(D), softcap=0.7, sinks=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        walk = walkthrough(module, torch.randn(B, L, E), mask=masks.causal())
+    assert walk["query_projection"].tensor.dtype == walk["weighted_sum"].tensor.dtype == torch.bfloat16
+    assert walk["softmax"].tensor.dtype == torch.float32
+    assert walk.agrees
 
 
 def test_an_unknown_step_is_a_key_error() -> None:

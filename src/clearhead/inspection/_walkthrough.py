@@ -6,10 +6,12 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import shown, strided
 from .._multihead import MultiHeadAttention
+from .._multihead_checks import complete
 from ..errors import ArgumentError, DTypeError
 from ..masks import Mask
 from ._walkthrough_result import Walkthrough
@@ -31,10 +33,11 @@ def walkthrough(
 ) -> Walkthrough:
     """Run one call of a module step by step and explain every step and every shape.
 
-    The steps use the module's own projections and are computed as ``softmax(scale · q kᵀ + mask) v``; the
-    module itself is then called as well, and the largest difference is reported. Everything runs in
-    evaluation mode (no dropout) and without gradients; the module's mode is put back. All of (B, H, L, S) is
-    held several times over, so this is for inputs of a size that one wants to read.
+    The steps are those of the module's own call with the `reference` kernel: projections, norms, position part, scores,
+    soft-cap, the module's and the call's mask, sinks, softmax, weighted sum. The module itself is called as well, and
+    the largest difference is reported. Everything runs in evaluation mode (no dropout) and without gradients; the
+    module's mode is put back. All of (B, H, L, S) is held several times over, so this is for inputs of a size that one
+    wants to read.
 
     Args:
         module: a `clearhead.MultiHeadAttention`.
@@ -49,7 +52,7 @@ def walkthrough(
 
     Raises:
         DTypeError: if `module` is not a `clearhead.MultiHeadAttention`.
-        ArgumentError: if the language is not one of the two.
+        ArgumentError: if the language is not one of the two, or the module is split over processes.
         And what the module itself raises for its inputs.
 
     Example:
@@ -64,7 +67,7 @@ def walkthrough(
     with torch.no_grad(), _evaluation_mode(module) as training:
         returned = module(query, key, value, mask=mask)
         recorder = Recorder(language)
-        output, hidden_rows = take_steps(recorder, module, query, key, value, mask)
+        output, hidden_rows = take_steps(recorder, module, (query, *complete(query, key, value)), mask)
     difference, largest = _largest_difference(output, returned)
     return Walkthrough(
         language=language,
@@ -103,12 +106,8 @@ def _largest_difference(output: Tensor, returned: Tensor) -> tuple[float, float]
     """The largest |a − b| and the largest |b|; NaN on both sides is no difference."""
     ours, theirs = output.double(), returned.double()
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    difference = torch.where(same, 0.0, (ours - theirs).abs())
-    largest = theirs[theirs.isfinite()].abs()
-    return (
-        float(difference.max()) if difference.numel() else 0.0,
-        float(largest.max()) if largest.numel() else 0.0,
-    )
+    difference, largest = (ours - theirs)[~same].abs(), theirs[theirs.isfinite()].abs()
+    return float(F.pad(difference, (0, 1)).max()), float(F.pad(largest, (0, 1)).max())
 
 
 def _check_arguments(module: object, language: object) -> None:
@@ -121,4 +120,11 @@ def _check_arguments(module: object, language: object) -> None:
             expected="a clearhead.MultiHeadAttention",
             got=f"{type(module).__module__}.{type(module).__qualname__}",
             fix="Pass the attention module itself, not the model around it.",
+        )
+    if module.head_shard is not None or module.sequence_shard is not None:
+        raise ArgumentError(
+            "module",
+            expected="a module that one process computes",
+            got="a module after clearhead.distributed.tensor_parallel or context_parallel",
+            fix="Walk through the module before it is split.",
         )

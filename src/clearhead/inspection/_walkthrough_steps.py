@@ -1,20 +1,32 @@
-"""The steps themselves: each computes its tensor the textbook way and records what it did."""
+"""The steps of a call, computed by the module's own `Layer` and the `reference` kernel.
+
+A step before a norm, a position part, a soft-cap or a mask is the same computation without that part.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isclose, sqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._call.heads import merge_heads, split_heads
-from .._multihead import MultiHeadAttention
+from .._call.call import Results, build_call, valid_call
+from .._call.heads import merge_heads
+from .._environment import Environment, autocast_off, read_environment
+from .._layer.layer import Layer
+from .._multihead import MultiHeadAttention, layer_of
+from ..kernels._reference import reference_results, reference_scores, reference_weights
 from ..masks import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import dense_mask
 from ..masks._tensors import as_mask
 from ._walkthrough_text import LANGUAGES
+
+_SCORES = "(B, H, L, S)"
+
+Tensors = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +60,12 @@ class Recorder:
         self.sizes: dict[str, int] = {}
         self.steps: list[Step] = []
 
+    @property
+    def operands(self) -> tuple[tuple[str, str, str], ...]:
+        """Names of query, key and value, and the letters of their heads and lengths."""
+        kv = "Hkv" if "Hkv" in self.sizes else "H"
+        return ("query", "H", "L"), ("key", kv, "S"), ("value", kv, "S")
+
     def add(self, name: str, symbols: str, formula: str, tensor: Tensor, *, words: str = "", **numbers: object) -> None:
         text = self.words.steps[words or name]
         meaning = text.meaning.format(**self.sizes, **numbers)
@@ -55,134 +73,120 @@ class Recorder:
 
 
 def take_steps(
-    recorder: Recorder,
-    module: MultiHeadAttention,
-    query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    mask: Mask | Tensor | None,
+    recorder: Recorder, module: MultiHeadAttention, inputs: Tensors, mask: Mask | Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Compute and record every step; returns the output (B, L, E) and which rows (B, H, L) see no key."""
-    keys_from = query if key is None else key
-    values_from = keys_from if value is None else value
-    _name_sizes(recorder, module, query, keys_from, values_from)
-    _add_inputs(recorder, query, keys_from, values_from)
-    q, k, v = _project(recorder, module, query, keys_from, values_from)
-    q, k, v = _split(recorder, module, q, k, v)
-    compute = torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype
-    with torch.autocast(q.device.type, enabled=False):
-        scores = _score(recorder, module, q.to(compute), k.to(compute))
-        scores, visible = _hide(recorder, scores, mask)
-        collected = _collect(recorder, scores, visible, v.to(compute)).to(q.dtype)
-    merged = merge_heads(collected)  # (B, L, H·D)
-    recorder.add("merge", "(B, L, H·D)", "merge_heads(o)", merged)
-    output = module.out_proj(merged)  # (B, L, E)
+    environment = read_environment()
+    layer = layer_of(module, inputs[0], environment)
+    _name_sizes(recorder, module, inputs)
+    projections = _project(recorder, module, layer, inputs)
+    operands = _make_heads(recorder, layer, projections, environment)
+    with autocast_off(inputs[0]):
+        mixed, hidden_rows = _attend(recorder, layer, operands, mask)
+    recorder.add("merge", "(B, L, H·D)", "merge_heads(o)", merge_heads(mixed))
+    output, _ = layer.projected_out(Results(mixed), environment)
     recorder.add("output_projection", "(B, L, E)", _linear_formula("output", "o", "o", module.out_proj), output)
-    return output, ~visible.any(-1)
+    return output, hidden_rows
 
 
-def _name_sizes(
-    recorder: Recorder, module: MultiHeadAttention, query: Tensor, keys_from: Tensor, values_from: Tensor
-) -> None:
+def _name_sizes(recorder: Recorder, module: MultiHeadAttention, inputs: Tensors) -> None:
     sizes = recorder.sizes
-    sizes["B"], sizes["H"] = query.shape[0], module.num_heads
+    sizes["B"], sizes["H"] = inputs[0].shape[0], module.num_heads
     if module.num_kv_heads != module.num_heads:
         sizes["Hkv"] = module.num_kv_heads
-    sizes["L"], sizes["S"], sizes["D"], sizes["E"] = (
-        query.shape[1],
-        keys_from.shape[1],
-        module.head_dim,
-        module.embed_dim,
-    )
-    for letter, tensor in (("Eq", query), ("Ek", keys_from), ("Ev", values_from)):
+    sizes["L"], sizes["S"] = inputs[0].shape[1], inputs[1].shape[1]
+    sizes["D"], sizes["E"] = module.head_dim, module.embed_dim
+    for letter, tensor in zip(("Eq", "Ek", "Ev"), inputs, strict=True):
         if tensor.shape[-1] != module.embed_dim:
             sizes[letter] = tensor.shape[-1]
 
 
-def _add_inputs(recorder: Recorder, query: Tensor, keys_from: Tensor, values_from: Tensor) -> None:
-    width = {letter: letter if letter in recorder.sizes else "E" for letter in ("Eq", "Ek", "Ev")}
-    recorder.add("input", f"(B, L, {width['Eq']})", "query", query)
-    if keys_from is not query:
-        recorder.add("key_input", f"(B, S, {width['Ek']})", "key", keys_from)
-    if values_from is not keys_from:
-        recorder.add("value_input", f"(B, S, {width['Ev']})", "value", values_from)
+def _project(recorder: Recorder, module: MultiHeadAttention, layer: Layer, inputs: Tensors) -> Tensors:
+    """Record the inputs, each once, and their projections (B, length, heads·D), which are returned."""
+    query, key, value = inputs
+    key_source = "query" if key is query else "key"
+    sources = "query", key_source, key_source if value is key else "value"
+    for (name, _, length), source, tensor in zip(recorder.operands, sources, inputs, strict=True):
+        if source == name:
+            width = f"E{name[0]}" if f"E{name[0]}" in recorder.sizes else "E"
+            step = "input" if name == "query" else f"{name}_input"
+            recorder.add(step, f"(B, {length}, {width})", name, tensor)
+    projections = layer.project(*inputs)
+    for (name, heads, length), source, tensor in zip(recorder.operands, sources, projections, strict=True):
+        formula = _linear_formula(name[0], source, name[0], module.get_submodule(f"{name[0]}_proj"))
+        recorder.add(f"{name}_projection", f"(B, {length}, {heads}·D)", formula, tensor)
+    return projections
 
 
-def _project(
-    recorder: Recorder, module: MultiHeadAttention, query: Tensor, keys_from: Tensor, values_from: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    key_source = "query" if keys_from is query else "key"
-    value_source = key_source if values_from is keys_from else "value"
-    kv_width = _kv_heads(recorder) + "·D"
-    q = module.q_proj(query)  # (B, L, H·D)
-    recorder.add("query_projection", "(B, L, H·D)", _linear_formula("q", "query", "q", module.q_proj), q)
-    k = module.k_proj(keys_from)  # (B, S, Hkv·D)
-    recorder.add("key_projection", f"(B, S, {kv_width})", _linear_formula("k", key_source, "k", module.k_proj), k)
-    v = module.v_proj(values_from)  # (B, S, Hkv·D)
-    formula = _linear_formula("v", value_source, "v", module.v_proj)
-    recorder.add("value_projection", f"(B, S, {kv_width})", formula, v)
-    return q, k, v
+def _make_heads(recorder: Recorder, layer: Layer, projections: Tensors, environment: Environment) -> Tensors:
+    """Record the heads, the norms and the position part; returns query, key and value as they are attended to."""
 
+    def add(step: str, formula: str, tensors: Tensors, parts: tuple[object, ...]) -> None:
+        for (name, heads, length), part, tensor in zip(recorder.operands, parts, tensors, strict=True):
+            if part is not None:
+                text = formula.format(x=name[0], heads=heads, part=getattr(part, "__name__", type(part).__name__))
+                width = projections[0].shape[-1]
+                recorder.add(f"{name}_{step}", f"(B, {heads}, {length}, D)", text, tensor, query_width=width)
 
-def _split(
-    recorder: Recorder, module: MultiHeadAttention, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    kv = _kv_heads(recorder)
-    q_heads = split_heads(q, module.num_heads)  # (B, H, L, D)
-    k_heads = split_heads(k, module.num_kv_heads)  # (B, Hkv, S, D)
-    v_heads = split_heads(v, module.num_kv_heads)  # (B, Hkv, S, D)
-    recorder.add("query_heads", "(B, H, L, D)", "split_heads(q, H)", q_heads, query_width=q.shape[-1])
-    recorder.add("key_heads", f"(B, {kv}, S, D)", f"split_heads(k, {kv})", k_heads)
-    recorder.add("value_heads", f"(B, {kv}, S, D)", f"split_heads(v, {kv})", v_heads)
-    group = module.num_heads // module.num_kv_heads
+    def heads(**without: Any) -> Tensors:
+        # Copies, because norms and position parts may write in place.
+        q, k, v = (tensor.clone() for tensor in projections)
+        return replace(layer, project=lambda *_: (q, k, v), **without).projected(q, k, v, 0, environment)
+
+    operands = heads()
+    add("heads", "split_heads({x}, {heads})", heads(q_norm=None, k_norm=None, position=None), operands)
+    add("norm", "{x} = {part}({x})", heads(position=None), (layer.q_norm, layer.k_norm, None))
+    add("position", "q, k = {part}(q, k, 0 … L-1)", operands, (layer.position, layer.position, None))
+    group = layer.num_heads // layer.num_kv_heads
     if group > 1:
-        k_heads = k_heads.repeat_interleave(group, dim=1)  # (B, H, S, D)
-        v_heads = v_heads.repeat_interleave(group, dim=1)  # (B, H, S, D)
-        sharing = _sharing(recorder, module.num_kv_heads, group)
-        recorder.add("shared_heads", "(B, H, S, D)", f"k_h = k_(h // {group})", k_heads, group=group, sharing=sharing)
-    return q_heads, k_heads, v_heads
+        shared = operands[1].repeat_interleave(group, dim=1)  # (B, H, S, D)
+        sharing = _sharing(recorder, layer.num_kv_heads, group)
+        recorder.add("shared_heads", "(B, H, S, D)", f"k_h = k_(h // {group})", shared, group=group, sharing=sharing)
+    return operands
 
 
-def _score(recorder: Recorder, module: MultiHeadAttention, q: Tensor, k: Tensor) -> Tensor:
-    default = 1 / sqrt(module.head_dim)
-    scale = default if module.scale is None else module.scale
-    origin = "1/√D = " if isclose(scale, default) else ""
-    scores = scale * (q @ k.transpose(-2, -1))  # (B, H, L, S)
-    recorder.add("scores", "(B, H, L, S)", f"s_ij = scale · q_i·k_j, scale = {origin}{scale:.4g}", scores)
-    return scores
-
-
-def _hide(recorder: Recorder, scores: Tensor, mask: Mask | Tensor | None) -> tuple[Tensor, Tensor]:
-    batch, heads, queries, keys = scores.shape
-    if mask is None:
-        recorder.add("mask", "(B, H, L, S)", "s_ij", scores, words="mask_none")
-        return scores, torch.ones_like(scores, dtype=torch.bool)
-    dense = dense_mask(as_mask(mask), Grid(batch, heads, queries, keys, scores.device))  # (B, H, L, S)
-    phrases = recorder.words.phrases
-    formula, words = phrases["hidden"], "mask"
-    if dense.dtype == torch.bool:
-        visible = dense
+def _attend(recorder: Recorder, layer: Layer, operands: Tensors, mask: Mask | Tensor | None) -> tuple[Tensor, Tensor]:
+    """Record scores, weights and sums; returns the sums (B, H, L, D) and the rows (B, H, L) that see no key."""
+    request = layer.request._replace(mask=layer.combined(mask))
+    call = valid_call(*operands, request._replace(softcap=None, mask=None))
+    scores = reference_scores(call)
+    origin = "1/√D = " if isclose(call.spec.scale, 1 / sqrt(operands[0].shape[-1])) else ""
+    formula = f"s_ij = scale · q_i·k_j, scale = {origin}{call.spec.scale:.4g}"
+    recorder.add("scores", _SCORES, formula, scores)
+    if request.softcap is not None:
+        scores = reference_scores(valid_call(*operands, request._replace(mask=None)))
+        cap = f"{request.softcap:.4g}"
+        recorder.add("softcap", _SCORES, f"s_ij = {cap} · tanh(s_ij / {cap})", scores, softcap=cap)
+    hidden, own = torch.zeros_like(scores, dtype=torch.bool), layer.combined(None)
+    if own is not None:
+        scores = reference_scores(valid_call(*operands, layer.request))
+        hidden = _add_mask(recorder, "own_mask", own, call.grid, scores)
+    if mask is not None:
+        scores = reference_scores(valid_call(*operands, request))
+        hidden = hidden | _add_mask(recorder, "mask", as_mask(mask), call.grid, scores)
     else:
-        visible = dense != float("-inf")
-        scores = scores + dense.to(scores.dtype)
-        formula, words = phrases["biased"] + phrases["separator"] + formula, "mask_bias"
-    scores = scores.masked_fill(~visible, float("-inf"))
-    hidden = int((~visible).sum())
-    recorder.add("mask", "(B, H, L, S)", formula, scores, words=words, hidden=hidden, total=scores.numel())
-    return scores, visible
+        recorder.add("mask", _SCORES, "s_ij", scores, words="mask_none" if own is None else "mask_own_only")
+    call = build_call(*operands, request)
+    total, words = "Σ_j exp(s_ij)", "softmax"
+    if call.request.sinks is not None:
+        recorder.add("sinks", "(H,)", "sink_h", call.request.sinks)
+        total, words = f"({total} + exp(sink_h))", "softmax_sinks"
+    recorder.add("softmax", _SCORES, f"p_ij = exp(s_ij) / {total}", reference_weights(call)[0], words=words)
+    mixed = reference_results(call).output
+    recorder.add("weighted_sum", "(B, H, L, D)", "o_i = Σ_j p_ij · v_j", mixed)
+    return mixed, hidden.all(-1)
 
 
-def _collect(recorder: Recorder, scores: Tensor, visible: Tensor, v: Tensor) -> Tensor:
-    weights = scores.softmax(-1).masked_fill(~visible, 0.0)  # (B, H, L, S)
-    recorder.add("softmax", "(B, H, L, S)", "p_ij = exp(s_ij) / Σ_j exp(s_ij)", weights)
-    unseen = ~visible.any(-2)  # (B, H, S)
-    collected = weights @ v.masked_fill(unseen[..., None], 0.0)  # (B, H, L, D); NaN in padding stays out
-    recorder.add("weighted_sum", "(B, H, L, D)", "o_i = Σ_j p_ij · v_j", collected)
-    return collected
-
-
-def _kv_heads(recorder: Recorder) -> str:
-    return "Hkv" if "Hkv" in recorder.sizes else "H"
+def _add_mask(recorder: Recorder, name: str, mask: Mask, grid: Grid, scores: Tensor) -> Tensor:
+    """Record the scores under a mask; returns which of them it hides."""
+    phrases, words = recorder.words.phrases, name
+    dense, formula = dense_mask(mask, grid), phrases["hidden"]  # (B, H, L, S)
+    hidden = dense.isneginf() if dense.is_floating_point() else ~dense
+    if dense.is_floating_point():
+        formula, words = phrases["biased"] + phrases["separator"] + formula, "mask_bias" if name == "mask" else name
+    numbers = {"hidden": int(hidden.sum()), "total": hidden.numel(), "rule": mask.describe()}
+    recorder.add(name, _SCORES, formula, scores, words=words, **numbers)
+    return hidden
 
 
 def _linear_formula(result: str, source: str, letter: str, layer: nn.Module) -> str:
@@ -195,10 +199,6 @@ def _linear_formula(result: str, source: str, letter: str, layer: nn.Module) -> 
 
 def _sharing(recorder: Recorder, num_kv_heads: int, group: int) -> str:
     phrases = recorder.words.phrases
-    shown = [
-        phrases["sharing"].format(first=kv * group, last=kv * group + group - 1, kv=kv)
-        for kv in range(min(num_kv_heads, 4))
-    ]
-    if num_kv_heads > len(shown):
-        shown.append("…")
-    return phrases["separator"].join(shown)
+    kv_heads = range(min(num_kv_heads, 4))
+    shown = [phrases["sharing"].format(first=kv * group, last=kv * group + group - 1, kv=kv) for kv in kv_heads]
+    return phrases["separator"].join(shown + ["…"] * (num_kv_heads > len(shown)))

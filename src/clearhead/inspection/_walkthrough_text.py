@@ -84,10 +84,25 @@ ENGLISH = Language(
             "{group} query heads (grouped-query attention, which saves memory): {sharing}. The keys are "
             "shown here once per query head; the values are shared in the same way.",
         ),
+        "query_norm": StepWords("Norm: queries", "Each head's query is normalised, which limits the scores."),
+        "key_norm": StepWords("Norm: keys", "Each head's key is normalised, which limits the scores."),
+        "query_position": StepWords(
+            "Positions: queries",
+            "Attention by itself does not depend on the order of the tokens. The position part changes each query "
+            "according to its position, so that the order counts.",
+        ),
+        "key_position": StepWords("Positions: keys", "The keys are changed in the same way, each by its own position."),
         "scores": StepWords(
             "Scores",
             "The dot product of every query with every key says how well the two match. The scale keeps "
             "the scores from growing with the head dim, which would make the softmax pick one key alone.",
+        ),
+        "softcap": StepWords(
+            "Soft-cap", "The soft-cap limits the scores to the range from -{softcap} to {softcap}: none gets too large."
+        ),
+        "own_mask": StepWords(
+            "Mask of the module",
+            "The module has its own mask, {rule}, which every call uses. Here it hides {hidden} of {total} scores.",
         ),
         "mask": StepWords(
             "Mask",
@@ -102,10 +117,22 @@ ENGLISH = Language(
         "mask_none": StepWords(
             "Mask", "No mask was given: every query may see every key, and the scores stay as they are."
         ),
+        "mask_own_only": StepWords("Mask", "The call has no mask, so the module's own mask is the only one."),
+        "sinks": StepWords(
+            "Sinks",
+            "Each head has a learned number, its sink, which is one more term in the softmax's denominator. It acts "
+            "like a key whose value is zero: a query that finds no fitting key can put its attention there.",
+        ),
         "softmax": StepWords(
             "Softmax",
             "Each row of scores becomes weights that are at least 0 and add up to 1: how much of its "
             "attention query i gives to each key j. A score of -∞ becomes a weight of exactly 0.",
+        ),
+        "softmax_sinks": StepWords(
+            "Softmax",
+            "Each row of scores becomes weights that are at least 0: how much of its attention query i gives to each "
+            "key j. They add up to less than 1, because the sink takes the rest. A score of -∞ becomes a weight of "
+            "exactly 0.",
         ),
         "weighted_sum": StepWords(
             "Weighted sum",
@@ -189,10 +216,24 @@ CHINESE = Language(
             "查询有 {H} 个头，键和值只有 {Hkv} 个头，所以每个键/值头供 {group} 个查询头共用"
             "（分组查询注意力，可以节省内存）：{sharing}。这里按查询头列出所用的键，值的共享方式相同。",
         ),
+        "query_norm": StepWords("归一化：查询", "对每个头的查询做归一化，这样查询里的数值再大，得分也不会随之变大。"),
+        "key_norm": StepWords("归一化：键", "对每个头的键做归一化，这样键里的数值再大，得分也不会随之变大。"),
+        "query_position": StepWords(
+            "位置编码：查询",
+            "注意力本身与词元的先后顺序无关。位置编码按每个查询所在的位置改变它，这样顺序才起作用。",
+        ),
+        "key_position": StepWords("位置编码：键", "键也按同样的方式改变，每个键按它自己的位置。"),
         "scores": StepWords(
             "缩放点积得分",
             "每个查询与每个键做点积，得分越高说明两者越匹配。乘以缩放系数，"
             "是为了不让得分随维度变大而变大，否则 softmax 几乎只会选中一个键。",
+        ),
+        "softcap": StepWords(
+            "得分软上限", "软上限（soft-cap）把得分限制在 -{softcap} 到 {softcap} 之间，避免得分过大。"
+        ),
+        "own_mask": StepWords(
+            "模块自带的掩码",
+            "模块自带掩码 {rule}，每次调用都会使用它。这里共有 {total} 个得分，其中 {hidden} 个被遮住。",
         ),
         "mask": StepWords(
             "掩码",
@@ -205,10 +246,21 @@ CHINESE = Language(
             "这里共有 {total} 个得分，其中 {hidden} 个被遮住。",
         ),
         "mask_none": StepWords("掩码", "没有给出掩码：每个查询都能看到所有的键，得分保持不变。"),
+        "mask_own_only": StepWords("掩码", "这次调用没有给出掩码，只有模块自带的掩码起作用。"),
+        "sinks": StepWords(
+            "注意力汇",
+            "每个头有一个可学习的数（sink），它作为一项加进 softmax 的分母。"
+            "它就像一个值为零的键：查询找不到合适的键时，可以把注意力放在那里。",
+        ),
         "softmax": StepWords(
             "softmax 归一化",
             "把每一行得分变成非负且总和为 1 的注意力权重，表示查询 i 把多少注意力分给键 j。"
             "得分为 -∞ 的位置，权重恰好为 0。",
+        ),
+        "softmax_sinks": StepWords(
+            "softmax 归一化",
+            "把每一行得分变成非负的注意力权重，表示查询 i 把多少注意力分给键 j。"
+            "总和小于 1，其余部分归于 sink。得分为 -∞ 的位置，权重恰好为 0。",
         ),
         "weighted_sum": StepWords("加权求和", "每个查询按权重对值加权求和：它越关注哪个位置，哪个位置的值贡献就越大。"),
         "merge": StepWords("合并多头", "把 {H} 个头的结果重新首尾拼接，每个位置又只有一个向量。"),

@@ -48,7 +48,7 @@ def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
 
     A query that sees no key gets p = 0 and lse = −∞ (its sink, if there are sinks), with zero gradients.
     """
-    scores = _scores(call)
+    scores = reference_scores(call)
     keys = scores.shape[-1]
     if call.request.sinks is not None:  # a sink is one more key, whose value is zero
         sinks = call.request.sinks.to(scores.dtype)[None, :, None, None]
@@ -62,7 +62,8 @@ def reference_weights(call: AttentionCall) -> tuple[Tensor, Tensor]:
     return weights, scores.logsumexp(-1).masked_fill(masked.squeeze(-1), float("-inf"))
 
 
-def _scores(call: AttentionCall) -> Tensor:
+def reference_scores(call: AttentionCall) -> Tensor:
+    """The scores s (B, H, L, S), in the compute dtype, −∞ where they are masked."""
     num_heads, num_kv_heads = call.query.shape[1], call.key.shape[1]
     query, key = call.query.to(call.spec.compute_dtype), call.key.to(call.spec.compute_dtype)
     folded = fold_group(query, num_kv_heads) @ key.transpose(-2, -1)  # (B, Hkv, G·L, S)
