@@ -21,7 +21,7 @@ STATUSES = {
     "refused": "Loading with Clearhead, or a call, raises the error in the remark.",
     "differs": "A result differs from that of `eager` by more than the limit. The remark says which one.",
     "not built": "The test could not build a tiny random model or its input. The remark is the test's own error, "
-    "not one of Clearhead. Nothing is known about the type.",
+    "not one of Clearhead. Nothing is known about the type: [check your own model](which-models.md#check-your-own-model).",
 }
 #: What `_refuse_unknown` of clearhead/integrations/transformers.py raises.
 UNSUPPORTED = re.compile(r"ArgumentError: (\w+): expected no keyword that Clearhead's attention .*", re.DOTALL)
