@@ -14,15 +14,33 @@ __all__ = ["markdown", "show"]
 
 #: What each result means, on the page of all model types.
 STATUSES = {
-    "agrees": "The model computes with Clearhead. The results are those of `eager`.",
+    "agrees": "The model computes with Clearhead. The results are those of `eager`, except where the remark says "
+    "otherwise.",
     "agrees with SDPA": "The model computes with Clearhead. Some result differs from that of `eager`, and PyTorch's "
     "SDPA differs as much.",
     "keeps eager": "The model has attention code of its own, or no attention. Your choice changes nothing.",
     "refused": "Loading with Clearhead, or a call, raises the error in the remark.",
     "differs": "A result differs from that of `eager` by more than the limit. The remark says which one.",
     "not built": "The test could not build a tiny random model or its input. The remark is the test's own error, "
-    "not one of Clearhead. Nothing is known about the type: [check your own model](which-models.md#check-your-own-model).",
+    "not one of Clearhead. Nothing is known about the type: "
+    "[check your own model](which-models.md#check-your-own-model).",
 }
+#: What the remarks of the table mean.
+REMARKS = """## Remarks
+
+An empty remark means that there is nothing to add. The result *refused* has one of two remarks:
+
+* `from_config`: KeyError. `from_config` builds a model with `attn_implementation="clearhead"`, as loading does.
+  transformers cannot do this for the class. If you set Clearhead later, there is no error, but a part of the model, or
+  all of it, keeps its own attention. [What to do](which-models.md#refusals).
+* ArgumentError. The model's calls pass an argument that Clearhead does not support. The remark names it. `upgrade`
+  leaves such a model as it is. [What to do](which-models.md#refusals).
+
+The reasons for *agrees with SDPA* are in [Which models?](which-models.md#types-that-agree-with-sdpa-only)
+
+Some remarks have numbers. All differences are from `eager` in float32, and relative to the largest number of the
+tensor. Only the largest difference is named. *float64* is `eager` again, computed in float64: its difference is the rounding
+error of `eager` in float32. `inf` means that there was no number to compare, because a result was NaN."""
 #: What `_refuse_unknown` of clearhead/integrations/transformers.py raises.
 UNSUPPORTED = re.compile(r"ArgumentError: (\w+): expected no keyword that Clearhead's attention .*", re.DOTALL)
 #: What `describe` says of a difference.
@@ -46,7 +64,7 @@ def show(console: Console, run: Run) -> None:
 
 def markdown(summary: Summary) -> str:
     """Totals, and a row for each model type."""
-    parts = [_totals_table(summary), *_named(summary), *_example(summary), _largest(summary)]
+    parts = [_totals_table(summary), *_named(summary), REMARKS, *_example(summary), "## All types", _largest(summary)]
     if summary["gradients"]["compared"]:
         parts.append(_gradients(summary))
     rows = [
