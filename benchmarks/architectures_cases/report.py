@@ -39,8 +39,8 @@ An empty remark means that there is nothing to add. The result *refused* has one
 The reasons for *agrees with SDPA* are in [Which models?](which-models.md#types-that-agree-with-sdpa-only)
 
 Some remarks have numbers. All differences are from `eager` in float32, and relative to the largest number of the
-tensor. Only the largest difference is named. *float64* is `eager` again, computed in float64: its difference is the rounding
-error of `eager` in float32. `inf` means that there was no number to compare, because a result was NaN."""
+tensor. Only the largest difference is named. *float64* is `eager` again, computed in float64: its difference is the
+rounding error of `eager` in float32. `inf` means that there was no number to compare, because a result was NaN."""
 #: What `_refuse_unknown` of clearhead/integrations/transformers.py raises.
 UNSUPPORTED = re.compile(r"ArgumentError: (\w+): expected no keyword that Clearhead's attention .*", re.DOTALL)
 #: What `describe` says of a difference.
