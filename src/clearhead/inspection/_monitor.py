@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from .._call.naming import remember_names
 from .._checks import module, number, shown, size
-from .._environment import in_backward, is_compiled
 from .._statistics.arguments import require_names
+from .._torch_private import in_backward, is_compiled
 from ..errors import ArgumentError, AttentionHealthWarning, DTypeError, RecordError, in_words_of
 from ._record import record
 

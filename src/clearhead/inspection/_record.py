@@ -16,7 +16,6 @@ from .._call.naming import remember_names
 from .._call.observers import observing
 from .._call.sharding import HeadShard
 from .._checks import choice, index, integer, item_number, items, module, require_slice, shown
-from .._environment import is_compiler_error
 from .._statistics.arguments import (
     DEFAULT,
     Per,
@@ -32,6 +31,7 @@ from .._statistics.patch_layout import PatchLayout
 from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
 from .._statistics.summary import fold
+from .._torch_private import is_compiler_error
 from .._weights import Queries, checked_queries
 from ..errors import ArgumentError, ClearheadError, RecordError, UnknownNameError
 from ._capture import CaptureMode, obstacle
