@@ -20,8 +20,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead
-import clearhead._environment
 import clearhead._layer.linear
+import clearhead._torch_private
 from clearhead._layer.linear import Linear, describe_backend, linear, use_linear
 from clearhead._layer.unmodified import apply_linear, is_unmodified
 from clearhead.errors import ArgumentError, KernelError
@@ -32,7 +32,7 @@ SIZES = [(37, 41, 43), (1, 7, 5), (5, 1, 3), (3, 5, 1), (131, 257, 67)]
 MAKER = clearhead._layer.linear._processor_maker
 
 needs_onednn = pytest.mark.skipif(
-    not clearhead._environment.has_onednn_linear(), reason="this build of PyTorch has no oneDNN"
+    not clearhead._torch_private.has_onednn_linear(), reason="this build of PyTorch has no oneDNN"
 )
 
 

@@ -40,6 +40,7 @@ WORDS = {
     "masks": "which keys a query may attend to",
     "_native": "the C++ extension",
     "_environment": "what surrounds a call",
+    "_torch_private": "PyTorch's private names",
     "_checks": "checks of arguments",
     "errors": "errors and their texts",
 }

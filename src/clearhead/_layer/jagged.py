@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._call.rows import Rows, read_rows
 from .._checks import with_values
-from .._environment import is_rows_of, is_tracing
+from .._environment import is_tracing
+from .._torch_private import is_rows_of
 from ..errors import ArgumentError, DTypeError, ShapeError
 from ..masks._base import Mask
 

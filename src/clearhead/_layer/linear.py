@@ -12,16 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import PLAIN, flag, kind, require_factory, shown, size, strided_or_jagged
-from .._environment import (
-    autocast_is_on,
-    forced_linears,
-    forcing,
-    has_onednn_linear,
-    is_dispatching,
-    is_tracing,
-    is_transformed,
-    onednn_linear,
-)
+from .._environment import autocast_is_on, forced_linears, forcing, is_tracing, is_transformed
+from .._torch_private import dispatch_modes, has_onednn_linear, onednn_linear
 from ..errors import ArgumentError, DeviceError, DTypeError, KernelError, ShapeError
 
 Backend = Literal["pytorch", "onednn"]
@@ -236,7 +228,7 @@ def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         return "torch.set_float32_matmul_precision has allowed less precise GEMMs"
     if is_transformed():
         return "torch.func and forward-mode derivatives support PyTorch's alone"
-    if is_dispatching():
+    if dispatch_modes() > 0:
         return "a TorchDispatchMode sees every operation"
     return None
 

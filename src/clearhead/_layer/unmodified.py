@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .._checks import PLAIN
-from .._environment import Environment, is_compiled, read_environment
+from .._environment import Environment, read_environment
+from .._torch_private import is_compiled
 from .linear import Linear, eager_linear
 
 #: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.

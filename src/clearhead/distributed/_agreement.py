@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._checks import choice
-from .._environment import all_gather_single, outside_graphs, timeout_of
+from .._environment import outside_graphs
+from .._torch_private import all_gather_single, timeout_of
 from ..errors import ArgumentError, ClearheadError, DeviceError, DistributedError
 from ._collectives import from_every_rank
 from ._layout import LAYOUTS

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._environment import all_gather_single, is_tracing, reduce_scatter_single
+from .._environment import is_tracing
+from .._torch_private import all_gather_single, reduce_scatter_single
 from ..errors import ClearheadError, DistributedError, KernelError
 from ._layout import Parts
 

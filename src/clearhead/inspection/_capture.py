@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 from .._call.call import AttentionCall, build_call
 from .._call.observers import is_computing
 from .._call.request import Request
-from .._environment import autocast_off, cast_for_autocast, graph_break, is_vmapped
+from .._environment import autocast_off, cast_for_autocast
+from .._torch_private import graph_break, is_vmapped
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..nn._convention import hidden_mask

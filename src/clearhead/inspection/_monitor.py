@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, cast
 
@@ -14,9 +12,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .._call.naming import remember_names
 from .._checks import module, number, shown, size
-from .._environment import in_backward, is_compiled
 from .._statistics.arguments import require_names
-from ..errors import ArgumentError, AttentionHealthWarning, DTypeError, RecordError, in_words_of
+from .._torch_private import in_backward, is_compiled
+from ..errors import ArgumentError, DTypeError, RecordError, in_words_of
+from ._alarms import PerHead, entropy_collapse, logit_growth
 from ._record import record
 
 #: Takes the step and {name: value}.
@@ -30,7 +29,6 @@ _WORST: dict[str, Callable[[Tensor], Tensor]] = {
     "sink": torch.argmax,
     "confidence": torch.argmax,
 }
-_MOST_NAMED = 3  # heads in a warning
 
 
 class ScalarWriter(Protocol):
@@ -112,7 +110,7 @@ class monitor:
         self._give = receiver(to)
         entropy_threshold = number("entropy_threshold", entropy_threshold, "nats ≥ 0", lambda x: x >= 0)
         logit_threshold = number("logit_threshold", logit_threshold, "a logit > 0", lambda x: x > 0)
-        self._alarms = (_collapse(entropy_threshold), _growth(logit_threshold))
+        self._alarms = (entropy_collapse(entropy_threshold), logit_growth(logit_threshold))
         remember_names(self._model)
         self._steps = 0
         self._measured: tuple[int, record] | None = None
@@ -168,13 +166,13 @@ class monitor:
         values = _scalars(heads)
         if values:
             self._give(step, values)
-        several = {
+        attending = {
             name.removeprefix("_orig_mod.")
             for name, calls in recording.items()
             if any(call.key_length > 1 for call in calls)
         }
         for alarm in self._alarms:
-            alarm.look(step, {key: found for key, found in heads.items() if key[0] in several})
+            alarm.look(step, {key: numbers for key, numbers in heads.items() if key[0] in attending})
 
     def _close(self) -> None:
         for handle in self._ends:
@@ -214,11 +212,7 @@ class _RootHook:
         return (_RootHook, (None,))
 
 
-#: (module name, statistic) → one number per head, (H,).
-_Heads = Mapping[tuple[str, str], Tensor]
-
-
-def _per_head(recording: record, statistics: Sequence[str]) -> _Heads:
+def _per_head(recording: record, statistics: Sequence[str]) -> PerHead:
     """What was recorded of modules in which any counted query saw a key."""
     summary = recording.summary()
     return {
@@ -229,69 +223,14 @@ def _per_head(recording: record, statistics: Sequence[str]) -> _Heads:
     }
 
 
-def _scalars(heads: _Heads) -> dict[str, float]:
+def _scalars(heads: PerHead) -> dict[str, float]:
     values: dict[str, float] = {}
-    for (name, statistic), found in heads.items():
+    for (name, statistic), numbers in heads.items():
         scalar = "/".join(part for part in ("attention", name, statistic) if part)
-        head = int(_WORST[statistic](found))
-        values[scalar] = float(found.mean())
-        values[f"{scalar}/head_{head}"] = float(found[head])
+        head = int(_WORST[statistic](numbers))
+        values[scalar] = float(numbers.mean())
+        values[f"{scalar}/head_{head}"] = float(numbers[head])
     return values
-
-
-@dataclass
-class _Alarm:
-    """Warns once of heads whose number is beyond a threshold.
-
-    Args:
-        statistics: those that are looked at.
-        is_beyond: whether a head's number is worth a warning.
-        warning: its text, with a place for the heads.
-    """
-
-    statistics: tuple[str, ...]
-    is_beyond: Callable[[float], bool]
-    warning: str
-    first: dict[tuple[str, str, int], float] = field(default_factory=dict[tuple[str, str, int], float])
-    given: bool = False
-
-    def look(self, step: int, heads: _Heads) -> None:
-        """Look at one measured step."""
-        found: list[str] = []
-        for (name, statistic), numbers in heads.items():
-            if self.given or statistic not in self.statistics:
-                continue
-            for head, value in enumerate(numbers.tolist()):
-                first = self.first.setdefault((name, statistic, head), value)
-                if self.is_beyond(value):
-                    before = f", {first:.3g} when it was first measured" if step else ""
-                    found.append(f"{name or 'the model itself'} head {head} ({statistic} {value:.3g}{before})")
-        if found:
-            self.given = True
-            more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
-            named = ", ".join(found[:_MOST_NAMED]) + more
-            text = f"monitor, step {step}: {self.warning.format(heads=named)}"
-            warnings.warn(text, AttentionHealthWarning, stacklevel=4)
-
-
-def _collapse(threshold: float) -> _Alarm:
-    return _Alarm(
-        ("entropy",),
-        lambda value: value < threshold,
-        f"attention entropy has collapsed, below {threshold:g} nats, in {{heads}}. Each query attends to one "
-        "key, hardly any gradient passes through these weights, and training may become unstable (Zhai et al., "
-        "2023). A lower learning rate, a longer warm-up, q_norm and k_norm, or clearhead.qk_clip_ prevent it.",
-    )
-
-
-def _growth(threshold: float) -> _Alarm:
-    return _Alarm(
-        ("max_logit", "raw_max_logit"),
-        lambda value: value > threshold,
-        f"attention logits have grown, beyond {threshold:g}, in {{heads}}. Weights become one-hot and the loss "
-        "may diverge (Dehghani et al., 2023). q_norm and k_norm or clearhead.qk_clip_ bound them; a lower learning "
-        "rate slows them.",
-    )
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._environment import as_written, calls_uncompiled
 from .._layer.unmodified import is_unmodified
+from .._torch_private import as_written, calls_uncompiled
 from ..errors import ArgumentError
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .._call.call import AttentionCall
+from .._statistics.arguments import counted_queries, query_marks
+from .._statistics.totals import Totals
 from ..errors import RecordError, shape_text
+from ._naming import ModuleNames
 
 #: Arguments with the padding of the source and of the target: the first is 1 at real tokens, the second ``True`` at
 #: padding.
@@ -20,19 +23,64 @@ _TARGET = ("decoder_attention_mask", "tgt_key_padding_mask")
 _DECODER_SIGNS = ("decoder_input_ids", "decoder_inputs_embeds", "tgt", *_TARGET)
 
 
-class PaddingFinder:
-    """Reads the root call of a model once and finds the real queries of each attention call.
+class CountedQueries:
+    """The queries of each attention call that count: those of a mask that the user passed, or those without padding.
 
-    In an encoder–decoder model the source's padding is that of modules with ``encoder`` in their name, the target's of
-    the others.
+    Padding is found in the arguments of a model's root call, which are read once. In an encoder–decoder model the
+    source's padding is that of modules with ``encoder`` in their name, the target's of the others.
 
     Args:
-        model: whose `forward` names its positional arguments.
-        arguments: positional and keyword arguments of the root call.
+        query_mask: bool or 0/1 (B, L); ``None`` to find padding.
+        running: follows the model, and holds the arguments of its root call.
     """
 
-    def __init__(self, model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-        named = _named(model, arguments)
+    def __init__(self, query_mask: Tensor | None, running: ModuleNames) -> None:
+        self._query_mask = None if query_mask is None else query_marks(query_mask)
+        self._running = running
+        self.forget()
+
+    def of_call(self, name: str, call: AttentionCall, is_first: bool) -> Tensor | None:
+        """Bool (B, L), or ``None`` for all, of the first or a later call of a module.
+
+        Raises:
+            RecordError: of a call of which there are parts, in every process, if masks fit in some and not in others.
+        """
+        sizes = call.grid.batch_size, call.grid.query_length
+        if self._query_mask is not None:
+            if tuple(self._query_mask.shape) != sizes and not is_first:
+                return None  # a later step of other sizes; the first call has been checked
+            return counted_queries(self._query_mask, call)
+        mask = self._mask_of(name)
+        if mask is None:
+            return None
+        if call.part is not None:
+            return _of_part(mask, call, call.part.totals)
+        if mask.shape == sizes:
+            return mask
+        is_step = call.grid.query_length == self._input_length and call.grid.query_length < call.grid.key_length
+        if mask.shape == (call.grid.batch_size, call.grid.key_length) and is_step:
+            return mask[:, -call.grid.query_length :]  # a decoding step: the queries are the last of the keys
+        return None
+
+    def signature(self, name: str) -> Hashable:
+        """What is equal in processes that count alike. Of a mask in the root call they may have the whole, or parts."""
+        return self._mask_of(name) is not None if self._query_mask is None else tuple(self._query_mask.shape)
+
+    def forget(self) -> None:
+        """Release what was read from the root call."""
+        self._arguments: object = None
+        self._source: Tensor | None = None
+        self._target: Tensor | None = None
+
+    def _mask_of(self, name: str) -> Tensor | None:
+        """The mask of a module's queries in the root call."""
+        if self._arguments is not self._running.root_arguments:
+            self._read_root_call()
+        return self._target if self._two_sided and "encoder" not in name.split(".") else self._source
+
+    def _read_root_call(self) -> None:
+        model, self._arguments = self._running.model, self._running.root_arguments
+        named = _named(model, self._running.root_arguments)
         self._source = _read(named, *_SOURCE)
         self._target = _read(named, *_TARGET)
         # An encoder taken out of such a model still has its config, but no decoder.
@@ -41,55 +89,30 @@ class PaddingFinder:
         self._two_sided = bool(is_both) or any(named.get(name) is not None for name in _DECODER_SIGNS)
         self._input_length = _input_length(named)
 
-    def query_mask(self, name: str, batch_size: int, query_length: int, key_length: int) -> Tensor | None:
-        """Bool (B, L) of real queries, or ``None`` if the root call has none."""
-        mask = self._found(name)
-        if mask is None or mask.shape[0] != batch_size:
-            return None
-        if mask.shape[1] == query_length:
-            return mask
-        is_step = query_length == self._input_length and query_length < key_length
-        if mask.shape[1] == key_length and is_step:
-            return mask[:, -query_length:]  # a decoding step: the queries are the last of the keys
-        return None
 
-    def query_mask_of_parts(self, name: str, call: AttentionCall) -> Tensor | None:
-        """As `query_mask`, of a call of which there are parts; the root call has the whole mask, or that of its part.
+def _of_part(mask: Tensor, call: AttentionCall, totals: Totals) -> Tensor | None:
+    """The counted queries of a call of which there are parts; the root call has the whole mask, or that of its part.
 
-        One exchange, if the root call has a mask: then it has one in every process.
-
-        Raises:
-            RecordError: in every process, if masks fit the call in some and not in others.
-        """
-        mask = self._found(name)
-        if mask is None or call.part is None:
-            return None
-        totals, device = call.part.totals, call.query.device
-        batch, length = call.grid.batch_size, call.grid.query_length
-        rows = totals.rows(length, device)
-        marks = torch.zeros(batch, length + 2, dtype=torch.uint8, device=device)
-        fits = mask.shape[0] == batch and mask.shape[1] in (length, len(rows))
-        if fits:
-            own = mask.to(device, torch.uint8)
-            marks[:, rows] = own[:, rows] if mask.shape[1] == length else own
-        marks[:, length + fits] = 1  # the last two columns: whether it fits nowhere, and anywhere
-        marks = totals.largest(marks) != 0
-        misfits, fitting = marks[:, length:].any(0).tolist()
-        if misfits and fitting:
-            raise RecordError(
-                "the padding mask of the root call",
-                expected=f"({batch}, {length}), or the part of it as the tokens are cut, in every process",
-                got=f"{shape_text(mask.shape)} for {len(rows)} tokens in this one",
-                fix="Give record the whole one, as query_mask=.",
-            )
-        return marks[:, :length] if fitting else None
-
-    def finds(self, name: str) -> bool:
-        """Whether the root call has a mask of the queries of a module."""
-        return self._found(name) is not None
-
-    def _found(self, name: str) -> Tensor | None:
-        return self._target if self._two_sided and "encoder" not in name.split(".") else self._source
+    One exchange: if the root call has a mask, then it has one in every process.
+    """
+    device, batch, length = call.query.device, call.grid.batch_size, call.grid.query_length
+    rows = totals.rows(length, device)
+    marks = torch.zeros(batch, length + 2, dtype=torch.uint8, device=device)
+    fits = mask.shape[0] == batch and mask.shape[1] in (length, len(rows))
+    if fits:
+        real = mask.to(device, torch.uint8)
+        marks[:, rows] = real[:, rows] if mask.shape[1] == length else real
+    marks[:, length + fits] = 1  # the last two columns: whether it fits nowhere, and anywhere
+    marks = totals.largest(marks) != 0
+    misfits, fitting = marks[:, length:].any(0).tolist()
+    if misfits and fitting:
+        raise RecordError(
+            "the padding mask of the root call",
+            expected=f"({batch}, {length}), or the part of it as the tokens are cut, in every process",
+            got=f"{shape_text(mask.shape)} for {len(rows)} tokens in this one",
+            fix="Give record the whole one, as query_mask=.",
+        )
+    return marks[:, :length] if fitting else None
 
 
 def _named(model: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +14,11 @@ from .._call.call import AttentionCall
 from .._call.naming import remember_names
 from .._call.observers import observing
 from .._call.sharding import HeadShard
-from .._checks import choice, index, integer, item_number, items, module, require_slice, shown
-from .._environment import is_compiler_error
+from .._checks import choice, index, module, shown
 from .._statistics.arguments import (
     DEFAULT,
     Per,
-    counted_queries,
     make_options,
-    query_marks,
     require_names,
     require_per,
     whole_numbers,
@@ -32,53 +28,19 @@ from .._statistics.patch_layout import PatchLayout
 from .._statistics.recorded import Recorded
 from .._statistics.result import AttentionStatistics
 from .._statistics.summary import fold
+from .._torch_private import is_compiler_error
 from .._weights import Queries, checked_queries
-from ..errors import ArgumentError, ClearheadError, RecordError, UnknownNameError
+from ..errors import ClearheadError, RecordError, UnknownNameError
+from ._calls import Calls
 from ._capture import CaptureMode, obstacle
+from ._chosen_layers import ChosenLayers
 from ._drawing import Drawable
 from ._naming import ModuleNames, uncompiled
-from ._padding import PaddingFinder
+from ._padding import CountedQueries
 from ._patch_layout import find_layout, picture_size
 from ._unseen import Unseen
 
 Keep = Literal["statistics", "queries_keys"]
-
-
-class Calls(Sequence[AttentionStatistics]):
-    """The calls of one module, in order; with a single call its statistics are attributes here too."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.statistics: list[AttentionStatistics] = []
-        self.kept: list[AttentionCall] = []
-
-    @overload
-    def __getitem__(self, index: int) -> AttentionStatistics: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[AttentionStatistics]: ...
-
-    def __getitem__(self, index: int | slice) -> AttentionStatistics | list[AttentionStatistics]:
-        if not isinstance(index, slice):
-            return self.statistics[item_number("index", index, len(self.statistics))]
-        require_slice("index", index)
-        return self.statistics[index]
-
-    def __len__(self) -> int:
-        return len(self.statistics)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "statistics":
-            raise AttributeError(name)
-        if len(self.statistics) == 1:
-            return getattr(self.statistics[0], name)
-        raise AttributeError(
-            f"{self.name}: called {len(self.statistics)} times. Take one call with rec[{self.name!r}][0].{name}, "
-            "or fold the batches together with rec.reduce()."
-        )
-
-    def __repr__(self) -> str:
-        return f"Calls({self.name!r}, {len(self.statistics)} calls)"
 
 
 class record(Drawable, Recorded):
@@ -152,18 +114,16 @@ class record(Drawable, Recorded):
         self._names = require_names(statistics, has_value=True)
         require_per(per, self._names)
         self._options = make_options(top_k, map_size, map_pooling, sink_keys, offsets)
-        self._layers = _checked_layers(layers, model)
+        self._layers = ChosenLayers(layers, model)
         self._heads = None if heads is None else whole_numbers("heads", heads)
-        self._query_mask = None if query_mask is None else query_marks(query_mask)
+        self._running = ModuleNames(model)
+        self._counted = CountedQueries(query_mask, self._running)
         self._keep = keep
         self._rows = checked_queries("queries", queries)
         self._per: Per = per
         remember_names(model)
-        self._running = ModuleNames(model)
         self._calls: dict[str, Calls] = {}
-        self._order: list[str] = []
         self._unseen = Unseen(model)
-        self._padding: tuple[Any, PaddingFinder] | None = None
         self._picture_size: tuple[int, int] | None = None
         self._stack = ExitStack()
 
@@ -200,7 +160,7 @@ class record(Drawable, Recorded):
         """End the block, without a word about what was not seen."""
         self._stack.close()
         self._running.root_arguments = ((), {})
-        self._padding = None
+        self._counted.forget()
 
     def wanted(self) -> Hashable:
         """What is recorded of the module that runs; a call of which there are parts is not kept.
@@ -218,9 +178,7 @@ class record(Drawable, Recorded):
                 fix="Each process would keep a part, of which no weights can be computed later.",
             )
         rows = self._rows.tolist() if isinstance(self._rows, Tensor) else self._rows
-        # Of a mask in the root call processes may have the whole, or their parts.
-        found = self._query_mask is None and self._finder().finds(self._running.current or "")
-        marks = found if self._query_mask is None else tuple(self._query_mask.shape)
+        marks = self._counted.signature(self._running.current or "")
         return self._names, repr(self._options), self._per, self._heads, repr(rows), marks
 
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
@@ -241,26 +199,22 @@ class record(Drawable, Recorded):
     def wants_call(self) -> bool:
         """Whether the running module is among `layers`; gives it the next number if it is new."""
         name = self._running.current
-        if name is None:
-            return False
-        if name not in self._order:
-            self._order.append(name)
-        return self._layers is None or name in self._layers or self._order.index(name) in self._layers
+        return name is not None and self._layers.include(name)
 
     def captured(self, call: AttentionCall) -> None:
         """Fold one call into statistics."""
         name = self._running.current or ""
         heads: HeadShard | None = getattr(self.running_module, "head_shard", None)
         with torch.no_grad():
-            counted = self._counted(name, call) if heads is None else self._agreed(name, call, heads)
-            found = compute_statistics(call, self._names, self._options, counted, self._rows, self._per, heads)
+            counted = self._counted_queries(name, call) if heads is None else self._agreed(name, call, heads)
+            statistics = compute_statistics(call, self._names, self._options, counted, self._rows, self._per, heads)
         if self._heads is not None:
-            found = found.with_heads(self._heads)
+            statistics = statistics.with_heads(self._heads)
         self._picture_size = self._picture_size or picture_size(self._running.root_arguments)
         calls = self._calls.setdefault(name, Calls(name))
-        calls.statistics.append(found)
+        calls.statistics.append(statistics)
         if self._keep == "queries_keys":
-            calls.kept.append(_queries_and_keys(call))
+            calls.keep(call)
 
     def missed(self, what: str) -> None:
         """Note something that the running module computed and that cannot be recorded."""
@@ -286,7 +240,7 @@ class record(Drawable, Recorded):
                 recorded = ", ".join(map(repr, self._calls))
                 raise UnknownNameError("layer", expected=f"one of {recorded}", got=shown(layer))
             return layer
-        name = self._order[index("layer", layer, len(self._order))]
+        name = self._layers.order[index("layer", layer, len(self._layers.order))]
         if name not in self._calls:
             raise UnknownNameError("layer", expected="one of the layers that were recorded", got=f"{layer}, {name!r}")
         return name
@@ -304,8 +258,8 @@ class record(Drawable, Recorded):
 
     def patches(self, layer: int | str) -> PatchLayout:
         name = self.name_of(layer)
-        found = self._calls[name][0]
-        return find_layout(self._running.model, name, self._picture_size, found.query_length, found.key_length)
+        first = self._calls[name][0]
+        return find_layout(self._running.model, name, self._picture_size, first.query_length, first.key_length)
 
     def reduce(self) -> dict[str, AttentionStatistics]:
         """Fold the calls of every module into one, along the batch.
@@ -325,65 +279,16 @@ class record(Drawable, Recorded):
         """The counted queries, after the processes that share the heads agreed on what they record."""
         counted, wanted, problem = None, None, None
         try:
-            wanted, counted = self.wanted(), self._counted(name, call)
+            wanted, counted = self.wanted(), self._counted_queries(name, call)
         except ClearheadError as error:
             problem = error
         heads.agree(wanted, problem)
         return counted
 
-    def _counted(self, name: str, call: AttentionCall) -> Tensor | None:
-        batch, length = call.grid.batch_size, call.grid.query_length
-        if self._query_mask is not None:
-            if tuple(self._query_mask.shape) != (batch, length) and name in self._calls:
-                return None  # a later step of other sizes; the first call has been checked
-            return counted_queries(self._query_mask, call)
-        if call.part is not None:
-            return self._finder().query_mask_of_parts(name, call)
-        return self._finder().query_mask(name, batch, length, call.grid.key_length)
-
-    def _finder(self) -> PaddingFinder:
-        if self._padding is None or self._padding[0] is not self._running.root_arguments:
-            finder = PaddingFinder(self._running.model, self._running.root_arguments)
-            self._padding = (self._running.root_arguments, finder)
-        return self._padding[1]
+    def _counted_queries(self, name: str, call: AttentionCall) -> Tensor | None:
+        return self._counted.of_call(name, call, is_first=name not in self._calls)
 
     def report_unseen(self) -> None:
         """Raise or warn if layers that were chosen, or any attention at all, are not in the record."""
-        missing = [layer for layer in self._layers or () if isinstance(layer, str) and layer not in self._order]
-        missing += [layer for layer in self._layers or () if isinstance(layer, int) and layer >= len(self._order)]
-        if self._order and missing:
-            raise ArgumentError(
-                "layers",
-                expected=f"numbers below {len(self._order)}, or names among the attention modules that ran: "
-                + ", ".join(map(repr, self._order)),
-                got=", ".join(map(repr, missing)),
-            )
+        self._layers.require_ran()
         self._unseen.report(self._calls)
-
-
-def _queries_and_keys(call: AttentionCall) -> AttentionCall:
-    """The call without its values, and with copies: of views a whole projection or cache would stay in memory.
-
-    A cache may also be written over in place. The key stands in for the value, as where there never was one.
-    """
-    query, key = call.query.detach().clone(), call.key.detach().clone()
-    return replace(call, query=query, key=key, value=key, grid_=None, coverage_=None)
-
-
-def _checked_layers(layers: Sequence[int | str] | None, model: nn.Module) -> tuple[int | str, ...] | None:
-    if layers is None:
-        return None
-    if isinstance(layers, (str, int)):
-        raise ArgumentError(
-            "layers", expected="a list of names or numbers", got=shown(layers), fix=f"Write [{shown(layers)}]."
-        )
-    names = {name for name, _ in model.named_modules()}
-    chosen = tuple(items("layers", layers, "a list of names or numbers"))
-    if not chosen:
-        raise ArgumentError("layers", expected="at least one name or number", got="none")
-    for layer in chosen:
-        if isinstance(layer, str) and layer not in names:
-            raise ArgumentError("layers", expected="names of the model's modules", got=shown(layer))
-        if not isinstance(layer, str):
-            integer("layers", layer, least=0, expected="numbers ≥ 0, in running order", got=shown)
-    return chosen

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ..caches import EvictingKVCache, EvictionPolicy, Held, KeyValues, KVCache, SlidingKVCache
-from ..errors import CacheError
+from ..errors import CacheError, ShapeError
 from ..masks._base import Mask
 from ..masks._positional import Present, causal, sliding_window
 
@@ -21,7 +21,7 @@ Bounded: TypeAlias = SlidingKVCache | EvictingKVCache
 #: Its maker: from the sliding window of the model's layer, if it has one, and its first keys and values.
 MakeBounded: TypeAlias = Callable[[int | None, Tensor, Tensor], Bounded]
 
-Kept = TypeVar("Kept", KVCache, Bounded)
+AnyCache = TypeVar("AnyCache", bound=KVCache | Bounded)
 
 _FAR = 1 << 62  # no limit to the right: that is for the causal mask to say
 
@@ -40,42 +40,51 @@ class Seen(NamedTuple):
     key_positions: Tensor | None
 
 
-class _Layer(CacheLayerMixin, Generic[Kept]):
+def cache_like(
+    kind: Callable[..., AnyCache], key: Tensor, value: Tensor, size: int, **options: EvictionPolicy
+) -> AnyCache:
+    """A cache of `size` tokens for keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) like these."""
+    batch_size, num_kv_heads, _, head_dim = key.shape
+    options_of_tensors: dict[str, Any] = {"value_head_dim": value.shape[3], "dtype": key.dtype, "device": key.device}
+    return kind(batch_size, num_kv_heads, size, head_dim, **options_of_tensors, **options)
+
+
+class _Layer(CacheLayerMixin, Generic[AnyCache]):
     """What both kinds of layers share: `keys` and `values` are those held between two calls."""
 
     is_sliding = False
     is_compileable = False
 
     def __init__(self) -> None:  # not the base class's: `keys` and `values` are read from the cache
-        self.held: Kept | None = None
+        self.cache: AnyCache | None = None
 
     @property
     def is_initialized(self) -> bool:
-        return self.held is not None
+        return self.cache is not None
 
     @property
     def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """(B, Hkv, S, D); of DeepSeek its latents."""
-        return None if self.held is None else self.held.key
+        return None if self.cache is None else self.cache.key
 
     @property
     def values(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """(B, Hkv, S, Dv), likewise."""
-        return None if self.held is None else self.held.value
+        return None if self.cache is None else self.cache.value
 
     def update(
         self, key_states: Tensor, value_states: Tensor, positions: Tensor | int = 0, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Take the tokens that stand at `positions`, an int or (B, L), and return all that they attend to."""
         # Rotary positions leave keys in float32 under autocast.
-        found = self._update(key_states, value_states.to(key_states.dtype), positions)
-        return found.key, found.value
+        handed_out = self._update(key_states, value_states.to(key_states.dtype), positions)
+        return handed_out.key, handed_out.value
 
     @abstractmethod
     def _update(self, key: Tensor, value: Tensor, positions: Tensor | int) -> KeyValues: ...
 
     def get_seq_length(self) -> int:
-        return 0 if self.held is None else self.held.length
+        return 0 if self.cache is None else self.cache.length
 
     def get_max_length(self) -> int:
         return -1
@@ -85,11 +94,11 @@ class _Layer(CacheLayerMixin, Generic[Kept]):
         return self.get_max_length()
 
     def reset(self) -> None:
-        self.held = None
+        self.cache = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        if self.held is not None:
-            self.held.reorder(beam_idx)
+        if self.cache is not None:
+            self.cache.reorder(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(torch.arange(self.rows, device=indices.device)[indices])  # a bool mask selects too
@@ -119,16 +128,16 @@ class FullLayer(_Layer[KVCache]):
         self._max_length = max_length
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.held = self._make(key_states, value_states, key_states.shape[2])
+        self.cache = self._make(key_states, value_states, key_states.shape[2])
 
     def _update(self, key: Tensor, value: Tensor, positions: Tensor | int) -> KeyValues:
-        needed, held = self.get_seq_length() + key.shape[2], self.held
-        if held is None or needed > held.max_length:
+        needed, cache = self.get_seq_length() + key.shape[2], self.cache
+        if cache is None or needed > cache.max_length:
             larger = self._make(key, value, needed)
-            if held is not None and held.length > 0:
-                larger.update(held.key, held.value)
-            self.held = held = larger
-        return held.update(key, value)
+            if cache is not None and cache.length > 0:
+                larger.update(cache.key, cache.value)
+            self.cache = cache = larger
+        return cache.update(key, value)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -138,21 +147,15 @@ class FullLayer(_Layer[KVCache]):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget as many of the last tokens, a number below 0; one above is how many stay, as in early versions."""
-        if self.held is not None and tokens_to_remove != 0:
-            length = self.held.length
-            self.held.crop(max(length + tokens_to_remove, 0) if tokens_to_remove < 0 else min(tokens_to_remove, length))
+        if self.cache is not None and tokens_to_remove != 0:
+            length = self.cache.length
+            self.cache.crop(
+                max(length + tokens_to_remove, 0) if tokens_to_remove < 0 else min(tokens_to_remove, length)
+            )
 
     def _make(self, key: Tensor, value: Tensor, needed: int) -> KVCache:
         room = self._max_length or 1 << needed.bit_length()
-        return KVCache(
-            key.shape[0],
-            key.shape[1],
-            room,
-            key.shape[3],
-            value_head_dim=value.shape[3],
-            dtype=key.dtype,
-            device=key.device,
-        )
+        return cache_like(KVCache, key, value, room)
 
 
 @final
@@ -168,30 +171,30 @@ class BoundedLayer(_Layer[Bounded]):
 
     def __init__(self, make: MakeBounded, window: int | None) -> None:
         super().__init__()
-        self._make_held, self.window = make, window
+        self._make, self.window = make, window
         self.seen = Seen(causal(), 0, None)  # of the last `update`
 
     @property
     def positions(self) -> Tensor | None:
         """(B, Hkv or 1, S): where the keys it holds stand among the tokens of their row; −1 where nothing stands."""
-        if self.held is None:
+        if self.cache is None:
             return None
-        found = self.held.positions
-        return found[:, None] if found.dim() == 2 else found
+        positions = self.cache.positions
+        return positions[:, None] if positions.dim() == 2 else positions
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.held = self._make_held(self.window, key_states, value_states)
+        self.cache = self._make(self.window, key_states, value_states)
 
     def _update(self, key: Tensor, value: Tensor, positions: Tensor | int) -> KeyValues:
-        held = self._make_held(self.window, key, value) if self.held is None else self.held
-        found = held.update(key, value, positions)
+        cache = self._make(self.window, key, value) if self.cache is None else self.cache
+        handed_out = cache.update(key, value, positions)
         mask = causal() if self.window is None else causal() & sliding_window(self.window - 1, _FAR)
-        if found.mask is not None:
-            mask = mask & found.mask
+        if handed_out.mask is not None:
+            mask = mask & handed_out.mask
         elif isinstance(positions, Tensor):
             mask = mask & Present()
-        self.held, self.seen = held, Seen(mask, positions, found.positions)
-        return found
+        self.cache, self.seen = cache, Seen(mask, positions, handed_out.positions)
+        return handed_out
 
     def observe(self, query: Tensor, key: Tensor, **options: Any) -> None:
         """Show the cache the attention of the last `update`.
@@ -201,25 +204,32 @@ class BoundedLayer(_Layer[Bounded]):
             key: (B, H or Hkv, S, D), as attention took them; DeepSeek makes them from the latents that are held.
             options: scale, softcap and sinks, as for `Cache.observe`.
         """
-        if self.held is not None:
+        if self.cache is not None:
             mask, positions, placed = self.seen
-            self.held.observe(query, KeyValues(key, key, placed), mask, positions, **options)
+            self.cache.observe(query, KeyValues(key, key, placed), mask, positions, **options)
 
     def next_positions(self) -> Tensor | int:
         """Where the next token stands: an int, or (B, 1) where rows differ."""
-        return 0 if self.held is None else self.held.next_positions(1)
+        return 0 if self.cache is None else self.cache.next_positions(1)
 
     def evict(self) -> None:
         """Evict what was left for the attention of the last `update`, where a policy does without its weights."""
-        if isinstance(self.held, EvictingKVCache) and not self.held.policy.needs_received:
-            self.held.evict()
+        if isinstance(self.cache, EvictingKVCache) and not self.cache.policy.needs_received:
+            self.cache.evict()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        held = 0 if self.keys is None else self.keys.shape[2]
-        return held + query_length, self.get_seq_length() - held
+        count = 0 if self.keys is None else self.keys.shape[2]
+        return count + query_length, self.get_seq_length() - count
 
     def crop(self, tokens_to_remove: int) -> None:
         raise not_croppable("crop")
+
+
+def require_rows(cached: int, batch_size: int) -> None:
+    """Raise unless the keys of the cache, if there are any, are of as many rows as a batch has."""
+    if cached not in (0, batch_size):
+        fix = "Make a cache for each batch, or reset() it before the next."
+        raise ShapeError("past_key_values", expected=f"a batch of {cached} rows", got=str(batch_size), fix=fix)
 
 
 def not_croppable(argument: str) -> CacheError:

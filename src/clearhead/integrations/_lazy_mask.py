@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._environment import disabled_torch_function, has_wrappers, is_tracing, is_transformed, wrapper_of
+from .._environment import is_tracing, is_transformed
+from .._torch_private import disabled_torch_function, has_wrappers, wrapper_of
 from ..masks._base import Mask
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .._environment import remove_hook
+from .._torch_private import remove_hook
 from ..nn._encoder import drop_padding, keep_padding
 from ..nn._multihead_attention import MultiheadAttention, keep_off_fast_path
 from ..nn._sharing import STACKS, share_masks, stop_sharing

@@ -16,8 +16,9 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 
-from .._environment import is_tracing, read_environment, remove_hook
+from .._environment import is_tracing, read_environment
 from .._layer.tokens import Tokens, find_tokens, rows_between
+from .._torch_private import remove_hook
 from ._packed_row import boundaries_of
 from ._unpad_checks import OF_TOKENS, has_windows, takes_tokens, works_token_by_token
 

@@ -12,41 +12,31 @@ in the call returns the exact weights (before dropout), which are built only whe
 What a layer computes is what ``eager`` computes. A mask that arrives is the whole truth: transformers has already put
 the causal, window and padding patterns in. ``None`` hides nothing, whatever ``module.is_causal`` says. `make_mask`
 therefore never leaves a causal mask out, as ``sdpa`` does; it hands over a mask whose values are not computed unless
-the model's own code reads them (`lazy_mask`).
+the model's own code reads them (`_lazy_mask`).
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.utils import output_capturing
 
 from .. import masks
 from .._call.naming import add_module
 from .._call.request import Request
 from .._call.rows import Rows, within_rows
-from .._checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, size, strided
+from .._checks import flag, shown, size, strided
 from .._environment import read_environment
 from .._layer.plan import attend
 from .._weights import attention_weights
-from ..errors import (
-    ArgumentError,
-    ClearheadError,
-    DTypeError,
-    MaskTypeError,
-    ShapeError,
-    in_words_of,
-    shape_text,
-)
-from ..masks._prepared import shared
+from ..errors import ArgumentError, ClearheadError, DTypeError, ShapeError, in_words_of, shape_text
 from ._cache_for import cache_for
 from ._cache_layers import BoundedLayer
-from ._lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
+from ._lazy_mask import carried_by
+from ._masks import causal_mask, make_mask, read_mask
 from ._packed_row import rows_of
 
 if TYPE_CHECKING:
@@ -71,7 +61,7 @@ _NAMES = {
 
 # Models pass these to every attention function. They steer caches, outputs, losses or other kernels' settings, and
 # transformers' own eager attention ignores each of them as well.
-WITHOUT_EFFECT = frozenset(
+_WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
         "decoder_attention_mask",
@@ -163,108 +153,32 @@ def attention_forward(
     _refuse_unknown(others)
     try:
         query, key, value = _same_batch(query=query, key=key, value=value)
-        options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
         if not hasattr(module, "training"):
             raise DTypeError("module", expected="a torch.nn.Module", got=shown(module))
-        held = _held_layer(module, attention_mask)
-        if held is not None:
-            pattern, places = _seen_of_held(held, query.shape[1])
-            options |= places
+        scores: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+        cache_layer = _carried_layer(module, attention_mask)
+        if cache_layer is not None:
+            mask, positions = _mask_of_cache(cache_layer, query.shape[1])
         elif attention_mask is not None:
-            pattern = _given_mask(attention_mask, query, key)
+            mask, positions = read_mask(attention_mask, query, key), {}
         else:
-            pattern = _causal(query, key) if is_causal is not None and flag("is_causal", is_causal) else None
-            if sliding_window is not None and size("sliding_window", sliding_window) < key.shape[2]:
-                pattern = _both(pattern, masks.sliding_window(sliding_window - 1, sliding_window - 1))
-                if query.shape[2] < key.shape[2]:  # the last query stands at the last key
-                    options["query_positions"] = key.shape[2] - query.shape[2]
+            mask, positions = _mask_of_call(query, key, sliding_window, is_causal)
         if position_bias is not None:
-            pattern = _both(pattern, masks.bias(position_bias))
+            mask = _both(mask, masks.bias(position_bias))
         rows = rows_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
-        request = Request(pattern, dropout_p=dropout if module.training else 0.0, rows=rows, **options)
+        request = Request(mask, dropout_p=dropout if module.training else 0.0, rows=rows, **scores, **positions)
         output = attend(query, key, value, request, read_environment()).output
-        output = output.transpose(1, 2).contiguous()  # (B, L, H, Dv)
         weights = None
         if _weights_wanted(module, output_attentions):
-            weights = attention_weights(query, key, _within(rows, pattern, options), **options).to(query.dtype)
-        if held is not None:
-            held.observe(query, key, **{name: options[name] for name in ("scale", "softcap", "sinks")})
-        return output, weights
+            weights = _weights(query, key, mask, rows, positions, scores)
+        if cache_layer is not None:
+            cache_layer.observe(query, key, **scores)
+        return output.transpose(1, 2).contiguous(), weights  # (B, L, H, Dv)
     except ClearheadError as error:
         theirs = in_words_of(error, _NAMES)
         if isinstance(module, nn.Module):
             add_module(theirs, module)
         raise theirs from error.__cause__
-
-
-def make_mask(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    kv_offset: int = 0,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    **rest: Any,
-) -> Tensor | None:
-    """Build the mask of a transformers model; transformers calls it.
-
-    Args:
-        batch_size, q_length, kv_length: B, L and S.
-        q_offset, kv_offset: absolute position of the first query and of the first key.
-        allow_is_causal_skip: the mask is causal but for windows and padding, so it need not be written out where
-            these hide nothing.
-        allow_is_bidirectional_skip: whether the model takes ``None`` for a mask that hides nothing.
-        dtype: of the additive mask.
-        device: where the mask is made.
-        rest: what else describes the mask, as for transformers' own ``eager_mask``.
-
-    Returns:
-        What transformers' ``eager_mask`` returns: an additive mask (B, 1, L, S), or ``None`` where nothing is hidden
-        and the model takes that. Its values are computed when they are first read; `attention_forward` reads the bool
-        mask that it carries, or that it is causal.
-
-    Example:
-        >>> from clearhead.integrations.transformers import make_mask
-        >>> make_mask(batch_size=2, q_length=5, kv_length=5).shape
-        torch.Size([2, 1, 5, 5])
-    """
-    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
-    for name, value in sizes.items():
-        integer(name, value, least=0)
-    _require_offset(q_offset)
-    require_factory(device, dtype)
-    allow_is_causal_skip = flag("allow_is_causal_skip", allow_is_causal_skip)
-    allow_is_bidirectional_skip = flag("allow_is_bidirectional_skip", allow_is_bidirectional_skip)
-    described: dict[str, Any] = rest | {
-        **sizes,
-        "q_offset": q_offset,
-        "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
-        "device": device,
-    }
-    # With a static cache the keys reach further than the last query, so "causal" alone would not say where it stands.
-    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
-    may_be_causal = allow_is_causal_skip and aligned and not allow_is_bidirectional_skip
-    visible = sdpa_mask(**described, allow_is_causal_skip=may_be_causal)
-    if visible is not None:
-        build = partial(additive_mask, visible, dtype)
-    elif may_be_causal:
-        build = partial(eager_mask, **described, dtype=dtype)
-    else:
-        return None
-    mask = None if visible is None else shared(masks.keep(visible))
-    return carrying(Carried(mask), build, (batch_size, 1, q_length, kv_length), dtype, device)
-
-
-def _require_offset(q_offset: object) -> None:
-    """An int, or from static caches a tensor of one."""
-    if not isinstance(q_offset, Tensor):
-        integer("q_offset", q_offset, least=0)
-    elif strided("q_offset", q_offset).numel() != 1 or q_offset.dtype not in INTEGERS:
-        raise DTypeError("q_offset", expected="an int, or a tensor of one", got=shown(q_offset))
 
 
 def register() -> None:
@@ -285,79 +199,67 @@ def register() -> None:
 
 def _refuse_unknown(others: dict[str, Any]) -> None:
     for name, value in others.items():
-        if value is None or name in WITHOUT_EFFECT:
-            continue
-        raise ArgumentError(
-            name,
-            expected="no keyword that Clearhead's attention for transformers does not know",
-            got=f"a {type(value).__name__} from the model",
-            fix='It may change the result, so it is not ignored. Use model.set_attn_implementation("eager").',
-        )
+        if value is not None and name not in _WITHOUT_EFFECT:
+            raise ArgumentError(
+                name,
+                expected="no keyword that Clearhead's attention for transformers does not know",
+                got=f"a {type(value).__name__} from the model",
+                fix='It may change the result, so it is not ignored. Use model.set_attn_implementation("eager").',
+            )
 
 
-def _same_batch(**given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _same_batch(**inputs: Tensor) -> list[Tensor]:
     """Expand a batch of 1 (learned queries, shared keys) to the others' size."""
-    for name, tensor in given.items():
+    for name, tensor in inputs.items():
         if strided(name, tensor).dim() != 4:
             raise ShapeError(name, expected="(B, H, L, D)", got=shape_text(tensor.shape))
-    tensors = given.values()
-    batch = max(tensor.shape[0] for tensor in tensors)
-    query, key, value = (t.expand(batch, -1, -1, -1) if t.shape[0] == 1 < batch else t for t in tensors)
-    return query, key, value
+    batch = max(tensor.shape[0] for tensor in inputs.values())
+    return [t.expand(batch, -1, -1, -1) if t.shape[0] == 1 < batch else t for t in inputs.values()]
 
 
-def _causal(query: Tensor, key: Tensor) -> masks.Mask | None:
-    length, keys = query.shape[2], key.shape[2]
-    if length == 1:
-        return None
-    return masks.causal("bottom_right" if length < keys else "top_left")
-
-
-def _given_mask(given: Tensor, query: Tensor, key: Tensor) -> masks.Mask | None:
-    if not isinstance(given, Tensor):
-        raise MaskTypeError("attention_mask", expected="a tensor or None", got=type(given).__name__)
-    carried = carried_by(given)
-    if carried is not None:
-        return _causal(query, key) if carried.mask is None else carried.mask
-    given = strided("attention_mask", values_of(given))
-    if given.dtype == torch.bool:
-        return masks.keep(given)
-    if given.dtype in FLOATS:
-        # transformers writes "hidden" as the lowest number of the dtype.
-        lowest = torch.finfo(given.dtype).min
-        return masks.bias(given.masked_fill(given <= lowest, float("-inf")))
-    raise DTypeError(
-        "attention_mask",
-        expected="a bool mask (True = may attend) or an additive float mask",
-        got=f"{given.dtype} of shape {shape_text(given.shape)}",
-        fix="Give 4-D masks as bool.",
-    )
-
-
-def _held_layer(module: Any, given: Tensor | None) -> BoundedLayer | None:
+def _carried_layer(module: Any, attention_mask: Tensor | None) -> BoundedLayer | None:
     """The layer of a cache whose heads hold keys of their own, which the mask brings."""
-    carried = carried_by(given) if isinstance(given, Tensor) else None
+    carried = carried_by(attention_mask) if isinstance(attention_mask, Tensor) else None
     return None if carried is None or carried.cache is None else carried.cache.layers[module.layer_idx]
 
 
-def _seen_of_held(held: BoundedLayer, num_heads: int) -> tuple[masks.Mask, dict[str, Any]]:
-    """What its queries see of its keys, and the positions of both."""
-    mask, positions, keys = held.seen
-    if keys is not None and keys.dim() == 3:
-        keys = keys.repeat_interleave(num_heads // keys.shape[1], 1)  # (B, H, S)
-    return mask, {"query_positions": positions, "key_positions": keys}
+def _mask_of_cache(layer: BoundedLayer, num_heads: int) -> tuple[masks.Mask, dict[str, Any]]:
+    """What queries see of the keys of a cache, and the positions of both."""
+    mask, query_positions, key_positions = layer.seen
+    if key_positions is not None and key_positions.dim() == 3:
+        key_positions = key_positions.repeat_interleave(num_heads // key_positions.shape[1], 1)  # (B, H, S)
+    return mask, {"query_positions": query_positions, "key_positions": key_positions}
 
 
-def _within(rows: Rows | None, pattern: masks.Mask | None, options: dict[str, Any]) -> masks.Mask | None:
-    """The pattern as a mask of all T × Tk weights, which counts in positions within the sequences of a packed row."""
-    if rows is None:
-        return pattern
-    options |= {"query_positions": rows.query_positions[None], "key_positions": rows.key_positions[None]}
-    return within_rows(rows, pattern)
+def _mask_of_call(
+    query: Tensor, key: Tensor, sliding_window: int | None, is_causal: bool | None
+) -> tuple[masks.Mask | None, dict[str, Any]]:
+    """What a call without a mask hides, and the positions of its queries."""
+    mask = causal_mask(query, key) if is_causal is not None and flag("is_causal", is_causal) else None
+    if sliding_window is None or size("sliding_window", sliding_window) >= key.shape[2]:
+        return mask, {}
+    mask = _both(mask, masks.sliding_window(sliding_window - 1, sliding_window - 1))
+    # The last query stands at the last key.
+    return mask, {"query_positions": key.shape[2] - query.shape[2]} if query.shape[2] < key.shape[2] else {}
 
 
 def _both(first: masks.Mask | None, second: masks.Mask) -> masks.Mask:
     return second if first is None else first & second
+
+
+def _weights(
+    query: Tensor,
+    key: Tensor,
+    mask: masks.Mask | None,
+    rows: Rows | None,
+    positions: dict[str, Any],
+    scores: dict[str, Any],
+) -> Tensor:
+    """The weights (B, H, L, S) of a call, those of a packed row within its sequences."""
+    if rows is not None:
+        mask = within_rows(rows, mask)
+        positions = {"query_positions": rows.query_positions[None], "key_positions": rows.key_positions[None]}
+    return attention_weights(query, key, mask, **scores, **positions).to(query.dtype)
 
 
 def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:

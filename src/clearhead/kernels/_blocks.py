@@ -28,7 +28,6 @@ _ROWS = 128  # enough rows for an efficient matrix product, few enough for heads
 _FEWEST_ROWS = 16
 _RUN = 64  # blocks that are added up one by one
 _TERMS = 512  # of a product that are summed by PyTorch's GEMM
-_PLAIN_KEYS = 4096  # whose weights PyTorch's softmax sums well enough
 
 
 @dataclass(frozen=True)
@@ -190,60 +189,6 @@ def block_scores(
         if limit is not None:
             torch.minimum(scores, limit, out=scores)
     return scores, tanh
-
-
-def block_weights(call: AttentionCall, block: Block, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax of whole rows, in place: p (b, h, l, s) and lse (b, h, l, 1)."""
-    sinks = (
-        None if call.request.sinks is None else call.request.sinks[block.heads].to(scores.dtype)[None, :, None, None]
-    )
-    if scores.shape[-1] == 0:
-        lse = scores.new_full((*scores.shape[:-1], 1), float("-inf"))
-        return scores, lse if sinks is None else torch.logaddexp(lse, sinks)
-    row_max = scores.amax(-1, keepdim=True)
-    empty = None if call.coverage.masked_queries is None else row_max == float("-inf")
-    if empty is not None:
-        scores.masked_fill_(empty, 0)  # any finite number: softmax of −∞ alone would be NaN
-    weights = drop_subnormal(call, _softmax(scores))
-    # The largest weight is e^0 / Σ, so its logarithm is the one of the sum.
-    lse = row_max - weights.amax(-1, keepdim=True).log()
-    if empty is not None:
-        weights.masked_fill_(empty, 0)
-        lse.masked_fill_(empty, float("-inf"))
-    if sinks is not None:
-        without, lse = lse, torch.logaddexp(lse, sinks)
-        weights.mul_((without - lse).exp())
-    return weights, lse
-
-
-def block_softmax(call: AttentionCall, block: Block, scores: Tensor) -> Tensor:
-    """The weights alone, in place, which is quicker where there is neither a sink nor a hidden query."""
-    if call.request.sinks is not None or call.coverage.masked_queries is not None or scores.shape[-1] == 0:
-        return block_weights(call, block, scores)[0]
-    return drop_subnormal(call, _softmax(scores))
-
-
-def block_share(call: AttentionCall, scores: Tensor, lse: Tensor) -> Tensor:
-    """The weights of keys that are not all that a row sees, in place, from the lse (b, h, l) of all of them."""
-    lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # of a row that sees none, whose scores are −∞
-    return drop_subnormal(call, scores.sub_(lse[..., None]).exp_())
-
-
-def _softmax(scores: Tensor) -> Tensor:
-    """In place. PyTorch's own adds vector after vector, which loses digits in long rows; its `sum` is pairwise."""
-    weights = torch.softmax(scores, -1, out=scores)
-    return weights if weights.shape[-1] <= _PLAIN_KEYS else weights.div_(weights.sum(-1, keepdim=True))
-
-
-def drop_subnormal(call: AttentionCall, weights: Tensor) -> Tensor:
-    """Set weights to zero, in place, that are no more than ten times the smallest normal number of their dtype.
-
-    Processors multiply subnormal numbers many times slower than others. A bias that grows with the distance (`ALiBi`)
-    makes whole regions of them; without a bias they are too rare to be worth a look at every weight.
-    """
-    if call.mask is None or not call.mask.has_bias:
-        return weights
-    return torch.threshold_(weights, 10 * torch.finfo(weights.dtype).tiny, 0.0)
 
 
 def exact_dtype(call: AttentionCall) -> torch.dtype:

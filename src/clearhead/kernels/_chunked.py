@@ -13,16 +13,14 @@ from torch import Tensor
 from .._call.call import AttentionCall, Results
 from .._call.spec import AttentionSpec
 from ..masks._base import Mask
-from ..masks._grid import Grid
+from ..masks._grid import Block, Grid
 from ._base import Kernel, Plan, Refusal
+from ._block_weights import block_share, block_softmax, block_weights, product_gradient
 from ._blocks import (
     HeadSpan,
     LongSum,
     Workspace,
     block_scores,
-    block_share,
-    block_softmax,
-    block_weights,
     grouped,
     grouped_transposed,
     head_spans,
@@ -78,10 +76,10 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         lse, *inputs = ctx.saved_tensors[: ctx.count]
 
-        def own() -> tuple[Tensor, ...]:
+        def by_blocks() -> tuple[Tensor, ...]:
             return _backward(ctx.rebuild(*inputs), lse, *gradients)
 
-        return backward_pass(ctx, gradients, inputs, own, recompute_by_reference(ctx.rebuild))
+        return backward_pass(ctx, gradients, inputs, by_blocks, recompute_by_reference(ctx.rebuild))
 
 
 def _empty_lse(call: AttentionCall) -> Tensor:
@@ -95,8 +93,7 @@ def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
     for span in head_spans(call):
         query, key, value = _span_tensors(call, span)
         for rows, block in span_blocks(call, span):
-            part = block.columns
-            scores, _ = block_scores(call, block, query[:, :, rows], key[:, :, part], workspace)
+            scores, _ = block_scores(call, block, query[:, :, rows], key[:, :, block.columns], workspace)
             if lse is None:
                 weights = block_softmax(call, block, scores)
             else:
@@ -104,7 +101,7 @@ def _forward(call: AttentionCall, lse: Tensor | None) -> Tensor:
                 span.query(lse)[:, :, rows] = block_lse.squeeze(-1)
             if call.request.seed is not None:
                 weights *= call.dropout_factors(block, weights.dtype)
-            span.query(output)[:, :, rows] = grouped(weights, value[:, :, part]).to(output.dtype)
+            span.query(output)[:, :, rows] = grouped(weights, value[:, :, block.columns]).to(output.dtype)
     return output
 
 
@@ -135,60 +132,53 @@ def _backward(
     ds = p (dp − δ + dl). δ is summed from the block's own row and not taken as dO·o, whose o may be rounded; where
     the call does not hold all keys, it is `of_all_keys`, as `lse` is.
     """
-    dtype = call.spec.compute_dtype
     if output_gradient is None:
         output_gradient = call.query.new_zeros(*call.query.shape[:3], call.value.shape[-1])
     if lse_gradient is None:
         lse_gradient = torch.zeros_like(lse)
-    query_gradient = torch.empty_like(call.query)
-    key_gradient = torch.empty_like(call.key)
-    value_gradient = torch.empty_like(call.value)
-    bias_gradients = [LongSum(torch.zeros_like(tensor, dtype=dtype)) for tensor in call.bias_tensors]
-    correction = torch.empty_like(lse)  # δ − dl, (B, H, L)
+    dtype = call.spec.compute_dtype
+    query_gradient, key_gradient, value_gradient = map(torch.empty_like, (call.query, call.key, call.value))
+    biases = [LongSum(torch.zeros_like(tensor, dtype=dtype)) for tensor in call.bias_tensors]
+    correction = torch.empty_like(lse) if of_all_keys is None else of_all_keys  # δ − dl, (B, H, L)
     workspace, gradient_workspace = Workspace(), Workspace()
     for span in head_spans(call):
         query, key, value = _span_tensors(call, span)
-        span_key_gradient, span_value_gradient = LongSum(torch.zeros_like(key)), LongSum(torch.zeros_like(value))
+        keys, values = LongSum(torch.zeros_like(key)), LongSum(torch.zeros_like(value))
         for rows, block in span_blocks(call, span):
-            part = block.columns
-            rows_query, rows_key = query[:, :, rows], key[:, :, part]
+            rows_query, rows_key = query[:, :, rows], key[:, :, block.columns]
             scores, tanh = block_scores(call, block, rows_query, rows_key, workspace)
-            if of_all_keys is None:
-                weights = block_softmax(
-                    call, block, scores
-                )  # from lse they would have its rounding as a relative error
+            if of_all_keys is None:  # from lse they would have its rounding as a relative error
+                weights = block_softmax(call, block, scores)
             else:
                 weights = block_share(call, scores, span.query(lse)[:, :, rows])
             gradient = span.query(output_gradient)[:, :, rows].to(dtype)
-            rows_value = value[:, :, part].transpose(-2, -1)
+            rows_value = value[:, :, block.columns].transpose(-2, -1)
             scores_gradient = grouped(gradient, rows_value, workspace=gradient_workspace)  # dp (b, h, l, s)
-            dropped = weights
-            if call.request.seed is not None:
-                factors = call.dropout_factors(block, dtype)
-                dropped = weights * factors
-                scores_gradient *= factors
-            span_value_gradient.run[:, :, part] += grouped_transposed(dropped, gradient, key.shape[1])
+            dropped = _dropped(call, block, weights, scores_gradient)
+            values.run[:, :, block.columns] += grouped_transposed(dropped, gradient, key.shape[1])
             if of_all_keys is None:
                 delta = torch.linalg.vecdot(weights, scores_gradient) - span.query(lse_gradient)[:, :, rows]
                 span.query(correction)[:, :, rows] = delta
-            else:
-                delta = span.query(of_all_keys)[:, :, rows]
-            scores_gradient.sub_(delta[..., None]).mul_(weights)  # ds
-            # A bias is added to scores that are capped already: its gradient is without tanh's derivative.
-            if call.mask is not None:
-                call.mask.add_bias_gradients([sums.run for sums in bias_gradients], block, scores_gradient)
-            if tanh is not None:
-                scores_gradient.mul_(1 - tanh.square())
-            scores_gradient.mul_(call.spec.scale)
+            scores_gradient.sub_(span.query(correction)[:, :, rows, None]).mul_(weights)  # ds
+            product_gradient(call, block, scores_gradient, tanh, biases)
             span.query(query_gradient)[:, :, rows] = grouped(scores_gradient, rows_key).to(query_gradient.dtype)
-            span_key_gradient.run[:, :, part] += grouped_transposed(scores_gradient, rows_query, key.shape[1])
-            for sums in (span_key_gradient, span_value_gradient, *bias_gradients):
+            keys.run[:, :, block.columns] += grouped_transposed(scores_gradient, rows_query, key.shape[1])
+            for sums in (keys, values, *biases):
                 sums.end_block()
-        span.key(key_gradient).copy_(span_key_gradient.result())
-        span.key(value_gradient).copy_(span_value_gradient.result())
+        span.key(key_gradient).copy_(keys.result())
+        span.key(value_gradient).copy_(values.result())
     sinks = () if call.request.sinks is None else (sinks_gradient(call.request.sinks, correction, lse),)
-    biases = (sums.result().to(tensor.dtype) for sums, tensor in zip(bias_gradients, call.bias_tensors, strict=True))
-    return (query_gradient, key_gradient, value_gradient, *sinks, *biases)
+    bias_gradients = (sums.result().to(tensor.dtype) for sums, tensor in zip(biases, call.bias_tensors, strict=True))
+    return (query_gradient, key_gradient, value_gradient, *sinks, *bias_gradients)
+
+
+def _dropped(call: AttentionCall, block: Block, weights: Tensor, gradient: Tensor) -> Tensor:
+    """The weights as they were dropped; their gradient is dropped alike, in place."""
+    if call.request.seed is None:
+        return weights
+    factors = call.dropout_factors(block, weights.dtype)
+    gradient *= factors
+    return weights * factors
 
 
 def _span_tensors(call: AttentionCall, span: HeadSpan) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._call.call import AttentionCall, Results
 from .._call.spec import AttentionSpec
-from .._environment import has_avx2, mark_static, sizes_apart
+from .._torch_private import has_avx2, mark_static, sizes_apart
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ._base import Kernel, Plan, Refusal, refusals_of_half

@@ -12,7 +12,8 @@ from torch import Tensor
 from .._call.call import AttentionCall, Results
 from .._call.heads import fold_group, unfold_group
 from .._call.spec import AttentionSpec
-from .._environment import fused_sdpa_choice, is_tracing, sdpa_settings
+from .._environment import is_tracing
+from .._torch_private import fused_sdpa_choice, sdpa_settings
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ..masks._lowering import additive, hides_nothing, is_plain_causal, touched_share

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._call.call import AttentionCall, Results, zero_hidden
 from .._call.packed import as_one_sequence, each_sequence
-from .._environment import any_autocast, is_batched
+from .._torch_private import any_autocast, is_batched
 from ..errors import KernelError
 from ._reference import reference_results
 

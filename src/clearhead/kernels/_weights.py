@@ -12,7 +12,8 @@ from .._call.call import AttentionCall
 from .._environment import autocast_off, is_tracing, is_transformed
 from ._base import Kernel
 from ._block_rows import BlockRows
-from ._blocks import block_scores, block_weights, exact_dtype, score_blocks
+from ._block_weights import block_weights
+from ._blocks import block_scores, exact_dtype, score_blocks
 from ._native_statistics import native_weights
 from ._second_order import backward_pass
 from ._weights_gradient import weights_by_operations, weights_gradients, weights_inputs
@@ -84,13 +85,13 @@ class _Weights(torch.autograd.Function):
         def call_of(query: Tensor, key: Tensor, *rest: Tensor) -> AttentionCall:
             return ctx.rebuild(query, key, key, *rest)
 
-        def own() -> tuple[Tensor, ...]:
+        def by_blocks() -> tuple[Tensor, ...]:
             return weights_gradients(call_of(*inputs), ctx.chosen.rows, ctx.chosen.average, gradients[0])
 
         def recompute(*tensors: Tensor) -> tuple[Tensor]:
             return (weights_by_operations(call_of(*tensors), ctx.chosen.rows, ctx.chosen.average),)
 
-        return backward_pass(ctx, gradients, inputs, own, recompute)
+        return backward_pass(ctx, gradients, inputs, by_blocks, recompute)
 
 
 def _forward(call: AttentionCall, chosen: _Chosen) -> Tensor:

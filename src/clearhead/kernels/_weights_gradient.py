@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
-from ._blocks import LongSum, block_scores, block_weights, grouped, grouped_transposed, score_blocks
+from ._block_weights import block_weights, product_gradient
+from ._blocks import LongSum, block_scores, grouped, grouped_transposed, score_blocks
 from ._reference import reference_weights
 
 
@@ -32,12 +33,7 @@ def weights_gradients(
             of_sinks = (call.request.sinks[block.heads].to(dtype)[None, :, None, None] - lse).exp()
             sinks_gradient.run[block.heads] -= (of_sinks * mean).sum((0, 2, 3))
         scores_gradient = weights * (weights_gradient - mean)
-        # A bias is added to scores that are capped already: its gradient is without tanh's derivative.
-        if call.mask is not None:
-            call.mask.add_bias_gradients([each.run for each in bias_gradients], block, scores_gradient)
-        if tanh is not None:
-            scores_gradient.mul_(1 - tanh.square())
-        scores_gradient.mul_(call.spec.scale)
+        product_gradient(call, block, scores_gradient, tanh, bias_gradients)
         # A row may be chosen more than once: its gradients add up.
         target = query_gradient[block.batch, block.heads]
         rows = torch.arange(place.start, place.stop, device=query.device) if chosen is None else block.rows
@@ -48,7 +44,7 @@ def weights_gradients(
         for each in (key_gradient, *sums):
             each.end_block()
     gradients = [query_gradient, key_gradient.result(), *(each.result() for each in sums)]
-    return tuple(found.to(tensor.dtype) for found, tensor in zip(gradients, weights_inputs(call), strict=True))
+    return tuple(total.to(tensor.dtype) for total, tensor in zip(gradients, weights_inputs(call), strict=True))
 
 
 def weights_by_operations(call: AttentionCall, rows: Tensor | None, average: bool) -> Tensor:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from .._checks import PLAIN
-from .._environment import is_dispatching, is_tracing, is_transformed
+from .._environment import is_tracing, is_transformed
 from .._native import extension
+from .._torch_private import dispatch_modes
 from ._grid import Grid
 from ._structure import Band, Structure
 
@@ -32,7 +33,7 @@ def find_natively(structure: Structure, grid: Grid) -> Found | None:
         and where values are not those of plain tensors.
     """
     # The extension reads memory, which only plain tensors outside of any mode or transform are.
-    if extension is None or grid.device.type != "cpu" or is_tracing() or is_transformed() or is_dispatching():
+    if extension is None or grid.device.type != "cpu" or is_tracing() or is_transformed() or dispatch_modes() > 0:
         return None
     tensors = _tensors(structure)
     if not tensors or len(tensors) > extension.MOST_MASKS or not all(map(_is_plain, tensors)):

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._environment import has_hook, is_tracing, left_aligned_padding, remove_hook
+from .._environment import is_tracing
+from .._torch_private import has_hook, left_aligned_padding, remove_hook
 
 _ARGUMENTS = ("src", "mask", "src_key_padding_mask", "is_causal")
 

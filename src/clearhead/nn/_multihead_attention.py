@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from .._call.naming import add_module
 from .._call.request import Request, WeightsWanted, weights_wanted
 from .._checks import flag, is_probability, number, require_factory, size, strided
-from .._environment import Environment, read_environment, skips_idle_hook
+from .._environment import Environment, read_environment
 from .._layer.layer import Layer, Project
 from .._layer.linear import require_same
 from .._layer.packing import Costs
 from .._layer.unmodified import inputs_fit
+from .._torch_private import skips_idle_hook
 from ..errors import ArgumentError, ClearheadError, ShapeError, shape_text
 from ..masks._grid import Grid
 from ._convention import hidden_mask

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._environment import has_hook, is_tracing, remove_hook
+from .._environment import is_tracing
+from .._torch_private import has_hook, remove_hook
 from ..masks._base import Mask
 from ..masks._prepared import shared
 

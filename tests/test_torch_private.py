@@ -16,10 +16,10 @@ import pytest
 import clearhead
 
 SOURCES = Path(clearhead.__file__).parent
-ENVIRONMENT = SOURCES / "_environment.py"
+PRIVATE = SOURCES / "_torch_private.py"
 
-#: What `_environment` looks up when it is imported, and attributes that are read in calls.
-AT_IMPORT = [path for path in re.findall(r'_found\("([\w.]+)"', ENVIRONMENT.read_text()) if "._" in f".{path}"]
+#: What `_torch_private` looks up when it is imported, and attributes that are read in calls.
+AT_IMPORT = [path for path in re.findall(r'_lookup\("([\w.]+)"', PRIVATE.read_text()) if "._" in f".{path}"]
 IN_CALLS = ["autograd.forward_ad._current_level", "fx.experimental._config", "ops.mkldnn._linear_pointwise"]
 NAMES = [*AT_IMPORT, *IN_CALLS]
 
@@ -127,7 +127,7 @@ def run_without(path, restore):
         setattr(place, name, Missing())
     assert not hasattr(place, name)
     if restore:
-        import clearhead._environment  # PyTorch itself needs the name when it runs
+        import clearhead._torch_private  # PyTorch itself needs the name when it runs
 
         setattr(place, name, kept)
     run()
@@ -175,7 +175,7 @@ def test_a_pytorch_without_one_of_its_private_names(name: str, outcomes: dict[st
 def _private_names(tree: ast.AST) -> Iterator[str]:
     """Underscored attributes of PyTorch's modules and `Tensor`, underscored imports, and private names in strings."""
     known = {path.rpartition(".")[2] for path in NAMES}
-    known |= set(re.findall(r'getattr\([\w.]+, "(_\w+)"', ENVIRONMENT.read_text()))
+    known |= set(re.findall(r'getattr\([\w.]+, "(_\w+)"', PRIVATE.read_text()))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             root: ast.AST = node
@@ -198,4 +198,4 @@ def _private_names(tree: ast.AST) -> Iterator[str]:
 def test_private_names_stand_in_one_file(path: Path) -> None:
     """The dictionaries of `nn.Module` aside, such as ``module._forward_hooks``."""
     found = sorted(set(_private_names(ast.parse(path.read_text()))))
-    assert bool(found) == (path == ENVIRONMENT), found
+    assert bool(found) == (path == PRIVATE), found

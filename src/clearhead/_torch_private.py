@@ -1,0 +1,219 @@
+"""PyTorch's private names. This is the only file that uses them, the dictionaries of `nn.Module` aside.
+
+Each is looked up once, and where PyTorch does not have it, calls take the general path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from functools import reduce
+from types import FunctionType
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+Wrapper = TypeVar("Wrapper", bound=Tensor)
+Kind = TypeVar("Kind", bound=nn.Module)
+
+
+def _lookup(path: str, default: Any) -> Any:
+    try:
+        return reduce(getattr, path.split("."), torch)
+    except AttributeError:
+        return default
+
+
+def _true(*_: object) -> bool:
+    return True
+
+
+_transforms: Callable[[], bool] = _lookup("_C._are_functorch_transforms_active", _true)
+_graph_task: Callable[[], int] = _lookup("_C._current_graph_task_id", lambda: -1)
+_legacy_batched: Callable[[Tensor], bool] = _lookup("_C._functorch.is_legacy_batchedtensor", lambda _: False)
+_functorch: Any = _lookup("_C._functorch", None)
+_forward_level: Any = _lookup("autograd.forward_ad", None)
+_wrap: Callable[..., Tensor] | None = _lookup("Tensor._make_wrapper_subclass", None)
+_onednn: Any = _lookup("ops.mkldnn", None)
+_sdpa_flags: tuple[Callable[[], object], ...] = (
+    _lookup("_C._get_flash_sdp_enabled", tuple),
+    _lookup("_C._get_mem_efficient_sdp_enabled", tuple),
+    _lookup("_C._get_cudnn_sdp_enabled", tuple),
+    _lookup("_C._get_math_sdp_enabled", tuple),
+    _lookup("_C._get_deterministic_algorithms", tuple),
+)
+_sdpa_order: Callable[[], list[int]] = _lookup("_C._get_sdp_priority_order", list)
+
+#: How many `TorchDispatchMode`s see every operation (`make_fx`). They do not see what an extension computes.
+dispatch_modes: Callable[[], int] = _lookup("_C._len_torch_dispatch_stack", lambda: 1)
+#: Whether autocast is enabled for any device.
+any_autocast: Callable[[], bool] = _lookup("_C._is_any_autocast_enabled", _true)
+#: Whether hooks are registered for all modules.
+any_global_hook: Callable[[], bool] = _lookup("nn.modules.module._has_any_global_hook", _true)
+#: Whether PyTorch's compiler can build for this processor.
+has_avx2: Callable[[], bool] = _lookup("cpu._is_avx2_supported", lambda: False)
+#: Which of PyTorch's attention backends a call would take; ``None`` where PyTorch does not say.
+fused_sdpa_choice: Callable[..., int] | None = _lookup("_fused_sdp_choice", None)
+#: What makes a tensor subclass leave PyTorch's functions as they are.
+disabled_torch_function: Any = _lookup("_C._disabled_torch_function_impl", None)
+#: Whether tensors can be made whose values are computed when an operator reads them.
+has_wrappers = disabled_torch_function is not None and _wrap is not None
+#: Whether a padding mask hides only the ends of sequences, which `nn.TransformerEncoder` turns into nested tensors.
+left_aligned_padding: Callable[..., bool] | None = _lookup("_nested_tensor_from_mask_left_aligned", None)
+#: Collectives by their names since PyTorch 2.13, where the older ones warn.
+all_gather_single: Any = _lookup("distributed.all_gather_single", _lookup("distributed.all_gather_into_tensor", None))
+reduce_scatter_single: Any = _lookup(
+    "distributed.reduce_scatter_single", _lookup("distributed.reduce_scatter_tensor", None)
+)
+
+
+def any_transform() -> bool:
+    """Whether a `torch.func` transform or forward-mode differentiation runs."""
+    return bool(_transforms()) or getattr(_forward_level, "_current_level", 0) >= 0
+
+
+def is_batched(gradient: Tensor) -> bool:
+    """Whether a gradient is one of many that are mapped over (``is_grads_batched=True``, `torch.func.vmap`)."""
+    return _transforms() or _legacy_batched(gradient)
+
+
+def is_vmapped(tensor: Tensor) -> bool:
+    """Whether `torch.func.vmap` maps over a tensor, also inside other transforms."""
+    if _functorch is None:
+        return any_transform()
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
+def in_backward() -> bool:
+    """Whether a backward pass runs, in which activation checkpointing repeats calls."""
+    return _graph_task() != -1
+
+
+def sdpa_settings() -> tuple[object, ...]:
+    """The process's settings that `fused_sdpa_choice` depends on: what `torch.nn.attention.sdpa_kernel` changes."""
+    flash, efficient, cudnn, math, deterministic = _sdpa_flags
+    return flash(), efficient(), cudnn(), math(), deterministic(), *_sdpa_order()
+
+
+def has_onednn_linear() -> bool:
+    """Whether PyTorch was built with oneDNN and its operator for linear layers."""
+    return torch.backends.mkldnn.is_available() and hasattr(_onednn, "_linear_pointwise")
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """X Wᵀ + b on oneDNN's GEMM, without gradients."""
+    return _onednn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def wrapper_of(kind: type[Wrapper], shape: tuple[int, ...], **options: Any) -> Wrapper:
+    """A tensor of a subclass that has a shape, a dtype and a device, but no values; see `has_wrappers`."""
+    return cast(Wrapper, cast(Any, _wrap)(kind, shape, **options))
+
+
+def is_rows_of(tensor: Any) -> bool:
+    """Whether a jagged tensor is (B, lengths, features) without holes."""
+    return tensor.dim() == 3 and getattr(tensor, "_ragged_idx", 1) == 1 and tensor.lengths() is None
+
+
+def timeout_of(group: Any, device: torch.device | str) -> timedelta | None:
+    """After how long a collective of a process group fails; ``None`` if that is unknown."""
+    try:
+        return group._get_backend(torch.device(device)).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def has_hook(module: nn.Module, hook: object) -> bool:
+    """Whether a function is one of a module's forward hooks, before or after."""
+    fields = vars(module)
+    return any(each is hook for name in ("_forward_pre_hooks", "_forward_hooks") for each in fields[name].values())
+
+
+def remove_hook(module: nn.Module, hook: object) -> None:
+    """Undo what registered it: the handle that PyTorch gave is neither copied nor pickled with the module."""
+    fields = vars(module)
+    for hooks in (fields["_forward_pre_hooks"], fields["_forward_hooks"]):
+        for number in [number for number, each in hooks.items() if each is hook]:
+            del hooks[number]
+            fields["_forward_hooks_with_kwargs"].pop(number, None)
+            fields["_forward_hooks_always_called"].pop(number, None)
+
+
+def skips_idle_hook(hook: Callable[..., None]) -> Callable[[type[Kind]], type[Kind]]:
+    """Class decorator: modules whose only hook is this one, which does nothing, save tiny calls its cost."""
+
+    def decorate(kind: type[Kind]) -> type[Kind]:
+        general: Callable[..., Any] | None = getattr(kind, "_call_impl", None)
+        if general is None:
+            return kind
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            hooks = module._forward_pre_hooks
+            if (
+                len(hooks) == 1
+                and hook in hooks.values()
+                and not (module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+                and not any_global_hook()
+                and not torch.compiler.is_compiling()
+                and not torch.jit.is_tracing()
+            ):
+                return module.forward(*args, **kwargs)
+            return general(module, *args, **kwargs)
+
+        setattr(kind, "_call_impl", call)  # noqa: B010
+        return kind
+
+    return decorate
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `nn.Module.compile` has replaced what calling the module does."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+@contextmanager
+def calls_uncompiled(modules: Iterable[nn.Module]) -> Generator[None, None, None]:
+    """Undo `nn.Module.compile` inside the block."""
+    compiled = {module: vars(module)["_compiled_call_impl"] for module in modules if is_compiled(module)}
+    try:
+        for module in compiled:
+            vars(module)["_compiled_call_impl"] = None
+        yield
+    finally:
+        for module, call in compiled.items():
+            vars(module)["_compiled_call_impl"] = call
+
+
+def as_written(function: object) -> Any:
+    """The function that `torch.compile` was given to make this one; ``None`` of what it did not make."""
+    return getattr(function, "_torchdynamo_orig_callable", None) if isinstance(function, FunctionType) else None
+
+
+def is_compiler_error(kind: type[BaseException]) -> bool:
+    """Whether an error comes from tracing a graph."""
+    return kind.__module__ == "torch._dynamo.exc"
+
+
+def mark_static(tensor: Tensor, dim: int) -> None:
+    """Tell `torch.compile` that a size is a constant."""
+    getattr(torch._dynamo, "mark_static", _true)(tensor, dim)  # pyright: ignore
+
+
+def graph_break() -> None:
+    """End the graph that is being traced here."""
+    getattr(torch._dynamo, "graph_break", _true)()  # pyright: ignore
+
+
+def sizes_apart() -> AbstractContextManager[None]:
+    """Sizes that happen to be equal when a graph is compiled may differ later."""
+    try:
+        from torch.fx.experimental import _config
+    except ImportError:
+        return nullcontext()
+    return _config.patch(use_duck_shape=False)  # pyright: ignore

@@ -1,0 +1,73 @@
+"""The warnings of `monitor` about heads whose numbers are beyond a threshold."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..errors import AttentionHealthWarning
+
+#: (module name, statistic) → one number per head, (H,).
+PerHead = Mapping[tuple[str, str], Tensor]
+
+_MOST_NAMED = 3  # heads in a warning
+
+
+@dataclass
+class Alarm:
+    """Warns once of heads whose number is beyond a threshold.
+
+    Args:
+        statistics: those that are looked at.
+        is_beyond: whether a head's number is worth a warning.
+        warning: its text, with a place for the heads.
+    """
+
+    statistics: tuple[str, ...]
+    is_beyond: Callable[[float], bool]
+    warning: str
+    first: dict[tuple[str, str, int], float] = field(default_factory=dict[tuple[str, str, int], float])
+    given: bool = False
+
+    def look(self, step: int, heads: PerHead) -> None:
+        """Look at one measured step."""
+        warned: list[str] = []
+        for (name, statistic), numbers in heads.items():
+            if self.given or statistic not in self.statistics:
+                continue
+            for head, value in enumerate(numbers.tolist()):
+                first = self.first.setdefault((name, statistic, head), value)
+                if self.is_beyond(value):
+                    before = f", {first:.3g} when it was first measured" if step else ""
+                    warned.append(f"{name or 'the model itself'} head {head} ({statistic} {value:.3g}{before})")
+        if warned:
+            self.given = True
+            more = f" and {len(warned) - _MOST_NAMED} more" if len(warned) > _MOST_NAMED else ""
+            named = ", ".join(warned[:_MOST_NAMED]) + more
+            text = f"monitor, step {step}: {self.warning.format(heads=named)}"
+            warnings.warn(text, AttentionHealthWarning, stacklevel=4)
+
+
+def entropy_collapse(threshold: float) -> Alarm:
+    """Warns of heads whose entropy is below so many nats."""
+    return Alarm(
+        ("entropy",),
+        lambda value: value < threshold,
+        f"attention entropy has collapsed, below {threshold:g} nats, in {{heads}}. Each query attends to one "
+        "key, hardly any gradient passes through these weights, and training may become unstable (Zhai et al., "
+        "2023). A lower learning rate, a longer warm-up, q_norm and k_norm, or clearhead.qk_clip_ prevent it.",
+    )
+
+
+def logit_growth(threshold: float) -> Alarm:
+    """Warns of heads with a logit above the threshold."""
+    return Alarm(
+        ("max_logit", "raw_max_logit"),
+        lambda value: value > threshold,
+        f"attention logits have grown, beyond {threshold:g}, in {{heads}}. Weights become one-hot and the loss "
+        "may diverge (Dehghani et al., 2023). q_norm and k_norm or clearhead.qk_clip_ bound them; a lower learning "
+        "rate slows them.",
+    )

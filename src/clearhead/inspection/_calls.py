@@ -1,0 +1,56 @@
+"""`Calls`: what a record holds of one module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, overload
+
+from .._call.call import AttentionCall
+from .._checks import item_number, require_slice
+from .._statistics.result import AttentionStatistics
+
+
+class Calls(Sequence[AttentionStatistics]):
+    """The calls of one module, in order; with a single call its statistics are attributes here too."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.statistics: list[AttentionStatistics] = []
+        self.kept: list[AttentionCall] = []
+
+    @overload
+    def __getitem__(self, index: int) -> AttentionStatistics: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[AttentionStatistics]: ...
+
+    def __getitem__(self, index: int | slice) -> AttentionStatistics | list[AttentionStatistics]:
+        if not isinstance(index, slice):
+            return self.statistics[item_number("index", index, len(self.statistics))]
+        require_slice("index", index)
+        return self.statistics[index]
+
+    def __len__(self) -> int:
+        return len(self.statistics)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "statistics":
+            raise AttributeError(name)
+        if len(self.statistics) == 1:
+            return getattr(self.statistics[0], name)
+        raise AttributeError(
+            f"{self.name}: called {len(self.statistics)} times. Take one call with rec[{self.name!r}][0].{name}, "
+            "or fold the batches together with rec.reduce()."
+        )
+
+    def keep(self, call: AttentionCall) -> None:
+        """Keep query and key of a call, as copies: of views a whole projection or cache would stay in memory.
+
+        A cache may also be written over in place. The key stands in for the value, as where there never was one.
+        """
+        query, key = call.query.detach().clone(), call.key.detach().clone()
+        self.kept.append(replace(call, query=query, key=key, value=key, grid_=None, coverage_=None))
+
+    def __repr__(self) -> str:
+        return f"Calls({self.name!r}, {len(self.statistics)} calls)"

@@ -1,0 +1,60 @@
+"""Which attention modules of a model are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from .._checks import integer, items, shown
+from ..errors import ArgumentError
+
+
+class ChosenLayers:
+    """Attention modules, chosen by name or by number in the order in which they first run.
+
+    Args:
+        layers: names and numbers; ``None`` for all.
+        model: whose modules are named.
+    """
+
+    def __init__(self, layers: Sequence[int | str] | None, model: nn.Module) -> None:
+        self._layers = _checked(layers, model)
+        self.order: list[str] = []  # the names of attention modules as they first ran, those not chosen too
+
+    def include(self, name: str) -> bool:
+        """Whether a module that runs is chosen; gives it the next number if it is new."""
+        if name not in self.order:
+            self.order.append(name)
+        return self._layers is None or name in self._layers or self.order.index(name) in self._layers
+
+    def require_ran(self) -> None:
+        """Raise if some of them did not run, but other attention modules did."""
+        missing = [layer for layer in self._layers or () if isinstance(layer, str) and layer not in self.order]
+        missing += [layer for layer in self._layers or () if isinstance(layer, int) and layer >= len(self.order)]
+        if self.order and missing:
+            raise ArgumentError(
+                "layers",
+                expected=f"numbers below {len(self.order)}, or names among the attention modules that ran: "
+                + ", ".join(map(repr, self.order)),
+                got=", ".join(map(repr, missing)),
+            )
+
+
+def _checked(layers: Sequence[int | str] | None, model: nn.Module) -> tuple[int | str, ...] | None:
+    if layers is None:
+        return None
+    if isinstance(layers, (str, int)):
+        raise ArgumentError(
+            "layers", expected="a list of names or numbers", got=shown(layers), fix=f"Write [{shown(layers)}]."
+        )
+    names = {name for name, _ in model.named_modules()}
+    chosen = tuple(items("layers", layers, "a list of names or numbers"))
+    if not chosen:
+        raise ArgumentError("layers", expected="at least one name or number", got="none")
+    for layer in chosen:
+        if isinstance(layer, str) and layer not in names:
+            raise ArgumentError("layers", expected="names of the model's modules", got=shown(layer))
+        if not isinstance(layer, str):
+            integer("layers", layer, least=0, expected="numbers ≥ 0, in running order", got=shown)
+    return chosen

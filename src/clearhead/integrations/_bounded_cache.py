@@ -1,0 +1,248 @@
+"""A cache of transformers that holds a part of the keys, and the masks that a model must run with for it.
+
+What a model attends to is decided in two places: the cache hands out keys, and the model's mask says which of them a
+query sees. transformers makes that mask for keys that stand side by side. The cache here keeps others, so a hook before
+the decoder's forward replaces the mask by that of the keys which the cache will hand out, in the form of the model's
+attention implementation. Which keys these are depends on the padding alone, but for heavy hitters: there the mask
+carries the cache to the attention function (`Carried`), which shows it queries and keys.
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from .._checks import shown
+from .._torch_private import has_hook
+from ..errors import ArgumentError, CacheError, ShapeError, shape_text
+from ._cache_layers import BoundedLayer, MakeBounded, not_croppable, require_rows
+from ._lazy_mask import Carried, carrying
+
+#: Those whose `forward` takes one mask per type of layer.
+_MASK_PER_TYPE = ("qwen3", "gemma2", "gpt_oss")
+_IMPLEMENTATIONS = ("eager", "sdpa", "clearhead")
+
+
+@final
+class BoundedCache(Cache):
+    """A part of the keys, which a window or a policy chooses.
+
+    Args:
+        kind: what `cache_for` was given.
+        make: the cache of a layer, from that layer's own window or ``None``, its first keys and values.
+        windows: of the model's layers.
+    """
+
+    layers: list[BoundedLayer]
+
+    def __init__(self, kind: str, make: MakeBounded, windows: list[int | None]) -> None:
+        super().__init__(layers=[BoundedLayer(make, window) for window in windows])
+        self.kind = kind
+        # What a window or a policy keeps without looking at weights is the same in all layers of one window. A layer of
+        # a single feature runs ahead of them, to tell what they will hand out.
+        self._ahead = {} if kind == "heavy_hitters" else {each: BoundedLayer(make, each) for each in windows}
+        self._every_layer = [*self.layers, *self._ahead.values()]
+        self._expected: tuple[Tensor | int, int] | None = None  # positions of the forward's tokens, and how many
+
+    def __repr__(self) -> str:
+        cache = self.layers[0].cache
+        content = "empty" if cache is None else f"{cache!r} in the first of {len(self.layers)} layers"
+        return f"{type(self).__name__}({self.kind}, {content})"
+
+    def begin(self, decoder: PreTrainedModel, tokens: Tensor, attention_mask: object) -> Tensor | dict[str, Tensor]:
+        """Prepare for the tokens of a forward, and return the masks it shall run with.
+
+        Args:
+            decoder: the model that runs.
+            tokens: ids (B, L) or embeddings (B, L, E).
+            attention_mask: what the model was called with.
+        """
+        config: Any = decoder.config
+        require_implementation(self.kind, config)
+        batch_size, length = tokens.shape[:2]
+        self._require_ready(config, batch_size)
+        positions = self._positions(attention_mask, batch_size, length)
+        if self._ahead:
+            masks = {
+                window: _as_implemented(config, _visible_ahead(layer, tokens, positions), decoder.dtype)
+                for window, layer in self._ahead.items()
+            }
+        else:
+            shape = batch_size, 1, length, 1
+            mask = carrying(Carried(None, self), _unreadable, shape, decoder.dtype, tokens.device)
+            masks = {layer.window: mask for layer in self.layers}
+        self._expected = positions, length
+        if config.model_type not in _MASK_PER_TYPE:
+            return masks[self.layers[0].window]
+        return {kind: masks[layer.window] for kind, layer in zip(config.layer_types, self.layers, strict=True)}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        expected = self._expected
+        if expected is None or expected[1] != key_states.shape[2]:
+            raise _of_another_model()
+        if layer_idx > 0:
+            self.layers[layer_idx - 1].evict()  # its attention is over
+        return self.layers[layer_idx].update(key_states, value_states, expected[0])
+
+    def end(self) -> None:
+        """A forward is over."""
+        self._expected = None
+        self.layers[-1].evict()
+
+    def reset(self) -> None:
+        for layer in self._every_layer:
+            layer.reset()
+        self._expected = None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        for layer in self._every_layer:
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        for layer in self._every_layer:
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        for layer in self._every_layer:
+            layer.batch_select_indices(indices)
+
+    def activate_past_recording(self) -> None:
+        raise not_croppable("past_key_values")
+
+    def _require_ready(self, config: Any, batch_size: int) -> None:
+        if len(self.layers) != config.num_hidden_layers or [each.window for each in self.layers] != windows(config):
+            raise _of_another_model()
+        if len({layer.get_seq_length() for layer in self._every_layer}) > 1:
+            raise CacheError(
+                "past_key_values",
+                expected="a cache whose layers have taken the same tokens",
+                got="one that an interrupted forward left halfway",
+                fix="reset() it and begin with the prompt.",
+            )
+        require_rows(self.layers[0].rows, batch_size)
+
+    def _positions(self, attention_mask: object, batch_size: int, length: int) -> Tensor | int:
+        """Where the new tokens stand in their texts: an int, or (B, L) with −1 for padding."""
+        first, taken = self.layers[0].next_positions(), self.get_seq_length()
+        if attention_mask is None:
+            return first if isinstance(first, int) else first + torch.arange(length, device=first.device)
+        expected = f"the tokenizer's marks of all tokens so far, {shape_text((batch_size, taken + length))}"
+        if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != (batch_size, taken + length):
+            fix = "The cache makes the masks of its keys itself."
+            raise ShapeError("attention_mask", expected=expected, got=shown(attention_mask), fix=fix)
+        real = attention_mask.bool()
+        if taken > 0 and bool((real[:, :taken].sum(1, keepdim=True) != first).any()):
+            raise CacheError(
+                "attention_mask",
+                expected="the same marks as before for the tokens in the cache",
+                got="others",
+                fix="A token stays padding, or stays real, once it is in the cache. Call reset() to start again.",
+            )
+        new = real[:, taken:]
+        if isinstance(first, int) and bool(new.all()):
+            return first
+        return (new.cumsum(1) - 1 + first).masked_fill(~new, -1)  # (B, L)
+
+
+def _visible_ahead(ahead: BoundedLayer, tokens: Tensor, positions: Tensor | int) -> Tensor:
+    """Bool (B, 1, L, S): which of the keys that the layers of one window will hand out the queries see."""
+    batch_size, length = tokens.shape[:2]
+    feature = torch.zeros(batch_size, 1, length, 1, device=tokens.device)
+    keys, _ = ahead.update(feature, feature, positions)
+    mask, query_positions, key_positions = ahead.seen
+    positions_of: dict[str, Any] = {"query_positions": query_positions, "key_positions": key_positions}
+    return mask.dense(length, keys.shape[2], batch_size=batch_size, num_heads=1, **positions_of)
+
+
+def windows(config: Any) -> list[int | None]:
+    """The sliding window of every layer, or ``None``."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if each == "sliding_attention" else None for each in types]
+
+
+def require_implementation(kind: str, config: Any) -> None:
+    implementation = config._attn_implementation
+    allowed = ("clearhead",) if kind == "heavy_hitters" else _IMPLEMENTATIONS
+    if implementation not in allowed:
+        raise ArgumentError(
+            "model",
+            expected=f"for kind={kind!r} the attention implementation {' or '.join(map(repr, allowed))}",
+            got=repr(implementation),
+            fix='Set it with model.set_attn_implementation("clearhead").',
+        )
+
+
+def _of_another_model() -> CacheError:
+    return CacheError(
+        "past_key_values",
+        expected="a cache that was made for this model",
+        got="one of another",
+        fix="Make it with clearhead.integrations.transformers.cache_for(model, ...).",
+    )
+
+
+def _unreadable() -> Tensor:
+    raise CacheError(
+        "past_key_values",
+        expected="attention 'clearhead', outside of compiled and exported graphs: the keys differ between heads",
+        got="a mask of heavy hitters that is read by something else",
+        fix='Use model.set_attn_implementation("clearhead") and do not compile the model.',
+    )
+
+
+def _as_implemented(config: Any, visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask (B, 1, L, S) in the form that the model's attention implementation takes."""
+
+    def mask_function(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return visible[batch, 0, query, key]
+
+    return ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
+        batch_size=visible.shape[0],
+        q_length=visible.shape[2],
+        kv_length=visible.shape[3],
+        mask_function=mask_function,
+        attention_mask=None,
+        allow_is_causal_skip=False,
+        dtype=dtype,
+        device=visible.device,
+        config=config,
+    )
+
+
+def hook(decoder: nn.Module) -> None:
+    """Let caches of this kind take part in the decoder's forward, however many there are."""
+    if not has_hook(decoder, _before_forward):
+        decoder.register_forward_pre_hook(_before_forward, with_kwargs=True)
+        decoder.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
+
+
+def _before_forward(
+    decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Replace the mask by that of the cache."""
+    names = list(signature(decoder.forward).parameters)
+    named = dict(zip(names, args, strict=False)) | kwargs
+    cache = named.get("past_key_values")
+    tokens = named.get("input_ids") if named.get("inputs_embeds") is None else named["inputs_embeds"]
+    if not isinstance(cache, BoundedCache) or tokens is None:  # without tokens: for the model to refuse
+        return None
+    mask = cache.begin(decoder, tokens, named.get("attention_mask"))
+    place = names.index("attention_mask")
+    if place < len(args):
+        return (*args[:place], mask, *args[place + 1 :]), kwargs
+    return args, kwargs | {"attention_mask": mask}
+
+
+def _after_forward(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, BoundedCache):
+            each.end()

@@ -1,0 +1,116 @@
+"""The masks of transformers' models: made for them by `make_mask`, read from them by `read_mask`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from .. import masks
+from .._checks import FLOATS, INTEGERS, flag, integer, require_factory, shown, strided
+from ..errors import DTypeError, MaskTypeError, shape_text
+from ..masks._prepared import shared
+from ._lazy_mask import Carried, additive_mask, carried_by, carrying, values_of
+
+
+def make_mask(
+    *,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    **rest: Any,
+) -> Tensor | None:
+    """Build the mask of a transformers model; transformers calls it.
+
+    Args:
+        batch_size, q_length, kv_length: B, L and S.
+        q_offset, kv_offset: absolute position of the first query and of the first key.
+        allow_is_causal_skip: the mask is causal but for windows and padding, so it need not be written out where
+            these hide nothing.
+        allow_is_bidirectional_skip: whether the model takes ``None`` for a mask that hides nothing.
+        dtype: of the additive mask.
+        device: where the mask is made.
+        rest: what else describes the mask, as for transformers' own ``eager_mask``.
+
+    Returns:
+        What transformers' ``eager_mask`` returns: an additive mask (B, 1, L, S), or ``None`` where nothing is hidden
+        and the model takes that. Its values are computed when they are first read; `attention_forward` reads the bool
+        mask that it carries, or that it is causal.
+
+    Example:
+        >>> from clearhead.integrations.transformers import make_mask
+        >>> make_mask(batch_size=2, q_length=5, kv_length=5).shape
+        torch.Size([2, 1, 5, 5])
+    """
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
+    for name, value in sizes.items():
+        integer(name, value, least=0)
+    _require_offset(q_offset)
+    require_factory(device, dtype)
+    allow_is_causal_skip = flag("allow_is_causal_skip", allow_is_causal_skip)
+    allow_is_bidirectional_skip = flag("allow_is_bidirectional_skip", allow_is_bidirectional_skip)
+    described: dict[str, Any] = rest | {
+        **sizes,
+        "q_offset": q_offset,
+        "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
+        "device": device,
+    }
+    # With a static cache the keys reach further than the last query, so "causal" alone would not say where it stands.
+    aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    may_be_causal = allow_is_causal_skip and aligned and not allow_is_bidirectional_skip
+    visible = sdpa_mask(**described, allow_is_causal_skip=may_be_causal)
+    if visible is not None:
+        build = partial(additive_mask, visible, dtype)
+    elif may_be_causal:
+        build = partial(eager_mask, **described, dtype=dtype)
+    else:
+        return None
+    mask = None if visible is None else shared(masks.keep(visible))
+    return carrying(Carried(mask), build, (batch_size, 1, q_length, kv_length), dtype, device)
+
+
+def _require_offset(q_offset: object) -> None:
+    """An int, or from static caches a tensor of one."""
+    if not isinstance(q_offset, Tensor):
+        integer("q_offset", q_offset, least=0)
+    elif strided("q_offset", q_offset).numel() != 1 or q_offset.dtype not in INTEGERS:
+        raise DTypeError("q_offset", expected="an int, or a tensor of one", got=shown(q_offset))
+
+
+def read_mask(attention_mask: Tensor, query: Tensor, key: Tensor) -> masks.Mask | None:
+    """What a model's mask, which may have been made by `make_mask`, stands for."""
+    if not isinstance(attention_mask, Tensor):
+        raise MaskTypeError("attention_mask", expected="a tensor or None", got=type(attention_mask).__name__)
+    carried = carried_by(attention_mask)
+    if carried is not None:
+        return causal_mask(query, key) if carried.mask is None else carried.mask
+    attention_mask = strided("attention_mask", values_of(attention_mask))
+    if attention_mask.dtype == torch.bool:
+        return masks.keep(attention_mask)
+    if attention_mask.dtype in FLOATS:
+        # transformers writes "hidden" as the lowest number of the dtype.
+        lowest = torch.finfo(attention_mask.dtype).min
+        return masks.bias(attention_mask.masked_fill(attention_mask <= lowest, float("-inf")))
+    raise DTypeError(
+        "attention_mask",
+        expected="a bool mask (True = may attend) or an additive float mask",
+        got=f"{attention_mask.dtype} of shape {shape_text(attention_mask.shape)}",
+        fix="Give 4-D masks as bool.",
+    )
+
+
+def causal_mask(query: Tensor, key: Tensor) -> masks.Mask | None:
+    """Causal with the last query at the last key; ``None`` where that hides nothing."""
+    length, keys = query.shape[2], key.shape[2]
+    if length == 1:
+        return None
+    return masks.causal("bottom_right" if length < keys else "top_left")
