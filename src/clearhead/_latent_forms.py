@@ -25,13 +25,6 @@ class LatentSizes(NamedTuple):
     value: int
 
 
-class UpWeights(NamedTuple):
-    """The two halves of the projection from the latent, (H, Dn, R) for keys and (H, Dv, R) for values."""
-
-    key: Tensor
-    value: Tensor
-
-
 def latent_form(
     kv_up: nn.Module, sizes: LatentSizes, environment: Environment, query: Tensor, keys: Tensor, cache: Cache | None
 ) -> Form:
@@ -69,12 +62,12 @@ def _expanded(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor,
 def _absorbed(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor) -> Form:
     """Queries against the latents themselves, Hkv = 1; the values are a view of them."""
     q_nope, q_rope = query.split((sizes.nope, sizes.rope), -1)
-    weights = _up_weights(kv_up, sizes, q_nope)
-    q_latent = torch.einsum("bhld,hdr->bhlr", q_nope, weights.key)  # (B, H, L, R)
+    key_weight, value_weight = _up_weights(kv_up, sizes, q_nope)
+    q_latent = torch.einsum("bhld,hdr->bhlr", q_nope, key_weight)  # (B, H, L, R)
 
     def finish(mixed: Tensor) -> Tensor:
         """Every head's values from its mixture of latents, (B, H, L, R) → (B, H, L, Dv)."""
-        return torch.einsum("bhlr,hvr->bhlv", mixed, weights.value)
+        return torch.einsum("bhlr,hvr->bhlv", mixed, value_weight)
 
     return Form(torch.cat((q_latent, q_rope), -1), keys, keys[..., : sizes.rank], finish)
 
@@ -88,8 +81,11 @@ def _absorbing_is_less(rows: int, sizes: LatentSizes) -> bool:
     return rows * (2 * sizes.rank - sizes.nope - sizes.value) <= sizes.rank * (sizes.nope + sizes.value)
 
 
-def _up_weights(kv_up: nn.Module, sizes: LatentSizes, query: Tensor) -> UpWeights:
+def _up_weights(kv_up: nn.Module, sizes: LatentSizes, query: Tensor) -> tuple[Tensor, Tensor]:
     """The matrix that `kv_up` applies for the heads of a query (B, H, …): its weight, or what it makes of the identity.
+
+    Returns:
+        (H, Dn, R) for keys and (H, Dv, R) for values.
 
     Raises:
         ArgumentError: if it has a bias.
@@ -106,7 +102,7 @@ def _up_weights(kv_up: nn.Module, sizes: LatentSizes, query: Tensor) -> UpWeight
             raise _has_bias(kv_up)
         weight = moved[:-1].T
     both = weight.unflatten(0, (query.shape[1], -1))  # (H, Dn + Dv, R)
-    return UpWeights(both[:, : sizes.nope], both[:, sizes.nope :])
+    return both[:, : sizes.nope], both[:, sizes.nope :]
 
 
 def _has_bias(module: nn.Module) -> ArgumentError:
