@@ -141,6 +141,11 @@ def is_finite(value: float) -> bool:
     return -math.inf < value < math.inf
 
 
+def is_positive(value: float) -> bool:
+    """Whether a number is finite and above 0."""
+    return 0 < value < math.inf
+
+
 def is_probability(value: float) -> bool:
     """Whether it lies in [0, 1]."""
     return 0 <= value <= 1

@@ -13,13 +13,14 @@ from ._call.naming import add_module
 from ._call.request import Request, weights_wanted
 from ._checks import flag, is_finite, is_probability, number, require_factory, size
 from ._environment import Environment, cast_for_autocast, read_environment
-from ._latent_forms import absorbed, absorbing_is_less, expanded, up_weights
-from ._layer.layer import Form, Layer
+from ._latent_forms import LatentSizes, latent_form
+from ._layer.layer import Layer
 from ._layer.positions import PositionPart
 from ._layer.unmodified import apply_linear
 from ._multihead_checks import (
     cache_dtype,
     draw_projections,
+    one_source,
     require_cache,
     require_features,
     require_parts,
@@ -221,7 +222,7 @@ class MultiHeadLatentAttention(nn.Module):
                 self._require_input("query", query)
                 source = None
                 if cache is None or cache.get() is None:
-                    source = _one_source(query, key, value)
+                    source = one_source(query, key, value)
                     self._require_input("key", source)
                     require_together(query=query, key=source)
                 output, weights = self._layer(environment).run(
@@ -243,9 +244,10 @@ class MultiHeadLatentAttention(nn.Module):
             latent = self.kv_norm(latent)
             if latent.dtype != k_rope.dtype:
                 latent, k_rope = cast_for_autocast(latent, k_rope)
-            kept = torch.cat((latent, k_rope), -1)
-            return q, kept, kept[..., :0]
+            k = torch.cat((latent, k_rope), -1)
+            return q, k, k[..., :0]
 
+        sizes = LatentSizes(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
         return Layer(
             project,
             self.out_proj,
@@ -253,28 +255,8 @@ class MultiHeadLatentAttention(nn.Module):
             1,
             Request(self.mask, self.scale, dropout_p=self.dropout if self.training else 0.0),
             position=None if self.position is None else self._rotate,
-            form=partial(self._form, environment),
+            form=partial(latent_form, self.kv_up, sizes, environment),
         )
-
-    def _form(self, environment: Environment, query: Tensor, keys: Tensor, cache: Cache | None) -> Form:
-        """Of the two forms (see `_latent_forms`) the one that multiplies less."""
-        q_nope, q_rope = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
-        sizes = self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim
-
-        def on_latents() -> Form:
-            weights = up_weights(self.kv_up, self.num_heads, self.kv_lora_rank, self.qk_nope_head_dim, q_nope)
-            return absorbed(weights, q_nope, q_rope, keys)
-
-        # An observer sees the heads' own values, not mixtures of latents.
-        if cache is None or environment.observed or not absorbing_is_less(query.shape[2], *sizes):
-            form = expanded(self.kv_up, q_nope, q_rope, keys, environment)
-            # An evicting cache holds latents, and compares queries with what it holds.
-            if cache is not None and type(cache).observe is not Cache.observe:
-                form.observed = on_latents().query
-            return form
-        form = on_latents()
-        form.observed = form.query
-        return form
 
     def _rotate(self, q: Tensor, k: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """The position part rotates the last Dr numbers of queries and keys."""
@@ -304,16 +286,3 @@ class MultiHeadLatentAttention(nn.Module):
         mask = f", mask={self.mask.describe()}" if self.mask is not None else ""
         dropout = f", dropout={self.dropout}" if self.dropout else ""
         return f"{sizes}{low}, {nope}, {rope}, v_head_dim={self.v_head_dim}, scale={self.scale:g}{mask}{dropout}"
-
-
-def _one_source(query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
-    """What the latents are made of."""
-    source = query if key is None else key
-    if value is not None and value is not source:
-        raise ArgumentError(
-            "value",
-            expected="the same tensor as key, or None",
-            got="another tensor" if key is not None else "a tensor, and no key",
-            fix="One latent gives keys and values both; MultiHeadAttention takes them apart.",
-        )
-    return source

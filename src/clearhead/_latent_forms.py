@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from ._call.caching import Cache
 from ._call.heads import split_heads
 from ._checks import PLAIN
 from ._environment import Environment, is_tracing
@@ -15,58 +16,76 @@ from ._layer.unmodified import apply_linear, is_unmodified
 from .errors import ArgumentError
 
 
-class UpWeights(NamedTuple):
-    """The two halves of the projection from the latent, (H, Dn, R) for keys and (H, Dv, R) for values."""
+class LatentSizes(NamedTuple):
+    """R, Dn, Dr and Dv: features of a latent, of a head's query without and with positions, and of a head's value."""
 
-    key: Tensor
-    value: Tensor
-
-
-def expanded(kv_up: nn.Module, q_nope: Tensor, q_rope: Tensor, kept: Tensor, environment: Environment) -> Form:
-    """Every head's keys and values, Hkv = H.
-
-    Args:
-        kv_up: (…, R) → (…, H · (Dn + Dv)).
-        q_nope: (B, H, L, Dn).
-        q_rope: (B, H, L, Dr), rotated.
-        kept: (B, 1, S, R + Dr), latents and rotated keys.
-        environment: of the call.
-    """
-    heads, rotary = q_rope.shape[1], q_rope.shape[3]
-    latent, k_rope = kept.split((kept.shape[3] - rotary, rotary), -1)
-    up = split_heads(apply_linear(kv_up, latent.squeeze(1), environment), heads)  # (B, H, S, Dn + Dv)
-    k_nope, value = up.split((q_nope.shape[3], up.shape[3] - q_nope.shape[3]), -1)
-    key = torch.cat((k_nope, k_rope.expand(-1, heads, -1, -1)), -1)  # (B, H, S, Dn + Dr)
-    return Form(torch.cat((q_nope, q_rope), -1), key, value)
+    rank: int
+    nope: int
+    rope: int
+    value: int
 
 
-def absorbed(weights: UpWeights, q_nope: Tensor, q_rope: Tensor, kept: Tensor) -> Form:
-    """Queries against the latents themselves, Hkv = 1; the values are a view of them."""
-    q_latent = torch.einsum("bhld,hdr->bhlr", q_nope, weights.key)  # (B, H, L, R)
-
-    def finish(mixed: Tensor) -> Tensor:
-        """Every head's values from its mixture of latents, (B, H, L, R) → (B, H, L, Dv)."""
-        return torch.einsum("bhlr,hvr->bhlv", mixed, weights.value)
-
-    return Form(torch.cat((q_latent, q_rope), -1), kept, kept[..., : q_latent.shape[3]], finish)
-
-
-def absorbing_is_less(rows: int, rank: int, nope: int, value: int) -> bool:
-    """Whether the absorbed form multiplies less per key than the expanded one, for so many query rows.
-
-    Per key and head the absorbed form multiplies rank − nope and rank − value numbers more in each row, the expanded
-    one rank · (nope + value) once.
-    """
-    return rows * (2 * rank - nope - value) <= rank * (nope + value)
-
-
-def up_weights(kv_up: nn.Module, num_heads: int, rank: int, nope: int, like: Tensor) -> UpWeights:
-    """The matrix that `kv_up` applies: its weight, or what it makes of the identity.
+def latent_form(
+    kv_up: nn.Module, sizes: LatentSizes, environment: Environment, query: Tensor, keys: Tensor, cache: Cache | None
+) -> Form:
+    """Of the two forms the one that multiplies less.
 
     Args:
         kv_up: (…, R) → (…, H · (Dn + Dv)), linear.
-        num_heads, rank, nope: H, R and Dn.
-        like: what it is called on has this dtype and device.
+        sizes: R, Dn, Dr and Dv.
+        environment: of the call.
+        query: (B, H, L, Dn + Dr), the last Dr rotated.
+        keys: (B, 1, S, R + Dr), latents and rotated keys.
+        cache: holds the keys; ``None`` where nothing does.
+    """
+    # An observer sees the heads' own values, not mixtures of latents.
+    if cache is None or environment.observed or not _absorbing_is_less(query.shape[2], sizes):
+        form = _expanded(kv_up, sizes, query, keys, environment)
+        # An evicting cache holds latents, and compares queries with what it holds.
+        if cache is not None and type(cache).observe is not Cache.observe:
+            form.observed = _absorbed(kv_up, sizes, query, keys).query
+        return form
+    form = _absorbed(kv_up, sizes, query, keys)
+    form.observed = form.query
+    return form
+
+
+def _expanded(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor, environment: Environment) -> Form:
+    """Every head's keys and values, Hkv = H."""
+    heads = query.shape[1]
+    latent, k_rope = keys.split((sizes.rank, sizes.rope), -1)
+    up = split_heads(apply_linear(kv_up, latent.squeeze(1), environment), heads)  # (B, H, S, Dn + Dv)
+    k_nope, value = up[..., : sizes.nope], up[..., sizes.nope :]
+    return Form(query, torch.cat((k_nope, k_rope.expand(-1, heads, -1, -1)), -1), value)  # key (B, H, S, Dn + Dr)
+
+
+def _absorbed(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor) -> Form:
+    """Queries against the latents themselves, Hkv = 1; the values are a view of them."""
+    q_nope, q_rope = query.split((sizes.nope, sizes.rope), -1)
+    key_weight, value_weight = _up_weights(kv_up, sizes, q_nope)
+    q_latent = torch.einsum("bhld,hdr->bhlr", q_nope, key_weight)  # (B, H, L, R)
+
+    def finish(mixed: Tensor) -> Tensor:
+        """Every head's values from its mixture of latents, (B, H, L, R) → (B, H, L, Dv)."""
+        return torch.einsum("bhlr,hvr->bhlv", mixed, value_weight)
+
+    return Form(torch.cat((q_latent, q_rope), -1), keys, keys[..., : sizes.rank], finish)
+
+
+def _absorbing_is_less(rows: int, sizes: LatentSizes) -> bool:
+    """Whether the absorbed form multiplies less per key than the expanded one, for so many query rows.
+
+    Per key and head the absorbed form multiplies R − Dn and R − Dv numbers more in each row, the expanded one
+    R · (Dn + Dv) once.
+    """
+    return rows * (2 * sizes.rank - sizes.nope - sizes.value) <= sizes.rank * (sizes.nope + sizes.value)
+
+
+def _up_weights(kv_up: nn.Module, sizes: LatentSizes, query: Tensor) -> tuple[Tensor, Tensor]:
+    """The matrix that `kv_up` applies for the heads of a query (B, H, …): its weight, or what it makes of the identity.
+
+    Returns:
+        (H, Dn, R) for keys and (H, Dv, R) for values.
 
     Raises:
         ArgumentError: if it has a bias.
@@ -77,13 +96,13 @@ def up_weights(kv_up: nn.Module, num_heads: int, rank: int, nope: int, like: Ten
             raise _has_bias(kv_up)
         weight = cast(Tensor, kv_up.weight)
     else:
-        rows = torch.eye(rank + 1, rank, dtype=like.dtype, device=like.device)  # the last one zero
+        rows = torch.eye(sizes.rank + 1, sizes.rank, dtype=query.dtype, device=query.device)  # the last one zero
         moved = kv_up(rows)  # (R + 1, H · (Dn + Dv))
         if not is_tracing() and bool(moved[-1].any()):
             raise _has_bias(kv_up)
         weight = moved[:-1].T
-    both = weight.unflatten(0, (num_heads, -1))  # (H, Dn + Dv, R)
-    return UpWeights(both[:, :nope], both[:, nope:])
+    both = weight.unflatten(0, (query.shape[1], -1))  # (H, Dn + Dv, R)
+    return both[:, : sizes.nope], both[:, sizes.nope :]
 
 
 def _has_bias(module: nn.Module) -> ArgumentError:

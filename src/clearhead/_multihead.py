@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from ._call.caching import Cache, Positions
 from ._call.naming import add_module
 from ._call.request import Request, weights_wanted
 from ._call.sharding import HeadShard, SequenceShard
-from ._checks import flag, is_finite, is_probability, number, require_factory, size
+from ._checks import flag, is_finite, is_positive, is_probability, number, require_factory, size
 from ._environment import Environment, read_environment
 from ._layer.jagged import is_jagged, read_jagged, refuse_jagged
 from ._layer.layer import Layer
@@ -25,6 +25,8 @@ from ._multihead_checks import (
     cache_dtype,
     complete,
     draw_projections,
+    kv_head_count,
+    refuse_split_dropout,
     require_cache,
     require_features,
     require_inputs,
@@ -35,7 +37,7 @@ from ._multihead_checks import (
 )
 from .caches._base import unchanged_if_refused
 from .caches._kv import KVCache
-from .errors import ArgumentError, ClearheadError
+from .errors import ClearheadError
 from .masks._base import Mask
 from .masks._grid import Offset
 from .masks._tensors import as_mask
@@ -119,20 +121,11 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         self.embed_dim = size("embed_dim", embed_dim)
         self.num_heads = size("num_heads", num_heads)
-        self.num_kv_heads = size("num_kv_heads", num_heads if num_kv_heads is None else num_kv_heads)
+        self.num_kv_heads = kv_head_count(num_kv_heads, num_heads)
         self.head_dim = whole_head_dim(embed_dim, num_heads) if head_dim is None else size("head_dim", head_dim)
-        if num_heads % self.num_kv_heads:
-            raise ArgumentError(
-                "num_kv_heads",
-                expected=f"a divisor of num_heads = {num_heads}",
-                got=str(num_kv_heads),
-                fix="Every key/value head serves the same number of query heads.",
-            )
         self.scale = None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
         self.dropout = number("dropout", dropout, "a probability in [0, 1]", is_probability)
-        self.softcap = (
-            None if softcap is None else number("softcap", softcap, "a number > 0, or None", lambda c: 0 < c < math.inf)
-        )
+        self.softcap = None if softcap is None else number("softcap", softcap, "a number > 0, or None", is_positive)
         require_parts(position, q_norm=q_norm, k_norm=k_norm)
         self.position = position
         self.q_norm, self.k_norm = q_norm, k_norm
@@ -140,18 +133,15 @@ class MultiHeadAttention(nn.Module):
         require_factory(device, dtype)
         bias = flag("bias", bias)
         inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qdim, kdim, vdim = (
-            size(name, embed_dim if given is None else given)
-            for name, given in (("qdim", qdim), ("kdim", kdim), ("vdim", vdim))
-        )
-        self.q_proj = Linear(qdim, inner, bias=bias, device=device, dtype=dtype)
-        self.k_proj = Linear(kdim, kv_inner, bias=bias, device=device, dtype=dtype)
-        self.v_proj = Linear(vdim, kv_inner, bias=bias, device=device, dtype=dtype)
+        qdim, kdim, vdim = (embed_dim if given is None else given for given in (qdim, kdim, vdim))
+        self.q_proj = Linear(size("qdim", qdim), inner, bias=bias, device=device, dtype=dtype)
+        self.k_proj = Linear(size("kdim", kdim), kv_inner, bias=bias, device=device, dtype=dtype)
+        self.v_proj = Linear(size("vdim", vdim), kv_inner, bias=bias, device=device, dtype=dtype)
         out_bias = bias if out_bias is None else flag("out_bias", out_bias)
         self.out_proj = Linear(inner, embed_dim, bias=out_bias, device=device, dtype=dtype)
-        own = nn.Parameter(torch.empty(self.num_heads, device=device, dtype=dtype)) if flag("sinks", sinks) else None
+        logits = torch.empty(self.num_heads, device=device, dtype=dtype) if flag("sinks", sinks) else None
         self.sinks: nn.Parameter | None
-        self.register_parameter("sinks", own)
+        self.register_parameter("sinks", None if logits is None else nn.Parameter(logits))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -172,11 +162,8 @@ class MultiHeadAttention(nn.Module):
         weight, kv_heads = self.k_proj.weight, self.num_kv_heads
         if self.head_shard is not None:
             weight, kv_heads = self.head_shard.local(weight), self.head_shard.num_kv_heads
-        dtype, device = cache_dtype(weight), weight.device
-
-        def make(length: int) -> KVCache:
-            return KVCache(batch_size, kv_heads, length, self.head_dim, dtype=dtype, device=device)
-
+        options: dict[str, Any] = {"head_dim": self.head_dim, "dtype": cache_dtype(weight), "device": weight.device}
+        make = partial(KVCache, batch_size, kv_heads, **options)
         return make(max_length) if self.sequence_shard is None else self.sequence_shard.shared_cache(make, max_length)
 
     def forward(
@@ -254,15 +241,10 @@ class MultiHeadAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None, environment: Environment
     ) -> Tensor:
         tokens, rows, jagged = read_jagged(query, key, value, side_by_side=self.position is not None)
-        for name, x, projection in zip(
-            ("query", "key", "value"), tokens, (self.q_proj, self.k_proj, self.v_proj), strict=True
-        ):
-            require_features(name, x, projection)
+        for name, projection, x in zip(("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), tokens, strict=True):
+            require_features(name, x, getattr(self, projection))
         layer = layer_of(self, tokens[0], environment)
-        if layer.request.offset is not None:
-            fix = "Pad them and pass masks.lengths(...), or set module.dropout = 0.0."
-            expected = "padded inputs where heads are split over processes and weights are dropped"
-            raise ArgumentError("query", expected=expected, got="a jagged tensor", fix=fix)
+        refuse_split_dropout(layer.request.offset)
         positions = 0 if self.position is None else rows.query_positions
         mixed = layer.run_rows(*tokens, rows, layer.combined(mask), environment, positions=positions)
         return jagged(apply_linear(self.out_proj, mixed, environment))

@@ -1,4 +1,4 @@
-"""What `MultiHeadAttention` asks of its arguments."""
+"""What attention modules require of their arguments."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ._call.caching import Cache
-from ._checks import FLOATS, module, strided
+from ._checks import FLOATS, module, size, strided
 from ._environment import cast_for_autocast, is_tracing
 from ._layer.linear import Linear, require_same
 from ._layer.unmodified import inputs_fit
 from .caches._cross import CrossKVCache
 from .errors import ArgumentError, DTypeError, MaskTypeError, ShapeError, shape_text
 from .masks._base import Mask
+from .masks._grid import Offset
 
 
 def complete(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -29,6 +30,19 @@ def complete(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[T
             )
         key = query
     return key, key if value is None else value
+
+
+def one_source(query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
+    """What latents are made of: one tensor for keys and values both."""
+    source = query if key is None else key
+    if value is not None and value is not source:
+        raise ArgumentError(
+            "value",
+            expected="the same tensor as key, or None",
+            got="another tensor" if key is not None else "a tensor, and no key",
+            fix="One latent gives keys and values both; MultiHeadAttention takes them apart.",
+        )
+    return source
 
 
 def require_inputs(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -135,15 +149,36 @@ def require_together(**inputs: Tensor) -> None:
     raise ShapeError(", ".join(inputs), expected=problem, got=got, fix="Inputs are (B, length, features).")
 
 
-def unfit_projections(found: tuple[Tensor, Tensor, Tensor], inner: int, kv_inner: int) -> ShapeError:
+def unfit_projections(projected: tuple[Tensor, Tensor, Tensor], inner: int, kv_inner: int) -> ShapeError:
     """The error for projections that do not give the features of the module's heads."""
-    got = " and ".join(str(each.shape[-1]) for each in found)
+    got = " and ".join(str(each.shape[-1]) for each in projected)
     fix = (
         "A replaced projection must give as many features. Do not split projections by hand: "
         "use clearhead.distributed.tensor_parallel."
     )
     expected = f"H·D = {inner} features of queries, and Hkv·D = {kv_inner} of keys and of values"
     return ShapeError("q_proj, k_proj, v_proj", expected=expected, got=got, fix=fix)
+
+
+def kv_head_count(num_kv_heads: int | None, num_heads: int) -> int:
+    """Hkv, H by default, which must divide H."""
+    count = num_heads if num_kv_heads is None else size("num_kv_heads", num_kv_heads)
+    if num_heads % count:
+        raise ArgumentError(
+            "num_kv_heads",
+            expected=f"a divisor of num_heads = {num_heads}",
+            got=str(num_kv_heads),
+            fix="Every key/value head serves the same number of query heads.",
+        )
+    return count
+
+
+def refuse_split_dropout(offset: Offset | None) -> None:
+    """Raise for jagged inputs of a module whose heads are split over processes and whose weights are dropped."""
+    if offset is not None:
+        fix = "Pad them and pass masks.lengths(...), or set module.dropout = 0.0."
+        expected = "padded inputs where heads are split over processes and weights are dropped"
+        raise ArgumentError("query", expected=expected, got="a jagged tensor", fix=fix)
 
 
 def whole_head_dim(embed_dim: int, num_heads: int) -> int:

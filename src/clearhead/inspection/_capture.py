@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,12 +36,8 @@ _MHA = inspect.signature(F.multi_head_attention_forward)
 class Sink(Protocol):
     """Where captured calls go."""
 
-    def wants_call(self) -> bool:
-        """Whether the running module is recorded at all."""
-        ...
-
-    def captured(self, call: AttentionCall) -> None:
-        """Record a call that PyTorch computed."""
+    def captured(self, inputs: Iterable[object], read: Callable[[], AttentionCall]) -> None:
+        """Record the call that `read` returns, if the running module is recorded and its inputs can be."""
         ...
 
     @property
@@ -82,13 +78,7 @@ class CaptureMode(TorchFunctionMode):
                 self._sink.missed(what)
             return func(*args, **kwargs)
         _step_out_of_graph()
-        if self._sink.wants_call():
-            what = obstacle(*args, *kwargs.values())
-            if what is not None:
-                self._sink.missed(what)
-                return func(*args, **kwargs)
-            with torch.no_grad():
-                self._sink.captured(read(*args, **kwargs))
+        self._sink.captured((*args, *kwargs.values()), partial(read, *args, **kwargs))
         return func(*args, **kwargs)
 
 
@@ -98,7 +88,7 @@ def _step_out_of_graph() -> None:
         graph_break()
 
 
-def obstacle(*inputs: Any) -> str | None:
+def obstacle(inputs: Iterable[object]) -> str | None:
     """What attention over such inputs is called, if it cannot be folded into statistics."""
     tensors = [tensor for tensor in inputs if isinstance(tensor, Tensor)]
     if any(tensor.is_nested for tensor in tensors):

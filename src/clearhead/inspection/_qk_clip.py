@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .._checks import FLOATS, kind, number, strided, with_values
+from .._checks import FLOATS, is_positive, kind, number, strided, with_values
 from .._latent import MultiHeadLatentAttention
 from .._layer.linear import Linear
 from .._multihead import MultiHeadAttention
@@ -88,7 +87,7 @@ def qk_clip_(module: nn.Module, max_logits: Tensor, threshold: float = 100.0) ->
             got=type(module).__name__,
             fix="Give the attention module itself, such as model.get_submodule(name).",
         )
-    threshold = number("threshold", threshold, "a finite logit > 0", lambda x: 0 < x < math.inf)
+    threshold = number("threshold", threshold, "a finite logit > 0", is_positive)
     largest = _largest(max_logits, cast(int, module.num_heads))
     rows = find(module)
     _require_apart(module, rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal
@@ -168,7 +168,8 @@ class record(Drawable, Recorded):
         Raises:
             RecordError: if queries and keys are to be kept.
         """
-        if not self.wants_call():
+        name = self._running.current
+        if name is None or not self._layers.include(name):
             return None
         if self._keep != "statistics":
             raise RecordError(
@@ -178,17 +179,12 @@ class record(Drawable, Recorded):
                 fix="Each process would keep a part, of which no weights can be computed later.",
             )
         rows = self._rows.tolist() if isinstance(self._rows, Tensor) else self._rows
-        marks = self._counted.signature(self._running.current or "")
+        marks = self._counted.signature(name)
         return self._names, repr(self._options), self._per, self._heads, repr(rows), marks
 
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
         """Record a call of Clearhead's own attention."""
-        if self.wants_call():
-            what = obstacle(call.query, call.key, call.value)
-            if what is None:
-                self.captured(call)
-            else:
-                self.missed(what)
+        self.captured((call.query, call.key, call.value), lambda: call)
         return output
 
     @property
@@ -196,16 +192,18 @@ class record(Drawable, Recorded):
         """The innermost module that is running."""
         return self._running.model.get_submodule(self._running.current or "")
 
-    def wants_call(self) -> bool:
-        """Whether the running module is among `layers`; gives it the next number if it is new."""
+    def captured(self, inputs: Iterable[object], read: Callable[[], AttentionCall]) -> None:
+        """Fold one call into statistics, if the running module is among `layers`."""
         name = self._running.current
-        return name is not None and self._layers.include(name)
-
-    def captured(self, call: AttentionCall) -> None:
-        """Fold one call into statistics."""
-        name = self._running.current or ""
+        if name is None or not self._layers.include(name):
+            return
+        what = obstacle(inputs)
+        if what is not None:
+            self._unseen.note(what, name)
+            return
         heads: HeadShard | None = getattr(self.running_module, "head_shard", None)
         with torch.no_grad():
+            call = read()
             counted = self._counted_queries(name, call) if heads is None else self._agreed(name, call, heads)
             statistics = compute_statistics(call, self._names, self._options, counted, self._rows, self._per, heads)
         if self._heads is not None:

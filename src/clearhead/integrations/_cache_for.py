@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from inspect import signature
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -102,22 +102,17 @@ def cache_for(
         (torch.Size([1, 25]), [0, 1, 18, 19, 20, 21, 22, 23])
     """
     choice("kind", kind, tuple(_ARGUMENTS))
-    arguments: dict[str, Any] = {
-        "window": window,
-        "budget": budget,
-        "sinks": sinks,
-        "recent": recent,
-        "max_length": max_length,
-    }
-    _require_used(kind, arguments)
+    _require_used(
+        kind, {"window": window, "budget": budget, "sinks": sinks, "recent": recent, "max_length": max_length}
+    )
     served = _served(model, kind)
     if kind == "full":
         return _full(served, max_length)
     if kind == "sliding":
-        make = partial(_sliding, arguments["window"])
+        make = partial(_sliding, cast(int, window))
     else:
         policy = HeavyHitters(recent) if kind == "heavy_hitters" else SinksAndRecent(sinks)
-        make = partial(_evicting, arguments["budget"], policy)
+        make = partial(_evicting, cast(int, budget), policy)
     cache = BoundedCache(kind, make, windows(served.config))
     require_implementation(kind, served.base_model.config)
     hook(served.base_model)
