@@ -1,1 +1,1 @@
-"""What an attention call is: its spec, its operands, heads, dropout, and its observers."""
+"""What an attention call is: its request, spec and operands, their checks, heads, dropout, and its observers."""

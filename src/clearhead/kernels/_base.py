@@ -46,8 +46,8 @@ class Refusal:
 class Kernel(ABC):
     """One way to compute attention.
 
-    A kernel looks at the spec of a call, and at the structure of its mask on the grid, to refuse or to plan it; the
-    plan is called with the operands.
+    A kernel reads the spec of a call, and the structure of its mask on the grid, to refuse or to plan it. The plan
+    receives the operands.
 
     Example:
         >>> import torch, clearhead
@@ -66,7 +66,7 @@ class Kernel(ABC):
     isolates_hidden: ClassVar[bool] = False
     #: Whether NaN in a fully masked query stays out of the output by itself; its gradients may not.
     isolates_queries: ClassVar[bool] = False
-    #: Whether a call of several documents (`AttentionCall.rows`) is computed whole.
+    #: Whether one plan computes all packed sequences of a call (`Request.rows`).
     takes_documents: ClassVar[bool] = False
     #: Whether dropout is drawn from the seed of the call, so that such kernels drop the same weights.
     seeds_dropout: ClassVar[bool] = True

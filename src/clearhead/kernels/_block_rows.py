@@ -23,7 +23,7 @@ class BlockRows:
     fits the compute dtype.
 
     Args:
-        call: the request.
+        call: all of it.
         block: which rows, columns, heads and batch items.
         place: the rows' place, a slice of 0 … L.
         query: (b, h, l, D).

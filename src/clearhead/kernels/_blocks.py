@@ -206,7 +206,7 @@ def score_blocks(
     """Walk over all rows of the score matrix, or over chosen ones.
 
     Args:
-        call: the request.
+        call: all of it.
         chosen: row numbers (n,), or ``None`` for all.
         dtype: of the query and key that come out. Default the compute dtype.
 
