@@ -20,19 +20,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._checks import choice
 from .._environment import all_gather_single, outside_graphs, timeout_of
-from ..errors import ArgumentError, ClearheadError, DeviceError, DistributedError
+from ..errors import ArgumentError, DeviceError, DistributedError
 from ._collectives import from_every_rank
-from ._layout import LAYOUTS
 
 _FACTS = 32  # int64 numbers of facts in a record
 _TEXT = 640  # bytes of a refusal's text in a record
 _READABLE = 1 << 40  # larger facts are fingerprints
 
+Found = TypeVar("Found")
 Read = TypeVar("Read")
 
-#: What each process of the group sent, by name.
+#: What a process sends, by name.
+Facts = Mapping[str, int]
+
+#: The facts of every process of a group.
 Gathered = list[dict[str, int]]
 
 
@@ -41,26 +43,25 @@ def agree(
     where: str,
     group: dist.ProcessGroup,
     device: torch.device | str,
-    facts: Mapping[str, int],
-    problem: Exception | None,
+    facts: Facts | Exception,
 ) -> Gathered:
     """Exchange facts with all processes of a group.
 
     Args:
-        where: what is called, for messages.
-        group: of the processes.
-        device: on which the group's collectives work.
-        facts: of this process, at most 32; the same names on all of them.
-        problem: why this process cannot go on, or ``None``.
+        where: the called function, for messages.
+        group: the group of the processes.
+        device: the device of the group's collectives.
+        facts: the facts of this process, at most 32. All processes send the same names. Or the error that this process
+            raises.
 
     Returns:
         The facts of every process.
 
     Raises:
-        The problem, where there is one; `DistributedError` where another process has one, or where the group cannot be
-        reached.
+        The error of this process, if it has one.
+        DistributedError: if another process has an error, or if the group cannot be reached.
     """
-    record = _record(where, facts, problem).to(device)
+    record = _record(where, facts).to(device)
     try:
         records = from_every_rank(record, group).cpu()
     except (RuntimeError, ValueError) as error:
@@ -71,8 +72,8 @@ def agree(
     record = record.cpu()
     if bool((records[:, 0] > 0).any() or (records[:, 1] != record[1]).any()):
         _wait_for_readers(group, device)
-    if problem is not None:
-        raise problem
+    if isinstance(facts, Exception):
+        raise facts
     for rank, other in enumerate(records):
         _raise_refusal(where, rank, other)
     for rank, other in enumerate(records):
@@ -93,34 +94,52 @@ def _wait_for_readers(group: dist.ProcessGroup, device: torch.device | str) -> N
         from_every_rank(torch.zeros(1, dtype=torch.int64, device=device), group)
 
 
+def agree_on(
+    where: str, group: dist.ProcessGroup, device: str, find: Callable[[], tuple[Facts, Found]]
+) -> tuple[Gathered, Found]:
+    """Exchange the facts that `find` returns. If it raises in one process, all processes raise.
+
+    Args:
+        where, group, device: as for `agree`.
+        find: returns the facts of this process, and an object that stays in it.
+
+    Returns:
+        The facts of every process, and the object.
+    """
+    try:
+        facts, found = find()
+    except Exception as error:
+        agree(where, group, device, error)
+        raise
+    return agree(where, group, device, facts), found
+
+
 def agree_in_turn(
     where: str,
     groups: Sequence[dist.ProcessGroup],
     device: str,
-    facts: Mapping[str, int],
-    problem: Exception | None,
-    read: Callable[[Gathered], Read],
+    find: Callable[[], tuple[Facts, Found]],
+    read: Callable[[Gathered, Found], Read],
 ) -> Read:
-    """Agree on facts in the first group; what it refuses, the processes of the others refuse too.
+    """Agree in the first group. If its processes raise, the processes of the other groups raise too.
 
     Args:
-        where, device, facts, problem: as for `agree`.
-        groups: of the processes that have all parts of the sequence, and of those that have the heads of one part.
-        read: what is read from the facts of the first group, or raised.
+        where, device, find: as for `agree_on`.
+        groups: the group that shares the sequence, and the groups that share the heads of one shard.
+        read: computes the result from what `agree_on` returns in the first group, or raises.
 
     Returns:
-        What was read.
+        The result of `read`.
     """
-    found: Read | None = None
     try:
-        found = read(agree(where, groups[0], device, facts, problem))
+        result = read(*agree_on(where, groups[0], device, find))
     except Exception as error:
-        problem = error
+        for group in groups[1:]:
+            agree(where, group, device, error)
+        raise
     for group in groups[1:]:
-        agree(where, group, device, {}, problem)
-    if problem is not None:
-        raise problem
-    return cast(Read, found)
+        agree(where, group, device, {})
+    return result
 
 
 #: By the group whose processes they have. They end with it: threads of a group that outlives `destroy_process_group`
@@ -170,7 +189,7 @@ def announce(where: str, groups: Sequence[dist.ProcessGroup], device: str, probl
     """
     if getattr(problem, "not_announced", False):
         return
-    record = _record(where, {}, problem).to(device)
+    record = _record(where, problem).to(device)
     for group in groups:
         found = record.new_empty((dist.get_world_size(group), len(record)))
         read = found.new_empty((dist.get_world_size(group), 1))
@@ -198,13 +217,13 @@ def _wait_for_announced() -> None:
             each.wait(timedelta(seconds=_SECONDS_AT_EXIT))
 
 
-def _record(where: str, facts: Mapping[str, int], problem: Exception | None) -> Tensor:
+def _record(where: str, facts: Facts | Exception) -> Tensor:
     record = torch.zeros(2 + _FACTS + _TEXT // 8, dtype=torch.int64)
-    record[1] = fingerprint(where, *facts)
-    if problem is None:
+    if not isinstance(facts, Exception):
+        record[1] = fingerprint(where, *facts)
         record[2 : 2 + len(facts)] = torch.tensor(list(facts.values()), dtype=torch.int64)
         return record
-    text = f"{type(problem).__name__}: {problem}".encode()[:_TEXT]
+    text = f"{type(facts).__name__}: {facts}".encode()[:_TEXT]
     record[0] = len(text)
     record[2 + _FACTS :].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     return record
@@ -235,23 +254,29 @@ def require_equal(where: str, gathered: Gathered, names: Sequence[str], fix: str
             raise DistributedError(f"{where}: {name}", expected="the same in every process", got=got, fix=fix)
 
 
-def group_of(mesh: object) -> tuple[dist.ProcessGroup, ClearheadError | None]:
-    """The group of a mesh; for what is no such mesh, the group of all processes, in which that can be told."""
-    problem: ClearheadError | None = None
+def require_mesh(mesh: object) -> None:
+    """Raise unless the mesh is a `DeviceMesh` of one dimension."""
     if not isinstance(mesh, DeviceMesh):
         fix = 'torch.distributed.device_mesh.init_device_mesh("cpu", (4,)) makes one.'
-        problem = ArgumentError("mesh", expected="a DeviceMesh", got=type(mesh).__name__, fix=fix)
-    elif mesh.ndim != 1:
+        raise ArgumentError("mesh", expected="a DeviceMesh", got=type(mesh).__name__, fix=fix)
+    if mesh.ndim != 1:
         fix = 'Take one dimension of it, as mesh["cp"].'
-        problem = ArgumentError("mesh", expected="one dimension", got=f"{mesh.ndim}", fix=fix)
-    else:
-        return mesh.get_group(), None
-    if not (dist.is_available() and dist.is_initialized()):
-        raise problem
-    group = dist.group.WORLD
-    if group is None:
-        raise problem
-    return group, problem
+        raise ArgumentError("mesh", expected="one dimension", got=f"{mesh.ndim}", fix=fix)
+
+
+def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, str]:
+    """The group and the device of a mesh.
+
+    For an invalid mesh it is the group of all processes: these can still agree that one of them raises.
+    """
+    try:
+        require_mesh(mesh)
+        return mesh.get_group(), mesh.device_type
+    except ArgumentError:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if group is None:
+            raise
+        return group, getattr(mesh, "device_type", "cpu")
 
 
 def require_device(where: str, name: str, x: object, device: str) -> None:
@@ -269,8 +294,3 @@ def not_pickled(where: str) -> DistributedError:
         "parameters with torch.distributed.checkpoint and get_model_state_dict(module), or pickle the module before "
         "it is split."
     )
-
-
-def require_layout(layout: object) -> None:
-    """Raise for the name of no layout."""
-    choice("layout", layout, LAYOUTS)

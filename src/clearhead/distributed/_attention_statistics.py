@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,8 +26,8 @@ from ..errors import KernelError
 from ..masks._base import Mask
 from ..masks._check import as_positions
 from ..masks._tensors import as_mask
-from ._agreement import Gathered, agree_in_turn, fingerprint, group_of, require_equal, require_layout
-from ._layout import Layout
+from ._agreement import Gathered, agree_in_turn, fingerprint, group_of, require_equal, require_mesh
+from ._layout import Layout, require_layout
 from ._methods import Whole, like_whole, mask_fact, runs_of_queries
 from ._sequence import parts_of
 from ._statistics import Computed, shared_call
@@ -119,22 +119,19 @@ def attention_statistics(
         "offsets": offsets,
         "per": per,
     }
-    group, problem = group_of(mesh)
-    if problem is None and dist.get_world_size(group) == 1:
+    group, device = group_of(mesh)
+    if dist.get_world_size(group) == 1:
+        require_mesh(mesh)
         require_layout(layout)
         return of_one_process(query, key, mask, **given)
-    call, facts = None, dict[str, int]()
-    try:
-        if problem is not None:
-            raise problem
+
+    def find() -> tuple[dict[str, int], _Call]:
+        require_mesh(mesh)
         call = _read(query, key, mask, layout, given)
-        facts = _facts(call)
-    except Exception as error:
-        problem = cast(Any, error)
-    device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    # The second time on what only their lengths together show.
-    whole, counted = agree_in_turn(_WHERE, (group, group), device, facts, problem, partial(_whole, call, group))
-    return _computed(cast(_Call, call), whole, counted)
+        return _facts(call), call
+
+    # The second agreement is about errors that show only in the length of the whole sequence.
+    return _computed(*agree_in_turn(_WHERE, (group, group), device, find, partial(_whole, group)))
 
 
 @dataclass(frozen=True)
@@ -216,9 +213,8 @@ def _facts(call: _Call) -> dict[str, int]:
     }
 
 
-def _whole(call: _Call | None, group: dist.ProcessGroup, gathered: Gathered) -> tuple[Whole, Tensor | None]:
-    """The whole of which the processes hold parts, and its counted queries; raise unless all make one call of it."""
-    call = cast(_Call, call)
+def _whole(group: dist.ProcessGroup, gathered: Gathered, call: _Call) -> tuple[_Call, Whole, Tensor | None]:
+    """The call, the whole of which it is a part, and counted queries; raise unless all processes make one call."""
     require_equal(_WHERE, gathered, [name for name in gathered[0] if name not in ("query", "key")], _SAME)
     queries, keys = (parts_of(_WHERE, gathered, name, call.layout) for name in ("query", "key"))
     spec, given = call.part.spec, call.given
@@ -228,7 +224,7 @@ def _whole(call: _Call | None, group: dist.ProcessGroup, gathered: Gathered) -> 
         whole = valid_call(*like_whole(call.operands, queries, keys), request, call.environment)
     row_numbers(call.queries, queries.length)
     counted = counted_queries(given["query_mask"], whole)
-    return Whole(group, dist.get_rank(group), queries, keys, whole.grid, whole.request, _WHERE), counted
+    return call, Whole(group, dist.get_rank(group), queries, keys, whole.grid, whole.request, _WHERE), counted
 
 
 def _computed(call: _Call, whole: Whole, counted: Tensor | None) -> AttentionStatistics:

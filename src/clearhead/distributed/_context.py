@@ -35,8 +35,8 @@ from ..masks._tensors import as_mask
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer
 from ._agreement import (
     Gathered,
-    agree,
     agree_in_turn,
+    agree_on,
     announce,
     fingerprint,
     group_for_agreements,
@@ -46,12 +46,12 @@ from ._agreement import (
     not_pickled,
     require_device,
     require_equal,
-    require_layout,
+    require_mesh,
 )
 from ._cached import PartCache, ShardedKVCache, common_facts, decode
-from ._description import ASPECTS, aspects_of
+from ._description import aspects_of
 from ._finding import attention_parts
-from ._layout import Layout, Parts
+from ._layout import Layout, Parts, require_layout
 from ._methods import Operands, Whole, by_gathering, by_heads, heads_divide, like_whole, mask_fact
 from ._ring import Ring, by_ring
 from ._sequence import parts_of, require_parts
@@ -126,25 +126,20 @@ def context_parallel(
         torch.Size([2, 7, 12])
         >>> dist.destroy_process_group()
     """
-    group, problem = group_of(mesh)
-    attentions: list[tuple[str, MultiHeadAttention]] = []
-    words: list[object] = []
-    aspects = dict.fromkeys(ASPECTS, 0)
-    try:
-        if problem is not None:
-            raise problem
+
+    def find() -> tuple[dict[str, int], list[tuple[str, MultiHeadAttention]]]:
+        require_mesh(mesh)
         choice("method", method, METHODS)
         require_layout(layout)
         attentions, others = attention_parts(_WHERE, module)
-        for name, attention in attentions:
-            words.append(_checked(name, attention, method, dist.get_world_size(group)))
+        heads = [_checked(name, attention, method, mesh.size()) for name, attention in attentions]
         aspects = aspects_of(module, attentions, others)
-    except Exception as error:
-        problem = cast(Any, error)
-    device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    facts = {"method": fingerprint(method), "layout": fingerprint(layout), **aspects, "heads": fingerprint(words)}
-    gathered = agree(_WHERE, group, device, facts, problem)
-    require_equal(_WHERE, gathered, tuple(facts), "Split the same module in the same way in every process.")
+        facts = {"method": fingerprint(method), "layout": fingerprint(layout), **aspects, "heads": fingerprint(heads)}
+        return facts, attentions
+
+    group, device = group_of(mesh)
+    gathered, attentions = agree_on(_WHERE, group, device, find)
+    require_equal(_WHERE, gathered, tuple(gathered[0]), "Split the same module in the same way in every process.")
     if len(gathered) > 1:
         of_heads = dict.fromkeys(each.head_shard.group for _, each in attentions if each.head_shard is not None)
         agreements = group_for_agreements(group, device), *of_heads
@@ -198,27 +193,8 @@ class _Request(NamedTuple):
 _NUMBER = "number of the module"
 _IN_ORDER = "Each attention is numbered when it is split: split and call modules in one order in every process."
 
-#: What the processes have to agree on; and the lengths of their parts, which may differ.
-_EQUAL: tuple[str, ...] = (
-    _NUMBER,
-    "batch size",
-    "a batch",
-    "dtype",
-    "cache",
-    "key is query",
-    "value is key",
-    "need_weights",
-    "average_attn_weights",
-    "training",
-    "gradients",
-    "autocast",
-    "kernel",
-    "mask",
-    "positions",
-    "dropout",
-    "recorders",
-)
-_NAMES: tuple[str, ...] = (*_EQUAL, "query", "key", "seed")
+#: Facts in which the processes may differ: the lengths of their shards, and the seeds that they draw.
+_MAY_DIFFER = ("query", "key", "seed")
 
 
 @dataclass(frozen=True)
@@ -258,9 +234,8 @@ class _Sequence:
         average_attn_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
         environment = read_environment()
-        request, held, problem = None, None, None
-        facts = dict.fromkeys(_NAMES, 0)
-        try:
+
+        def find() -> tuple[dict[str, int], tuple[_Request, PartCache | None]]:
             held = _require_plain(module, environment, cache, positions, need_weights)
             if held is None:
                 require_parts(self.group, self.layout, query=query, key=key, value=value)
@@ -268,13 +243,10 @@ class _Sequence:
                 require_parts(self.group, self.layout, key=key, value=value)
             require_device(_WHERE, "query", query, self.device)
             request = _read(module, query, key, value, mask, positions, held, need_weights, average_attn_weights)
-            facts = dict(zip(_NAMES, _facts(module, request, held, environment), strict=True))
-        except Exception as error:
-            problem = error
-        facts[_NUMBER] = self.number
-        read = partial(self._require_one_call, held)
-        gathered, parts = agree_in_turn(_WHERE, self.agreements, self.device, facts, problem, read)
-        request = cast(_Request, request)
+            return {_NUMBER: self.number, **_facts(module, request, held, environment)}, (request, held)
+
+        read = self._require_one_call
+        gathered, request, held, parts = agree_in_turn(_WHERE, self.agreements, self.device, find, read)
         if held is not None:
             layer, inputs = layer_of(module, request.query, environment), request[:4]
             place = self._place(layer.num_heads, request, held, parts)
@@ -291,14 +263,17 @@ class _Sequence:
             return output, weights
         return output.squeeze(0), None if weights is None else weights.squeeze(0)
 
-    def _require_one_call(self, cache: PartCache | None, gathered: Gathered) -> tuple[Gathered, list[Parts]]:
+    def _require_one_call(
+        self, gathered: Gathered, found: tuple[_Request, PartCache | None]
+    ) -> tuple[Gathered, _Request, PartCache | None, list[Parts]]:
         """The facts, and the parts of queries and keys as far as these are split; raise unless all make one call."""
+        request, cache = found
         require_equal(_WHERE, gathered, (_NUMBER,), _IN_ORDER)
-        require_equal(_WHERE, gathered, _EQUAL, _SAME)
+        require_equal(_WHERE, gathered, [name for name in gathered[0] if name not in _MAY_DIFFER], _SAME)
         split = ["query", "key"] if cache is None else ["key"] if isinstance(cache, CrossKVCache) else []
         whole = [name for name in ("query", "key") if name not in split]
         require_equal(_WHERE, gathered, whole, "With a cache every process is given all new tokens.")
-        return gathered, [parts_of(_WHERE, gathered, name, self.layout) for name in split]
+        return gathered, request, cache, [parts_of(_WHERE, gathered, name, self.layout) for name in split]
 
     def _compute(
         self,
@@ -491,35 +466,34 @@ def _read(
 
 def _facts(
     module: MultiHeadAttention, request: _Request, cache: PartCache | None, environment: Environment
-) -> tuple[int, ...]:
-    """The facts of a call, in the order of `_NAMES`."""
+) -> dict[str, int]:
+    """The facts of a call."""
     query, key, value, mask, positions, weights, batched = request
     inputs = (query, key, value, *module.parameters())
     of_positions = tuple(positions.shape) if isinstance(positions, Tensor) else positions
-    return (
-        0,  # the number of the module, which its shard has
-        query.shape[0],
-        batched,
-        FLOATS.index(query.dtype),
-        fingerprint(common_facts(cache)),
-        key is query,
-        value is key,
-        weights is not None,
-        weights == "average",
-        module.training,
-        # Of each: who does not want a gradient of keys waits in no exchange of it.
-        environment.gradients and fingerprint([tensor.requires_grad for tensor in inputs]),
-        environment.autocast,
-        fingerprint(getattr(environment.kernel, "name", None)),
-        mask_fact(mask),
-        fingerprint(of_positions),
-        fingerprint(module.dropout),
-        fingerprint([observer.wanted() for observer in listening()]) if environment.observed else 0,
-        query.shape[1],
-        key.shape[1] if cache is None or cache.get() is None else cache.length,
-        # Every process draws, so that what it draws next does not depend on its place; the first one's seed counts.
-        int(draw_seed(query.device)) if module.training and module.dropout else 0,
-    )
+    return {
+        "batch size": query.shape[0],
+        "a batch": batched,
+        "dtype": FLOATS.index(query.dtype),
+        "cache": fingerprint(common_facts(cache)),
+        "key is query": key is query,
+        "value is key": value is key,
+        "need_weights": weights is not None,
+        "average_attn_weights": weights == "average",
+        "training": module.training,
+        # A process that needs no gradient of the keys joins no exchange of it.
+        "gradients": environment.gradients and fingerprint([tensor.requires_grad for tensor in inputs]),
+        "autocast": environment.autocast,
+        "kernel": fingerprint(getattr(environment.kernel, "name", None)),
+        "mask": mask_fact(mask),
+        "positions": fingerprint(of_positions),
+        "dropout": fingerprint(module.dropout),
+        "recorders": fingerprint([observer.wanted() for observer in listening()]) if environment.observed else 0,
+        "query": query.shape[1],
+        "key": key.shape[1] if cache is None or cache.get() is None else cache.length,
+        # Every process draws a seed, so that all generators advance alike. The first process's seed is used.
+        "seed": int(draw_seed(query.device)) if module.training and module.dropout else 0,
+    }
 
 
 @outside_graphs_alone
@@ -537,5 +511,5 @@ def _all_or_none(
     except Exception as error:
         announce(where, sequence.agreements, sequence.device, error)
         raise
-    agree_in_turn(where, sequence.agreements, sequence.device, {}, None, lambda _: None)
+    agree_in_turn(where, sequence.agreements, sequence.device, lambda: ({}, None), lambda *_: None)
     return output

@@ -9,8 +9,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .._checks import choice
+
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag")
+
+
+def require_layout(layout: object) -> None:
+    """Raise for an unknown layout."""
+    choice("layout", layout, LAYOUTS)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._checks import integer, strided
 from .._environment import is_tracing, outside_graphs
 from ..errors import ArgumentError, DistributedError, shape_text
-from ._agreement import Gathered, agree, fingerprint, group_of, require_equal, require_layout
+from ._agreement import Gathered, agree_on, fingerprint, group_of, require_equal, require_mesh
 from ._collectives import gather_parts
-from ._layout import LAYOUTS, Layout, Parts
+from ._layout import LAYOUTS, Layout, Parts, require_layout
 
 
 def shard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: Layout = "contiguous") -> Tensor:
@@ -83,19 +83,22 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: L
 
         >>> from clearhead.distributed import gather_sequence, shard_sequence
     """
-    group, problem = group_of(mesh)
-    problem = cast("Exception | None", problem)
-    facts = {"dim": 0, "layout": 0, "dtype": 0, "shape": 0, "length": 0}
-    if problem is None:
-        try:
-            dim = _require(tensor, mesh, dim, layout)
-            others = *tensor.shape[:dim], *tensor.shape[dim + 1 :]
-            words = dim, LAYOUTS.index(layout), fingerprint(str(tensor.dtype)), fingerprint(others), tensor.shape[dim]
-            facts = dict(zip(facts, words, strict=True))
-        except Exception as error:
-            problem = error
-    device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    gathered = agree("gather_sequence", group, device, facts, problem)
+
+    def find() -> tuple[dict[str, int], int]:
+        sequence_dim = _require(tensor, mesh, dim, layout)
+        sizes = list(tensor.shape)
+        length = sizes.pop(sequence_dim)
+        facts = {
+            "dim": sequence_dim,
+            "layout": LAYOUTS.index(layout),
+            "dtype": fingerprint(str(tensor.dtype)),
+            "shape": fingerprint(sizes),
+            "length": length,
+        }
+        return facts, sequence_dim
+
+    group, device = group_of(mesh)
+    gathered, dim = agree_on("gather_sequence", group, device, find)
     if len(gathered) == 1:
         return tensor
     fix = "Parts are those of shard_sequence, of one tensor."
@@ -170,9 +173,7 @@ def parts_of(where: str, gathered: Gathered, name: str, layout: Layout) -> Parts
 
 def _require(tensor: object, mesh: object, dim: object, layout: object) -> int:
     """The dimension, not negative; raise for an argument that fits no call."""
-    problem = group_of(mesh)[1]
-    if problem is not None:
-        raise problem
+    require_mesh(mesh)
     require_layout(layout)
     dims = strided("tensor", tensor).dim()
     if dims == 0:

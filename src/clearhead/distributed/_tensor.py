@@ -21,16 +21,26 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from .._call.naming import remember_names
 from .._environment import is_tracing
 from .._multihead import MultiHeadAttention
-from ..errors import ArgumentError, ClearheadError, DTypeError
+from ..errors import ArgumentError, DTypeError
 from ..masks._base import Mask
 from ..masks._combined import And
 from ..masks._grid import Offset
 from ..masks._part import part_of
 from ..positions import RelativeBias
 from ..transformer import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
-from ._agreement import agree, fingerprint, group_for_agreements, group_of, not_pickled, require_device, require_equal
+from ._agreement import (
+    agree,
+    agree_on,
+    fingerprint,
+    group_for_agreements,
+    group_of,
+    not_pickled,
+    require_device,
+    require_equal,
+    require_mesh,
+)
 from ._collectives import step, sum_dtype, sum_of_gradients
-from ._description import ASPECTS, aspects_of
+from ._description import aspects_of
 from ._finding import attention_parts
 from ._statistics import with_all_heads
 
@@ -85,20 +95,18 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
         >>> attend = tensor_parallel(clearhead.MultiHeadAttention(embed_dim=12, num_heads=4), mesh)
         >>> dist.destroy_process_group()
     """
-    group, problem = group_of(mesh)
-    plan = _Plan(group, dist.get_world_size(group), dist.get_rank(group))
-    aspects = dict.fromkeys(ASPECTS, 0)
-    try:
-        if problem is None:
-            plan.add(module)
-            plan.require_all(module)
-            aspects = aspects_of(module, *attention_parts(_WHERE, module))
-    except Exception as error:
-        problem = error if isinstance(error, ClearheadError) else cast(Any, error)
-    device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    facts = {**aspects, "placements": fingerprint(*plan.words)}
-    gathered = agree(_WHERE, group, device, facts, problem)
-    require_equal(_WHERE, gathered, tuple(facts), "Build the same module in every process.")
+
+    def find() -> tuple[dict[str, int], _Plan]:
+        require_mesh(mesh)
+        plan = _Plan(mesh.size(), mesh.get_local_rank())
+        plan.add(module)
+        plan.require_all(module)
+        aspects = aspects_of(module, *attention_parts(_WHERE, module))
+        return {**aspects, "placements": fingerprint(*plan.words)}, plan
+
+    group, device = group_of(mesh)
+    gathered, plan = agree_on(_WHERE, group, device, find)
+    require_equal(_WHERE, gathered, tuple(gathered[0]), "Build the same module in every process.")
     if plan.world > 1:
         for change in plan.changes:
             change(mesh)
@@ -147,7 +155,7 @@ class _SameCalls:
         kind = self._mesh.device_type
         get_state = torch.get_rng_state if kind == "cpu" else torch.get_device_module(kind).get_rng_state
         state = {_STATE: fingerprint(get_state().tolist()) if draws else 0}
-        gathered = agree(_WHERE, self._agreements, kind, {**facts, **state}, None)
+        gathered = agree(_WHERE, self._agreements, kind, {**facts, **state})
         require_equal(_WHERE, gathered, tuple(facts), "Give every process the same input.")
         fix = "Features that all of them hold are dropped alike: call torch.manual_seed with one seed in all of them."
         require_equal(f"{_WHERE}: dropout", gathered, tuple(state), fix)
@@ -257,8 +265,8 @@ class _Heads:
         self._agree("recorders", wanted, problem, "Record in every process alike.")
 
     def _agree(self, what: str, wanted: Hashable, problem: Exception | None, fix: str) -> None:
-        facts, where = {what: fingerprint(wanted)}, f"{_WHERE}: {what} of {self.name}"
-        gathered = agree(where, self.group, self.mesh.device_type, facts, problem)
+        where = f"{_WHERE}: {what} of {self.name}"
+        gathered = agree(where, self.group, self.mesh.device_type, problem or {what: fingerprint(wanted)})
         require_equal(_WHERE, gathered, (what,), fix)
 
     def all_heads(self, results: dict[str, Any]) -> dict[str, Any]:
@@ -289,14 +297,13 @@ class _Plan:
     """What splitting a module changes: looked for first, so that a refusal changes nothing.
 
     Args:
-        group: of the processes, W = `world` of them, and this one's `rank`.
+        world, rank: W, and this process.
         changes: made when every process has found them.
         words: what is split and how, equal in every process.
         covered: the parameters that are, with the module and the name that each is found by.
         roles: how each part is split, by the name it was found by first; layers may share a part.
     """
 
-    group: dist.ProcessGroup
     world: int
     rank: int
     changes: list[Callable[[DeviceMesh], None]] = field(default_factory=_none)
