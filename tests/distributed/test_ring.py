@@ -19,7 +19,7 @@ from clearhead._environment import read_environment
 from clearhead.distributed import context_parallel, shard_sequence
 from clearhead.distributed._layout import LAYOUTS, Layout, Parts
 from clearhead.distributed._methods import Whole
-from clearhead.distributed._ring import Ring, by_ring
+from clearhead.distributed._ring import by_ring
 from clearhead.masks._grid import Grid
 
 from .building import EMBED, attention
@@ -43,8 +43,8 @@ def _errors(layout: Layout, causal: bool) -> dict[str, tuple[float, float]]:
 
     cut = partial(parts.take, dim=2, rank=rank)
     grid = Grid(1, 2, LENGTH, LENGTH, torch.device("cpu"))
-    ring = Ring(Whole(group, rank, parts, parts, grid, Request(mask, lse=True)), read_environment())
-    found = results(lambda *own: by_ring(*own, ring).output, [cut(x) for x in inputs], cut(factors))
+    whole = Whole(group, rank, parts, parts, grid, Request(mask, lse=True), read_environment())
+    found = results(lambda *own: by_ring(*own, whole).output, [cut(x) for x in inputs], cut(factors))
     one = results(lambda *own: clearhead.attention(*own, mask=mask), inputs, factors)
     exact: list[torch.Tensor] = [x.new_zeros(x.shape, dtype=torch.float64) for x in (factors, *inputs)]
     if rank == 0:

@@ -30,7 +30,7 @@ from ._agreement import Gathered, agree_in_turn, fingerprint, group_of, require_
 from ._layout import Layout, require_layout
 from ._methods import Whole, like_whole, mask_fact, runs_of_queries
 from ._sequence import parts_of
-from ._statistics import Computed, shared_call
+from ._statistics import shared_call
 
 _WHERE = "attention_statistics"
 _SAME = "All processes of the mesh make the same call, each with its part of query, key and value, and all else whole."
@@ -224,12 +224,12 @@ def _whole(group: dist.ProcessGroup, gathered: Gathered, call: _Call) -> tuple[_
         whole = valid_call(*like_whole(call.operands, queries, keys), request, call.environment)
     row_numbers(call.queries, queries.length)
     counted = counted_queries(given["query_mask"], whole)
-    return call, Whole(group, dist.get_rank(group), queries, keys, whole.grid, whole.request, _WHERE), counted
+    rank, environment = dist.get_rank(group), call.environment
+    return call, Whole(group, rank, queries, keys, whole.grid, whole.request, environment, _WHERE), counted
 
 
 def _computed(call: _Call, whole: Whole, counted: Tensor | None) -> AttentionStatistics:
     """Keys are gathered, and each run of this process's queries is folded by itself."""
     with torch.no_grad(), autocast_off(call.part.query):
-        computed = Computed([*runs_of_queries(*call.operands, whole)])
-        shared = shared_call(call.operands, whole, computed, call.environment)
+        shared = shared_call(call.operands, whole, [*runs_of_queries(*call.operands, whole)])
         return compute_statistics(shared, call.names, call.options, counted, call.queries, call.given["per"])

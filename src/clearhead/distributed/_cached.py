@@ -20,7 +20,7 @@ from ..caches._base import unchanged_if_refused
 from ..caches._cross import CrossKVCache
 from ..caches._kv import KVCache
 from ..errors import CacheError
-from ..kernels._some_keys import merge_some_keys
+from ..kernels._some_keys import merge_sinks, merge_some_keys
 from ..masks._base import Mask
 from ..masks._grid import Grid, Offset
 from ..masks._part import part_of
@@ -163,8 +163,7 @@ def decode(
         merge_some_keys(output, lse, other[..., :-1], other[..., -1])
     sinks = layer.request.sinks
     if sinks is not None:
-        nothing = output.new_zeros(()).expand(output.shape)
-        merge_some_keys(output, lse, nothing, sinks.to(dtype)[None, :, None].expand(lse.shape))
+        merge_sinks(output, lse, sinks)
     return layer.projected_out(Results(output.to(q.dtype)), environment)[0]
 
 

@@ -21,7 +21,6 @@ from .._call.request import WeightsWanted, weights_wanted
 from .._checks import FLOATS, choice, flag, shown, size
 from .._environment import Environment, autocast_off, listening, outside_graphs, outside_graphs_alone, read_environment
 from .._layer.layer import Layer
-from .._layer.plan import attend
 from .._layer.positions import of_whole, positions_of_queries, require_one_length, with_hidden
 from .._multihead import MultiHeadAttention, layer_of
 from .._multihead_checks import complete, require_cache, require_features, require_inputs
@@ -52,10 +51,10 @@ from ._cached import PartCache, ShardedKVCache, common_facts, decode
 from ._description import aspects_of
 from ._finding import attention_parts
 from ._layout import Layout, Parts, require_layout
-from ._methods import Operands, Whole, by_gathering, by_heads, heads_divide, like_whole, mask_fact
-from ._ring import Ring, by_ring
+from ._methods import Chunk, Operands, Whole, by_gathering, by_heads, heads_divide, like_whole, mask_fact
+from ._ring import by_ring
 from ._sequence import parts_of, require_parts
-from ._statistics import Computed, shared_call
+from ._statistics import shared_call
 
 Split = TypeVar("Split", MultiHeadAttention, EncoderLayer, DecoderLayer, Encoder, Decoder)
 Method = Literal["auto", "heads", "gather", "ring"]
@@ -298,56 +297,34 @@ class _Sequence:
             require_one_length(queries.length, keys.length)
             layer = replace(layer, position=of_whole(layer.position, at, queries.length))
         asked = layer.request._replace(mask=combined, lse=self._turns(wanted), weights=wanted)
-        whole = Whole(self.group, self.rank, queries, keys, grid, asked)
+        whole = Whole(self.group, self.rank, queries, keys, grid, asked, environment)
         operands = layer.projected(query, key, value, self._positions(at, queries, query.device), environment)
-        results = self._attend(layer, operands, whole, environment)
-        return layer.projected_out(results, environment)
+        return layer.projected_out(self._attend(operands, whole), environment)
 
-    def _attend(
-        self,
-        layer: Layer,
-        operands: tuple[Tensor, Tensor, Tensor],
-        whole: Whole,
-        environment: Environment,
-    ) -> Results:
+    def _attend(self, operands: Operands, whole: Whole) -> Results:
         """Exchange and attend, and show the call to observers."""
-        _require_kernel(operands, whole, environment)
-        if not environment.observed:
-            return self._exchanged(layer, operands, whole, environment)[0]
+        _require_kernel(operands, whole)
+        if not whole.environment.observed:
+            return self._exchanged(operands, whole)[0]
+        whole = replace(whole, environment=whole.environment._replace(observed=False))
         with computing():
-            unseen = environment._replace(observed=False)
-            results, part = self._exchanged(layer, operands, whole, unseen)
+            results, chunks = self._exchanged(operands, whole)
             with torch.no_grad(), autocast_off(operands[0]):
-                call = shared_call(operands, whole, part, unseen._replace(gradients=False, autocast=False))
-                notify(call, results.output)
+                notify(shared_call(operands, whole, chunks, results.lse), results.output)
         return results
 
     def _turns(self, wanted: WeightsWanted) -> bool:
         """Whether keys travel around: for rows of weights all of them have to be here."""
         return self.method == "ring" and wanted is None
 
-    def _exchanged(
-        self,
-        layer: Layer,
-        operands: tuple[Tensor, Tensor, Tensor],
-        whole: Whole,
-        environment: Environment,
-    ) -> tuple[Results, Computed]:
-        """The results, and what was computed of which calls."""
+    def _exchanged(self, operands: Operands, whole: Whole) -> tuple[Results, list[Chunk]]:
+        """The results, and the chunks that they were computed from, if keys did not travel around."""
         if whole.request.lse:
-            results = by_ring(*operands, Ring(whole, environment))
-            return results, Computed([], results.lse)
-        calls: list[Operands] = []
-
-        def attend_part(q: Tensor, k: Tensor, v: Tensor, offset: Offset) -> Results:
-            calls.append(Operands(q, k, v, offset))
-            # Without queries or keys nothing is computed, and fused kernels refuse it.
-            here = environment._replace(kernel=None) if 0 in (q.shape[2], k.shape[2]) else environment
-            return attend(q, k, v, whole.request_at(offset, q.shape[1]), here)
-
-        divides = heads_divide(layer.num_heads, layer.num_kv_heads, self.world)
-        by_all_heads = whole.request.weights is None and self.method != "gather" and divides
-        return (by_heads if by_all_heads else by_gathering)(*operands, whole, attend_part), Computed(calls)
+            return by_ring(*operands, whole), []
+        q, k, _ = operands
+        divides = heads_divide(q.shape[1], k.shape[1], self.world)
+        uses_heads = whole.request.weights is None and self.method != "gather" and divides
+        return (by_heads if uses_heads else by_gathering)(*operands, whole)
 
     def _positions(self, at: Positions | None, queries: Parts, device: torch.device) -> Positions:
         """The positions of this process's queries: an int where they count up."""
@@ -412,17 +389,14 @@ def _require_plain(
     return cache
 
 
-def _require_kernel(
-    operands: tuple[Tensor, Tensor, Tensor],
-    whole: Whole,
-    environment: Environment,
-) -> None:
-    """Raise in every process alike, before anything is exchanged, if a forced kernel refuses the call of all parts."""
-    if environment.kernel is None:
+def _require_kernel(operands: Operands, whole: Whole) -> None:
+    """Raise if a forced kernel refuses the call of the whole: in every process alike, and before an exchange."""
+    kernel = whole.environment.kernel
+    if kernel is None:
         return
-    # A kernel's reasons are of shapes, dtypes and masks.
+    # Kernels refuse shapes, dtypes and masks, not values.
     like = like_whole(operands, whole.queries, whole.keys)
-    choose(valid_call(*like, whole.request_at(whole.start, whole.grid.num_heads), environment), environment.kernel)
+    choose(valid_call(*like, whole.request_at(whole.start, whole.grid.num_heads), whole.environment), kernel)
 
 
 def _read(

@@ -8,7 +8,7 @@ gradients follow them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,14 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._call.call import AttentionCall, Results, valid_call
-from .._environment import Environment
-from .._layer.plan import attend
-from ..kernels._some_keys import gradients_of_some_keys, merge_some_keys
+from ..kernels._some_keys import gradients_of_some_keys, merge_sinks, merge_some_keys
 from ..masks._base import Mask
 from ..masks._grid import Grid
 from ._collectives import differentiable_once, step
 from ._layout import Parts
-from ._methods import Piece, Whole
+from ._methods import Chunk, Whole
 
 #: Blocks of a part at most (W² for few processes), and keys of a block at least. Every block is waited for, and passes
 #: over all queries and their output; with two processes that costs more than the memory of larger blocks is worth.
@@ -32,59 +30,42 @@ _BLOCKS, _KEYS = 16, 128
 _FORWARD, _BACKWARD, _STATISTICS = "forward: ring", "backward: ring", "statistics: ring"
 
 
-@dataclass(frozen=True)
-class Ring:
-    """A call of this method, but for its tensors.
-
-    Args:
-        whole: the attention that each process computes a part of; without sinks.
-        environment: of the call.
-    """
-
-    whole: Whole
-    environment: Environment
-
-
-def by_ring(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Results:
-    """W − 1 exchanges with the neighbours of each block of keys and values forward, and twice as many backward."""
-    whole = ring.whole
+def by_ring(q: Tensor, k: Tensor, v: Tensor, whole: Whole) -> Results:
+    """Each block of keys and values is exchanged W − 1 times forward, and twice as often backward."""
     mask, sinks = whole.mask, whole.request.sinks
     biases = () if mask is None else mask.bias_tensors()
     if mask is not None:
         mask = mask.with_bias_tensors(tensor.detach() for tensor in biases)  # autograd alone holds those that learn
-    ring = replace(ring, whole=replace(whole, request=whole.request._replace(mask=mask, sinks=None)))
-    return Results(*cast("tuple[Tensor, Tensor]", _Ring.apply(ring, q, k, v, sinks, *biases)))
+    request, environment = whole.request._replace(mask=mask, sinks=None), whole.environment._replace(gradients=False)
+    whole = replace(whole, request=request, environment=environment)
+    return Results(*cast("tuple[Tensor, Tensor]", _Ring.apply(whole, q, k, v, sinks, *biases)))
 
 
-def pieces_of_ring(q: Tensor, k: Tensor, v: Tensor | None, whole: Whole) -> Iterator[Piece]:
-    """Every pair of runs of which a query may see a key, as keys, and values if there are some, come around."""
+def chunks_of_ring(q: Tensor, k: Tensor, v: Tensor | None, whole: Whole) -> Iterator[Chunk]:
+    """Every chunk in which a query may see a key, while keys, and values if there are some, travel around."""
     for visit in _around(whole, k, k[..., :0] if v is None else v, _STATISTICS):
-        yield from _pieces(whole, q, visit)
+        yield from _chunks(whole, q, visit)
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *biases: Tensor
+        ctx: Any, whole: Whole, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *biases: Tensor
     ) -> tuple[Tensor, Tensor]:
-        whole, dtype = ring.whole, torch.promote_types(q.dtype, torch.float32)
+        dtype = torch.promote_types(q.dtype, torch.float32)
         output = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=dtype)
         lse = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
-        environment = ring.environment._replace(gradients=False)
         for visit in _around(whole, k, v, _FORWARD):
-            for block in _pieces(whole, q, visit):
-                rows = block.rows
-                request = whole.request_at(block.offset, q.shape[1])
-                results = attend(block.query, block.key, block.value, request, environment)
+            for chunk in _chunks(whole, q, visit):
+                results, rows = whole.attend(chunk), chunk.rows
                 merge_some_keys(output[:, :, rows], lse[:, :, rows], results.output, cast(Tensor, results.lse))
         if sinks is not None:
-            nothing = output.new_zeros(()).expand(output.shape)
-            merge_some_keys(output, lse, nothing, sinks.to(dtype)[None, :, None].expand(lse.shape))
-        ctx.ring = ring
-        # The mask's tensors are saved for autograd to notice writes to them.
-        held = () if whole.mask is None else whole.mask.tensors()
+            merge_sinks(output, lse, sinks)
+        ctx.whole = whole
+        # Autograd notices writes to the mask's tensors if they are saved.
+        mask_tensors = () if whole.mask is None else whole.mask.tensors()
         ctx.count = 6 + len(biases)
-        ctx.save_for_backward(q, k, v, output, lse, sinks, *biases, *(x for x in held if not x.is_inference()))
+        ctx.save_for_backward(q, k, v, output, lse, sinks, *biases, *(x for x in mask_tensors if not x.is_inference()))
         ctx.mark_non_differentiable(lse)
         return output.to(q.dtype), lse
 
@@ -94,39 +75,30 @@ class _Ring(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> tuple[Tensor | None, ...]:
         q, k, v, output, lse, sinks, *biases = ctx.saved_tensors[: ctx.count]
-        ring: Ring = ctx.ring
-        whole, dtype = ring.whole, output.dtype
-        of_output = gradients[0]
+        whole: Whole = ctx.whole
+        dtype, of_output = output.dtype, gradients[0]
         learns = any(ctx.needs_input_grad[5:])
         correction = (of_output.to(dtype) * output).sum(-1)  # δ (B, H, l)
         of_query = torch.zeros_like(q, dtype=dtype)
         of_biases = [torch.zeros_like(tensor, dtype=dtype) for tensor in biases]
         of_keys = _Gradients(whole, k, v, dtype)
         for visit in _around(whole, k, v, _BACKWARD):
-            found = of_keys.zeros(visit.key.shape[2])
-            for block in _pieces(whole, q, visit):
-                rows, columns = block.rows, block.columns
-                dq, dk, dv, *others = gradients_of_some_keys(
-                    _call(ring, block),
-                    output[:, :, rows],
-                    lse[:, :, rows],
-                    correction[:, :, rows],
-                    of_output[:, :, rows],
-                    learns,
-                )
-                of_query[:, :, rows] += dq
-                for total, other in zip(_key_and_value(found[columns], k.shape[3]), (dk, dv), strict=True):
+            of_block = of_keys.zeros(visit.key.shape[2])
+            for chunk in _chunks(whole, q, visit):
+                of_rows = (x[:, :, chunk.rows] for x in (output, lse, correction, of_output))
+                dq, dk, dv, *others = gradients_of_some_keys(_call(whole, chunk), *of_rows, learns)
+                of_query[:, :, chunk.rows] += dq
+                totals = *_key_and_value(of_block[chunk.columns], k.shape[3]), *(of_biases if others else ())
+                for total, other in zip(totals, (dk, dv, *others), strict=True):
                     total += other
-                for total, other in zip(of_biases, others, strict=bool(others)):
-                    total += other
-            of_keys.add(visit, found)
+            of_keys.add(visit, of_block)
         of_key, of_value = (x.to(q.dtype) for x in _key_and_value(of_keys.home(), k.shape[3]))
         of_sinks = None
         if sinks is not None:
             of_sinks = -((sinks.to(dtype)[None, :, None] - lse).exp() * correction).sum((0, 2)).to(sinks.dtype)
         bias_gradients = [total.to(tensor.dtype) for total, tensor in zip(of_biases, biases, strict=True)]
-        bias_found = bias_gradients if learns else [None] * len(biases)
-        return None, of_query.to(q.dtype), of_key, of_value, of_sinks, *bias_found
+        returned = bias_gradients if learns else [None] * len(biases)
+        return None, of_query.to(q.dtype), of_key, of_value, of_sinks, *returned
 
 
 class _Share(NamedTuple):
@@ -160,28 +132,28 @@ class _Visit(NamedTuple):
     value: Tensor
 
 
-def _pieces(whole: Whole, q: Tensor, visit: _Visit) -> Iterator[Piece]:
-    """Pairs of runs of which a query may see a key."""
+def _chunks(whole: Whole, q: Tensor, visit: _Visit) -> Iterator[Chunk]:
+    """The chunks of a block in which a query may see a key: each has one run of queries and one run of keys."""
     for rows, _, first_row in _shares(whole.queries, whole.rank):
         for _, columns, first_column in visit.shares:
             offset = whole.start._replace(row=first_row, column=first_column)
-            mask = whole.mask_at(offset)
             key, value = visit.key[:, :, columns], visit.value[:, :, columns]
-            block = Piece(q[:, :, rows], key, value, mask, rows, columns, offset)
-            if mask is None or _may_see(mask, block):
-                yield block
+            chunk = Chunk(q[:, :, rows], key, value, offset, rows, columns)
+            mask = whole.mask_at(offset)
+            if mask is None or _may_see(mask, chunk):
+                yield chunk
 
 
-def _may_see(mask: Mask, block: Piece) -> bool:
-    (batch, heads, length, _), keys = block.query.shape, block.key.shape[2]
-    grid = Grid(batch, heads, length, keys, block.query.device)
+def _may_see(mask: Mask, chunk: Chunk) -> bool:
+    (batch, heads, length, _), keys = chunk.query.shape, chunk.key.shape[2]
+    grid = Grid(batch, heads, length, keys, chunk.query.device)
     start, stop = mask.structure(grid).columns(grid, slice(0, length))
     return start < stop and keys > 0
 
 
-def _call(ring: Ring, block: Piece) -> AttentionCall:
-    request = ring.whole.request_at(block.offset, block.query.shape[1])._replace(lse=False)
-    return valid_call(block.query, block.key, block.value, request, ring.environment._replace(gradients=False))
+def _call(whole: Whole, chunk: Chunk) -> AttentionCall:
+    request = whole.request_at(chunk.offset, chunk.query.shape[1])._replace(lse=False)
+    return valid_call(chunk.query, chunk.key, chunk.value, request, whole.environment)
 
 
 def _blocks(whole: Whole) -> int:
