@@ -86,7 +86,7 @@ class _Ring(torch.autograd.Function):
             of_block = of_keys.zeros(visit.key.shape[2])
             for chunk in _chunks(whole, q, visit):
                 of_rows = (x[:, :, chunk.rows] for x in (output, lse, correction, of_output))
-                dq, dk, dv, *others = gradients_of_some_keys(_call(whole, chunk), *of_rows, learns)
+                dq, dk, dv, *others = gradients_of_some_keys(_call(whole, chunk), *of_rows, learns=learns)
                 of_query[:, :, chunk.rows] += dq
                 totals = *_key_and_value(of_block[chunk.columns], k.shape[3]), *(of_biases if others else ())
                 for total, other in zip(totals, (dk, dv, *others), strict=True):
