@@ -17,7 +17,7 @@ from clearhead import masks
 from clearhead._call.request import Request
 from clearhead._environment import read_environment
 from clearhead.distributed import context_parallel, shard_sequence
-from clearhead.distributed._layout import LAYOUTS, Layout, Parts
+from clearhead.distributed._layout import LAYOUTS, Layout, Shards
 from clearhead.distributed._methods import Whole
 from clearhead.distributed._ring import by_ring
 from clearhead.masks._grid import Grid
@@ -32,7 +32,7 @@ LENGTH, BLOCKS = 2048, 16
 def _errors(layout: Layout, causal: bool) -> dict[str, tuple[float, float]]:
     """Largest errors against float64 of output and gradients: of the ring, and of one call of a kernel."""
     group, rank = line().get_group(), dist.get_rank()
-    parts, mask = Parts(LENGTH, BLOCKS, layout), masks.causal() if causal else None
+    parts, mask = Shards(LENGTH, BLOCKS, layout), masks.causal() if causal else None
     inputs = [torch.randn(1, 2, LENGTH, 64, dtype=torch.bfloat16) for _ in range(3)]
     factors = torch.randn(1, 2, LENGTH, 64, dtype=torch.bfloat16)
 

@@ -1,8 +1,8 @@
-"""Agreement before a collective: every process learns what the others were given, and of their errors.
+"""Agreement before a collective: every process gets the facts and the errors of the others.
 
-A process that raised before a collective would leave the others waiting in it. So each sends a record of one fixed
-size, with its facts or with its refusal, and all raise if one of them must. A refusal is understood in every agreement,
-whatever the others agree on there: a process that raises between two of them announces its error, and goes on.
+If a process raised before a collective, the others would wait in it. So each process sends a record of fixed size, with
+its facts or with its error, and all raise if one of them does. Every agreement reads errors, whatever its facts are. A
+process that raises between two agreements announces its error for the next one, and goes on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _READABLE = 1 << 40  # larger facts are fingerprints
 Found = TypeVar("Found")
 Read = TypeVar("Read")
 
-#: What a process sends, by name.
+#: The numbers that a process sends, by name.
 Facts = Mapping[str, int]
 
 #: The facts of every process of a group.
@@ -75,7 +75,11 @@ def agree(
     if isinstance(facts, Exception):
         raise facts
     for rank, other in enumerate(records):
-        _raise_refusal(where, rank, other)
+        if length := int(other[0]):
+            text = bytes(other[2 + _FACTS :].view(torch.uint8)[:length].tolist()).decode(errors="ignore")
+            raise DistributedError(
+                f"{where}: process {rank} of the group refused the call, so that none of them runs it: {text}"
+            )
     for rank, other in enumerate(records):
         if other[1] != record[1]:
             raise DistributedError(
@@ -85,12 +89,12 @@ def agree(
 
 
 def _wait_for_readers(group: dist.ProcessGroup, device: torch.device | str) -> None:
-    """Wait until every process has read the records of a call that is refused.
+    """Wait until every process has read the records of a call that raises.
 
-    A process that refuses and exits at once closes its connections. Without this exchange the others, which may still
-    be reading, would find a closed connection instead of the refusal.
+    A process that raises and exits at once closes its connections. Without this exchange the others may still be
+    reading, and would find a closed connection instead of the error.
     """
-    with suppress(RuntimeError, ValueError):  # what was refused is known already
+    with suppress(RuntimeError, ValueError):  # the error is known already
         from_every_rank(torch.zeros(1, dtype=torch.int64, device=device), group)
 
 
@@ -142,15 +146,15 @@ def agree_in_turn(
     return result
 
 
-#: By the group whose processes they have. They end with it: threads of a group that outlives `destroy_process_group`
-#: may abort a process that ends.
+#: Groups for agreements, by the group with the same processes. They end with it: if a group outlives
+#: `destroy_process_group`, its threads may abort a process that ends.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def group_for_agreements(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
-    """Another group of the same processes: what one of them announces there meets no other collective.
+    """Another group of the same processes, in which an announced error meets no other collective.
 
-    Made by all processes of the group, when they call this for the first time.
+    All processes of the group make it when they call this for the first time.
     """
     if group not in _groups:
         ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
@@ -159,19 +163,19 @@ def group_for_agreements(group: dist.ProcessGroup, device: str) -> dist.ProcessG
     return _groups[group]
 
 
-#: How many modules have been split over the sequence, by group.
+#: The number of modules that have been split over the sequence, by group.
 _numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def next_number(group: dist.ProcessGroup) -> int:
-    """A number for a module that is split, from 1 on; equal in processes that split modules in the same order."""
+    """A number for a split module, from 1 on. It is equal in processes that split modules in the same order."""
     _numbers[group] = _numbers.get(group, 0) + 1
     return _numbers[group]
 
 
 @contextmanager
 def not_announced() -> Generator[None, None, None]:
-    """Mark what is raised inside, where no other process waits in an agreement: `announce` leaves it out."""
+    """Mark an error that is raised while no other process waits in an agreement. `announce` ignores it."""
     try:
         yield
     except Exception as error:
@@ -181,25 +185,25 @@ def not_announced() -> Generator[None, None, None]:
 
 @outside_graphs
 def announce(where: str, groups: Sequence[dist.ProcessGroup], device: str, problem: Exception) -> None:
-    """Refuse what the others agree on next, without waiting for them.
+    """Send an error to the next agreement of the others, without waiting for them.
 
     Args:
         where, groups, device: as for `agree_in_turn`.
-        problem: why this process cannot go on; the caller raises it.
+        problem: the error, which the caller raises.
     """
     if getattr(problem, "not_announced", False):
         return
     record = _record(where, problem).to(device)
     for group in groups:
-        found = record.new_empty((dist.get_world_size(group), len(record)))
-        read = found.new_empty((dist.get_world_size(group), 1))
+        records = record.new_empty((dist.get_world_size(group), len(record)))
+        read = record.new_empty((dist.get_world_size(group), 1))
         with suppress(RuntimeError, ValueError):  # the problem is what counts
-            all_gather_single(found, record[None], group=group, async_op=True)
+            all_gather_single(records, record[None], group=group, async_op=True)
             # The exchange that `_wait_for_readers` joins.
             _wait_at_exit(all_gather_single(read, read.new_zeros((1, 1)), group=group, async_op=True))
 
 
-#: Exchanges of announced refusals, for which a process that ends waits.
+#: Exchanges of announced errors. A process waits for them before it ends.
 _announced: list[Any] = []
 _SECONDS_AT_EXIT = 5
 
@@ -229,17 +233,8 @@ def _record(where: str, facts: Facts | Exception) -> Tensor:
     return record
 
 
-def _raise_refusal(where: str, rank: int, record: Tensor) -> None:
-    length = int(record[0])
-    if length:
-        text = bytes(record[2 + _FACTS :].view(torch.uint8)[:length].tolist()).decode(errors="ignore")
-        raise DistributedError(
-            f"{where}: process {rank} of the group refused the call, so that none of them runs it: {text}"
-        )
-
-
 def fingerprint(*values: object) -> int:
-    """An int64 that is equal for equal values, in every process."""
+    """An int64 number that is equal for equal values, in every process."""
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "little", signed=True)
 
 

@@ -23,7 +23,7 @@ from ._tensor_hooks import WHERE, local, placed
 
 
 @dataclass(frozen=True)
-class Heads:
+class LocalHeads:
     """The `HeadShard` of one process.
 
     Args:
@@ -65,7 +65,7 @@ class Heads:
 
     def all_weights(self, weights: Tensor) -> Tensor:
         if not is_tracing():
-            # The all-reduce of averages would meet the all-reduce of outputs of a process that wants no weights.
+            # The all-reduce of averages would meet the all-reduce of outputs of a process that returns no weights.
             self._agree("weights", tuple(weights.shape), None, "Ask for weights in every process alike.")
         placement: Placement = Shard(1)
         if weights.dim() == 3:
@@ -95,7 +95,7 @@ class Heads:
             mask = mask.with_bias_tensors(sum_of_gradients(tensor, group, WHERE) for tensor in biases)
         return cast(Mask, part_of(mask, Offset(self.total, self.first)))
 
-    def __deepcopy__(self, memo: object) -> Heads:
+    def __deepcopy__(self, memo: object) -> LocalHeads:
         return self
 
     def __reduce__(self) -> str:

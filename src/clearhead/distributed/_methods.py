@@ -22,8 +22,8 @@ from ..masks._base import Mask
 from ..masks._grid import Grid, Offset
 from ..masks._part import part_of
 from ._agreement import fingerprint
-from ._collectives import all_to_all, gather_parts
-from ._layout import Parts
+from ._collectives import all_to_all, gather_shards
+from ._layout import Shards
 
 #: Query (B, H, l, D), key (B, Hkv, s, D) and value (B, Hkv, s, Dv) of this process.
 Operands = tuple[Tensor, Tensor, Tensor]
@@ -64,8 +64,8 @@ class Whole:
 
     group: dist.ProcessGroup
     rank: int
-    queries: Parts
-    keys: Parts
+    queries: Shards
+    keys: Shards
     grid: Grid
     request: Request
     environment: Environment
@@ -85,7 +85,7 @@ class Whole:
         return part_of(self.mask, offset, self.grid)
 
     def request_at(self, offset: Offset, num_heads: int) -> Request:
-        """The request of a call of so many heads that lies at an offset in the whole."""
+        """The request of a call with `num_heads` heads that lies at an offset in the whole."""
         sinks, module = self.request.sinks, self.request.offset
         return self.request._replace(
             mask=self.mask_at(offset),
@@ -117,7 +117,7 @@ def by_gathering(q: Tensor, k: Tensor, v: Tensor, whole: Whole) -> tuple[Results
 def runs_of_queries(q: Tensor, k: Tensor, v: Tensor, whole: Whole) -> Iterator[Chunk]:
     """Each run of this process's queries with all keys and values. The mask of one run stays a band."""
     rows = [x.permute(2, 0, 1, 3) for x in (k, v)]  # (s, B, Hkv, D) and (s, B, Hkv, Dv)
-    gathered = gather_parts(rows, whole.keys, whole.group, whole.where)
+    gathered = gather_shards(rows, whole.keys, whole.group, whole.where)
     keys, values = (x.permute(1, 2, 0, 3) for x in gathered)  # (B, Hkv, S, D) and (B, Hkv, S, Dv)
     start = 0
     # A process without queries computes an empty call: the others wait for its gradients of the keys.
@@ -136,7 +136,7 @@ def _joined(runs: list[Results]) -> Results:
     return Results(output, None, torch.cat(weights, -2) if weights else None)
 
 
-def like_whole(operands: Operands, queries: Parts, keys: Parts) -> Operands:
+def like_whole(operands: Operands, queries: Shards, keys: Shards) -> Operands:
     """Query, key and value with the sizes of the whole and without its values, to check a call: one row, expanded."""
     q, k, v = operands
     lengths = (q, queries.length), (k, keys.length), (v, keys.length)
@@ -170,17 +170,17 @@ def by_heads(q: Tensor, k: Tensor, v: Tensor, whole: Whole) -> tuple[Results, li
         of_heads = x.permute(2, 0, 1, 3).split(heads, 2)  # (l, B, H / W, D) each
         if len(of_heads) < world:  # views of one tensor, so that half precision rounds the sum of their gradients once
             copies = world // len(of_heads)
-            of_heads = [copy for part in of_heads for copy in part.expand(copies, *part.shape)]
+            of_heads = [copy for head in of_heads for copy in head.expand(copies, *head.shape)]
         sent.append(of_heads)
         widths.append((batch, heads, x.shape[3]))
-    parts = whole.queries, whole.keys, whole.keys
+    shards = whole.queries, whole.keys, whole.keys
     shapes = [
-        [(part.lengths[rank], *width) for part, width in zip(parts, widths, strict=True)] for rank in range(world)
+        [(each.lengths[rank], *width) for each, width in zip(shards, widths, strict=True)] for rank in range(world)
     ]
     received = all_to_all(list(zip(*sent, strict=True)), shapes, whole.group)
     q_all, k_all, v_all = (
-        part.join(list(each), 0).permute(1, 2, 0, 3)
-        for part, each in zip(parts, zip(*received, strict=True), strict=True)
+        each.join(list(tensors), 0).permute(1, 2, 0, 3)
+        for each, tensors in zip(shards, zip(*received, strict=True), strict=True)
     )  # (B, H / W, L, D), (B, Hkv / W or 1, S, D) and (…, Dv)
     chunk = Chunk(q_all, k_all, v_all, whole.start._replace(head=whole.rank * q_all.shape[1]))
     return Results(_rows_back(whole.attend(chunk).output, whole)), [chunk]
@@ -192,6 +192,6 @@ def _rows_back(output: Tensor, whole: Whole) -> Tensor:
     sent = whole.queries.split(output.permute(2, 0, 1, 3), 0)  # (l, B, H / W, Dv), in runs
     shape = whole.queries.lengths[whole.rank], batch, heads, dim
     received = all_to_all(sent, [[shape]] * whole.queries.world_size, whole.group)
-    of_heads = [x[0] if len(x) == 1 else torch.cat(x) for x in received]  # the own ones are in runs
+    of_heads = [x[0] if len(x) == 1 else torch.cat(x) for x in received]  # this process's rows are in runs
     # In memory as the output projection reads it.
     return torch.cat([x.transpose(0, 1) for x in of_heads], 2).transpose(1, 2)

@@ -1,8 +1,8 @@
 """Statistics of a call of which this process holds some queries and keys.
 
-Where the method gave it whole queries of some heads (*heads*), these are an ordinary call, whose results are exchanged.
-Otherwise its queries are folded block by block, as keys were gathered (*gather*) or come around once more (*ring*), and
-what is added up over queries is added up over processes.
+With the method *heads* the process has all queries of some heads: an ordinary call, whose results are exchanged.
+Otherwise its queries are folded block by block. The keys were gathered (*gather*), or travel around once more (*ring*).
+Sums over queries are then summed over the processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .._statistics.totals import ONE_PROCESS, Totals
 from .._weights import Queries, row_numbers
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..masks._grid import Block
-from ._collectives import all_reduce_max, exchange, step, sum_of_own
+from ._collectives import all_reduce_max, exchange, reduce_scatter, step
 from ._methods import Chunk, Operands, Whole
 from ._ring import chunks_of_ring
 
@@ -40,10 +40,10 @@ class OverProcesses:
         return self.whole.queries.positions(self.whole.rank, device)
 
     def summed(self, total: Tensor) -> Tensor:
-        found = total.clone(memory_format=torch.contiguous_format)
+        summed = total.clone(memory_format=torch.contiguous_format)
         with step("statistics: all-reduce", self.whole.where):
-            dist.all_reduce(found, group=self.whole.group)
-        return found
+            dist.all_reduce(summed, group=self.whole.group)
+        return summed
 
     def largest(self, total: Tensor) -> Tensor:
         with step("statistics: all-reduce", self.whole.where):
@@ -55,18 +55,18 @@ class OverProcesses:
         for other in range(keys.world_size):
             sent[other, ..., : keys.lengths[other]] = keys.take(total, last, other)
         with step("statistics: reduce-scatter", self.whole.where):
-            return sum_of_own(sent, self.whole.group)[..., : keys.lengths[rank]]
+            return reduce_scatter(sent, self.whole.group)[..., : keys.lengths[rank]]
 
 
 @final
 @dataclass(frozen=True)
-class _OfOwnQueries:
+class _OfQueries:
     """The `CallPart` of a process that computes its queries over all keys, chunk by chunk.
 
     Args:
-        whole: what is computed.
-        chunks: those of the call, in any order, with values if they are wanted.
-        lse: (B, H, l) of whole rows, where chunks hold some of their keys.
+        whole: the attention that is computed.
+        chunks: returns the chunks of the call in any order, with values if its argument is true.
+        lse: (B, H, l) of whole rows, if a chunk holds only some of their keys.
     """
 
     whole: Whole
@@ -125,8 +125,8 @@ class _OfSomeHeads:
     """The `CallPart` of a process that computes some heads of the whole sequence.
 
     Args:
-        whole: what is computed.
-        call: of these heads, all queries and all keys.
+        whole: the attention that is computed.
+        call: the call of these heads, with all queries and all keys.
     """
 
     whole: Whole
@@ -162,7 +162,7 @@ class _OfSomeHeads:
         return with_all_heads(own, self.whole.group, cut, "context_parallel")
 
 
-#: What each result has a number of.
+#: The axis of each result: queries, keys, or neither.
 _OF: dict[str, Literal["queries", "keys", "heads"]] = {
     name: kind.of for kind in STATISTICS.values() for name in (*kind.per_head, kind.name)
 }
@@ -188,13 +188,13 @@ class _ChosenRows(Statistic):
 
 
 def shared_call(operands: Operands, whole: Whole, chunks: Sequence[Chunk], lse: Tensor | None = None) -> AttentionCall:
-    """The call as observers are shown it: of the whole, with the queries, keys and values of this process.
+    """The call of the whole as observers get it, with the queries, keys and values of this process.
 
     Args:
-        operands: query, key and value of this process.
+        operands: the query, key and value of this process.
         whole: the attention that was computed.
-        chunks: what it was computed from: the runs of this process's queries, or some heads of the whole sequence.
-        lse: (B, H, l) of this process's queries, instead of chunks, where the keys travelled around.
+        chunks: the runs of this process's queries, or some heads of the whole sequence.
+        lse: (B, H, l) of this process's queries, instead of chunks, after a ring.
     """
     q, k, v = operands
     whole = replace(whole, environment=whole.environment._replace(gradients=False, autocast=False))
@@ -202,11 +202,11 @@ def shared_call(operands: Operands, whole: Whole, chunks: Sequence[Chunk], lse: 
     positions = {"query_positions": grid.query_positions, "key_positions": grid.key_positions}
     own = request._replace(mask=None, query_positions=None, key_positions=None)  # those of this process are in no grid
     call = valid_call(q, k, v, own, whole.environment)
-    part: _OfOwnQueries | _OfSomeHeads
+    part: _OfQueries | _OfSomeHeads
     if lse is not None:
-        part = _OfOwnQueries(whole, lambda values: chunks_of_ring(q, k, v if values else None, whole), lse)
+        part = _OfQueries(whole, lambda values: chunks_of_ring(q, k, v if values else None, whole), lse)
     elif chunks[0].query.shape[1] == q.shape[1]:
-        part = _OfOwnQueries(whole, lambda _: chunks, None)
+        part = _OfQueries(whole, lambda _: chunks, None)
     else:
         query, key, value, offset, *_ = chunks[0]
         heads = whole.request_at(offset, query.shape[1])._replace(lse=False, weights=None, **positions)

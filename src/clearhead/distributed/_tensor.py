@@ -1,7 +1,7 @@
 """`tensor_parallel`: the heads of attention and the features of feed-forward parts, split over processes.
 
-Projections become `DTensor`s, so that their gradients are right however they are used; between them, heads are plain
-tensors of this process.
+Projections become `DTensor`s, so that their gradients are right for every use. Between them, heads are plain tensors of
+this process.
 """
 
 from __future__ import annotations
@@ -28,37 +28,38 @@ def tensor_parallel(module: Split, mesh: DeviceMesh) -> Split:
     """Split the heads of attention, and the hidden features of feed-forward parts, over processes; in place.
 
     Query, key and value projections are split column-wise and output projections row-wise (Shoeybi et al.,
-    "Megatron-LM", 2019): one all-reduce forward and one backward for each attention and each feed-forward part. Every
-    process takes the whole input and returns the whole output. What belongs to a head goes with it: sinks, relative
-    biases, ALiBi's slopes, norms with parameters of each head, and the heads of every mask.
+    "Megatron-LM", 2019). Each attention and each feed-forward part has one all-reduce forward and one backward. Every
+    process takes the whole input and returns the whole output. Sinks, relative biases, ALiBi's slopes, norms with
+    parameters of each head, and per-head masks are split with the heads.
 
-    Where W processes share fewer than W key/value heads, each of them holds the key and value projections whole, and
-    keeps the head that its queries use of what they compute; their gradients are summed over the processes.
+    If W processes share fewer than W key/value heads, each process holds whole key and value projections. It
+    keeps the head that its queries use. The gradients are summed over the processes.
 
-    Parameters become `DTensor`s, with the values of the mesh's first process. Attention weights that are returned, and
-    what `clearhead.record` and `monitor` give, are of all heads: every process asks for the same, by which they agree
-    before one more exchange. `qk_clip_` takes the logits of all heads, and scales those of each process.
+    Parameters become `DTensor`s, with the values of the mesh's first process. Returned attention weights, and the
+    results of `clearhead.record` and `monitor`, cover all heads. Request them in every process alike: the processes
+    agree on that before one more exchange. `qk_clip_` takes the logits of all heads, and scales the heads of each
+    process.
 
-    What the exchange of a later call raises, where another process has ended, failed or makes another call, is a
-    `DistributedError` that names the step; in a compiled graph it is the backend's own error.
+    A later call raises a `DistributedError` that names the step, if another process has ended, failed or makes another
+    call. In a compiled graph the backend raises its own error.
 
-    The processes compare the sizes and dtypes of their inputs where these differ from those of the call before, outside
-    graphs; every process raises `DistributedError` if they are not equal. Dropout of features that every process holds
-    draws from each one's own generator; the first training call compares the states of these in the same way.
+    Outside graphs, the processes compare the sizes and dtypes of their inputs when these change. Every process raises
+    `DistributedError` if they are not equal. Dropout of features that every process holds draws from the generator of
+    each process. The first training call compares the states of the generators in the same way.
 
     Args:
         module: a `MultiHeadAttention`, or a layer or stack of `clearhead.transformer` made of them.
-        mesh: one-dimensional, as ``mesh["tp"]`` of a larger one; W processes. W divides H, and divides Hkv or is
-            divided by it. With one process the module stays as it is.
+        mesh: a mesh of one dimension with W processes, as ``mesh["tp"]`` of a larger one. W divides H, and divides Hkv
+            or is divided by it. With one process the module stays as it is.
 
     Returns:
         The module.
 
     Raises:
         ArgumentError: for a mesh of several dimensions, heads or features that W does not divide, a part that cannot
-            be split, a parameter that two parts share, a module that was split before. Nothing is changed then, on any
-            process.
-        DTypeError: for another kind of module; latent attention, whose latents belong to no head, is one.
+            be split, a parameter that two parts share, or a module that was split before. Nothing is changed then, on
+            any process.
+        DTypeError: for another kind of module, such as latent attention, whose latents belong to no head.
         DistributedError: if another process raises one of these, or has another module.
 
     Example:

@@ -1,4 +1,4 @@
-"""What `tensor_parallel` changes in a module."""
+"""The changes that `tensor_parallel` makes in a module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..transformer import FeedForward, SwiGLU
 from ._agreement import fingerprint
 from ._description import aspects_of
 from ._finding import attention_parts
-from ._heads import Heads
+from ._heads import LocalHeads
 from ._methods import heads_divide
 from ._tensor_hooks import (
     WHERE,
@@ -42,7 +42,7 @@ class Plan:
 
     Args:
         mesh: the mesh of the processes.
-        changes: the changes. They are made when every process has collected them.
+        changes: the changes, which are made when every process has collected them.
         words: a description of the changes, equal in every process.
         covered: the module and the name by which each split parameter was found first.
         roles: the name by which each part was found first, and how it is split. Layers may share a part.
@@ -134,9 +134,9 @@ class Plan:
 
         Args:
             name, module: the layer.
-            placements: of its parameters by name. Other parameters are replicated.
+            placements: the placements of its parameters by name. Other parameters are replicated.
             input: the placement of its input.
-            features: what the process keeps of the output if no parameter is split.
+            features: the features of the output that this process keeps, if no parameter is split.
         """
         if not _is_linear(module):
             expected = "a linear layer, or peft's LoRA layer of one without DoRA"
@@ -203,7 +203,7 @@ class Plan:
             self.changes.append(partial(distribute, name, owner, key, self.mesh, placement))
 
 
-def _heads_of(name: str, module: MultiHeadAttention, mesh: DeviceMesh) -> Heads:
+def _heads_of(name: str, module: MultiHeadAttention, mesh: DeviceMesh) -> LocalHeads:
     """The heads of this process. Raise if the heads of the module cannot be split."""
     if module.head_shard is not None or module.sequence_shard is not None:
         before = WHERE if module.head_shard is not None else "context_parallel"
@@ -218,7 +218,7 @@ def _heads_of(name: str, module: MultiHeadAttention, mesh: DeviceMesh) -> Heads:
             fix="Use a mesh of another size.",
         )
     local = heads // world
-    return Heads(name, mesh, heads, kv_heads, mesh.get_local_rank() * local, local, max(kv_heads // world, 1))
+    return LocalHeads(name, mesh, heads, kv_heads, mesh.get_local_rank() * local, local, max(kv_heads // world, 1))
 
 
 def _require_no_parameters(name: str, part: object) -> None:
