@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import clearhead
 from clearhead._statistics.definitions import STATISTICS
 from clearhead.distributed import context_parallel, shard_sequence
-from clearhead.distributed._layout import Layout, Parts
+from clearhead.distributed._layout import Layout, Shards
 
 from .building import full, gradients
 
@@ -209,7 +209,7 @@ def compare_statistics(
         if mesh is None or name.startswith(("sum", "number")) or name in _OF_THE_WHOLE:
             return number
         if name == "rows" and queries is not None:
-            own = Parts(one.query_length, mesh.size(), layout).positions(mesh.get_local_rank(), queries.device)
+            own = Shards(one.query_length, mesh.size(), layout).positions(mesh.get_local_rank(), queries.device)
             return number[:, :, torch.isin(queries, own)]
         return shard_sequence(number, mesh, dim=_DIMENSIONS.get(name, 2), layout=layout)
 

@@ -17,9 +17,9 @@ from clearhead import masks
 from clearhead._call.request import Request
 from clearhead._environment import read_environment
 from clearhead.distributed import context_parallel, shard_sequence
-from clearhead.distributed._layout import LAYOUTS, Layout, Parts
+from clearhead.distributed._layout import LAYOUTS, Layout, Shards
 from clearhead.distributed._methods import Whole
-from clearhead.distributed._ring import Ring, by_ring
+from clearhead.distributed._ring import by_ring
 from clearhead.masks._grid import Grid
 
 from .building import EMBED, attention
@@ -32,7 +32,7 @@ LENGTH, BLOCKS = 2048, 16
 def _errors(layout: Layout, causal: bool) -> dict[str, tuple[float, float]]:
     """Largest errors against float64 of output and gradients: of the ring, and of one call of a kernel."""
     group, rank = line().get_group(), dist.get_rank()
-    parts, mask = Parts(LENGTH, BLOCKS, layout), masks.causal() if causal else None
+    parts, mask = Shards(LENGTH, BLOCKS, layout), masks.causal() if causal else None
     inputs = [torch.randn(1, 2, LENGTH, 64, dtype=torch.bfloat16) for _ in range(3)]
     factors = torch.randn(1, 2, LENGTH, 64, dtype=torch.bfloat16)
 
@@ -43,8 +43,8 @@ def _errors(layout: Layout, causal: bool) -> dict[str, tuple[float, float]]:
 
     cut = partial(parts.take, dim=2, rank=rank)
     grid = Grid(1, 2, LENGTH, LENGTH, torch.device("cpu"))
-    ring = Ring(Whole(group, rank, parts, parts, grid, Request(mask, lse=True)), read_environment())
-    found = results(lambda *own: by_ring(*own, ring).output, [cut(x) for x in inputs], cut(factors))
+    whole = Whole(group, rank, parts, parts, grid, Request(mask, lse=True), read_environment())
+    found = results(lambda *own: by_ring(*own, whole).output, [cut(x) for x in inputs], cut(factors))
     one = results(lambda *own: clearhead.attention(*own, mask=mask), inputs, factors)
     exact: list[torch.Tensor] = [x.new_zeros(x.shape, dtype=torch.float64) for x in (factors, *inputs)]
     if rank == 0:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import clearhead.distributed._collectives
 from clearhead.distributed import gather_sequence, shard_sequence
-from clearhead.distributed._layout import LAYOUTS, Layout, Parts
+from clearhead.distributed._layout import LAYOUTS, Layout, Shards
 from clearhead.errors import ArgumentError, ClearheadError, DTypeError
 
 from .building import collectives
@@ -22,7 +22,7 @@ LENGTHS = (0, 1, 3, 8, 13, 64)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_parts_are_those_of_tensor_split(length: int, world: int) -> None:
     whole = torch.arange(length)
-    contiguous, zigzag = (Parts(length, world, layout) for layout in LAYOUTS)
+    contiguous, zigzag = (Shards(length, world, layout) for layout in LAYOUTS)
     halves = whole.tensor_split(2 * world)
     for rank in range(world):
         assert torch.equal(contiguous.take(whole, 0, rank), whole.tensor_split(world)[rank])
@@ -35,7 +35,7 @@ def test_parts_are_those_of_tensor_split(length: int, world: int) -> None:
 
 
 def test_the_last_process_of_a_zigzag_holds_one_run() -> None:
-    assert Parts(16, 2, "zigzag").runs(1) == (slice(4, 12),)
+    assert Shards(16, 2, "zigzag").runs(1) == (slice(4, 12),)
 
 
 def _around(length: int, layout: Layout, dim: int, dtype: torch.dtype) -> None:
@@ -51,7 +51,7 @@ def _around(length: int, layout: Layout, dim: int, dtype: torch.dtype) -> None:
     assert again.is_contiguous()
     (again.neg_() * factors[dist.get_rank()]).sum().backward()  # written to in place, as any tensor
     expected = -2 * whole.detach() * factors.double().sum(0).to(dtype)
-    parts = Parts(length, world, layout)
+    parts = Shards(length, world, layout)
     assert whole.grad is not None
     found = parts.take(whole.grad, dim, dist.get_rank())
     torch.testing.assert_close(found, parts.take(expected, dim, dist.get_rank()))

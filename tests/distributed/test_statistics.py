@@ -21,7 +21,7 @@ from clearhead.distributed import (
     shard_sequence,
     tensor_parallel,
 )
-from clearhead.distributed._layout import Layout, Parts
+from clearhead.distributed._layout import Layout, Shards
 from clearhead.errors import ArgumentError, ClearheadError, DistributedError, RecordError
 
 from .building import EMBED, attention, collectives, encoder, full, mask, require_close
@@ -210,7 +210,7 @@ def _otherwise_of_tensors() -> dict[str, int]:
     part = shard_sequence(x, line(), dim=1)
     names = ("received", "rows", "top_k")
     options: dict[str, Any] = {"statistics": names, "queries": [12, 3]}
-    own = Parts(13, 2, "contiguous").positions(dist.get_rank(), x.device)
+    own = Shards(13, 2, "contiguous").positions(dist.get_rank(), x.device)
     here = torch.isin(torch.tensor([12, 3]), own)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         one = clearhead.attention_statistics(x, x, **options)

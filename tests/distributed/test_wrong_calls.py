@@ -344,4 +344,4 @@ def test_a_compiled_stack_refuses(two: Processes) -> None:
     for breaks in two.run(_compiled):
         # Attention is run outside graphs; what the processes agree on is not traced.
         assert len(breaks) == 1
-        assert "_Sequence.call" in next(iter(breaks))
+        assert "LocalSequence.call" in next(iter(breaks))

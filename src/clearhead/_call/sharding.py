@@ -76,6 +76,7 @@ class SequenceShard(Protocol):
         cache: Cache | None,
         need_weights: bool,
         average_attn_weights: bool,
+        /,
     ) -> tuple[Tensor, Tensor | None]:
         """The output for this process's queries, and their weights if they are wanted."""
         ...

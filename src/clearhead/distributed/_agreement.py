@@ -1,8 +1,8 @@
-"""Agreement before a collective: every process learns what the others were given, and of their errors.
+"""Agreement before a collective: every process gets the facts and the errors of the others.
 
-A process that raised before a collective would leave the others waiting in it. So each sends a record of one fixed
-size, with its facts or with its refusal, and all raise if one of them must. A refusal is understood in every agreement,
-whatever the others agree on there: a process that raises between two of them announces its error, and goes on.
+If a process raised before a collective, the others would wait in it. So each process sends a record of fixed size, with
+its facts or with its error, and all raise if one of them does. Every agreement reads errors, whatever its facts are. A
+process that raises between two agreements announces its error for the next one, and goes on.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._checks import choice
 from .._environment import outside_graphs
 from .._torch_private import all_gather_single, timeout_of
-from ..errors import ArgumentError, ClearheadError, DeviceError, DistributedError
+from ..errors import ArgumentError, DeviceError, DistributedError
 from ._collectives import from_every_rank
-from ._layout import LAYOUTS
 
 _FACTS = 32  # int64 numbers of facts in a record
 _TEXT = 640  # bytes of a refusal's text in a record
 _READABLE = 1 << 40  # larger facts are fingerprints
 
+Found = TypeVar("Found")
 Read = TypeVar("Read")
 
-#: What each process of the group sent, by name.
+#: The numbers that a process sends, by name.
+Facts = Mapping[str, int]
+
+#: The facts of every process of a group.
 Gathered = list[dict[str, int]]
 
 
@@ -42,26 +44,25 @@ def agree(
     where: str,
     group: dist.ProcessGroup,
     device: torch.device | str,
-    facts: Mapping[str, int],
-    problem: Exception | None,
+    facts: Facts | Exception,
 ) -> Gathered:
     """Exchange facts with all processes of a group.
 
     Args:
-        where: what is called, for messages.
-        group: of the processes.
-        device: on which the group's collectives work.
-        facts: of this process, at most 32; the same names on all of them.
-        problem: why this process cannot go on, or ``None``.
+        where: the called function, for messages.
+        group: the group of the processes.
+        device: the device of the group's collectives.
+        facts: the facts of this process, at most 32. All processes send the same names. Or the error that this process
+            raises.
 
     Returns:
         The facts of every process.
 
     Raises:
-        The problem, where there is one; `DistributedError` where another process has one, or where the group cannot be
-        reached.
+        The error of this process, if it has one.
+        DistributedError: if another process has an error, or if the group cannot be reached.
     """
-    record = _record(where, facts, problem).to(device)
+    record = _record(where, facts).to(device)
     try:
         records = from_every_rank(record, group).cpu()
     except (RuntimeError, ValueError) as error:
@@ -72,10 +73,14 @@ def agree(
     record = record.cpu()
     if bool((records[:, 0] > 0).any() or (records[:, 1] != record[1]).any()):
         _wait_for_readers(group, device)
-    if problem is not None:
-        raise problem
+    if isinstance(facts, Exception):
+        raise facts
     for rank, other in enumerate(records):
-        _raise_refusal(where, rank, other)
+        if length := int(other[0]):
+            text = bytes(other[2 + _FACTS :].view(torch.uint8)[:length].tolist()).decode(errors="ignore")
+            raise DistributedError(
+                f"{where}: process {rank} of the group refused the call, so that none of them runs it: {text}"
+            )
     for rank, other in enumerate(records):
         if other[1] != record[1]:
             raise DistributedError(
@@ -85,54 +90,72 @@ def agree(
 
 
 def _wait_for_readers(group: dist.ProcessGroup, device: torch.device | str) -> None:
-    """Wait until every process has read the records of a call that is refused.
+    """Wait until every process has read the records of a call that raises.
 
-    A process that refuses and exits at once closes its connections. Without this exchange the others, which may still
-    be reading, would find a closed connection instead of the refusal.
+    A process that raises and exits at once closes its connections. Without this exchange the others may still be
+    reading, and would find a closed connection instead of the error.
     """
-    with suppress(RuntimeError, ValueError):  # what was refused is known already
+    with suppress(RuntimeError, ValueError):  # the error is known already
         from_every_rank(torch.zeros(1, dtype=torch.int64, device=device), group)
+
+
+def agree_on(
+    where: str, group: dist.ProcessGroup, device: str, find: Callable[[], tuple[Facts, Found]]
+) -> tuple[Gathered, Found]:
+    """Exchange the facts that `find` returns. If it raises in one process, all processes raise.
+
+    Args:
+        where, group, device: as for `agree`.
+        find: returns the facts of this process, and an object that stays in it.
+
+    Returns:
+        The facts of every process, and the object.
+    """
+    try:
+        facts, found = find()
+    except Exception as error:
+        agree(where, group, device, error)
+        raise
+    return agree(where, group, device, facts), found
 
 
 def agree_in_turn(
     where: str,
     groups: Sequence[dist.ProcessGroup],
     device: str,
-    facts: Mapping[str, int],
-    problem: Exception | None,
-    read: Callable[[Gathered], Read],
+    find: Callable[[], tuple[Facts, Found]],
+    read: Callable[[Gathered, Found], Read],
 ) -> Read:
-    """Agree on facts in the first group; what it refuses, the processes of the others refuse too.
+    """Agree in the first group. If its processes raise, the processes of the other groups raise too.
 
     Args:
-        where, device, facts, problem: as for `agree`.
-        groups: of the processes that have all parts of the sequence, and of those that have the heads of one part.
-        read: what is read from the facts of the first group, or raised.
+        where, device, find: as for `agree_on`.
+        groups: the group that shares the sequence, and the groups that share the heads of one shard.
+        read: computes the result from what `agree_on` returns in the first group, or raises.
 
     Returns:
-        What was read.
+        The result of `read`.
     """
-    found: Read | None = None
     try:
-        found = read(agree(where, groups[0], device, facts, problem))
+        result = read(*agree_on(where, groups[0], device, find))
     except Exception as error:
-        problem = error
+        for group in groups[1:]:
+            agree(where, group, device, error)
+        raise
     for group in groups[1:]:
-        agree(where, group, device, {}, problem)
-    if problem is not None:
-        raise problem
-    return cast(Read, found)
+        agree(where, group, device, {})
+    return result
 
 
-#: By the group whose processes they have. They end with it: threads of a group that outlives `destroy_process_group`
-#: may abort a process that ends.
+#: Groups for agreements, by the group with the same processes. They end with it: if a group outlives
+#: `destroy_process_group`, its threads may abort a process that ends.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def group_for_agreements(group: dist.ProcessGroup, device: str) -> dist.ProcessGroup:
-    """Another group of the same processes: what one of them announces there meets no other collective.
+    """Another group of the same processes, in which an announced error meets no other collective.
 
-    Made by all processes of the group, when they call this for the first time.
+    All processes of the group make it when they call this for the first time.
     """
     if group not in _groups:
         ranks, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
@@ -141,19 +164,19 @@ def group_for_agreements(group: dist.ProcessGroup, device: str) -> dist.ProcessG
     return _groups[group]
 
 
-#: How many modules have been split over the sequence, by group.
+#: The number of modules that have been split over the sequence, by group.
 _numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def next_number(group: dist.ProcessGroup) -> int:
-    """A number for a module that is split, from 1 on; equal in processes that split modules in the same order."""
+    """A number for a split module, from 1 on. It is equal in processes that split modules in the same order."""
     _numbers[group] = _numbers.get(group, 0) + 1
     return _numbers[group]
 
 
 @contextmanager
 def not_announced() -> Generator[None, None, None]:
-    """Mark what is raised inside, where no other process waits in an agreement: `announce` leaves it out."""
+    """Mark an error that is raised while no other process waits in an agreement. `announce` ignores it."""
     try:
         yield
     except Exception as error:
@@ -163,25 +186,25 @@ def not_announced() -> Generator[None, None, None]:
 
 @outside_graphs
 def announce(where: str, groups: Sequence[dist.ProcessGroup], device: str, problem: Exception) -> None:
-    """Refuse what the others agree on next, without waiting for them.
+    """Send an error to the next agreement of the others, without waiting for them.
 
     Args:
         where, groups, device: as for `agree_in_turn`.
-        problem: why this process cannot go on; the caller raises it.
+        problem: the error, which the caller raises.
     """
     if getattr(problem, "not_announced", False):
         return
-    record = _record(where, {}, problem).to(device)
+    record = _record(where, problem).to(device)
     for group in groups:
-        found = record.new_empty((dist.get_world_size(group), len(record)))
-        read = found.new_empty((dist.get_world_size(group), 1))
+        records = record.new_empty((dist.get_world_size(group), len(record)))
+        read = record.new_empty((dist.get_world_size(group), 1))
         with suppress(RuntimeError, ValueError):  # the problem is what counts
-            all_gather_single(found, record[None], group=group, async_op=True)
+            all_gather_single(records, record[None], group=group, async_op=True)
             # The exchange that `_wait_for_readers` joins.
             _wait_at_exit(all_gather_single(read, read.new_zeros((1, 1)), group=group, async_op=True))
 
 
-#: Exchanges of announced refusals, for which a process that ends waits.
+#: Exchanges of announced errors. A process waits for them before it ends.
 _announced: list[Any] = []
 _SECONDS_AT_EXIT = 5
 
@@ -199,29 +222,20 @@ def _wait_for_announced() -> None:
             each.wait(timedelta(seconds=_SECONDS_AT_EXIT))
 
 
-def _record(where: str, facts: Mapping[str, int], problem: Exception | None) -> Tensor:
+def _record(where: str, facts: Facts | Exception) -> Tensor:
     record = torch.zeros(2 + _FACTS + _TEXT // 8, dtype=torch.int64)
-    record[1] = fingerprint(where, *facts)
-    if problem is None:
+    if not isinstance(facts, Exception):
+        record[1] = fingerprint(where, *facts)
         record[2 : 2 + len(facts)] = torch.tensor(list(facts.values()), dtype=torch.int64)
         return record
-    text = f"{type(problem).__name__}: {problem}".encode()[:_TEXT]
+    text = f"{type(facts).__name__}: {facts}".encode()[:_TEXT]
     record[0] = len(text)
     record[2 + _FACTS :].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     return record
 
 
-def _raise_refusal(where: str, rank: int, record: Tensor) -> None:
-    length = int(record[0])
-    if length:
-        text = bytes(record[2 + _FACTS :].view(torch.uint8)[:length].tolist()).decode(errors="ignore")
-        raise DistributedError(
-            f"{where}: process {rank} of the group refused the call, so that none of them runs it: {text}"
-        )
-
-
 def fingerprint(*values: object) -> int:
-    """An int64 that is equal for equal values, in every process."""
+    """An int64 number that is equal for equal values, in every process."""
     return int.from_bytes(blake2b(repr(values).encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -236,23 +250,29 @@ def require_equal(where: str, gathered: Gathered, names: Sequence[str], fix: str
             raise DistributedError(f"{where}: {name}", expected="the same in every process", got=got, fix=fix)
 
 
-def group_of(mesh: object) -> tuple[dist.ProcessGroup, ClearheadError | None]:
-    """The group of a mesh; for what is no such mesh, the group of all processes, in which that can be told."""
-    problem: ClearheadError | None = None
+def require_mesh(mesh: object) -> None:
+    """Raise unless the mesh is a `DeviceMesh` of one dimension."""
     if not isinstance(mesh, DeviceMesh):
         fix = 'torch.distributed.device_mesh.init_device_mesh("cpu", (4,)) makes one.'
-        problem = ArgumentError("mesh", expected="a DeviceMesh", got=type(mesh).__name__, fix=fix)
-    elif mesh.ndim != 1:
+        raise ArgumentError("mesh", expected="a DeviceMesh", got=type(mesh).__name__, fix=fix)
+    if mesh.ndim != 1:
         fix = 'Take one dimension of it, as mesh["cp"].'
-        problem = ArgumentError("mesh", expected="one dimension", got=f"{mesh.ndim}", fix=fix)
-    else:
-        return mesh.get_group(), None
-    if not (dist.is_available() and dist.is_initialized()):
-        raise problem
-    group = dist.group.WORLD
-    if group is None:
-        raise problem
-    return group, problem
+        raise ArgumentError("mesh", expected="one dimension", got=f"{mesh.ndim}", fix=fix)
+
+
+def group_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, str]:
+    """The group and the device of a mesh.
+
+    For an invalid mesh it is the group of all processes: these can still agree that one of them raises.
+    """
+    try:
+        require_mesh(mesh)
+        return mesh.get_group(), mesh.device_type
+    except ArgumentError:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if group is None:
+            raise
+        return group, getattr(mesh, "device_type", "cpu")
 
 
 def require_device(where: str, name: str, x: object, device: str) -> None:
@@ -270,8 +290,3 @@ def not_pickled(where: str) -> DistributedError:
         "parameters with torch.distributed.checkpoint and get_model_state_dict(module), or pickle the module before "
         "it is split."
     )
-
-
-def require_layout(layout: object) -> None:
-    """Raise for the name of no layout."""
-    choice("layout", layout, LAYOUTS)

@@ -1,4 +1,4 @@
-"""`attention_statistics` of queries and keys of which each process holds a part of a sequence."""
+"""`attention_statistics` of queries and keys of which each process holds a shard."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ..errors import KernelError
 from ..masks._base import Mask
 from ..masks._check import as_positions
 from ..masks._tensors import as_mask
-from ._agreement import Gathered, agree_in_turn, fingerprint, group_of, require_equal, require_layout
-from ._layout import Layout
+from ._agreement import Gathered, agree_in_turn, fingerprint, group_of, require_equal, require_mesh
+from ._layout import Layout, require_layout
 from ._methods import Whole, like_whole, mask_fact, runs_of_queries
-from ._sequence import parts_of
-from ._statistics import Computed, shared_call
+from ._sequence import shards_of
+from ._statistics import shared_call
 
 _WHERE = "attention_statistics"
 _SAME = "All processes of the mesh make the same call, each with its part of query, key and value, and all else whole."
@@ -60,35 +60,36 @@ def attention_statistics(
     offsets: Sequence[int] = (-1,),
     per: Per = "query_head",
 ) -> AttentionStatistics:
-    """`clearhead.attention_statistics` of one call whose queries and keys are parts of sequences over processes.
+    """`clearhead.attention_statistics` of one call whose queries and keys are split over processes.
 
-    Every process gives its part of query, key and value, and all else as for one process, of the whole. The processes
-    agree on the call by two small records and gather the keys (the values only for ``output`` and ``output_norm``);
-    statistics exchange besides what they do in a record under *gather*. A mesh of one process exchanges nothing.
+    Every process passes its shard of query, key and value. All other arguments are those of the whole, as for one
+    process. The processes agree on the call by two small records, and gather the keys. They gather the values only for
+    ``output`` and ``output_norm``. Statistics exchange the same totals as in a record under *gather*. A mesh of one
+    process exchanges nothing.
 
     Args:
-        query: (B, H, l, D), or (H, l, D) without a batch: this process's part of the L queries, as
+        query: (B, H, l, D), or (H, l, D) without a batch. It is this process's shard of the L queries, as
             ``shard_sequence(query, mesh, dim=-2)`` cuts it.
-        key: (B, Hkv, s, D), its part of the S keys.
-        mesh: one-dimensional, as ``mesh["cp"]`` of a larger one; W processes.
-        mask, sinks, query_positions, key_positions: of all queries and keys; as for `clearhead.attention_statistics`.
-        layout: of both sequences; see `shard_sequence`. Default ``"contiguous"``.
-        value: (B, Hkv, s, Dv), its part of the values.
-        query_mask: bool or 0/1 (B, L), of all queries. Default: all count.
-        queries: which of all queries ``rows`` means; default all.
+        key: (B, Hkv, s, D), its shard of the S keys.
+        mesh: a mesh of one dimension with W processes, as ``mesh["cp"]`` of a larger one.
+        mask, sinks, query_positions, key_positions: as for `clearhead.attention_statistics`, for all queries and keys.
+        layout: the layout of both sequences, as in `shard_sequence`. Default ``"contiguous"``.
+        value: (B, Hkv, s, Dv), its shard of the values.
+        query_mask: bool or 0/1 (B, L), for all queries. By default all queries count.
+        queries: the queries that ``rows`` covers, among all queries. By default ``rows`` covers all.
         scale, softcap, statistics, top_k, map_size, map_pooling, sink_keys, offsets, per: as for
             `clearhead.attention_statistics`.
 
     Returns:
-        An `AttentionStatistics`. What has a number for each query (``head_average`` too) is of this process's queries,
-        ``rows`` of the chosen ones among them, ``received`` of its keys, and all else of the whole. Keys in ``top_k``
-        are numbered in the whole sequence.
+        An `AttentionStatistics`. Per-query statistics, and ``head_average``, cover this process's queries. ``rows``
+        covers the chosen queries among them, and ``received`` covers its keys. All others cover the whole. Keys in
+        ``top_k`` are numbered in the whole sequence.
 
     Raises:
-        ArgumentError, ShapeError, DTypeError, DeviceError, MaskTypeError: as `clearhead.attention_statistics`; for a
-            mesh of several dimensions or an unknown layout.
+        ArgumentError, ShapeError, DTypeError, DeviceError, MaskTypeError: as `clearhead.attention_statistics`, and for
+            a mesh of several dimensions or an unknown layout.
         KernelError: inside `torch.func` and forward-mode derivatives.
-        DistributedError: if another process raises one of these or makes another call, or the parts do not belong
+        DistributedError: if another process raises one of these or makes another call, or if the shards do not fit
             together.
 
     Example:
@@ -120,42 +121,40 @@ def attention_statistics(
         "offsets": offsets,
         "per": per,
     }
-    group, problem = group_of(mesh)
-    if problem is None and dist.get_world_size(group) == 1:
+    group, device = group_of(mesh)
+    if dist.get_world_size(group) == 1:
+        require_mesh(mesh)
         require_layout(layout)
         return of_one_process(query, key, mask, **given)
-    call, facts = None, dict[str, int]()
-    try:
-        if problem is not None:
-            raise problem
+
+    def find() -> tuple[dict[str, int], _Call]:
+        require_mesh(mesh)
         call = _read(query, key, mask, layout, given)
-        facts = _facts(call)
-    except Exception as error:
-        problem = cast(Any, error)
-    device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    # The second time on what only their lengths together show.
-    whole, counted = agree_in_turn(_WHERE, (group, group), device, facts, problem, partial(_whole, call, group))
-    return _computed(cast(_Call, call), whole, counted)
+        return _facts(call), call
+
+    # The second agreement is about errors that show only in the length of the whole sequence.
+    return _computed(*agree_in_turn(_WHERE, (group, group), device, find, partial(_whole, group)))
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What one process asks for.
+    """The call of one process.
 
     Args:
-        part: query, key and value of this process, with what is checked without the others; values have no features
-            where none are wanted.
-        mask: of the whole.
-        given: arguments by name, those of the whole among them.
-        queries: those that are chosen.
-        names, options: of statistics.
-        layout: of both sequences.
-        environment: of the call.
+        local: the query, key and value of this process as a call. The values have no features if no statistic reads
+            them.
+        request: how the whole attends.
+        query_mask, per: as in `attention_statistics`.
+        queries: the chosen queries.
+        names, options: the statistics.
+        layout: the layout of both sequences.
+        environment: the environment of the call.
     """
 
-    part: AttentionCall
-    mask: Mask | None
-    given: dict[str, Any]
+    local: AttentionCall
+    request: Request
+    query_mask: Tensor | None
+    per: Per
     queries: Queries | None
     names: tuple[str, ...]
     options: Options
@@ -164,11 +163,11 @@ class _Call:
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.part.query, self.part.key, self.part.value
+        return self.local.query, self.local.key, self.local.value
 
 
 def _read(query: Tensor, key: Tensor, mask: Mask | Tensor | None, layout: Layout, given: dict[str, Any]) -> _Call:
-    """The arguments; raise for those that fit no call."""
+    """The checked arguments."""
     require_layout(layout)
     names = require_names(given["statistics"], given["value"] is not None)
     options = make_options(*(given[name] for name in ("top_k", "map_size", "map_pooling", "sink_keys", "offsets")))
@@ -177,24 +176,30 @@ def _read(query: Tensor, key: Tensor, mask: Mask | Tensor | None, layout: Layout
     if environment.transformed:
         raise KernelError(f"{_WHERE}: torch.func and forward-mode derivatives do not follow exchanges.")
     query, key, *values = cast_for_autocast(query, key, *(() if given["value"] is None else (given["value"],)))
-    request = Request(None, given["scale"], given["softcap"], given["sinks"])
+    numbers = {name: given[name] for name in ("scale", "softcap", "sinks")}
     with torch.no_grad(), autocast_off(query):
-        part = valid_call(query, key, values[0] if values else None, request, environment)
+        local = valid_call(query, key, values[0] if values else None, Request(**numbers), environment)
     if not need_values(names):
-        part = replace(part, value=part.key[..., :0])
-    for name in ("query_positions", "key_positions"):
-        as_positions(name, given[name], per_head=name == "key_positions")
+        local = replace(local, value=local.key[..., :0])
+    positions = {name: given[name] for name in ("query_positions", "key_positions")}
+    for name, each in positions.items():
+        as_positions(name, each, per_head=name == "key_positions")
     if given["query_mask"] is not None:
         query_marks(given["query_mask"])
-    own = None if mask is None else as_mask(mask)
-    return _Call(part, own, given, checked_queries("queries", given["queries"]), names, options, layout, environment)
+    request = Request(None if mask is None else as_mask(mask), **numbers, **positions)
+    queries = checked_queries("queries", given["queries"])
+    return _Call(local, request, given["query_mask"], given["per"], queries, names, options, layout, environment)
 
 
 def _facts(call: _Call) -> dict[str, int]:
-    """What the processes have to agree on; and the lengths of their parts, which may differ."""
-    (query, key, value), spec = call.operands, call.part.spec
-    # Whether those fit that are tensors is seen in the whole.
-    others = {name: call.given[name] for name in ("query_positions", "key_positions", "query_mask")}
+    """The facts that the processes agree on, and the lengths of their shards, which may differ."""
+    (query, key, value), spec = call.operands, call.local.spec
+    # The call of the whole checks the sizes of tensors.
+    tensors = {
+        "query_positions": call.request.query_positions,
+        "key_positions": call.request.key_positions,
+        "query_mask": call.query_mask,
+    }
     rows = call.queries.tolist() if isinstance(call.queries, Tensor) else call.queries
     return {
         "layout": fingerprint(call.layout),
@@ -204,12 +209,12 @@ def _facts(call: _Call) -> dict[str, int]:
         "head_dim": query.shape[3],
         "head_dim of values": value.shape[3],
         "dtype": FLOATS.index(query.dtype),
-        "mask": mask_fact(call.mask),
-        **{name: fingerprint("a tensor" if isinstance(x, Tensor) else x) for name, x in others.items()},
+        "mask": mask_fact(cast("Mask | None", call.request.mask)),
+        **{name: fingerprint("a tensor" if isinstance(x, Tensor) else x) for name, x in tensors.items()},
         "scale": fingerprint(spec.scale),
         "softcap": fingerprint(spec.softcap),
         "sinks": spec.sinks,
-        "statistics": fingerprint(call.names, call.given["per"]),
+        "statistics": fingerprint(call.names, call.per),
         "options": fingerprint(call.options),
         "queries": fingerprint(rows),
         "query": query.shape[2],
@@ -217,24 +222,20 @@ def _facts(call: _Call) -> dict[str, int]:
     }
 
 
-def _whole(call: _Call | None, group: dist.ProcessGroup, gathered: Gathered) -> tuple[Whole, Tensor | None]:
-    """The whole of which the processes hold parts, and its counted queries; raise unless all make one call of it."""
-    call = cast(_Call, call)
+def _whole(group: dist.ProcessGroup, gathered: Gathered, call: _Call) -> tuple[_Call, Whole, Tensor | None]:
+    """The call, the whole, and the counted queries. Raise unless all processes make one call."""
     require_equal(_WHERE, gathered, [name for name in gathered[0] if name not in ("query", "key")], _SAME)
-    queries, keys = (parts_of(_WHERE, gathered, name, call.layout) for name in ("query", "key"))
-    spec, given = call.part.spec, call.given
-    with torch.no_grad(), autocast_off(call.part.query):
-        positions = {name: given[name] for name in ("query_positions", "key_positions")}
-        request = Request(call.mask, spec.scale, spec.softcap, given["sinks"], **positions)
-        whole = valid_call(*like_whole(call.operands, queries, keys), request, call.environment)
+    queries, keys = (shards_of(_WHERE, gathered, name, call.layout) for name in ("query", "key"))
+    with torch.no_grad(), autocast_off(call.local.query):
+        whole = valid_call(*like_whole(call.operands, queries, keys), call.request, call.environment)
     row_numbers(call.queries, queries.length)
-    counted = counted_queries(given["query_mask"], whole)
-    return Whole(group, dist.get_rank(group), queries, keys, whole.grid, whole.request, _WHERE), counted
+    counted = counted_queries(call.query_mask, whole)
+    rank, environment = dist.get_rank(group), call.environment
+    return call, Whole(group, rank, queries, keys, whole.grid, whole.request, environment, _WHERE), counted
 
 
 def _computed(call: _Call, whole: Whole, counted: Tensor | None) -> AttentionStatistics:
-    """Keys are gathered, and each run of this process's queries is folded by itself."""
-    with torch.no_grad(), autocast_off(call.part.query):
-        computed = Computed([*runs_of_queries(*call.operands, whole)])
-        shared = shared_call(call.operands, whole, computed, call.environment)
-        return compute_statistics(shared, call.names, call.options, counted, call.queries, call.given["per"])
+    """Statistics of gathered keys and of each run of this process's queries."""
+    with torch.no_grad(), autocast_off(call.local.query):
+        shared = shared_call(call.operands, whole, [*runs_of_queries(*call.operands, whole)])
+        return compute_statistics(shared, call.names, call.options, counted, call.queries, call.per)

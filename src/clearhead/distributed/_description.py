@@ -1,4 +1,4 @@
-"""What is equal in every process of a module that is split, as facts for an agreement."""
+"""The facts of a split module, which are equal in every process."""
 
 from __future__ import annotations
 
@@ -13,20 +13,6 @@ from ..transformer import FeedForward
 from ._agreement import fingerprint
 from ._finding import Named
 
-#: Aspects of a module, by the names that messages use; the last one is of what the others leave out.
-ASPECTS: tuple[str, ...] = (
-    "attention modules",
-    "softcap of the module",
-    "scale of the module",
-    "dropout of the module",
-    "mask of the module",
-    "position of the module",
-    "q_norm of the module",
-    "k_norm of the module",
-    "parts beside attention",
-    "module",
-)
-
 # An object without a text of its own shows its address; devices have the number of the process.
 _OF_THIS_PROCESS = re.compile(r" at 0x[0-9a-fA-F]+|(?<=[a-z]):\d+")
 
@@ -34,25 +20,25 @@ _OF_THIS_PROCESS = re.compile(r" at 0x[0-9a-fA-F]+|(?<=[a-z]):\d+")
 def aspects_of(
     module: nn.Module, attentions: Sequence[tuple[str, MultiHeadAttention]], others: Named
 ) -> dict[str, int]:
-    """A fingerprint of each of `ASPECTS`: equal for equal modules in every process, whatever the parameters' values."""
+    """Fingerprints by the names that messages use. They are equal for equal modules, for any values of parameters."""
     each = [attention for _, attention in attentions]
-    words: tuple[object, ...] = (
-        [part.softcap for part in each],
-        [part.scale for part in each],
-        [part.dropout for part in each],
-        [None if part.mask is None else _plain(part.mask.describe()) for part in each],
-        [_described(part.position) for part in each],
-        [_described(part.q_norm) for part in each],
-        [_described(part.k_norm) for part in each],
-        [(name, *_described_part(part)) for name, part in others],
-        (
+    words: dict[str, object] = {
+        "softcap of the module": [part.softcap for part in each],
+        "scale of the module": [part.scale for part in each],
+        "dropout of the module": [part.dropout for part in each],
+        "mask of the module": [None if part.mask is None else _plain(part.mask.describe()) for part in each],
+        "position of the module": [_described(part.position) for part in each],
+        "q_norm of the module": [_described(part.q_norm) for part in each],
+        "k_norm of the module": [_described(part.k_norm) for part in each],
+        "parts beside attention": [(name, *_described_part(part)) for name, part in others],
+        "module": (  # what the others do not cover
             [(name, part.num_heads, part.num_kv_heads, part.head_dim, part.sinks is None) for name, part in attentions],
             [(name, getattr(part, "norm_first", None)) for name, part in module.named_modules()],
             [(name, *_sizes(parameter)) for name, parameter in module.named_parameters()],
         ),
-    )
-    # Their number is sent as it is, so that messages show it.
-    return {ASPECTS[0]: len(each)} | {name: fingerprint(word) for name, word in zip(ASPECTS[1:], words, strict=True)}
+    }
+    # The number of attention modules is sent as it is, so that messages show it.
+    return {"attention modules": len(each)} | {name: fingerprint(word) for name, word in words.items()}
 
 
 def _described_part(part: nn.Module) -> tuple[str, ...]:
@@ -62,7 +48,7 @@ def _described_part(part: nn.Module) -> tuple[str, ...]:
 
 def _described(part: object) -> str:
     text = repr(part)
-    # The text of a tensor has its values, to the last of which processes need not agree.
+    # The text of a tensor shows its values, which may differ in their last digits.
     return type(part).__qualname__ if "tensor(" in text else _plain(text)
 
 

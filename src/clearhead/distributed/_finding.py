@@ -1,4 +1,4 @@
-"""The attention modules, and the other parts, of what is split over processes."""
+"""The attention modules, and the other parts, of a module that is split over processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attention_parts(where: str, module: object) -> tuple[list[tuple[str, MultiHe
     """The attention modules of a module, and the parts beside them, by name.
 
     Raises:
-        DTypeError: for what is neither a `MultiHeadAttention` nor a layer or stack made of them.
+        DTypeError: for another module than a `MultiHeadAttention`, or a layer or stack made of them.
     """
     attentions: list[tuple[str, MultiHeadAttention]] = []
     others: Named = []

@@ -9,23 +9,30 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from .._checks import choice
+
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag")
 
 
+def require_layout(layout: object) -> None:
+    """Raise for an unknown layout."""
+    choice("layout", layout, LAYOUTS)
+
+
 @dataclass(frozen=True)
-class Parts:
-    """A sequence of some length as the parts of a group's processes; cut as `torch.tensor_split` cuts.
+class Shards:
+    """The shards of a sequence: the positions of each process. They are cut as `torch.tensor_split` cuts.
 
     Args:
-        length: of the sequence.
-        world_size: W, processes in the group.
-        layout: ``"contiguous"``: part r of W. ``"zigzag"``: parts r and 2W − 1 − r of 2W, which under a causal mask is
-            the same work for every process.
+        length: the length of the sequence.
+        world_size: W, the number of processes.
+        layout: ``"contiguous"`` gives process r part r of W. ``"zigzag"`` gives it parts r and 2W − 1 − r of 2W, so
+            that every process has the same work under a causal mask.
 
     Example:
-        >>> from clearhead.distributed._layout import Parts
-        >>> Parts(7, 2, "contiguous").runs(0), Parts(7, 2, "zigzag").runs(0)
+        >>> from clearhead.distributed._layout import Shards
+        >>> Shards(7, 2, "contiguous").runs(0), Shards(7, 2, "zigzag").runs(0)
         ((slice(0, 4, None),), (slice(0, 2, None), slice(6, 7, None)))
     """
 
@@ -34,7 +41,7 @@ class Parts:
     layout: Layout
 
     def runs(self, rank: int) -> tuple[slice, ...]:
-        """The positions of a process in ascending order, as runs without gaps; none is empty."""
+        """The positions of a process in ascending order, as runs without gaps. No run is empty."""
         return self._runs[rank]
 
     @cached_property
@@ -48,7 +55,7 @@ class Parts:
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """How many positions each process holds."""
+        """The number of positions of each process."""
         return tuple(sum(run.stop - run.start for run in runs) for runs in self._runs)
 
     @cached_property
@@ -56,39 +63,38 @@ class Parts:
         return max(self.lengths)
 
     def positions(self, rank: int, device: torch.device) -> Tensor:
-        """The positions of a process, (length of its part,)."""
+        """The positions of a process, (length of its shard,)."""
         runs = [torch.arange(run.start, run.stop, device=device) for run in self.runs(rank)]
         return torch.cat(runs) if runs else torch.arange(0, device=device)
 
     def take(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
-        """A process's part of a tensor that holds the whole sequence."""
-        parts = [tensor.narrow(dim, run.start, run.stop - run.start) for run in self.runs(rank)]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
+        """The shard of a process, from a tensor with the whole sequence."""
+        runs = [tensor.narrow(dim, run.start, run.stop - run.start) for run in self.runs(rank)]
+        if len(runs) == 1:
+            return runs[0]
+        return torch.cat(runs, dim) if runs else tensor.narrow(dim, 0, 0)
 
     def split(self, tensor: Tensor, dim: int) -> list[list[Tensor]]:
-        """What each process holds of a tensor with the whole sequence: its runs, views; one empty for no run."""
+        """The runs of each process, as views of a tensor with the whole sequence. An empty shard is one empty run."""
         order = self._in_order()
-        cut = tensor.split([run.stop - run.start for run, _ in order], dim)
-        found: list[list[Tensor]] = [[] for _ in range(self.world_size)]
-        for (_, rank), part in zip(order, cut, strict=True):
-            found[rank].append(part)
-        return [runs or [tensor.narrow(dim, 0, 0)] for runs in found]
+        shards: list[list[Tensor]] = [[] for _ in range(self.world_size)]
+        for (_, rank), run in zip(order, tensor.split([run.stop - run.start for run, _ in order], dim), strict=True):
+            shards[rank].append(run)
+        return [runs or [tensor.narrow(dim, 0, 0)] for runs in shards]
 
-    def join(self, parts: list[Tensor], dim: int) -> Tensor:
-        """The whole sequence, a new tensor, from the parts of all processes; each may be longer than its part."""
-        runs = [
-            iter(part.split([*(run.stop - run.start for run in own), part.shape[dim] - length], dim))
-            for part, own, length in zip(parts, self._runs, self.lengths, strict=True)
+    def join(self, shards: list[Tensor], dim: int) -> Tensor:
+        """The whole sequence, a new tensor, from the shards of all processes. A shard may be padded at its end."""
+        cut = [
+            iter(shard.split([*(run.stop - run.start for run in runs), shard.shape[dim] - length], dim))
+            for shard, runs, length in zip(shards, self._runs, self.lengths, strict=True)
         ]
-        ordered = [next(runs[rank]) for _, rank in self._in_order()]
-        return torch.cat(ordered or [parts[0].narrow(dim, 0, 0)], dim)
+        ordered = [next(cut[rank]) for _, rank in self._in_order()]
+        return torch.cat(ordered or [shards[0].narrow(dim, 0, 0)], dim)
 
     def _in_order(self) -> list[tuple[slice, int]]:
         """All runs in the order of the sequence, and the process of each."""
-        found = [(run, rank) for rank, runs in enumerate(self._runs) for run in runs]
-        return sorted(found, key=lambda each: each[0].start)
+        pairs = [(run, rank) for rank, runs in enumerate(self._runs) for run in runs]
+        return sorted(pairs, key=lambda pair: pair[0].start)
 
     def _cut(self, count: int, index: int) -> slice:
         least, more = divmod(self.length, count)
@@ -97,13 +103,13 @@ class Parts:
 
 
 def _joined(*runs: slice) -> tuple[slice, ...]:
-    """Runs in ascending order, without empty ones; neighbours as one."""
-    found: list[slice] = []
+    """Runs in ascending order, without empty ones. Two neighbours become one run."""
+    joined: list[slice] = []
     for run in runs:
         if run.start == run.stop:
             continue
-        if found and found[-1].stop == run.start:
-            found[-1] = slice(found[-1].start, run.stop)
+        if joined and joined[-1].stop == run.start:
+            joined[-1] = slice(joined[-1].start, run.stop)
         else:
-            found.append(run)
-    return tuple(found)
+            joined.append(run)
+    return tuple(joined)

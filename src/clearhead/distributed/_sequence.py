@@ -14,9 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._checks import integer, strided
 from .._environment import is_tracing, outside_graphs
 from ..errors import ArgumentError, DistributedError, shape_text
-from ._agreement import Gathered, agree, fingerprint, group_of, require_equal, require_layout
-from ._collectives import gather_parts
-from ._layout import LAYOUTS, Layout, Parts
+from ._agreement import Gathered, agree_on, fingerprint, group_of, require_equal, require_mesh
+from ._collectives import gather_shards
+from ._layout import LAYOUTS, Layout, Shards, require_layout
 
 
 def shard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: Layout = "contiguous") -> Tensor:
@@ -53,12 +53,11 @@ def shard_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: La
         >>> dist.destroy_process_group()
     """
     dim = _require(tensor, mesh, dim, layout)
-    parts = Parts(tensor.shape[dim], mesh.size(), layout)
-    part = parts.take(tensor, dim, mesh.get_local_rank())
+    shard = Shards(tensor.shape[dim], mesh.size(), layout).take(tensor, dim, mesh.get_local_rank())
     if mesh.size() > 1:
         _mark(tensor, mesh.get_group(), "whole")
-        _mark(part, mesh.get_group(), layout)
-    return part
+        _mark(shard, mesh.get_group(), layout)
+    return shard
 
 
 def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: Layout = "contiguous") -> Tensor:
@@ -83,36 +82,39 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh, *, dim: int = 1, layout: L
 
         >>> from clearhead.distributed import gather_sequence, shard_sequence
     """
-    group, problem = group_of(mesh)
-    problem = cast("Exception | None", problem)
-    facts = {"dim": 0, "layout": 0, "dtype": 0, "shape": 0, "length": 0}
-    if problem is None:
-        try:
-            dim = _require(tensor, mesh, dim, layout)
-            others = *tensor.shape[:dim], *tensor.shape[dim + 1 :]
-            words = dim, LAYOUTS.index(layout), fingerprint(str(tensor.dtype)), fingerprint(others), tensor.shape[dim]
-            facts = dict(zip(facts, words, strict=True))
-        except Exception as error:
-            problem = error
-    device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
-    gathered = agree("gather_sequence", group, device, facts, problem)
+
+    def find() -> tuple[dict[str, int], int]:
+        sequence_dim = _require(tensor, mesh, dim, layout)
+        sizes = list(tensor.shape)
+        length = sizes.pop(sequence_dim)
+        facts = {
+            "dim": sequence_dim,
+            "layout": LAYOUTS.index(layout),
+            "dtype": fingerprint(str(tensor.dtype)),
+            "shape": fingerprint(sizes),
+            "length": length,
+        }
+        return facts, sequence_dim
+
+    group, device = group_of(mesh)
+    gathered, dim = agree_on("gather_sequence", group, device, find)
     if len(gathered) == 1:
         return tensor
     fix = "Parts are those of shard_sequence, of one tensor."
     require_equal("gather_sequence", gathered, ("dim", "layout", "dtype", "shape"), fix)
-    parts = parts_of("gather_sequence", gathered, "length", layout)
-    (gathered_parts,) = gather_parts([tensor.movedim(dim, 0)], parts, group, "gather_sequence")
-    whole = gathered_parts.movedim(0, dim).contiguous()
-    _mark(whole, group, "whole")
-    return whole
+    shards = shards_of("gather_sequence", gathered, "length", layout)
+    (rows,) = gather_shards([tensor.movedim(dim, 0)], shards, group, "gather_sequence")
+    sequence = rows.movedim(0, dim).contiguous()
+    _mark(sequence, group, "whole")
+    return sequence
 
 
 class _Mark(NamedTuple):
-    """Kind of a tensor when it was made: the whole sequence of a group, or a part in a layout.
+    """The kind of a tensor when it was made: the whole sequence of a group, or a shard in a layout.
 
     Args:
-        kind: ``"whole"``, or the layout of a part.
-        version: of the tensor then; after a write in place the mark says nothing.
+        kind: ``"whole"``, or the layout of a shard.
+        version: the version of the tensor. A write in place changes it, and the mark is no longer valid.
     """
 
     kind: str
@@ -132,13 +134,13 @@ def _mark(tensor: Tensor, group: dist.ProcessGroup, kind: str) -> None:
 
 
 @outside_graphs
-def require_parts(group: dist.ProcessGroup, layout: Layout, **tensors: object) -> None:
-    """Refuse a tensor that is known to be a whole sequence, or a part in another layout.
+def require_shards(group: dist.ProcessGroup, layout: Layout, **tensors: object) -> None:
+    """Raise for a tensor that is known to be a whole sequence, or a shard in another layout.
 
     Args:
-        group: over which the sequence is split.
-        layout: of the module.
-        tensors: arguments by name.
+        group: the group that shares the sequence.
+        layout: the layout of the module.
+        tensors: the arguments by name.
     """
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor not in _marks:
@@ -153,26 +155,24 @@ def require_parts(group: dist.ProcessGroup, layout: Layout, **tensors: object) -
         raise ArgumentError(name, expected=f'a part in layout "{layout}"', got=f'one in layout "{mark.kind}"', fix=fix)
 
 
-def parts_of(where: str, gathered: Gathered, name: str, layout: Layout) -> Parts:
-    """The parts whose lengths all processes sent as a fact.
+def shards_of(where: str, gathered: Gathered, name: str, layout: Layout) -> Shards:
+    """The shards, from the fact of every process that is their length.
 
     Raises:
-        DistributedError: in every process, unless they are those of the layout.
+        DistributedError: in every process, if the lengths do not fit the layout.
     """
     lengths = tuple(facts[name] for facts in gathered)
-    parts = Parts(sum(lengths), len(lengths), layout)
-    if lengths != parts.lengths:
-        expected = f"lengths {shape_text(parts.lengths)} of {parts.length} positions, as shard_sequence cuts them"
+    shards = Shards(sum(lengths), len(lengths), layout)
+    if lengths != shards.lengths:
+        expected = f"lengths {shape_text(shards.lengths)} of {shards.length} positions, as shard_sequence cuts them"
         fix = f'Cut every sequence with shard_sequence(tensor, mesh, layout="{layout}").'
         raise DistributedError(f"{where}: {name}", expected=expected, got=shape_text(lengths), fix=fix)
-    return parts
+    return shards
 
 
 def _require(tensor: object, mesh: object, dim: object, layout: object) -> int:
-    """The dimension, not negative; raise for an argument that fits no call."""
-    problem = group_of(mesh)[1]
-    if problem is not None:
-        raise problem
+    """The dimension as a number that is not negative. Raise for an invalid argument."""
+    require_mesh(mesh)
     require_layout(layout)
     dims = strided("tensor", tensor).dim()
     if dims == 0:

@@ -1,16 +1,15 @@
 """Statistics of a call of which this process holds some queries and keys.
 
-Where the method gave it whole queries of some heads (*heads*), these are an ordinary call, whose results are exchanged.
-Otherwise its queries are folded block by block, as keys were gathered (*gather*) or come around once more (*ring*), and
-what is added up over queries is added up over processes.
+With the method *heads* the process has all queries of some heads: an ordinary call, whose results are exchanged.
+Otherwise its queries are folded block by block. The keys were gathered (*gather*), or travel around once more (*ring*).
+Sums over queries are then summed over the processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, cast, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from .._call.call import AttentionCall, valid_call, zero_hidden
 from .._call.request import Request
-from .._environment import Environment
 from .._statistics.compute import fold_blocks, results_of
 from .._statistics.definitions import STATISTICS, need_values, shape_of
 from .._statistics.statistic import Options
@@ -28,9 +26,9 @@ from .._weights import Queries, row_numbers
 from ..kernels._block_rows import BlockRows
 from ..kernels._blocks import exact_dtype, score_blocks
 from ..masks._grid import Block
-from ._collectives import all_reduce_max, exchange, step, sum_of_own
-from ._methods import Operands, Piece, Whole
-from ._ring import pieces_of_ring
+from ._collectives import all_reduce_max, exchange, reduce_scatter, step
+from ._methods import Chunk, Operands, Whole
+from ._ring import chunks_of_ring
 
 
 @final
@@ -44,10 +42,10 @@ class OverProcesses:
         return self.whole.queries.positions(self.whole.rank, device)
 
     def summed(self, total: Tensor) -> Tensor:
-        found = total.clone(memory_format=torch.contiguous_format)
+        summed = total.clone(memory_format=torch.contiguous_format)
         with step("statistics: all-reduce", self.whole.where):
-            dist.all_reduce(found, group=self.whole.group)
-        return found
+            dist.all_reduce(summed, group=self.whole.group)
+        return summed
 
     def largest(self, total: Tensor) -> Tensor:
         with step("statistics: all-reduce", self.whole.where):
@@ -59,37 +57,23 @@ class OverProcesses:
         for other in range(keys.world_size):
             sent[other, ..., : keys.lengths[other]] = keys.take(total, last, other)
         with step("statistics: reduce-scatter", self.whole.where):
-            return sum_of_own(sent, self.whole.group)[..., : keys.lengths[rank]]
-
-
-class Computed(NamedTuple):
-    """What a method has computed.
-
-    Args:
-        calls: ordinary calls: of each run of this process's queries, or of some heads.
-        lse: (B, H, l) of its queries, instead, where keys came one after the other.
-    """
-
-    calls: list[Operands]
-    lse: Tensor | None = None
+            return reduce_scatter(sent, self.whole.group)[..., : keys.lengths[rank]]
 
 
 @final
 @dataclass(frozen=True)
-class _OfOwnQueries:
-    """The `CallPart` of a process that computes its queries over all keys, piece by piece.
+class _OfQueries:
+    """The `CallPart` of a process that computes its queries over all keys, chunk by chunk.
 
     Args:
-        whole: what is computed.
-        pieces: those of the call, in any order, with values if they are wanted.
-        lse: (B, H, l) of whole rows, where pieces hold some of their keys.
-        environment: of the call.
+        whole: the attention that is computed.
+        chunks: returns the chunks of the call in any order, with values if its argument is true.
+        lse: (B, H, l) of whole rows, if a chunk holds only some of their keys.
     """
 
     whole: Whole
-    pieces: Callable[[bool], Iterator[Piece]]
+    chunks: Callable[[bool], Iterable[Chunk]]
     lse: Tensor | None
-    environment: Environment
 
     @property
     def totals(self) -> Totals:
@@ -112,11 +96,11 @@ class _OfOwnQueries:
         return fold_blocks(self._blocks(call, column, need_values(names)), statistics, call)
 
     def _blocks(self, whole: AttentionCall, counted: Tensor, with_values: bool) -> Iterator[BlockRows]:
-        for piece in self.pieces(with_values):
-            first, row, column = piece.rows.start, piece.offset.row, piece.offset.column
-            request = Request(piece.mask, whole.spec.scale, whole.spec.softcap)
-            value = piece.value if with_values else None
-            call = zero_hidden(valid_call(piece.query, piece.key, value, request, self.environment))
+        for chunk in self.chunks(with_values):
+            first, row, column = chunk.rows.start, chunk.offset.row, chunk.offset.column
+            request = Request(self.whole.mask_at(chunk.offset), whole.spec.scale, whole.spec.softcap)
+            value = chunk.value if with_values else None
+            call = zero_hidden(valid_call(chunk.query, chunk.key, value, request, self.whole.environment))
             for block, rows, query, key in score_blocks(call, dtype=exact_dtype(whole)):
                 place, ends = _moved(rows, first), cast(slice, block.columns)
                 of_heads = slice(block.heads.start // call.spec.group, block.heads.stop // call.spec.group)
@@ -138,8 +122,8 @@ class _OfSomeHeads:
     """The `CallPart` of a process that computes some heads of the whole sequence.
 
     Args:
-        whole: what is computed.
-        call: of these heads, all queries and all keys.
+        whole: the attention that is computed.
+        call: the call of these heads, with all queries and all keys.
     """
 
     whole: Whole
@@ -173,41 +157,31 @@ class _OfSomeHeads:
         return with_all_heads(own, self.whole.group, cut, "context_parallel")
 
 
-def shared_call(
-    operands: tuple[Tensor, Tensor, Tensor],
-    whole: Whole,
-    computed: Computed,
-    environment: Environment,
-) -> AttentionCall:
-    """The call as observers are shown it: of the whole, with the queries, keys and values of this process."""
+def shared_call(operands: Operands, whole: Whole, chunks: Sequence[Chunk], lse: Tensor | None = None) -> AttentionCall:
+    """The call of the whole as observers get it, with the queries, keys and values of this process.
+
+    Args:
+        operands: the query, key and value of this process.
+        whole: the attention that was computed.
+        chunks: the runs of this process's queries, or some heads of the whole sequence.
+        lse: (B, H, l) of this process's queries, instead of chunks, after a ring.
+    """
     q, k, v = operands
+    whole = replace(whole, environment=whole.environment._replace(gradients=False, autocast=False))
     grid, request = whole.grid, whole.request._replace(lse=False, weights=None)
     positions = {"query_positions": grid.query_positions, "key_positions": grid.key_positions}
     own = request._replace(mask=None, query_positions=None, key_positions=None)  # those of this process are in no grid
-    call = valid_call(q, k, v, own, environment)
-    part: _OfOwnQueries | _OfSomeHeads
-    if computed.lse is not None:
-        part = _OfOwnQueries(whole, partial(_around, q, k, v, whole), computed.lse, environment)
-    elif computed.calls[0].query.shape[1] == q.shape[1]:
-        part = _OfOwnQueries(whole, lambda _: _gathered(computed.calls, whole), None, environment)
+    call = valid_call(q, k, v, own, whole.environment)
+    part: _OfQueries | _OfSomeHeads
+    if lse is not None:
+        part = _OfQueries(whole, lambda values: chunks_of_ring(q, k, v if values else None, whole), lse)
+    elif chunks[0].query.shape[1] == q.shape[1]:
+        part = _OfQueries(whole, lambda _: chunks, None)
     else:
-        query, key, value, offset = computed.calls[0]
+        query, key, value, offset, *_ = chunks[0]
         heads = whole.request_at(offset, query.shape[1])._replace(lse=False, weights=None, **positions)
-        part = _OfSomeHeads(whole, zero_hidden(valid_call(query, key, value, heads, environment)))
+        part = _OfSomeHeads(whole, zero_hidden(valid_call(query, key, value, heads, whole.environment)))
     return replace(call, request=call.request._replace(mask=whole.mask, **positions), part=part, grid_=grid)
-
-
-def _around(q: Tensor, k: Tensor, v: Tensor, whole: Whole, with_values: bool) -> Iterator[Piece]:
-    return pieces_of_ring(q, k, v if with_values else None, whole)
-
-
-def _gathered(calls: Sequence[Operands], whole: Whole) -> Iterator[Piece]:
-    """The runs of this process's queries, each with all keys."""
-    start = 0
-    for query, key, value, offset in calls:
-        rows, columns = slice(start, start + query.shape[2]), slice(0, key.shape[2])
-        start = rows.stop
-        yield Piece(query, key, value, whole.mask_at(offset), rows, columns, offset)
 
 
 def with_all_heads(

@@ -30,6 +30,12 @@ def merge_some_keys(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor)
     torch.logaddexp(lse, part_lse.to(lse.dtype), out=lse)
 
 
+def merge_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Add the sinks (H,) to the keys that an output (B, H, L, Dv) and its lse (B, H, L) are of, in place."""
+    nothing = output.new_zeros(()).expand(output.shape)
+    merge_some_keys(output, lse, nothing, sinks.to(lse.dtype)[None, :, None].expand(lse.shape))
+
+
 def gradients_of_some_keys(
     call: AttentionCall, output: Tensor, lse: Tensor, correction: Tensor, output_gradient: Tensor, learns: bool
 ) -> tuple[Tensor, ...]:
