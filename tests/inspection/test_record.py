@@ -198,6 +198,13 @@ def test_summary_is_one_number_per_head(model: Stack, x: Tensor) -> None:
     assert len({len(line) for line in lines[:4]}) == 1, "columns stand under each other"
 
 
+def test_tables_name_the_recorded_heads(model: Stack, x: Tensor) -> None:
+    with clearhead.record(model, ("entropy",), heads=[1, 3]) as rec:
+        model(x)
+    assert str(rec.summary()).split("\n")[0].split() == ["entropy", "h1", "h3"]
+    assert [label.get_text() for label in rec.plot_heads("entropy").get_xticklabels()] == ["1", "3"]
+
+
 def test_summary_over_calls_is_over_all_their_queries(model: Stack) -> None:
     with clearhead.record(model, ("entropy",)) as rec:
         for length in (3, 5):

@@ -22,6 +22,7 @@ class Summary:
 
     Args:
         values: statistic → module name → (H,) tensor.
+        heads: numbers of these heads in the model, for the table. Default: 0, 1, …
 
     Example:
         >>> import torch, clearhead
@@ -33,6 +34,7 @@ class Summary:
     """
 
     values: dict[str, dict[str, Tensor]]
+    heads: tuple[int, ...] = ()
 
     def __getitem__(self, statistic: str) -> dict[str, Tensor]:
         if not isinstance(statistic, str) or statistic not in self.values:
@@ -41,7 +43,7 @@ class Summary:
         return self.values[statistic]
 
     def __str__(self) -> str:
-        return "\n\n".join(_table(statistic, layers) for statistic, layers in self.values.items())
+        return "\n\n".join(_table(statistic, layers, self.heads) for statistic, layers in self.values.items())
 
 
 def summarize(recorded: Mapping[str, Sequence[AttentionStatistics]]) -> Summary:
@@ -56,7 +58,8 @@ def summarize(recorded: Mapping[str, Sequence[AttentionStatistics]]) -> Summary:
         for label in numbers[0]:
             items = torch.cat([each[label] for each in numbers])  # (items, H)
             values.setdefault(label, {})[module] = items.amax(0) if label in LARGEST else items.mean(0)
-    return Summary(values)
+    # Layers can differ in their number of heads, but not in which of them are recorded.
+    return Summary(values, max((calls[0].heads for calls in recorded.values()), key=len, default=()))
 
 
 def fold(calls: Sequence[AttentionStatistics]) -> AttentionStatistics:
@@ -97,10 +100,10 @@ def _weighted_mean(calls: Sequence[AttentionStatistics], statistic: str) -> Tens
     return sums / counts.clamp(min=1)
 
 
-def _table(statistic: str, layers: Mapping[str, Tensor]) -> str:
-    heads = max(len(values) for values in layers.values())
+def _table(statistic: str, layers: Mapping[str, Tensor], numbers: Sequence[int]) -> str:
+    heads = numbers or range(max(len(values) for values in layers.values()))
     width = max(len(statistic), *(len(name) for name in layers))
-    lines = [f"{statistic:<{width}}  " + " ".join(f"{f'h{head}':>7}" for head in range(heads))]
+    lines = [f"{statistic:<{width}}  " + " ".join(f"{f'h{head}':>7}" for head in heads)]
     for name, values in layers.items():
         lines.append(f"{name:<{width}}  " + " ".join(f"{value:7.3f}" for value in values.tolist()))
     return "\n".join(lines)

@@ -21,6 +21,7 @@ def plot_head_table(
     title: str,
     *,
     cmap: Colormap,
+    heads: Sequence[int] = (),
     low: float | None = None,
     high: float | None = None,
     unit: str = "",
@@ -32,6 +33,7 @@ def plot_head_table(
         values: layer → (H,), which may differ between layers. Infinite ones stay white.
         title: above.
         cmap: colours, from `low` to `high`. Default: of the smallest and the largest number.
+        heads: numbers of the heads. Default: 0, 1, …
         low, high: ends of the scale.
         unit: beside the colour bar.
         ax: where to draw. Default: a new figure.
@@ -40,7 +42,7 @@ def plot_head_table(
     rows, most = table.shape
     axes = new_axes(ax, (min(1.6 + 0.42 * most, 14), min(1.3 + 0.34 * rows, 14)))
     image = axes.imshow(table.numpy(), cmap=cmap, aspect="auto", vmin=low, vmax=high)
-    label_tokens(axes.xaxis, [str(head) for head in range(most)], turn=0, size=9)
+    label_tokens(axes.xaxis, [str(head) for head in heads or range(most)], turn=0, size=9)
     label_tokens(axes.yaxis, layer_labels(list(values)), turn=0, size=9)
     axes.set_xlabel("head", color=QUIET)
     axes.set_ylabel("layer", color=QUIET)

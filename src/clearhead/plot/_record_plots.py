@@ -51,7 +51,7 @@ def plot_heads(rec: Recorded, statistic: str = "entropy", *, ax: Axes | None = N
             got=shown(statistic),
             fix=f"Record it with clearhead.record(model, statistics=({shown(statistic)}, ...)).",
         )
-    return plot_head_table(summary[statistic], statistic, cmap=colors(), ax=ax)
+    return plot_head_table(summary[statistic], statistic, cmap=colors(), heads=summary.heads, ax=ax)
 
 
 def plot_map(
