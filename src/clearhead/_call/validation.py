@@ -14,6 +14,7 @@ from .spec import AttentionSpec
 
 #: As a logit its weight is 0 beside any score: a finite stand-in for −∞.
 NO_SINK = -1e38
+_READ = (torch.float32, torch.float64)  # dtypes of sinks in kernels
 
 
 def require_numbers(spec: AttentionSpec) -> None:
@@ -124,7 +125,7 @@ def read_sinks(sinks: Tensor, query: Tensor) -> Tensor:
     expected = f"a float tensor ({heads},)"
     if strided("sinks", sinks, expected).dtype not in FLOATS:
         raise DTypeError("sinks", expected=expected, got=str(sinks.dtype))
-    if tuple(sinks.shape) != (heads,):
+    if sinks.shape != (heads,):
         raise ShapeError(
             "sinks",
             expected=f"one logit per query head, ({heads},)",
@@ -133,4 +134,4 @@ def read_sinks(sinks: Tensor, query: Tensor) -> Tensor:
         )
     _require_device("sinks", sinks, query)
     # A sink of −∞ is none, and would be the whole softmax of a query that sees no key.
-    return sinks.to(torch.promote_types(sinks.dtype, torch.float32)).clamp_min(NO_SINK)
+    return (sinks if sinks.dtype in _READ else sinks.float()).clamp_min(NO_SINK)
