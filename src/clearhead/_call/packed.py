@@ -24,12 +24,14 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
     parts = () if mask is None else mask.parts()
     # Rules about positions count within a sequence as they do within a call; tensors line up with all sequences.
     is_cut = not all(part.fits_any_call for part in parts)
-    whole, start = as_one_sequence(call).grid, request.offset or Offset(spec.query.shape[1])
+    # Its positions take a pass over all tokens.
+    whole = as_one_sequence(call).grid if is_cut else None
+    start = request.offset or Offset(spec.query.shape[1])
     for number, (queries, keys) in enumerate(cast(Rows, request.rows).slices()):
         operands = call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys]
         layouts = dict(zip(("query", "key", "value"), map(Layout.of, operands), strict=True))
         one = mask
-        if is_cut:
+        if whole is not None:
             place = Offset(whole.num_heads, 0, queries.start, keys.start)
             one = all_of([part if part.fits_any_call else part_of(part, place, whole) for part in parts])
         own = request._replace(mask=one, rows=None, offset=start._replace(item=number))
