@@ -1,1 +1,1 @@
-"""What an attention call is: its request, spec and operands, their checks, heads, dropout, and its observers."""
+"""Attention calls: request, spec, operands and their checks; heads, dropout and observers."""

@@ -21,9 +21,8 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
     Each is an item of a batch to dropout, so that they drop what a kernel drops that computes the call at once.
     """
     request, spec, mask = call.request, call.spec, call.mask
-    parts = () if mask is None else mask.parts()
     # Rules about positions count within a sequence as they do within a call; tensors line up with all sequences.
-    is_cut = not all(part.fits_any_call for part in parts)
+    is_cut = mask is not None and not mask.fits_any_call
     # Its positions take a pass over all tokens.
     whole = as_one_sequence(call).grid if is_cut else None
     start = request.offset or Offset(spec.query.shape[1])
@@ -31,9 +30,9 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
         operands = call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys]
         layouts = dict(zip(("query", "key", "value"), map(Layout.of, operands), strict=True))
         one = mask
-        if whole is not None:
+        if mask is not None and whole is not None:
             place = Offset(whole.num_heads, 0, queries.start, keys.start)
-            one = all_of([part if part.fits_any_call else part_of(part, place, whole) for part in parts])
+            one = all_of([part if part.fits_any_call else part_of(part, place, whole) for part in mask.parts()])
         own = request._replace(mask=one, rows=None, offset=start._replace(item=number))
         yield AttentionCall(
             spec._replace(**layouts, mask=None if is_cut else spec.mask, documents=None), *operands, own
