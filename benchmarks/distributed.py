@@ -12,6 +12,7 @@ compared with the least busy by processor time, since they wait for each other.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -185,6 +186,9 @@ def measure(rank: int, options: Sizes, folder: str) -> None:
         rows = {way.name: _row(way, *found[way], times.get(way, [])) for way in found}
         Path(folder, "found.json").write_text(json.dumps(rows), encoding="utf-8")
     dist.destroy_process_group()
+    # PyTorch's caches of DTensor keep the group and its threads alive. A thread that frees its last exchange while
+    # Python shuts down aborts the process: https://github.com/python/cpython/issues/87135
+    os._exit(0)
 
 
 def _module(options: Sizes) -> clearhead.MultiHeadAttention:
