@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import torch
@@ -12,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._checks import PLAIN, flag, kind, require_factory, shown, size, strided_or_jagged
-from .._environment import autocast_is_on, forced_linears, forcing, is_tracing, is_transformed
-from .._torch_private import dispatch_modes, has_onednn_linear, onednn_linear
+from .._environment import Environment, autocast_is_on, forced_linears, forcing, is_tracing, read_environment
+from .._torch_private import has_onednn_linear, onednn_linear
 from ..errors import ArgumentError, DeviceError, DTypeError, KernelError, ShapeError
 
 Backend = Literal["pytorch", "onednn"]
@@ -22,6 +21,8 @@ BACKENDS: tuple[Backend, ...] = ("pytorch", "onednn")
 #: Smaller GEMMs end before oneDNN has begun, and few rows only stream the weight through.
 _FEWEST_MULTIPLICATIONS = 1 << 23
 _FEWEST_ROWS = 16
+
+_NO_ONEDNN = "this build of PyTorch has no oneDNN"
 
 
 class use_linear(forcing[str]):
@@ -76,7 +77,7 @@ class Linear(nn.Linear):
         if is_tracing():
             return F.linear(input, self.weight, self.bias)
         try:
-            return eager_linear()(input, self.weight, self.bias)
+            return multiply(input, self.weight, self.bias)
         except (RuntimeError, TypeError, AttributeError, NotImplementedError):
             require_input("input", input, self)  # looked at only here, so that ordinary calls do not wait for it
             raise
@@ -120,29 +121,34 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         KernelError: under ``use_linear("onednn")``, if oneDNN cannot run it.
     """
-    return F.linear(input, weight, bias) if is_tracing() else eager_linear()(input, weight, bias)
+    return F.linear(input, weight, bias) if is_tracing() else multiply(input, weight, bias)
 
 
-def eager_linear() -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
-    """The function behind `linear` in this thread where nothing is traced."""
+def chosen_backend() -> Backend:
+    """The backend that is forced in this thread, or preferred on this machine."""
     forced = forced_linears.stack
-    return F.linear if (forced[-1] if forced else _preferred()) == "pytorch" else _on_onednn
+    return cast(Backend, forced[-1]) if forced else _preferred()
 
 
-def _on_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    forced = forced_linears.stack
-    if not forced and not (type(input) in PLAIN and type(weight) in PLAIN and _is_worth_it(input, weight)):
-        return F.linear(input, weight, bias)
-    # After the comparison of sizes: most GEMMs of small models end there.
-    against = _against(input, weight, bias)
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, environment: Environment | None = None) -> Tensor:
+    """`linear` where nothing is traced, in an environment that may have been read before."""
+    forced = bool(forced_linears.stack)
+    if chosen_backend() == "pytorch":
+        return F.linear(x, weight, bias)
+    # Most GEMMs of small models end here, before anything else is compared.
+    if not forced and (type(x) not in PLAIN or type(weight) not in PLAIN or _is_small(x, weight)):
+        return F.linear(x, weight, bias)
+    against = _against(x, weight, bias, environment or read_environment())
+    if forced and not has_onednn_linear():
+        against = _NO_ONEDNN
     if forced and against:
         raise KernelError(
             f'use_linear("onednn"): oneDNN cannot run this GEMM: {against}. Use use_linear("pytorch") for it.'
         )
     if against:
-        return F.linear(input, weight, bias)
-    rows = _gemm(input.reshape(-1, input.shape[-1]), weight, bias)  # (rows, out_features)
-    return rows.view(*input.shape[:-1], weight.shape[0])
+        return F.linear(x, weight, bias)
+    rows = _gemm(x.reshape(-1, x.shape[-1]), weight, bias)  # (rows, out_features)
+    return rows.view(*x.shape[:-1], weight.shape[0])
 
 
 def describe_backend() -> str:
@@ -178,7 +184,7 @@ def _preferred() -> Backend:
 def _why_pytorchs() -> str | None:
     """The rule, as far as machine and build decide; ``None`` where oneDNN's GEMM is preferred."""
     if not has_onednn_linear():
-        return "this build of PyTorch has no oneDNN"
+        return _NO_ONEDNN
     if not torch.backends.mkl.is_available():
         return "this build of PyTorch has no MKL to be faster than"
     maker = _processor_maker()
@@ -199,19 +205,16 @@ def _processor_maker() -> str:
         return described.rsplit(", ", 1)[-1] or platform.machine()
 
 
-def _is_worth_it(input: Tensor, weight: Tensor) -> bool:
-    return input.dim() > 0 and not uses_pytorch(input.numel() // max(input.shape[-1], 1), weight.numel())
+def _is_small(x: Tensor, weight: Tensor) -> bool:
+    """Whether the GEMM is PyTorch's on every machine."""
+    rows = 0 if x.dim() == 0 else x.numel() // max(x.shape[-1], 1)
+    return rows < _FEWEST_ROWS or rows * weight.numel() < _FEWEST_MULTIPLICATIONS
 
 
-def uses_pytorch(rows: int, numbers: int) -> bool:
-    """Whether the GEMM of so many rows with a weight of so many elements is PyTorch's on every machine."""
-    return rows < _FEWEST_ROWS or rows * numbers < _FEWEST_MULTIPLICATIONS
-
-
-def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
+def _against(input: Tensor, weight: Tensor, bias: Tensor | None, environment: Environment) -> str | None:
     """Why oneDNN's operator cannot stand in for `F.linear` here; ``None`` if it can."""
-    if not has_onednn_linear() or not torch.backends.mkldnn.enabled:
-        return "oneDNN is not available or switched off"
+    if not torch.backends.mkldnn.enabled:
+        return "oneDNN is switched off"
     given = (input, weight) if bias is None else (input, weight, bias)
     for tensor in given:
         if type(tensor) not in PLAIN:
@@ -222,13 +225,13 @@ def _against(input: Tensor, weight: Tensor, bias: Tensor | None) -> str | None:
         return "it needs a weight (out_features, in_features), an input (…, in_features) and no size of 0"
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         return "it needs a bias (out_features,)"
-    if torch.is_autocast_enabled("cpu"):
+    if environment.autocast:
         return "autocast chooses another dtype"
     if torch.get_float32_matmul_precision() != "highest":
         return "torch.set_float32_matmul_precision has allowed less precise GEMMs"
-    if is_transformed():
+    if environment.transformed:
         return "torch.func and forward-mode derivatives support PyTorch's alone"
-    if dispatch_modes() > 0:
+    if environment.dispatching:
         return "a TorchDispatchMode sees every operation"
     return None
 
@@ -256,12 +259,13 @@ class _Gemm(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         # Where a backward pass runs under autocast, F.linear would cast what was saved in float32.
         with torch.autocast("cpu", enabled=False):
+            environment = read_environment()
             return (
-                _again(gradient, weight.t()) if needs_x else None,
-                _again(gradient.t(), x.t()) if needs_weight else None,
+                _again(gradient, weight.t(), environment) if needs_x else None,
+                _again(gradient.t(), x.t(), environment) if needs_weight else None,
                 gradient.sum(0) if needs_bias else None,
             )
 
 
-def _again(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight) if _against(x, weight, None) else _gemm(x, weight, None)
+def _again(x: Tensor, weight: Tensor, environment: Environment) -> Tensor:
+    return F.linear(x, weight) if _against(x, weight, None, environment) else _gemm(x, weight, None)

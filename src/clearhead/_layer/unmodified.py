@@ -11,7 +11,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from .._checks import PLAIN
 from .._environment import Environment, read_environment
 from .._torch_private import is_compiled
-from .linear import Linear, eager_linear
+from .linear import Linear, multiply
 
 #: PyTorch's module calls its output projection `NonDynamicallyQuantizableLinear`, which is a `Linear` by another name.
 _FORWARDS: dict[type, Any] = {kind: kind.forward for kind in (Linear, nn.Linear, NonDynamicallyQuantizableLinear)}
@@ -75,4 +75,4 @@ def apply_linear(module: nn.Module, x: Tensor, environment: Environment | None =
     if environment.tracing or environment.module_hooks or not is_unmodified(module):
         return module(x)
     parameters = module.__dict__["_parameters"]
-    return eager_linear()(x, cast(Tensor, parameters["weight"]), parameters["bias"])
+    return multiply(x, cast(Tensor, parameters["weight"]), parameters["bias"], environment)

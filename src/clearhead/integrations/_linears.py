@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .._layer.linear import Linear, describe_backend, eager_linear
+from .._layer.linear import Linear, chosen_backend, describe_backend
 from .._layer.unmodified import is_unmodified
 
 
@@ -17,7 +17,7 @@ def linears_to_swap(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, s
     """
     swapped: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
-    prefers_pytorch = eager_linear() is nn.functional.linear
+    prefers_pytorch = chosen_backend() == "pytorch"
     for name, module in _outside_of_ours(model):
         if not isinstance(module, nn.Linear):
             continue
