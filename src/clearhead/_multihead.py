@@ -226,7 +226,7 @@ class MultiHeadAttention(nn.Module):
             with undoing:
                 if cache is None or cache.get() is None:
                     key, value = complete(query, key, value)
-                    require_inputs(self, query, key, value)
+                    require_inputs(self, query, key, value, environment)
                 else:  # a memory whose keys are projected already
                     require_features("query", query, self.q_proj)
                 output, weights = layer_of(self, query, environment).run(

@@ -9,13 +9,16 @@ from torch import Tensor, nn
 
 from ._call.caching import Cache
 from ._checks import FLOATS, module, size, strided
-from ._environment import cast_for_autocast, is_tracing
+from ._environment import Environment, cast_for_autocast
 from ._layer.linear import Linear, require_same
 from ._layer.unmodified import inputs_fit
 from .caches._cross import CrossKVCache
 from .errors import ArgumentError, DTypeError, MaskTypeError, ShapeError, shape_text
 from .masks._base import Mask
 from .masks._grid import Offset
+
+#: Layers whose weight says what they can take.
+_LINEARS = (Linear, nn.Linear)
 
 
 def complete(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -45,13 +48,14 @@ def one_source(query: Tensor, key: Tensor | None, value: Tensor | None) -> Tenso
     return source
 
 
-def require_inputs(module: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+def require_inputs(module: Any, query: Tensor, key: Tensor, value: Tensor, environment: Environment) -> None:
     """Raise unless the projections can take the inputs and these belong together."""
-    modules = module.__dict__["_modules"]
-    projections = [modules.get(name) for name in ("q_proj", "k_proj", "v_proj")]
-    if not is_tracing() and all(type(projection) in (Linear, nn.Linear) for projection in projections):
-        q, k, v = (projection.__dict__["_parameters"].get("weight") for projection in projections)
-        if inputs_fit(query, key, value, (q, k, v)):
+    modules = vars(module)["_modules"]
+    q, k, v = modules.get("q_proj"), modules.get("k_proj"), modules.get("v_proj")
+    if not environment.tracing and type(q) in _LINEARS and type(k) in _LINEARS and type(v) in _LINEARS:
+        # Read from the dictionaries: attributes of modules are looked up in three of them first.
+        q, k, v = vars(q)["_parameters"], vars(k)["_parameters"], vars(v)["_parameters"]
+        if inputs_fit(query, key, value, (q.get("weight"), k.get("weight"), v.get("weight"))):
             return
     require_features("query", query, module.q_proj)
     require_features("key", key, module.k_proj)
@@ -130,7 +134,7 @@ def require_features(name: str, x: object, projection: nn.Module) -> None:
             got=shape_text(x.shape),
             fix=f"The module is batch first; the features of the {name} input are set by {name[0]}dim=.",
         )
-    if type(projection) in (Linear, nn.Linear):
+    if type(projection) in _LINEARS:
         require_same(name, x, cast(Tensor, projection.weight))
 
 

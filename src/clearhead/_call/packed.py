@@ -60,7 +60,9 @@ def as_one_sequence(call: AttentionCall) -> AttentionCall:
 
 def validate_mask(call: AttentionCall) -> None:
     """Raise unless the mask of a call fits its sizes, and its values are valid. Equal specs need not pass alike."""
-    mask = call.mask
-    if mask is not None and not (call.request.rows is not None and mask.fits_any_call):
+    mask = cast(Mask, call.request.mask)
+    if call.request.rows is None:
+        mask.validate(call.grid)
+    elif not mask.fits_any_call:
         one = as_one_sequence(call)
         cast(Mask, one.mask).validate(one.grid)

@@ -119,6 +119,8 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environ
     """The spec of a call whose operands `read_operands` has read; its sizes and numbers need not be valid yet."""
     mask, scale, softcap, sinks, dropout_p, q_positions, k_positions, lse, weights, rows, seed, offset = request
     tracing, shape = environment.tracing, query.shape
+    if scale is None:  # sums of no products are 0, whatever the factor
+        scale = 1.0 / math.sqrt(shape[3]) if shape[3] else 1.0
     plain = type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN
     return AttentionSpec(
         # In a graph strides are symbols, which a comparison would tie to these strides.
@@ -133,7 +135,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environ
         mask is not None,
         q_positions.shape if isinstance(q_positions, Tensor) else q_positions,
         k_positions.shape if isinstance(k_positions, Tensor) else k_positions,
-        scale if type(scale) is float else _scale(scale, shape[3]),
+        scale if type(scale) is float else _float("scale", scale, "a finite number, or None for 1/√D"),
         None if softcap is None else _float("softcap", softcap, "a number > 0, or None"),
         sinks is not None,
         dropout_p if type(dropout_p) in _NUMBERS else _float("dropout_p", dropout_p, "a probability in [0, 1]"),
@@ -147,13 +149,6 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environ
         environment.transformed,
         environment.dispatching,
     )
-
-
-def _scale(scale: float | None, head_dim: int) -> float:
-    if scale is None:
-        # Sums of no products are 0, whatever the factor.
-        return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    return _float("scale", scale, "a finite number, or None for 1/√D")
 
 
 def _float(name: str, value: float, expected: str) -> float:

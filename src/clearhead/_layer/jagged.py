@@ -22,14 +22,14 @@ def is_jagged(*tensors: Tensor | None) -> bool:
     Raises:
         ShapeError: if one is nested with strides instead of offsets.
     """
-    names = ("query", "key", "value")
-    given = zip(names, tensors, strict=False)
-    nested = [(name, tensor) for name, tensor in given if isinstance(tensor, Tensor) and tensor.is_nested]
-    for name, tensor in nested:
-        if tensor.layout != torch.jagged:
-            fix = "Make it with torch.nested.nested_tensor(..., layout=torch.jagged)."
-            raise ShapeError(name, expected="the layout torch.jagged", got=str(tensor.layout), fix=fix)
-    return bool(nested)
+    jagged = False
+    for name, tensor in zip(("query", "key", "value"), tensors, strict=False):
+        if isinstance(tensor, Tensor) and tensor.is_nested:
+            if tensor.layout != torch.jagged:
+                fix = "Make it with torch.nested.nested_tensor(..., layout=torch.jagged)."
+                raise ShapeError(name, expected="the layout torch.jagged", got=str(tensor.layout), fix=fix)
+            jagged = True
+    return jagged
 
 
 def read_jagged(

@@ -7,6 +7,7 @@ leaving them out is exact. It is done where the arithmetic that it saves outweig
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import mul
 from typing import cast
 
 import torch
@@ -20,6 +21,7 @@ from ..masks._base import Mask
 from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._positional import Causal, SlidingWindow
+from ..masks._structure import both
 from .tokens import Tokens, find_tokens, rows_between
 from .unmodified import apply_linear, is_unmodified
 
@@ -119,17 +121,17 @@ def unpad(
     # Before its marks are read, so that a mask of other sizes is refused as it is everywhere.
     mask.validate(grid)
     real_queries, real_keys, rest = _marks(mask, grid)
-    if (real_queries is None and real_keys is None) or not _are_local(rest):
+    if rest is None or (real_queries is None and real_keys is None):
         return None
     if real_keys is not None and any(isinstance(part, Causal) for part in rest):
         # Queries before the first key are fully masked; without them left-padded items begin with a key each.
         after = torch.arange(length, device=real_keys.device) >= real_keys.int().argmax(1, keepdim=True)
         real_queries = after if real_queries is None else real_queries & after
     keys, queries = find_tokens(real_keys, batch, keys_length), find_tokens(real_queries, batch, length)
-    if rest and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
-        return None
-    pairs = sum(query * key for query, key in zip(queries.counts, keys.counts, strict=True))
+    pairs = sum(map(mul, queries.counts, keys.counts))
     if batch * whole - costs.of(sum(queries.counts), sum(keys.counts), pairs) < batch * _WORTH_UNPADDING:
+        return None
+    if rest and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None
     queries = _unless_equal(queries, keys)
     return Unpadded(queries, keys, mask, all_of([*rest]), rows_between(queries, keys))
@@ -143,29 +145,23 @@ def _begin_alike(queries: Tokens, keys: Tokens) -> bool:
     )
 
 
-def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[Mask]]:
-    """Queries and keys that are not padding by the bool masks, (1 or B, length) each; and the other parts."""
+def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[Mask] | None]:
+    """Queries and keys that are not padding by the bool masks, (1 or B, length) each; and the other parts.
+
+    ``None`` instead of the other parts, unless all of them mean the same for a run of tokens as for the whole item.
+    """
     real_queries: Tensor | None = None
     real_keys: Tensor | None = None
     rest: list[Mask] = []
     for part in mask.parts():
         marks = part.structure(grid).marks(grid)
         if marks is None:
+            if not (isinstance(part, SlidingWindow) or (isinstance(part, Causal) and part.align == "top_left")):
+                return None, None, None
             rest.append(part)
-            continue
-        queries, keys = marks
-        if queries is not None:
-            real_queries = queries if real_queries is None else real_queries & queries
-        if keys is not None:
-            real_keys = keys if real_keys is None else real_keys & keys
+        else:
+            real_queries, real_keys = both(real_queries, marks[0]), both(real_keys, marks[1])
     return real_queries, real_keys, rest
-
-
-def _are_local(rest: list[Mask]) -> bool:
-    """Whether these rules mean the same for a run of tokens as for the whole item."""
-    return all(
-        isinstance(part, SlidingWindow) or (isinstance(part, Causal) and part.align == "top_left") for part in rest
-    )
 
 
 def _unless_equal(queries: Tokens, keys: Tokens) -> Tokens:

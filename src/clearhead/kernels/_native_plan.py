@@ -292,21 +292,21 @@ class NativeArguments(NamedTuple):
 
     def plan(self, **options: Any) -> NativePlan:
         """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
-        first, visible, bias = (
-            None if tensor is None else Layout.of(tensor) for tensor in (self.first, self.visible, self.bias)
-        )
+        first, visible, bias = self.first, self.visible, self.bias
         return _cached_plan(
             self.query.dtype,
-            *map(Layout.of, self.inputs),
+            Layout.of(self.query),
+            Layout.of(self.key),
+            Layout.of(self.value),
             scale=self.scale,
             softcap=self.softcap,
             dropout_p=0.0 if self.seed is None else self.dropout_p,
             low=self.low,
             high=self.high,
             stop=self.stop,
-            first=first,
-            visible=visible,
-            bias=bias,
+            first=None if first is None else Layout.of(first),
+            visible=None if visible is None else Layout.of(visible),
+            bias=None if bias is None else Layout.of(bias),
             **options,
         )
 
