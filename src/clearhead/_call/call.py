@@ -130,7 +130,14 @@ class AttentionCall:
         return replace(self, spec=self.spec._replace(lse=lse))
 
 
-def make_call(query: Tensor, key: Tensor, value: Tensor, request: Request, environment: Environment) -> AttentionCall:
+def make_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    request: Request,
+    environment: Environment,
+    grid: Grid | None = None,
+) -> AttentionCall:
     """A call of arguments, with a batch of one where there is none.
 
     It checks only what the spec does not hold. `validate` checks the rest, once for all calls of a spec.
@@ -142,7 +149,8 @@ def make_call(query: Tensor, key: Tensor, value: Tensor, request: Request, envir
         require_shapes(query=query, key=key, value=value)
         query, key, value = query[None], key[None], value[None]  # (1, H, L, D)
     request = _read(request, query, key)
-    return AttentionCall(spec_of(query, key, value, request, environment), query, key, value, request)
+    spec = spec_of(query, key, value, request, environment)
+    return AttentionCall(spec, query, key, value, request, grid_=grid)
 
 
 def validate(call: AttentionCall) -> None:

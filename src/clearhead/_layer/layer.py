@@ -15,6 +15,7 @@ from .._call.request import Request, WeightsWanted
 from .._call.rows import Rows
 from .._environment import Environment, cast_for_autocast
 from ..masks._base import Mask
+from ..masks._grid import Grid
 from ..masks._tensors import as_mask
 from .packing import Costs, unpad
 from .plan import Show, attend
@@ -97,13 +98,16 @@ class Layer:
             cache: takes the new keys and values, and gives all that are attended to.
             weights: which.
         """
-        mask = self.combined(mask)
+        mask, grid = self.combined(mask), None
         if positions is None and cache is None:
-            # Padding is found in a mask alone, and weights have a row and a column for it.
-            if mask is not None and weights is None:
-                output = self._run_unpadded(query, key, value, mask, environment)
-                if output is not None:
-                    return output, None
+            if mask is not None and key is not None:
+                batch = query.shape[0] if query.dim() == 3 else 1
+                grid = Grid(batch, self.num_heads, query.shape[-2], key.shape[-2], query.device)
+                # Padding is found in a mask alone, and weights have a row and a column for it.
+                if weights is None and query.dim() == 3 and value is not None:
+                    output = self._run_unpadded(query, key, value, mask, grid, environment)
+                    if output is not None:
+                        return output, None
             q, k, v = self.projected(query, key, value, 0, environment)
             known, at, keys_at = KeyValues(k, v), None, None
         else:
@@ -121,7 +125,7 @@ class Layer:
         form = None if self.form is None else self.form(q, known.key, cache)
         request = self.request._replace(mask=mask, query_positions=at, key_positions=keys_at, weights=weights)
         operands = (q, known.key, known.value) if form is None else (form.query, form.key, form.value)
-        results = attend(*operands, request, environment)
+        results = attend(*operands, request, environment, grid=grid)
         returned = self.projected_out(results, environment, form, batched=query.dim() == 3)
         # Afterwards: what the cache evicts now, these queries have still attended to.
         observed = q if form is None else form.observed
@@ -202,15 +206,15 @@ class Layer:
         return results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
 
     def _run_unpadded(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, mask: Mask, environment: Environment
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, grid: Grid, environment: Environment
     ) -> Tensor | None:
         """The output of a padded batch, computed without its padding where that is faster."""
-        if self.costs is None or query.dim() != 3 or key is None or value is None:
+        if self.costs is None:
             return None
         # A position part turns query and key by the same positions: tokens have to pair up, before and after.
         if self.position is not None and key.shape[1] != query.shape[1]:
             return None
-        unpadded = unpad(mask, query, key, self.num_heads, self.costs, environment)
+        unpadded = unpad(mask, grid, self.costs, environment)
         if unpadded is None or (self.position is not None and unpadded.queries is not unpadded.keys):
             return None
         mixed = self.run_rows(

@@ -21,7 +21,7 @@ from ..masks._base import Mask
 from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._positional import Causal, SlidingWindow
-from ..masks._structure import both
+from ..masks._structure import both, structure_of
 from .tokens import Tokens, find_tokens, rows_between
 from .unmodified import apply_linear, is_unmodified
 
@@ -92,15 +92,11 @@ class Unpadded:
         return apply_linear(out_proj, whole.transpose(0, 1), environment).transpose(0, 1)
 
 
-def unpad(
-    mask: Mask, query: Tensor, key: Tensor, num_heads: int, costs: Costs, environment: Environment
-) -> Unpadded | None:
+def unpad(mask: Mask, grid: Grid, costs: Costs, environment: Environment) -> Unpadded | None:
     """Find the padding of a batch in its mask, if leaving it out is faster.
 
     Args:
-        mask: of the call.
-        query, key: (B, L, …) and (B, S, …).
-        num_heads: H, for the mask.
+        mask, grid: of the call.
         costs: of what could be left out.
         environment: of the call.
 
@@ -109,15 +105,14 @@ def unpad(
         at, where the mask says more than marks per token and rules about positions, and where an observer changes
         outputs. Recorders change nothing: what checkpointing computes again, after they have left, must be the same.
     """
-    if not (query.is_cpu and key.is_cpu) or environment.tracing or environment.transformed:
+    if grid.device.type != "cpu" or environment.tracing or environment.transformed:
         return None
     if environment.observed and changes_outputs():
         return None
-    batch, length, keys_length = query.shape[0], query.shape[1], key.shape[1]
+    batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
     whole = costs.of(length, keys_length, length * keys_length)
     if 0 in (batch, length, keys_length) or whole < _WORTH_UNPADDING:
         return None
-    grid = Grid(batch, num_heads, length, keys_length, query.device)
     # Before its marks are read, so that a mask of other sizes is refused as it is everywhere.
     mask.validate(grid)
     real_queries, real_keys, rest = _marks(mask, grid)
@@ -154,7 +149,7 @@ def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[M
     real_keys: Tensor | None = None
     rest: list[Mask] = []
     for part in mask.parts():
-        marks = part.structure(grid).marks(grid)
+        marks = structure_of(part, grid).marks(grid)
         if marks is None:
             if not (isinstance(part, SlidingWindow) or (isinstance(part, Causal) and part.align == "top_left")):
                 return None, None, None

@@ -23,6 +23,7 @@ from ..kernels._base import Kernel, Plan
 from ..kernels._choice import choose, choose_for_documents
 from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
+from ..masks._grid import Grid
 
 
 class PlanCache:
@@ -81,16 +82,18 @@ def attend(
     request: Request,
     environment: Environment,
     show: Show | None = None,
+    grid: Grid | None = None,
 ) -> Results:
     """Compute `attention`, and weights if they are wanted, in an environment that was read before.
 
     Sizes, dtypes and numbers of a call are checked where its spec has no plan yet; values are checked in every call.
+    A layer that has read the mask's structure passes its grid, which holds that structure.
     """
     if environment.autocast:
         query, key, value = cast_for_autocast(query, key, value)
         with autocast_off(query):
-            return attend(query, key, value, request, environment._replace(autocast=False), show)
-    call = make_call(query, key, value, request, environment)
+            return attend(query, key, value, request, environment._replace(autocast=False), show, grid)
+    call = make_call(query, key, value, request, environment, grid)
     plan = _known_plan(call.spec, environment)
     if plan is None:
         validate(call)

@@ -19,6 +19,7 @@ from .._call.call import Results, valid_call
 from ..kernels._some_keys import gradients_of_some_keys, merge_sinks, merge_some_keys
 from ..masks._base import Mask
 from ..masks._grid import Grid
+from ..masks._structure import structure_of
 from ._collectives import differentiable_once, step
 from ._layout import Shards
 from ._methods import Chunk, Whole
@@ -149,7 +150,7 @@ def _chunks(whole: Whole, q: Tensor, block: _Block) -> Iterator[Chunk]:
 def _may_see(mask: Mask, chunk: Chunk) -> bool:
     (batch, heads, length, _), keys = chunk.query.shape, chunk.key.shape[2]
     grid = Grid(batch, heads, length, keys, chunk.query.device)
-    start, stop = mask.structure(grid).columns(grid, slice(0, length))
+    start, stop = structure_of(mask, grid).columns(grid, slice(0, length))
     return start < stop and keys > 0
 
 

@@ -18,7 +18,7 @@ from .._call.call import AttentionCall
 from ..masks._base import Mask
 from ..masks._grid import Block
 from ..masks._lowering import row_blocks
-from ..masks._structure import Band
+from ..masks._structure import Band, structure_of
 
 #: Elements of the score matrix held at once; four to six temporaries of this size live at a time.
 BLOCK_ELEMENTS = 1 << 20
@@ -81,7 +81,7 @@ class Workspace:
     def limit(self, mask: Mask, block: Block, dtype: torch.dtype) -> Tensor | None:
         """What scores are at most, −∞ where hidden and ∞ elsewhere, for (b, h, l, s); ``None`` if nothing is hidden."""
         if mask is not self._banded:
-            self._band, self._banded = mask.structure(block.grid).only_band(block.grid), mask
+            self._band, self._banded = structure_of(mask, block.grid).only_band(block.grid), mask
         # Neighbouring blocks of a band hide the same cells, counted from their corners.
         outline = None if self._band is None else self._band.outline(block)
         if outline is None or outline != self._outline:

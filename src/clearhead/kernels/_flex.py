@@ -19,6 +19,7 @@ from .._call.spec import AttentionSpec
 from .._torch_private import has_avx2, mark_static, sizes_apart
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
+from ..masks._structure import structure_of
 from ._base import Kernel, Plan, Refusal, refusals_of_half
 from ._flex_blocks import SIDE, lower_blocks, table
 
@@ -52,7 +53,7 @@ class FlexKernel(Kernel):
             reasons.append(Refusal("a size is 0"))
         if spec.dtype == torch.float64:
             reasons.append(Refusal("it computes in float32, not in float64"))
-        if mask is not None and any(part.has_bias and not part.structure(grid).biases for part in mask.parts()):
+        if mask is not None and any(part.has_bias and not structure_of(part, grid).biases for part in mask.parts()):
             reasons.append(Refusal("a computed bias would have to be built whole, (B, H, L, S)"))
         return (*reasons, *_reasons_of_device(spec, mask))
 

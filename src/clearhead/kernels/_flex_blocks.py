@@ -14,7 +14,7 @@ from torch import Tensor
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
 from ..masks._lowering import chosen_cell
-from ..masks._structure import Band, Structure
+from ..masks._structure import Band, Structure, structure_of
 
 #: Queries and keys in a block; PyTorch's own default.
 SIDE = 128
@@ -59,7 +59,7 @@ def lower_blocks(mask: Mask | None, grid: Grid) -> Blocks:
 
 
 def _lower(mask: Mask, grid: Grid) -> Blocks:
-    structure = mask.structure(grid)
+    structure = structure_of(mask, grid)
     band = structure.only_band(grid)
     return _cell_blocks(mask, structure, grid) if band is None else _band_blocks(band, grid)
 

@@ -14,6 +14,7 @@ from .._call.spec import AttentionSpec
 from .._native import extension
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
+from ..masks._structure import structure_of
 from . import _native_operator  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines the operators
 from ._base import Kernel, Plan, Refusal
 from ._native_arguments import NO_EXTRAS, Extras
@@ -66,7 +67,7 @@ class NativeKernel(Kernel):
             return _run_operator
         if spec.documents is not None:
             prepare = _prepare_once(spec, mask, grid, documents=spec.documents)
-        elif mask is None or mask.structure(grid).only_band(grid) is not None:
+        elif mask is None or structure_of(mask, grid).only_band(grid) is not None:
             prepare = _prepare_once(spec, mask, grid)
         else:
             prepare = _prepare_every_time
@@ -96,7 +97,7 @@ def _run_operator(call: AttentionCall) -> Results:
 
 def _prepare_once(spec: AttentionSpec, mask: Mask | None, grid: Grid, *, documents: int = 0) -> Prepare:
     """For calls that differ in the addresses of query, key, value, sinks, seed and documents alone."""
-    band = None if mask is None else mask.structure(grid).only_band(grid)
+    band = None if mask is None else structure_of(mask, grid).only_band(grid)
     limits: dict[str, Any] = {} if band is None else {"low": band.low, "high": band.high, "stop": band.stop}
     plan = NativePlan(
         spec.dtype,

@@ -8,6 +8,7 @@ from .._call.spec import AttentionSpec
 from .._native import extension, why_missing
 from ..masks._base import Mask
 from ..masks._grid import Grid
+from ..masks._structure import structure_of
 from ._base import Refusal, refusals_of_heads
 from ._native_plan import DTYPES
 
@@ -50,7 +51,7 @@ def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> li
 def _reasons_of_documents(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
     if spec.tracing or spec.dispatching:
         return [Refusal("documents are no operator that a graph could hold")]
-    if mask is not None and mask.structure(grid).only_band(grid) is None:
+    if mask is not None and structure_of(mask, grid).only_band(grid) is None:
         return [Refusal("within documents it has masks that are bands only")]
     return []
 
@@ -60,7 +61,7 @@ def learnt_shape(mask: Mask | None, grid: Grid) -> tuple[int, int, int, int] | N
     batch, heads, length, keys = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
     parts = [] if mask is None else mask.parts()
     learnt = [part for part in parts if any(bias.requires_grad for bias in part.bias_tensors())]
-    biases = learnt[0].structure(grid).biases if len(learnt) == 1 else ()
+    biases = structure_of(learnt[0], grid).biases if len(learnt) == 1 else ()
     if len(biases) != 1:
         return None
     items, *matrix = biases[0].shape
@@ -83,4 +84,4 @@ def refuses_statistics(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bo
 
 def reads_in_place(mask: Mask | None, grid: Grid) -> bool:
     """Whether nothing of the mask has to be written down."""
-    return mask is None or all(part.structure(grid).exact for part in mask.parts())
+    return mask is None or all(structure_of(part, grid).exact for part in mask.parts())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._base import Mask
 from ._grid import Block, Grid, Sizes
-from ._structure import Structure, both
+from ._structure import Structure, both, structure_of
 
 
 class _Combined(Mask):
@@ -81,7 +81,7 @@ class And(_Combined):
         # From a structure that hides nothing: each part takes away.
         found = Structure()
         for part in self._masks:
-            found = found.meet(part.structure(grid))
+            found = found.meet(structure_of(part, grid))
         return found
 
     @property
@@ -112,7 +112,7 @@ class Or(_Combined):
 
     def structure(self, grid: Grid) -> Structure:
         # No kind of structure says "either" exactly; both together bound what has to be evaluated.
-        return Structure(exact=False, either=tuple(mask.structure(grid) for mask in self._masks))
+        return Structure(exact=False, either=tuple(structure_of(mask, grid) for mask in self._masks))
 
     def describe(self) -> str:
         return f"({' | '.join(mask.describe() for mask in self._masks)})"

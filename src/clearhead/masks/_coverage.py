@@ -14,7 +14,7 @@ from ._base import Mask
 from ._grid import Block, Grid
 from ._lowering import chosen_cell, row_blocks
 from ._native_coverage import find_natively
-from ._structure import Band, RowRanges, Structure
+from ._structure import Band, RowRanges, Structure, structure_of
 
 _ROWS_AT_A_TIME = 1 << 21  # elements of mask evaluated at once
 _EDGE_ROWS, _EDGE_COLUMNS = 16, 8  # at each border, looked at first; reading columns takes longer
@@ -60,7 +60,7 @@ def coverage(mask: Mask, grid: Grid) -> Coverage:
 
 def find_coverage(mask: Mask, grid: Grid) -> Coverage:
     """The same, from the structure of the mask where it says it."""
-    structure = mask.structure(grid)
+    structure = structure_of(mask, grid)
     band = structure.only_band(grid)
     # Every query sees the first key and the last query all of them, which holds while tracing too.
     if band is not None and band.is_causal(grid) and grid.query_length >= grid.key_length:
@@ -148,7 +148,7 @@ class _Search:
     """
 
     def __init__(self, mask: Mask, grid: Grid) -> None:
-        self._mask, self._grid, self._structure = mask, grid, mask.structure(grid)
+        self._mask, self._grid, self._structure = mask, grid, structure_of(mask, grid)
         # What is found is as large as the mask differs, between items and heads, and no larger.
         cell = mask.visible(chosen_cell(grid))
         self._outer = (1, 1) if cell is None else (cell.shape[0], cell.shape[1])

@@ -55,12 +55,6 @@ class _Documents(OfTensor):
     def structure(self, grid: Grid) -> Structure:
         if grid.shift is None or is_tracing() or is_transformed() or not _worth_reading(self._tensor, grid):
             return UNKNOWN
-        # Found out once per call: kernels use the structure several times, and the ids are sorted for it.
-        if self not in grid.memo:
-            grid.memo[self] = self._structure(grid)
-        return grid.memo[self]
-
-    def _structure(self, grid: Grid) -> Structure:
         # Documents in several pieces are evaluated; there is no one range per row.
         ranges = _row_ranges(self._tensor)
         if ranges is None:

@@ -10,14 +10,14 @@ from torch import Tensor
 from .._environment import is_tracing
 from ._base import Mask
 from ._grid import Block, Grid
-from ._structure import Structure
+from ._structure import Structure, structure_of
 
 _ENOUGH_ROWS = 64  # fewer do not fill a matrix product, nor pay for the Python around it
 
 
 def is_plain_causal(mask: Mask | None, grid: Grid) -> bool:
     """True if the mask says exactly j ≤ i, which fused kernels know as a flag."""
-    band = None if mask is None else mask.structure(grid).only_band(grid)
+    band = None if mask is None else structure_of(mask, grid).only_band(grid)
     return band is not None and band.is_causal(grid)
 
 
@@ -26,7 +26,7 @@ def hides_nothing(mask: Mask, grid: Grid) -> bool:
     # A graph is made for any length, and every query sees every key for some of them alone.
     if is_tracing():
         return False
-    band = mask.structure(grid).only_band(grid)
+    band = structure_of(mask, grid).only_band(grid)
     return band is not None and band.shows_all(grid)
 
 
@@ -40,7 +40,7 @@ def completed(mask: Mask, grid: Grid, dtype: torch.dtype) -> Structure:
     found = Structure()
     for part in mask.parts():
         # Only what is not known is built: a computed part does not turn the others into tensors.
-        own = part.structure(grid)
+        own = structure_of(part, grid)
         if not own.exact:
             visible, bias = part.visible(Block(grid)), part.bias(Block(grid), dtype)
             own = Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
@@ -60,7 +60,7 @@ def computed_sizes(mask: Mask, grid: Grid) -> Iterator[tuple[int, int]]:
     # Evaluated for one cell, because a kernel is chosen before anything of the scores' size exists.
     cell = chosen_cell(grid)
     for part in mask.parts():
-        if not part.structure(grid).exact:
+        if not structure_of(part, grid).exact:
             for tensor in (part.visible(cell), part.bias(cell, torch.float32)):
                 if tensor is not None:
                     yield tensor.shape[0], tensor.shape[1]
@@ -75,7 +75,7 @@ def additive(mask: Mask, grid: Grid, dtype: torch.dtype) -> tuple[Tensor | None,
         if added is not None:
             bias = added if bias is None else bias + added
         # Of several biases one may hide with −∞ where another adds ∞.
-        if biases < 2 and part.structure(grid).biases:
+        if biases < 2 and structure_of(part, grid).biases:
             continue
         seen = part.visible(block)
         if seen is not None:
@@ -116,7 +116,7 @@ def row_blocks(
         The rows, and the first and one past the last column.
     """
     # Once for all blocks: the structure of documents takes a pass over their ids.
-    structure = Structure() if mask is None else mask.structure(grid)
+    structure = Structure() if mask is None else structure_of(mask, grid)
     start = 0
     while start < grid.query_length:
         rows, columns = _block_from(start, structure, grid, cells, fewest_rows)

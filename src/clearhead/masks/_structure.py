@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -213,6 +214,15 @@ class Structure:
 
 #: Of a mask that says nothing of itself: everything may be visible.
 UNKNOWN = Structure(exact=False)
+
+
+def structure_of(mask: Any, grid: Grid) -> Structure:
+    """The structure of a mask for a grid, computed once for each call."""
+    if is_tracing():
+        return mask.structure(grid)
+    if mask not in grid.memo:
+        grid.memo[mask] = mask.structure(grid)
+    return grid.memo[mask]
 
 
 def both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
