@@ -132,12 +132,16 @@ def chosen_backend() -> Backend:
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, environment: Environment | None = None) -> Tensor:
     """`linear` where nothing is traced, in an environment that may have been read before."""
-    forced = bool(forced_linears.stack)
-    if chosen_backend() == "pytorch":
+    forced = forced_linears.stack
+    if (forced[-1] if forced else _preferred()) == "pytorch":
         return F.linear(x, weight, bias)
-    # Most GEMMs of small models end here, before anything else is compared.
-    if not forced and (type(x) not in PLAIN or type(weight) not in PLAIN or _is_small(x, weight)):
-        return F.linear(x, weight, bias)
+    if not forced:
+        if type(x) not in PLAIN or type(weight) not in PLAIN:
+            return F.linear(x, weight, bias)
+        # Most GEMMs of small models end here, before anything else is compared.
+        rows = 0 if x.dim() == 0 else x.numel() // max(x.shape[-1], 1)
+        if rows < _FEWEST_ROWS or rows * weight.numel() < _FEWEST_MULTIPLICATIONS:
+            return F.linear(x, weight, bias)
     against = _against(x, weight, bias, environment or read_environment())
     if forced and not has_onednn_linear():
         against = _NO_ONEDNN
@@ -203,12 +207,6 @@ def _processor_maker() -> str:
     except (OSError, StopIteration):
         described = platform.processor()  # on Windows "AMD64 Family 25 …, AuthenticAMD"
         return described.rsplit(", ", 1)[-1] or platform.machine()
-
-
-def _is_small(x: Tensor, weight: Tensor) -> bool:
-    """Whether the GEMM is PyTorch's on every machine."""
-    rows = 0 if x.dim() == 0 else x.numel() // max(x.shape[-1], 1)
-    return rows < _FEWEST_ROWS or rows * weight.numel() < _FEWEST_MULTIPLICATIONS
 
 
 def _against(input: Tensor, weight: Tensor, bias: Tensor | None, environment: Environment) -> str | None:
