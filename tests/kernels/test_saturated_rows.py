@@ -11,9 +11,9 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead._call.spec import Layout
 from clearhead._native import instruction_sets, use_instruction_set
-from clearhead.kernels._native_plan import NativePlan
+from clearhead.kernels._native_arguments import NativeArguments
+from clearhead.kernels._native_plan import plan_of
 
 DIM = 67
 #: Scores of the heaviest keys; all other scores are at most about half as large.
@@ -148,17 +148,16 @@ def test_some_keys_of_a_larger_call_add_up(isa: str) -> None:
     (query, key, value), gradient = saturated(53, 211)
     query = query / 5  # so that the largest weights are between one half and 1
 
-    def plan(*three: Tensor) -> NativePlan:
-        return NativePlan(query.dtype, *map(Layout.of, three), scale=DIM**-0.5, differentiable=True)
-
     with use_instruction_set(isa):
-        whole = plan(query, key, value)
-        lse = whole.empty_lse(query)
-        output = whole.forward(query, key, value, lse=lse)
+        whole = NativeArguments(query, key, value, scale=DIM**-0.5)
+        plan = plan_of(whole, differentiable=True)
+        lse = plan.empty_lse(query)
+        output = plan.forward(whole, lse)
         parts = []
         for some in (slice(0, 101), slice(101, 211)):
             three = (query, key[:, :, some].contiguous(), value[:, :, some].contiguous())
-            parts.append(plan(*three).backward(*three, output, lse, gradient, whole_rows=False)[:3])
+            part = NativeArguments(*three, scale=DIM**-0.5)
+            parts.append(plan_of(part, differentiable=True).backward(part, output, lse, gradient, whole_rows=False)[:3])
     found = (parts[0][0] + parts[1][0], *(torch.cat([one[n], other[n]], 2) for n in (1, 2) for one, other in [parts]))
     tensors = copies((query, key, value), torch.float64)
     wanted = [tensor.requires_grad_() for tensor in tensors]

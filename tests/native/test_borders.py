@@ -13,7 +13,8 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead._native import use_instruction_set
-from clearhead.kernels._native_plan import NativeArguments
+from clearhead.kernels._native_arguments import NativeArguments
+from clearhead.kernels._native_plan import plan_of
 from tests.support.native import needs_native, threads
 from tests.support.native_cases import CASES, numbers
 from tests.support.threads import in_threads
@@ -45,8 +46,7 @@ class Guarded:
 
 def request(query: Tensor, key: Tensor, value: Tensor, high: int) -> NativeArguments:
     length, count = query.shape[2], key.shape[2]
-    nothing = (None,) * 6
-    return NativeArguments(query, key, value, *nothing, 0.4, 0.0, 0.0, -length, min(high, count), count)
+    return NativeArguments(query, key, value, scale=0.4, low=-length, high=min(high, count), stop=count)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -73,10 +73,10 @@ def test_nothing_is_written_outside(
     query, key, value = (torch.randn(2, 2, *size).to(dtype) for size in sides)
     lse = guarded.empty(2, 2, length, dtype=torch.float64)
     call = request(query, key, value, high)
-    rounded, plan = call.plan().forward(*call.inputs), call.plan(differentiable=True)
-    output = plan.forward(*call.inputs, lse=lse)
+    rounded, plan = plan_of(call).forward(call), plan_of(call, differentiable=True)
+    output = plan.forward(call, lse)
     upstream = torch.randn(output.shape).to(dtype), torch.randn(2, 2, length)
-    found = (rounded, output, lse, *plan.backward(*call.inputs, output, lse, *upstream))
+    found = (rounded, output, lse, *plan.backward(call, output, lse, *upstream))
     assert all(tensor.isfinite().all() and not (tensor == BORDER).any() for tensor in found)
     assert guarded.untouched()
 
@@ -99,9 +99,9 @@ def test_statistics_write_nothing_outside(sizes: tuple[int, ...], high: int, ave
     pooled = guarded.empty(2, 2, min(7, length), min(7, count)).zero_()
     call = request(query, key, value, high)
     names = ("largest", "visible", "entropy", "confidence", "norm", "received", "viewers")
-    call.plan().statistics(
-        *call.inputs,
-        output=output,
+    plan_of(call).statistics(
+        call,
+        output,
         **dict(zip(names, (*rows, *columns), strict=True)),
         top_weights=top_weights,
         top_keys=top_keys,
@@ -138,10 +138,10 @@ def test_what_lies_beside_the_inputs_does_not_matter(
 
 def _everything(query: Tensor, key: Tensor, value: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
     call = request(query, key, value, 1000)
-    plan = call.plan(differentiable=True)
+    plan = plan_of(call, differentiable=True)
     lse = plan.empty_lse(query)
-    output = plan.forward(*call.inputs, lse=lse)
-    return output, lse, *plan.backward(*call.inputs, output, lse, gradient)
+    output = plan.forward(call, lse)
+    return output, lse, *plan.backward(call, output, lse, gradient)
 
 
 def test_several_threads_at_once() -> None:

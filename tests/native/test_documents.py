@@ -11,7 +11,7 @@ from torch import Tensor
 import clearhead
 from clearhead import masks
 from clearhead._call.spec import Layout
-from clearhead.kernels._native_arguments import Extras
+from clearhead.kernels._native_arguments import NativeArguments
 from clearhead.kernels._native_plan import NativePlan
 from tests.support.native import needs_native, threads
 
@@ -46,16 +46,16 @@ def made(tensors: tuple[Tensor, ...], documents: int = len(ROWS), **options: Any
     )
 
 
-def extras_of(sinks: Tensor | None = None, **more: Tensor) -> Extras:
+def arguments_of(tensors: tuple[Tensor, ...], sinks: Tensor | None = None, **more: Tensor) -> NativeArguments:
     given: dict[str, Any] = {"cu_seqlens_q": starts(ROWS), "cu_seqlens_k": starts(KEYS), **more}
-    return Extras(sinks=sinks, **given)
+    return NativeArguments(*tensors, sinks=sinks, **given)  # type: ignore[arg-type]
 
 
-def run(plan: NativePlan, tensors: tuple[Tensor, ...], extras: Extras, gradient: Tensor) -> dict[str, Tensor]:
-    lse = plan.empty_lse(tensors[0])
-    output = plan.forward(*tensors, extras, lse)
+def run(plan: NativePlan, arguments: NativeArguments, gradient: Tensor) -> dict[str, Tensor]:
+    lse = plan.empty_lse(arguments.query)
+    output = plan.forward(arguments, lse)
     of_lse = torch.full(lse.shape, 1 / 3)
-    dq, dk, dv, correction = plan.backward(*tensors, output, lse, gradient, of_lse, extras)
+    dq, dk, dv, correction = plan.backward(arguments, output, lse, gradient, of_lse)
     return {"output": output, "lse": lse, "query": dq, "key": dk, "value": dv, "correction": correction}
 
 
@@ -104,7 +104,7 @@ def test_equal_a_loop_over_the_documents(
 ) -> None:
     tensors = inputs(torch.float32)
     gradient = torch.randn(1, HEADS, sum(ROWS), VALUE_DIM)
-    found = run(made(tensors, **band, **options), tensors, extras_of(sinks), gradient)
+    found = run(made(tensors, **band, **options), arguments_of(tensors, sinks), gradient)
     assert_close(found, one_by_one(tensors, gradient, band, options, sinks))
 
 
@@ -112,14 +112,14 @@ def test_equal_a_loop_over_the_documents(
 def test_half_precision(dtype: torch.dtype, instructions: str) -> None:
     tensors = inputs(dtype)
     gradient = torch.randn(1, HEADS, sum(ROWS), VALUE_DIM).to(dtype)
-    found = run(made(tensors, high=0), tensors, extras_of(), gradient)
+    found = run(made(tensors, high=0), arguments_of(tensors), gradient)
     assert_close(found, one_by_one(tensors, gradient, BANDS["causal"], {}, None), 1e-2)
 
 
 def test_heads_side_by_side(instructions: str) -> None:
     tensors = tuple(tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs(torch.float32))
     gradient = torch.randn(1, HEADS, sum(ROWS), VALUE_DIM)
-    found = run(made(tensors, high=0), tensors, extras_of(), gradient)
+    found = run(made(tensors, high=0), arguments_of(tensors), gradient)
     assert_close(found, one_by_one(tensors, gradient, BANDS["causal"], {}, None))
 
 
@@ -130,12 +130,11 @@ def test_nan_stays_in_its_document(poisoned: int, count: int, instructions: str)
     rows = keys = [37, 5, 64, 1]
     tensors = (*inputs(torch.float32, rows, keys), torch.randn(1, HEADS, sum(rows), VALUE_DIM))
     cu = starts(rows)
-    extras = Extras(cu_seqlens_q=cu, cu_seqlens_k=cu)
     with threads(count):
         plan = made(tensors[:3], documents=4, high=0)
-        clean = run(plan, tensors[:3], extras, tensors[3])
+        clean = run(plan, arguments_of(tensors[:3], cu_seqlens_q=cu, cu_seqlens_k=cu), tensors[3])
         tensors[poisoned][:, :, 37:42] = torch.nan
-        found = run(plan, tensors[:3], extras, tensors[3])
+        found = run(plan, arguments_of(tensors[:3], cu_seqlens_q=cu, cu_seqlens_k=cu), tensors[3])
     for name, tensor in found.items():
         rest = [torch.cat([x[:, :, :37], x[:, :, 42:]], 2) for x in (tensor, clean[name])]
         torch.testing.assert_close(*rest, rtol=0, atol=1e-5)
@@ -153,11 +152,11 @@ def test_what_is_refused() -> None:
         with pytest.raises(
             ValueError, match="cu_seqlens: starts of documents have to rise from 0 to the number of all"
         ):
-            plan.forward(*tensors, extras_of(cu_seqlens_q=wrong))
+            plan.forward(arguments_of(tensors, cu_seqlens_q=wrong))
     with pytest.raises(ValueError, match="cu_seqlens"):
-        plan.forward(*tensors)
+        plan.forward(NativeArguments(*tensors))
     with pytest.raises(ValueError, match="statistics are not computed for documents"):
-        plan.statistics(*tensors, extras_of())
+        plan.statistics(arguments_of(tensors))
 
 
 def test_the_same_as_a_batch() -> None:
@@ -166,12 +165,12 @@ def test_the_same_as_a_batch() -> None:
     batch = [torch.randn(4, HEADS, 61, DIM) for _ in range(3)]
     packed = tuple(tensor.transpose(0, 1).reshape(1, HEADS, 4 * 61, DIM) for tensor in batch)
     cu = torch.arange(5) * 61
-    extras = Extras(seed=torch.tensor(3), cu_seqlens_q=cu, cu_seqlens_k=cu)
-    output = made(packed, documents=4, high=0, dropout_p=0.2).forward(*packed, extras)
+    arguments = arguments_of(packed, seed=torch.tensor(3), cu_seqlens_q=cu, cu_seqlens_k=cu)
+    output = made(packed, documents=4, high=0, dropout_p=0.2).forward(arguments)
     with clearhead.use_kernel("chunked"):
         plain = clearhead.attention(*batch, masks.causal(), scale=0.4)
-    undropped = made(packed, documents=4, high=0).forward(*packed, extras._replace(seed=None))
+    undropped = made(packed, documents=4, high=0).forward(arguments._replace(seed=None))
     one = NativePlan(torch.float32, *map(Layout.of, batch), scale=0.4, high=0, dropout_p=0.2)
-    expected = one.forward(*batch, Extras(seed=torch.tensor(3)))
+    expected = one.forward(NativeArguments(*batch, seed=torch.tensor(3)))
     assert torch.equal(output.view(HEADS, 4, 61, DIM).transpose(0, 1), expected)
     torch.testing.assert_close(undropped.view(HEADS, 4, 61, DIM).transpose(0, 1), plain, rtol=0, atol=1e-5)

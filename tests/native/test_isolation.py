@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clearhead._call.spec import Layout
-from clearhead.kernels._native_arguments import Extras
+from clearhead.kernels._native_arguments import NativeArguments
 from clearhead.kernels._native_plan import NativePlan
 from tests.support.native import needs_native, on_every_set
 
@@ -79,9 +79,9 @@ def run(
     layouts = {name: Layout.of(tensor) for name, tensor in given.items() if name != "last"}
     options = {**layouts, **options, **more}
     plan = NativePlan(tensors[0].dtype, *map(Layout.of, tensors), scale=0.4, differentiable=True, **options)
-    extras, lse = Extras(**given), plan.empty_lse(tensors[0])
-    output = plan.forward(*tensors, extras, lse)
-    dq, dk, dv, correction = plan.backward(*tensors, output, lse, gradient, None, extras)
+    arguments, lse = NativeArguments(*tensors, **given), plan.empty_lse(tensors[0])
+    output = plan.forward(arguments, lse)
+    dq, dk, dv, correction = plan.backward(arguments, output, lse, gradient)
     return {"output": output, "lse": lse, "query": dq, "key": dk, "value": dv, "correction": correction}
 
 
@@ -123,12 +123,15 @@ def test_the_gradient_of_a_bias_is_not_counted_twice(instructions: str) -> None:
     plan = NativePlan(
         torch.float32, *layouts, scale=0.4, differentiable=True, bias=Layout.of(bias), bias_gradient=tuple(bias.shape)
     )
-    extras, found = Extras(bias=bias), []
+    found = []
     for poison in (0.0, torch.nan):
         tensors = (query, key.masked_fill(keys, poison), value.masked_fill(keys, poison))
-        lse, sums = plan.empty_lse(query), plan.empty_bias_gradient(query)
-        output = plan.forward(*tensors, extras, lse)
-        plan.backward(*tensors, output, lse, gradient, None, extras, sums)
+        arguments, lse, sums = (
+            NativeArguments(*tensors, bias=bias),
+            plan.empty_lse(query),
+            plan.empty_bias_gradient(query),
+        )
+        plan.backward(arguments, plan.forward(arguments, lse), lse, gradient, None, sums)
         found.append(sums)
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
 
@@ -148,8 +151,7 @@ def test_statistics_are_not_counted_twice(average: bool, instructions: str) -> N
         received, viewers, norm = (torch.zeros(BATCH, HEADS, n) for n in (count, count, length))
         output, step = plan.empty_output(query), length * count
         plan.statistics(
-            *tensors,
-            Extras(visible=seen),
+            NativeArguments(*tensors, visible=seen),
             output,
             weights=weights,
             weights_strides=(step, 0, count) if average else (HEADS * step, step, count),

@@ -15,7 +15,7 @@ import torch
 import clearhead._native
 from clearhead._call.spec import Layout
 from clearhead._native import extension, instruction_sets, require_arguments
-from clearhead.kernels._native_arguments import NO_EXTRAS, OPERANDS, Extras
+from clearhead.kernels._native_arguments import OPERANDS, NativeArguments
 from clearhead.kernels._native_plan import NativePlan
 from clearhead.masks._grid import Offset
 from tests.support.native import needs_native
@@ -72,19 +72,18 @@ def test_calls_give_what_the_plan_was_made_for() -> None:
     x = torch.randn(2, 3, 5, 4)
     plan = NativePlan(x.dtype, Layout.of(x), Layout.of(x), Layout.of(x), scale=0.5)
     with pytest.raises(ValueError, match="the plan was made without visible"):
-        plan.forward(x, x, x, Extras(visible=torch.ones(1, 1, 1, 5, dtype=torch.bool)))
+        plan.forward(NativeArguments(x, x, x, visible=torch.ones(1, 1, 1, 5, dtype=torch.bool)))
     with pytest.raises(TypeError, match="unknown argument 'entorpy'"):
-        plan.statistics(x, x, x, entorpy=torch.empty(2, 3, 5))
+        plan.statistics(NativeArguments(x, x, x), entorpy=torch.empty(2, 3, 5))
 
 
 def test_addresses_come_in_the_declared_order() -> None:
-    tensors: dict[str, Any] = {name: torch.randn(2, 3, 5, 4) for name in OPERANDS}
-    layouts = (Layout.of(tensors[name]) for name in ("query", "key", "value"))
-    operands, *_ = NativePlan(torch.float32, *layouts, scale=0.5)._arguments(**tensors, extras=NO_EXTRAS)
-    assert operands == tuple(tensor.data_ptr() for tensor in tensors.values())
-    tensors = {name: torch.zeros(1) for name in Extras._fields[:-1]}
-    extras = Extras(**tensors, offset=Offset(7, 2, 3, 5, 11)).arguments()
-    assert extras == (*(tensor.data_ptr() for tensor in tensors.values()), 7, 2, 3, 5, 11)
+    tensors: dict[str, Any] = {name: torch.zeros(1) for name in (*NativeArguments._fields[:11], *OPERANDS[3:])}
+    written = {name: tensors.pop(name) for name in OPERANDS[3:]}
+    operands, extras = NativeArguments(**tensors, offset=Offset(7, 2, 3, 5, 11)).addresses(**written)
+    addresses = [tensor.data_ptr() for tensor in tensors.values()]
+    assert operands == (*addresses[:3], *(tensor.data_ptr() for tensor in written.values()))
+    assert extras == (*addresses[3:], 7, 2, 3, 5, 11)
 
 
 OF_OTHER_SOURCES = (
@@ -119,7 +118,8 @@ def test_rows_with_gaps() -> None:
     query, key, value = (torch.randn(2, 3, 5, 4) for _ in range(3))
     gaps = [torch.stack([part, part], -1)[..., 0] for part in (query, key, value)]
     plain, spaced = (NativePlan(query.dtype, *map(Layout.of, x), scale=0.5) for x in ([query, key, value], gaps))
-    torch.testing.assert_close(spaced.forward(*gaps), plain.forward(query, key, value))
+    found = spaced.forward(NativeArguments(*gaps))
+    torch.testing.assert_close(found, plain.forward(NativeArguments(query, key, value)))
 
 
 def print_set(name: str) -> subprocess.CompletedProcess[str]:

@@ -14,12 +14,12 @@ from .._call.spec import AttentionSpec
 from .._native import extension
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid
-from ..masks._structure import structure_of
+from ..masks._structure import Band, structure_of
 from . import _native_operator  # noqa: F401  # pyright: ignore[reportUnusedImport]  # defines the operators
 from ._base import Kernel, Plan, Refusal
-from ._native_arguments import NO_EXTRAS, Extras
-from ._native_masks import lower_mask
-from ._native_plan import NativeArguments, NativePlan
+from ._native_arguments import NativeArguments
+from ._native_masks import LoweredMask, lower_band, lower_mask
+from ._native_plan import NativePlan, plan_of
 from ._native_support import learnt_shape, native_refusals, refuses_statistics
 from ._second_order import allow_second_derivatives, backward_pass, recompute_by_reference, sinks_gradient
 from ._weights_gradient import weights_by_operations, weights_gradients
@@ -65,20 +65,16 @@ class NativeKernel(Kernel):
         # The dispatcher costs more than a small attention: the operator is for those that have to see one.
         if spec.tracing or spec.dispatching:
             return _run_operator
-        if spec.documents is not None:
-            prepare = _prepare_once(spec, mask, grid, documents=spec.documents)
-        elif mask is None or structure_of(mask, grid).only_band(grid) is not None:
-            prepare = _prepare_once(spec, mask, grid)
-        else:
-            prepare = _prepare_every_time
+        band = Band.whole(grid) if mask is None else structure_of(mask, grid).only_band(grid)
+        prepare = _prepare if band is None else _prepare_once(spec, lower_band(band))
         weights = spec.weights
         if not spec.needs_gradients:
             return lambda call: _results(call, *_compute(call, *prepare(call), weights, spec.lse))
         return lambda call: _results(call, *cast(Any, _Native.apply(call, prepare, weights, *call.inputs)))
 
 
-#: The plan of a call, differentiable if the call is, and its tensors besides query, key and value.
-Prepare = Callable[[AttentionCall], tuple[NativePlan, Extras]]
+#: The plan of a call, differentiable if the call is, and its arguments.
+Prepare = Callable[[AttentionCall], tuple[NativePlan, NativeArguments]]
 
 
 def _results(call: AttentionCall, output: Tensor, lse: Tensor | None, weights: Tensor | None) -> Results:
@@ -95,10 +91,8 @@ def _run_operator(call: AttentionCall) -> Results:
     return allow_second_derivatives("native", call, results)
 
 
-def _prepare_once(spec: AttentionSpec, mask: Mask | None, grid: Grid, *, documents: int = 0) -> Prepare:
-    """For calls that differ in the addresses of query, key, value, sinks, seed and documents alone."""
-    band = None if mask is None else structure_of(mask, grid).only_band(grid)
-    limits: dict[str, Any] = {} if band is None else {"low": band.low, "high": band.high, "stop": band.stop}
+def _prepare_once(spec: AttentionSpec, mask: LoweredMask) -> Prepare:
+    """For calls whose mask is the same band every time."""
     plan = NativePlan(
         spec.dtype,
         spec.query,
@@ -108,63 +102,47 @@ def _prepare_once(spec: AttentionSpec, mask: Mask | None, grid: Grid, *, documen
         softcap=spec.softcap or 0.0,
         dropout_p=spec.dropout_p,
         differentiable=spec.needs_gradients,
-        documents=documents,
-        **limits,
+        documents=spec.documents or 0,
+        **mask,
     )
-    return lambda call: (plan, _extras(call))
+    return lambda call: (plan, arguments_of(call, mask))
 
 
-def _extras(call: AttentionCall) -> Extras:
-    if call.request.sinks is None and call.request.seed is None and call.request.rows is None:
-        return NO_EXTRAS
-    # The extras hold what is made here until the kernel, which is given addresses, has read it.
-    sinks = None if call.request.sinks is None else call.request.sinks.float().contiguous()
-    rows = call.request.rows
-    bounds = (None, None) if rows is None else (rows.cu_seqlens_q, rows.cu_seqlens_k)
-    seed, offset = call.request.seed, call.request.offset
-    return Extras(sinks, seed=seed, offset=offset, cu_seqlens_q=bounds[0], cu_seqlens_k=bounds[1])
-
-
-def _prepare_every_time(call: AttentionCall, bias_gradient: tuple[int, ...] | None = None) -> tuple[NativePlan, Extras]:
+def _prepare(call: AttentionCall, bias_gradient: tuple[int, ...] | None = None) -> tuple[NativePlan, NativeArguments]:
     """For calls whose mask has tensors, or other numbers every time; with the gradient of a bias of this shape."""
     arguments = arguments_of(call)
-    return arguments.plan(differentiable=call.spec.needs_gradients, bias_gradient=bias_gradient), arguments.extras
+    return plan_of(arguments, differentiable=call.spec.needs_gradients, bias_gradient=bias_gradient), arguments
 
 
-def arguments_of(call: AttentionCall) -> NativeArguments:
-    """The call with its mask lowered."""
-    lowered = lower_mask(call)
-    first, last = lowered.row_ranges or (None, None)
+def arguments_of(call: AttentionCall, mask: LoweredMask | None = None) -> NativeArguments:
+    """The arguments of a call, whose mask is lowered unless it was before."""
+    request, spec = call.request, call.spec
+    rows = request.rows
     return NativeArguments(
         call.query,
         call.key,
         call.value,
-        call.request.sinks,
-        lowered.visible,
-        lowered.bias,
-        first,
-        last,
-        call.request.seed,
-        call.spec.scale,
-        call.spec.softcap or 0.0,
-        call.spec.dropout_p,
-        lowered.low,
-        lowered.high,
-        lowered.stop,
-        call.request.offset,
+        request.sinks,
+        seed=request.seed,
+        cu_seqlens_q=None if rows is None else rows.cu_seqlens_q,
+        cu_seqlens_k=None if rows is None else rows.cu_seqlens_k,
+        scale=spec.scale,
+        softcap=spec.softcap or 0.0,
+        dropout_p=spec.dropout_p,
+        offset=request.offset,
+        **(lower_mask(call) if mask is None else mask),
     )
 
 
 def _compute(
-    call: AttentionCall, plan: NativePlan, extras: Extras, weights: WeightsWanted, with_lse: bool
+    call: AttentionCall, plan: NativePlan, arguments: NativeArguments, weights: WeightsWanted, with_lse: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Output, lse in float64 and weights; the output of a differentiable plan is float32."""
     lse = plan.empty_lse(call.query) if with_lse else None
-    inputs = (call.query, call.key, call.value)
     if weights is None:
-        return plan.forward(*inputs, extras, lse), lse, None
+        return plan.forward(arguments, lse), lse, None
     output, found = plan.empty_output(call.query), empty_weights(call, average=weights == "average")
-    plan.statistics(*inputs, extras, output, lse, weights=found, weights_strides=weights_strides(found))
+    plan.statistics(arguments, output, lse, weights=found, weights_strides=weights_strides(found))
     return output, lse, found
 
 
@@ -238,10 +216,8 @@ def native_gradients_of_some_keys(
         output_gradient: (B, H, L, Dv).
     """
     arguments = arguments_of(call)
-    plan, extras = arguments.plan(differentiable=True), arguments.extras
-    query, key, value, _ = plan.backward(
-        *arguments.inputs, output, lse, output_gradient, None, extras, whole_rows=False
-    )
+    plan = plan_of(arguments, differentiable=True)
+    query, key, value, _ = plan.backward(arguments, output, lse, output_gradient, whole_rows=False)
     return query, key, value
 
 
@@ -264,10 +240,9 @@ def _gradients(
     biases = len(call.bias_tensors)
     wanted = [index for index in range(biases) if needed[index - biases]]
     # The kernel holds the gradient of a bias, (1 or B, H, L, S): only where one is wanted.
-    plan, extras = _prepare_every_time(call, learnt_shape(call.mask, call.grid)) if wanted else prepare(call)
+    plan, arguments = _prepare(call, learnt_shape(call.mask, call.grid)) if wanted else prepare(call)
     bias_gradient = plan.empty_bias_gradient(output) if wanted else None
-    inputs = (call.query, call.key, call.value)
-    *found, correction = plan.backward(*inputs, output, lse, output_gradient, lse_gradient, extras, bias_gradient)
+    *found, correction = plan.backward(arguments, output, lse, output_gradient, lse_gradient, bias_gradient)
     if call.request.sinks is not None:
         found.append(sinks_gradient(call.request.sinks, correction, lse))
     of_biases: list[Tensor | None] = [None] * biases

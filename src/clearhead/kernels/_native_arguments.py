@@ -1,10 +1,11 @@
-"""What a call of the compiled kernel takes: the one declaration of its order in Python.
+"""The arguments of one call of the compiled kernel, and their order: the one declaration in Python.
 
-C++ declares it in ``_native/call.cpp``. The two are compared when this module is imported.
+C++ declares the order in ``_native/call.cpp``. The two are compared when this module is imported.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -16,19 +17,26 @@ from ..masks._grid import Offset
 OPERANDS = ("query", "key", "value", "output", "lse")
 
 
-class Extras(NamedTuple):
-    """What a call may have besides.
+class NativeArguments(NamedTuple):
+    """One call, in tensors and numbers alone, so that it can also be the arguments of a PyTorch operator.
 
     Args:
+        query: (B, H, L, D); with `cu_seqlens_q` (1, H, T, D), packed sequences.
+        key: (B, Hkv, S, D).
+        value: (B, Hkv, S, Dv).
         sinks: (H,).
         first, last: int32 (1 or B, 1 or L), row i sees first ≤ j < last; both or neither.
         visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
         bias: float32 of such a shape, added to the scores.
         seed: int64 scalar; dropout is drawn from it.
-        cu_seqlens_q, cu_seqlens_k: int64 (documents + 1,), where documents begin and the last ends.
-        offset: where the call lies in a larger one, for dropout; ``None``: it is the whole.
+        cu_seqlens_q, cu_seqlens_k: int64 (sequences + 1,), where packed sequences begin and the last ends.
+        scale, softcap, dropout_p, low, high, stop: as for `NativePlan`.
+        offset: the numbers of an `Offset`, for dropout. ``None``: the call is no part of a larger one.
     """
 
+    query: Tensor
+    key: Tensor
+    value: Tensor
     sinks: Tensor | None = None
     first: Tensor | None = None
     last: Tensor | None = None
@@ -37,11 +45,19 @@ class Extras(NamedTuple):
     seed: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
-    offset: Offset | None = None
+    scale: float = 1.0
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    low: int | None = None
+    high: int | None = None
+    stop: int | None = None
+    offset: Sequence[int] | None = None
 
-    def arguments(self) -> tuple[int, ...]:
-        """As `Plan`'s methods take them."""
-        return *map(address_of, self[:-1]), *(self.offset or _WHOLE)
+    def addresses(self, output: Tensor | None, lse: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """`OPERANDS` and the others, as `Plan`'s methods take them. The tensors must outlive the call."""
+        operands = (self.query.data_ptr(), self.key.data_ptr(), self.value.data_ptr(), address_of(output))
+        others = [0 if tensor is None else tensor.data_ptr() for tensor in self[3:11]]
+        return (*operands, address_of(lse)), (*others, *(self.offset or _WHOLE))
 
 
 class BackwardArguments(NamedTuple):
@@ -61,7 +77,6 @@ class BackwardArguments(NamedTuple):
 
 
 _WHOLE = Offset(0)  # as many heads as the plan has
-NO_EXTRAS = Extras()
 
 
 def address_of(tensor: Tensor | None) -> int:
@@ -71,6 +86,6 @@ def address_of(tensor: Tensor | None) -> int:
 
 require_arguments(
     operands=OPERANDS,
-    extras=(*Extras._fields[:-1], *Offset._fields),
+    extras=(*NativeArguments._fields[3:11], *Offset._fields),
     backward=BackwardArguments._fields,
 )

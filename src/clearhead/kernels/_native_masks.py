@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,32 +13,21 @@ from ..masks._grid import Grid
 from ..masks._lowering import completed
 from ..masks._structure import Band, RowRanges
 
-
-@dataclass(frozen=True)
-class LoweredMask:
-    """A key is visible where all of these allow it.
-
-    Args:
-        low, high, stop: row i sees i + low ≤ j ≤ i + high and j < stop.
-        row_ranges: first and one past the last column of each row, int32 (1 or B, 1 or L) each, or ``None``.
-        visible: bool (1 or B, 1 or H, 1 or L, 1 or S), or ``None``.
-        bias: float32 of such a shape, added to the scores, or ``None``.
-    """
-
-    low: int
-    high: int
-    stop: int
-    row_ranges: tuple[Tensor, Tensor] | None = None
-    visible: Tensor | None = None
-    bias: Tensor | None = None
+#: A mask by the names of `NativeArguments`: a key is visible where all of them allow it.
+LoweredMask = dict[str, Any]
 
 
 def lower_mask(call: AttentionCall) -> LoweredMask:
     """The call's mask; what is neither band nor range becomes a tensor."""
     mask, grid = call.mask, call.grid
     if mask is None:
-        return LoweredMask(-grid.query_length, grid.key_length, grid.key_length)
+        return lower_band(Band.whole(grid))
     return mask.lowered(grid, "native", lambda: _lower(mask, grid))
+
+
+def lower_band(band: Band) -> LoweredMask:
+    """A mask that is a band."""
+    return {"low": band.low, "high": band.high, "stop": band.stop}
 
 
 def _lower(mask: Mask, grid: Grid) -> LoweredMask:
@@ -59,7 +48,8 @@ def _lower(mask: Mask, grid: Grid) -> LoweredMask:
     for added in found.biases:
         added = added.float().resolve_neg()  # which are read as they lie in memory
         bias = added if bias is None else bias + added
-    return LoweredMask(band.low, band.high, band.stop, None if rows is None else _within(rows, grid), visible, bias)
+    first, last = (None, None) if rows is None else _within(rows, grid)
+    return {**lower_band(band), "first": first, "last": last, "visible": visible, "bias": bias}
 
 
 def _within(rows: RowRanges, grid: Grid) -> tuple[Tensor, Tensor]:

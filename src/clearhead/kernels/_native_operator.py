@@ -11,14 +11,15 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 
-from ._native_plan import NativeArguments
+from ._native_arguments import NativeArguments
+from ._native_plan import plan_of
 from ._second_order import sinks_gradient
 
 _IN_SCHEMA: dict[Any, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     float: "float",
-    int: "SymInt",
+    int | None: "SymInt?",
     Sequence[int] | None: "SymInt[]?",
 }
 _TYPES = {name: _IN_SCHEMA[hint] for name, hint in get_type_hints(NativeArguments).items()}
@@ -33,19 +34,19 @@ _library.define(
 
 
 def _forward(*request: Any) -> tuple[Tensor, Tensor]:
-    call = NativeArguments(*request)
-    plan = call.plan()
-    lse = plan.empty_lse(call.query)
-    return plan.forward(*call.inputs, call.extras, lse), lse
+    arguments = NativeArguments(*request)
+    plan = plan_of(arguments)
+    lse = plan.empty_lse(arguments.query)
+    return plan.forward(arguments, lse), lse
 
 
-def _backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *request, output, lse, output_gradient, lse_gradient = arguments
-    call = NativeArguments(*request)
-    plan, extras = call.plan(differentiable=True, contiguous_gradients=True), call.extras
+def _backward(*all_arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *request, output, lse, output_gradient, lse_gradient = all_arguments
+    arguments = NativeArguments(*request)
+    plan = plan_of(arguments, differentiable=True, contiguous_gradients=True)
     if output.dtype != torch.float32:  # which is rounded
-        output = plan.forward(*call.inputs, extras)
-    return plan.backward(*call.inputs, output, lse, output_gradient, lse_gradient, extras)
+        output = plan.forward(arguments)
+    return plan.backward(arguments, output, lse, output_gradient, lse_gradient)
 
 
 def _empty_lse(query: Tensor) -> Tensor:

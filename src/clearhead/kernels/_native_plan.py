@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, cast, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 
 from .._call.spec import Layout
 from .._native import extension, instruction_set_number
-from ..masks._grid import Offset
-from ._native_arguments import NO_EXTRAS, BackwardArguments, Extras, address_of
+from ._native_arguments import BackwardArguments, NativeArguments, address_of
 from ._native_strides import (
     broadcast_strides,
     contiguous_strides,
@@ -41,7 +39,7 @@ class NativePlan:
         softcap: 0 is none.
         dropout_p: probability that a weight is dropped, if a call has a seed.
         low, high, stop: row i sees i + low ≤ j ≤ i + high and j < stop. Default: everything.
-        first: layout of `Extras.first` and `Extras.last`, or ``None``.
+        first: layout of `NativeArguments.first` and `last`, or ``None``.
         visible, bias: layouts of those tensors, or ``None``.
         bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
         differentiable: whether `backward` may be called; the output is then float32 whatever the dtype.
@@ -51,12 +49,13 @@ class NativePlan:
     Example:
         >>> import torch
         >>> from clearhead._call.spec import Layout
+        >>> from clearhead.kernels._native_arguments import NativeArguments
         >>> from clearhead.kernels._native_plan import NativePlan
         >>> from clearhead._native import extension
         >>> x = torch.randn(2, 3, 5, 4)
         >>> if extension is not None:
         ...     plan = NativePlan(x.dtype, Layout.of(x), Layout.of(x), Layout.of(x), scale=0.5)
-        ...     assert plan.forward(x, x, x).shape == x.shape
+        ...     assert plan.forward(NativeArguments(x, x, x)).shape == x.shape
     """
 
     def __init__(
@@ -144,25 +143,20 @@ class NativePlan:
         """Zeros (1 or B, H, L, S) in float32, to which `backward` adds."""
         return like.new_zeros(cast("tuple[int, ...]", self._bias_shape), dtype=torch.float32)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, extras: Extras = NO_EXTRAS, lse: Tensor | None = None
-    ) -> Tensor:
-        """The output (B, H, L, Dv); the log-sum-exp is written to `lse`, an `empty_lse`, if it is given."""
-        output = self.empty_output(query)
-        query, key, value = self._as_read(query, key, value)
-        self._forward(*self._arguments(query, key, value, output, lse, extras))
+    def forward(self, arguments: NativeArguments, lse: Tensor | None = None) -> Tensor:
+        """The output (B, H, L, Dv); the log-sum-exp is written to `lse`, an `empty_lse`, if it is passed."""
+        output = self.empty_output(arguments.query)
+        arguments = self._as_read(arguments)
+        self._forward(*arguments.addresses(output, lse), *self._threads())
         return output
 
     def backward(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        arguments: NativeArguments,
         output: Tensor,
         lse: Tensor,
         output_gradient: Tensor,
         lse_gradient: Tensor | None = None,
-        extras: Extras = NO_EXTRAS,
         bias_gradient: Tensor | None = None,
         *,
         whole_rows: bool = True,
@@ -170,7 +164,7 @@ class NativePlan:
         """Gradients of query, key and value, and δ − dl (B, H, L), from which that of the sinks follows.
 
         Args:
-            query, key, value, extras: as in the forward pass.
+            arguments: of the forward pass.
             output: of it, in float32 whatever the dtype: δ = dO·o needs an o that is not rounded.
             lse: of it.
             output_gradient: (B, H, L, Dv).
@@ -178,7 +172,7 @@ class NativePlan:
             bias_gradient: an `empty_bias_gradient`, if it is wanted.
             whole_rows: whether output and lse are those of these keys, and not of a larger call.
         """
-        dq, dk, dv = (query.new_empty_strided(shape, strides) for shape, strides in self._gradients)
+        dq, dk, dv = (arguments.query.new_empty_strided(shape, strides) for shape, strides in self._gradients)
         # float32 is enough: unlike lse it is no exponent, and its rounding stays a rounding.
         correction = torch.empty_like(lse, dtype=torch.float32)
         # Graphs, and hooks on saved tensors, may bring an output back that lies otherwise.
@@ -188,7 +182,7 @@ class NativePlan:
             output_gradient = output_gradient.resolve_neg().contiguous()
         if lse_gradient is not None:
             lse_gradient = lse_gradient.float().resolve_neg().contiguous()
-        query, key, value = self._as_read(query, key, value)
+        arguments = self._as_read(arguments)
         batch, head, row, _ = output_gradient.stride()
         others = BackwardArguments(
             output_gradient=output_gradient.data_ptr(),
@@ -203,15 +197,12 @@ class NativePlan:
             bias_gradient=address_of(bias_gradient),
             whole_rows=int(whole_rows),
         )
-        self._backward(*self._arguments(query, key, value, output, lse, extras), others)
+        self._backward(*arguments.addresses(output, lse), *self._threads(), others)
         return dq, dk, dv, correction
 
     def statistics(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        extras: Extras = NO_EXTRAS,
+        arguments: NativeArguments,
         output: Tensor | None = None,
         lse: Tensor | None = None,
         **wanted: Tensor | int | tuple[int, ...] | None,
@@ -219,96 +210,51 @@ class NativePlan:
         """Write what is wanted of the weights, which are those before dropout.
 
         Args:
-            query, key, value, extras: as for `forward`.
+            arguments: of the call.
             output: an `empty_output` to write to, or ``None``.
             lse: an `empty_lse`, or ``None``.
             wanted: tensors to write to, and sizes, by the names of `Statistics` in ``_native/problem.h``.
         """
-        query, key, value = self._as_read(query, key, value)
-        given = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in wanted.items()}
-        self._statistics(*self._arguments(query, key, value, output, lse, extras), **given)
+        arguments = self._as_read(arguments)
+        by_address = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in wanted.items()}
+        self._statistics(*arguments.addresses(output, lse), *self._threads(), **by_address)
 
-    def _as_read(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _as_read(self, arguments: NativeArguments) -> NativeArguments:
         """Elements of a row have to lie side by side, as they are; all other strides are the plan's business."""
-        if not (self._copies or query.is_neg() or key.is_neg() or value.is_neg()):
-            return query, key, value
+        query, key, value, sinks = arguments[:4]
+        if not (self._copies or query.is_neg() or key.is_neg() or value.is_neg() or sinks is not None):
+            return arguments
         # The kernel would read x where a view means −x.
         resolved = (query.resolve_neg(), key.resolve_neg(), value.resolve_neg())
-        copied = (x.contiguous() if copy else x for x, copy in zip(resolved, self._contiguous, strict=True))
-        return cast("tuple[Tensor, Tensor, Tensor]", tuple(copied))
+        query, key, value = (x.contiguous() if copy else x for x, copy in zip(resolved, self._contiguous, strict=True))
+        sinks = None if sinks is None else sinks.float().contiguous()
+        return arguments._replace(query=query, key=key, value=value, sinks=sinks)
 
-    def _arguments(
-        self, query: Tensor, key: Tensor, value: Tensor, output: Tensor | None, lse: Tensor | None, extras: Extras
-    ) -> tuple[tuple[int, ...], tuple[int, ...] | None, int, int]:
-        """What all methods of `Plan` take first: `OPERANDS`, extras, threads and instruction set."""
-        return (
-            (query.data_ptr(), key.data_ptr(), value.data_ptr(), address_of(output), address_of(lse)),
-            None if extras is NO_EXTRAS else extras.arguments(),
-            1 if self._one_thread else torch.get_num_threads(),
-            instruction_set_number(),
-        )
+    def _threads(self) -> tuple[int, int]:
+        """How many threads a call has, and which instruction set."""
+        return 1 if self._one_thread else torch.get_num_threads(), instruction_set_number()
 
 
-class NativeArguments(NamedTuple):
-    """One call without any object of Clearhead's in it, so that it can be the arguments of a PyTorch operator.
-
-    Args:
-        query, key, value, scale, softcap, dropout_p, low, high, stop: as for `NativePlan`.
-        sinks, visible, bias, first, last, seed, offset: as for `Extras`.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    sinks: Tensor | None
-    visible: Tensor | None
-    bias: Tensor | None
-    first: Tensor | None
-    last: Tensor | None
-    seed: Tensor | None
-    scale: float
-    softcap: float
-    dropout_p: float
-    low: int
-    high: int
-    stop: int
-    offset: Sequence[int] | None = None
-
-    @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self[:3]
-
-    @property
-    def extras(self) -> Extras:
-        return Extras(
-            sinks=None if self.sinks is None else self.sinks.float().contiguous(),
-            first=self.first,
-            last=self.last,
-            visible=self.visible,
-            bias=self.bias,
-            seed=self.seed,
-            offset=None if self.offset is None else Offset(*self.offset),
-        )
-
-    def plan(self, **options: Any) -> NativePlan:
-        """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
-        first, visible, bias = self.first, self.visible, self.bias
-        return _cached_plan(
-            self.query.dtype,
-            Layout.of(self.query),
-            Layout.of(self.key),
-            Layout.of(self.value),
-            scale=self.scale,
-            softcap=self.softcap,
-            dropout_p=0.0 if self.seed is None else self.dropout_p,
-            low=self.low,
-            high=self.high,
-            stop=self.stop,
-            first=None if first is None else Layout.of(first),
-            visible=None if visible is None else Layout.of(visible),
-            bias=None if bias is None else Layout.of(bias),
-            **options,
-        )
+def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
+    """The plan of such calls; `options` are about gradients, by the names of `NativePlan`."""
+    first, visible, bias, boundaries = arguments.first, arguments.visible, arguments.bias, arguments.cu_seqlens_q
+    return _cached_plan(
+        arguments.query.dtype,
+        Layout.of(arguments.query),
+        Layout.of(arguments.key),
+        Layout.of(arguments.value),
+        scale=arguments.scale,
+        softcap=arguments.softcap,
+        dropout_p=0.0 if arguments.seed is None else arguments.dropout_p,
+        low=arguments.low,
+        high=arguments.high,
+        stop=arguments.stop,
+        first=None if first is None else Layout.of(first),
+        visible=None if visible is None else Layout.of(visible),
+        bias=None if bias is None else Layout.of(bias),
+        documents=0 if boundaries is None else len(boundaries) - 1,
+        **options,
+    )
 
 
 # Beside the cache of plans by specs: a spec has no layouts of what a mask is lowered to, nor its band.

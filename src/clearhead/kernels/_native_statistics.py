@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
 from ._native import arguments_of, empty_weights, weights_strides
-from ._native_plan import NativeArguments
+from ._native_arguments import NativeArguments
+from ._native_plan import plan_of
 from ._native_support import native_refusals, reads_in_place, refuses_statistics
 
 
@@ -36,11 +37,11 @@ def gather(
         `wanted`, with ``largest`` and ``visible`` (B, H, L), and with ``output`` where it is wanted.
     """
     request = arguments_of(call)
-    plan, rows = request.plan(), request.query.shape[:3]
+    plan, rows = plan_of(request), request.query.shape[:3]
     wanted = {name: request.query.new_empty(rows, dtype=torch.float32) for name in ("largest", "visible")} | wanted
     output = plan.empty_output(request.query) if with_output else None
     options = {"counted": None if counted is None else counted.contiguous(), "exact": exact}
-    plan.statistics(*request.inputs, request.extras, output, shift=call.grid.shift or 0, **options, **wanted)
+    plan.statistics(request, output, shift=call.grid.shift or 0, **options, **wanted)
     return wanted if output is None else wanted | {"output": output}
 
 
@@ -66,7 +67,7 @@ def native_weights(
         request = _of_head(request, head)
     weights = empty_weights(request, average=average)
     strides = weights_strides(weights)
-    request.plan().statistics(*request.inputs, request.extras, weights=weights, weights_strides=strides, exact=exact)
+    plan_of(request).statistics(request, weights=weights, weights_strides=strides, exact=exact)
     return weights
 
 
@@ -79,8 +80,9 @@ def _of_rows(request: NativeArguments, rows: Tensor) -> NativeArguments:
 
     # Chosen rows need not be neighbours, so that a band becomes one range of columns for each.
     first, last = cut(request.first, 1), cut(request.last, 1)
-    if request.low > -length or request.high < keys - 1:
-        from_band, to_band = ((rows + step)[None].int() for step in (request.low, request.high + 1))
+    low, high = cast(int, request.low), cast(int, request.high)  # of a call that lowered its mask
+    if low > -length or high < keys - 1:
+        from_band, to_band = ((rows + step)[None].int() for step in (low, high + 1))
         first = from_band if first is None else torch.maximum(first, from_band)
         last = to_band if last is None else torch.minimum(last, to_band)
     return request._replace(
