@@ -14,6 +14,7 @@ from clearhead import masks
 from clearhead._call.request import Request
 from clearhead._environment import read_environment
 from clearhead._layer.plan import attend
+from clearhead.kernels._native_arguments import NativeArguments
 from clearhead.masks._grid import Offset
 from tests.support.allocations import Allocations
 from tests.support.budgets import slow
@@ -115,7 +116,7 @@ def test_dispatch_modes_see_an_operator() -> None:
 def test_the_operator_keeps_pytorchs_rules(dtype: torch.dtype) -> None:
     query, key, value = (random(length).to(dtype).requires_grad_() for length in (11, 13, 13))
     visible = torch.rand(11, 13)[None, None] > 0.3
-    arguments = (query, key, value, None, visible, None, None, None, None, 0.5, 0.0, 0.0, -11, 13, 13, None)
+    arguments = tuple(NativeArguments(query, key, value, visible=visible, scale=0.5, low=-11, high=13, stop=13))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.clearhead.attention.default, arguments, test_utils=tests)
 

@@ -117,12 +117,12 @@ def _prepare(call: AttentionCall, bias_gradient: tuple[int, ...] | None = None) 
 def arguments_of(call: AttentionCall, mask: LoweredMask | None = None) -> NativeArguments:
     """The arguments of a call, whose mask is lowered unless it was before."""
     request, spec = call.request, call.spec
-    rows = request.rows
+    sinks, rows = request.sinks, request.rows
     return NativeArguments(
         call.query,
         call.key,
         call.value,
-        request.sinks,
+        None if sinks is None else sinks.float(),
         seed=request.seed,
         cu_seqlens_q=None if rows is None else rows.cu_seqlens_q,
         cu_seqlens_k=None if rows is None else rows.cu_seqlens_k,

@@ -24,7 +24,7 @@ class NativeArguments(NamedTuple):
         query: (B, H, L, D); with `cu_seqlens_q` (1, H, T, D), packed sequences.
         key: (B, Hkv, S, D).
         value: (B, Hkv, S, Dv).
-        sinks: (H,).
+        sinks: float32 (H,).
         first, last: int32 (1 or B, 1 or L), row i sees first ≤ j < last; both or neither.
         visible: bool (1 or B, 1 or H, 1 or L, 1 or S).
         bias: float32 of such a shape, added to the scores.
@@ -53,11 +53,13 @@ class NativeArguments(NamedTuple):
     stop: int | None = None
     offset: Sequence[int] | None = None
 
-    def addresses(self, output: Tensor | None, lse: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def addresses(self, output: Tensor | None, lse: Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
         """`OPERANDS` and the others, as `Plan`'s methods take them. The tensors must outlive the call."""
-        operands = (self.query.data_ptr(), self.key.data_ptr(), self.value.data_ptr(), address_of(output))
-        others = [0 if tensor is None else tensor.data_ptr() for tensor in self[3:11]]
-        return (*operands, address_of(lse)), (*others, *(self.offset or _WHOLE))
+        query, key, value, sinks, first, _, visible, bias, seed, cu_seqlens_q, *_ = self
+        operands = query.data_ptr(), key.data_ptr(), value.data_ptr(), address_of(output), address_of(lse)
+        if sinks is first is visible is bias is seed is cu_seqlens_q is None:
+            return operands, None
+        return operands, (*map(address_of, self[3:11]), *(self.offset or _WHOLE))
 
 
 class BackwardArguments(NamedTuple):

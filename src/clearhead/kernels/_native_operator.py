@@ -81,7 +81,7 @@ def _differentiate(ctx: Any, output_gradient: Tensor | None, lse_gradient: Tenso
     *gradients, correction = torch.ops.clearhead.attention_backward(*call, output, lse, output_gradient, lse_gradient)
     found: dict[str, Tensor] = dict(zip(("query", "key", "value"), gradients, strict=True))
     if call.sinks is not None:
-        # The operator takes sinks in any dtype, and its backward gives δ, of which their gradient is a sum.
+        # The backward operator returns δ, and the gradient of the sinks is a sum of it.
         found["sinks"] = sinks_gradient(call.sinks, correction, lse)
     return tuple(found.get(name) for name in NativeArguments._fields)
 

@@ -221,14 +221,13 @@ class NativePlan:
 
     def _as_read(self, arguments: NativeArguments) -> NativeArguments:
         """Elements of a row have to lie side by side, as they are; all other strides are the plan's business."""
-        query, key, value, sinks = arguments[:4]
-        if not (self._copies or query.is_neg() or key.is_neg() or value.is_neg() or sinks is not None):
+        query, key, value = arguments[:3]
+        if not (self._copies or query.is_neg() or key.is_neg() or value.is_neg()):
             return arguments
         # The kernel would read x where a view means −x.
         resolved = (query.resolve_neg(), key.resolve_neg(), value.resolve_neg())
         query, key, value = (x.contiguous() if copy else x for x, copy in zip(resolved, self._contiguous, strict=True))
-        sinks = None if sinks is None else sinks.float().contiguous()
-        return arguments._replace(query=query, key=key, value=value, sinks=sinks)
+        return arguments._replace(query=query, key=key, value=value)
 
     def _threads(self) -> tuple[int, int]:
         """How many threads a call has, and which instruction set."""
