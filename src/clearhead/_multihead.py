@@ -133,7 +133,7 @@ class MultiHeadAttention(nn.Module):
         require_factory(device, dtype)
         bias = flag("bias", bias)
         inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        qdim, kdim, vdim = (embed_dim if given is None else given for given in (qdim, kdim, vdim))
+        qdim, kdim, vdim = (embed_dim if features is None else features for features in (qdim, kdim, vdim))
         self.q_proj = Linear(size("qdim", qdim), inner, bias=bias, device=device, dtype=dtype)
         self.k_proj = Linear(size("kdim", kdim), kv_inner, bias=bias, device=device, dtype=dtype)
         self.v_proj = Linear(size("vdim", vdim), kv_inner, bias=bias, device=device, dtype=dtype)

@@ -102,10 +102,10 @@ def set_mask(owner: Any, mask: Mask | None) -> None:
     Raises:
         MaskTypeError: unless it fits calls of any size.
     """
-    given: object = mask
-    if given is not None and not isinstance(given, Mask):
+    checked: object = mask
+    if checked is not None and not isinstance(checked, Mask):
         fix = "A tensor belongs to a call; give the layer a rule, such as masks.sliding_window(255, 0)."
-        raise MaskTypeError("mask", expected="a clearhead Mask", got=type(given).__name__, fix=fix)
+        raise MaskTypeError("mask", expected="a clearhead Mask", got=type(checked).__name__, fix=fix)
     owner.mask = mask
     if mask is not None and not isinstance(mask, nn.Module):
         # A mask that is no module itself would hide the parameters of its parts from `parameters()`.

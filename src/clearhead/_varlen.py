@@ -109,8 +109,8 @@ def attention_varlen(
     return output if lse is None else (output, lse.squeeze(0).transpose(0, 1))
 
 
-def _require_packed(**given: Tensor) -> None:
-    for name, tensor in given.items():
+def _require_packed(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
         if strided(name, tensor).dim() != 3:
             fix = "Batches with padding go into clearhead.attention; here documents lie end to end."
             heads = "(T, H, D)" if name == "query" else "(Tk, Hkv, D)"

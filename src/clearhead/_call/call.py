@@ -115,12 +115,14 @@ class AttentionCall:
         Tensors that were one (self-attention, a bias used twice) get gradients of their own when views are given.
         """
         spec, mask, coverage = self.spec, self.mask, self.coverage_
-        has_sinks, rest = self.request.sinks is not None, self.request._replace(sinks=None)
+        has_sinks, without_sinks = self.request.sinks is not None, self.request._replace(sinks=None)
 
         def build(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> AttentionCall:
             tensors = iter(others)
             sinks = next(tensors) if has_sinks else None
-            request = rest._replace(sinks=sinks, mask=None if mask is None else mask.with_bias_tensors(tensors))
+            request = without_sinks._replace(
+                sinks=sinks, mask=None if mask is None else mask.with_bias_tensors(tensors)
+            )
             return AttentionCall(spec, query, key, value, request, coverage_=coverage)
 
         return build

@@ -12,10 +12,10 @@ _names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
 def remember_names(model: nn.Module) -> None:
     """Remember the full name of each module of a model. A module that is used in several places has several names."""
-    found: dict[nn.Module, list[str]] = {}
+    names_of: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        found.setdefault(module, []).append(name)
-    for module, names in found.items():
+        names_of.setdefault(module, []).append(name)
+    for module, names in names_of.items():
         remember_name(module, " or ".join(names))
 
 

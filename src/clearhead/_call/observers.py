@@ -60,7 +60,7 @@ def observing(observer: Observer) -> Generator[None, None, None]:
     try:
         yield
     finally:  # blocks that are entered from hooks need not end in the order of a stack
-        state.observers = tuple(other for other in state.observers if other is not observer)
+        state.observers = tuple(each for each in state.observers if each is not observer)
 
 
 @contextmanager

@@ -24,18 +24,19 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
     # Rules about positions count within a sequence as they do within a call; tensors line up with all sequences.
     is_cut = mask is not None and not mask.fits_any_call
     # Its positions take a pass over all tokens.
-    whole = as_one_sequence(call).grid if is_cut else None
+    all_sequences = as_one_sequence(call).grid if is_cut else None
     start = request.offset or Offset(spec.query.shape[1])
     for number, (queries, keys) in enumerate(cast(Rows, request.rows).slices()):
         operands = call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys]
         layouts = dict(zip(("query", "key", "value"), map(Layout.of, operands), strict=True))
-        one = mask
-        if mask is not None and whole is not None:
-            place = Offset(whole.num_heads, 0, queries.start, keys.start)
-            one = all_of([part if part.fits_any_call else part_of(part, place, whole) for part in mask.parts()])
-        own = request._replace(mask=one, rows=None, offset=start._replace(item=number))
+        own_mask = mask
+        if mask is not None and all_sequences is not None:
+            place = Offset(all_sequences.num_heads, 0, queries.start, keys.start)
+            parts = [each if each.fits_any_call else part_of(each, place, all_sequences) for each in mask.parts()]
+            own_mask = all_of(parts)
+        own_request = request._replace(mask=own_mask, rows=None, offset=start._replace(item=number))
         yield AttentionCall(
-            spec._replace(**layouts, mask=None if is_cut else spec.mask, documents=None), *operands, own
+            spec._replace(**layouts, mask=None if is_cut else spec.mask, documents=None), *operands, own_request
         )
 
 
@@ -64,5 +65,5 @@ def validate_mask(call: AttentionCall) -> None:
     if call.request.rows is None:
         mask.validate(call.grid)
     elif not mask.fits_any_call:
-        one = as_one_sequence(call)
-        cast(Mask, one.mask).validate(one.grid)
+        as_one = as_one_sequence(call)
+        cast(Mask, as_one.mask).validate(as_one.grid)

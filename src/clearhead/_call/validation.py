@@ -26,10 +26,10 @@ def require_numbers(spec: AttentionSpec) -> None:
         number("softcap", spec.softcap, "a number > 0, or None", lambda c: 0 < c <= largest)
 
 
-def require_tensors(**given: Tensor) -> None:
+def require_tensors(**operands: Tensor) -> None:
     """Raise unless query, key and value, by these names, have strides, one supported dtype and one device."""
-    query = given["query"]
-    for name, tensor in given.items():
+    query = operands["query"]
+    for name, tensor in operands.items():
         strided(name, tensor)
         if tensor.dtype not in FLOATS:
             raise DTypeError(
@@ -44,16 +44,16 @@ def require_tensors(**given: Tensor) -> None:
         _require_device(name, tensor, query)
 
 
-def require_shapes(**given: Tensor) -> None:
+def require_shapes(**operands: Tensor) -> None:
     """Raise unless the sizes of query, key and value fit together, with a batch or without one."""
-    query, key = given["query"], given["key"]
-    dims = {tensor.dim() for tensor in given.values()}
+    query, key = operands["query"], operands["key"]
+    dims = {tensor.dim() for tensor in operands.values()}
     # First, because the other checks compare sizes by their place.
     if dims == {3, 4}:
         _mismatch(
-            "numbers of dimensions: all (B, H, L, D), or all (H, L, D)", given, "Add the batch with .unsqueeze(0)."
+            "numbers of dimensions: all (B, H, L, D), or all (H, L, D)", operands, "Add the batch with .unsqueeze(0)."
         )
-    for name, tensor in given.items():
+    for name, tensor in operands.items():
         if tensor.dim() not in (3, 4):
             raise ShapeError(
                 name,
@@ -61,8 +61,8 @@ def require_shapes(**given: Tensor) -> None:
                 got=shape_text(tensor.shape),
                 fix="clearhead.split_heads turns (B, L, H·D) into (B, H, L, D).",
             )
-    if query.dim() == 4 and any(tensor.shape[0] != query.shape[0] for tensor in given.values()):
-        _mismatch("batch sizes (B)", given, "Repeat the smaller with .expand, or check that they belong together.")
+    if query.dim() == 4 and any(tensor.shape[0] != query.shape[0] for tensor in operands.values()):
+        _mismatch("batch sizes (B)", operands, "Repeat the smaller with .expand, or check that they belong together.")
     if key.shape[-1] != query.shape[-1]:
         raise ShapeError(
             "key",
@@ -70,11 +70,11 @@ def require_shapes(**given: Tensor) -> None:
             got=shape_text(key.shape),
             fix="Project both to the same size; only values may have another.",
         )
-    value = given.get("value", key)
+    value = operands.get("value", key)
     if value.shape[-3] != key.shape[-3]:
-        _mismatch("key/value head counts (Hkv)", given, "Each key head needs its value head.")
+        _mismatch("key/value head counts (Hkv)", operands, "Each key head needs its value head.")
     if value.shape[-2] != key.shape[-2]:
-        _mismatch("key and value lengths (S)", given, "Each key needs its value.")
+        _mismatch("key and value lengths (S)", operands, "Each key needs its value.")
     heads, kv_heads = query.shape[-3], key.shape[-3]
     if kv_heads == 0 or heads % kv_heads:
         raise ShapeError(
@@ -85,9 +85,9 @@ def require_shapes(**given: Tensor) -> None:
         )
 
 
-def _mismatch(what: str, given: dict[str, Tensor], fix: str) -> NoReturn:
-    shapes = ", ".join(f"{name} {shape_text(tensor.shape)}" for name, tensor in given.items())
-    raise ShapeError(", ".join(given), expected=f"equal {what}", got=shapes, fix=fix)
+def _mismatch(what: str, operands: dict[str, Tensor], fix: str) -> NoReturn:
+    shapes = ", ".join(f"{name} {shape_text(tensor.shape)}" for name, tensor in operands.items())
+    raise ShapeError(", ".join(operands), expected=f"equal {what}", got=shapes, fix=fix)
 
 
 def _require_device(name: str, tensor: Tensor, query: Tensor) -> None:

@@ -49,8 +49,8 @@ def read_jagged(
         ShapeError: if one is not jagged, has more dimensions than these, or holes; or batch sizes disagree, or
             lengths where they must not.
     """
-    given = {"query": query, "key": key, "value": value}
-    for name, tensor in given.items():
+    inputs = {"query": query, "key": key, "value": value}
+    for name, tensor in inputs.items():
         if not isinstance(tensor, Tensor):
             raise DTypeError(name, expected="a jagged tensor, like query", got=type(tensor).__name__)
         with_values(name, tensor)
@@ -81,9 +81,9 @@ def _require_side_by_side(rows: Rows) -> None:
         raise ShapeError("key", expected=expected, got="others", fix=fix)
 
 
-def refuse_jagged(**given: object) -> None:
+def refuse_jagged(**arguments: object) -> None:
     """Raise for what says something about padded batches only."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if value is not None and value is not False:
             fix = "Use torch.nested.to_padded_tensor(...) and masks.lengths(...)."
             expected = "nothing beside jagged inputs"

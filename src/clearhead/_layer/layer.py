@@ -109,29 +109,29 @@ class Layer:
                     if output is not None:
                         return output, None
             q, k, v = self.projected(query, key, value, 0, environment)
-            known, at, keys_at = KeyValues(k, v), None, None
+            attended, at, keys_at = KeyValues(k, v), None, None
         else:
             at = positions_of_queries(positions, cache, query.shape[-2])
             # Where the keys are too, in self-attention, and where a position part rotates both by the same positions.
-            own = at if cache is None and (key is query or self.position is not None) else None
-            held = None if cache is None else cache.get()
-            if held is None:
+            new_key_positions = at if cache is None and (key is query or self.position is not None) else None
+            memory = None if cache is None else cache.get()
+            if memory is None:
                 q, k, v = self.projected(query, key, value, at, environment)
-                known = KeyValues(k, v) if cache is None else cache.update(k, v, at)
+                attended = KeyValues(k, v) if cache is None else cache.update(k, v, at)
             else:  # cross-attention to a memory whose keys are projected already
-                q, known = self.projected_query(query, environment), held
-            keys_at = positions_of_keys(known, own, self.num_heads)
-            mask = with_hidden(mask, known, at)
-        form = None if self.form is None else self.form(q, known.key, cache)
+                q, attended = self.projected_query(query, environment), memory
+            keys_at = positions_of_keys(attended, new_key_positions, self.num_heads)
+            mask = with_hidden(mask, attended, at)
+        form = None if self.form is None else self.form(q, attended.key, cache)
         request = self.request._replace(mask=mask, query_positions=at, key_positions=keys_at, weights=weights)
-        operands = (q, known.key, known.value) if form is None else (form.query, form.key, form.value)
+        operands = (q, attended.key, attended.value) if form is None else (form.query, form.key, form.value)
         results = attend(*operands, request, environment, grid=grid)
         returned = self.projected_out(results, environment, form, batched=query.dim() == 3)
         # Afterwards: what the cache evicts now, these queries have still attended to.
         observed = q if form is None else form.observed
         if cache is not None and at is not None and observed is not None:
             scale, softcap, sinks = request.scale, request.softcap, request.sinks
-            cache.observe(observed, known, mask, at, scale=scale, softcap=softcap, sinks=sinks)
+            cache.observe(observed, attended, mask, at, scale=scale, softcap=softcap, sinks=sinks)
         return returned
 
     def projected_out(
@@ -156,10 +156,10 @@ class Layer:
 
     def combined(self, mask: Mask | Tensor | None) -> Mask | None:
         """The module's own mask and the call's."""
-        own = cast("Mask | None", self.request.mask)
-        if mask is None or own is None:
-            return own if mask is None else as_mask(mask)
-        return own & as_mask(mask)
+        own_mask = cast("Mask | None", self.request.mask)
+        if mask is None or own_mask is None:
+            return own_mask if mask is None else as_mask(mask)
+        return own_mask & as_mask(mask)
 
     def projected(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, positions: Positions, environment: Environment

@@ -87,11 +87,11 @@ def require_input(name: str, x: object, layer: nn.Module) -> None:
     """Raise unless a linear layer can take the input; one that is no plain `Linear` judges for itself."""
     if type(layer) not in (Linear, nn.Linear):
         return
-    x, own = strided_or_jagged(name, x), cast(nn.Linear, layer)
-    if x.dim() == 0 or x.shape[-1] != own.in_features:
-        expected = f"(…, {own.in_features})"
+    x, linear_layer = strided_or_jagged(name, x), cast(nn.Linear, layer)
+    if x.dim() == 0 or x.shape[-1] != linear_layer.in_features:
+        expected = f"(…, {linear_layer.in_features})"
         raise ShapeError(name, expected=expected, got=kind(x))
-    require_same(name, x, own.weight)
+    require_same(name, x, linear_layer.weight)
 
 
 def require_same(name: str, x: Tensor, weight: Tensor) -> None:
@@ -213,8 +213,8 @@ def _against(input: Tensor, weight: Tensor, bias: Tensor | None, environment: En
     """Why oneDNN's operator cannot stand in for `F.linear` here; ``None`` if it can."""
     if not torch.backends.mkldnn.enabled:
         return "oneDNN is switched off"
-    given = (input, weight) if bias is None else (input, weight, bias)
-    for tensor in given:
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    for tensor in tensors:
         if type(tensor) not in PLAIN:
             return f"it does not support {type(tensor).__name__}"
         if tensor.dtype != torch.float32 or tensor.device.type != "cpu" or tensor.layout != torch.strided:

@@ -67,8 +67,8 @@ class Unpadded:
         """(B, length, E) → (T, E) each; one tensor stays one where it can."""
         k = self.keys.unpad(key)
         v = k if value is key else self.keys.unpad(value)
-        alike = query is key and (self.queries is self.keys or self.queries.indices is self.keys.indices is None)
-        return k if alike else self.queries.unpad(query), k, v
+        same_tokens = query is key and (self.queries is self.keys or self.queries.indices is self.keys.indices is None)
+        return k if same_tokens else self.queries.unpad(query), k, v
 
     def show(self, call: AttentionCall, output: Tensor) -> None:
         """Show observers the call of the padded batch and its output.
@@ -83,13 +83,13 @@ class Unpadded:
         """(T, H·Dv) → (B, L, E), in memory (L, B, E) unless `batch_first`; ``out_proj(0)`` for padding."""
         if self.queries.indices is not None and is_unmodified(out_proj):
             # Of zeros it makes its bias, which costs no GEMM.
-            short, bias = apply_linear(out_proj, mixed, environment), cast("Tensor | None", out_proj.bias)
-            filling = None if bias is None else bias.to(short.dtype)
-            return self.queries.pad(short, filling, batch_first=batch_first)
-        whole = self.queries.pad(mixed, batch_first=batch_first)
+            real, bias = apply_linear(out_proj, mixed, environment), cast("Tensor | None", out_proj.bias)
+            filling = None if bias is None else bias.to(real.dtype)
+            return self.queries.pad(real, filling, batch_first=batch_first)
+        padded = self.queries.pad(mixed, batch_first=batch_first)
         if batch_first:
-            return apply_linear(out_proj, whole, environment)
-        return apply_linear(out_proj, whole.transpose(0, 1), environment).transpose(0, 1)
+            return apply_linear(out_proj, padded, environment)
+        return apply_linear(out_proj, padded.transpose(0, 1), environment).transpose(0, 1)
 
 
 def unpad(mask: Mask, grid: Grid, costs: Costs, environment: Environment) -> Unpadded | None:
@@ -110,26 +110,26 @@ def unpad(mask: Mask, grid: Grid, costs: Costs, environment: Environment) -> Unp
     if environment.observed and changes_outputs():
         return None
     batch, length, keys_length = grid.batch_size, grid.query_length, grid.key_length
-    whole = costs.of(length, keys_length, length * keys_length)
-    if 0 in (batch, length, keys_length) or whole < _WORTH_UNPADDING:
+    cost_of_item = costs.of(length, keys_length, length * keys_length)
+    if 0 in (batch, length, keys_length) or cost_of_item < _WORTH_UNPADDING:
         return None
     # Before its marks are read, so that a mask of other sizes is refused as it is everywhere.
     mask.validate(grid)
-    real_queries, real_keys, rest = _marks(mask, grid)
-    if rest is None or (real_queries is None and real_keys is None):
+    real_queries, real_keys, rules = _marks(mask, grid)
+    if rules is None or (real_queries is None and real_keys is None):
         return None
-    if real_keys is not None and any(isinstance(part, Causal) for part in rest):
+    if real_keys is not None and any(isinstance(part, Causal) for part in rules):
         # Queries before the first key are fully masked; without them left-padded items begin with a key each.
         after = torch.arange(length, device=real_keys.device) >= real_keys.int().argmax(1, keepdim=True)
         real_queries = after if real_queries is None else real_queries & after
     keys, queries = find_tokens(real_keys, batch, keys_length), find_tokens(real_queries, batch, length)
     pairs = sum(map(mul, queries.counts, keys.counts))
-    if batch * whole - costs.of(sum(queries.counts), sum(keys.counts), pairs) < batch * _WORTH_UNPADDING:
+    if batch * cost_of_item - costs.of(sum(queries.counts), sum(keys.counts), pairs) < batch * _WORTH_UNPADDING:
         return None
-    if rest and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
+    if rules and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None
     queries = _unless_equal(queries, keys)
-    return Unpadded(queries, keys, mask, all_of([*rest]), rows_between(queries, keys))
+    return Unpadded(queries, keys, mask, all_of([*rules]), rows_between(queries, keys))
 
 
 def _begin_alike(queries: Tokens, keys: Tokens) -> bool:
@@ -147,16 +147,16 @@ def _marks(mask: Mask, grid: Grid) -> tuple[Tensor | None, Tensor | None, list[M
     """
     real_queries: Tensor | None = None
     real_keys: Tensor | None = None
-    rest: list[Mask] = []
+    rules: list[Mask] = []
     for part in mask.parts():
         marks = structure_of(part, grid).marks(grid)
         if marks is None:
             if not (isinstance(part, SlidingWindow) or (isinstance(part, Causal) and part.align == "top_left")):
                 return None, None, None
-            rest.append(part)
+            rules.append(part)
         else:
             real_queries, real_keys = both(real_queries, marks[0]), both(real_keys, marks[1])
-    return real_queries, real_keys, rest
+    return real_queries, real_keys, rules
 
 
 def _unless_equal(queries: Tokens, keys: Tokens) -> Tokens:

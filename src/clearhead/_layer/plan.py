@@ -220,14 +220,15 @@ def _each_alone(environment: Environment) -> Plan:
 
     def each(call: AttentionCall) -> Results:
         results: list[Results] = []
-        for one in each_sequence(call):
-            if one.query.shape[2] == 0:
+        for sequence in each_sequence(call):
+            if sequence.query.shape[2] == 0:
                 continue
             # Without keys nothing is computed, and fused kernels refuse it.
-            results.append(run_call(one, environment._replace(kernel=None) if one.spec.empty else environment))
+            unforced = environment._replace(kernel=None)
+            results.append(run_call(sequence, unforced if sequence.spec.empty else environment))
         if not results:
             return run_call(as_one_sequence(call), environment)
-        output = torch.cat([one.output for one in results], 2)  # (1, H, T, Dv)
-        return Results(output, torch.cat([cast(Tensor, one.lse) for one in results], 2) if call.spec.lse else None)
+        output = torch.cat([each.output for each in results], 2)  # (1, H, T, Dv)
+        return Results(output, torch.cat([cast(Tensor, each.lse) for each in results], 2) if call.spec.lse else None)
 
     return each

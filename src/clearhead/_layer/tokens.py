@@ -63,8 +63,8 @@ class Tokens:
             return x.unflatten(0, self.shape)
         batch, length = self.shape
         indices = self.indices if batch_first else self._length_first(self.indices)
-        whole = (x.new_zeros(()) if filling is None else filling).expand(batch * length, *x.shape[1:])
-        padded = whole.index_copy(0, indices, x)
+        template = (x.new_zeros(()) if filling is None else filling).expand(batch * length, *x.shape[1:])
+        padded = template.index_copy(0, indices, x)
         return padded.unflatten(0, self.shape) if batch_first else padded.unflatten(0, (length, batch)).transpose(0, 1)
 
     def put_back(self, x: Tensor) -> Tensor:

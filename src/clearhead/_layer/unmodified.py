@@ -27,16 +27,16 @@ def is_unmodified(module: nn.Module) -> bool:
     if forward is None or forward is not kind.forward:
         return False
     # Read from the dictionaries: attributes of modules are looked up in three of them first.
-    own = module.__dict__
+    fields = module.__dict__
     return not (
-        own["_forward_pre_hooks"]
-        or own["_forward_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
+        fields["_forward_pre_hooks"]
+        or fields["_forward_hooks"]
+        or fields["_backward_hooks"]
+        or fields["_backward_pre_hooks"]
         or is_compiled(module)
-        or "forward" in own
-        or own["_parameters"].get("weight") is None
-        or "bias" not in own["_parameters"]
+        or "forward" in fields
+        or fields["_parameters"].get("weight") is None
+        or "bias" not in fields["_parameters"]
     )
 
 

@@ -141,9 +141,9 @@ def _compute(
     lse = plan.empty_lse(call.query) if with_lse else None
     if weights is None:
         return plan.forward(arguments, lse), lse, None
-    output, found = plan.empty_output(call.query), empty_weights(call, average=weights == "average")
-    plan.statistics(arguments, output, lse, weights=found, weights_strides=weights_strides(found))
-    return output, lse, found
+    output, written_weights = plan.empty_output(call.query), empty_weights(call, average=weights == "average")
+    plan.statistics(arguments, output, lse, weights=written_weights, weights_strides=weights_strides(written_weights))
+    return output, lse, written_weights
 
 
 def empty_weights(call: AttentionCall | NativeArguments, *, average: bool) -> Tensor:
@@ -172,26 +172,28 @@ class _Native(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.rebuild, ctx.prepare, ctx.weights = call.rebuild, prepare, weights
         ctx.set_materialize_grads(False)
-        exact, lse, found = _compute(call, *prepare(call), weights, True)
+        exact, lse, computed_weights = _compute(call, *prepare(call), weights, True)
         ctx.save_for_backward(exact, lse, *inputs, *call.read_again)
         ctx.count = 2 + len(inputs)
-        return exact.to(call.query.dtype), cast(Tensor, lse).float(), found
+        return exact.to(call.query.dtype), cast(Tensor, lse).float(), computed_weights
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         output, lse, *inputs = ctx.saved_tensors[: ctx.count]
         weights: WeightsWanted = ctx.weights
 
-        def own() -> list[Tensor | None]:
+        def by_kernel() -> list[Tensor | None]:
             call, (of_output, of_lse, of_weights) = ctx.rebuild(*inputs), gradients
-            found: list[Tensor | None] = [None] * len(inputs)
+            input_gradients: list[Tensor | None] = [None] * len(inputs)
             if of_output is not None or of_lse is not None:
-                found = _gradients(call, ctx.prepare, output, lse, of_output, of_lse, ctx.needs_input_grad)
+                input_gradients = _gradients(call, ctx.prepare, output, lse, of_output, of_lse, ctx.needs_input_grad)
             # Weights are before dropout and outputs after it: their gradients meet in those of the inputs only.
             if of_weights is not None:
-                query, key, *rest = weights_gradients(zero_hidden(call), None, weights == "average", of_weights)
-                found = [_sum(*both) for both in zip(found, (query, key, None, *rest), strict=True)]
-            return found
+                average = weights == "average"
+                query, key, *others = weights_gradients(zero_hidden(call), None, average, of_weights)
+                through_weights = (query, key, None, *others)
+                input_gradients = [_sum(*pair) for pair in zip(input_gradients, through_weights, strict=True)]
+            return input_gradients
 
         def recompute(*tensors: Tensor) -> tuple[Tensor | None, ...]:
             results = recompute_by_reference(ctx.rebuild)(*tensors)
@@ -201,7 +203,7 @@ class _Native(torch.autograd.Function):
             call = zero_hidden(ctx.rebuild(*tensors))
             return *results, weights_by_operations(call, None, weights == "average")
 
-        return backward_pass(ctx, gradients, inputs, own, recompute)
+        return backward_pass(ctx, gradients, inputs, by_kernel, recompute)
 
 
 def native_gradients_of_some_keys(
@@ -221,8 +223,8 @@ def native_gradients_of_some_keys(
     return query, key, value
 
 
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    return other if one is None else one if other is None else one + other
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    return second if first is None else first if second is None else first + second
 
 
 def _gradients(
@@ -242,21 +244,21 @@ def _gradients(
     # The kernel holds the gradient of a bias, (1 or B, H, L, S): only where one is wanted.
     plan, arguments = _prepare(call, learnt_shape(call.mask, call.grid)) if wanted else prepare(call)
     bias_gradient = plan.empty_bias_gradient(output) if wanted else None
-    *found, correction = plan.backward(arguments, output, lse, output_gradient, lse_gradient, bias_gradient)
+    *input_gradients, correction = plan.backward(arguments, output, lse, output_gradient, lse_gradient, bias_gradient)
     if call.request.sinks is not None:
-        found.append(sinks_gradient(call.request.sinks, correction, lse))
+        input_gradients.append(sinks_gradient(call.request.sinks, correction, lse))
     of_biases: list[Tensor | None] = [None] * biases
     if bias_gradient is not None:
         of_biases[wanted[0]] = _of_bias(call, wanted[0], bias_gradient)
-    return [*found, *of_biases]
+    return [*input_gradients, *of_biases]
 
 
-def _of_bias(call: AttentionCall, index: int, found: Tensor) -> Tensor:
+def _of_bias(call: AttentionCall, index: int, scores_gradient: Tensor) -> Tensor:
     """The gradient of a bias tensor, from that of the scores it was added to, (1 or B, H, L, S)."""
     bias = call.bias_tensors[index]
-    if bias.numel() == found.numel():
-        return found.view(bias.shape).to(bias.dtype)
-    whole = torch.zeros_like(bias, dtype=found.dtype)  # the call reads a part of the tensor
+    if bias.numel() == scores_gradient.numel():
+        return scores_gradient.view(bias.shape).to(bias.dtype)
+    gradient = torch.zeros_like(bias, dtype=scores_gradient.dtype)  # the call reads a part of the tensor
     owners = [part for part in cast(Mask, call.mask).parts() for _ in part.bias_tensors()]
-    owners[index].add_bias_gradients([whole], Block(call.grid), found)
-    return whole.to(bias.dtype)
+    owners[index].add_bias_gradients([gradient], Block(call.grid), scores_gradient)
+    return gradient.to(bias.dtype)

@@ -31,21 +31,21 @@ def lower_band(band: Band) -> LoweredMask:
 
 
 def _lower(mask: Mask, grid: Grid) -> LoweredMask:
-    found = completed(mask, grid, torch.float32)
-    band = found.band or Band.whole(grid)
-    tensors = [*found.tensors]
-    if found.keys is not None:
-        tensors.append(found.keys[:, None, None, :])
-    rows = found.rows
-    if found.queries is not None:
+    structure = completed(mask, grid, torch.float32)
+    band = structure.band or Band.whole(grid)
+    tensors = [*structure.tensors]
+    if structure.keys is not None:
+        tensors.append(structure.keys[:, None, None, :])
+    rows = structure.rows
+    if structure.queries is not None:
         # A fully masked row is an empty range, whose tiles the kernel skips.
-        some = RowRanges(None, found.queries * grid.key_length)
-        rows = some if rows is None else rows.meet(some)
+        unmasked = RowRanges(None, structure.queries * grid.key_length)
+        rows = unmasked if rows is None else rows.meet(unmasked)
     # Tensors that stand for one condition each are joined before the kernel reads them: it takes one of a kind.
     visible, bias = None, None
     for tensor in tensors:
         visible = tensor if visible is None else visible & tensor
-    for added in found.biases:
+    for added in structure.biases:
         added = added.float().resolve_neg()  # which are read as they lie in memory
         bias = added if bias is None else bias + added
     first, last = (None, None) if rows is None else _within(rows, grid)

@@ -79,11 +79,11 @@ def _differentiate(ctx: Any, output_gradient: Tensor | None, lse_gradient: Tenso
         output_gradient = torch.zeros_like(output)
     call = NativeArguments(*tensors, *ctx.numbers)
     *gradients, correction = torch.ops.clearhead.attention_backward(*call, output, lse, output_gradient, lse_gradient)
-    found: dict[str, Tensor] = dict(zip(("query", "key", "value"), gradients, strict=True))
+    by_name: dict[str, Tensor] = dict(zip(("query", "key", "value"), gradients, strict=True))
     if call.sinks is not None:
         # The backward operator returns δ, and the gradient of the sinks is a sum of it.
-        found["sinks"] = sinks_gradient(call.sinks, correction, lse)
-    return tuple(found.get(name) for name in NativeArguments._fields)
+        by_name["sinks"] = sinks_gradient(call.sinks, correction, lse)
+    return tuple(by_name.get(name) for name in NativeArguments._fields)
 
 
 _library.impl("attention", _forward, "CPU")
