@@ -71,33 +71,36 @@ def attention(
         lse_i = log(Σ_j exp s_ij + exp sink_h)      the sink term only if there are sinks
         o_i   = Σ_j dropout(exp(s_ij − lse_i)) · v_j
 
-    (Vaswani et al., "Attention is all you need", 2017; soft-cap: Gemma 2, 2024; sinks: gpt-oss, 2025.)
-    A query that sees no key gets o = 0 and lse = −∞ (its sink, with sinks), never NaN. NaN or inf in a key or value
-    that no query of its batch item sees reaches neither output nor gradients. float16 and bfloat16 are scored and
-    accumulated in float32. Under autocast the inputs are cast as PyTorch casts those of its own attention.
+    Sources: Vaswani et al., "Attention is all you need", 2017. The soft-cap is from Gemma 2 (2024), sinks are from
+    gpt-oss (2025).
+
+    A fully masked row has o = 0 and lse = −∞, never NaN. With sinks its lse is the sink. NaN or inf in a key or value
+    that is masked for every query of its batch item reaches neither output nor gradients. float16 and bfloat16 are
+    scored and accumulated in float32. Autocast casts the inputs as for PyTorch's own attention.
 
     Args:
-        query: (B, H, L, D), or (H, L, D) without a batch; float64, float32, bfloat16 or float16.
-        key: (B, Hkv, S, D); Hkv divides H (grouped heads).
+        query: (B, H, L, D), or (H, L, D) without a batch. The dtype is float64, float32, bfloat16 or float16.
+        key: (B, Hkv, S, D). Hkv divides H (grouped heads).
         value: (B, Hkv, S, Dv).
-        mask: from `clearhead.masks`, or a bool tensor with ``True`` = may attend. Default: everything is visible.
+        mask: from `clearhead.masks`, or a bool tensor with ``True`` = may attend. Default: no key is hidden.
         scale: factor of the scores. Default 1/√D.
-        dropout_p: probability in [0, 1] that a weight is dropped. Default 0; there is no training mode here.
+        dropout_p: probability in [0, 1] that a weight is dropped. Default 0. This function has no training mode.
         softcap: c > 0 limits scores to (−c, c). Default: none.
         sinks: (H,) logits that only enlarge the denominator of the softmax. Default: none.
-        query_positions: the absolute positions masks speak of: an int p for p … p + L − 1, or integers (L,) or (B, L).
-            Default 0 … L−1.
-        key_positions: likewise an int, (S,) or (B, S); or (B, H, S) where heads hold different keys. Default 0 … S−1.
+        query_positions: absolute positions, which masks use. An int p means p … p + L − 1. A tensor has integers (L,)
+            or (B, L). Default 0 … L−1.
+        key_positions: likewise an int, (S,) or (B, S). (B, H, S) is for heads that hold different keys.
+            Default 0 … S−1.
         return_lse: also return lse.
 
     Returns:
-        Output (B, H, L, Dv) in the query's dtype; with `return_lse` also lse (B, H, L), natural log, float32
-        (float64 for float64 inputs). Without a batch, without B.
+        Output (B, H, L, Dv) in the query's dtype. With `return_lse` also lse (B, H, L), a natural logarithm in float32
+        (float64 for float64 inputs). Unbatched inputs return unbatched outputs.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, ArgumentError, MaskTypeError: naming the argument, what was expected,
-            what came and what to do.
-        KernelError: if a kernel was forced that cannot run this.
+        ShapeError, DTypeError, DeviceError, ArgumentError, MaskTypeError: for invalid arguments. The error names the
+            argument, the expected value, the value that came, and the fix.
+        KernelError: if the forced kernel cannot run this call.
 
     Example:
         >>> import torch, clearhead
@@ -124,14 +127,16 @@ def explain(
     key_positions: Tensor | int | None = None,
     return_lse: bool = False,
 ) -> Explanation:
-    """Say which kernel `attention` would run for these arguments, and why not the others. Nothing is computed.
+    """Return which kernel `attention` would run for these arguments, and every kernel's reasons against them.
+
+    It computes no attention.
 
     Args:
         query, key, value, mask, scale, dropout_p, softcap, sinks, query_positions, key_positions, return_lse:
             as for `attention`.
 
     Returns:
-        An `Explanation`: ``.kernel``, ``.reasons`` by kernel, ``.projections``, and a readable ``str``.
+        An `Explanation`. It has ``.kernel``, ``.reasons`` by kernel, ``.projections``, and a readable ``str``.
 
     Raises:
         The errors `attention` raises for bad arguments.

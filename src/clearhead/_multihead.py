@@ -50,14 +50,14 @@ class MultiHeadAttention(nn.Module):
 
         head_h = attention(query Wq_h, key Wk_h, value Wv_h);  output = concat(head_1 … head_H) Wo
 
-    (Vaswani et al., "Attention is all you need", 2017.) The four projections are ordinary `Linear` submodules:
-    hooks, LoRA and quantisation on them take effect, and each can be replaced. What newer models do differently comes
-    in as parts: a position part, norms, a mask, a cache.
+    Source: Vaswani et al., "Attention is all you need", 2017. The four projections are ordinary `Linear` submodules.
+    Hooks, LoRA and quantisation on them take effect, and each can be replaced. Newer models add parts: a position
+    part, norms, a mask, a cache.
 
     Args:
-        embed_dim: E, the size of the output, and of the query unless `qdim` says otherwise.
+        embed_dim: E, the size of the output. The query has the same size unless `qdim` is passed.
         num_heads: H.
-        num_kv_heads: Hkv, key/value heads; divides H. Default H.
+        num_kv_heads: Hkv, the number of key/value heads. It divides H. Default H.
         head_dim: D. Default E / H, which must then be whole.
         qdim: features of the query input. Default E.
         kdim: features of the key input. Default E.
@@ -71,10 +71,10 @@ class MultiHeadAttention(nn.Module):
         q_norm, k_norm: modules applied to every head's query (B, H, L, D) and key (B, Hkv, S, D) before the
             position part, such as ``nn.RMSNorm(head_dim)`` (Qwen3). Default: none.
         softcap: c > 0 limits scores to (−c, c) (Gemma 2). Default: none.
-        sinks: learn a logit per head that only enlarges the softmax's denominator (gpt-oss), as the parameter
-            ``sinks`` (H,). Default False.
-        mask: a mask of the layer's own, which every call's mask is combined with: a sliding window, `ALiBi`, a
-            `RelativeBias`. Default: none.
+        sinks: whether each head learns a logit that only enlarges the denominator of the softmax (gpt-oss). The
+            parameter ``sinks`` (H,) holds them. Default False.
+        mask: a mask of the module, such as a sliding window, `ALiBi` or a `RelativeBias`. It is combined with the mask
+            of every call. Default: none.
         device, dtype: of the parameters.
 
     Raises:
@@ -181,30 +181,31 @@ class MultiHeadAttention(nn.Module):
         """Attend from `query` to `key` and mix `value`.
 
         Args:
-            query: (B, L, qdim), or (L, qdim) without a batch; or jagged, ``torch.nested`` with ``layout=torch.jagged``,
-                rows of their own lengths without padding. Masks then speak of positions within each row.
+            query: (B, L, qdim), or (L, qdim) without a batch. It may be jagged: ``torch.nested`` with
+                ``layout=torch.jagged``, sequences of different lengths without padding. The positions of masks then
+                count within each sequence.
             key: (B, S, kdim). Default: the query, which makes it self-attention.
             value: (B, S, vdim). Default: the key.
-            mask: from `clearhead.masks`, or a bool tensor with ``True`` = may attend. Default: everything visible.
-                A cache never implies causality: pass ``masks.causal()``, which compares absolute positions.
-            positions: absolute positions of the queries, and of the keys in self-attention and with a position part: an
-                int p for p … p + L − 1, or integers (L,) or (B, L); −1 marks padding, which neither sees nor is seen.
-                Default: after what the cache holds, else 0 … L−1.
-            cache: from `clearhead.caches`: the new keys and values are added to it and all of it is attended to.
-                Default: none.
+            mask: from `clearhead.masks`, or a bool tensor with ``True`` = may attend. Default: no key is hidden.
+                A cache never implies causality. Pass ``masks.causal()``, which compares absolute positions.
+            positions: absolute positions of the queries. In self-attention, and with a position part, they are also
+                those of the keys. An int p means p … p + L − 1. A tensor has integers (L,) or (B, L), in which −1
+                marks padding. Default: the positions after those in the cache, else 0 … L−1.
+            cache: from `clearhead.caches`. The new keys and values are added to it, and the queries attend to all of
+                its keys. Default: none.
             need_weights: also return the weights, before dropout. The output is the same to rounding. Default False.
             average_attn_weights: average them over the heads. Default True.
 
         Returns:
             Output (B, L, E), jagged like the query. With `need_weights` also the weights, (B, L, S), or (B, H, L, S) if
-            not averaged, in float32 (float64 for float64 inputs), S counting all keys that were attended to. A query
-            that sees no key has zero weights and ``out_proj(0)``.
+            not averaged. They are float32 (float64 for float64 inputs), and S counts the keys of the cache too. A
+            fully masked row has zero weights and the output ``out_proj(0)``.
 
         Raises:
-            ShapeError: if an input does not have the features its projection takes, or shapes disagree.
-            ArgumentError: if `value` is given without `key`; positions, a cache or weights with jagged inputs.
-            CacheError: if the cache is full, or gradients are asked for.
-            And what `attention` raises.
+            ShapeError: if an input does not have the features of its projection, or shapes disagree.
+            ArgumentError: if `value` is passed without `key`. For positions, a cache or weights with jagged inputs.
+            CacheError: if the cache is full, or needs gradients.
+            And the errors of `attention`.
         """
         try:
             if self.sequence_shard is not None:

@@ -13,7 +13,7 @@ from .call import AttentionCall
 
 
 class Observer(Protocol):
-    """Something that is shown every attention call of its thread.
+    """An object that receives every attention call of its thread.
 
     Args:
         recomputing: whether it changes outputs. Then it is also shown the calls that activation checkpointing repeats

@@ -22,17 +22,17 @@ from .plan import Show, attend
 from .positions import PositionPart, apply_position, positions_of_keys, positions_of_queries, with_hidden
 from .unmodified import apply_linear
 
-#: (…, features) of query, key and value → (…, H·D), (…, Hkv·D), (…, Hkv·Dv); without a key the query alone.
+#: (…, features) of query, key and value → (…, H·D), (…, Hkv·D), (…, Hkv·Dv). Without a key it projects only the query.
 Project = Callable[[Tensor, "Tensor | None", "Tensor | None"], "tuple[Tensor, Any, Any]"]
 
 
 @dataclass(slots=True)
 class Form:
-    """What attention is computed of, and what is made of its output.
+    """Attention's operands, and the function that is applied to its output.
 
     Args:
         query, key, value: (B, H, L, D), (B, Hkv, S, D) and (B, Hkv, S, Dv).
-        finish: of the output (B, H, L, Dv); ``None`` for nothing.
+        finish: applied to the output (B, H, L, Dv). ``None`` leaves the output as it is.
         observed: the queries that a cache observes, (B, H, L, D of the cache), or ``None``.
     """
 
@@ -51,15 +51,14 @@ class Layer:
         project: the input projections.
         out_proj: the output projection.
         num_heads, num_kv_heads: H and Hkv.
-        request: how the module attends: its own mask, scale, soft-cap, sinks, dropout, and where its heads lie in those
-            of the whole module.
+        request: the module's mask, scale, soft-cap, sinks and dropout, and the offset of its heads.
         q_norm, k_norm: of every head's query and key.
-        position: applied to queries and keys after them.
-        costs: of a token and of a pair, for leaving padding out; ``None`` never does.
+        position: applied to queries and keys after the norms.
+        costs: multiplications of a token and of a pair, by which padding is removed. ``None`` never removes it.
         batch_first: whether memory holds (B, L, E) rather than (L, B, E). Tensors are (B, L, E) either way.
-        form: of the queries, and of what the projections or a cache gave for keys, what attention is computed of;
-            ``None`` where it is of the projections as they are.
-        all_heads: makes weights of these heads those of the whole module, where it has others.
+        form: makes attention's operands from the projected query, the key and the cache. ``None`` uses the projections
+            as they are.
+        all_heads: collects the weights of all heads of the module, if this process computes only some of them.
     """
 
     project: Project
@@ -91,19 +90,18 @@ class Layer:
 
         Args:
             query: (B, L, features), or (L, features) without a batch.
-            key, value: likewise; ``None`` where a cache holds all there is.
-            mask: of the call.
-            environment: of the call.
-            positions: of the queries, and of the keys that come with them.
-            cache: takes the new keys and values, and gives all that are attended to.
-            weights: which.
+            key, value: likewise, or ``None`` if a cache holds all keys.
+            mask, environment: of the call.
+            positions: of the queries, and of the keys that are projected with them.
+            cache: stores the new keys and values, and returns all keys.
+            weights: which weights are returned.
         """
         mask, grid = self.combined(mask), None
         if positions is None and cache is None:
             if mask is not None and key is not None:
                 batch = query.shape[0] if query.dim() == 3 else 1
                 grid = Grid(batch, self.num_heads, query.shape[-2], key.shape[-2], query.device)
-                # Padding is found in a mask alone, and weights have a row and a column for it.
+                # Only a mask marks padding, and returned weights have rows and columns for it.
                 if weights is None and query.dim() == 3 and value is not None:
                     output = self._run_unpadded(query, key, value, mask, grid, environment)
                     if output is not None:
@@ -142,7 +140,7 @@ class Layer:
         if form is not None and form.finish is not None:
             mixed = form.finish(mixed)
         if weights is not None and self.all_heads is not None:
-            # First, so that a process that wants no weights waits in the output's exchange instead of returning.
+            # First, so that a process without weights waits in the output's exchange instead of returning.
             weights = self.all_heads(weights)
         if not batched:
             output = apply_linear(self.out_proj, merge_heads(mixed.squeeze(0)), environment)  # (L, E)
@@ -191,15 +189,15 @@ class Layer:
         positions: Positions = 0,
         show: Show | None = None,
     ) -> Tensor:
-        """Attention within rows of tokens (T, features), up to the output projection: (T, H·Dv).
+        """Attention within packed sequences (T, features), up to the output projection: (T, H·Dv).
 
         Args:
             query, key, value: (T, features), or (Tk, features).
-            rows: where the documents begin.
+            rows: the boundaries of the sequences.
             mask: the module's and the call's.
             environment: of the call.
             positions: (T,) of the tokens, for a position part.
-            show: shows the call to observers, who otherwise see all documents as one item.
+            show: passes the call to observers. By default they receive all sequences as one item.
         """
         q, k, v = self.projected(query, key, value, positions, environment)  # (1, H, T, D) …
         results = attend(q, k, v, self.request._replace(mask=mask, rows=rows), environment, show)

@@ -1,7 +1,7 @@
-"""Batches as rows with running lengths: padding is left out before the projections, and put back after them.
+"""Batches as packed sequences: padding is removed before the projections and restored after them.
 
-A key that is masked for every query of its item, and a query that is fully masked, change nothing in any output, so
-leaving them out is exact. It is done where the arithmetic that it saves outweighs the operations that it costs.
+A key that is masked for every query of its item, and a fully masked query, change no output, so removing them is exact.
+They are removed if this saves more arithmetic than it costs.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Unpadded:
     Args:
         queries, keys: the tokens.
         mask: of the batch.
-        rest: what hides keys beside its padding: rules about positions.
-        rows: where each item begins among the tokens.
+        rest: the parts of the mask besides padding, which are rules about positions.
+        rows: the boundaries of the items among the tokens.
     """
 
     queries: Tokens
@@ -82,7 +82,7 @@ class Unpadded:
     def project_out(self, mixed: Tensor, out_proj: nn.Module, environment: Environment, *, batch_first: bool) -> Tensor:
         """(T, H·Dv) → (B, L, E), in memory (L, B, E) unless `batch_first`; ``out_proj(0)`` for padding."""
         if self.queries.indices is not None and is_unmodified(out_proj):
-            # Of zeros it makes its bias, which costs no GEMM.
+            # The output for zeros is the bias, which needs no GEMM.
             real, bias = apply_linear(out_proj, mixed, environment), cast("Tensor | None", out_proj.bias)
             filling = None if bias is None else bias.to(real.dtype)
             return self.queries.pad(real, filling, batch_first=batch_first)
@@ -101,9 +101,9 @@ def unpad(mask: Mask, grid: Grid, costs: Costs, environment: Environment) -> Unp
         environment: of the call.
 
     Returns:
-        ``None`` where there is no padding, where leaving it out would not be faster, where values must not be looked
-        at, where the mask says more than marks per token and rules about positions, and where an observer changes
-        outputs. Recorders change nothing: what checkpointing computes again, after they have left, must be the same.
+        ``None`` if there is no padding, or if removing it would not be faster. ``None`` too if values must not be read,
+        if the mask has other parts than marks per token and rules about positions, or if an observer changes outputs.
+        Recorders do not count, because recomputation after they have left must give the same output.
     """
     if grid.device.type != "cpu" or environment.tracing or environment.transformed:
         return None

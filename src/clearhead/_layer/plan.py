@@ -30,7 +30,7 @@ class PlanCache:
     """The plans that were used last.
 
     Args:
-        size: how many it holds; the one that was not used for longest makes room.
+        size: how many plans it holds. The least recently used plan is dropped first.
 
     Example:
         >>> from clearhead._layer.plan import PlanCache
@@ -118,7 +118,7 @@ def _returned(results: Results, call: AttentionCall, unbatched: bool) -> Results
 
 def _observed(call: AttentionCall, plan: Plan, show: Show | None) -> Results:
     """Compute a call and show it to the observers of this thread."""
-    # Calls inside, such as those of single documents, are parts of the one that observers are shown.
+    # Calls inside, such as those of single sequences, are parts of the call that observers receive.
     with computing():
         results = plan(call)
         with torch.no_grad():  # what checkpointing computes again, without observers, must save the same
@@ -165,12 +165,12 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
         kernel = choose(call, environment.kernel)
     wants_weights = spec.weights is not None
     together = wants_weights and kernel.gives_weights(spec, mask, grid)
-    # Innermost is the kernel; each function around it adds what the kernel does not do itself.
+    # The kernel is innermost. Each function around it adds a step that the kernel lacks.
     compute = kernel.plan(spec if together or not wants_weights else spec._replace(weights=None), mask, grid)
     if spec.dropout_p > 0 and kernel.seeds_dropout:
         compute = _with_seed(compute)
     if mask is not None and not kernel.isolates_hidden:
-        # What keeps NaN of a masked query out of its output may let it into gradients.
+        # A kernel may keep NaN of a masked query out of its output, but not out of gradients.
         only_values = not (spec.needs_gradients or spec.transformed or spec.tracing)
         compute = _with_zeros(compute, not (only_values and kernel.isolates_queries))
     if spec.needs_gradients and not kernel.twice_differentiable and not spec.tracing:
