@@ -1,4 +1,4 @@
-"""What surrounds a call: tracing, transforms, modes, autocast, hooks, observers, forced choices. Read once per call."""
+"""The environment of a call: tracing, transforms, modes, autocast, hooks, observers, forced choices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class forcing(Generic[Choice]):
 
 
 class _State(threading.local):
-    """Observers of this thread, and whether an observed call is being computed; see `_call.observers`."""
+    """Observers of this thread, and whether an observed call is being computed. `_call.observers` uses both."""
 
     observers: tuple[Any, ...] = ()
     computing: bool = False
@@ -55,16 +55,16 @@ forced_linears: Forced[str] = Forced()  # by `use_linear`
 
 
 class Environment(NamedTuple):
-    """What surrounds one call.
+    """The state around one call. A public entry reads it once.
 
     Args:
         tracing: a graph is being recorded (`torch.compile`, `torch.export`, `torch.jit.trace`): sizes are symbols.
         transformed: inside `torch.func` transforms or forward-mode derivatives.
-        dispatching: a `TorchDispatchMode` sees every operation.
+        dispatching: a `TorchDispatchMode` intercepts every operation.
         autocast: enabled for some device.
         module_hooks: global hooks on modules.
         gradients: whether gradients are recorded.
-        observed: recorders or interventions see the call.
+        observed: recorders or interventions receive the call.
         kernel: forced by `use_kernel`, or ``None``.
         fused: which of PyTorch's attention backends are enabled; see `sdpa_settings`.
     """
@@ -104,19 +104,19 @@ def is_tracing() -> bool:
 
 
 def is_transformed() -> bool:
-    """True inside `torch.func` transforms and forward-mode derivatives, which only plain operations can follow."""
+    """True inside `torch.func` transforms and forward-mode derivatives, which support only plain operations."""
     return not is_tracing() and any_transform()
 
 
 def listening() -> tuple[Any, ...]:
-    """The observers that are shown calls now: in a backward pass only those that change outputs."""
+    """The observers that receive calls now. In a backward pass these are the observers that change outputs."""
     if not in_backward():
         return state.observers
     return tuple(observer for observer in state.observers if observer.recomputing)
 
 
 def _device_type(tensor: object) -> str:
-    """The type of device whose autocast counts; for one without autocast (meta) the CPU's."""
+    """The type of device whose autocast applies. It is the CPU for a device without autocast, such as meta."""
     if isinstance(tensor, Tensor) and torch.amp.is_autocast_available(tensor.device.type):
         return tensor.device.type
     return "cpu"
@@ -147,7 +147,7 @@ def autocast_off(tensor: Tensor) -> torch.autocast:
 
 
 def outside_graphs(function: Function) -> Function:
-    """Decorator: `torch.compile` ends its graph before the function, and runs it and all that it calls as it is."""
+    """Decorator: `torch.compile` ends its graph before the function, and traces neither it nor its calls."""
     disable: Any = torch.compiler.disable
     return disable(function)
 

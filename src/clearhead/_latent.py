@@ -1,4 +1,4 @@
-"""`MultiHeadLatentAttention`: keys and values from a small latent, which is all that a cache keeps."""
+"""`MultiHeadLatentAttention`: keys and values from a small latent. A cache holds only the latents."""
 
 from __future__ import annotations
 
@@ -43,18 +43,20 @@ class MultiHeadLatentAttention(nn.Module):
         a_ih = norm(x_i Wa) Wq_h = [a'_ih, a''_ih]            with q_lora_rank; without it  a_ih = x_i Wq_h
         s_ijh = scale · (a'_ih · c_j Wk_h + rotate(a''_ih) · r_j),   o_ih = Σ_j p_ijh c_j Wv_h,  output = concat(o_i) Wo
 
-    (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1.) Two forms compute the same. The *expanded* one makes every head's
-    keys c_j Wk_h and values c_j Wv_h and attends as usual: calls without a cache, and long prompts. The *absorbed* one
-    reads s' = (a'_ih Wk_hᵀ) · c_j and o_ih = (Σ_j p_ijh c_j) Wv_h from the same sums: all heads share c_j as one
-    key/value head, nothing of the past is expanded. It runs with a cache, as long as it multiplies less, and not under
-    `clearhead.record` and `intervene`, which are to see the heads' own values.
+    Source: DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1. Two forms compute the same result:
 
-    A cache holds [c_j, r_j] alone, as keys of one head: `make_cache`, or any of `clearhead.caches` with
+    * The *expanded* form makes every head's keys c_j Wk_h and values c_j Wv_h, and attends as usual. It runs without a
+      cache, and for long prompts.
+    * The *absorbed* form computes s' = (a'_ih Wk_hᵀ) · c_j and o_ih = (Σ_j p_ijh c_j) Wv_h. All heads share c_j as one
+      key/value head, so past tokens are not expanded. It runs with a cache if it multiplies less. It does not run under
+      `clearhead.record` and `intervene`, which receive the heads' own values.
+
+    A cache holds only [c_j, r_j], as keys of one head. Use `make_cache`, or any cache of `clearhead.caches` with
     ``num_kv_heads=1, head_dim=cache_head_dim, value_head_dim=0``.
 
-    The projections are ordinary `Linear` submodules: hooks, LoRA and quantisation on them take effect, and each can be
-    replaced. In the absorbed form ``kv_up`` is not called on tokens: its weight is read, and of
-    what is no plain `Linear`, or has hooks, the matrix is found by calling it on the identity.
+    The projections are ordinary `Linear` submodules. Hooks, LoRA and quantisation on them take effect, and each can be
+    replaced. The absorbed form does not call ``kv_up`` on tokens but reads its weight. If ``kv_up`` is not a plain
+    `Linear`, or has hooks, the form calls it on the identity to get the matrix.
 
     Args:
         embed_dim: E, the size of inputs and output.
@@ -63,17 +65,17 @@ class MultiHeadLatentAttention(nn.Module):
         qk_nope_head_dim: Dn, features of a head's query and key without positions.
         qk_rope_head_dim: Dr, features of a head's query, and of the one shared key, that `position` rotates.
         v_head_dim: Dv, features of a head's value.
-        q_lora_rank: size of the queries' own latent; ``q_proj`` is then a sequence of ``down``, ``norm`` and ``up``.
-            Default: none, ``q_proj`` is a `Linear`.
-        bias: whether the projections from the input to latents have a bias. Default False; the others never
-            have one.
+        q_lora_rank: size of a latent of the queries. ``q_proj`` is then a sequence of ``down``, ``norm`` and ``up``.
+            Default: none, and ``q_proj`` is a `Linear`.
+        bias: whether the projections from the input to latents have a bias. Default False. Other input projections
+            never have a bias.
         out_bias: whether the output projection has one. Default as `bias`.
-        scale: factor of the scores. Default 1/√(Dn + Dr); DeepSeek multiplies it by YaRN's squared ``mscale``.
+        scale: factor of the scores. Default 1/√(Dn + Dr). DeepSeek multiplies it by YaRN's squared ``mscale``.
         dropout: probability that a weight is dropped in training. Default 0.
         position: rotates the rotary parts by their positions, ``(q (B, H, L, Dr), k (B, 1, L, Dr), positions) -> (q,
             k)``, such as ``clearhead.positions.Rotary(qk_rope_head_dim)``. Default: none.
         q_norm, kv_norm: modules applied to the latents. Default ``nn.RMSNorm(rank, eps=1e-6)``.
-        mask: a mask of the layer's own, which every call's mask is combined with. Default: none.
+        mask: a mask of the module. It is combined with the mask of every call. Default: none.
         device, dtype: of the parameters.
 
     Raises:
@@ -166,7 +168,7 @@ class MultiHeadLatentAttention(nn.Module):
 
     @property
     def cache_head_dim(self) -> int:
-        """R + Dr: how many numbers a cache holds per token."""
+        """R + Dr, the number of elements that a cache holds per token."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def make_cache(self, batch_size: int, max_length: int) -> KVCache:
@@ -198,21 +200,22 @@ class MultiHeadLatentAttention(nn.Module):
 
         Args:
             query: (B, L, E), or (L, E) without a batch.
-            key: (B, S, E), which the latents are made of. Default: the query, which makes it self-attention.
-            value: the same tensor as `key`, or left out: one latent gives both.
+            key: (B, S, E), the input of the latents. Default: the query, which makes it self-attention.
+            value: the same tensor as `key`, or ``None``, because one latent makes keys and values.
             mask, positions, need_weights, average_attn_weights: as for `MultiHeadAttention`.
-            cache: from `clearhead.caches`: the new latents are added to it and all of it is attended to. Default: none.
+            cache: from `clearhead.caches`. The new latents are added to it, and the queries attend to all of its
+                latents. Default: none.
 
         Returns:
-            Output (B, L, E); with `need_weights` also the weights, (B, L, S), or (B, H, L, S) if not averaged, in
-            float32 (float64 for float64 inputs), S counting all keys that were attended to. A query that sees no key
-            has zero weights and ``out_proj(0)``.
+            Output (B, L, E). With `need_weights` also the weights, (B, L, S), or (B, H, L, S) if not averaged. They are
+            float32 (float64 for float64 inputs), and S counts the keys of the cache too. A fully masked row has zero
+            weights and the output ``out_proj(0)``.
 
         Raises:
             ShapeError: if an input does not have E features, or shapes disagree.
             ArgumentError: if `value` is another tensor than `key`.
-            CacheError: if the cache is full, or gradients are asked for.
-            And what `attention` raises.
+            CacheError: if the cache is full, or needs gradients.
+            And the errors of `attention`.
         """
         try:
             wanted = weights_wanted(need_weights, average_attn_weights)

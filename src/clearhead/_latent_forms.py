@@ -1,4 +1,4 @@
-"""The two forms of latent attention: every head's own keys and values, or one latent that all heads share."""
+"""The two forms of latent attention: keys and values of every head, or one latent that all heads share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LatentSizes(NamedTuple):
 def latent_form(
     kv_up: nn.Module, sizes: LatentSizes, environment: Environment, query: Tensor, keys: Tensor, cache: Cache | None
 ) -> Form:
-    """Of the two forms the one that multiplies less.
+    """The form that multiplies less.
 
     Args:
         kv_up: (…, R) → (…, H · (Dn + Dv)), linear.
@@ -36,12 +36,12 @@ def latent_form(
         environment: of the call.
         query: (B, H, L, Dn + Dr), the last Dr rotated.
         keys: (B, 1, S, R + Dr), latents and rotated keys.
-        cache: holds the keys; ``None`` where nothing does.
+        cache: holds the keys, or is ``None``.
     """
-    # An observer sees the heads' own values, not mixtures of latents.
+    # Observers receive the values of the heads, not mixtures of latents.
     if cache is None or environment.observed or not _absorbing_is_less(query.shape[2], sizes):
         form = _expanded(kv_up, sizes, query, keys, environment)
-        # An evicting cache holds latents, and compares queries with what it holds.
+        # An evicting cache holds latents, and compares queries with them.
         if cache is not None and type(cache).observe is not Cache.observe:
             form.observed = _absorbed(kv_up, sizes, query, keys).query
         return form
@@ -60,7 +60,7 @@ def _expanded(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor,
 
 
 def _absorbed(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor) -> Form:
-    """Queries against the latents themselves, Hkv = 1; the values are a view of them."""
+    """Queries that attend to the latents themselves, Hkv = 1. The values are a view of the latents."""
     q_nope, q_rope = query.split((sizes.nope, sizes.rope), -1)
     key_weight, value_weight = _up_weights(kv_up, sizes, q_nope)
     q_latent = torch.einsum("bhld,hdr->bhlr", q_nope, key_weight)  # (B, H, L, R)
@@ -73,16 +73,16 @@ def _absorbed(kv_up: nn.Module, sizes: LatentSizes, query: Tensor, keys: Tensor)
 
 
 def _absorbing_is_less(rows: int, sizes: LatentSizes) -> bool:
-    """Whether the absorbed form multiplies less per key than the expanded one, for so many query rows.
+    """Whether the absorbed form multiplies less per key than the expanded one, for this number of query rows.
 
-    Per key and head the absorbed form multiplies R − Dn and R − Dv numbers more in each row, the expanded one
-    R · (Dn + Dv) once.
+    Per key and head, the absorbed form needs (R − Dn) + (R − Dv) more multiplications in each row. The expanded form
+    needs R · (Dn + Dv) more once.
     """
     return rows * (2 * sizes.rank - sizes.nope - sizes.value) <= sizes.rank * (sizes.nope + sizes.value)
 
 
 def _up_weights(kv_up: nn.Module, sizes: LatentSizes, query: Tensor) -> tuple[Tensor, Tensor]:
-    """The matrix that `kv_up` applies for the heads of a query (B, H, …): its weight, or what it makes of the identity.
+    """The matrix of `kv_up` for the heads of a query (B, H, …): its weight, or its output for the identity.
 
     Returns:
         (H, Dn, R) for keys and (H, Dv, R) for values.
@@ -90,7 +90,7 @@ def _up_weights(kv_up: nn.Module, sizes: LatentSizes, query: Tensor) -> tuple[Te
     Raises:
         ArgumentError: if it has a bias.
     """
-    # Tensors of other types, such as quantised ones, only support what `F.linear` calls.
+    # Tensors of other types, such as quantised ones, only support the operators of `F.linear`.
     if is_unmodified(kv_up) and type(kv_up.weight) in PLAIN:
         if kv_up.bias is not None:
             raise _has_bias(kv_up)

@@ -1,4 +1,4 @@
-"""What a layer uses of a cache: `Cache`, and the keys and values that it returns."""
+"""The interface between a layer and a cache: `Cache`, and the keys and values that it returns."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 
 from ..masks._base import Mask
 
-#: Absolute positions of L tokens: an int p for p … p + L − 1, or integers (L,) or (B, L); −1 marks padding.
+#: Absolute positions of L tokens. An int p means p … p + L − 1. A tensor has integers (L,) or (B, L); −1 marks padding.
 Positions = Tensor | int
 
 
 class KeyValues(NamedTuple):
-    """What a query attends to.
+    """All keys and values of a call.
 
     Args:
         key: (B, Hkv, S, D).
         value: (B, Hkv, S, Dv).
-        positions: of the keys: ``None`` for 0 … S−1, (B, S), or (B, Hkv, S); −1 where nothing stands.
-        mask: what the cache itself hides, in absolute positions, or ``None``.
+        positions: of the keys, (B, S) or (B, Hkv, S). −1 marks an empty place. ``None`` means 0 … S−1.
+        mask: the cache's own mask, in absolute positions, or ``None``.
 
     Example:
         >>> import torch
@@ -39,10 +39,10 @@ class KeyValues(NamedTuple):
 
 
 class Cache(ABC):
-    """Keys and values of the tokens so far, kept for the queries to come.
+    """Keys and values of the past tokens, for later queries.
 
-    A plain object, not a module: it belongs to a text being written and not to the model. For inference: `update`
-    refuses keys that require gradients.
+    A cache is a plain object and not a module, because it belongs to a text and not to the model. It is for inference:
+    `update` refuses keys that require gradients.
 
     Example:
         >>> import torch, clearhead
@@ -59,29 +59,29 @@ class Cache(ABC):
     @property
     @abstractmethod
     def length(self) -> int:
-        """How many tokens it has taken, padding included; of the longest row if rows differ."""
+        """The number of tokens so far, padding included. If rows differ, that of the longest row."""
 
     @abstractmethod
     def next_positions(self, count: int) -> Positions:
-        """The absolute positions of the next `count` tokens: an int, or (B, count) where rows differ."""
+        """The absolute positions of the next `count` tokens: an int, or (B, count) if rows differ."""
 
     @abstractmethod
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
-        """Take the keys and values of new tokens and return everything their queries attend to.
+        """Store the keys and values of new tokens, and return all keys and values that their queries attend to.
 
         Args:
             key: (B, Hkv, L, D), already rotated by its position part.
             value: (B, Hkv, L, Dv).
-            positions: where the tokens stand. Default: after those before, `next_positions`.
+            positions: absolute positions of the tokens. Default: `next_positions`.
 
         Raises:
-            CacheError: if there is no room, or gradients are asked for.
+            CacheError: if there is no room, or if the keys require gradients.
             ShapeError, DTypeError, DeviceError: if the tensors do not fit the cache.
         """
 
     @abstractmethod
     def reorder(self, indices: Tensor) -> None:
-        """Let row b go on from what row ``indices[b]`` held: beam search after each step.
+        """Copy row ``indices[b]`` to row b, as beam search does after each step.
 
         Args:
             indices: integers (B,), each a row of the cache. More or fewer than B change the batch size.
@@ -89,31 +89,31 @@ class Cache(ABC):
 
     @abstractmethod
     def crop(self, length: int | Tensor) -> None:
-        """Forget the last tokens: speculative decoding after a rejection.
+        """Forget the last tokens, as speculative decoding does after a rejection.
 
         Args:
-            length: how many of the first tokens stay; (B,) for one number per row, after which every row goes on
-                where it ended. After a right-padded prompt, ``crop(prompt_lengths)`` takes the padding out.
+            length: how many of the first tokens stay. (B,) has one number per row, and each row then continues at its
+                own end. After a right-padded prompt, ``crop(prompt_lengths)`` removes the padding.
 
         Raises:
-            ArgumentError: for a length that is negative or longer than the cache's.
+            ArgumentError: for a length that is negative, or larger than the cache's length.
         """
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything; the memory stays."""
+        """Forget all tokens, but keep the memory."""
 
-    #: Whether `saved` copies little beside what `update` writes.
+    #: Whether `saved` copies little besides the entries that `update` overwrites.
     saves_cheaply: ClassVar[bool] = False
 
     def saved(self, count: int) -> Callable[[], None]:
-        """A function that brings the cache back from the next `update`, of `count` tokens, if the call is refused."""
-        # A cache that does not say what `update` changes may change anything.
+        """A function that undoes the next `update`, of `count` tokens, if the call is refused."""
+        # Without an override, `update` may change every attribute.
         kept = deepcopy(vars(self))
         return lambda: vars(self).update(kept)
 
     def get(self) -> KeyValues | None:
-        """What is attended to without new keys; ``None`` where each call brings its own."""
+        """The keys and values for a call without new keys. ``None`` if each call has new keys."""
         return None
 
     def observe(
@@ -127,4 +127,4 @@ class Cache(ABC):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> None:
-        """Receive, after attention, the queries that attended to what `update` returned; eviction goes by them."""
+        """Receive, after attention, the queries that attended to the result of `update`. Eviction depends on them."""

@@ -24,7 +24,7 @@ from .validation import read_positions, read_sinks, require_numbers, require_sha
 
 
 class Results(NamedTuple):
-    """What a call returns.
+    """The results of a call.
 
     Args:
         output: (B, H, L, Dv).
@@ -76,7 +76,7 @@ class AttentionCall:
 
     @property
     def coverage(self) -> Coverage:
-        """Which queries see a key, and which keys are seen by a query."""
+        """The fully masked rows, and the keys that are masked for every query."""
         if self.coverage_ is None:
             self.coverage_ = COVERS_ALL if self.mask is None else coverage(self.mask, self.grid)
         return self.coverage_
@@ -92,12 +92,12 @@ class AttentionCall:
         return (self.query, self.key, self.value, *sinks, *self.bias_tensors)
 
     def dropout_factors(self, block: Block, dtype: torch.dtype) -> Tensor:
-        """What a block's weights are multiplied with, (b, h, l, s); for a call that has a seed."""
+        """The dropout factors of a block's weights, (b, h, l, s), for a call that has a seed."""
         return dropout_factors(cast(Tensor, self.request.seed), self.spec.dropout_p, block, dtype, self.request.offset)
 
     @property
     def read_again(self) -> tuple[Tensor, ...]:
-        """What a backward pass reads beside `inputs`: the tensors of mask and positions.
+        """The tensors that a backward pass reads besides `inputs`: those of mask and positions.
 
         Functions save them through autograd, which refuses a backward pass after they were written to.
         """
@@ -165,7 +165,7 @@ def validate(call: AttentionCall) -> None:
 def valid_call(
     query: Tensor, key: Tensor, value: Tensor | None, request: Request, environment: Environment | None = None
 ) -> AttentionCall:
-    """A call of arguments, all of them checked. Without a `value` the key stands in for it."""
+    """A call of arguments, all of them checked. Without a `value` the key is used for it."""
     tensors = {"query": query, "key": key} if value is None else {"query": query, "key": key, "value": value}
     require_tensors(**tensors)
     require_shapes(**tensors)

@@ -2,8 +2,8 @@
 
 Bits come from Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 The counter of a group of eight neighbouring keys is (key // 8, query, batch · H + head, 0), the key is the 64-bit
-seed; each of the eight 16-bit halves of the result decides about one key. A kernel can therefore ask for any block,
-in any order, and a backward pass asks for the same bits again.
+seed. Each of the eight 16-bit halves of the result decides about one key. A kernel can therefore draw any block in any
+order, and a backward pass draws the same bits again.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _LANES = 8  # keys that one counter decides about
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """Take a seed from PyTorch's generator, so that `torch.manual_seed` and checkpointing govern it."""
+    """Draw a seed from PyTorch's generator, so that `torch.manual_seed` and checkpointing control dropout."""
     return torch.randint(0, 1 << 62, (), dtype=torch.int64, device=device)
 
 
 def dropout_factors(seed: Tensor, p: float, block: Block, dtype: torch.dtype, offset: Offset | None = None) -> Tensor:
-    """What a block's weights are multiplied with: 0 where dropped, 1/(1 − p) where kept, (b, h, l, s).
+    """The factors of a block's weights, (b, h, l, s): 0 for dropped weights, 1/(1 − p) for the others.
 
-    The probability is rounded to a multiple of 2⁻¹⁶, and the factor uses the rounded one, so the mean is exact. With an
-    `offset` the block is of a call in a larger one, and the factors are those of the larger one.
+    The probability is rounded to a multiple of 2⁻¹⁶. The factor uses the rounded probability, so the mean is exact. An
+    `offset` places the block in a larger call, and the factors are those of the larger call.
     """
     threshold = round(p * _LEVELS)
     # Nothing is kept, and the factor 1/(1 − p) would be infinite.

@@ -1,4 +1,4 @@
-"""Between one long feature vector and several heads."""
+"""From one long feature vector to several heads, and back."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """Lay the heads of every position side by side again: (B, H, L, D) → (B, L, H·D).
+    """Join the heads of every position: (B, H, L, D) → (B, L, H·D).
 
     Args:
         x: (B, H, L, D), or (H, L, D) without a batch.
@@ -61,13 +61,13 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def fold_group(x: Tensor, num_kv_heads: int) -> Tensor:
-    """Lay the query heads that share a key/value head under each other: (B, H, L, D) → (B, Hkv, G·L, D)."""
+    """Join the rows of the query heads that share a key/value head: (B, H, L, D) → (B, Hkv, G·L, D)."""
     batch, heads, length, dim = x.shape
-    # No copy where heads lie one after another in memory, as in a contiguous (B, H, L, D).
+    # A view if heads lie one after another in memory, as in a contiguous (B, H, L, D).
     return x.reshape(batch, num_kv_heads, (heads // num_kv_heads) * length, dim)
 
 
 def unfold_group(x: Tensor, num_heads: int) -> Tensor:
-    """The way back: (B, Hkv, G·L, D) → (B, H, L, D)."""
+    """The inverse of `fold_group`: (B, Hkv, G·L, D) → (B, H, L, D)."""
     batch, kv_heads, rows, dim = x.shape
     return x.reshape(batch, num_heads, rows * kv_heads // num_heads, dim)

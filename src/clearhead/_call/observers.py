@@ -16,28 +16,28 @@ class Observer(Protocol):
     """An object that receives every attention call of its thread.
 
     Args:
-        recomputing: whether it changes outputs. Then it is also shown the calls that activation checkpointing repeats
-            in a backward pass, to change them again; what only reads calls must not count them twice.
+        recomputing: whether it changes outputs. It then also receives the calls that activation checkpointing repeats
+            in a backward pass, and changes them again. An observer that only reads calls must not count them twice.
     """
 
     @property
     def recomputing(self) -> bool: ...
 
     def wanted(self) -> Hashable:
-        """What it does with the call that runs now, equal in every process that holds a part of it.
+        """A description of its work on the current call. It is equal in every process that holds a part of the call.
 
         Raises:
-            RecordError: if it cannot be shown calls of which there are parts.
+            RecordError: if it does not support calls that are split over processes.
         """
         ...
 
     def attended(self, call: AttentionCall, output: Tensor) -> Tensor:
-        """See a call and its output (B, H, L, Dv); return the output that goes on."""
+        """Receive a call and its output (B, H, L, Dv), and return the output that the call returns."""
         ...
 
 
 def changes_outputs() -> bool:
-    """Whether an observer of this thread changes outputs; the same in a recomputation as in the forward pass."""
+    """Whether an observer of this thread changes outputs. It is the same in a recomputation and in the forward pass."""
     return any(observer.recomputing for observer in state.observers)
 
 
@@ -47,7 +47,7 @@ def is_computing() -> bool:
 
 
 def notify(call: AttentionCall, output: Tensor) -> Tensor:
-    """Show the call to every observer, the innermost last."""
+    """Pass the call to every observer, the innermost last."""
     for observer in listening():
         output = observer.attended(call, output)
     return output
@@ -55,7 +55,7 @@ def notify(call: AttentionCall, output: Tensor) -> Tensor:
 
 @contextmanager
 def observing(observer: Observer) -> Generator[None, None, None]:
-    """Let `observer` see the calls of this thread inside the block."""
+    """Pass the calls of this thread to `observer` inside the block."""
     state.observers = (*state.observers, observer)
     try:
         yield

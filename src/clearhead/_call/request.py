@@ -33,8 +33,8 @@ class Request(NamedTuple):
         weights: which weights are returned.
         rows: the documents of packed sequences; query, key and value are then (1, H, T, D), (1, Hkv, Tk, D) and
             (1, Hkv, Tk, Dv), and each document attends to itself.
-        seed: int64 scalar that dropout is drawn from. Default: the kernel draws one.
-        offset: where the call lies in a larger call whose weights it drops.
+        seed: int64 scalar that dropout is drawn from. Default: the kernel draws a seed.
+        offset: where the call lies in a larger call, for dropout. Default: it is no part of a larger call.
     """
 
     mask: Mask | Tensor | None = None

@@ -1,4 +1,4 @@
-"""What an attention module uses of a split over several processes: of its heads, or of its sequence."""
+"""The interface between an attention module and its split over several processes, by heads or by sequence."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class HeadShard(Protocol):
     """Which heads of a module this process computes, and how tensors enter and leave it.
 
     Args:
-        first: of this process's heads.
-        num_heads, num_kv_heads: of this process.
+        first: the first head of this process.
+        num_heads, num_kv_heads: the numbers of heads of this process.
         group: the process group that shares the heads.
     """
 
@@ -33,7 +33,7 @@ class HeadShard(Protocol):
     def num_kv_heads(self) -> int: ...
 
     def enter(self, *inputs: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The inputs (B, L, features) as the split projections take them; the same tensor stays one."""
+        """The inputs (B, L, features) as the split projections need them. Identical inputs stay identical."""
         ...
 
     def local(self, parameter: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class HeadShard(Protocol):
         ...
 
     def agree(self, wanted: Hashable, problem: Exception | None) -> None:
-        """Raise, in every process, unless all of them want the same of the call and none has a problem."""
+        """Raise in every process, unless all processes agree on the call and none has a problem."""
         ...
 
     def all_heads(self, results: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class HeadShard(Protocol):
 
 
 class SequenceShard(Protocol):
-    """How a module is called that holds one part of a sequence, other processes holding the others."""
+    """How a module is called whose sequence is split over several processes."""
 
     def call(
         self,
@@ -82,12 +82,12 @@ class SequenceShard(Protocol):
         ...
 
     def shared_cache(self, make: Callable[[int], Any], max_length: int) -> Cache:
-        """A cache of this process's part of so many tokens, from what makes one of that many."""
+        """A cache of `max_length` tokens, of which this process holds its part. `make` makes a cache of some length."""
         ...
 
 
 class CallPart(Protocol):
-    """How statistics are computed of a call of which this process holds some queries and keys."""
+    """How statistics are computed for a call of which this process holds some queries and keys."""
 
     @property
     def totals(self) -> Any:
@@ -95,5 +95,5 @@ class CallPart(Protocol):
         ...
 
     def results(self, call: Any, names: Any, options: Any, counted: Tensor | None, queries: Any) -> dict[str, Any]:
-        """As `results_of`: of this process's queries, or keys."""
+        """As `results_of`, for this process's queries or keys."""
         ...

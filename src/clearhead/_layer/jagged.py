@@ -1,4 +1,4 @@
-"""Jagged nested tensors: batches whose rows have their own lengths, taken apart and put together again."""
+"""Jagged nested tensors: batches of sequences of different lengths, split into tokens and made jagged again."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def is_jagged(*tensors: Tensor | None) -> bool:
 def read_jagged(
     query: Tensor, key: Tensor, value: Tensor, *, side_by_side: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Rows, Callable[[Tensor], Tensor]]:
-    """Read jagged (B, lengths, features) tensors as rows of tokens.
+    """Read jagged (B, lengths, features) tensors as packed sequences.
 
     Args:
         query, key, value: the inputs of self-attention or cross-attention.
-        side_by_side: whether each key has to stand beside a query, for a position part.
+        side_by_side: whether queries and keys need equal lengths, for a position part.
 
     Returns:
-        Query, key and value, (T, features), (Tk, features); where the rows lie; and a function that makes (T, features)
-        jagged like the query.
+        Query, key and value, (T, features) and (Tk, features). The boundaries of the sequences. A function that makes
+        (T, features) jagged like the query.
 
     Raises:
-        ShapeError: if one is not jagged, has more dimensions than these, or holes; or batch sizes disagree, or
-            lengths where they must not.
+        ShapeError: if an input is not jagged, or has holes or more dimensions than these. If batch sizes disagree, or
+            lengths that must be equal.
     """
     inputs = {"query": query, "key": key, "value": value}
     for name, tensor in inputs.items():
@@ -62,7 +62,7 @@ def read_jagged(
             raise ShapeError(name, expected=f"the query's {query.shape[0]} rows", got=str(tensor.shape[0]))
     if value.values().shape[0] != key.values().shape[0]:
         raise ShapeError("value", expected="the key's lengths", got="others", fix="Each key needs its value.")
-    # The offsets of a jagged tensor are running lengths already.
+    # The offsets of a jagged tensor are `cu_seqlens`.
     offsets: Tensor = cast(Any, query).offsets()
     rows = read_rows(offsets, cast(Any, key).offsets(), query.values(), key.values())
     if side_by_side and key is not query:
@@ -82,7 +82,7 @@ def _require_side_by_side(rows: Rows) -> None:
 
 
 def refuse_jagged(**arguments: object) -> None:
-    """Raise for what says something about padded batches only."""
+    """Raise for arguments that only padded batches have."""
     for name, value in arguments.items():
         if value is not None and value is not False:
             fix = "Use torch.nested.to_padded_tensor(...) and masks.lengths(...)."

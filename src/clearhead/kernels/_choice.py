@@ -103,7 +103,7 @@ def choose_for_documents(call: AttentionCall, forced: Kernel | None) -> Kernel |
     """
     if forced is None:
         return _first((kernel for kernel in KERNELS if kernel.takes_documents), call)
-    # Its refusals may be of documents alone, so that each as a call of its own can still run.
+    # It may refuse only packed sequences. Each sequence can then run as a separate call.
     return forced if forced.takes_documents and not forced.refusals(call.spec, call.mask, call.grid) else None
 
 
@@ -122,7 +122,7 @@ def _first(kernels: Iterable[Kernel], call: AttentionCall) -> Kernel | None:
 
 
 def _refusals(kernel: Kernel, call: AttentionCall) -> tuple[Refusal, ...]:
-    """Every reason against a call on this kernel alone, for which there is no pass of its own for weights."""
+    """All reasons against a call on this kernel, if no other kernel computes its weights."""
     request = call.spec, call.mask, call.grid
     against_weights = () if call.spec.weights is None else kernel.weights_refusals(*request)
     return kernel.refusals(*request) + against_weights

@@ -56,13 +56,13 @@ class NativeKernel(Kernel):
         return (Refusal("it gives weights neither of large computed masks nor to a TorchDispatchMode"),)
 
     def gives_weights(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
-        # Whatever the gradients: what checkpointing computes again must be the same to the last bit.
+        # This does not depend on gradients: activation checkpointing must recompute the same bits.
         if spec.dropout_p or spec.dtype != torch.float32 or spec.tracing or spec.transformed:
             return False
         return not refuses_statistics(spec, mask, grid)
 
     def plan(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> Plan:
-        # The dispatcher costs more than a small attention: the operator is for those that have to see one.
+        # The dispatcher costs more than a small attention, so only graphs and dispatch modes get the operator.
         if spec.tracing or spec.dispatching:
             return _run_operator
         band = Band.whole(grid) if mask is None else structure_of(mask, grid).only_band(grid)
@@ -82,7 +82,7 @@ def _results(call: AttentionCall, output: Tensor, lse: Tensor | None, weights: T
 
 
 def _run_operator(call: AttentionCall) -> Results:
-    """As an operator of PyTorch's, which graphs hold and dispatch modes see."""
+    """Run the call as an operator of PyTorch, for graphs and dispatch modes."""
     spec = call.spec
     output, lse = torch.ops.clearhead.attention(*arguments_of(call))
     results = Results(output, lse.float() if spec.lse else None)
@@ -154,7 +154,7 @@ def empty_weights(call: AttentionCall | NativeArguments, *, average: bool) -> Te
 
 
 def weights_strides(weights: Tensor) -> tuple[int, ...]:
-    """Of items, heads and rows, as `NativePlan.statistics` takes them: heads that are averaged share a place."""
+    """Strides of items, heads and rows for `NativePlan.statistics`. Averaged heads have the stride 0."""
     items, *heads, rows, _ = weights.stride()
     return items, *(heads or [0]), rows
 
@@ -162,8 +162,8 @@ def weights_strides(weights: Tensor) -> tuple[int, ...]:
 class _Native(torch.autograd.Function):
     """Saves inputs, output and lse; the backward pass recomputes the weights from them.
 
-    The output that is saved is not rounded to half precision: the backward pass would have to compute it once more. Nor
-    is lse rounded to float32, which would be a relative error of all weights as large as the last digit of lse.
+    The saved output is not rounded to half precision, so the backward pass need not compute it again. The saved lse is
+    float64, because rounding it to float32 changes all weights by a relative error of the size of its last digit.
     """
 
     @staticmethod

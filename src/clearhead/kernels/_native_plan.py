@@ -256,5 +256,5 @@ def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
     )
 
 
-# Beside the cache of plans by specs: a spec has no layouts of what a mask is lowered to, nor its band.
+# Besides the cache of plans by specs, because a spec holds neither the layouts of a lowered mask nor its band.
 _cached_plan = lru_cache(_PLANS)(NativePlan)
