@@ -173,7 +173,7 @@ def strided(
 ) -> Tensor:
     """A tensor with strides, neither sparse nor nested, of one of these dtypes if any are named.
 
-    What to do about anything that is no tensor, or of another dtype, is `fix`.
+    `fix` is the advice for other objects and dtypes.
 
     Raises:
         DTypeError: for anything else.
@@ -238,7 +238,7 @@ def choice(name: str, value: object, choices: Sequence[str]) -> str:
 
 
 def items(name: str, value: Iterable[Item], expected: str) -> list[Item]:
-    """What a list, a tuple or anything else that can be walked through holds; a string is one thing, not a list.
+    """The items of a list, a tuple or another iterable. A string is not a list.
 
     Raises:
         DTypeError: for anything else.

@@ -1,4 +1,4 @@
-"""What attention modules require of their arguments."""
+"""Checks of the arguments of attention modules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def complete(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[T
 
 
 def one_source(query: Tensor, key: Tensor | None, value: Tensor | None) -> Tensor:
-    """What latents are made of: one tensor for keys and values both."""
+    """The input of the latents: one tensor for both keys and values."""
     source = query if key is None else key
     if value is not None and value is not source:
         raise ArgumentError(
@@ -92,7 +92,7 @@ def require_cache(cache: object, position: object) -> None:
 
 
 def cache_dtype(weight: Tensor) -> torch.dtype | None:
-    """What keys come out as from a projection with this weight, under autocast too; ``None`` if it does not say."""
+    """The dtype of keys from a projection with this weight, under autocast too, or ``None`` if it is unknown."""
     return cast_for_autocast(weight[:0])[0].dtype if weight.is_floating_point() else None
 
 

@@ -46,7 +46,7 @@ _sdpa_flags: tuple[Callable[[], object], ...] = (
 )
 _sdpa_order: Callable[[], list[int]] = _lookup("_C._get_sdp_priority_order", list)
 
-#: How many `TorchDispatchMode`s see every operation (`make_fx`). They do not see what an extension computes.
+#: How many `TorchDispatchMode`s intercept every operation (`make_fx`). They do not intercept an extension.
 dispatch_modes: Callable[[], int] = _lookup("_C._len_torch_dispatch_stack", lambda: 1)
 #: Whether autocast is enabled for any device.
 any_autocast: Callable[[], bool] = _lookup("_C._is_any_autocast_enabled", _true)
@@ -56,7 +56,7 @@ any_global_hook: Callable[[], bool] = _lookup("nn.modules.module._has_any_global
 has_avx2: Callable[[], bool] = _lookup("cpu._is_avx2_supported", lambda: False)
 #: Which of PyTorch's attention backends a call would take; ``None`` where PyTorch does not say.
 fused_sdpa_choice: Callable[..., int] | None = _lookup("_fused_sdp_choice", None)
-#: What makes a tensor subclass leave PyTorch's functions as they are.
+#: The value that makes a tensor subclass leave PyTorch's functions as they are.
 disabled_torch_function: Any = _lookup("_C._disabled_torch_function_impl", None)
 #: Whether tensors can be made whose values are computed when an operator reads them.
 has_wrappers = disabled_torch_function is not None and _wrap is not None
@@ -112,7 +112,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def wrapper_of(kind: type[Wrapper], shape: tuple[int, ...], **options: Any) -> Wrapper:
-    """A tensor of a subclass that has a shape, a dtype and a device, but no values; see `has_wrappers`."""
+    """A tensor of a subclass that has a shape, a dtype and a device, but no values. `has_wrappers` is true if it can be made."""
     return cast(Wrapper, cast(Any, _wrap)(kind, shape, **options))
 
 

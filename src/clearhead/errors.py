@@ -73,7 +73,7 @@ class MaskTypeError(ClearheadError, TypeError):
 
 
 class DeviceError(ClearheadError, ValueError):
-    """The tensors of one call live on different devices."""
+    """The tensors of one call are on different devices."""
 
 
 class FileError(ClearheadError, OSError):

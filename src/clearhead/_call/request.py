@@ -34,7 +34,7 @@ class Request(NamedTuple):
         rows: the documents of packed sequences; query, key and value are then (1, H, T, D), (1, Hkv, Tk, D) and
             (1, Hkv, Tk, Dv), and each document attends to itself.
         seed: int64 scalar that dropout is drawn from. Default: the kernel draws a seed.
-        offset: where the call lies in a larger call, for dropout. Default: it is no part of a larger call.
+        offset: where the call lies in a larger call, for dropout. Default: it is a call of its own.
     """
 
     mask: Mask | Tensor | None = None

@@ -127,7 +127,7 @@ def within_rows(rows: Rows, mask: Mask | None) -> Mask:
 
 @final
 class _SameDocument(Mask):
-    """Each query sees the keys of its own document."""
+    """Each query attends to the keys of its own sequence."""
 
     def __init__(self, rows: Rows) -> None:
         self._documents = rows

@@ -133,5 +133,5 @@ def read_sinks(sinks: Tensor, query: Tensor) -> Tensor:
             fix="Grouped heads have one sink per query head too.",
         )
     _require_device("sinks", sinks, query)
-    # A sink of −∞ is none, and would be the whole softmax of a query that sees no key.
+    # A sink of −∞ is no sink. In the softmax of a fully masked row it would be the only term.
     return (sinks if sinks.dtype in _READ else sinks.float()).clamp_min(NO_SINK)

@@ -79,7 +79,7 @@ class Linear(nn.Linear):
         try:
             return multiply(input, self.weight, self.bias)
         except (RuntimeError, TypeError, AttributeError, NotImplementedError):
-            require_input("input", input, self)  # looked at only here, so that ordinary calls do not wait for it
+            require_input("input", input, self)  # checked only here, so that ordinary calls do not wait for it
             raise
 
 
@@ -95,7 +95,7 @@ def require_input(name: str, x: object, layer: nn.Module) -> None:
 
 
 def require_same(name: str, x: Tensor, weight: Tensor) -> None:
-    """Raise unless an input has the dtype and the device of a module's weight, or autocast will see to its dtype."""
+    """Raise unless an input has the dtype and the device of a module's weight, or autocast converts its dtype."""
     if x.device != weight.device:
         fix = "Move the input or the module with .to(...)."
         raise DeviceError(name, expected=f"the module's device {weight.device}", got=str(x.device), fix=fix)
@@ -210,7 +210,7 @@ def _processor_maker() -> str:
 
 
 def _against(input: Tensor, weight: Tensor, bias: Tensor | None, environment: Environment) -> str | None:
-    """Why oneDNN's operator cannot stand in for `F.linear` here; ``None`` if it can."""
+    """Why oneDNN's operator cannot replace `F.linear` here, or ``None`` if it can."""
     if not torch.backends.mkldnn.enabled:
         return "oneDNN is switched off"
     tensors = (input, weight) if bias is None else (input, weight, bias)

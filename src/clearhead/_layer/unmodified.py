@@ -70,7 +70,7 @@ def _fits_weight(x: object, weight: object) -> bool:
 
 
 def apply_linear(module: nn.Module, x: Tensor, environment: Environment | None = None) -> Tensor:
-    """What ``module(x)`` returns, without the cost of calling a module that was not modified."""
+    """The output of ``module(x)``. An unmodified module is not called, which is faster."""
     environment = environment or read_environment()
     if environment.tracing or environment.module_hooks or not is_unmodified(module):
         return module(x)

@@ -18,7 +18,7 @@ OPERANDS = ("query", "key", "value", "output", "lse")
 
 
 class NativeArguments(NamedTuple):
-    """One call, in tensors and numbers alone, so that it can also be the arguments of a PyTorch operator.
+    """The tensors and numbers of one call. They are also the arguments of the PyTorch operator.
 
     Args:
         query: (B, H, L, D); with `cu_seqlens_q` (1, H, T, D), packed sequences.
@@ -31,7 +31,7 @@ class NativeArguments(NamedTuple):
         seed: int64 scalar; dropout is drawn from it.
         cu_seqlens_q, cu_seqlens_k: int64 (sequences + 1,), where packed sequences begin and the last ends.
         scale, softcap, dropout_p, low, high, stop: as for `NativePlan`.
-        offset: the numbers of an `Offset`, for dropout. ``None``: the call is no part of a larger one.
+        offset: the numbers of an `Offset`, for dropout. ``None`` means those of a call of its own.
     """
 
     query: Tensor
@@ -63,7 +63,7 @@ class NativeArguments(NamedTuple):
 
 
 class BackwardArguments(NamedTuple):
-    """What a backward pass takes besides, as `Plan.backward` takes it; see `NativePlan.backward`."""
+    """The other arguments of a backward pass, in the order of `Plan.backward`. `NativePlan.backward` explains them."""
 
     output_gradient: int
     output_gradient_batch: int  # and its other strides
@@ -82,7 +82,7 @@ _WHOLE = Offset(0)  # as many heads as the plan has
 
 
 def address_of(tensor: Tensor | None) -> int:
-    """Of the first element; 0 without a tensor."""
+    """The address of the first element, or 0 without a tensor."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""What the native kernel takes of a mask: a band, a range of columns per row, and tensors that it reads in place."""
+"""A mask for the native kernel: a band, one range of columns per row, and tensors that it reads in place."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _lower(mask: Mask, grid: Grid) -> LoweredMask:
         # A fully masked row is an empty range, whose tiles the kernel skips.
         unmasked = RowRanges(None, structure.queries * grid.key_length)
         rows = unmasked if rows is None else rows.meet(unmasked)
-    # Tensors that stand for one condition each are joined before the kernel reads them: it takes one of a kind.
+    # The kernel reads one bool tensor and one bias, so several are joined first.
     visible, bias = None, None
     for tensor in tensors:
         visible = tensor if visible is None else visible & tensor

@@ -16,7 +16,7 @@ _MOST_CELLS = 1 << 26  # of a mask that has to be written down for statistics
 
 
 def native_refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
-    """Every reason against a call; see `Kernel.refusals`."""
+    """All reasons against a call, for `Kernel.refusals`."""
     if extension is None:
         return (Refusal("{reason}", reason=why_missing),)
     reasons: list[Refusal] = []
@@ -57,7 +57,7 @@ def _reasons_of_documents(spec: AttentionSpec, mask: Mask | None, grid: Grid) ->
 
 
 def learnt_shape(mask: Mask | None, grid: Grid) -> tuple[int, int, int, int] | None:
-    """The shape of the one bias that wants a gradient, (1 or B, H, L, S); ``None`` for several or other shapes."""
+    """The shape (1 or B, H, L, S) of the only bias that needs a gradient. ``None`` for several biases or other shapes."""
     batch, heads, length, keys = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
     parts = [] if mask is None else mask.parts()
     learnt = [part for part in parts if any(bias.requires_grad for bias in part.bias_tensors())]
@@ -71,10 +71,10 @@ def learnt_shape(mask: Mask | None, grid: Grid) -> tuple[int, int, int, int] | N
 
 
 def refuses_statistics(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bool:
-    """Whether the kernel gives no statistics of a call that it can run.
+    """Whether the kernel does not compute statistics of a call that it can run.
 
-    That is where a mask would first have to be written down and is large, and where a dispatch mode sees operations:
-    unlike an output, statistics are no operator that it could see.
+    It does not if it must first write down a large mask. It does not under a dispatch mode either, because statistics
+    are not an operator.
     """
     if spec.dispatching or spec.documents is not None:
         return True
@@ -83,5 +83,5 @@ def refuses_statistics(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bo
 
 
 def reads_in_place(mask: Mask | None, grid: Grid) -> bool:
-    """Whether nothing of the mask has to be written down."""
+    """Whether the kernel reads the whole mask without writing a part of it down."""
     return mask is None or all(structure_of(part, grid).exact for part in mask.parts())
