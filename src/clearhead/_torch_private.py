@@ -112,7 +112,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def wrapper_of(kind: type[Wrapper], shape: tuple[int, ...], **options: Any) -> Wrapper:
-    """A tensor of a subclass that has a shape, a dtype and a device, but no values. `has_wrappers` is true if it can be made."""
+    """A tensor of a subclass that has a shape, a dtype and a device, but no values, if `has_wrappers` is true."""
     return cast(Wrapper, cast(Any, _wrap)(kind, shape, **options))
 
 

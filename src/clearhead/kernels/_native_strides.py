@@ -39,7 +39,7 @@ def strides_of_output(shape: tuple[int, ...], query: Strides) -> Strides:
 
 
 def strides_of_bias_gradient(shape: tuple[int, ...]) -> Strides:
-    """Strides of items, heads and rows. A bias of one item gets the sum over the batch: every item adds to the same place."""
+    """Strides of items, heads and rows. A bias of one item gets the sum over the batch: its stride is 0."""
     items, *matrix = contiguous_strides(shape)[:3]
     return 0 if shape[0] == 1 else items, *matrix
 

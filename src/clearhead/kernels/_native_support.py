@@ -57,7 +57,7 @@ def _reasons_of_documents(spec: AttentionSpec, mask: Mask | None, grid: Grid) ->
 
 
 def learnt_shape(mask: Mask | None, grid: Grid) -> tuple[int, int, int, int] | None:
-    """The shape (1 or B, H, L, S) of the only bias that needs a gradient. ``None`` for several biases or other shapes."""
+    """The shape (1 or B, H, L, S) of the only bias that needs a gradient, or ``None`` for several or other shapes."""
     batch, heads, length, keys = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
     parts = [] if mask is None else mask.parts()
     learnt = [part for part in parts if any(bias.requires_grad for bias in part.bias_tensors())]
