@@ -241,13 +241,13 @@ class MultiHeadAttention(nn.Module):
     def _run_jagged(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None, environment: Environment
     ) -> Tensor:
-        tokens, rows, jagged = read_jagged(query, key, value, side_by_side=self.position is not None)
+        tokens, sequences, jagged = read_jagged(query, key, value, side_by_side=self.position is not None)
         for name, projection, x in zip(("query", "key", "value"), ("q_proj", "k_proj", "v_proj"), tokens, strict=True):
             require_features(name, x, getattr(self, projection))
         layer = layer_of(self, tokens[0], environment)
         refuse_split_dropout(layer.request.offset)
-        positions = 0 if self.position is None else rows.query_positions
-        mixed = layer.run_rows(*tokens, rows, layer.combined(mask), environment, positions=positions)
+        positions = 0 if self.position is None else sequences.query_positions
+        mixed = layer.run_packed(*tokens, sequences, layer.combined(mask), environment, positions=positions)
         return jagged(apply_linear(self.out_proj, mixed, environment))
 
     def extra_repr(self) -> str:

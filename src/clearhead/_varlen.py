@@ -1,4 +1,4 @@
-"""`attention_varlen`: documents of different lengths laid end to end, without padding."""
+"""`attention_varlen`: packed sequences of different lengths, without padding."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from ._call.request import Request
-from ._call.rows import read_rows
+from ._call.sequences import read_sequences
 from ._checks import strided
 from ._environment import read_environment
 from ._layer.plan import attend
@@ -63,37 +63,37 @@ def attention_varlen(
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention within each of several documents that lie end to end, for Σ l·s of work instead of (Σ l)·(Σ s).
+    """Attention within each of several packed sequences, for Σ l·s of work instead of (Σ l)·(Σ s).
 
     ::
 
-        document d has queries cu_seqlens_q[d] … cu_seqlens_q[d + 1] − 1 and keys cu_seqlens_k[d] … − 1;
-        query i sees key j if both are of one document and the mask allows it
+        sequence d has the queries cu_seqlens_q[d] … cu_seqlens_q[d + 1] − 1 and the keys cu_seqlens_k[d] … − 1
+        query i attends to key j if both are in one sequence and the mask allows it
 
-    (The layout of FlashAttention's variable-length functions, Dao et al., 2022.) Rules about positions count within
-    each document: ``masks.causal()`` is top-left in each, ``masks.sliding_window(…)`` ends with it. Tensors given to
-    `masks.keep`, `drop` and `bias` line up with the rows and columns of the whole, T × Tk.
+    The layout is that of FlashAttention's variable-length functions (Dao et al., 2022). Rules about positions count
+    within each sequence: ``masks.causal()`` is top-left in each, and ``masks.sliding_window(…)`` ends at its borders.
+    Tensors given to `masks.keep`, `drop` and `bias` line up with the rows and columns of all sequences, T × Tk.
 
     Args:
-        query: (T, H, D), T tokens of all documents.
+        query: (T, H, D), the T tokens of all sequences.
         key: (Tk, Hkv, D).
         value: (Tk, Hkv, Dv).
-        cu_seqlens_q: integers (n + 1,): where each of n documents begins among the queries, and T.
-        cu_seqlens_k: likewise among the keys, ending in Tk. A document may be empty.
+        cu_seqlens_q: integers (n + 1,), the first query of each of n sequences, and T.
+        cu_seqlens_k: likewise for the keys, ending in Tk. A sequence may be empty.
         mask, scale, dropout_p, softcap, sinks, return_lse: as for `attention`.
 
     Returns:
-        (T, H, Dv); with `return_lse` also (T, H). A query whose document has no key gets 0 and −∞. NaN or inf in one
-        document never reaches another, in outputs or gradients.
+        (T, H, Dv). With `return_lse` also lse, (T, H). A query whose sequence has no key gets 0 and −∞. NaN or inf in
+        one sequence reaches neither outputs nor gradients of another.
 
     Raises:
-        ArgumentError: if boundaries do not begin at 0, decrease, or do not end at T (Tk), or if there are not as many
-            documents of keys as of queries.
+        ArgumentError: if boundaries do not begin at 0, decrease, or do not end at T (Tk). If queries and keys have
+            different numbers of sequences.
         ShapeError, DTypeError, DeviceError: as `attention`, and for boundaries of another kind.
 
     Example:
         >>> import torch, clearhead
-        >>> x = torch.randn(7, 2, 4)  # documents of 3 and 4 tokens, 2 heads
+        >>> x = torch.randn(7, 2, 4)  # sequences of 3 and 4 tokens, 2 heads
         >>> ends = torch.tensor([0, 3, 7])
         >>> found = clearhead.attention_varlen(x, x, x, ends, ends, clearhead.masks.causal())
         >>> alone = clearhead.attention(*(x[3:].transpose(0, 1),) * 3, clearhead.masks.causal())
@@ -101,8 +101,8 @@ def attention_varlen(
         True
     """
     _require_packed(query=query, key=key, value=value)
-    rows = read_rows(cu_seqlens_q, cu_seqlens_k, query, key)
-    request = Request(mask, scale, softcap, sinks, dropout_p, lse=return_lse, rows=rows)
+    sequences = read_sequences(cu_seqlens_q, cu_seqlens_k, query, key)
+    request = Request(mask, scale, softcap, sinks, dropout_p, lse=return_lse, sequences=sequences)
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # (1, H, T, D), (1, Hkv, Tk, D) and (…, Dv)
     output, lse, _ = attend(q, k, v, request, read_environment())
     output = output.squeeze(0).transpose(0, 1)  # (T, H, Dv)

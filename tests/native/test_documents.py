@@ -42,7 +42,7 @@ def inputs(dtype: torch.dtype, rows: list[int] = ROWS, keys: list[int] = KEYS) -
 
 def made(tensors: tuple[Tensor, ...], documents: int = len(ROWS), **options: Any) -> NativePlan:
     return NativePlan(
-        tensors[0].dtype, *map(Layout.of, tensors), scale=0.4, differentiable=True, documents=documents, **options
+        tensors[0].dtype, *map(Layout.of, tensors), scale=0.4, differentiable=True, sequences=documents, **options
     )
 
 

@@ -17,7 +17,7 @@ from ..masks._grid import Block, Grid
 from ..masks._tensors import as_mask
 from .dropout import dropout_factors
 from .request import Request
-from .rows import require_within
+from .sequences import require_within
 from .sharding import CallPart
 from .spec import AttentionSpec, spec_of
 from .validation import read_positions, read_sinks, require_numbers, require_shapes, require_tensors
@@ -201,7 +201,7 @@ def _read(request: Request, query: Tensor, key: Tensor) -> Request:
     if request.key_positions is not None:
         positions = read_positions("key_positions", request.key_positions, key, heads=query.shape[1])
         changes["key_positions"] = positions
-    if request.rows is not None:
+    if request.sequences is not None:
         changes["mask"] = require_within(request.mask)
     elif request.mask is not None and not isinstance(request.mask, Mask):
         changes["mask"] = as_mask(request.mask)

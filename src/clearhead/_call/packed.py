@@ -11,12 +11,12 @@ from ..masks._combined import all_of
 from ..masks._grid import Offset
 from ..masks._part import part_of
 from .call import AttentionCall
-from .rows import Rows, within_rows
+from .sequences import PackedSequences, within_sequences
 from .spec import Layout
 
 
 def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
-    """The sequences of a call that has `rows`, as calls of their own.
+    """The sequences of a call that has `sequences`, as calls of their own.
 
     Each is an item of a batch to dropout, so that they drop what a kernel drops that computes the call at once.
     """
@@ -26,7 +26,7 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
     # Its positions take a pass over all tokens.
     all_sequences = as_one_sequence(call).grid if is_cut else None
     start = request.offset or Offset(spec.query.shape[1])
-    for number, (queries, keys) in enumerate(cast(Rows, request.rows).slices()):
+    for number, (queries, keys) in enumerate(cast(PackedSequences, request.sequences).slices()):
         operands = call.query[:, :, queries], call.key[:, :, keys], call.value[:, :, keys]
         layouts = dict(zip(("query", "key", "value"), map(Layout.of, operands), strict=True))
         own_mask = mask
@@ -34,23 +34,23 @@ def each_sequence(call: AttentionCall) -> Iterator[AttentionCall]:
             place = Offset(all_sequences.num_heads, 0, queries.start, keys.start)
             parts = [each if each.fits_any_call else part_of(each, place, all_sequences) for each in mask.parts()]
             own_mask = all_of(parts)
-        own_request = request._replace(mask=own_mask, rows=None, offset=start._replace(item=number))
+        own_request = request._replace(mask=own_mask, sequences=None, offset=start._replace(item=number))
         yield AttentionCall(
-            spec._replace(**layouts, mask=None if is_cut else spec.mask, documents=None), *operands, own_request
+            spec._replace(**layouts, mask=None if is_cut else spec.mask, sequences=None), *operands, own_request
         )
 
 
 def as_one_sequence(call: AttentionCall) -> AttentionCall:
     """A call of packed sequences as one of T × Tk scores whose mask hides other sequences."""
-    rows = call.request.rows
-    if rows is None:
+    sequences = call.request.sequences
+    if sequences is None:
         return call
     # Rules about positions count within a sequence, whose first token is at 0.
-    q_positions, k_positions = rows.query_positions[None], rows.key_positions[None]
-    mask = within_rows(rows, call.mask)
-    request = call.request._replace(mask=mask, query_positions=q_positions, key_positions=k_positions, rows=None)
+    q_positions, k_positions = sequences.query_positions[None], sequences.key_positions[None]
+    mask = within_sequences(sequences, call.mask)
+    request = call.request._replace(mask=mask, query_positions=q_positions, key_positions=k_positions, sequences=None)
     spec = call.spec._replace(
-        documents=None,
+        sequences=None,
         mask=None,
         masked=True,
         query_positions=tuple(q_positions.shape),
@@ -62,7 +62,7 @@ def as_one_sequence(call: AttentionCall) -> AttentionCall:
 def validate_mask(call: AttentionCall) -> None:
     """Raise unless the mask of a call fits its sizes, and its values are valid. Equal specs need not pass alike."""
     mask = cast(Mask, call.request.mask)
-    if call.request.rows is None:
+    if call.request.sequences is None:
         mask.validate(call.grid)
     elif not mask.fits_any_call:
         as_one = as_one_sequence(call)

@@ -9,7 +9,7 @@ from torch import Tensor
 from .._checks import flag
 from ..masks._base import Mask
 from ..masks._grid import Offset
-from .rows import Rows
+from .sequences import PackedSequences
 
 #: Which weights a call returns beside its output: (B, H, L, S), or their average over the heads (B, L, S).
 WeightsWanted = Literal["heads", "average"] | None
@@ -31,8 +31,8 @@ class Request(NamedTuple):
             `AttentionCall` the mask is a `Mask`, and tensors of sinks and positions have the dtype that kernels read.
         lse: whether the log-sum-exp is returned.
         weights: which weights are returned.
-        rows: the documents of packed sequences; query, key and value are then (1, H, T, D), (1, Hkv, Tk, D) and
-            (1, Hkv, Tk, Dv), and each document attends to itself.
+        sequences: packed sequences. Query, key and value are then (1, H, T, D), (1, Hkv, Tk, D) and
+            (1, Hkv, Tk, Dv), and each sequence attends to itself.
         seed: int64 scalar that dropout is drawn from. Default: the kernel draws a seed.
         offset: where the call lies in a larger call, for dropout. Default: it is a call of its own.
     """
@@ -46,6 +46,6 @@ class Request(NamedTuple):
     key_positions: Tensor | int | None = None
     lse: bool = False
     weights: WeightsWanted = None
-    rows: Rows | None = None
+    sequences: PackedSequences | None = None
     seed: Tensor | None = None
     offset: Offset | None = None

@@ -55,7 +55,7 @@ class AttentionSpec(NamedTuple):
         gradients: which of the call's inputs need one, in the order of `AttentionCall.inputs`; empty if none does.
         lse: whether the log-sum-exp is returned.
         weights: which weights are returned.
-        documents: how many packed sequences there are, or ``None``.
+        sequences: how many packed sequences there are, or ``None``.
         tracing, transformed, dispatching: of the environment.
     """
 
@@ -78,7 +78,7 @@ class AttentionSpec(NamedTuple):
     gradients: tuple[bool, ...]
     lse: bool
     weights: WeightsWanted
-    documents: int | None
+    sequences: int | None
     tracing: bool
     transformed: bool
     dispatching: bool
@@ -117,7 +117,7 @@ class AttentionSpec(NamedTuple):
 
 def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environment: Environment) -> AttentionSpec:
     """The spec of a call whose operands `read_operands` has read; its sizes and numbers need not be valid yet."""
-    mask, scale, softcap, sinks, dropout_p, q_positions, k_positions, lse, weights, rows, seed, offset = request
+    mask, scale, softcap, sinks, dropout_p, q_positions, k_positions, lse, weights, sequences, seed, offset = request
     tracing, shape = environment.tracing, query.shape
     if scale is None:  # sums of no products are 0, whatever the factor
         scale = 1.0 / math.sqrt(shape[3]) if shape[3] else 1.0
@@ -144,7 +144,7 @@ def spec_of(query: Tensor, key: Tensor, value: Tensor, request: Request, environ
         _gradients((query, key, value), request) if environment.gradients else (),
         lse if lse is False or lse is True else flag("return_lse", lse),
         weights,
-        None if rows is None else rows.count,
+        None if sequences is None else sequences.count,
         tracing,
         environment.transformed,
         environment.dispatching,

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._call.rows import Rows, read_rows
+from .._call.sequences import PackedSequences, read_sequences
 from .._checks import with_values
 from .._environment import is_tracing
 from .._torch_private import is_rows_of
@@ -34,7 +34,7 @@ def is_jagged(*tensors: Tensor | None) -> bool:
 
 def read_jagged(
     query: Tensor, key: Tensor, value: Tensor, *, side_by_side: bool
-) -> tuple[tuple[Tensor, Tensor, Tensor], Rows, Callable[[Tensor], Tensor]]:
+) -> tuple[tuple[Tensor, Tensor, Tensor], PackedSequences, Callable[[Tensor], Tensor]]:
     """Read jagged (B, lengths, features) tensors as packed sequences.
 
     Args:
@@ -64,18 +64,18 @@ def read_jagged(
         raise ShapeError("value", expected="the key's lengths", got="others", fix="Each key needs its value.")
     # The offsets of a jagged tensor are `cu_seqlens`.
     offsets: Tensor = cast(Any, query).offsets()
-    rows = read_rows(offsets, cast(Any, key).offsets(), query.values(), key.values())
+    sequences = read_sequences(offsets, cast(Any, key).offsets(), query.values(), key.values())
     if side_by_side and key is not query:
-        _require_side_by_side(rows)
+        _require_side_by_side(sequences)
 
     def jagged(x: Tensor) -> Tensor:
         return torch.nested.nested_tensor_from_jagged(x, offsets)
 
-    return (query.values(), key.values(), value.values()), rows, jagged
+    return (query.values(), key.values(), value.values()), sequences, jagged
 
 
-def _require_side_by_side(rows: Rows) -> None:
-    if not is_tracing() and not torch.equal(rows.query_positions, rows.key_positions):
+def _require_side_by_side(sequences: PackedSequences) -> None:
+    if not is_tracing() and not torch.equal(sequences.query_positions, sequences.key_positions):
         expected = "the query's lengths: a position part rotates both by the same positions"
         fix = "Use position= in self-attention, and a module without it for cross-attention."
         raise ShapeError("key", expected=expected, got="others", fix=fix)

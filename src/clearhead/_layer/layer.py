@@ -12,7 +12,7 @@ from .._call.caching import Cache, KeyValues, Positions
 from .._call.call import Results
 from .._call.heads import merge_heads, split_heads
 from .._call.request import Request, WeightsWanted
-from .._call.rows import Rows
+from .._call.sequences import PackedSequences
 from .._environment import Environment, cast_for_autocast
 from ..masks._base import Mask
 from ..masks._grid import Grid
@@ -177,12 +177,12 @@ class Layer:
         q = _heads(self.project(query, None, None)[0], self.num_heads, self.q_norm)
         return cast_for_autocast(q)[0] if environment.autocast else q
 
-    def run_rows(
+    def run_packed(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rows: Rows,
+        sequences: PackedSequences,
         mask: Mask | None,
         environment: Environment,
         *,
@@ -193,14 +193,14 @@ class Layer:
 
         Args:
             query, key, value: (T, features), or (Tk, features).
-            rows: the boundaries of the sequences.
+            sequences: their boundaries.
             mask: the module's and the call's.
             environment: of the call.
             positions: (T,) of the tokens, for a position part.
             show: passes the call to observers. By default they receive all sequences as one item.
         """
         q, k, v = self.projected(query, key, value, positions, environment)  # (1, H, T, D) …
-        results = attend(q, k, v, self.request._replace(mask=mask, rows=rows), environment, show)
+        results = attend(q, k, v, self.request._replace(mask=mask, sequences=sequences), environment, show)
         return results.output.squeeze(0).transpose(0, 1).flatten(1)  # (T, H·Dv)
 
     def _run_unpadded(
@@ -215,9 +215,9 @@ class Layer:
         unpadded = unpad(mask, grid, self.costs, environment)
         if unpadded is None or (self.position is not None and unpadded.queries is not unpadded.keys):
             return None
-        mixed = self.run_rows(
+        mixed = self.run_packed(
             *unpadded.tokens(query, key, value),
-            unpadded.rows,
+            unpadded.sequences,
             unpadded.rest,
             environment,
             positions=0 if self.position is None else unpadded.positions,

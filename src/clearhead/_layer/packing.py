@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from .._call.call import AttentionCall, build_call
 from .._call.observers import changes_outputs, notify
-from .._call.rows import Rows
+from .._call.sequences import PackedSequences
 from .._environment import Environment
 from ..masks._base import Mask
 from ..masks._combined import all_of
 from ..masks._grid import Grid
 from ..masks._positional import Causal, SlidingWindow
 from ..masks._structure import both, structure_of
-from .tokens import Tokens, find_tokens, rows_between
+from .tokens import Tokens, find_tokens, sequences_between
 from .unmodified import apply_linear, is_unmodified
 
 #: Multiplications saved per batch item that pay for taking tokens out and putting them back.
@@ -43,20 +43,20 @@ class Costs:
 
 @dataclass(frozen=True)
 class Unpadded:
-    """The tokens of a padded batch as rows.
+    """The tokens of a padded batch as packed sequences.
 
     Args:
         queries, keys: the tokens.
         mask: of the batch.
         rest: the parts of the mask besides padding, which are rules about positions.
-        rows: the boundaries of the items among the tokens.
+        sequences: the boundaries of the items among the tokens.
     """
 
     queries: Tokens
     keys: Tokens
     mask: Mask
     rest: Mask | None
-    rows: Rows
+    sequences: PackedSequences
 
     @property
     def positions(self) -> Tensor:
@@ -76,7 +76,7 @@ class Unpadded:
         Only to those that leave outputs as they are: `unpad` takes no tokens out under others.
         """
         queries, keys = self.queries.put_back, self.keys.put_back
-        request = call.request._replace(mask=self.mask, rows=None, seed=None)
+        request = call.request._replace(mask=self.mask, sequences=None, seed=None)
         notify(build_call(queries(call.query), keys(call.key), keys(call.value), request), queries(output))
 
     def project_out(self, mixed: Tensor, out_proj: nn.Module, environment: Environment, *, batch_first: bool) -> Tensor:
@@ -129,7 +129,7 @@ def unpad(mask: Mask, grid: Grid, costs: Costs, environment: Environment) -> Unp
     if rules and not (keys.contiguous and queries.contiguous and _begin_alike(queries, keys)):
         return None
     queries = _unless_equal(queries, keys)
-    return Unpadded(queries, keys, mask, all_of([*rules]), rows_between(queries, keys))
+    return Unpadded(queries, keys, mask, all_of([*rules]), sequences_between(queries, keys))
 
 
 def _begin_alike(queries: Tokens, keys: Tokens) -> bool:

@@ -20,7 +20,7 @@ from .._call.spec import AttentionSpec, Layout
 from .._call.validation import NO_SINK
 from .._environment import Environment, autocast_off, cast_for_autocast
 from ..kernels._base import Kernel, Plan
-from ..kernels._choice import choose, choose_for_documents
+from ..kernels._choice import choose, choose_for_packed
 from ..kernels._second_order import allow_second_derivatives
 from ..kernels._weights import compute_weights
 from ..masks._grid import Grid
@@ -153,11 +153,11 @@ def _plan(spec: AttentionSpec, call: AttentionCall, environment: Environment) ->
     # Kernels read memory, in which a lazily negated view has the opposite sign.
     if spec.negative:
         return _with_numbers_written(environment)
-    if spec.documents is not None:
+    if spec.sequences is not None:
         if spec.tracing:
             # No values of boundaries to cut sequences by: a mask hides the others.
             return lambda call: run_call(as_one_sequence(call), environment)
-        kernel = choose_for_documents(call, environment.kernel)
+        kernel = choose_for_packed(call, environment.kernel)
         if kernel is None:
             one_by_one = _each_alone(environment)
             return _with_seed(one_by_one) if spec.dropout_p > 0 else one_by_one

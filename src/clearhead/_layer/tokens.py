@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .._call.rows import Rows
+from .._call.sequences import PackedSequences
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ def find_tokens(real: Tensor | None, batch: int, length: int) -> Tokens:
     return Tokens((batch, length), real, indices, counts)
 
 
-def rows_between(queries: Tokens, keys: Tokens) -> Rows:
-    """The rows in which each item's queries attend to its keys."""
+def sequences_between(queries: Tokens, keys: Tokens) -> PackedSequences:
+    """The sequences in which each item's queries attend to its keys."""
     q_bounds, k_bounds = (tuple(accumulate(tokens.counts, initial=0)) for tokens in (queries, keys))
     cu_seqlens_q = torch.tensor(q_bounds, device="cpu")
     cu_seqlens_k = cu_seqlens_q if keys is queries else torch.tensor(k_bounds, device="cpu")
-    return Rows(cu_seqlens_q, cu_seqlens_k, q_bounds, k_bounds, (q_bounds[-1], k_bounds[-1]))
+    return PackedSequences(cu_seqlens_q, cu_seqlens_k, q_bounds, k_bounds, (q_bounds[-1], k_bounds[-1]))

@@ -6,19 +6,19 @@ from typing import NoReturn
 
 from torch import Tensor
 
-from .._call.rows import Rows, read_rows
+from .._call.sequences import PackedSequences, read_sequences
 from ..errors import ShapeError, shape_text
 
 _ROWS = "_clearhead_rows"
 
 
-def boundaries_of(rows: Rows) -> Tensor:
+def boundaries_of(rows: PackedSequences) -> Tensor:
     """The boundaries (n + 1,) of texts, which `rows_of` need not read again in every layer."""
     setattr(rows.cu_seqlens_q, _ROWS, rows)
     return rows.cu_seqlens_q
 
 
-def rows_of(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tensor | None) -> Rows | None:
+def rows_of(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tensor | None) -> PackedSequences | None:
     """Read the boundaries of packed (1, H, T, D) queries and (1, Hkv, T, D) keys; ``None`` where there are none.
 
     Raises:
@@ -27,12 +27,12 @@ def rows_of(query: Tensor, key: Tensor, starts_q: Tensor | None, starts_k: Tenso
     """
     if starts_q is None and starts_k is None:
         return None
-    known: Rows | None = getattr(starts_q, _ROWS, None)
+    known: PackedSequences | None = getattr(starts_q, _ROWS, None)
     if known is not None and starts_k is starts_q and known.tokens == (query.shape[2], key.shape[2]):
         return known
     if starts_q is None or starts_k is None or query.shape[0] != 1 or key.shape[2] != query.shape[2]:
         _refuse(query, key)
-    rows = read_rows(_beside(query, starts_q), _beside(query, starts_k), query[0, 0], key[0, 0])
+    rows = read_sequences(_beside(query, starts_q), _beside(query, starts_k), query[0, 0], key[0, 0])
     if rows.queries != rows.keys:
         _refuse(query, key)
     return rows

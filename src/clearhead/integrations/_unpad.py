@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._environment import is_tracing, read_environment
-from .._layer.tokens import Tokens, find_tokens, rows_between
+from .._layer.tokens import Tokens, find_tokens, sequences_between
 from .._torch_private import remove_hook
 from ._packed_row import boundaries_of
 from ._unpad_checks import OF_TOKENS, has_windows, takes_tokens, works_token_by_token
@@ -232,7 +232,7 @@ def _pack(
     wanted = given.pop("return_dict", getattr(encoder.config, "return_dict", True))
     given["position_ids"] = _positions(encoder, given, mask.shape[1])
     row = {name: tokens.unpad(value)[None] if name in OF_TOKENS else value for name, value in given.items()}
-    boundaries, longest = boundaries_of(rows_between(tokens, tokens)), max(tokens.counts)
+    boundaries, longest = boundaries_of(sequences_between(tokens, tokens)), max(tokens.counts)
     return _Packed(encoder, tokens, wanted is False), {
         **row,
         "attention_mask": _no_mask(encoder),

@@ -27,7 +27,7 @@ from transformers.utils import output_capturing
 from .. import masks
 from .._call.naming import add_module
 from .._call.request import Request
-from .._call.rows import Rows, within_rows
+from .._call.sequences import PackedSequences, within_sequences
 from .._checks import flag, shown, size, strided
 from .._environment import read_environment
 from .._layer.plan import attend
@@ -166,7 +166,7 @@ def attention_forward(
         if position_bias is not None:
             mask = _both(mask, masks.bias(position_bias))
         rows = rows_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
-        request = Request(mask, dropout_p=dropout if module.training else 0.0, rows=rows, **scores, **positions)
+        request = Request(mask, dropout_p=dropout if module.training else 0.0, sequences=rows, **scores, **positions)
         output = attend(query, key, value, request, read_environment()).output
         weights = None
         if _weights_wanted(module, output_attentions):
@@ -251,13 +251,13 @@ def _weights(
     query: Tensor,
     key: Tensor,
     mask: masks.Mask | None,
-    rows: Rows | None,
+    rows: PackedSequences | None,
     positions: dict[str, Any],
     scores: dict[str, Any],
 ) -> Tensor:
     """The weights (B, H, L, S) of a call, those of a packed row within its sequences."""
     if rows is not None:
-        mask = within_rows(rows, mask)
+        mask = within_sequences(rows, mask)
         positions = {"query_positions": rows.query_positions[None], "key_positions": rows.key_positions[None]}
     return attention_weights(query, key, mask, **scores, **positions).to(query.dtype)
 

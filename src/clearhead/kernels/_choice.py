@@ -96,15 +96,15 @@ def choose(call: AttentionCall, forced: Kernel | None) -> Kernel:
     return forced
 
 
-def choose_for_documents(call: AttentionCall, forced: Kernel | None) -> Kernel | None:
-    """The kernel that computes a call of documents whole; ``None`` where each document has to be a call of its own.
+def choose_for_packed(call: AttentionCall, forced: Kernel | None) -> Kernel | None:
+    """The kernel that computes packed sequences in one call. ``None`` if each sequence must be a separate call.
 
     A forced kernel then runs, or refuses, each of them.
     """
     if forced is None:
-        return _first((kernel for kernel in KERNELS if kernel.takes_documents), call)
+        return _first((kernel for kernel in KERNELS if kernel.takes_packed), call)
     # It may refuse only packed sequences. Each sequence can then run as a separate call.
-    return forced if forced.takes_documents and not forced.refusals(call.spec, call.mask, call.grid) else None
+    return forced if forced.takes_packed and not forced.refusals(call.spec, call.mask, call.grid) else None
 
 
 def _preferred(call: AttentionCall) -> Kernel:

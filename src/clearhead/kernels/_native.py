@@ -35,8 +35,8 @@ class NativeKernel(Kernel):
     twice_differentiable: ClassVar[bool] = True
     #: NaN in fully masked rows, and in keys that are masked for every query, reaches neither outputs nor gradients.
     isolates_hidden: ClassVar[bool] = True
-    #: `NativePlan` computes documents end to end without a mask of their boundaries.
-    takes_documents: ClassVar[bool] = True
+    #: `NativePlan` computes packed sequences without a mask of their boundaries.
+    takes_packed: ClassVar[bool] = True
 
     def refusals(self, spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple[Refusal, ...]:
         return native_refusals(spec, mask, grid)
@@ -102,7 +102,7 @@ def _prepare_once(spec: AttentionSpec, mask: LoweredMask) -> Prepare:
         softcap=spec.softcap or 0.0,
         dropout_p=spec.dropout_p,
         differentiable=spec.needs_gradients,
-        documents=spec.documents or 0,
+        sequences=spec.sequences or 0,
         **mask,
     )
     return lambda call: (plan, arguments_of(call, mask))
@@ -117,15 +117,15 @@ def _prepare(call: AttentionCall, bias_gradient: tuple[int, ...] | None = None) 
 def arguments_of(call: AttentionCall, mask: LoweredMask | None = None) -> NativeArguments:
     """The arguments of a call, whose mask is lowered unless it was before."""
     request, spec = call.request, call.spec
-    sinks, rows = request.sinks, request.rows
+    sinks, sequences = request.sinks, request.sequences
     return NativeArguments(
         call.query,
         call.key,
         call.value,
         None if sinks is None else sinks.float(),
         seed=request.seed,
-        cu_seqlens_q=None if rows is None else rows.cu_seqlens_q,
-        cu_seqlens_k=None if rows is None else rows.cu_seqlens_k,
+        cu_seqlens_q=None if sequences is None else sequences.cu_seqlens_q,
+        cu_seqlens_k=None if sequences is None else sequences.cu_seqlens_k,
         scale=spec.scale,
         softcap=spec.softcap or 0.0,
         dropout_p=spec.dropout_p,

@@ -32,7 +32,7 @@ class NativePlan:
 
     Args:
         dtype: of query, key and value.
-        query: layout of (B, H, L, D); with `documents` (1, H, T, D), the documents end to end.
+        query: layout of (B, H, L, D); with `sequences` (1, H, T, D), packed sequences.
         key: layout of (B, Hkv, S, D).
         value: layout of (B, Hkv, S, Dv).
         scale: factor of the scores.
@@ -44,7 +44,7 @@ class NativePlan:
         bias_gradient: shape (1 or B, H, L, S) of the bias's gradient, if it may be wanted.
         differentiable: whether `backward` may be called; the output is then float32 whatever the dtype.
         contiguous_gradients: whether gradients of query, key and value are; by default they are laid out as the inputs.
-        documents: how many there are; 0 for a batch. Bands and dropout count within a document.
+        sequences: the number of packed sequences, or 0 for a batch. Bands and dropout count within a sequence.
 
     Example:
         >>> import torch
@@ -77,7 +77,7 @@ class NativePlan:
         bias_gradient: tuple[int, ...] | None = None,
         differentiable: bool = False,
         contiguous_gradients: bool = False,
-        documents: int = 0,
+        sequences: int = 0,
     ) -> None:
         (batch, heads, rows, dim), (_, kv_heads, keys, value_dim) = query[0], value[0]
         inputs = (query, key, value)
@@ -124,7 +124,7 @@ class NativePlan:
             bias_gradient=None if bias_gradient is None else strides_of_bias_gradient(bias_gradient),
             dropout_threshold=round(dropout_p * _LEVELS),
             wide_output=differentiable,
-            documents=documents,
+            documents=sequences,
         )
         # Looked up once: tiny calls would notice.
         self._forward, self._backward, self._statistics = plan.forward, plan.backward, plan.statistics
@@ -251,7 +251,7 @@ def plan_of(arguments: NativeArguments, **options: Any) -> NativePlan:
         first=None if first is None else Layout.of(first),
         visible=None if visible is None else Layout.of(visible),
         bias=None if bias is None else Layout.of(bias),
-        documents=0 if boundaries is None else len(boundaries) - 1,
+        sequences=0 if boundaries is None else len(boundaries) - 1,
         **options,
     )
 

@@ -26,8 +26,8 @@ def native_refusals(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> tuple
         reasons.append(Refusal("it computes in float32, and the tensors are {dtype}", dtype=spec.dtype))
     if spec.learns_bias and (spec.tracing or spec.dispatching or learnt_shape(mask, grid) is None):
         reasons.append(Refusal("it gives a gradient for one bias (1 or B, H, L, S) only, and none in a graph"))
-    if spec.documents is not None:
-        reasons += _reasons_of_documents(spec, mask, grid)
+    if spec.sequences is not None:
+        reasons += _reasons_of_packed(spec, mask, grid)
     reasons += _reasons_of_a_graph() if spec.tracing else _reasons_of_values(spec, mask, grid)
     return tuple(reasons)
 
@@ -43,12 +43,12 @@ def _reasons_of_values(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> li
         return [Refusal("its own backward cannot be transformed by torch.func or derived forwards")]
     if spec.subclass is not None:
         return [Refusal("it reads plain tensors only, and one is a {kind}", kind=spec.subclass)]
-    if mask is None or spec.documents is not None:
+    if mask is None or spec.sequences is not None:
         return []
     return refusals_of_heads(mask, grid)
 
 
-def _reasons_of_documents(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
+def _reasons_of_packed(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> list[Refusal]:
     if spec.tracing or spec.dispatching:
         return [Refusal("documents are no operator that a graph could hold")]
     if mask is not None and structure_of(mask, grid).only_band(grid) is None:
@@ -76,7 +76,7 @@ def refuses_statistics(spec: AttentionSpec, mask: Mask | None, grid: Grid) -> bo
     It does not if it must first write down a large mask. It does not under a dispatch mode either, because statistics
     are not an operator.
     """
-    if spec.dispatching or spec.documents is not None:
+    if spec.dispatching or spec.sequences is not None:
         return True
     small = grid.batch_size * grid.query_length * grid.key_length <= _MOST_CELLS
     return not small and not reads_in_place(mask, grid)

@@ -126,9 +126,9 @@ def recompute_by_reference(rebuild: Callable[..., AttentionCall]) -> Recompute:
 
     def recompute(*inputs: Tensor) -> OptionalTensors:
         call = rebuild(*inputs).wanting(lse=True)
-        if call.request.rows is None or call.request.seed is None:
+        if call.request.sequences is None or call.request.seed is None:
             return reference_results(zero_hidden(as_one_sequence(call)))[:2]
-        found = [reference_results(zero_hidden(document))[:2] for document in each_sequence(call)]
+        found = [reference_results(zero_hidden(sequence))[:2] for sequence in each_sequence(call)]
         return [torch.cat(cast("tuple[Tensor, ...]", parts), 2) for parts in zip(*found, strict=True)]
 
     return recompute

@@ -1,4 +1,4 @@
-"""Rows with running lengths: documents end to end, the representation of packed, padded and jagged batches."""
+"""Packed sequences: sequences end to end, the representation of packed, unpadded and jagged batches."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ..masks._tensors import as_mask
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Where the documents of T query tokens and Tk key tokens begin.
+class PackedSequences:
+    """The boundaries of sequences among T query tokens and Tk key tokens.
 
     Args:
-        cu_seqlens_q, cu_seqlens_k: int64 (n + 1,), running lengths from 0 to T and to Tk.
-        queries, keys: the same as numbers; empty while tracing.
+        cu_seqlens_q, cu_seqlens_k: int64 (n + 1,), from 0 to T and to Tk.
+        queries, keys: the same as numbers. They are empty while tracing.
         tokens: T and Tk.
     """
 
@@ -40,45 +40,45 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """How many documents there are."""
+        """The number of sequences."""
         return self.cu_seqlens_q.shape[0] - 1
 
     @cached_property
-    def query_documents(self) -> Tensor:
-        """(T,) the document of every query."""
-        return _documents(self.cu_seqlens_q, self.tokens[0])
+    def sequence_of_query(self) -> Tensor:
+        """(T,) the number of every query's sequence."""
+        return _numbers(self.cu_seqlens_q, self.tokens[0])
 
     @cached_property
-    def key_documents(self) -> Tensor:
-        """(Tk,) the document of every key."""
-        return _documents(self.cu_seqlens_k, self.tokens[1])
+    def sequence_of_key(self) -> Tensor:
+        """(Tk,) the number of every key's sequence."""
+        return _numbers(self.cu_seqlens_k, self.tokens[1])
 
     @cached_property
     def query_positions(self) -> Tensor:
-        """(T,) positions within each document."""
-        return _positions(self.cu_seqlens_q, self.query_documents)
+        """(T,) positions within each sequence."""
+        return _positions(self.cu_seqlens_q, self.sequence_of_query)
 
     @cached_property
     def key_positions(self) -> Tensor:
         """(Tk,) likewise."""
-        return _positions(self.cu_seqlens_k, self.key_documents)
+        return _positions(self.cu_seqlens_k, self.sequence_of_key)
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
-        """The queries and the keys of each document."""
+        """The queries and the keys of each sequence."""
         for (start, stop), (first, last) in zip(pairwise(self.queries), pairwise(self.keys), strict=True):
             yield slice(start, stop), slice(first, last)
 
 
-def _documents(bounds: Tensor, tokens: int) -> Tensor:
+def _numbers(bounds: Tensor, tokens: int) -> Tensor:
     return torch.searchsorted(bounds, torch.arange(tokens, device=bounds.device), right=True) - 1
 
 
-def _positions(bounds: Tensor, documents: Tensor) -> Tensor:
-    return torch.arange(len(documents), device=bounds.device) - bounds[documents]
+def _positions(bounds: Tensor, numbers: Tensor) -> Tensor:
+    return torch.arange(len(numbers), device=bounds.device) - bounds[numbers]
 
 
-def read_rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, key: Tensor) -> Rows:
-    """Check the running lengths of packed queries (T, …) and keys (Tk, …)."""
+def read_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, key: Tensor) -> PackedSequences:
+    """Check the boundaries of packed queries (T, …) and keys (Tk, …)."""
     bounds = (
         _boundaries("cu_seqlens_q", cu_seqlens_q, "query", query),
         _boundaries("cu_seqlens_k", cu_seqlens_k, "key", key),
@@ -91,20 +91,22 @@ def read_rows(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, query: Tensor, key: Te
             fix="A document without keys repeats its boundary.",
         )
     tokens = (query.shape[0], key.shape[0])
-    # A graph must hold for other boundaries: no document can be cut out of it.
+    # A graph must hold for other boundaries: no sequence can be cut out of it.
     if is_tracing():
-        return Rows(*bounds, (), (), tokens)
+        return PackedSequences(*bounds, (), (), tokens)
     queries = _checked("cu_seqlens_q", bounds[0], tokens[0])
     # Values are read once where they can be: an accelerator is waited for each time.
     same = cu_seqlens_k is cu_seqlens_q and tokens[0] == tokens[1]
-    return Rows(*bounds, queries, queries if same else _checked("cu_seqlens_k", bounds[1], tokens[1]), tokens)
+    return PackedSequences(
+        *bounds, queries, queries if same else _checked("cu_seqlens_k", bounds[1], tokens[1]), tokens
+    )
 
 
 def require_within(mask: Mask | Tensor | None) -> Mask | None:
-    """The mask of packed documents.
+    """The mask of packed sequences.
 
     Raises:
-        ArgumentError: for ``causal("bottom_right")``, which has no corner to join here, and for a prepared mask.
+        ArgumentError: for ``causal("bottom_right")``, which is not defined here, and for a prepared mask.
     """
     if mask is None:
         return None
@@ -119,32 +121,32 @@ def require_within(mask: Mask | Tensor | None) -> Mask | None:
     return checked
 
 
-def within_rows(rows: Rows, mask: Mask | None) -> Mask:
-    """A mask of the T × Tk scores: what `mask` shows within documents."""
-    same = _SameDocument(rows)
+def within_sequences(sequences: PackedSequences, mask: Mask | None) -> Mask:
+    """A mask of the T × Tk scores: `mask` within sequences."""
+    same = _SameSequence(sequences)
     return same if mask is None else same & mask
 
 
 @final
-class _SameDocument(Mask):
+class _SameSequence(Mask):
     """Each query attends to the keys of its own sequence."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._documents = rows
+    def __init__(self, sequences: PackedSequences) -> None:
+        self._sequences = sequences
 
     def visible(self, block: Block) -> Tensor:
-        rows = self._documents.query_documents[None, None, :, None]
-        return block.cut(rows) == block.cut(self._documents.key_documents[None, None, None, :])
+        rows = self._sequences.sequence_of_query[None, None, :, None]
+        return block.cut(rows) == block.cut(self._sequences.sequence_of_key[None, None, None, :])
 
     def structure(self, grid: Grid) -> Structure:
-        # In a graph nothing is known of the boundaries.
-        if not self._documents.queries:
+        # A graph does not know the boundaries.
+        if not self._sequences.queries:
             return UNKNOWN
-        bounds, documents = self._documents.cu_seqlens_k, self._documents.query_documents
-        return Structure(rows=RowRanges(bounds[documents][None], bounds[documents + 1][None]))
+        bounds, numbers = self._sequences.cu_seqlens_k, self._sequences.sequence_of_query
+        return Structure(rows=RowRanges(bounds[numbers][None], bounds[numbers + 1][None]))
 
     def describe(self) -> str:
-        return f"same_document({self._documents.count})"
+        return f"same_document({self._sequences.count})"
 
 
 def _boundaries(name: str, bounds: object, what: str, x: Tensor) -> Tensor:
