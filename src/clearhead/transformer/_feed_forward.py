@@ -15,7 +15,7 @@ from ._parts import made_dropout
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with an activation between them, applied to every position alone.
+    """Two linear maps with an activation between them, applied to every position independently.
 
     ::
 
@@ -25,7 +25,7 @@ class FeedForward(nn.Module):
 
     Args:
         embed_dim: E, features of input and output.
-        hidden_dim: features in between; four times E in the original.
+        hidden_dim: features in between. The original has four times E.
         activation: function or module. Default ReLU.
         dropout: probability that a hidden feature is dropped in training. Default 0.
         bias: whether the linear maps have a bias. Default True.
@@ -67,7 +67,7 @@ class FeedForward(nn.Module):
 
 @final
 class SwiGLU(nn.Module):
-    """Three linear maps, one of which gates another, applied to every position alone.
+    """Three linear maps, applied to every position independently. The first gates the second.
 
     ::
 
@@ -77,7 +77,7 @@ class SwiGLU(nn.Module):
 
     Args:
         embed_dim: E, features of input and output.
-        hidden_dim: features in between; 8/3 times E has as many weights as a `FeedForward` with four times E.
+        hidden_dim: features in between. 8/3 times E makes as many parameters as four times E in a `FeedForward`.
         bias: whether the linear maps have a bias. Default False.
         device, dtype: of the parameters.
 
