@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,7 +22,6 @@ import clearhead
 import clearhead._layer.linear
 import clearhead._torch_private
 from clearhead._layer.linear import Linear, describe_backend, linear, use_linear
-from clearhead._layer.unmodified import apply_linear, is_unmodified
 from clearhead.errors import ArgumentError, KernelError
 
 #: rows, in_features, out_features
@@ -82,16 +80,6 @@ def test_outputs_and_derivatives_against_float64(sizes: tuple[int, int, int], bi
 
 
 @needs_onednn
-@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (2, 1, 5, 7)])
-def test_leading_sizes(shape: tuple[int, ...]) -> None:
-    x, layer = torch.randn(shape), Linear(7, 5)
-    with use_linear("onednn"):
-        got = layer(x)
-    assert got.shape == (*shape[:-1], 5)
-    torch.testing.assert_close(got, F.linear(x, layer.weight, layer.bias))
-
-
-@needs_onednn
 def test_inputs_and_gradients_that_are_views() -> None:
     x = torch.randn(11, 7, 2)[..., 0].t()  # (7, 11), nothing in it is contiguous
     weight, gradient = torch.randn(22, 13)[::2].t().requires_grad_(), torch.randn(13, 7).t()
@@ -109,12 +97,6 @@ def test_only_the_gradients_that_are_wanted(frozen: str, onednn_preferred: list[
     assert all(tensor.grad is not None for tensor in wanted)
     assert inputs[frozen].grad is None
     assert len(onednn_preferred) == (3 if frozen == "bias" else 2)
-
-
-def test_on_two_runs_the_bits_are_the_same(onednn_preferred: list[Any]) -> None:
-    layer, x = Linear(129, 257), torch.randn(131, 129)
-    first = layer(x)
-    assert all(torch.equal(layer(x), first) for _ in range(3))
 
 
 @needs_onednn
@@ -226,15 +208,6 @@ def test_parameters_and_buffers_are_plain_tensors(kind: type[Tensor], onednn_pre
     assert onednn_preferred == [(3, 7, 5)]
 
 
-@needs_onednn
-@pytest.mark.usefixtures("onednn_preferred")
-def test_gradients_of_a_batch_of_vectors() -> None:
-    x, weight = torch.randn(3, 7), torch.randn(5, 7, requires_grad=True)
-    vectors = torch.randn(2, 3, 5)
-    (got,) = torch.autograd.grad(linear(x, weight), weight, vectors, is_grads_batched=True)
-    torch.testing.assert_close(got, vectors.transpose(1, 2) @ x)
-
-
 def test_export_holds_pytorchs_operator(onednn_preferred: list[Any]) -> None:
     program = torch.export.export(Linear(7, 5), (torch.randn(3, 7),))
     assert "aten.linear.default" in str(program.graph)
@@ -335,72 +308,6 @@ def test_it_is_a_linear_in_every_other_respect() -> None:
         assert type(twin) is Linear
         assert torch.equal(twin.weight, ours.weight)
         assert twin.weight is not ours.weight
-
-
-class Doubled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight
-
-
-def _patch_forward(layer: nn.Linear) -> None:
-    layer.forward = lambda x: 2 * F.linear(x, layer.weight, layer.bias)  # type: ignore[method-assign]
-
-
-class Adapted(Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + 1
-
-
-ATTACHED: dict[str, Callable[[nn.Linear], object]] = {
-    "forward hook": lambda layer: layer.register_forward_hook(lambda _m, _x, y: y + 1),
-    "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda _m, x: (x[0] + 1,)),
-    "backward hook": lambda layer: layer.register_full_backward_hook(lambda _m, _x, _y: None),
-    "backward pre-hook": lambda layer: layer.register_full_backward_pre_hook(lambda _m, _y: None),
-    "parametrization": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
-    "own forward": _patch_forward,
-    "compiled": lambda layer: layer.compile(backend="eager"),
-    "subclass": lambda layer: setattr(layer, "__class__", Adapted),
-}
-
-
-@pytest.mark.parametrize("what", ATTACHED)
-@pytest.mark.parametrize("kind", [Linear, nn.Linear])
-def test_a_module_is_called_where_anything_hangs_on_it(what: str, kind: type[nn.Linear]) -> None:
-    layer, x = kind(7, 5), torch.randn(3, 7)
-    assert is_unmodified(layer)
-    ATTACHED[what](layer)
-    assert not is_unmodified(layer)
-    assert torch.equal(apply_linear(layer, x), layer(x))
-
-
-def test_a_module_is_called_under_a_global_hook() -> None:
-    layer, called = Linear(7, 5), []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, _x, _y: called.append(module))
-    try:
-        apply_linear(layer, torch.randn(3, 7))
-    finally:
-        handle.remove()
-    assert called == [layer]
-    assert is_unmodified(layer)
-
-
-def test_other_modules_are_called() -> None:
-    x = torch.randn(3, 7)
-    assert apply_linear(nn.Identity(), x) is x
-
-
-def test_weights_called_in_are_used() -> None:
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Linear(7, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return apply_linear(self.layer, x)
-
-    x, weight, bias = torch.randn(3, 7), torch.randn(5, 7), torch.randn(5)
-    got = torch.func.functional_call(Holder(), {"layer.weight": weight, "layer.bias": bias}, (x,))
-    assert torch.equal(got, F.linear(x, weight, bias))
 
 
 @needs_onednn

@@ -50,14 +50,6 @@ def test_the_formula_and_its_gradients(parts: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)
 
 
-def test_the_layers_mask_and_the_calls_both_hide() -> None:
-    module = made(mask=masks.sliding_window(2, 1))
-    x = torch.randn(B, L, E, dtype=torch.float64)
-    near = masks.sliding_window(2, 1)
-    for mask, both in ((None, near), (masks.causal(), near & masks.causal())):
-        torch.testing.assert_close(module(x, mask=mask), by_hand(module, x, x, x, both), rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize("combined", [False, True])
 def test_a_bias_that_learns_belongs_to_the_module(combined: bool) -> None:
     bias = RelativeBias(H, 8, 16).double()

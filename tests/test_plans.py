@@ -19,9 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import clearhead
 from clearhead import masks
 from clearhead._layer.plan import PlanCache, plans
-from clearhead.errors import ClearheadError, KernelError
+from clearhead.errors import ClearheadError
 from clearhead.masks import Mask
-from tests.support.derivatives import check_derivatives
 from tests.support.threads import in_threads
 
 B, H, L, S, D = 2, 3, 5, 7, 11
@@ -165,62 +164,6 @@ def test_a_mask_whose_tensor_changes_in_place(kind: str, through: str) -> None:
     require_close(derivatives(given, mask), exact(given, masks.keep(hidden)))
 
 
-def test_positions_with_other_values() -> None:
-    given = drawn()
-    for places in (torch.arange(L), torch.arange(L) + 2, torch.tensor([4, 0, 3, 3, 6])):
-        options = {"query_positions": places, "key_positions": torch.arange(S)}
-        require_close(derivatives(given, masks.causal(), **options), exact(given, masks.causal(), **options))
-    for place in (0, 2, 6):
-        found = derivatives(given, masks.causal(), query_positions=place)
-        require_close(found, exact(given, masks.causal(), query_positions=place))
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "heads inside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "expanded": lambda x: x[:1].expand(B, -1, -1, -1),
-    "one projection": lambda x: torch.stack([x, x, x], 3)[..., 1, :],
-    "features first": lambda x: x.mT.contiguous().mT,
-    "every other row": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
-    "negated": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag,
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kv_heads", [1, H])
-def test_other_strides_and_dtypes(dtype: torch.dtype, kv_heads: int) -> None:
-    """Twice round, so that every layout is computed by the plan that its first call left."""
-    for seed in (0, 1):
-        given = drawn(seed, dtype, kv_heads)
-        for layout in LAYOUTS.values():
-            for mask in (None, masks.causal()):
-                inputs = [layout(x) for x in given]
-                require_close([attend(inputs, mask)], [attend([x.double().contiguous() for x in inputs], mask)])
-        require_close(derivatives(given, scale=0.25), exact(given, scale=0.25))
-        assert attend([x.bfloat16() for x in given]).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("kernel", [None, "native", "sdpa", "chunked", "reference"])
-@pytest.mark.parametrize("mask", [None, masks.causal()], ids=["none", "causal"])
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sinks": torch.linspace(-1, 1, H)}], ids=str)
-def test_the_second_call_computes_what_the_first_did(kernel: str | None, mask: Any, options: dict[str, Any]) -> None:
-    given = drawn(dtype=torch.float32 if kernel == "native" else torch.float64)
-    with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
-        try:
-            once = derivatives(given, mask, **options)
-        except KernelError:
-            pytest.skip(f"{kernel} refuses {options}")
-        again = derivatives(given, mask, **options)
-    assert all(torch.equal(*pair) for pair in zip(once, again, strict=True))
-    require_close(again, exact(given, mask, **options))
-
-
-def test_derivatives_of_repeated_calls() -> None:
-    given = [x.requires_grad_() for x in drawn(dtype=torch.float64)]
-    for mask in (None, masks.causal(), MASKS["keys"](3), masks.causal()):
-        check_derivatives(lambda *x, mask=mask: attend(x, mask), *given, fast=True)
-
-
 class Seeing(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -292,14 +235,6 @@ def test_forward_mode_between_calls(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), (ends[0] - ends[1]) / 2e-6, rtol=1e-4, atol=1e-5)
 
 
-def test_a_forced_kernel_refuses_after_a_good_call() -> None:
-    half = [x.bfloat16() for x in drawn()]
-    for _ in range(2):
-        attend(half)
-        with clearhead.use_kernel("sdpa"), pytest.raises(KernelError):
-            attend(half)
-
-
 @every_mask
 @pytest.mark.parametrize("seed", [2, 3])
 def test_recorded_and_checkpointed_calls_save_the_same(name: str, seed: int) -> None:
@@ -316,43 +251,6 @@ def test_recorded_and_checkpointed_calls_save_the_same(name: str, seed: int) -> 
 class Calling(torch.nn.Module):
     def forward(self, given: Given, mask: Any) -> Tensor:
         return attend(given, mask)
-
-
-WRONG: dict[str, Callable[..., Tensor]] = {
-    "scale of another type": lambda q, k, v: clearhead.attention(q, k, v, scale=True),
-    "scale that is not a number": lambda q, k, v: clearhead.attention(q, k, v, scale="1"),  # type: ignore[call-overload]
-    "scale of NaN": lambda q, k, v: clearhead.attention(q, k, v, scale=float("nan")),
-    "dropout": lambda q, k, v: clearhead.attention(q, k, v, dropout_p=1.5),
-    "dropout of another type": lambda q, k, v: clearhead.attention(q, k, v, dropout_p=False),
-    "softcap": lambda q, k, v: clearhead.attention(q, k, v, softcap=0.0),
-    "lse": lambda q, k, v: clearhead.attention(q, k, v, return_lse="no"),  # type: ignore[call-overload]
-    "a float mask": lambda q, k, v: clearhead.attention(q, k, v, torch.zeros(L, S)),
-    "mask of another size": lambda q, k, v: clearhead.attention(q, k, v, masks.keep(marks(2, S, L))),
-    "lengths beyond S": lambda q, k, v: clearhead.attention(q, k, v, masks.lengths(torch.tensor([3, S + 1]))),
-    "negative lengths": lambda q, k, v: clearhead.attention(q, k, v, masks.lengths(torch.tensor([3, -1]))),
-    "query lengths beyond L": lambda q, k, v: clearhead.attention(
-        q, k, v, masks.lengths(torch.tensor([3, 3]), torch.tensor([3, L + 1]))
-    ),
-    "key of another dtype": lambda q, k, v: clearhead.attention(q, k.double(), v),
-    "value on another device": lambda q, k, v: clearhead.attention(q, k, v.to("meta")),
-    "other sizes": lambda q, k, v: clearhead.attention(q, k[:, :2], v[:, :2]),
-    "other lengths": lambda q, k, v: clearhead.attention(q, k, v[:, :, :2]),
-    "no batch": lambda q, k, v: clearhead.attention(q[0], k[0], v),
-    "no tensor": lambda q, k, v: clearhead.attention(q, k, [1.0]),  # type: ignore[call-overload]
-    "positions": lambda q, k, v: clearhead.attention(q, k, v, query_positions=True),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_refusals_after_good_calls(name: str) -> None:
-    given, lengths = drawn(), torch.tensor([3, 3])
-    for _ in range(2):
-        for mask in (None, marks(2, L, S), masks.lengths(lengths), masks.lengths(lengths, lengths)):
-            attend(given, mask)
-            attend(given, mask, scale=1.0)
-        attend(given, query_positions=1)
-        with pytest.raises(ClearheadError, match="expected"):
-            WRONG[name](*given)
 
 
 def test_lengths_that_are_written_beyond_s_are_refused() -> None:
@@ -404,13 +302,6 @@ def test_a_training_plan_survives_many_decoding_lengths() -> None:
     assert (len(cache), cache.get("training")) == (0, None)
 
 
-def test_a_decoder_does_not_fill_the_memory() -> None:
-    for keys in range(1, 600):
-        known = torch.zeros(1, 1, 1, 4).expand(1, 1, keys, 4)
-        clearhead.attention(torch.zeros(1, 1, 1, 4), known, known)
-    assert 0 < len(plans) <= 256
-
-
 def test_threads_share_plans() -> None:
     """More specs than fit, so that plans are put, found and dropped at once."""
 
@@ -424,27 +315,6 @@ def test_threads_share_plans() -> None:
         [attend(drawn(number, torch.float64, keys=keys)).float() for keys in range(1, 200)] for number in range(3)
     ]
     in_threads(work, 3)
-
-
-def test_a_bias_that_learns_between_calls_that_do_not() -> None:
-    for seed in (2, 3):
-        given, tensor = drawn(seed), torch.randn(1, H, L, S)
-        for learns in (False, True, False):
-            bias = tensor.detach().requires_grad_(learns)
-            output = attend([x.requires_grad_() for x in given], masks.bias(bias))
-            leaves = [*given, *([bias] if learns else [])]
-            found = torch.autograd.grad(output.square().sum(), leaves)
-            doubles = [x.detach().double().requires_grad_() for x in leaves]
-            with clearhead.use_kernel("reference"):
-                expected = attend(doubles[:3], masks.bias(doubles[3] if learns else tensor))
-            require_close(found, torch.autograd.grad(expected.square().sum(), doubles))
-
-
-def test_dropout_is_drawn_in_every_call() -> None:
-    given = drawn()
-    once, again = (attend(given, dropout_p=0.5) for _ in range(2))
-    assert not torch.equal(once, again)
-    torch.testing.assert_close(attend(given), attend(given, dropout_p=0.0), rtol=0, atol=0)
 
 
 def _negated(*shape: int) -> Tensor:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils import parametrize, prune
 
 import clearhead
 
@@ -99,54 +98,6 @@ def test_copies(options: dict[str, Any], way: str, tmp_path: Path) -> None:
     assert not {id(p) for p in made.parameters()} & {id(p) for p in copied.parameters()}
 
 
-class Doubled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight
-
-
-def test_parametrizations(module: clearhead.nn.MultiheadAttention) -> None:
-    twice = copy.deepcopy(module)
-    with torch.no_grad():
-        twice.in_proj_weight.mul_(2)
-        twice.out_proj.weight.mul_(2)
-    expected = attend(twice)
-
-    parametrize.register_parametrization(module, "in_proj_weight", Doubled())
-    parametrize.register_parametrization(module.out_proj, "weight", Doubled())
-    assert isinstance(module, nn.MultiheadAttention)
-    for training in (True, False):
-        torch.testing.assert_close(attend(module.train(training)), expected)
-    attend(module).sum().backward()
-    assert module.parametrizations.in_proj_weight.original.grad.abs().max() > 0
-    assert module.out_proj.parametrizations.weight.original.grad.abs().max() > 0
-
-    parametrize.remove_parametrizations(module, "in_proj_weight")
-    parametrize.remove_parametrizations(module.out_proj, "weight")
-    assert type(module) is clearhead.nn.MultiheadAttention
-    torch.testing.assert_close(attend(module), expected)
-
-
-def test_pruning(module: clearhead.nn.MultiheadAttention) -> None:
-    before = attend(module)
-    prune.l1_unstructured(module, "in_proj_weight", amount=0.5)
-    prune.l1_unstructured(module.out_proj, "weight", amount=0.5)
-    pruned = attend(module)
-    assert not torch.allclose(pruned, before)
-    with torch.no_grad():
-        module.out_proj.weight_orig.mul_(2)
-        module.in_proj_weight_orig.mul_(2)
-    attend(module).sum().backward()
-    for part, name in ((module, "in_proj_weight"), (module.out_proj, "weight")):
-        hidden = getattr(part, f"{name}_mask") == 0
-        assert hidden.float().mean() == 0.5
-        assert bool((getattr(part, f"{name}_orig").grad[hidden] == 0).all())
-    moved = attend(module)
-    assert not torch.allclose(moved, pruned)
-    prune.remove(module, "in_proj_weight")
-    prune.remove(module.out_proj, "weight")
-    torch.testing.assert_close(attend(module), moved)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_autocast(module: clearhead.nn.MultiheadAttention, dtype: torch.dtype, need_weights: bool) -> None:
@@ -176,21 +127,6 @@ def test_half_precision_modules(module: clearhead.nn.MultiheadAttention, dtype: 
     for ours, reference, right in zip(*answers, exact, strict=True):
         assert ours.dtype == reference.dtype
         assert (ours - right).abs().max() <= 2 * (reference - right).abs().max()
-
-
-@pytest.mark.parametrize("need_weights", [True, False])
-def test_function_transforms(module: clearhead.nn.MultiheadAttention, need_weights: bool) -> None:
-    """`torch.func.grad` of a `functional_call`, as PyTorch's own module allows."""
-    x = torch.randn(N, L, E)
-
-    def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return functional_call(module, parameters, (x, x, x), {"need_weights": need_weights})[0].square().sum()
-
-    parameters = dict(module.named_parameters())
-    found = torch.func.grad(loss)({name: parameter.detach() for name, parameter in parameters.items()})
-    expected = torch.autograd.grad(loss(parameters), list(parameters.values()))
-    for name, gradient in zip(parameters, expected, strict=True):
-        torch.testing.assert_close(found[name], gradient)
 
 
 def test_gradients_per_sample(module: clearhead.nn.MultiheadAttention) -> None:
