@@ -90,15 +90,11 @@ BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("case", BAD)
 def test_what_does_not_fit(case: str) -> None:
     given, kind, text = BAD[case]
     with pytest.raises(kind, match=text):
         made()(jagged(rows(LENGTHS)), **given)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_strided_nested_tensors_are_refused() -> None:
-    strided = torch.nested.nested_tensor(rows(LENGTHS))
     with pytest.raises(ShapeError, match=r"expected the layout torch.jagged, got torch.strided"):
-        made()(strided)
+        made()(torch.nested.nested_tensor(rows(LENGTHS)))

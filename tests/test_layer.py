@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -91,16 +93,12 @@ every_mask = pytest.mark.parametrize("mask", MASKS)
 
 
 def own_mask(given: dict[str, Any]) -> Any:
-    found: Any = masks.causal() if given.get("is_causal") else None
-    for name, tensor in given.items():
-        if isinstance(tensor, Tensor):
-            per_key = name == "key_padding_mask"
-            if tensor.is_floating_point():
-                part = masks.bias(tensor[:, None, None] if per_key else tensor)
-            else:
-                part = masks.drop(keys=tensor) if per_key else masks.drop(tensor)
-            found = part if found is None else found & part
-    return found
+    masks_of: list[masks.Mask] = [masks.causal()] if given.get("is_causal") else []
+    if (attn_mask := given.get("attn_mask")) is not None:
+        masks_of.append(masks.bias(attn_mask) if attn_mask.is_floating_point() else masks.drop(attn_mask))
+    if (padding := given.get("key_padding_mask")) is not None:
+        masks_of.append(masks.bias(padding[:, None, None]) if padding.is_floating_point() else masks.drop(keys=padding))
+    return functools.reduce(operator.and_, masks_of) if masks_of else None
 
 
 def attend(module: Any, inputs: Sequence[Tensor], given: dict[str, Any] | None = None) -> Any:
@@ -255,6 +253,10 @@ def double_output(module: nn.Module) -> None:
     module.register_forward_hook(lambda _module, _args, output: output * 2)
 
 
+def compile_doubled(projection: nn.Module) -> None:
+    projection.compile(backend=lambda graph, _: lambda *inputs: [2 * x for x in graph(*inputs)])
+
+
 OWN_CHANGES: dict[str, Callable[[Any], object]] = {
     "weight in place": change_both(lambda p: p.weight.mul_(1.5)),
     "data of the weight": change_both(lambda p: setattr(p.weight, "data", p.weight.data * 2)),
@@ -268,6 +270,7 @@ OWN_CHANGES: dict[str, Callable[[Any], object]] = {
     "forward of one": lambda m: replace_forward(m.v_proj),
     "parametrized": lambda m: parametrize.register_parametrization(m.v_proj, "weight", Twice()),
     "pruned": lambda m: prune.l1_unstructured(m.v_proj, "weight", amount=0.5),
+    "compiled": lambda m: compile_doubled(m.v_proj),
     "normed": lambda m: double_norm(nn.utils.parametrizations.weight_norm(m.v_proj)),
 }
 

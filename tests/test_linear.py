@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -166,30 +165,6 @@ def test_what_only_pytorchs_product_knows_goes_there(way: str, onednn_preferred:
     assert onednn_preferred == []
 
 
-class Logged(Tensor):
-    """Holds the functions that reach it."""
-
-    functions: ClassVar[list[object]] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.functions.append(func)
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-@pytest.mark.parametrize("which", ["input", "weight", "bias"])
-def test_a_tensor_subclass_goes_to_pytorchs_product_and_nothing_else(which: str, onednn_preferred: list[Any]) -> None:
-    tensors = {"input": torch.randn(3, 7), "weight": torch.randn(5, 7), "bias": torch.randn(5)}
-    expected = F.linear(**tensors)
-    tensors[which] = tensors[which].as_subclass(Logged)
-    Logged.functions.clear()
-    got = linear(**tensors)
-    assert Logged.functions == [F.linear]
-    assert type(got) is Logged
-    assert torch.equal(got.as_subclass(Tensor), expected)
-    assert onednn_preferred == []
-
-
 @needs_onednn
 def test_a_gradient_that_is_a_subclass_goes_to_pytorchs_product(onednn_preferred: list[Any]) -> None:
     x, weight, gradient = torch.randn(3, 7), torch.randn(5, 7, requires_grad=True), torch.randn(3, 5)
@@ -293,21 +268,6 @@ def test_the_rule(
     finally:
         for cached in rule:
             cached.cache_clear()
-
-
-def test_it_is_a_linear_in_every_other_respect() -> None:
-    torch.manual_seed(3)
-    ours = Linear(7, 5, bias=False, dtype=torch.float64)
-    torch.manual_seed(3)
-    theirs = nn.Linear(7, 5, bias=False, dtype=torch.float64)
-    assert isinstance(ours, nn.Linear)
-    assert repr(ours) == repr(theirs)
-    assert torch.equal(ours.weight, theirs.weight)
-    theirs.load_state_dict(ours.state_dict())
-    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert type(twin) is Linear
-        assert torch.equal(twin.weight, ours.weight)
-        assert twin.weight is not ours.weight
 
 
 @needs_onednn

@@ -11,53 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from clearhead import MultiHeadAttention, masks
-from clearhead.masks import Mask
+from clearhead import MultiHeadAttention, masks, merge_heads, split_heads
+from tests.support.exact import exact_attention
 
 B, L, S, E, H = 2, 5, 7, 12, 3
-
-
-def by_hand(module: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None = None) -> Tensor:
-    """The textbook formula: each query head by itself, its key/value head looked up."""
-    q, k, v = (
-        projection(x).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-        for projection, x in ((module.q_proj, query), (module.k_proj, key), (module.v_proj, value))
-    )
-    if module.q_norm is not None:
-        q = q / (q.square().mean(-1, keepdim=True) + torch.finfo(q.dtype).eps).sqrt() * module.q_norm.weight
-    if module.k_norm is not None:
-        k = k / (k.square().mean(-1, keepdim=True) + torch.finfo(k.dtype).eps).sqrt() * module.k_norm.weight
-    visible = (mask or masks.prefix(key.shape[1])).dense(
-        query.shape[1], key.shape[1], batch_size=query.shape[0], num_heads=module.num_heads
-    )
-    heads: list[Tensor] = []
-    for h in range(module.num_heads):
-        shared = h // (module.num_heads // module.num_kv_heads)
-        scores = q[:, h] @ k[:, shared].mT / math.sqrt(module.head_dim)  # (B, L, S)
-        if module.softcap is not None:
-            scores = module.softcap * torch.tanh(scores / module.softcap)
-        terms = scores.exp() * visible[:, h % visible.shape[1]]
-        total = terms.sum(-1, keepdim=True) + (0 if module.sinks is None else module.sinks[h].exp())
-        heads.append((terms / total).nan_to_num(0.0) @ v[:, shared])
-    return module.out_proj(torch.cat(heads, -1))
-
-
-MASKS = [
-    None,
-    masks.causal(),
-    masks.sliding_window(1, 1),
-    masks.lengths(torch.tensor([3, 0])),
-    masks.keep(torch.rand(B, H, 1, 1, generator=torch.Generator().manual_seed(1)) < 0.5) | masks.prefix(2),
-]
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=["none", "causal", "window", "lengths", "per head"])
-@pytest.mark.parametrize("kv_heads", [1, 3])
-def test_it_computes_the_formula(mask: Mask | None, kv_heads: int) -> None:
-    module = MultiHeadAttention(E, H, num_kv_heads=kv_heads, dtype=torch.float64)
-    query, key, value = (torch.randn(B, n, E, dtype=torch.float64) for n in (L, S, S))
-    expected = by_hand(module, query, key, value, mask)
-    torch.testing.assert_close(module(query, key, value, mask=mask), expected, rtol=0, atol=1e-12)
 
 
 def test_key_defaults_to_query_and_value_to_key() -> None:
@@ -73,10 +30,11 @@ def test_inputs_and_heads_of_other_sizes() -> None:
     sizes = [module.q_proj, module.k_proj, module.v_proj, module.out_proj]
     assert [(p.in_features, p.out_features) for p in sizes] == [(11, 20), (13, 10), (17, 10), (20, E)]
     query, key, value = torch.randn(B, L, 11), torch.randn(B, S, 13), torch.randn(B, S, 17)
-    output, weights = module(query, key, value, need_weights=True)
-    assert output.shape == (B, L, E)
-    assert weights.shape == (B, L, S)
-    torch.testing.assert_close(output, by_hand(module, query, key, value))
+    output, weights = module(query, key, value, need_weights=True, average_attn_weights=False)
+    q, k, v = (split_heads(p(x), n) for p, x, n in zip(sizes, (query, key, value), (4, 2, 2), strict=False))
+    expected = exact_attention(q, k, v)
+    torch.testing.assert_close(weights.double(), expected.weights, rtol=0, atol=1e-5)
+    torch.testing.assert_close(output, module.out_proj(merge_heads(expected.output.float())))
 
 
 def test_a_plain_tensor_comes_back_unless_weights_are_asked_for() -> None:

@@ -58,18 +58,6 @@ def test_without_a_batch() -> None:
     close(weights, theirs[0])
 
 
-@pytest.mark.parametrize("low", [None, LOW])
-def test_gradients(low: int | None) -> None:
-    attend, x = module(low), tokens(5).requires_grad_()
-    direction = torch.randn(B, 5, E, dtype=torch.float64)
-    wanted = [x, *attend.parameters()]
-    ours = torch.autograd.grad((attend(x, mask=CAUSAL) * direction).sum(), wanted)
-    theirs = torch.autograd.grad((by_hand(attend, x, CAUSAL)[0] * direction).sum(), wanted)
-    for found, expected in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    assert torch.autograd.gradcheck(lambda y: attend(y, mask=CAUSAL), (tokens(3).requires_grad_(),))
-
-
 def test_scale() -> None:
     assert module().scale == (NOPE + ROPE) ** -0.5
     attend, x = module(scale=0.7), tokens()

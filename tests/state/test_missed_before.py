@@ -23,6 +23,15 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64).to(dtype)
 
 
+def attend(kernel: str | None, *operands: Tensor, **options: Any) -> Any:
+    """Skips the test if the forced kernel refuses the call."""
+    try:
+        with torch.enable_grad() if kernel is None else clearhead.use_kernel(kernel):
+            return clearhead.attention(*operands, **options)
+    except KernelError as error:
+        pytest.skip(str(error))
+
+
 def close(found: Tensor, expected: Tensor) -> None:
     limit = 1e-10 if found.dtype == torch.float64 else 1e-5
     torch.testing.assert_close(
@@ -41,11 +50,7 @@ def test_nan_in_a_fully_masked_query(kernel: str | None, dtype: torch.dtype, lea
     leaves = [x.requires_grad_(n in learns) for n, x in enumerate(given)]
     doubles = [x.detach().double().requires_grad_(n in learns) for n, x in enumerate(given)]
     expected = exact_attention(*doubles, marks[None, None]).output
-    try:
-        with torch.enable_grad() if kernel is None else clearhead.use_kernel(kernel):
-            output = clearhead.attention(*leaves, masks.keep(marks))
-    except KernelError as error:
-        pytest.skip(str(error))
+    output = attend(kernel, *leaves, mask=masks.keep(marks))
     close(output, expected)
     if learns:
         found = torch.autograd.grad(output.square().sum(), [leaves[n] for n in learns])
@@ -67,8 +72,7 @@ def test_a_loss_of_the_log_sum_exp_alone(kernel: str | None, extras: dict[str, A
     expected = torch.autograd.grad(
         exact_attention(*doubles[:3], marks, **again).lse.sin().sum(), doubles, materialize_grads=True
     )
-    with torch.enable_grad() if kernel is None else clearhead.use_kernel(kernel):
-        _, lse = clearhead.attention(*leaves, masks.causal(), return_lse=True, **options)
+    _, lse = attend(kernel, *leaves, mask=masks.causal(), return_lse=True, **options)
     found = torch.autograd.grad(
         lse.sin().sum(), [*leaves, *sinks.values()], allow_unused=True, materialize_grads=True
     )  # fmt: skip
@@ -90,11 +94,7 @@ def test_nan_in_keys_after_the_last_query(kernel: str | None, poison: float, mor
     doubles = [x.detach().double()[:, :, :L].requires_grad_(learns) for x in given]
     marks = (torch.arange(L)[:, None] >= torch.arange(L))[None, None]
     expected = exact_attention(*doubles, marks).output
-    try:
-        with torch.enable_grad() if kernel is None else clearhead.use_kernel(kernel):
-            output = clearhead.attention(*leaves, masks.causal())
-    except KernelError as error:
-        pytest.skip(str(error))
+    output = attend(kernel, *leaves, mask=masks.causal())
     close(output, expected)
     if learns:
         found = torch.autograd.grad(output.square().sum(), leaves)

@@ -14,7 +14,7 @@ import clearhead
 from clearhead import caches, masks
 from clearhead.positions import Rotary
 from clearhead.transformer import Encoder, EncoderLayer, FeedForward
-from tests.support.projected import KV, B, D, E, H, L, Option, Whole, option, solved
+from tests.support.projected import KV, B, D, E, H, L, Option, Whole, operands, option, solved
 
 _AT = torch.arange(L)
 _GAP = _AT[:, None] - _AT
@@ -30,6 +30,7 @@ OPTIONS: dict[str, Option] = {
     "softcap and sinks": Option({"softcap": 1.5, "sinks": True}, {}),
     "scale": Option({"scale": 1.3}, {"mask": masks.causal()}, _CAUSAL),
     "rotary": Option({"position": Rotary(D)}, {"mask": masks.causal()}, _CAUSAL),
+    "norms": Option({"q_norm": nn.RMSNorm(D).double(), "k_norm": nn.LayerNorm(D).double()}, {}),
     "positions": Option({"position": Rotary(D)}, {"mask": masks.causal(), "positions": 5}, _CAUSAL),
     "dropout, switched off": Option({"dropout": 0.9}, {}),
     "own window": Option({"mask": masks.sliding_window(2, 0)}, {}, ((_GAP >= 0) & (_GAP <= 2))[None, None]),
@@ -47,13 +48,14 @@ OPTIONS: dict[str, Option] = {
     ),
 }  # fmt: skip
 #: Options that mean the same for tokens that come one by one, or as documents of their own.
-IN_STEPS = [name for name, each in OPTIONS.items() if each.by_position and name not in ("none", "softcap and sinks")]
+IN_STEPS = [
+    name
+    for name, each in OPTIONS.items()
+    if each.by_position and name not in ("none", "softcap and sinks", "norms", "dropout, switched off", "positions")
+]
 
-Module = clearhead.MultiHeadAttention
-Case = tuple[Module, Tensor, Option, Whole]
 
-
-def made(name: str) -> tuple[Module, Tensor, Option, Whole]:
+def made(name: str) -> tuple[clearhead.MultiHeadAttention, Tensor, Option, Whole]:
     item = OPTIONS[name]
     module, x = option(clearhead.MultiHeadAttention, E, item), torch.randn(B, L, E, dtype=torch.float64)
     return module, x, item, solved(module, x, item)
@@ -139,10 +141,7 @@ def test_a_monitor(name: str) -> None:
 @every_option
 def test_the_functions(name: str) -> None:
     module, x, item, whole = made(name)
-    q = clearhead.split_heads(module.q_proj(x), H)
-    k, v = (clearhead.split_heads(projection(x), KV) for projection in (module.k_proj, module.v_proj))
-    if module.position is not None:
-        q, k = module.position(q, k, item.given.get("positions", 0))
+    q, k, v = operands(module, x, item)
     own, given = module.mask, item.given.get("mask")
     mask: Any = own if given is None else given if own is None else own & given
     options: dict[str, Any] = {"scale": module.scale, "softcap": module.softcap, "sinks": module.sinks}
@@ -181,8 +180,6 @@ CACHES: dict[str, Callable[[], caches.Cache]] = {
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_cache(name: str, kind: str, step: int) -> None:
-    if name in ("dropout, switched off", "positions"):
-        pytest.skip("nothing hides later tokens, or tokens before the first are missing")
     module, x, item, whole = made(name)
     cache = CACHES[kind]()
     outputs = [module(part, **item.given, cache=cache) for part in x.split(step, 1)]
@@ -204,11 +201,11 @@ def test_an_evicting_cache_keeps_by_the_weights_of_the_call(name: str) -> None:
     assert torch.equal(found[..., :budget].sort(-1).values, expected)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if OPTIONS[name].by_position and name != "documents"])
+@pytest.mark.parametrize(
+    "name", [name for name in OPTIONS if OPTIONS[name].by_position and name not in ("documents", "positions")]
+)
 def test_jagged_rows(name: str) -> None:
     module, x, item, _ = made(name)
-    if "positions" in item.given:
-        pytest.skip("rows of their own lengths have positions of their own")
     lengths = (L, 4)
     rows = [x[n, :length] for n, length in enumerate(lengths)]
     found = module(torch.nested.nested_tensor(rows, layout=torch.jagged), **item.given).unbind()

@@ -19,12 +19,9 @@ from ._sharing import shared_in_forward
 def hidden_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, grid: Grid, appended: int = 0
 ) -> Mask | None:
-    """Combine the masks of `nn.MultiheadAttention`: a query may attend to the keys that none of them hides.
+    """Combine the masks of `nn.MultiheadAttention`. A query may attend to the keys that none of them hides.
 
-    Args:
-        attn_mask, key_padding_mask, is_causal: as for `nn.MultiheadAttention`.
-        grid: N, H, L and S, without the keys that the module appends.
-        appended: number of always visible keys after the S.
+    The `grid` has N, H, L and S. The module appends `appended` keys after the S, which are always visible.
     """
 
     def translate() -> Mask | None:
@@ -69,13 +66,11 @@ def _per_key(key_padding_mask: Tensor, grid: Grid) -> Tensor:
     """(N, S) → (N, 1, 1, S)."""
     require_bool_or_float("key_padding_mask", key_padding_mask, "True = hidden")
     expected = (grid.batch_size, grid.key_length)
-    if tuple(key_padding_mask.shape) != expected:
-        raise ShapeError(
-            "key_padding_mask",
-            expected=f"(N, S) = {shape_text(expected)}, or (S,) without a batch",
-            got=shape_text(key_padding_mask.shape),
-            fix="It is batch first, whatever batch_first says." if key_padding_mask.shape == expected[::-1] else "",
-        )
+    shape = tuple(key_padding_mask.shape)
+    if shape != expected:
+        fix = "It is batch first, whatever batch_first says." if shape == expected[::-1] else ""
+        text = f"(N, S) = {shape_text(expected)}, or (S,) without a batch"
+        raise ShapeError("key_padding_mask", expected=text, got=shape_text(shape), fix=fix)
     return key_padding_mask[:, None, None, :]
 
 

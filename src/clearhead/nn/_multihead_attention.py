@@ -233,12 +233,9 @@ def _require_inputs(module: MultiheadAttention, inputs: Inputs, environment: Env
             strided(name, x)
     nested = [f"{name} nested, {x.layout}" for name, x in named.items() if x.is_nested]
     if nested:
-        raise ShapeError(
-            "query, key, value",
-            expected="plain tensors, or for self-attention one nested tensor with layout=torch.strided",
-            got=", ".join(nested),
-            fix="Pad them with torch.nested.to_padded_tensor, and pass the padding as key_padding_mask.",
-        )
+        expected = "plain tensors, or for self-attention one nested tensor with layout=torch.strided"
+        fix = "Pad them with torch.nested.to_padded_tensor, and pass the padding as key_padding_mask."
+        raise ShapeError("query, key, value", expected=expected, got=", ".join(nested), fix=fix)
     if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
         expected, fix = "all three-dimensional, or all two-dimensional without a batch", "Add the batch with unsqueeze."
         raise ShapeError("query, key, value", expected=expected, got=_shapes(named), fix=fix)

@@ -17,8 +17,7 @@ def is_nested_sequence(query: Tensor, key: Tensor, value: Tensor) -> bool:
 def pad_nested(query: Tensor, features: int, has_masks: bool, batch_first: bool) -> tuple[Tensor, Tensor]:
     """The padded sequences (N, L, E), and which of their tokens are padding (N, L).
 
-    Raises:
-        ShapeError: if the number of features is wrong, a mask is passed, or the module is not batch first.
+    A `ShapeError` is raised if the number of features is wrong, a mask is passed, or the module is not batch first.
     """
     if has_masks:
         fix = "A nested tensor has no padding. To hide more, pad it with torch.nested.to_padded_tensor."

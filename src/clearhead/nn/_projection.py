@@ -22,14 +22,8 @@ def project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply query, key and value with their parameters, in one GEMM where inputs are one tensor.
 
-    Args:
-        query, key, value: (…, features).
-        in_proj_weight: (3E, E), or ``None`` if the parameters are separate.
-        in_proj_bias: (3E,), or ``None``.
-        separate: parameters of query, key and value, used without `in_proj_weight`.
-
-    Returns:
-        Query, key and value, (…, E).
+    The inputs are (…, features) and the results (…, E). `in_proj_weight` is (3E, E). If it is ``None``, `separate` has
+    the parameters of query, key and value. `in_proj_bias` is (3E,) or ``None``.
     """
     weight, bias = in_proj_weight, in_proj_bias
     if weight is not None:

@@ -43,10 +43,8 @@ def shared_in_forward(
 ) -> Mask | None:
     """The mask that `translate` returns, shared by the layers of the stack whose forward runs.
 
-    Args:
-        tensors: the mask tensors of the call. They are kept until the forward ends, so that no id is used twice.
-        settings: everything else that the translation depends on.
-        translate: makes the mask.
+    The translation depends on the mask tensors of the call and on `settings`. The tensors are kept until the forward
+    ends, so that no id is used twice.
     """
     # Tensors of a graph do not exist outside it.
     if not _forwards.running or is_tracing():

@@ -68,11 +68,7 @@ def scaled_dot_product_attention(
 def translate(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> tuple[tuple[int, ...], tuple[Tensor, Tensor, Tensor], Mask | None]:
-    """The leading sizes, query, key and value as (B, H, L, D) with their product B, and the mask.
-
-    Raises:
-        ShapeError, DTypeError: for invalid arguments.
-    """
+    """The leading sizes, query, key and value as (B, H, L, D) with their product B, and the mask."""
     tensors = query, key, value
     for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
         if strided(name, tensor).dim() < 2:

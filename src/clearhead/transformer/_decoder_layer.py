@@ -119,11 +119,7 @@ class DecoderLayer(ResidualLayer):
         super().__init__(embed_dim, norm, norm_first, dropout, **attentions, feed_forward=feed_forward)
 
     def make_cache(self, batch_size: int, max_length: int) -> DecoderCache:
-        """An empty cache for both attentions.
-
-        Args:
-            batch_size: B.
-            max_length: the most tokens it can hold.
+        """An empty cache of both attentions, for `batch_size` sequences of at most `max_length` tokens.
 
         Raises:
             DTypeError: if the self-attention makes no caches.

@@ -59,11 +59,7 @@ class EncoderLayer(ResidualLayer):
         super().__init__(embed_dim, norm, norm_first, dropout, **parts)
 
     def make_cache(self, batch_size: int, max_length: int) -> Cache:
-        """An empty cache for the self-attention, made by it.
-
-        Args:
-            batch_size: B.
-            max_length: the most tokens it can hold.
+        """An empty cache of the self-attention, for `batch_size` sequences of at most `max_length` tokens.
 
         Raises:
             DTypeError: if the attention makes no caches.

@@ -80,13 +80,9 @@ def _stack(kind: Any, stack: nn.TransformerEncoder | nn.TransformerDecoder) -> O
 
 
 def _feed_forward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer) -> FeedForward:
-    built = FeedForward(
-        layer.linear1.in_features,
-        layer.linear1.out_features,
-        activation=cast("Callable[[Tensor], Tensor]", layer.activation),
-        dropout=layer.dropout.p,
-        bias=layer.linear1.bias is not None,
-    )
+    linear1, activation = layer.linear1, cast("Callable[[Tensor], Tensor]", layer.activation)
+    sizes, bias = (linear1.in_features, linear1.out_features), linear1.bias is not None
+    built = FeedForward(*sizes, activation=activation, dropout=layer.dropout.p, bias=bias)
     # Copies, so that training does not change the module that was passed. They replace parameters of another dtype.
     parameters = {name: x.clone() for name, x in layer.state_dict().items() if name.startswith("linear")}
     built.load_state_dict(parameters, assign=True)

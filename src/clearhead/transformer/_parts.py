@@ -18,7 +18,7 @@ Norm = Callable[[int], nn.Module]
 
 
 class ResidualLayer(nn.Module):
-    """Parts, each with a residual and a norm of its own: ``norm1`` of the first part, and so on."""
+    """Parts, each with a residual and a norm: ``norm1`` of the first part, ``norm2`` of the second, and so on."""
 
     self_attention: nn.Module
     feed_forward: nn.Module
@@ -75,11 +75,7 @@ def call_part(
 
 
 def make_part_cache(name: str, kind: str, part: nn.Module, batch_size: int, max_length: int) -> Any:
-    """The cache that a part makes for itself. Its kind is ``an attention`` or ``a layer``.
-
-    Raises:
-        DTypeError: if it makes none.
-    """
+    """The cache that a part makes for itself. Its kind is ``an attention`` or ``a layer``."""
     make = getattr(part, "make_cache", None)
     if make is None:
         expected = f"{kind} with make_cache(batch_size, max_length)"
@@ -89,11 +85,7 @@ def make_part_cache(name: str, kind: str, part: nn.Module, batch_size: int, max_
 
 
 def made_norm(norm: Norm, embed_dim: int) -> nn.Module:
-    """A norm for E features.
-
-    Raises:
-        DTypeError: if `norm` cannot be called with E, or returns anything but a module.
-    """
+    """A norm for E features."""
     expected = "what makes a norm for E features, such as nn.LayerNorm"
     if isinstance(norm, nn.Module) or not callable(norm):
         raise DTypeError("norm", expected=expected, got=type(norm).__name__)

@@ -33,11 +33,9 @@ class _Stack(nn.Module, Generic[LayerCache]):
         self.norm = nn.Identity() if norm is None else module("norm", norm)
 
     def make_cache(self, batch_size: int, max_length: int) -> list[LayerCache]:
-        """An empty cache for each layer. Pass all of them as ``cache=``, and reorder or crop them one by one.
+        """An empty cache for each layer, for `batch_size` sequences of at most `max_length` tokens.
 
-        Args:
-            batch_size: B.
-            max_length: the most tokens they can hold.
+        Pass all of them as ``cache=``, and reorder or crop them one by one.
         """
         sizes = batch_size, max_length
         return [make_part_cache(f"layers[{i}]", "a layer", layer, *sizes) for i, layer in enumerate(self.layers)]
@@ -47,7 +45,7 @@ class _Stack(nn.Module, Generic[LayerCache]):
         (x, *memory), (need_weights, average) = inputs, needs
         need_weights, weights = flag("need_weights", need_weights), []
         caches = _caches(cache, self.layers)
-        saved = [part for each in caches for part in (each if isinstance(each, DecoderCache) else (each,))]
+        saved = [part for cache in caches for part in (cache if isinstance(cache, DecoderCache) else (cache,))]
         # A layer may refuse the call after earlier layers have changed their caches.
         with unchanged_if_refused(saved, x, *masks.values()):
             shared_masks = {name: _shared(self.layers, mask) for name, mask in masks.items()}
