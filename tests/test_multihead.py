@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead import MultiHeadAttention, masks, merge_heads, split_heads
+from clearhead.positions import RelativeBias, Rotary
 from tests.support.exact import exact_attention
 
 B, L, S, E, H = 2, 5, 7, 12, 3
@@ -120,3 +121,36 @@ def test_it_prints_its_sizes() -> None:
     assert first == "  embed_dim=12, num_heads=3, head_dim=4"
     first = repr(MultiHeadAttention(E, H, num_kv_heads=1, head_dim=5, dropout=0.1)).splitlines()[1]
     assert first == "  embed_dim=12, num_heads=3, num_kv_heads=1, head_dim=5, dropout=0.1"
+    parts = made(position=Rotary(4), softcap=2.0, sinks=True, mask=masks.sliding_window(3, 0))
+    assert "softcap=2.0, sinks=True, mask=sliding_window(3, 0)" in repr(parts)
+
+
+def made(**parts: Any) -> MultiHeadAttention:
+    torch.manual_seed(4)
+    return MultiHeadAttention(E, 6, num_kv_heads=3, head_dim=4, dtype=torch.float64, **parts)
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_bias_that_learns_belongs_to_the_module(combined: bool) -> None:
+    bias = RelativeBias(6, 8, 16).double()
+    module = made(mask=bias & masks.sliding_window(3, 3) if combined else bias)
+    twin = copy.deepcopy(module)
+    nn.init.normal_(bias.weight)
+    x = torch.randn(B, L, E, dtype=torch.float64)
+    output = module(x)
+    assert not torch.allclose(output, twin(x))
+    twin.load_state_dict(module.state_dict())
+    torch.testing.assert_close(twin(x), output)
+    output.square().sum().backward()
+    gradients = [x.grad for x in module.parameters() if x is bias.weight]
+    assert len(gradients) == 1
+    assert gradients[0].abs().sum() > 0
+
+
+def test_a_position_part_rotates_keys_by_the_positions_of_the_queries() -> None:
+    """Also if key and query are two tensors of the same tokens, as after separate norms."""
+    module, x = made(position=Rotary(4)), torch.randn(2, L, E, dtype=torch.float64)
+    padded = torch.stack((torch.arange(L), torch.arange(L) - 3)).clamp(min=-1)
+    for positions in (1000, padded):
+        expected = module(x, mask=masks.causal(), positions=positions)
+        assert torch.equal(module(x, x.clone(), mask=masks.causal(), positions=positions), expected)

@@ -40,13 +40,8 @@ DRAWN = st.fixed_dictionaries(
         "key_padding": st.sampled_from(("none", "bool", "float")),
         "hide": st.sampled_from((0.0, 0.2, 0.6)),
         "seed": st.integers(0, 2**32),
-        **{
-            name: st.booleans()
-            for name in (
-                *("bias", "batch_first", "float_attn_mask"),
-                *("need_weights", "average", "training", "with_gradients"),
-            )
-        },
+        **dict.fromkeys(("bias", "batch_first", "float_attn_mask", "need_weights", "average"), st.booleans()),
+        **dict.fromkeys(("training", "with_gradients"), st.booleans()),
     }
 ).map(lambda choices: SimpleNamespace(**choices))
 

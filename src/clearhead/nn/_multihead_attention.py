@@ -187,7 +187,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         heads, projections = self.num_heads, partial(self._project, sequence_first)
         request = Request(dropout_p=self.dropout if self.training else 0.0)
         # Appended keys belong to no token, so packed sequences cannot hold them.
-        costs = None if appended else _costs(self)
+        width, kdim, vdim = self.embed_dim, cast(int, self.kdim), cast(int, self.vdim)
+        costs = None if appended else Costs(2 * width * width, (kdim + vdim) * width, 2 * width)
         layer = Layer(projections, self.out_proj, heads, heads, request, costs=costs, batch_first=not sequence_first)
         output, weights = layer.run(query, key, value, mask, environment, weights=wanted)
         if unbatched:
@@ -214,11 +215,6 @@ def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     q = change(query)
     k = q if key is query else change(key)
     return q, k, k if value is key else q if value is query else change(value)
-
-
-def _costs(module: MultiheadAttention) -> Costs:
-    width = module.embed_dim
-    return Costs(2 * width * width, (cast(int, module.kdim) + cast(int, module.vdim)) * width, 2 * width)
 
 
 def _require_inputs(module: MultiheadAttention, inputs: Inputs, environment: Environment) -> None:

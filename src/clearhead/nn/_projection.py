@@ -46,11 +46,10 @@ def append_keys(
     k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None, add_zero_attn: bool
 ) -> tuple[Tensor, Tensor]:
     """Append the learned key and value, then the zero ones, if the module has them: (N, S, E) → (N, S′, E)."""
-    batch = k.shape[0]
     if bias_k is not None and bias_v is not None:
         # Under autocast the parameters have another dtype than the projected tensors.
-        k = torch.cat([k, bias_k.to(k.dtype).expand(batch, 1, -1)], 1)
-        v = torch.cat([v, bias_v.to(v.dtype).expand(batch, 1, -1)], 1)
+        pairs = (k, bias_k), (v, bias_v)
+        k, v = (torch.cat([x, learned.to(x.dtype).expand(x.shape[0], 1, -1)], 1) for x, learned in pairs)
     if add_zero_attn:
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     return k, v

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 from torch import Tensor, nn
 
@@ -92,9 +92,10 @@ class EncoderLayer(ResidualLayer):
         """
         self._require_features(x)
         needs = flag("need_weights", need_weights), flag("average_attn_weights", average_attn_weights)
-        options = {"positions": positions, "cache": cache}
-        x, weights = self._residual(
-            x, self.norm1, lambda x: call_part(self.self_attention, (x, None), {"mask": mask}, *needs, **options)
-        )
+
+        def attend(x: Tensor) -> tuple[Tensor, Any]:
+            return call_part(self.self_attention, (x, None), {"mask": mask}, *needs, positions=positions, cache=cache)
+
+        x, weights = self._residual(x, self.norm1, attend)
         x, _ = self._residual(x, self.norm2, self._feed_forward)
         return x if weights is None else (x, weights)

@@ -49,12 +49,11 @@ class FeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        size("embed_dim", embed_dim)
-        size("hidden_dim", hidden_dim)
+        sizes = size("embed_dim", embed_dim), size("hidden_dim", hidden_dim)
         if activation is not None and not callable(activation):
             expected = "a function or module, such as torch.nn.GELU()"
             raise DTypeError("activation", expected=expected, got=type(activation).__name__)
-        self.linear1 = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.linear1 = Linear(*sizes, bias=bias, device=device, dtype=dtype)
         self.activation = nn.ReLU() if activation is None else activation
         self.dropout = made_dropout(dropout)
         self.linear2 = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
@@ -97,10 +96,9 @@ class SwiGLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        size("embed_dim", embed_dim)
-        size("hidden_dim", hidden_dim)
-        self.gate_proj = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
-        self.up_proj = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        sizes = size("embed_dim", embed_dim), size("hidden_dim", hidden_dim)
+        self.gate_proj = Linear(*sizes, bias=bias, device=device, dtype=dtype)
+        self.up_proj = Linear(*sizes, bias=bias, device=device, dtype=dtype)
         self.down_proj = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
