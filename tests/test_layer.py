@@ -53,7 +53,7 @@ def drawn(count: int = 1, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Query, key and value, of so many tensors."""
     lengths = (L, S, S) if count > 1 else (L,)
     x = [torch.linspace(-2, 2, B * n * E, dtype=dtype).view(B, n, E).mul(i + 1.3).sin() for i, n in enumerate(lengths)]
-    return [each.requires_grad_() for each in x[:count]]
+    return [item.requires_grad_() for item in x[:count]]
 
 
 def padding(keys: int) -> Tensor:
@@ -128,9 +128,9 @@ def same(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 def require_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """To 1e-5 of the largest number, since the gradient of a key's bias is nothing but rounding."""
     for group in (slice(0, 1), slice(1, None)):
-        largest = max((float(each.detach().abs().max()) for each in expected[group]), default=1.0)
-        for one, other in zip(found[group], expected[group], strict=True):
-            assert (one.double() - other).abs().max() < 1e-5 * largest
+        largest = max((float(item.detach().abs().max()) for item in expected[group]), default=1.0)
+        for x, y in zip(found[group], expected[group], strict=True):
+            assert (x.double() - y).abs().max() < 1e-5 * largest
 
 
 def nothing(*_: object) -> None:
@@ -143,16 +143,16 @@ def nothing(*_: object) -> None:
 def test_against_float64_and_with_hooks(kind: str, mask: str, count: int) -> None:
     """A hook makes a layer call its submodules, which compute the same bits."""
     module, inputs, given = made(kind), drawn(count), MASKS[mask](L if count == 1 else S)
-    found = derivatives(module, inputs, given)
+    result = derivatives(module, inputs, given)
     with torch.no_grad():
         alone = attend(module, [1.5 * x for x in inputs], given)
-    assert torch.equal(alone, found[0])
+    assert torch.equal(alone, result[0])
     wide = {name: x.double() if isinstance(x, Tensor) and x.dtype.is_floating_point else x for name, x in given.items()}
-    require_close(found, derivatives(copy.deepcopy(module).double(), drawn(count, torch.float64), wide))
+    require_close(result, derivatives(copy.deepcopy(module).double(), drawn(count, torch.float64), wide))
     for child in module.children():
         child.register_forward_hook(nothing)
         child.register_full_backward_hook(nothing)
-    assert same(derivatives(module, inputs, given), found)
+    assert same(derivatives(module, inputs, given), result)
     with torch.no_grad():
         assert torch.equal(attend(module, [1.5 * x for x in inputs], given), alone)
 
@@ -165,8 +165,8 @@ def test_a_backward_pass_under_autocast_is_that_of_the_forward_pass() -> None:
     loss = output.square().sum()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert clearhead.attention(x, x, x).dtype == torch.bfloat16
-        found = torch.autograd.grad(loss, x)
-    assert same(found, expected)
+        result = torch.autograd.grad(loss, x)
+    assert same(result, expected)
 
 
 @both
@@ -195,7 +195,7 @@ def test_the_output_is_contiguous(kind: str, mask: str) -> None:
 
 
 def test_a_query_that_is_the_value_too() -> None:
-    x, key = (each[:, :L].detach() for each in drawn(2))
+    x, key = (item[:, :L].detach() for item in drawn(2))
     for kind in ("own", "drop-in", "drop-in, length first"):
         module = made(kind)
         assert torch.equal(attend(module, [x, key, x]), attend(module, [x, key, x.clone()]))
@@ -207,7 +207,7 @@ def test_a_query_that_is_the_value_too() -> None:
 
 def by_hand(module: Any, x: Tensor) -> Tensor:
     """The formula around the projections as they are called."""
-    q, k, v = (clearhead.split_heads(each(x), H) for each in (module.q_proj, module.k_proj, module.v_proj))
+    q, k, v = (clearhead.split_heads(item(x), H) for item in (module.q_proj, module.k_proj, module.v_proj))
     weights = (q @ k.mT / math.sqrt(D)).softmax(-1)
     return module.out_proj(clearhead.merge_heads(weights @ v))
 
@@ -399,14 +399,14 @@ def test_functional_call_uses_the_given_parameters() -> None:
     for kind in ("own", "drop-in"):
         module, (x,) = made(kind), drawn()
         before = attend(module, [x])
-        doubled = {name: (2 * each).detach().requires_grad_() for name, each in module.named_parameters()}
+        doubled = {name: (2 * item).detach().requires_grad_() for name, item in module.named_parameters()}
         arguments = (x,) if kind == "own" else (x, x, x, None, False)
-        found = torch.func.functional_call(module, doubled, arguments)
-        found = found if kind == "own" else found[0]
-        gradients = torch.autograd.grad(found.square().sum(), list(doubled.values()))
+        result = torch.func.functional_call(module, doubled, arguments)
+        result = result if kind == "own" else result[0]
+        gradients = torch.autograd.grad(result.square().sum(), list(doubled.values()))
         module.load_state_dict(doubled)
         after = attend(module, [x])
-        torch.testing.assert_close(found, after)
+        torch.testing.assert_close(result, after)
         torch.testing.assert_close(gradients, torch.autograd.grad(after.square().sum(), list(module.parameters())))
         assert (after - before).abs().max() > 0.01
 

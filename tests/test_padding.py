@@ -51,17 +51,17 @@ def inputs(request: pytest.FixtureRequest) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def unpadded(monkeypatch: pytest.MonkeyPatch) -> list[packing.Unpadded]:
     """Leave out whatever can be left out, however little it saves; holds what was."""
-    found: list[packing.Unpadded] = []
+    result: list[packing.Unpadded] = []
     unpad = packing.unpad
 
     def noted(*args: Any) -> packing.Unpadded | None:
         tokens = unpad(*args)
-        found.extend([] if tokens is None else [tokens])
+        result.extend([] if tokens is None else [tokens])
         return tokens
 
     monkeypatch.setattr(packing, "_WORTH_UNPADDING", -(1 << 40))
     monkeypatch.setattr(layer, "unpad", noted)
-    return found
+    return result
 
 
 def drawn(module: Any) -> Any:
@@ -73,19 +73,19 @@ def drawn(module: Any) -> Any:
 
 def derivatives(call: Callable[[], Tensor], wanted: list[Tensor]) -> list[Tensor]:
     output = call()
-    found = torch.autograd.grad(output.square().sum(), wanted, allow_unused=True, materialize_grads=True)
-    return [output, *found]
+    result = torch.autograd.grad(output.square().sum(), wanted, allow_unused=True, materialize_grads=True)
+    return [output, *result]
 
 
 def with_and_without(call: Callable[[], Tensor], wanted: list[Tensor], unpadded: list[Any]) -> None:
     """Unpadded, once, and as a whole batch."""
-    found = derivatives(call, wanted)
+    result = derivatives(call, wanted)
     assert len(unpadded) == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_WORTH_UNPADDING", 1 << 40)
         expected = derivatives(call, wanted)
     assert len(unpadded) == 1
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
@@ -225,8 +225,8 @@ def test_recorders_see_the_padded_batch(name: str, inputs: tuple[Tensor, Tensor]
     with clearhead.record(module, statistics=("received", "entropy", "output")) as expected:
         module(*inputs, mask=MASKS[name]() & masks.keep(torch.ones(1, 1, dtype=torch.bool)))
     for statistic in ("received", "entropy", "output"):
-        found, wanted = (getattr(record[""][0], statistic) for record in (seen, expected))
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+        result, wanted = (getattr(record[""][0], statistic) for record in (seen, expected))
+        torch.testing.assert_close(result, wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -237,16 +237,16 @@ def test_checkpointing_computes_again_what_was_recorded(name: str, reentrant: bo
     def attend(x: Tensor) -> Tensor:
         return module(x, mask=MASKS[name]())
 
-    found: list[list[Tensor]] = []
+    result: list[list[Tensor]] = []
     for checkpointed, recorded in ((False, False), (True, False), (True, True)):
         torch.manual_seed(3)
         x = given.clone().requires_grad_()
         with clearhead.record(module) if recorded else nullcontext():
             output = checkpoint(attend, x, use_reentrant=reentrant) if checkpointed else attend(x)
         output.square().sum().backward()
-        found.append([output.detach(), cast(Tensor, x.grad)])
-    for each in found[1:]:
-        assert all(torch.equal(*pair) for pair in zip(found[0], each, strict=True))
+        result.append([output.detach(), cast(Tensor, x.grad)])
+    for item in result[1:]:
+        assert all(torch.equal(*pair) for pair in zip(result[0], item, strict=True))
     assert len(unpadded) == 5
 
 
@@ -258,7 +258,7 @@ def test_nan_in_padding_stays_there(unpadded: list[Any]) -> None:
     output = module(x, poisoned, mask=masks.lengths(KEYS))
     torch.testing.assert_close(output, expected)
     gradients = torch.autograd.grad(output.square().sum(), [poisoned, *module.parameters()])
-    assert all(bool(each.isfinite().all()) for each in gradients)
+    assert all(bool(item.isfinite().all()) for item in gradients)
     assert not bool(gradients[0][PADDED].any())
     own = x.masked_fill(PADDED[..., None], torch.inf)
     assert bool(module(own, mask=masks.lengths(KEYS, KEYS)).isfinite().all())
@@ -315,14 +315,14 @@ def test_a_large_padded_batch_costs_what_is_in_it() -> None:
 def test_a_small_batch_keeps_its_padding() -> None:
     """Taking tokens out and putting them back would cost more."""
     module, x = clearhead.MultiHeadAttention(64, 4), torch.randn(2, 16, 64)
-    whole = multiplications(module, x, None)
-    assert multiplications(module, x, masks.lengths(torch.tensor([16, 4]))) == whole
+    expected = multiplications(module, x, None)
+    assert multiplications(module, x, masks.lengths(torch.tensor([16, 4]))) == expected
 
 
 def test_traced_graphs_never_look_at_lengths(unpadded: list[Any]) -> None:
     module, x = clearhead.MultiHeadAttention(E, H), torch.randn(B, S, E)
     compiled = torch.compile(lambda x, keys: module(x, mask=masks.keep(keys=keys)), backend="eager", fullgraph=True)
-    found = compiled(x, LEFT)
+    result = compiled(x, LEFT)
     assert unpadded == []
-    torch.testing.assert_close(found, module(x, mask=masks.keep(keys=LEFT)))
+    torch.testing.assert_close(result, module(x, mask=masks.keep(keys=LEFT)))
     assert len(unpadded) == 1

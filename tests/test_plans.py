@@ -54,9 +54,9 @@ def exact(given: Given, mask: Any = None, **options: Any) -> list[Tensor]:
 
 
 def require_close(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        limit = (1e-10 if one.dtype == torch.float64 else 1e-5) * max(1.0, float(other.detach().abs().max()))
-        assert (one.double() - other).abs().max() <= limit
+    for x, y in zip(found, expected, strict=True):
+        limit = (1e-10 if x.dtype == torch.float64 else 1e-5) * max(1.0, float(y.detach().abs().max()))
+        assert (x.double() - y).abs().max() <= limit
 
 
 def marks(seed: int, *shape: int) -> Tensor:
@@ -111,21 +111,21 @@ every_mask = pytest.mark.parametrize("name", MASKS)
 def test_masks_of_one_signature_and_other_values(name: str, first: int) -> None:
     derivatives(drawn(0), MASKS[name](first))
     for seed in (4, 5):
-        given, mask = drawn(seed), MASKS[name](seed)
-        require_close(derivatives(given, mask), exact(given, mask))
+        inputs, mask = drawn(seed), MASKS[name](seed)
+        require_close(derivatives(inputs, mask), exact(inputs, mask))
 
 
 @pytest.mark.parametrize("kind", ["keep", "bias", "lengths"])
 @pytest.mark.parametrize("through", ["version counter", "numpy", "data"])
 def test_a_mask_whose_tensor_changes_in_place(kind: str, through: str) -> None:
-    given = drawn()
+    inputs = drawn()
     tensor = {
         "keep": torch.ones(L, S, dtype=torch.bool),
         "bias": torch.zeros(L, S),
         "lengths": torch.tensor([S, S]),
     }[kind]
     mask = {"keep": masks.keep, "bias": masks.bias, "lengths": masks.lengths}[kind](tensor)
-    require_close(derivatives(given, mask), exact(given))
+    require_close(derivatives(inputs, mask), exact(inputs))
     target: Any = {"version counter": tensor, "numpy": tensor.numpy(), "data": tensor.data}[through]
     target[..., 1] = {"keep": False, "bias": -torch.inf, "lengths": 2}[kind]
     hidden = torch.ones(B, L, S, dtype=torch.bool)
@@ -133,7 +133,7 @@ def test_a_mask_whose_tensor_changes_in_place(kind: str, through: str) -> None:
         hidden[1, :, 2:] = False
     else:
         hidden[..., 1] = False
-    require_close(derivatives(given, mask), exact(given, masks.keep(hidden)))
+    require_close(derivatives(inputs, mask), exact(inputs, masks.keep(hidden)))
 
 
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -148,14 +148,14 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("mask", [None, masks.causal()], ids=["none", "causal"])
 def test_what_surrounds_a_call_counts_for_that_call(around: str, mask: Any) -> None:
-    given, tolerance = drawn(), 2e-2 if around == "autocast" else 1e-5
-    before = derivatives(given, mask)
+    inputs, tolerance = drawn(), 2e-2 if around == "autocast" else 1e-5
+    before = derivatives(inputs, mask)
     with AROUND[around]():
         for _ in range(2):
-            output = attend(given, mask)
+            output = attend(inputs, mask)
             assert output.dtype == (torch.bfloat16 if around == "autocast" else torch.float32)
             torch.testing.assert_close(output.float(), before[0], rtol=tolerance, atol=tolerance)
-    assert all(torch.equal(*pair) for pair in zip(derivatives(given, mask), before, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(derivatives(inputs, mask), before, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -164,10 +164,10 @@ def test_forward_mode_between_calls(dtype: torch.dtype) -> None:
     attend((query, key, value), masks.causal())
     with forward_ad.dual_level():
         output = attend((forward_ad.make_dual(query, torch.ones_like(query)), key, value), masks.causal())
-        found = forward_ad.unpack_dual(output).tangent
+        result = forward_ad.unpack_dual(output).tangent
     ends = [attend([query.double() + d, key.double(), value.double()], masks.causal()) for d in (1e-6, -1e-6)]
-    assert found is not None
-    torch.testing.assert_close(found.double(), (ends[0] - ends[1]) / 2e-6, rtol=1e-4, atol=1e-5)
+    assert result is not None
+    torch.testing.assert_close(result.double(), (ends[0] - ends[1]) / 2e-6, rtol=1e-4, atol=1e-5)
 
 
 @every_mask
@@ -177,10 +177,10 @@ def test_recorded_and_checkpointed_calls_save_the_same(name: str, seed: int) -> 
     leaves, mask, module = [x.requires_grad_() for x in drawn()], MASKS[name](seed), Calling()
     expected = torch.autograd.grad(attend(leaves, mask).sum(), leaves)
     with clearhead.record(module) as seen:
-        output = checkpoint(lambda *given: module(given, mask), *leaves, use_reentrant=False)
+        output = checkpoint(lambda *inputs: module(inputs, mask), *leaves, use_reentrant=False)
     assert [len(seen[name]) for name in seen] == [1]
-    found = torch.autograd.grad(output.sum(), leaves)
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    result = torch.autograd.grad(output.sum(), leaves)
+    assert all(torch.equal(*pair) for pair in zip(result, expected, strict=True))
 
 
 class Calling(torch.nn.Module):
@@ -198,9 +198,9 @@ def test_lengths_that_are_written_beyond_s_are_refused() -> None:
 
 
 def test_a_bias_that_is_changed_before_the_backward_pass() -> None:
-    given, tensor = [x.requires_grad_() for x in drawn()], biases(2, L, S)
+    inputs, tensor = [x.requires_grad_() for x in drawn()], biases(2, L, S)
     for _ in range(2):
-        output = attend(given, masks.bias(tensor))
+        output = attend(inputs, masks.bias(tensor))
     tensor.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
@@ -208,18 +208,18 @@ def test_a_bias_that_is_changed_before_the_backward_pass() -> None:
 
 @pytest.mark.parametrize("kernel", [None, "native", "sdpa", "chunked", "reference"])
 def test_plans_hold_no_tensor_of_a_call(kernel: str | None) -> None:
-    given, tensors = drawn(), [marks(3, L, S), biases(2, L, S)]
+    inputs, tensors = drawn(), [marks(3, L, S), biases(2, L, S)]
     mask = masks.keep(tensors[0]) & masks.bias(tensors[1])
     outputs: list[Tensor] = []
     with nullcontext() if kernel is None else clearhead.use_kernel(kernel):
-        for each in (None, masks.causal(), mask):
-            outputs.append(attend([x.requires_grad_() for x in given], each))
-            attend([x.detach() for x in given], each)
-    seen = [weakref.ref(each) for each in (*given, *tensors, mask, *outputs)]
+        for item in (None, masks.causal(), mask):
+            outputs.append(attend([x.requires_grad_() for x in inputs], item))
+            attend([x.detach() for x in inputs], item)
+    seen = [weakref.ref(item) for item in (*inputs, *tensors, mask, *outputs)]
     assert len(plans) > 0
-    del given, tensors, mask, outputs, each
+    del inputs, tensors, mask, outputs, item
     gc.collect()
-    assert [each() for each in seen] == [None] * len(seen)
+    assert [item() for item in seen] == [None] * len(seen)
 
 
 def test_a_training_plan_survives_many_decoding_lengths() -> None:
@@ -243,8 +243,8 @@ def test_threads_share_plans() -> None:
     def work(number: int) -> None:
         for keys in range(1, 200):
             with clearhead.use_kernel("reference") if number % 2 else nullcontext():
-                found = attend(drawn(number, keys=keys))
-            torch.testing.assert_close(found, expected[number][keys - 1], rtol=1e-5, atol=1e-5)
+                result = attend(drawn(number, keys=keys))
+            torch.testing.assert_close(result, expected[number][keys - 1], rtol=1e-5, atol=1e-5)
 
     expected = [
         [attend(drawn(number, torch.float64, keys=keys)).float() for keys in range(1, 200)] for number in range(3)

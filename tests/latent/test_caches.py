@@ -54,8 +54,8 @@ def test_weights_with_a_cache() -> None:
         cache = attend.make_cache(B, L)
         with torch.no_grad():
             attend(x[:, :-size], mask=CAUSAL, cache=cache)
-            _, found = attend(x[:, -size:], mask=CAUSAL, cache=cache, need_weights=True, average_attn_weights=False)
-        close(found, expected[:, :, -size:])
+            _, result = attend(x[:, -size:], mask=CAUSAL, cache=cache, need_weights=True, average_attn_weights=False)
+        close(result, expected[:, :, -size:])
 
 
 def sliding(window: int) -> Cache:
@@ -108,7 +108,7 @@ def test_gradients_and_a_cache_do_not_go_together() -> None:
 def test_a_step_is_compiled_twice_at_most() -> None:
     attend, x = module(), tokens()
     cache = attend.make_cache(B, L + 1)
-    found, counts = compiled_steps(lambda token: attend(token, mask=CAUSAL, cache=cache), x)
-    close(found, attend(x, mask=CAUSAL))
+    result, counts = compiled_steps(lambda token: attend(token, mask=CAUSAL, cache=cache), x)
+    close(result, attend(x, mask=CAUSAL))
     assert counts[1] <= 2
     assert counts[-1] == counts[1]

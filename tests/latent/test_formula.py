@@ -26,8 +26,8 @@ def test_it_computes_the_formula(low: int | None, mask: Mask | None) -> None:
     attend, x = module(low, bias=True), tokens()
     output, weights = by_hand(attend, x, mask)
     close(attend(x, mask=mask), output)
-    found, per_head = attend(x, mask=mask, need_weights=True, average_attn_weights=False)
-    close(found, output)
+    result, per_head = attend(x, mask=mask, need_weights=True, average_attn_weights=False)
+    close(result, output)
     close(per_head, weights)
     close(attend(x, mask=mask, need_weights=True)[1], weights.mean(1))
 

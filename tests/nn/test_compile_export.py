@@ -49,10 +49,10 @@ def test_compile_makes_one_graph_for_all_lengths(training: bool) -> None:
     for length in (5, 13):
         x, padding = example(3, length)
         x.requires_grad_(training)
-        found, expected = compiled(x, padding), model(x, padding)
+        result, expected = compiled(x, padding), model(x, padding)
         if training:
-            found, expected = ((*out, *torch.autograd.grad(mixture(out), x)) for out in (found, expected))
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+            result, expected = ((*out, *torch.autograd.grad(mixture(out), x)) for out in (result, expected))
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
         compilations.append(counter.frame_count)
     assert compilations[0] == compilations[-1]  # nothing was compiled for the second length
 

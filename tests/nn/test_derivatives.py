@@ -38,8 +38,8 @@ def run(module: clearhead.nn.MultiheadAttention, inputs: tuple[Tensor, ...], cal
     query, key, value = inputs if len(inputs) == 3 else inputs[:1] * 3
     dtype = query.dtype
     call = {name: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in call.items()}
-    output, found = module(query, key, value, **call)
-    return output if found is None else (output, found)
+    output, result = module(query, key, value, **call)
+    return output if result is None else (output, result)
 
 
 def check(module: clearhead.nn.MultiheadAttention, call: dict[str, Any], *inputs: Tensor) -> None:

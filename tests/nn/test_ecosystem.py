@@ -75,8 +75,8 @@ def test_copies(options: dict[str, Any], duplicate: Callable[[nn.Module], nn.Mod
     assert type(copied) is clearhead.nn.MultiheadAttention
     dtype, kdim, vdim = options.get("dtype"), options.get("kdim", E), options.get("vdim", E)
     query, key, value = (torch.randn(N, N, features, dtype=dtype) for features in (E, kdim, vdim))
-    for one, other in zip(copied(query, key, value), made(query, key, value), strict=True):
-        assert torch.equal(one, other)
+    for x, y in zip(copied(query, key, value), made(query, key, value), strict=True):
+        assert torch.equal(x, y)
     assert not {id(p) for p in made.parameters()} & {id(p) for p in copied.parameters()}
 
 
@@ -106,11 +106,11 @@ def test_gradients_per_sample(module: clearhead.nn.MultiheadAttention) -> None:
         return functional_call(module, parameters, (sample, sample, sample), {"is_causal": True})[0].square().sum()
 
     parameters = dict(module.named_parameters())
-    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    result = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
     for index, sample in enumerate(x):
         expected = torch.autograd.grad(loss(parameters, sample), list(parameters.values()))
         for name, gradient in zip(parameters, expected, strict=True):
-            torch.testing.assert_close(found[name][index], gradient)
+            torch.testing.assert_close(result[name][index], gradient)
 
 
 class Block(nn.Module):
@@ -195,6 +195,6 @@ def test_torchao_quantises_the_linears_of_our_own_module() -> None:
             weight = getattr(module, name).weight
             assert type(weight).__module__.startswith("torchao")
             assert weight.qdata.dtype == torch.int8
-        found = module(x, mask=clearhead.masks.causal())
-    assert found.dtype == exact.dtype
-    assert 0 < (found - exact).norm() / exact.norm() < 0.02
+        result = module(x, mask=clearhead.masks.causal())
+    assert result.dtype == exact.dtype
+    assert 0 < (result - exact).norm() / exact.norm() < 0.02

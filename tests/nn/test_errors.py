@@ -73,7 +73,7 @@ Given = tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]
 def given(query: Any = (L, N, E), key: Any = (S, N, E), value: Any = None, of: Any = None, **masks: Any) -> Given:
     """Options of a module, and arguments of its call: ones of these sizes, or what is no size as it is."""
     inputs = (query, key, key if value is None else value)
-    return of or {}, tuple(x(*each) if isinstance(each, tuple) else each for each in inputs), masks
+    return of or {}, tuple(x(*item) if isinstance(item, tuple) else item for item in inputs), masks
 
 
 BATCH_FIRST = {"batch_first": True}

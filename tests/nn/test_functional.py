@@ -41,8 +41,8 @@ def assert_same(*tensors: Tensor | None, **options: object) -> None:
         answers.append((output, gradients((output, None), wanted)))
     (mine, my_gradients), (reference, reference_gradients) = answers
     assert_equal(mine, reference, "output")
-    for index, (one, other) in enumerate(zip(my_gradients, reference_gradients, strict=True)):
-        assert_equal(one, other, f"gradient {index}")
+    for index, (left, right) in enumerate(zip(my_gradients, reference_gradients, strict=True)):
+        assert_equal(left, right, f"gradient {index}")
 
 
 def test_the_signature_is_pytorchs() -> None:

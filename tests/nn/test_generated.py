@@ -180,12 +180,12 @@ def test_the_answer_is_pytorchs(attn_mask: str, is_causal: bool, add_bias_kv: bo
                     warnings.filterwarnings("ignore", "Converting mask without torch.bool")
                     answers["the same arguments"] = call.as_given(call.theirs)
         wanting = call.differentiable(call.ours)
-        found = gradients(ours, wanting) if drawn.with_gradients else []
+        result = gradients(ours, wanting) if drawn.with_gradients else []
         for name, theirs in answers.items():
             assert_equal(ours[0], theirs[0], f"output, PyTorch given {name}")
             assert_equal(ours[1], theirs[1], f"weights, PyTorch given {name}")
             expected = gradients(theirs, call.differentiable(call.theirs)) if drawn.with_gradients else []
-            for index, (gradient, wanted) in enumerate(zip(found, expected, strict=True)):
+            for index, (gradient, wanted) in enumerate(zip(result, expected, strict=True)):
                 if name == "the same arguments" and call.pytorch_leaves_out(wanting[index]):
                     continue
                 assert_equal(gradient, wanted, f"gradient {index}, PyTorch given {name}")
@@ -203,6 +203,6 @@ def test_sizes_of_zero(length: int, keys: int, batch: int | None, need_weights: 
     leading = () if batch is None else (batch,)
     query = torch.randn(*leading, length, 6, dtype=torch.float64)
     key = torch.randn(*leading, keys, 6, dtype=torch.float64)
-    found, expected = (m(query, key, key, need_weights=need_weights) for m in (ours, theirs))
-    assert_equal(found[0], expected[0], "output")
-    assert_equal(found[1], expected[1], "weights")
+    result, expected = (m(query, key, key, need_weights=need_weights) for m in (ours, theirs))
+    assert_equal(result[0], expected[0], "output")
+    assert_equal(result[1], expected[1], "weights")

@@ -62,17 +62,17 @@ def tensors(answer: Any) -> list[Tensor]:
 def derivatives(module: nn.Module, sample: ModuleInput, order: int) -> Iterator[list[Tensor]]:
     """The answer, the gradients of a fixed mixture of it, and the gradients of a fixed mixture of those."""
     args, options = sample.forward_input.args, sample.forward_input.kwargs
-    found = tensors(module(*args, **options))
-    yield found
-    given = {id(x): x for x in (*args, *options.values()) if isinstance(x, Tensor) and x.requires_grad}
-    leaves = [*given.values(), *module.parameters()]
+    result = tensors(module(*args, **options))
+    yield result
+    inputs = {id(x): x for x in (*args, *options.values()) if isinstance(x, Tensor) and x.requires_grad}
+    leaves = [*inputs.values(), *module.parameters()]
     for again in range(order):
         generator = torch.Generator().manual_seed(again)
-        factors = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in found]
-        mixture = sum((x * factor).sum() for x, factor in zip(found, factors, strict=True) if x.requires_grad)
+        factors = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in result]
+        mixture = sum((x * factor).sum() for x, factor in zip(result, factors, strict=True) if x.requires_grad)
         gradients = torch.autograd.grad(mixture, leaves, create_graph=again + 1 < order, allow_unused=True)
-        found = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)]
-        yield found
+        result = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients, strict=True)]
+        yield result
 
 
 def distance(ours: list[Tensor], theirs: list[Tensor]) -> float:

@@ -53,10 +53,10 @@ def test_eval_gives_what_pytorchs_fast_path_gives(part: str, activation: str, no
         return model(x) if part == "encoder" else first(x)
 
     with torch.no_grad():
-        found, expected = run(ours), run(theirs)
-    assert found.is_nested
-    assert found.layout is torch.strided
-    close(found.unbind(), expected.unbind())
+        result, expected = run(ours), run(theirs)
+    assert result.is_nested
+    assert result.layout is torch.strided
+    close(result.unbind(), expected.unbind())
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -65,12 +65,12 @@ def test_gradients_are_those_of_each_sequence_alone(training: bool) -> None:
     ours = deepcopy(theirs)
     clearhead.upgrade(ours)
     inputs = [x.requires_grad_() for x in sequences()]
-    found = ours(nested(inputs))
-    sum(each.square().sum() for each in found.unbind()).backward()
+    result = ours(nested(inputs))
+    sum(item.square().sum() for item in result.unbind()).backward()
     alone = [x.requires_grad_() for x in sequences()]
     expected = [theirs(x[None])[0] for x in alone]
-    torch.stack([each.square().sum() for each in expected]).sum().backward()
-    close(found.unbind(), expected)
+    torch.stack([item.square().sum() for item in expected]).sum().backward()
+    close(result.unbind(), expected)
     close([x.grad for x in (*inputs, *ours.parameters())], [x.grad for x in (*alone, *theirs.parameters())], 1e-9)
 
 
@@ -102,13 +102,13 @@ def test_what_cannot_run_is_refused_without_advice_to_upgrade() -> None:
     x, padding = nested(sequences()), torch.zeros(3, 7, dtype=torch.bool)
     jagged = torch.nested.as_nested_tensor(sequences(), layout=torch.jagged)
     other = nested(sequences())
-    for given, options, message in (
+    for inputs, options, message in (
         ((x, x, x), {"key_padding_mask": padding}, "attn_mask, key_padding_mask: expected none with a nested query"),
         ((jagged, jagged, jagged), {}, "query, key, value: expected plain tensors, or .* nested, torch.jagged"),
         ((x, other, other), {}, "query, key, value: expected plain tensors, or for self-attention one nested tensor"),
     ):
         with pytest.raises(ShapeError, match=message) as raised:
-            attend(*given, **options)
+            attend(*inputs, **options)
         assert "upgrade" not in str(raised.value)
     narrow = nested([torch.zeros(4, 3, dtype=torch.float64)])
     with pytest.raises(ShapeError, match=r"query: expected sequences of shape \(L, 22\), got \(4, 3\)"):

@@ -122,8 +122,8 @@ def test_a_cache_after_a_refused_call(form: str, kind: str, wrong: str) -> None:
         assert snapshot(cache) == before, f"rows {rows}"
         assert snapshot(module) == module_before
         for start, stop in ((HELD, -1), (-1, None)):
-            found, expected = (module(x[:, start:stop], mask=CAUSAL, cache=each) for each in (cache, untouched))
-            assert torch.equal(found, expected)
+            result, expected = (module(x[:, start:stop], mask=CAUSAL, cache=item) for item in (cache, untouched))
+            assert torch.equal(result, expected)
         assert snapshot(cache) == snapshot(untouched)
         cache.reset()
 
@@ -161,18 +161,18 @@ def test_every_layers_cache_after_a_later_layer_has_refused(stack: str, kind: st
     module, memory = STACKS[stack](), torch.randn(B, 5, E)
     held: Any = [CACHES[kind](B, KV, D) for _ in module.layers]
     if stack == "decoder":
-        held = [caches_of(each) for each in held]
-    given: dict[str, Any] = {"mask": CAUSAL, "cache": held} | ({"memory": memory} if stack == "decoder" else {})
+        held = [caches_of(item) for item in held]
+    inputs: dict[str, Any] = {"mask": CAUSAL, "cache": held} | ({"memory": memory} if stack == "decoder" else {})
     x = torch.randn(B, HELD + NEW, E)
-    module(x[:, :HELD], **given)
+    module(x[:, :HELD], **inputs)
     before, untouched = snapshot(held), deepcopy(held)
     part = module.layers[refusing].self_attention
     kept, part.out_proj = part.out_proj, Refusing()
     with pytest.raises(ClearheadError, match="something else"):
-        module(x[:, HELD:], **given)
+        module(x[:, HELD:], **inputs)
     part.out_proj = kept
     assert snapshot(held) == before
-    assert torch.equal(module(x[:, HELD:], **given), module(x[:, HELD:], **{**given, "cache": untouched}))
+    assert torch.equal(module(x[:, HELD:], **inputs), module(x[:, HELD:], **{**inputs, "cache": untouched}))
 
 
 def caches_of(cache: caches.Cache) -> Any:

@@ -27,9 +27,9 @@ _ATTEMPTS = 8
 def _reached(function: Any, arguments: dict[str, Any]) -> list[Any]:
     """Modules, caches, masks and tensors that a call reads or belongs to."""
     closed = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    found = [function, getattr(function, "__self__", None), *closed, *arguments.values()]
-    found += [each for one in found if isinstance(one, (list, tuple)) for each in one]
-    return [each for each in found if isinstance(each, (nn.Module, Cache, Mask, Tensor))]
+    result = [function, getattr(function, "__self__", None), *closed, *arguments.values()]
+    result += [item for one in result if isinstance(one, (list, tuple)) for item in one]
+    return [item for item in result if isinstance(item, (nn.Module, Cache, Mask, Tensor))]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -42,11 +42,11 @@ def test_a_refused_call_changes_nothing(name: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             reached = _reached(attempt.call.function, attempt.call.arguments)
-            before = [snapshot(each) for each in reached]
+            before = [snapshot(item) for item in reached]
             try:
                 attempt.call.function(**attempt.call.arguments)
             except Exception:
-                assert [snapshot(each) for each in reached] == before, attempt
+                assert [snapshot(item) for item in reached] == before, attempt
         assert surroundings() == before_all, attempt
 
 

@@ -24,4 +24,4 @@ def forget() -> None:
 @lru_cache(1)
 def _kept_by_arguments(names: tuple[str, ...]) -> list[Any]:
     """The functions of these modules that keep results."""
-    return [each for name in names for each in vars(sys.modules[name]).values() if hasattr(each, "cache_clear")]
+    return [item for name in names for item in vars(sys.modules[name]).values() if hasattr(item, "cache_clear")]

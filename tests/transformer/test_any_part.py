@@ -99,8 +99,8 @@ def test_a_stack_takes_any_cache(cache: Callable[[], Cache]) -> None:
 @torch.no_grad()
 def test_jagged_rows_are_what_each_is_alone() -> None:
     model, rows = stack(ATTENTIONS["rotary"]), [normal(length, E) for length in (3, 7, 1)]
-    found = model(torch.nested.nested_tensor(rows, layout=torch.jagged), mask=causal)
-    for one, row in zip(found.unbind(), rows, strict=True):
+    result = model(torch.nested.nested_tensor(rows, layout=torch.jagged), mask=causal)
+    for one, row in zip(result.unbind(), rows, strict=True):
         close(one, model(row, mask=causal))
 
 

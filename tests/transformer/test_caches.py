@@ -62,9 +62,9 @@ def test_a_decoder_layer_needs_the_memory_once(norm_first: bool, sizes: list[int
     memory_mask = masks.lengths(torch.tensor([S, 4]))
     cache = layer.make_cache(B, L)
     parts = x.split(sizes, 1)
-    found = [layer(parts[0], memory, mask=causal, memory_mask=memory_mask, cache=cache)]
-    found += [layer(part, None, mask=causal, memory_mask=memory_mask, cache=cache) for part in parts[1:]]
-    close(torch.cat(found, 1), layer(x, memory, mask=causal, memory_mask=memory_mask))
+    result = [layer(parts[0], memory, mask=causal, memory_mask=memory_mask, cache=cache)]
+    result += [layer(part, None, mask=causal, memory_mask=memory_mask, cache=cache) for part in parts[1:]]
+    close(torch.cat(result, 1), layer(x, memory, mask=causal, memory_mask=memory_mask))
     assert (cache.length, cache.cross_attention.length) == (L, S)
 
 
@@ -90,9 +90,9 @@ def test_beams_are_reordered_in_every_layer() -> None:
             cache.reorder(torch.tensor(order))
         history, memory = history[order], memory[order]
         new = normal(4, 1, E)
-        found = stack(new, None, mask=causal, cache=caches)
+        result = stack(new, None, mask=causal, cache=caches)
         history = torch.cat((history, new), 1)
-        close(found, stack(history, memory, mask=causal)[:, -1:])
+        close(result, stack(history, memory, mask=causal)[:, -1:])
 
 
 @torch.no_grad()
@@ -136,9 +136,9 @@ def test_weights_of_a_step_are_those_of_the_whole() -> None:
     stack(x[:, :-1], memory, mask=causal, cache=caches)
     _, weights = stack(x[:, -1:], None, mask=causal, cache=caches, need_weights=True)
     _, expected = stack(x, memory, mask=causal, need_weights=True)
-    for found, whole in zip(weights, expected, strict=True):
-        torch.testing.assert_close(found.self_attention, whole.self_attention[:, -1:])
-        torch.testing.assert_close(found.cross_attention, whole.cross_attention[:, -1:])
+    for result, whole in zip(weights, expected, strict=True):
+        torch.testing.assert_close(result.self_attention, whole.self_attention[:, -1:])
+        torch.testing.assert_close(result.cross_attention, whole.cross_attention[:, -1:])
 
 
 def test_parts_hear_of_positions_and_caches_only_when_given() -> None:

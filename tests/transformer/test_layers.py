@@ -58,10 +58,10 @@ def test_an_encoder_layer_equals_pytorchs(
     x = torch.randn(B, L, E, dtype=dtype)
     padding = torch.zeros(B, L, dtype=torch.bool)
     padding[1, 3:] = True
-    given = x if batch_first else x.transpose(0, 1)
-    expected = theirs(given, src_mask=HIDDEN, src_key_padding_mask=padding)
-    found = ours(x, mask=masks.causal() & masks.drop(keys=padding))
-    torch.testing.assert_close(found, expected if batch_first else expected.transpose(0, 1), rtol=0, atol=atol)
+    inputs = x if batch_first else x.transpose(0, 1)
+    expected = theirs(inputs, src_mask=HIDDEN, src_key_padding_mask=padding)
+    result = ours(x, mask=masks.causal() & masks.drop(keys=padding))
+    torch.testing.assert_close(result, expected if batch_first else expected.transpose(0, 1), rtol=0, atol=atol)
 
 
 @variants
@@ -73,8 +73,8 @@ def test_a_decoder_layer_equals_pytorchs(options: dict[str, object], dtype: torc
     padding = torch.zeros(B, S, dtype=torch.bool)
     padding[0, 4:] = True
     expected = theirs(x, memory, tgt_mask=HIDDEN, memory_key_padding_mask=padding)
-    found = ours(x, memory, mask=masks.causal(), memory_mask=masks.drop(keys=padding))
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    result = ours(x, memory, mask=masks.causal(), memory_mask=masks.drop(keys=padding))
+    torch.testing.assert_close(result, expected, rtol=0, atol=atol)
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
@@ -108,7 +108,7 @@ def test_weights_are_passed_through() -> None:
     assert own.shape == (B, H, L, L)
     assert cross.shape == (B, H, L, S)
     _, collected = Encoder(encoder_layer() for _ in range(3))(x, need_weights=True)
-    assert [tuple(found.shape) for found in collected] == [(B, L, L)] * 3
+    assert [tuple(result.shape) for result in collected] == [(B, L, L)] * 3
     _, pairs = Decoder(decoder_layer() for _ in range(2))(x, memory, need_weights=True)
     assert [tuple(pair.cross_attention.shape) for pair in pairs] == [(B, L, S)] * 2
 

@@ -67,10 +67,10 @@ def test_an_encoders_mask(options: dict[str, object], positions: Tensor | None) 
 
     stack, x = encoder(3, **options), torch.randn(B, L, E)
     mask = masks.causal() & masks.lengths(torch.tensor([6, 3]))
-    whole, single = stack(x, mask=mask, positions=positions), x
+    expected, single = stack(x, mask=mask, positions=positions), x
     for layer in stack.layers:
         single = layer(single, mask=mask, positions=positions)
-    assert torch.allclose(whole, single, atol=1e-6)
+    assert torch.allclose(expected, single, atol=1e-6)
     if clearhead.explain(*(torch.zeros(B, H, L, 4),) * 3).kernel == "sdpa":
         assert evaluations(LAYERS, run) == evaluations(1, run)
 
@@ -90,9 +90,9 @@ def test_from_the_second_layer_on_few_operations() -> None:
             count(layers, mask), count(layers, None)
         one, twelve = count(1, mask), count(LAYERS, mask)
         bare = (len(count(LAYERS, None).names) - len(count(1, None).names)) // (LAYERS - 1)
-        each = (len(twelve.names) - len(one.names)) / (LAYERS - 1)
+        item = (len(twelve.names) - len(one.names)) / (LAYERS - 1)
         # A layer without a mask issues one operation for its attention, and what surrounds it.
-        assert each <= bare - 1 + most
+        assert item <= bare - 1 + most
         assert twelve.values_read == one.values_read
 
 
@@ -113,13 +113,13 @@ def test_a_bias_that_learns_gets_its_gradient() -> None:
     stack = encoder(3)
     stack(x, mask=bias & lengths).square().sum().backward()
     assert bias.weight.grad is not None
-    found, single = bias.weight.grad.clone(), x
+    result, single = bias.weight.grad.clone(), x
     bias.weight.grad = None
     for layer in stack.layers:
         single = layer(single, mask=bias & lengths)
     single.square().sum().backward()
     assert bias.weight.grad is not None
-    assert torch.allclose(found, bias.weight.grad, atol=1e-5)
+    assert torch.allclose(result, bias.weight.grad, atol=1e-5)
 
 
 def test_a_bool_tensor_stays_one_for_layers_of_the_users_own() -> None:

@@ -55,8 +55,8 @@ def test_a_decoder_only_model_step_by_step(pair: tuple[Any, Encoder]) -> None:
     theirs, ours = pair
     tokens = torch.randint(VOCABULARY, (B, L))
     x, caches = theirs.embed_tokens(tokens), ours.make_cache(B, L)
-    found = [ours(part, mask=causal, cache=caches) for part in x.split([PROMPT] + [1] * (L - PROMPT), 1)]
-    assert_close(torch.cat(found, 1), theirs(input_ids=tokens, use_cache=False).last_hidden_state)
+    result = [ours(part, mask=causal, cache=caches) for part in x.split([PROMPT] + [1] * (L - PROMPT), 1)]
+    assert_close(torch.cat(result, 1), theirs(input_ids=tokens, use_cache=False).last_hidden_state)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -68,6 +68,6 @@ def test_a_padded_batch(pair: tuple[Any, Encoder], side: str) -> None:
     expected = theirs(
         input_ids=tokens, attention_mask=attention_mask, position_ids=positions.clamp(min=0), use_cache=False
     ).last_hidden_state
-    found = ours(theirs.embed_tokens(tokens), mask=causal, positions=positions)
+    result = ours(theirs.embed_tokens(tokens), mask=causal, positions=positions)
     real = attention_mask.bool()
-    assert_close(found[real], expected[real])
+    assert_close(result[real], expected[real])
