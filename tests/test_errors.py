@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import clearhead
 from clearhead import MultiHeadAttention, attention, attention_weights, errors, masks, use_kernel
 from clearhead.errors import (
     ArgumentError,
@@ -23,7 +22,7 @@ from clearhead.errors import (
     ShapeError,
     explain_problem,
 )
-from tests.support.refusals import Call, Refusal, require_fix, require_text, require_words
+from tests.support.refusals import Call, Refusal, require_fix, require_words
 
 Q, K, X = torch.zeros(2, 6, 5, 8), torch.zeros(2, 3, 7, 8), torch.zeros(2, 5, 12)
 
@@ -56,10 +55,7 @@ ALL = "query, key, value"
 
 REFUSED = [
     ("integer query", of(Q.long(), K, K), DTypeError, "query", "float32", "torch.int64. Convert it"),
-    ("bool query", of(Q.bool(), K, K), DTypeError, "query", "float32", "torch.bool. Convert it"),
-    ("complex query", of(Q.cfloat(), K, K), DTypeError, "query", "float32", "torch.complex64. Convert"),
     ("no tensor", of([1.0], K, K), DTypeError, "query", "a torch.Tensor", "list."),
-    ("two sizes", of(Q[0, 0], K, K), ShapeError, "query", "(B, H, L, D)", "(5, 8). clearhead.split_"),
     ("five sizes", of(Q[None], K, K), ShapeError, "query", "(B, H, L, D)", "(1, 2, 6, 5, 8). clearhead"),
     ("one batch", of(Q, K[0], K[0]), ShapeError, ALL, "all (H, L, D)", "query (2, 6, 5, 8), key (3, 7, 8)"),
     ("key dtype", of(Q, K.double(), K), DTypeError, "key", "torch.float32", "torch.float64. Convert it"),
@@ -73,7 +69,6 @@ REFUSED = [
     ("head_dim", of(Q, K[..., :4], K), ShapeError, "key", "D = 8 as in query (2, 6, 5, 8)", "(2, 3, 7, 4)."),
     ("heads", of(Q, Q[:, :4], Q[:, :4]), ShapeError, "key", "H = 6", "Hkv = 4 in (2, 4, 5, 8). Heads are"),
     ("dropout 1.5", called(dropout_p=1.5), ArgumentError, "dropout_p", "a probability in [0, 1]", "1.5."),
-    ("dropout -0.1", called(dropout_p=-0.1), ArgumentError, "dropout_p", "a probability in [0, 1]", "-0.1."),
     ("dropout nan", called(dropout_p=float("nan")), ArgumentError, "dropout_p", "a probability in [0, 1]", "nan."),
     ("dropout in words", called(dropout_p="0.1"), DTypeError, "dropout_p", "a probability in [0, 1]", "str."),
     ("infinite scale", called(scale=float("inf")), ArgumentError, "scale", "a finite number, or None for 1/√D", "inf."),
@@ -81,7 +76,6 @@ REFUSED = [
     ("scale as a tensor", called(scale=torch.ones(())), DTypeError, "scale", "a finite number", "Tensor."),
     ("scale as a bool", called(scale=True), DTypeError, "scale", "a finite number", "bool."),
     ("softcap of zero", called(softcap=0.0), ArgumentError, "softcap", "a number > 0, or None", "0.0."),
-    ("infinite softcap", called(softcap=float("inf")), ArgumentError, "softcap", "a number > 0, or None", "inf."),
     ("sinks per key head", called(sinks=torch.ones(3)), ShapeError, "sinks", "one logit per query head, (6,)", "(3,)."),
     ("integer sinks", called(sinks=ints(6)), DTypeError, "sinks", "a float tensor (6,)", "torch.int64."),
     ("sinks elsewhere", called(sinks=torch.ones(6).to("meta")), DeviceError, "sinks", "device cpu", "meta."),
@@ -106,7 +100,6 @@ REFUSED = [
     ("list of positions", called(query_positions=[0] * 5), DTypeError, "query_positions", "integer tensor", "list."),
     ("positions elsewhere", called(key_positions=ints(7).to("meta")), DeviceError, "key_positions", "cpu", "meta."),
     ("row beyond L", weights(queries=[5]), ArgumentError, "queries", "row numbers below L = 5", "[5]."),
-    ("row before 0", weights(queries=-6), ArgumentError, "queries", "row numbers below L = 5", "[-6]."),
     ("half a row", weights(queries=[0.5]), DTypeError, "queries", "an int, a slice or a list of row numbers", "[0.5]."),
     ("marks of rows", weights(queries=torch.ones(4).bool()), ArgumentError, "queries", "a bool tensor (5,)", "(4,)."),
     (
@@ -149,73 +142,32 @@ REFUSED = [
 ]
 
 
+ADVISED = ["key device", "sinks elsewhere", "positions elsewhere", "batch", "value length", "value heads", "head_dim"]
+ADVISED += ["sinks per key head", "positions", "num_kv_heads", "scale as a tensor"]
+
+
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
 def test_it_is_refused_in_words(case: Refusal) -> None:
     require_words(case)
-
-
-UNADVISED = ["key device", "sinks elsewhere", "positions elsewhere", "batch", "value length", "value heads", "head_dim"]
-UNADVISED += ["sinks per key head", "positions", "num_kv_heads", "scale as a tensor"]
-
-
-@pytest.mark.parametrize("case", [case for case in REFUSED if case[0] in UNADVISED], ids=lambda case: case[0])
-def test_a_mismatch_comes_with_the_likely_fix(case: Refusal) -> None:
-    require_fix(case)
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (called(dropout_p=1.5), "dropout_p: expected a probability in [0, 1], got 1.5."),
-        (
-            of(Q, K.double(), K),
-            "key: expected query's dtype torch.float32, got torch.float64. Convert it with .to(torch.float32).",
-        ),
-        (
-            of(Q, Q[:, :4], Q[:, :4]),
-            "key: expected a head count that divides the query's H = 6, got Hkv = 4 in (2, 4, 5, 8). "
-            "Heads are the second dimension: (B, H, L, D), not (B, L, H, D).",
-        ),
-        (
-            built(13, 4),
-            "embed_dim: expected a multiple of num_heads = 4, got 13. Choose other sizes, or set head_dim yourself.",
-        ),
-        (
-            module(X, X[..., :11]),
-            "key: expected (B, length, 12), or (length, 12) without a batch, got (2, 5, 11). "
-            "The module is batch first; the features of the key input are set by kdim=.",
-        ),
-        (
-            module(X, value=X),
-            "key: expected a tensor, because value was given, got None. "
-            "Leave both out for self-attention, or pass key too.",
-        ),
-    ],
-    ids=["dropout", "dtype", "heads", "embed_dim", "features", "value"],
-)
-def test_the_whole_text(call: Call, text: str) -> None:
-    require_text(call, text)
+    if case[0] in ADVISED:
+        require_fix(case)
 
 
 ESCAPED = [
-    ("list", of(Q[0], [1.0], K[0]), DTypeError, "key: expected a torch.Tensor, got list"),
     ("unbatched", of(Q[0], K[0, ..., :4], K[0]), ShapeError, "key: .* query (6, 5, 8), got (3, 7, 4)"),
     ("no value", weights(K[0]), ShapeError, "query, key: expected"),
-    ("rows in words", weights(queries="all"), DTypeError, "queries: expected an int, a slice .*, got 'all'"),
     (
         "complex positions",
         called(key_positions=ints(7).cfloat()),
         DTypeError,
         "key_positions: expected an int, or an integer tens",
     ),
-    ("dropout in words", built(12, 3, dropout="0.1"), DTypeError, "dropout: expected a probability in [0, 1], got str"),
     ("scale, built", built(12, 3, scale=float("nan")), ArgumentError, "scale: expected a finite number"),
     ("features' dtype", module(X.double()), DTypeError, "query: expected .*float32.*, got torch.float64"),
     ("key features' dtype", module(X, X.half()), DTypeError, "key: expected .*float32.*, got torch.float16"),
     ("features' device", module(X.to("meta")), DeviceError, "query: expected .*cpu.*, got meta"),
     ("inputs' batches", module(X, X[:1]), ShapeError, "query, key, value: .* query (2, 5, 12), key (1, 5, 12)"),
     ("inputs' lengths", module(X, X, X[:, :4]), ShapeError, "query, key, value: .*, value (2, 4, 12)"),
-    ("one input batched", module(X, X[0]), ShapeError, "query, key, value: .*(2, 5, 12), .*(5, 12)"),
 ]
 
 
@@ -228,11 +180,6 @@ def test_it_is_refused_in_the_callers_own_words(case: tuple[str, Call, type[Clea
         call()
 
 
-def test_explain_refuses_what_attention_refuses() -> None:
-    with pytest.raises(ArgumentError, match=r"^dropout_p: .*got 2\."):
-        clearhead.explain(Q, K, K, dropout_p=2)
-
-
 def test_a_forced_kernel_says_why_it_cannot_and_which_could(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("clearhead.kernels._native_support.extension", None)  # not every installation has it
     with use_kernel("sdpa"), pytest.raises(KernelError) as caught:
@@ -243,20 +190,16 @@ def test_a_forced_kernel_says_why_it_cannot_and_which_could(monkeypatch: pytest.
     )
 
 
-def test_lengths_are_not_looked_at_while_tracing() -> None:
+@pytest.mark.parametrize("made_before", [False, True])
+def test_lengths_are_not_looked_at_while_tracing(made_before: bool) -> None:
     x, beyond = torch.randn(2, 3, 5, 4), torch.tensor([9, 3])
-
-    def attend(x: Tensor, lengths: Tensor) -> Tensor:
-        return attention(x, x, x, masks.lengths(lengths))
-
-    compiled = torch.compile(attend, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, beyond), attend(x, torch.tensor([5, 3])))
-
-
-def test_lengths_made_before_are_not_looked_at_while_tracing() -> None:
-    x, beyond = torch.randn(2, 3, 5, 4), masks.lengths(torch.tensor([9, 3]))
-    compiled = torch.compile(lambda x: attention(x, x, x, beyond), backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), attention(x, x, x, masks.lengths(torch.tensor([5, 3]))))
+    mask = masks.lengths(beyond)
+    compiled = torch.compile(
+        lambda x, lengths: attention(x, x, x, mask if made_before else masks.lengths(lengths)),
+        backend="eager",
+        fullgraph=True,
+    )
+    torch.testing.assert_close(compiled(x, beyond), attention(x, x, x, masks.lengths(torch.tensor([5, 3]))))
 
 
 def test_every_error_is_also_one_of_pythons() -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,7 +21,6 @@ import clearhead
 import clearhead._layer.linear
 import clearhead._torch_private
 from clearhead._layer.linear import Linear, describe_backend, linear, use_linear
-from clearhead._layer.unmodified import apply_linear, is_unmodified
 from clearhead.errors import ArgumentError, KernelError
 
 #: rows, in_features, out_features
@@ -82,16 +79,6 @@ def test_outputs_and_derivatives_against_float64(sizes: tuple[int, int, int], bi
 
 
 @needs_onednn
-@pytest.mark.parametrize("shape", [(7,), (3, 7), (2, 3, 7), (2, 1, 5, 7)])
-def test_leading_sizes(shape: tuple[int, ...]) -> None:
-    x, layer = torch.randn(shape), Linear(7, 5)
-    with use_linear("onednn"):
-        got = layer(x)
-    assert got.shape == (*shape[:-1], 5)
-    torch.testing.assert_close(got, F.linear(x, layer.weight, layer.bias))
-
-
-@needs_onednn
 def test_inputs_and_gradients_that_are_views() -> None:
     x = torch.randn(11, 7, 2)[..., 0].t()  # (7, 11), nothing in it is contiguous
     weight, gradient = torch.randn(22, 13)[::2].t().requires_grad_(), torch.randn(13, 7).t()
@@ -109,12 +96,6 @@ def test_only_the_gradients_that_are_wanted(frozen: str, onednn_preferred: list[
     assert all(tensor.grad is not None for tensor in wanted)
     assert inputs[frozen].grad is None
     assert len(onednn_preferred) == (3 if frozen == "bias" else 2)
-
-
-def test_on_two_runs_the_bits_are_the_same(onednn_preferred: list[Any]) -> None:
-    layer, x = Linear(129, 257), torch.randn(131, 129)
-    first = layer(x)
-    assert all(torch.equal(layer(x), first) for _ in range(3))
 
 
 @needs_onednn
@@ -184,30 +165,6 @@ def test_what_only_pytorchs_product_knows_goes_there(way: str, onednn_preferred:
     assert onednn_preferred == []
 
 
-class Logged(Tensor):
-    """Holds the functions that reach it."""
-
-    functions: ClassVar[list[object]] = []
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.functions.append(func)
-        return super().__torch_function__(func, types, args, kwargs)
-
-
-@pytest.mark.parametrize("which", ["input", "weight", "bias"])
-def test_a_tensor_subclass_goes_to_pytorchs_product_and_nothing_else(which: str, onednn_preferred: list[Any]) -> None:
-    tensors = {"input": torch.randn(3, 7), "weight": torch.randn(5, 7), "bias": torch.randn(5)}
-    expected = F.linear(**tensors)
-    tensors[which] = tensors[which].as_subclass(Logged)
-    Logged.functions.clear()
-    got = linear(**tensors)
-    assert Logged.functions == [F.linear]
-    assert type(got) is Logged
-    assert torch.equal(got.as_subclass(Tensor), expected)
-    assert onednn_preferred == []
-
-
 @needs_onednn
 def test_a_gradient_that_is_a_subclass_goes_to_pytorchs_product(onednn_preferred: list[Any]) -> None:
     x, weight, gradient = torch.randn(3, 7), torch.randn(5, 7, requires_grad=True), torch.randn(3, 5)
@@ -224,15 +181,6 @@ def test_parameters_and_buffers_are_plain_tensors(kind: type[Tensor], onednn_pre
     layer, x = Linear(7, 5), torch.randn(3, 7)
     torch.testing.assert_close(layer(kind(x)), F.linear(x, layer.weight, layer.bias))
     assert onednn_preferred == [(3, 7, 5)]
-
-
-@needs_onednn
-@pytest.mark.usefixtures("onednn_preferred")
-def test_gradients_of_a_batch_of_vectors() -> None:
-    x, weight = torch.randn(3, 7), torch.randn(5, 7, requires_grad=True)
-    vectors = torch.randn(2, 3, 5)
-    (got,) = torch.autograd.grad(linear(x, weight), weight, vectors, is_grads_batched=True)
-    torch.testing.assert_close(got, vectors.transpose(1, 2) @ x)
 
 
 def test_export_holds_pytorchs_operator(onednn_preferred: list[Any]) -> None:
@@ -320,87 +268,6 @@ def test_the_rule(
     finally:
         for cached in rule:
             cached.cache_clear()
-
-
-def test_it_is_a_linear_in_every_other_respect() -> None:
-    torch.manual_seed(3)
-    ours = Linear(7, 5, bias=False, dtype=torch.float64)
-    torch.manual_seed(3)
-    theirs = nn.Linear(7, 5, bias=False, dtype=torch.float64)
-    assert isinstance(ours, nn.Linear)
-    assert repr(ours) == repr(theirs)
-    assert torch.equal(ours.weight, theirs.weight)
-    theirs.load_state_dict(ours.state_dict())
-    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-        assert type(twin) is Linear
-        assert torch.equal(twin.weight, ours.weight)
-        assert twin.weight is not ours.weight
-
-
-class Doubled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return 2 * weight
-
-
-def _patch_forward(layer: nn.Linear) -> None:
-    layer.forward = lambda x: 2 * F.linear(x, layer.weight, layer.bias)  # type: ignore[method-assign]
-
-
-class Adapted(Linear):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + 1
-
-
-ATTACHED: dict[str, Callable[[nn.Linear], object]] = {
-    "forward hook": lambda layer: layer.register_forward_hook(lambda _m, _x, y: y + 1),
-    "pre-hook": lambda layer: layer.register_forward_pre_hook(lambda _m, x: (x[0] + 1,)),
-    "backward hook": lambda layer: layer.register_full_backward_hook(lambda _m, _x, _y: None),
-    "backward pre-hook": lambda layer: layer.register_full_backward_pre_hook(lambda _m, _y: None),
-    "parametrization": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
-    "own forward": _patch_forward,
-    "compiled": lambda layer: layer.compile(backend="eager"),
-    "subclass": lambda layer: setattr(layer, "__class__", Adapted),
-}
-
-
-@pytest.mark.parametrize("what", ATTACHED)
-@pytest.mark.parametrize("kind", [Linear, nn.Linear])
-def test_a_module_is_called_where_anything_hangs_on_it(what: str, kind: type[nn.Linear]) -> None:
-    layer, x = kind(7, 5), torch.randn(3, 7)
-    assert is_unmodified(layer)
-    ATTACHED[what](layer)
-    assert not is_unmodified(layer)
-    assert torch.equal(apply_linear(layer, x), layer(x))
-
-
-def test_a_module_is_called_under_a_global_hook() -> None:
-    layer, called = Linear(7, 5), []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, _x, _y: called.append(module))
-    try:
-        apply_linear(layer, torch.randn(3, 7))
-    finally:
-        handle.remove()
-    assert called == [layer]
-    assert is_unmodified(layer)
-
-
-def test_other_modules_are_called() -> None:
-    x = torch.randn(3, 7)
-    assert apply_linear(nn.Identity(), x) is x
-
-
-def test_weights_called_in_are_used() -> None:
-    class Holder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = Linear(7, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return apply_linear(self.layer, x)
-
-    x, weight, bias = torch.randn(3, 7), torch.randn(5, 7), torch.randn(5)
-    got = torch.func.functional_call(Holder(), {"layer.weight": weight, "layer.bias": bias}, (x,))
-    assert torch.equal(got, F.linear(x, weight, bias))
 
 
 @needs_onednn

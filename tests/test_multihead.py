@@ -11,54 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import clearhead
 from clearhead import MultiHeadAttention, masks, merge_heads, split_heads
-from clearhead.masks import Mask
+from clearhead.positions import RelativeBias, Rotary
+from tests.support.exact import exact_attention
 
 B, L, S, E, H = 2, 5, 7, 12, 3
-
-
-def by_hand(module: MultiHeadAttention, query: Tensor, key: Tensor, value: Tensor, mask: Mask | None = None) -> Tensor:
-    """The textbook formula: each query head by itself, its key/value head looked up."""
-    q, k, v = (
-        projection(x).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-        for projection, x in ((module.q_proj, query), (module.k_proj, key), (module.v_proj, value))
-    )
-    if module.q_norm is not None:
-        q = q / (q.square().mean(-1, keepdim=True) + torch.finfo(q.dtype).eps).sqrt() * module.q_norm.weight
-    if module.k_norm is not None:
-        k = k / (k.square().mean(-1, keepdim=True) + torch.finfo(k.dtype).eps).sqrt() * module.k_norm.weight
-    visible = (mask or masks.prefix(key.shape[1])).dense(
-        query.shape[1], key.shape[1], batch_size=query.shape[0], num_heads=module.num_heads
-    )
-    heads: list[Tensor] = []
-    for h in range(module.num_heads):
-        shared = h // (module.num_heads // module.num_kv_heads)
-        scores = q[:, h] @ k[:, shared].mT / math.sqrt(module.head_dim)  # (B, L, S)
-        if module.softcap is not None:
-            scores = module.softcap * torch.tanh(scores / module.softcap)
-        terms = scores.exp() * visible[:, h % visible.shape[1]]
-        total = terms.sum(-1, keepdim=True) + (0 if module.sinks is None else module.sinks[h].exp())
-        heads.append((terms / total).nan_to_num(0.0) @ v[:, shared])
-    return module.out_proj(torch.cat(heads, -1))
-
-
-MASKS = [
-    None,
-    masks.causal(),
-    masks.sliding_window(1, 1),
-    masks.lengths(torch.tensor([3, 0])),
-    masks.keep(torch.rand(B, H, 1, 1, generator=torch.Generator().manual_seed(1)) < 0.5) | masks.prefix(2),
-]
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=["none", "causal", "window", "lengths", "per head"])
-@pytest.mark.parametrize("kv_heads", [1, 3])
-def test_it_computes_the_formula(mask: Mask | None, kv_heads: int) -> None:
-    module = MultiHeadAttention(E, H, num_kv_heads=kv_heads, dtype=torch.float64)
-    query, key, value = (torch.randn(B, n, E, dtype=torch.float64) for n in (L, S, S))
-    expected = by_hand(module, query, key, value, mask)
-    torch.testing.assert_close(module(query, key, value, mask=mask), expected, rtol=0, atol=1e-12)
 
 
 def test_key_defaults_to_query_and_value_to_key() -> None:
@@ -74,10 +31,11 @@ def test_inputs_and_heads_of_other_sizes() -> None:
     sizes = [module.q_proj, module.k_proj, module.v_proj, module.out_proj]
     assert [(p.in_features, p.out_features) for p in sizes] == [(11, 20), (13, 10), (17, 10), (20, E)]
     query, key, value = torch.randn(B, L, 11), torch.randn(B, S, 13), torch.randn(B, S, 17)
-    output, weights = module(query, key, value, need_weights=True)
-    assert output.shape == (B, L, E)
-    assert weights.shape == (B, L, S)
-    torch.testing.assert_close(output, by_hand(module, query, key, value))
+    output, weights = module(query, key, value, need_weights=True, average_attn_weights=False)
+    q, k, v = (split_heads(p(x), n) for p, x, n in zip(sizes, (query, key, value), (4, 2, 2), strict=False))
+    expected = exact_attention(q, k, v)
+    torch.testing.assert_close(weights.double(), expected.weights, rtol=0, atol=1e-5)
+    torch.testing.assert_close(output, module.out_proj(merge_heads(expected.output.float())))
 
 
 def test_a_plain_tensor_comes_back_unless_weights_are_asked_for() -> None:
@@ -138,16 +96,6 @@ def test_the_names_in_a_checkpoint() -> None:
     assert list(MultiHeadAttention(E, H).state_dict()) == names
 
 
-def test_it_is_its_parts_put_together() -> None:
-    module, x = MultiHeadAttention(E, H, scale=0.3), torch.randn(B, L, E)
-    q, k, v = (split_heads(p(x), H) for p in (module.q_proj, module.k_proj, module.v_proj))
-    mixed = clearhead.attention(q, k, v, masks.causal(), scale=0.3)
-    assert torch.equal(module(x, mask=masks.causal()), module.out_proj(merge_heads(mixed)))
-    weights = clearhead.attention_weights(q, k, masks.causal(), scale=0.3)
-    got = module(x, mask=masks.causal(), need_weights=True, average_attn_weights=False)[1]
-    assert torch.equal(got, weights)
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_a_copy_computes_the_same_and_shares_nothing(duplicate: Any) -> None:
     module, x = MultiHeadAttention(E, H, num_kv_heads=1, dropout=0.1).eval(), torch.randn(B, L, E)
@@ -173,3 +121,36 @@ def test_it_prints_its_sizes() -> None:
     assert first == "  embed_dim=12, num_heads=3, head_dim=4"
     first = repr(MultiHeadAttention(E, H, num_kv_heads=1, head_dim=5, dropout=0.1)).splitlines()[1]
     assert first == "  embed_dim=12, num_heads=3, num_kv_heads=1, head_dim=5, dropout=0.1"
+    parts = made(position=Rotary(4), softcap=2.0, sinks=True, mask=masks.sliding_window(3, 0))
+    assert "softcap=2.0, sinks=True, mask=sliding_window(3, 0)" in repr(parts)
+
+
+def made(**parts: Any) -> MultiHeadAttention:
+    torch.manual_seed(4)
+    return MultiHeadAttention(E, 6, num_kv_heads=3, head_dim=4, dtype=torch.float64, **parts)
+
+
+@pytest.mark.parametrize("combined", [False, True])
+def test_a_bias_that_learns_belongs_to_the_module(combined: bool) -> None:
+    bias = RelativeBias(6, 8, 16).double()
+    module = made(mask=bias & masks.sliding_window(3, 3) if combined else bias)
+    twin = copy.deepcopy(module)
+    nn.init.normal_(bias.weight)
+    x = torch.randn(B, L, E, dtype=torch.float64)
+    output = module(x)
+    assert not torch.allclose(output, twin(x))
+    twin.load_state_dict(module.state_dict())
+    torch.testing.assert_close(twin(x), output)
+    output.square().sum().backward()
+    gradients = [x.grad for x in module.parameters() if x is bias.weight]
+    assert len(gradients) == 1
+    assert gradients[0].abs().sum() > 0
+
+
+def test_a_position_part_rotates_keys_by_the_positions_of_the_queries() -> None:
+    """Also if key and query are two tensors of the same tokens, as after separate norms."""
+    module, x = made(position=Rotary(4)), torch.randn(2, L, E, dtype=torch.float64)
+    padded = torch.stack((torch.arange(L), torch.arange(L) - 3)).clamp(min=-1)
+    for positions in (1000, padded):
+        expected = module(x, mask=masks.causal(), positions=positions)
+        assert torch.equal(module(x, x.clone(), mask=masks.causal(), positions=positions), expected)

@@ -58,6 +58,8 @@ def test_a_record_gives_full_names_and_a_copy_has_none() -> None:
     model = nn.Sequential(Encoder(layers)).eval()
     with torch.no_grad(), clearhead.record(model):
         model(torch.randn(2, 5, E))
+    mask = masks.lengths(torch.tensor([1, 2, 3]))
+    assert _note(lambda: model[0](torch.randn(2, 5, E), mask=mask)).startswith("In 0.layers.0.self_attention: ")
     attention = layers[1].self_attention
     assert _fail(attention).startswith("In 0.layers.1.self_attention: MultiHeadAttention(")
     assert _fail(copy.deepcopy(attention)).startswith("In MultiHeadAttention(")
@@ -82,10 +84,3 @@ def test_a_shared_module_has_all_its_names() -> None:
 def test_a_loaded_module_has_its_name_in_the_checkpoint() -> None:
     loaded = clearhead.checkpoints.load(_stack().layers[0].state_dict(), num_heads=H)
     assert _fail(loaded).startswith("In self_attn: MultiHeadAttention(")
-
-
-def test_an_outer_module_adds_nothing() -> None:
-    layers = [EncoderLayer(E, clearhead.MultiHeadAttention(E, H), FeedForward(E, 16))]
-    model = Encoder(layers)
-    note = _note(lambda: model(torch.randn(2, 5, E), mask=masks.lengths(torch.tensor([1, 2, 3]))))
-    assert note.startswith("In MultiHeadAttention(")

@@ -38,12 +38,12 @@ def test_documents_of_any_lengths(rule: str, sizes: list[tuple[int, int]]) -> No
     queries, keys = ([pair[side] for pair in sizes] for side in (0, 1))
     query, key, value = tokens(sum(queries), H, D), tokens(sum(keys), KV, D), tokens(sum(keys), KV, DV)
     mask, more = RULES[rule], {"softcap": 3.0, "sinks": torch.linspace(-1, 1, H).double()}
-    found = attention_varlen(query, key, value, ends(queries), ends(keys), mask, return_lse=True, **more)
+    result = attention_varlen(query, key, value, ends(queries), ends(keys), mask, return_lse=True, **more)
     expected = one_by_one((query, key, value), queries, keys, lambda *_: mask, **more)
-    for mine, theirs in zip(found, expected, strict=True):
+    for mine, theirs in zip(result, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
-    towards = torch.randn_like(found[0])
-    gradients = [torch.autograd.grad(x[0], (query, key, value), towards) for x in (found, expected)]
+    towards = torch.randn_like(result[0])
+    gradients = [torch.autograd.grad(x[0], (query, key, value), towards) for x in (result, expected)]
     for mine, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-10)
 
@@ -83,8 +83,8 @@ def test_it_is_recorded() -> None:
 
 
 def starts(queries: list[int] | None = None, keys: list[int] | None = None) -> dict[str, Tensor]:
-    given = {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
-    return {name: torch.tensor(each) for name, each in given.items() if each is not None}
+    inputs = {"cu_seqlens_q": queries, "cu_seqlens_k": keys}
+    return {name: torch.tensor(item) for name, item in inputs.items() if item is not None}
 
 
 BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
@@ -106,7 +106,7 @@ BAD: dict[str, tuple[dict[str, Any], type[ClearheadError], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_does_not_fit(case: str) -> None:
-    given, kind, text = BAD[case]
+    inputs, kind, text = BAD[case]
     bounds = torch.tensor([0, 3, 3, 7])
     arguments: dict[str, Any] = {
         "query": torch.zeros(7, H, D),
@@ -114,7 +114,7 @@ def test_what_does_not_fit(case: str) -> None:
         "value": torch.zeros(8, KV, DV),
         "cu_seqlens_q": bounds,
         "cu_seqlens_k": torch.tensor([0, 3, 3, 8]),
-        **given,
+        **inputs,
     }
     with pytest.raises(kind, match=text):
         attention_varlen(**arguments)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,11 +62,6 @@ def run():
         close(derivatives(lambda *x: clearhead.attention(*x, mask), *qkv), expected)
         with torch.no_grad():
             close([clearhead.attention(*qkv, mask)], expected[:1])
-    first = torch.autograd.grad(clearhead.attention(*qkv, mask).square().sum(), qkv, create_graph=True)
-    second = torch.autograd.grad(sum(g.square().sum() for g in first), qkv)
-    first = torch.autograd.grad(by_formula(*qkv).square().sum(), qkv, create_graph=True)
-    close(second, torch.autograd.grad(sum(g.square().sum() for g in first), qkv))
-
     own = clearhead.MultiHeadAttention(12, 3)
     theirs = torch.nn.MultiheadAttention(12, 3, batch_first=True)
     drop_in = clearhead.nn.MultiheadAttention(12, 3, batch_first=True)
@@ -172,30 +165,21 @@ def test_a_pytorch_without_one_of_its_private_names(name: str, outcomes: dict[st
     assert outcomes[name] == ""
 
 
-def _private_names(tree: ast.AST) -> Iterator[str]:
-    """Underscored attributes of PyTorch's modules and `Tensor`, underscored imports, and private names in strings."""
-    known = {path.rpartition(".")[2] for path in NAMES}
-    known |= set(re.findall(r'getattr\([\w.]+, "(_\w+)"', PRIVATE.read_text()))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            root: ast.AST = node
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            if node.attr in known or (isinstance(root, ast.Name) and root.id in ("torch", "nn", "F", "Tensor")):
-                yield node.attr
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("torch"):
-            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
-            yield from (part for part in parts if part.startswith("_"))
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if re.match(r"torch\b.*\._", alias.name))
-        elif isinstance(node, ast.FunctionDef) and node.name in known:
-            yield node.name
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield from [node.value] if node.value in known or re.match(r"torch[\w.]*\._[\w.]+$", node.value) else []
+#: Underscored attributes and imports of PyTorch's modules.
+_PRIVATE_NAME = re.compile(
+    r"(?<![.\w])(?:torch|nn|F|Tensor)(?:\.\w+)*\._(?!_)\w+|^\s*(?:from|import) torch\S*(?: import)?.*\b_[a-z]\w*",
+    re.MULTILINE,
+)
+_LOOKED_UP = {name.rpartition(".")[2] for name in NAMES} | set(
+    re.findall(r'getattr\([\w.]+, "(_\w+)"', PRIVATE.read_text())
+)
 
 
 @pytest.mark.parametrize("path", sorted(SOURCES.rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCES)))
 def test_private_names_stand_in_one_file(path: Path) -> None:
     """The dictionaries of `nn.Module` aside, such as ``module._forward_hooks``."""
-    found = sorted(set(_private_names(ast.parse(path.read_text()))))
-    assert bool(found) == (path == PRIVATE), found
+    text = path.read_text()
+    names = _PRIVATE_NAME.findall(text) + [
+        name for name in _LOOKED_UP if re.search(rf"(?:[\w)\]]\.|[\"']|def ){name}\b", text)
+    ]
+    assert bool(names) == (path == PRIVATE), names

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from pathlib import Path
 
@@ -50,56 +49,33 @@ def test_compile_makes_one_graph_for_all_lengths(training: bool) -> None:
     for length in (5, 13):
         x, padding = example(3, length)
         x.requires_grad_(training)
-        found, expected = compiled(x, padding), model(x, padding)
+        result, expected = compiled(x, padding), model(x, padding)
         if training:
-            found, expected = ((*out, *torch.autograd.grad(mixture(out), x)) for out in (found, expected))
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+            result, expected = ((*out, *torch.autograd.grad(mixture(out), x)) for out in (result, expected))
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
         compilations.append(counter.frame_count)
     assert compilations[0] == compilations[-1]  # nothing was compiled for the second length
 
 
 CALLS = {
-    "no weights": {"need_weights": False},
-    "causal without weights": {"need_weights": False, "is_causal": True},
-    "weights per head": {"average_attn_weights": False},
-    "float mask": {"attn_mask": torch.linspace(-1, 1, 25).reshape(5, 5)},
-    "mask per item": {"attn_mask": torch.arange(3)[:, None, None] < torch.ones(5, 5).triu(1)},
+    "causal, mask per item": {
+        **{"need_weights": False, "is_causal": True},
+        "attn_mask": torch.arange(3)[:, None, None] < torch.ones(5, 5).triu(1),
+    },
+    "float mask, weights per head": {
+        "average_attn_weights": False,
+        "attn_mask": torch.linspace(-1, 1, 25).reshape(5, 5),
+    },
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_compile_with_fixed_sizes(name: str) -> None:
-    module = clearhead.nn.MultiheadAttention(E, H, batch_first=True, add_zero_attn=name == "float mask")
+    module = clearhead.nn.MultiheadAttention(E, H, batch_first=True, add_zero_attn="float" in name)
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="eager")
     x = torch.randn(3, 5, E)
-    for found, expected in zip(compiled(x, x, x, **CALLS[name]), module(x, x, x, **CALLS[name]), strict=True):
-        if expected is not None:
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-
-
-def test_compile_of_an_upgraded_encoder() -> None:
-    layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=True)
-    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-    clearhead.upgrade(model)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    x, padding = example(3, 5)
-    torch.testing.assert_close(
-        compiled(x, src_key_padding_mask=padding), model(x, src_key_padding_mask=padding), atol=1e-5, rtol=0
-    )
-
-
-@pytest.mark.skipif(shutil.which("c++") is None, reason="the default backend compiles C++")
-def test_compile_with_the_default_backend() -> None:
-    model = Causal().eval()
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True)
-    x, padding = example(3, 5)
-    with torch.no_grad():
-        for found, expected in zip(compiled(x, padding), model(x, padding), strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(compiled(x, x, x, **CALLS[name]), module(x, x, x, **CALLS[name]), atol=1e-5, rtol=0)
 
 
 SIZES = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
@@ -110,8 +86,7 @@ def test_export_with_dynamic_batch_and_length() -> None:
     exported = torch.export.export(model, example(2, 5), dynamic_shapes=(SIZES, SIZES)).module()
     for batch, length in ((2, 5), (3, 9), (1, 2), (7, 31)):
         inputs = example(batch, length)
-        for found, expected in zip(exported(*inputs), model(*inputs), strict=True):
-            torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(exported(*inputs), model(*inputs), atol=1e-5, rtol=0)
 
 
 def test_onnx_runs_in_onnxruntime_with_another_length(tmp_path: Path) -> None:
@@ -135,6 +110,5 @@ def test_onnx_runs_in_onnxruntime_with_another_length(tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     for batch, length in ((2, 5), (3, 9), (1, 31)):
         x, padding = example(batch, length)
-        answers = session.run(["output", "weights"], {"x": x.numpy(), "padding": padding.numpy()})
-        for found, expected in zip(answers, model(x, padding), strict=True):
-            torch.testing.assert_close(torch.from_numpy(found), expected.detach(), atol=1e-5, rtol=0)
+        results = session.run(["output", "weights"], {"x": x.numpy(), "padding": padding.numpy()})
+        torch.testing.assert_close(tuple(map(torch.from_numpy, results)), model(x, padding), atol=1e-5, rtol=0)

@@ -73,12 +73,12 @@ Given = tuple[dict[str, Any], tuple[Any, ...], dict[str, Any]]
 def given(query: Any = (L, N, E), key: Any = (S, N, E), value: Any = None, of: Any = None, **masks: Any) -> Given:
     """Options of a module, and arguments of its call: ones of these sizes, or what is no size as it is."""
     inputs = (query, key, key if value is None else value)
-    return of or {}, tuple(x(*each) if isinstance(each, tuple) else each for each in inputs), masks
+    return of or {}, tuple(x(*item) if isinstance(item, tuple) else item for item in inputs), masks
 
 
-BATCH_FIRST, OWN_SIZES = {"batch_first": True}, {"kdim": 5, "vdim": 6}
+BATCH_FIRST = {"batch_first": True}
 UNBATCHED = {"query": (L, E), "key": (S, E)}
-FOUR, INTEGERS = x(1, L, N, E), x(L, N, E, dtype=torch.int64)
+INTEGERS = x(L, N, E, dtype=torch.int64)
 PADDING = ("key_padding_mask", "(N, S) = (2, 7)")
 ATTN_MASK = "(L, S) = (5, 7), (N·H, L, S) = (6, 5, 7), (N, L, S) = (2, 5, 7) or (N, H, L, S) = (2, 3, 5, 7)"
 HIDES = "bool (True = hidden) or float"
@@ -88,22 +88,9 @@ SEVERAL = "query, key, value"
 CALLS: dict[str, tuple[Given, type[ClearheadError], tuple[str, ...]]] = {
     "query features": (given((L, N, 11)), ShapeError, ("query", "12 features", "11)")),
     "key features": (given(key=(S, N, 11)), ShapeError, ("key", "12 features", "11)")),
-    "value features": (given(value=(S, N, 11)), ShapeError, ("value", "12 features", "11)")),
-    "key features beside kdim": (
-        *(given(key=(S, N, 4), value=(S, N, 6), of=OWN_SIZES), ShapeError),
-        ("key", "5 features", "(7, 2, 4)"),
-    ),
-    "value features beside vdim": (
-        *(given(key=(S, N, 5), value=(S, N, 4), of=OWN_SIZES), ShapeError),
-        ("value", "6 features", "(7, 2, 4)"),
-    ),
     "key and value lengths": (
         *(given(value=(6, N, E)), ShapeError),
         ("key, value", "equal lengths", "key (7, 2, 12)", "value (6, 2, 12)"),
-    ),
-    "key and value lengths beside kdim": (
-        *(given(key=(S, N, 5), value=(6, N, 6), of=OWN_SIZES), ShapeError),
-        ("key, value", "equal lengths", "value (6, 2, 6)"),
     ),
     "batch sizes": (
         *(given(key=(S, 4, E)), ShapeError),
@@ -114,9 +101,7 @@ CALLS: dict[str, tuple[Given, type[ClearheadError], tuple[str, ...]]] = {
         ("query, key", "equal batch sizes N in dimension 0", "(4, 7, 12)", "batch_first=True"),
     ),
     "one dimension": (given((E,), (E,)), ShapeError, ("three-dimensional", "two-dimensional", "(12,)")),
-    "four dimensions": (given(FOUR, FOUR), ShapeError, ("three-dimensional", "(1, 5, 2, 12)")),
     "batched query only": (given(key=(S, E)), ShapeError, (SEVERAL, "query (5, 2, 12)", "key (7, 12)")),
-    "unbatched query only": (given((L, E)), ShapeError, (SEVERAL, "query (5, 12)", "key (7, 2, 12)")),
     "float64 in a float32 module": (
         *(given(x(L, N, E, dtype=torch.float64)), DTypeError),
         ("query", "torch.float32", "got torch.float64", ".to(torch.float32)"),
@@ -128,16 +113,7 @@ CALLS: dict[str, tuple[Given, type[ClearheadError], tuple[str, ...]]] = {
         *(given(key_padding_mask=mask(S, N)), ShapeError),
         (*PADDING, "got (7, 2)", "batch first"),
     ),
-    "padding mask for another batch": (given(key_padding_mask=mask(3, S)), ShapeError, (*PADDING, "got (3, 7)")),
     "padding mask without a batch": (given(key_padding_mask=mask(S)), ShapeError, (*PADDING, "got (7,)")),
-    "padding mask with three dimensions": (
-        *(given(key_padding_mask=mask(N, 1, S)), ShapeError),
-        (*PADDING, "got (2, 1, 7)"),
-    ),
-    "padding mask of a wrong length, unbatched": (
-        *(given(**UNBATCHED, key_padding_mask=mask(6)), ShapeError),
-        ("key_padding_mask", "7", "6"),
-    ),
     "integer padding mask": (
         *(given(key_padding_mask=mask(N, S, dtype=torch.int64)), DTypeError),
         ("key_padding_mask", HIDES, "got torch.int64", ".bool()"),
@@ -151,29 +127,15 @@ CALLS: dict[str, tuple[Given, type[ClearheadError], tuple[str, ...]]] = {
         *(given(attn_mask=mask(N, S)), ShapeError),
         ("attn_mask", ATTN_MASK, "got (2, 7)", "key_padding_mask"),
     ),
-    "attn_mask for another batch": (given(attn_mask=mask(4, L, S)), ShapeError, (ATTN_MASK, "got (4, 5, 7)")),
-    "attn_mask with one dimension": (given(attn_mask=mask(S)), ShapeError, (ATTN_MASK, "got (7,)")),
     "attn_mask with four wrong sizes": (given(attn_mask=mask(N, 2, L, S)), ShapeError, (ATTN_MASK, "got (2, 2, 5, 7)")),
-    "attn_mask with five dimensions": (
-        *(given(attn_mask=mask(1, N, H, L, S)), ShapeError),
-        (ATTN_MASK, "got (1, 2, 3, 5, 7)"),
-    ),
     "attn_mask transposed, unbatched": (
         *(given(**UNBATCHED, attn_mask=mask(S, L)), ShapeError),
         ("attn_mask", "got (7, 5)"),
-    ),
-    "attn_mask of other heads, unbatched": (
-        *(given(**UNBATCHED, attn_mask=mask(4, L, S)), ShapeError),
-        ("attn_mask", "(3, 5, 7)", "got (4, 5, 7)"),
     ),
     "attn_mask is a list": (given(attn_mask=[[0.0] * S] * L), DTypeError, ("attn_mask", "torch.Tensor", "list")),
     "attn_mask is one of Clearhead's masks": (
         *(given(attn_mask=clearhead.masks.causal()), DTypeError),
         ("attn_mask", "torch.Tensor", "Causal", "clearhead.MultiHeadAttention"),
-    ),
-    "padding mask is a list": (
-        *(given(key_padding_mask=[[0.0] * S] * N), DTypeError),
-        ("key_padding_mask", "torch.Tensor", "list"),
     ),
 }
 
@@ -184,18 +146,6 @@ def test_call(name: str) -> None:
     ours = raised(lambda: clearhead.nn.MultiheadAttention(E, H, **options)(*args, **keywords))
     theirs = raised(lambda: nn.MultiheadAttention(E, H, **options)(*args, **keywords))
     assert_useful(ours, theirs, kind, *words)
-
-
-@pytest.mark.parametrize("nested", ["query, key and value", "key and value"])
-def test_nested_tensors_that_are_not_one_strided_sequence(nested: str) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The PyTorch API of nested tensors")
-        layout = torch.jagged if nested.startswith("query") else torch.strided
-        ragged = torch.nested.nested_tensor([x(L, E), x(3, E)], layout=layout)
-    args = (ragged if nested.startswith("query") else x(N, L, E), ragged, ragged)
-    ours = raised(lambda: clearhead.nn.MultiheadAttention(E, H, **BATCH_FIRST)(*args))
-    theirs = raised(lambda: nn.MultiheadAttention(E, H, **BATCH_FIRST)(*args))
-    assert_useful(ours, theirs, ShapeError, "expected plain tensors", "nested", "to_padded_tensor")
 
 
 def test_a_module_on_the_meta_device_gives_shapes() -> None:
@@ -229,14 +179,10 @@ FUNCTIONAL: dict[str, tuple[tuple[Any, ...], type[ClearheadError], tuple[str, ..
         ("key", "H = 6", "(2, 4, 7, 4)"),
     ),
     "features": ((Q, K[..., :3], V), ShapeError, ("key", "D = 4", "(2, 6, 7, 3)")),
-    "lengths": ((Q, K, V[:, :, :6]), ShapeError, ("key", "value", "(2, 6, 6, 3)")),
     "batch sizes": ((Q, x(4, 6, 7, 4), x(4, 6, 7, 3)), ShapeError, (SEVERAL, "broadcast", "(4, 6, 7, 4)")),
     "one dimension": ((x(4), x(4), x(4)), ShapeError, ("query", "(length, features)", "(4,)")),
     "dtypes": ((Q, K.double(), V.double()), DTypeError, ("key", "torch.float32", "torch.float64")),
-    "dtype of value": ((Q, K, V.double()), DTypeError, ("value", "torch.float32", "torch.float64")),
-    "integers": ((Q.long(), K.long(), V.long()), DTypeError, ("query", "torch.int64", ".float()")),
     "mask shape": ((Q, K, V, mask(7, 5)), ShapeError, ("attn_mask", "(7, 5)")),
-    "mask per item without a head dimension": ((Q, K, V, mask(2, 5, 7)), ShapeError, ("attn_mask", "(2, 5, 7)")),
     "mask with too many dimensions": ((Q, K, V, mask(1, 2, 6, 5, 7)), ShapeError, ("attn_mask", "(1, 2, 6, 5, 7)")),
     "mask with a batch for inputs without": (
         *((Q[0], K[0], V[0], mask(2, 6, 5, 7)), ShapeError),
@@ -244,7 +190,6 @@ FUNCTIONAL: dict[str, tuple[tuple[Any, ...], type[ClearheadError], tuple[str, ..
     ),
     "integer mask": ((Q, K, V, mask(5, 7, dtype=torch.int64)), DTypeError, ("attn_mask", "bool", "torch.int64")),
     "mask is a list": ((Q, K, V, [[True] * 7] * 5), DTypeError, ("attn_mask", "torch.Tensor", "list")),
-    "dropout": ((Q, K, V, None, 1.5), ArgumentError, ("dropout_p", "[0, 1]", "1.5")),
     "query is None": ((None, K, V), DTypeError, ("query", "torch.Tensor", "NoneType")),
     "scale": ((Q, K, V, {"scale": "small"}), DTypeError, ("scale", "a finite number", "str")),
 }

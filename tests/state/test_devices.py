@@ -17,14 +17,14 @@ from tests.support.forgetting import forget
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("learns", [False, True])
 def test_devices_in_turn(causal: bool, learns: bool) -> None:
-    given = [torch.randn(2, 3, 5, 7) for _ in range(3)]
+    inputs = [torch.randn(2, 3, 5, 7) for _ in range(3)]
     mask = masks.causal() if causal else None
     visible = torch.ones(5, 5).tril().bool()[None, None] if causal else None
-    expected = exact_attention(*given, visible).output
+    expected = exact_attention(*inputs, visible).output
     for order in itertools.permutations(("cpu", "meta")):
         forget()
         for device in (*order, *order):
-            output = clearhead.attention(*(x.to(device).requires_grad_(learns) for x in given), mask)
+            output = clearhead.attention(*(x.to(device).requires_grad_(learns) for x in inputs), mask)
             assert output.device.type == device
             assert output.requires_grad == learns
             if device == "cpu":

@@ -23,6 +23,15 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64).to(dtype)
 
 
+def attend(kernel: str | None, *operands: Tensor, **options: Any) -> Any:
+    """Skips the test if the forced kernel refuses the call."""
+    try:
+        with torch.enable_grad() if kernel is None else clearhead.use_kernel(kernel):
+            return clearhead.attention(*operands, **options)
+    except KernelError as error:
+        pytest.skip(str(error))
+
+
 def close(found: Tensor, expected: Tensor) -> None:
     limit = 1e-10 if found.dtype == torch.float64 else 1e-5
     torch.testing.assert_close(
@@ -36,44 +45,39 @@ def close(found: Tensor, expected: Tensor) -> None:
 def test_nan_in_a_fully_masked_query(kernel: str | None, dtype: torch.dtype, learns: tuple[int, ...]) -> None:
     marks = torch.ones(L, S, dtype=torch.bool)
     marks[1] = False
-    given = [drawn(B, H, L, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype)]
-    given[0][:, :, 1] = torch.nan
-    leaves = [x.requires_grad_(n in learns) for n, x in enumerate(given)]
-    doubles = [x.detach().double().requires_grad_(n in learns) for n, x in enumerate(given)]
+    inputs = [drawn(B, H, L, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype)]
+    inputs[0][:, :, 1] = torch.nan
+    leaves = [x.requires_grad_(n in learns) for n, x in enumerate(inputs)]
+    doubles = [x.detach().double().requires_grad_(n in learns) for n, x in enumerate(inputs)]
     expected = exact_attention(*doubles, marks[None, None]).output
-    try:
-        with torch.enable_grad() if kernel is None else clearhead.use_kernel(kernel):
-            output = clearhead.attention(*leaves, masks.keep(marks))
-    except KernelError as error:
-        pytest.skip(str(error))
+    output = attend(kernel, *leaves, mask=masks.keep(marks))
     close(output, expected)
     if learns:
-        found = torch.autograd.grad(output.square().sum(), [leaves[n] for n in learns])
+        result = torch.autograd.grad(output.square().sum(), [leaves[n] for n in learns])
         wanted = torch.autograd.grad(expected.square().sum(), [doubles[n] for n in learns])
-        for mine, theirs in zip(found, wanted, strict=True):
+        for mine, theirs in zip(result, wanted, strict=True):
             close(mine, theirs)
 
 
 @pytest.mark.parametrize("kernel", ["native", "chunked", "reference", None])
 @pytest.mark.parametrize("extras", [{}, {"softcap": 2.0}, {"sinks": True}], ids=str)
 def test_a_loss_of_the_log_sum_exp_alone(kernel: str | None, extras: dict[str, Any]) -> None:
-    given = [drawn(B, H, L, D), drawn(B, KV, S, D), drawn(B, KV, S, D)]
+    inputs = [drawn(B, H, L, D), drawn(B, KV, S, D), drawn(B, KV, S, D)]
     sinks = {"sinks": drawn(H).requires_grad_()} if "sinks" in extras else {}
     options = {**extras, **sinks}
-    leaves = [x.requires_grad_() for x in given]
+    leaves = [x.requires_grad_() for x in inputs]
     doubles = [x.detach().double().requires_grad_() for x in (*leaves, *sinks.values())]
     again = {**options, **({"sinks": doubles[3]} if sinks else {})}
     marks = (torch.arange(L)[:, None] >= torch.arange(S))[None, None]
     expected = torch.autograd.grad(
         exact_attention(*doubles[:3], marks, **again).lse.sin().sum(), doubles, materialize_grads=True
     )
-    with torch.enable_grad() if kernel is None else clearhead.use_kernel(kernel):
-        _, lse = clearhead.attention(*leaves, masks.causal(), return_lse=True, **options)
-    found = torch.autograd.grad(
+    _, lse = attend(kernel, *leaves, mask=masks.causal(), return_lse=True, **options)
+    result = torch.autograd.grad(
         lse.sin().sum(), [*leaves, *sinks.values()], allow_unused=True, materialize_grads=True
     )  # fmt: skip
-    assert found[0].abs().max() > 0.01
-    for mine, theirs in zip(found, expected, strict=True):
+    assert result[0].abs().max() > 0.01
+    for mine, theirs in zip(result, expected, strict=True):
         close(mine, theirs)
 
 
@@ -83,23 +87,19 @@ def test_a_loss_of_the_log_sum_exp_alone(kernel: str | None, extras: dict[str, A
 @pytest.mark.parametrize("learns", [False, True])
 def test_nan_in_keys_after_the_last_query(kernel: str | None, poison: float, more: int, learns: bool) -> None:
     """Under a causal mask no query sees key S − 1 where S = L + 1."""
-    given = [drawn(B, H, L, D), drawn(B, KV, L + more, D), drawn(B, KV, L + more, D)]
-    for x in given[1:]:
+    inputs = [drawn(B, H, L, D), drawn(B, KV, L + more, D), drawn(B, KV, L + more, D)]
+    for x in inputs[1:]:
         x[:, :, L:] = poison
-    leaves = [x.requires_grad_(learns) for x in given]
-    doubles = [x.detach().double()[:, :, :L].requires_grad_(learns) for x in given]
+    leaves = [x.requires_grad_(learns) for x in inputs]
+    doubles = [x.detach().double()[:, :, :L].requires_grad_(learns) for x in inputs]
     marks = (torch.arange(L)[:, None] >= torch.arange(L))[None, None]
     expected = exact_attention(*doubles, marks).output
-    try:
-        with torch.enable_grad() if kernel is None else clearhead.use_kernel(kernel):
-            output = clearhead.attention(*leaves, masks.causal())
-    except KernelError as error:
-        pytest.skip(str(error))
+    output = attend(kernel, *leaves, mask=masks.causal())
     close(output, expected)
     if learns:
-        found = torch.autograd.grad(output.square().sum(), leaves)
+        result = torch.autograd.grad(output.square().sum(), leaves)
         wanted = torch.autograd.grad(expected.square().sum(), doubles)
-        for mine, theirs in zip(found, wanted, strict=True):
+        for mine, theirs in zip(result, wanted, strict=True):
             close(mine[:, :, :L], theirs)
             assert not mine[:, :, L:].any()
 
@@ -122,7 +122,7 @@ def test_a_record_of_an_unpadded_batch(causal: bool, side: str, parts: dict[str,
     if causal:
         mask, visible = mask & masks.causal(), visible & (at[:, None] >= at)
     shapes: list[int] = []
-    hook = module.q_proj.register_forward_pre_hook(lambda _, given: shapes.append(given[0].dim()))
+    hook = module.q_proj.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].dim()))
     with clearhead.record(module, ("rows", "entropy", "max_logit"), keep="queries_keys") as rec:
         output = module(x, mask=mask)
     hook.remove()
@@ -168,20 +168,20 @@ def test_compare_of_cross_attention(side: str) -> None:
         with torch.no_grad(), clearhead.record(model, keep="queries_keys") as rec:
             model(x, memory, marks)
         recs.append(rec)
-    one, other = (rec.weights(0).double() for rec in recs)
-    found = recs[0].compare(recs[1]).divergence["attend"]
-    torch.testing.assert_close(found, _divergence(one, other).mean((0, 2)).to(found.dtype), rtol=1e-5, atol=1e-7)
+    left, right = (rec.weights(0).double() for rec in recs)
+    result = recs[0].compare(recs[1]).divergence["attend"]
+    torch.testing.assert_close(result, _divergence(left, right).mean((0, 2)).to(result.dtype), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("place", range(3))
 def test_a_sparse_tensor_after_an_expanded_one(place: int) -> None:
     """PyTorch says of both that their strides are zero."""
-    given = [drawn(1, 1, 1, 1).expand(B, H, L, D) for _ in range(3)]
-    close(clearhead.attention(*given), given[2])
-    given[place] = drawn(B, H, L, D).to_sparse()
+    inputs = [drawn(1, 1, 1, 1).expand(B, H, L, D) for _ in range(3)]
+    close(clearhead.attention(*inputs), inputs[2])
+    inputs[place] = drawn(B, H, L, D).to_sparse()
     name = ("query", "key", "value")[place]
     with pytest.raises(DTypeError, match=rf"^{name}: expected a torch.Tensor, got a tensor of layout torch.sparse_coo"):
-        clearhead.attention(*given)
+        clearhead.attention(*inputs)
 
 
 def test_a_key_projection_that_fits_no_input_beside_one_for_queries_and_values() -> None:
@@ -206,19 +206,19 @@ def test_the_largest_seed_of_random_eviction() -> None:
 def test_the_top_keys_of_an_item_that_sees_none(dtype: torch.dtype) -> None:
     query, key = drawn(B, H, L, D, dtype=dtype), drawn(B, KV, S, D, dtype=dtype)
     mask = masks.lengths(torch.tensor([0, S]))
-    found = clearhead.attention_statistics(query, key, mask, statistics=("top_k",), top_k=3).top_k
-    assert found is not None
-    assert (found.indices[0] == -1).all()
-    assert (found.weights[0] == 0).all()
-    assert (found.indices[1] >= 0).all()
+    result = clearhead.attention_statistics(query, key, mask, statistics=("top_k",), top_k=3).top_k
+    assert result is not None
+    assert (result.indices[0] == -1).all()
+    assert (result.weights[0] == 0).all()
+    assert (result.indices[1] >= 0).all()
 
 
 @pytest.mark.parametrize("pooling", ["mass", "max"])
 def test_the_map_of_no_query(pooling: Any) -> None:
     query, key = drawn(B, H, 0, D, dtype=torch.float64), drawn(B, KV, S, D, dtype=torch.float64)
-    found = clearhead.attention_statistics(query, key, statistics=("map",), map_size=3, map_pooling=pooling).map
-    assert found is not None
-    assert not found.any()
+    result = clearhead.attention_statistics(query, key, statistics=("map",), map_size=3, map_pooling=pooling).map
+    assert result is not None
+    assert not result.any()
 
 
 def test_the_length_of_patches_in_a_grid_that_is_not_square() -> None:

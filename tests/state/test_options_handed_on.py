@@ -14,7 +14,7 @@ import clearhead
 from clearhead import caches, masks
 from clearhead.positions import Rotary
 from clearhead.transformer import Encoder, EncoderLayer, FeedForward
-from tests.support.projected import KV, B, D, E, H, L, Option, Whole, option, solved
+from tests.support.projected import KV, B, D, E, H, L, Option, Whole, operands, option, solved
 
 _AT = torch.arange(L)
 _GAP = _AT[:, None] - _AT
@@ -30,6 +30,7 @@ OPTIONS: dict[str, Option] = {
     "softcap and sinks": Option({"softcap": 1.5, "sinks": True}, {}),
     "scale": Option({"scale": 1.3}, {"mask": masks.causal()}, _CAUSAL),
     "rotary": Option({"position": Rotary(D)}, {"mask": masks.causal()}, _CAUSAL),
+    "norms": Option({"q_norm": nn.RMSNorm(D).double(), "k_norm": nn.LayerNorm(D).double()}, {}),
     "positions": Option({"position": Rotary(D)}, {"mask": masks.causal(), "positions": 5}, _CAUSAL),
     "dropout, switched off": Option({"dropout": 0.9}, {}),
     "own window": Option({"mask": masks.sliding_window(2, 0)}, {}, ((_GAP >= 0) & (_GAP <= 2))[None, None]),
@@ -47,13 +48,14 @@ OPTIONS: dict[str, Option] = {
     ),
 }  # fmt: skip
 #: Options that mean the same for tokens that come one by one, or as documents of their own.
-IN_STEPS = [name for name, each in OPTIONS.items() if each.by_position and name not in ("none", "softcap and sinks")]
+IN_STEPS = [
+    name
+    for name, each in OPTIONS.items()
+    if each.by_position and name not in ("none", "softcap and sinks", "norms", "dropout, switched off", "positions")
+]
 
-Module = clearhead.MultiHeadAttention
-Case = tuple[Module, Tensor, Option, Whole]
 
-
-def made(name: str) -> tuple[Module, Tensor, Option, Whole]:
+def made(name: str) -> tuple[clearhead.MultiHeadAttention, Tensor, Option, Whole]:
     item = OPTIONS[name]
     module, x = option(clearhead.MultiHeadAttention, E, item), torch.randn(B, L, E, dtype=torch.float64)
     return module, x, item, solved(module, x, item)
@@ -69,12 +71,12 @@ _KERNELS = (None, "reference", "chunked")
 
 @every_option
 def test_the_module_and_its_weights(name: str) -> None:
-    module, x, item, whole = made(name)
-    close(module(x, **item.given), whole.output)
+    module, x, item, expected = made(name)
+    close(module(x, **item.given), expected.output)
     for average in (False, True):
         output, weights = module(x, **item.given, need_weights=True, average_attn_weights=average)
-        close(output, whole.output)
-        close(weights, whole.inside.weights.mean(1) if average else whole.inside.weights)
+        close(output, expected.output)
+        close(weights, expected.inside.weights.mean(1) if average else expected.inside.weights)
 
 
 @every_option
@@ -83,7 +85,7 @@ def test_training_and_checkpointing(name: str) -> None:
     module.dropout = 0.0
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(solved(module, leaf, item).output.square().sum(), leaf)
-    for run in (module.train(), lambda *args, **given: checkpoint(module, *args, **given, use_reentrant=False)):
+    for run in (module.train(), lambda *args, **inputs: checkpoint(module, *args, **inputs, use_reentrant=False)):
         output = run(leaf, **item.given)
         close(output, whole.output)
         close(torch.autograd.grad(output.square().sum(), leaf)[0], expected)
@@ -91,33 +93,33 @@ def test_training_and_checkpointing(name: str) -> None:
 
 @every_option
 def test_a_record(name: str) -> None:
-    module, x, item, whole = made(name)
+    module, x, item, expected = made(name)
     names = ("rows", "received", "max_logit", "entropy", "head_average", "output", "confidence")
     with clearhead.record(module, names, keep="queries_keys") as rec:
-        close(module(x, **item.given), whole.output)
-    found, inside = rec[""][0], whole.inside
+        close(module(x, **item.given), expected.output)
+    result, inside = rec[""][0], expected.inside
     logs = torch.where(inside.weights > 0, inside.weights, 1.0).log()
-    close(found.rows, inside.weights)
-    close(found.entropy, -(inside.weights * logs).sum(-1))
-    close(found.received, inside.weights.sum(-2))
-    close(found.head_average, inside.weights.mean(1))
-    close(found.output, inside.output)
-    close(found.confidence, inside.weights.amax(-1))
-    close(found.max_logit, inside.scores.amax((-1, -2)))
+    close(result.rows, inside.weights)
+    close(result.entropy, -(inside.weights * logs).sum(-1))
+    close(result.received, inside.weights.sum(-2))
+    close(result.head_average, inside.weights.mean(1))
+    close(result.output, inside.output)
+    close(result.confidence, inside.weights.amax(-1))
+    close(result.max_logit, inside.scores.amax((-1, -2)))
     close(rec.weights(0), inside.weights)
 
 
 @every_option
 def test_an_observer_that_may_change_outputs(name: str) -> None:
-    module, x, item, whole = made(name)
+    module, x, item, expected = made(name)
     seen: dict[int, Tensor] = {}
 
     def noted(head: int) -> Callable[[Tensor], Tensor]:
         return lambda output: seen.setdefault(head, output)
 
     with clearhead.intervene(module, {("", head): noted(head) for head in range(H)}):
-        close(module(x, **item.given), whole.output)
-    close(torch.stack([seen[head] for head in range(H)], 1), whole.inside.output)
+        close(module(x, **item.given), expected.output)
+    close(torch.stack([seen[head] for head in range(H)], 1), expected.inside.output)
 
 
 @every_option
@@ -138,36 +140,33 @@ def test_a_monitor(name: str) -> None:
 
 @every_option
 def test_the_functions(name: str) -> None:
-    module, x, item, whole = made(name)
-    q = clearhead.split_heads(module.q_proj(x), H)
-    k, v = (clearhead.split_heads(projection(x), KV) for projection in (module.k_proj, module.v_proj))
-    if module.position is not None:
-        q, k = module.position(q, k, item.given.get("positions", 0))
-    own, given = module.mask, item.given.get("mask")
-    mask: Any = own if given is None else given if own is None else own & given
+    module, x, item, expected = made(name)
+    q, k, v = operands(module, x, item)
+    module_mask, call_mask = module.mask, item.given.get("mask")
+    mask: Any = module_mask if call_mask is None else call_mask if module_mask is None else module_mask & call_mask
     options: dict[str, Any] = {"scale": module.scale, "softcap": module.softcap, "sinks": module.sinks}
     options |= {"query_positions": item.given.get("positions"), "key_positions": item.given.get("positions")}
     for kernel in _KERNELS:
         forced = torch.no_grad() if kernel is None else clearhead.use_kernel(kernel)
         with forced:
             output, lse = clearhead.attention(q, k, v, mask, return_lse=True, **options)
-        close(output, whole.inside.output)
-        close(lse, whole.inside.lse)
-    close(clearhead.attention_weights(q, k, mask, **options), whole.inside.weights)
-    close(clearhead.attention_statistics(q, k, mask, statistics=("rows",), **options).rows, whole.inside.weights)
+        close(output, expected.inside.output)
+        close(lse, expected.inside.lse)
+    close(clearhead.attention_weights(q, k, mask, **options), expected.inside.weights)
+    close(clearhead.attention_statistics(q, k, mask, statistics=("rows",), **options).rows, expected.inside.weights)
 
 
 @every_option
 def test_the_layers_of_an_encoder(name: str) -> None:
-    module, x, item, whole = made(name)
+    module, x, item, expected = made(name)
     layer = EncoderLayer(E, module, FeedForward(E, 5, dtype=torch.float64), norm=nn.Identity).double().eval()
     for parameter in layer.feed_forward.parameters():
         nn.init.zeros_(parameter)
     stack = Encoder([layer])
     for part in (layer, stack):
-        close(part(x, **item.given), x + whole.output)
+        close(part(x, **item.given), x + expected.output)
         weights = part(x, **item.given, need_weights=True, average_attn_weights=False)[1]
-        close(weights[0] if isinstance(weights, list) else weights, whole.inside.weights)
+        close(weights[0] if isinstance(weights, list) else weights, expected.inside.weights)
 
 
 CACHES: dict[str, Callable[[], caches.Cache]] = {
@@ -181,12 +180,10 @@ CACHES: dict[str, Callable[[], caches.Cache]] = {
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_cache(name: str, kind: str, step: int) -> None:
-    if name in ("dropout, switched off", "positions"):
-        pytest.skip("nothing hides later tokens, or tokens before the first are missing")
-    module, x, item, whole = made(name)
+    module, x, item, expected = made(name)
     cache = CACHES[kind]()
     outputs = [module(part, **item.given, cache=cache) for part in x.split(step, 1)]
-    close(torch.cat(outputs, 1), whole.output)
+    close(torch.cat(outputs, 1), expected.output)
 
 
 @pytest.mark.parametrize("name", ["softcap", "sinks", "scale", "rotary", "causal", "window", "documents"])
@@ -199,20 +196,20 @@ def test_an_evicting_cache_keeps_by_the_weights_of_the_call(name: str) -> None:
     received = whole.inside.weights.unflatten(1, (KV, H // KV)).sum((2, 3))  # (B, Hkv, S)
     received[..., -1] = torch.inf  # the newest stays
     expected = received.topk(budget, -1).indices.sort(-1).values
-    found = cache.update(*(torch.zeros(B, KV, 1, D, dtype=torch.float64),) * 2).positions
-    assert found is not None
-    assert torch.equal(found[..., :budget].sort(-1).values, expected)
+    result = cache.update(*(torch.zeros(B, KV, 1, D, dtype=torch.float64),) * 2).positions
+    assert result is not None
+    assert torch.equal(result[..., :budget].sort(-1).values, expected)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIONS if OPTIONS[name].by_position and name != "documents"])
+@pytest.mark.parametrize(
+    "name", [name for name in OPTIONS if OPTIONS[name].by_position and name not in ("documents", "positions")]
+)
 def test_jagged_rows(name: str) -> None:
     module, x, item, _ = made(name)
-    if "positions" in item.given:
-        pytest.skip("rows of their own lengths have positions of their own")
     lengths = (L, 4)
     rows = [x[n, :length] for n, length in enumerate(lengths)]
-    found = module(torch.nested.nested_tensor(rows, layout=torch.jagged), **item.given).unbind()
-    for row, output in zip(rows, found, strict=True):
+    result = module(torch.nested.nested_tensor(rows, layout=torch.jagged), **item.given).unbind()
+    for row, output in zip(rows, result, strict=True):
         n = len(row)
         alone = Option(item.parts, item.given, None if item.visible is None else item.visible[..., :n, :n])
         close(output, solved(module, row[None], alone).output[0])

@@ -26,11 +26,11 @@ def test_parts_in_turn(kernel: str) -> None:
     with clearhead.use_kernel(kernel):
         environment = read_environment()
         request = Request(dropout_p=0.4, seed=seed)
-        whole = attend(query, key, units, request._replace(offset=Offset(H)), environment).output
-        assert (whole == 0).any()
+        expected = attend(query, key, units, request._replace(offset=Offset(H)), environment).output
+        assert (expected == 0).any()
         for pair in itertools.permutations(_PLACES, 2):
             forget()
             for head, row in (*pair, *pair):
                 part = query[:, head : head + 3, row : row + 3], key[:, head : head + 3], units[:, head : head + 3]
-                found = attend(*part, request._replace(offset=Offset(H, head, row)), environment).output
-                torch.testing.assert_close(found, whole[:, head : head + 3, row : row + 3], rtol=1e-5, atol=1e-6)
+                result = attend(*part, request._replace(offset=Offset(H, head, row)), environment).output
+                torch.testing.assert_close(result, expected[:, head : head + 3, row : row + 3], rtol=1e-5, atol=1e-6)

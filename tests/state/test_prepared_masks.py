@@ -54,7 +54,7 @@ REFUSED = "refused"
 
 
 def test_every_field_of_a_grid_has_a_case() -> None:
-    assert {each.name for each in fields(Grid)} - {"memo"} <= {*FIELDS}
+    assert {item.name for item in fields(Grid)} - {"memo"} <= {*FIELDS}
 
 
 def outcome(fixed: Mask, setting: Setting) -> Any:
@@ -102,7 +102,7 @@ _OF_KERNELS = ("batch_size", "num_heads", "dtype", "group")
 )
 def test_calls_that_differ_in_one_field(field: str, kernel: str | None, name: str) -> None:
     base: Setting = {} if kernel is None else {"kernel": kernel}
-    alternatives = [{**base, **each} for each in FIELDS[field]]
+    alternatives = [{**base, **item} for item in FIELDS[field]]
     for first, second in zip(alternatives, [*alternatives[1:], alternatives[0]], strict=True):
         for order in ((first, second), (second, first)):
             # Prepared for the first of the two, so that the second has to fit or to be refused.
@@ -118,9 +118,9 @@ def prepared(name: str, setting: Setting) -> PreparedMask:
     places = {"query_positions": s["query_positions"], "key_positions": s["key_positions"]}
     # Marks and biases have sizes of their own, and fit no other call.
     sizes = (s["L"], s["S"]) if name in ("causal", "window", "computed") else (L, S)
-    found = MASKS[name]().prepare(*sizes, **places)
-    assert isinstance(found, PreparedMask)
-    return found
+    result = MASKS[name]().prepare(*sizes, **places)
+    assert isinstance(result, PreparedMask)
+    return result
 
 
 def _require(found: Any, alone: Any, name: str, setting: Setting) -> None:

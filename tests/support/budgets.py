@@ -35,10 +35,10 @@ def in_turn(
     """
     combinations = list(itertools.product(*turns.values()))
     others = len(combinations) - always
-    found: list[Any] = []
+    result: list[Any] = []
     for case in itertools.product(*(enumerate(values) for values in cases.values())):
         values, turn = [value for _, value in case], always + sum(place for place, _ in case) % others
         for number, combination in enumerate(combinations):
             runs = number in (turn, *range(always)) or whole(*values)
-            found.append(pytest.param(*values, *combination, marks=() if runs else (pytest.mark.slow,)))
-    return pytest.mark.parametrize((*cases, *turns), found, indirect=indirect)
+            result.append(pytest.param(*values, *combination, marks=() if runs else (pytest.mark.slow,)))
+    return pytest.mark.parametrize((*cases, *turns), result, indirect=indirect)

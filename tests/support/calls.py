@@ -124,11 +124,11 @@ def _options(draw, frame: Frame, dtype: torch.dtype, *, fusable: bool) -> dict[s
 
 def _draw_positions(draw, batch: int, length: int, count: int) -> dict[str, Tensor]:
     """Absolute positions for queries, keys, both or (mostly) neither."""
-    given = draw(
+    inputs = draw(
         st.sampled_from([()] * 4 + [("query_positions",), ("key_positions",), ("query_positions", "key_positions")])
     )
     positions = {}
-    for name in given:
+    for name in inputs:
         size = length if name == "query_positions" else count
         rows = draw(st.sampled_from([None, 1, batch]))
         places = [draw(st.permutations(range(20)))[:size] for _ in range(rows or 1)]

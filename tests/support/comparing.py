@@ -47,11 +47,11 @@ def expected_numbers(call: Call) -> Numbers:
     """The same from the oracle, in float64."""
     answer = solve(call.problem)
     output_gradient, lse_gradient = _upstream(call)
-    found = gradients(answer, output_gradient, lse_gradient if call.options["return_lse"] else None)
+    result = gradients(answer, output_gradient, lse_gradient if call.options["return_lse"] else None)
     numbers = {"output": answer.output.detach()}
     if call.options["return_lse"]:
         numbers["lse"] = answer.lse.detach()
-    for (name, tensor), gradient in zip(_named_inputs(call).items(), found, strict=True):
+    for (name, tensor), gradient in zip(_named_inputs(call).items(), result, strict=True):
         if tensor.requires_grad:
             numbers[name] = gradient
     return numbers

@@ -19,8 +19,8 @@ def compiled_steps(
     torch._dynamo.reset()
     counter, counts = CompileCounter(), list[int]()
     compiled = torch.compile(step, backend=counter, fullgraph=True)
-    found = [(prompt or step)(x[:, :3])]
+    result = [(prompt or step)(x[:, :3])]
     for n in range(3, x.shape[1]):
-        found.append(compiled(x[:, [n]]))
+        result.append(compiled(x[:, [n]]))
         counts.append(counter.frame_count)
-    return torch.cat(found, 1), counts
+    return torch.cat(result, 1), counts

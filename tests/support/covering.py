@@ -44,15 +44,15 @@ def covering(
         for _ in range(_DRAWS):
             case = {name: rng.choice(choices) for name, choices in factors.items()}
             case |= dict(zip(names, values, strict=True))
-            count = sum(_combination(case, each) in missing for each in wanted) if possible(case) else 0
+            count = sum(_combination(case, item) in missing for item in wanted) if possible(case) else 0
             if count > most:
                 best, most = case, count
         if best is None:
             del missing[first]
             continue
         cases.append(best)
-        for each in wanted:
-            missing.pop(_combination(best, each), None)
+        for item in wanted:
+            missing.pop(_combination(best, item), None)
     return cases
 
 

@@ -55,8 +55,8 @@ def check_derivatives(function: Function, *inputs: Tensor, fast: bool = False) -
     loss = _square(function(*inputs))
     plain = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
     again = torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True, materialize_grads=True)
-    for found, expected in zip(again, plain, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    for result, expected in zip(again, plain, strict=True):
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
     assert gradgradcheck(function, inputs, check_batched_grad=True, fast_mode=fast)
 
 
@@ -64,8 +64,8 @@ def check_vectorized(function: Function, *inputs: Tensor) -> None:
     """``vectorize=True`` gives the Jacobian and the Hessian that one gradient after another gives."""
     leaves = tuple(tensor.detach() for tensor in inputs)
     for derivative, of in ((jacobian, function), (hessian, lambda *given: _square(function(*given)))):
-        found, expected = derivative(of, leaves, vectorize=True), derivative(of, leaves)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+        result, expected = derivative(of, leaves, vectorize=True), derivative(of, leaves)
+        torch.testing.assert_close(result, expected, rtol=0, atol=1e-10)
 
 
 def batched_and_looped(
@@ -93,8 +93,8 @@ def batched_and_looped(
 
 def check_batched(outputs: Outputs, inputs: tuple[Tensor, ...], tolerance: float = 1e-5) -> None:
     """``is_grads_batched=True`` gives what one gradient after another gives, to so much of the largest number."""
-    for one, other in zip(*batched_and_looped(outputs, inputs), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=tolerance * max(1.0, float(other.abs().max())))
+    for x, y in zip(*batched_and_looped(outputs, inputs), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=tolerance * max(1.0, float(y.abs().max())))
 
 
 def _square(outputs: Outputs) -> Tensor:

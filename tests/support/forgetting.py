@@ -7,13 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 import clearhead._layer.plan
-from clearhead._call.call import valid_call
-from clearhead._call.request import Request as Asked
 from clearhead._call.spec import AttentionSpec
 
-from .requests import Request
-
-__all__ = ["SPEC_FIELDS", "forget", "spec_of"]
+__all__ = ["SPEC_FIELDS", "forget"]
 
 SPEC_FIELDS = AttentionSpec._fields
 
@@ -28,11 +24,4 @@ def forget() -> None:
 @lru_cache(1)
 def _kept_by_arguments(names: tuple[str, ...]) -> list[Any]:
     """The functions of these modules that keep results."""
-    return [each for name in names for each in vars(sys.modules[name]).values() if hasattr(each, "cache_clear")]
-
-
-def spec_of(request: Request) -> AttentionSpec:
-    """The spec of a request that nothing surrounds."""
-    query, key, value = (request.leaves[name] for name in ("query", "key", "value"))
-    asked = Asked(request.shown.mask, lse=request.lse, weights=request.weights, **request.options)
-    return valid_call(query, key, value, asked).spec
+    return [item for name in names for item in vars(sys.modules[name]).values() if hasattr(item, "cache_clear")]

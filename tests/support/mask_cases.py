@@ -157,12 +157,12 @@ def _marks(draw: Draw, frame: Frame, make: Callable[..., masks.Mask], *, opposit
     else:
         scores = _mark_shapes(draw, frame)
     visible = scores > draw(st.sampled_from([0.1, 0.5, 0.9]))
-    given = (~visible if opposite else visible).to(
+    inputs = (~visible if opposite else visible).to(
         draw(st.sampled_from([torch.bool, torch.int64, torch.uint8, torch.float32]))
     )
     if not per_key:
-        return Part(make(given), _marks_rule(visible, frame))
-    return Part(make(keys=given), _marks_rule(visible[:, None, None], frame))
+        return Part(make(inputs), _marks_rule(visible, frame))
+    return Part(make(keys=inputs), _marks_rule(visible[:, None, None], frame))
 
 
 def _mark_shapes(draw: Draw, frame: Frame) -> Tensor:

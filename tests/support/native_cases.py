@@ -67,8 +67,8 @@ def numbers(case: Case, kernel: str, inputs: dict[str, Tensor], seed: int = 3) -
     seen = lse.isfinite()
     upstream = torch.randn(output.shape, generator=random, dtype=torch.float64).to(output.dtype)
     loss = (output * upstream).sum() + lse[seen].sum() / 3
-    found = torch.autograd.grad(loss, tuple(inputs.values()))
-    return {"output": output.detach(), "lse": lse.detach(), **dict(zip(inputs, found, strict=True))}
+    result = torch.autograd.grad(loss, tuple(inputs.values()))
+    return {"output": output.detach(), "lse": lse.detach(), **dict(zip(inputs, result, strict=True))}
 
 
 @functools.lru_cache(maxsize=256)
@@ -81,10 +81,10 @@ def exact_numbers(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, T
 def close_to_exact(case: Case, kernel: str) -> None:
     """1e-5 of the largest number of each kind, against `reference` in float64."""
     exact = exact_numbers(case)
-    for name, found in numbers(case, kernel, case.inputs()).items():
+    for name, result in numbers(case, kernel, case.inputs()).items():
         hidden = exact[name].isinf()
-        assert torch.equal(found.isinf(), hidden), name
-        difference = (found.double() - exact[name])[~hidden].abs().max()
+        assert torch.equal(result.isinf(), hidden), name
+        difference = (result.double() - exact[name])[~hidden].abs().max()
         assert difference <= 1e-5 * max(1.0, float(exact[name][~hidden].abs().max())), f"{name}: off by {difference}"
 
 

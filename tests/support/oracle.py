@@ -97,8 +97,8 @@ def weights_gradients(answer: Answer, weights_gradient: Tensor) -> list[Tensor]:
 def _gradients(answer: Answer, loss: Tensor) -> list[Tensor]:
     if not loss.requires_grad:
         return [torch.zeros_like(leaf) for leaf in answer.leaves]
-    found = torch.autograd.grad(loss, answer.leaves, allow_unused=True, retain_graph=True)
-    return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(answer.leaves, found, strict=True)]
+    result = torch.autograd.grad(loss, answer.leaves, allow_unused=True, retain_graph=True)
+    return [torch.zeros_like(leaf) if one is None else one for leaf, one in zip(answer.leaves, result, strict=True)]
 
 
 def _mix(scores: Tensor, values: Tensor, seen: list[int], sink: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ import clearhead
 
 from .exact import Exact, exact_attention
 
-__all__ = ["Option", "Whole", "option", "solved"]
+__all__ = ["Option", "Whole", "operands", "option", "solved"]
 
 B, L, E, H, KV, D = 2, 7, 24, 6, 3, 4
 
@@ -51,12 +51,18 @@ def option(module: Any, width: int, item: Option) -> Any:
     return made.requires_grad_(False)
 
 
-def solved(module: clearhead.MultiHeadAttention, x: Tensor, item: Option) -> Whole:
-    """The module's call of self-attention in float64."""
+def operands(module: clearhead.MultiHeadAttention, x: Tensor, item: Option) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of self-attention, (B, H, L, D) and (B, Hkv, L, D)."""
     q = clearhead.split_heads(module.q_proj(x), H)
     k, v = (clearhead.split_heads(projection(x), KV) for projection in (module.k_proj, module.v_proj))
+    q, k = (x if norm is None else norm(x) for x, norm in ((q, module.q_norm), (k, module.k_norm)))
     if module.position is not None:
         q, k = module.position(q, k, item.given.get("positions", 0))
+    return q, k, v
+
+
+def solved(module: clearhead.MultiHeadAttention, x: Tensor, item: Option) -> Whole:
+    """The module's call of self-attention in float64."""
     options = {"scale": module.scale, "softcap": module.softcap, "sinks": module.sinks}
-    inside = exact_attention(q, k, v, item.visible, bias=item.bias, **options)
+    inside = exact_attention(*operands(module, x, item), item.visible, bias=item.bias, **options)
     return Whole(module.out_proj(clearhead.merge_heads(inside.output)), inside)

@@ -28,9 +28,9 @@ def snapshot(held: Any, depth: int = 7) -> Any:
     if depth == 0 or isinstance(held, (type, str, bytes, int, float, bool, type(None))):
         return repr(held)
     if isinstance(held, dict):
-        return tuple((repr(key), snapshot(each, depth - 1)) for key, each in held.items())
+        return tuple((repr(key), snapshot(item, depth - 1)) for key, item in held.items())
     if isinstance(held, (list, tuple)):
-        return type(held).__name__, tuple(snapshot(each, depth - 1) for each in held)
+        return type(held).__name__, tuple(snapshot(item, depth - 1) for item in held)
     if isinstance(held, nn.Module):
         return type(held).__name__, snapshot(vars(held), depth)
     return type(held).__name__
@@ -57,15 +57,15 @@ def _of_cache(cache: Cache) -> Any:
     new = [torch.ones(*x.shape[:2], 1, x.shape[3], dtype=x.dtype, device=x.device) for x in (key, value)]
     try:
         with torch.no_grad():
-            found = other.update(*new)
+            result = other.update(*new)
     except Exception as error:
         return *known, repr(error)
-    mask = None if found.mask is None else found.mask.describe()
-    held = found.key, found.value
-    if found.positions is not None:  # what stands nowhere is hidden, whatever it is
-        places = found.positions if found.positions.dim() == 3 else found.positions[:, None]
+    mask = None if result.mask is None else result.mask.describe()
+    held = result.key, result.value
+    if result.positions is not None:  # what stands nowhere is hidden, whatever it is
+        places = result.positions if result.positions.dim() == 3 else result.positions[:, None]
         held = tuple(x.masked_fill((places < 0)[..., None], 0) for x in held)
-    return *known, snapshot((*held, found.positions)), mask
+    return *known, snapshot((*held, result.positions)), mask
 
 
 def surroundings() -> Any:

@@ -97,8 +97,8 @@ def gradients(answer: Answer, inputs: Sequence[Tensor]) -> list[Tensor]:
     for tensor in answer:
         if tensor is not None:
             loss = loss + (tensor * torch.randn(tensor.shape, generator=generator, dtype=torch.float64)).sum()
-    found = torch.autograd.grad(loss, inputs, allow_unused=True)
-    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True)]
+    result = torch.autograd.grad(loss, inputs, allow_unused=True)
+    return [torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, result, strict=True)]
 
 
 def largest_difference(ours: Tensor, theirs: Tensor) -> float:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import clearhead
 from clearhead import masks
-from clearhead.caches import Cache, CrossKVCache, KVCache, SlidingKVCache
+from clearhead.caches import CrossKVCache, KVCache
 from clearhead.errors import ArgumentError, CacheError, DTypeError, ShapeError
-from clearhead.positions import ALiBi, Rotary
+from clearhead.positions import Rotary
 from clearhead.transformer import Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer, SwiGLU
 from tests.caches.decoding import close
 
@@ -57,39 +57,15 @@ chunks = pytest.mark.parametrize("sizes", [[1] * L, [5, 1, 1, 1, 3], [L]], ids=[
 @chunks
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
 @torch.no_grad()
-def test_an_encoder_layer_writes_step_by_step(norm_first: bool, sizes: list[int]) -> None:
-    layer, x = encoder_layer(norm_first=norm_first).eval(), normal(B, L, E)
-    cache = layer.make_cache(B, L)
-    steps = [layer(part, mask=causal, cache=cache) for part in x.split(sizes, 1)]
-    close(torch.cat(steps, 1), layer(x, mask=causal))
-    assert cache.length == L
-
-
-@chunks
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])
-@torch.no_grad()
 def test_a_decoder_layer_needs_the_memory_once(norm_first: bool, sizes: list[int]) -> None:
     layer, x, memory = decoder_layer(norm_first=norm_first).eval(), normal(B, L, E), normal(B, S, E)
     memory_mask = masks.lengths(torch.tensor([S, 4]))
     cache = layer.make_cache(B, L)
     parts = x.split(sizes, 1)
-    found = [layer(parts[0], memory, mask=causal, memory_mask=memory_mask, cache=cache)]
-    found += [layer(part, None, mask=causal, memory_mask=memory_mask, cache=cache) for part in parts[1:]]
-    close(torch.cat(found, 1), layer(x, memory, mask=causal, memory_mask=memory_mask))
+    result = [layer(parts[0], memory, mask=causal, memory_mask=memory_mask, cache=cache)]
+    result += [layer(part, None, mask=causal, memory_mask=memory_mask, cache=cache) for part in parts[1:]]
+    close(torch.cat(result, 1), layer(x, memory, mask=causal, memory_mask=memory_mask))
     assert (cache.length, cache.cross_attention.length) == (L, S)
-
-
-@chunks
-@torch.no_grad()
-def test_stacks_write_step_by_step(sizes: list[int]) -> None:
-    stack, x = encoder(), normal(B, L, E)
-    caches = stack.make_cache(B, L)
-    close(torch.cat([stack(part, mask=causal, cache=caches) for part in x.split(sizes, 1)], 1), stack(x, mask=causal))
-    stack, memory = decoder(), normal(B, S, E)
-    caches = stack.make_cache(B, L)
-    parts = x.split(sizes, 1)
-    found = [stack(part, None if n else memory, mask=causal, cache=caches) for n, part in enumerate(parts)]
-    close(torch.cat(found, 1), stack(x, memory, mask=causal))
 
 
 @torch.no_grad()
@@ -114,9 +90,9 @@ def test_beams_are_reordered_in_every_layer() -> None:
             cache.reorder(torch.tensor(order))
         history, memory = history[order], memory[order]
         new = normal(4, 1, E)
-        found = stack(new, None, mask=causal, cache=caches)
+        result = stack(new, None, mask=causal, cache=caches)
         history = torch.cat((history, new), 1)
-        close(found, stack(history, memory, mask=causal)[:, -1:])
+        close(result, stack(history, memory, mask=causal)[:, -1:])
 
 
 @torch.no_grad()
@@ -154,29 +130,15 @@ def test_left_padding_by_positions(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_layers_may_have_caches_of_different_kinds() -> None:
-    """A window in every other layer, as in Gemma: a ring there, everything elsewhere."""
-    window, near = 4, masks.sliding_window(3, 0)
-    attends = [attention(position=Rotary(DIM), mask=near), attention(mask=ALiBi(H)), attention(mask=near)]
-    stack = Encoder(EncoderLayer(E, attend, nn.Linear(E, E).double()) for attend in attends).eval()
-    for layer in stack.layers:
-        layer.norm1.double(), layer.norm2.double()
-    x = normal(B, L, E)
-    ring = [SlidingKVCache(B, KV_HEADS, window, DIM, dtype=F64) for _ in range(2)]
-    caches: list[Cache] = [ring[0], KVCache(B, KV_HEADS, L, DIM, dtype=F64), ring[1]]
-    close(torch.cat([stack(x[:, [n]], mask=causal, cache=caches) for n in range(L)], 1), stack(x, mask=causal))
-
-
-@torch.no_grad()
 def test_weights_of_a_step_are_those_of_the_whole() -> None:
     stack, x, memory = decoder(), normal(B, L, E), normal(B, S, E)
     caches = stack.make_cache(B, L)
     stack(x[:, :-1], memory, mask=causal, cache=caches)
     _, weights = stack(x[:, -1:], None, mask=causal, cache=caches, need_weights=True)
     _, expected = stack(x, memory, mask=causal, need_weights=True)
-    for found, whole in zip(weights, expected, strict=True):
-        torch.testing.assert_close(found.self_attention, whole.self_attention[:, -1:])
-        torch.testing.assert_close(found.cross_attention, whole.cross_attention[:, -1:])
+    for result, whole in zip(weights, expected, strict=True):
+        torch.testing.assert_close(result.self_attention, whole.self_attention[:, -1:])
+        torch.testing.assert_close(result.cross_attention, whole.cross_attention[:, -1:])
 
 
 def test_parts_hear_of_positions_and_caches_only_when_given() -> None:

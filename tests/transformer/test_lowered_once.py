@@ -17,7 +17,7 @@ from clearhead.positions import RelativeBias, Rotary
 
 from ..masks.operations import CountOperations
 
-B, L, S, E, H = 2, 6, 7, 12, 3
+B, L, E, H = 2, 6, 12, 3
 LAYERS = 12
 
 
@@ -48,12 +48,6 @@ def encoder(count: int, **options: object) -> clearhead.transformer.Encoder:
     )
 
 
-def decoder(count: int) -> clearhead.transformer.Decoder:
-    return clearhead.transformer.Decoder(
-        clearhead.transformer.DecoderLayer(E, attention(), attention(), nn.Linear(E, E)) for _ in range(count)
-    )
-
-
 def evaluations(count: int, run: Callable[[int, Mask], object]) -> int:
     predicate = Counted()
     with torch.no_grad():
@@ -73,21 +67,12 @@ def test_an_encoders_mask(options: dict[str, object], positions: Tensor | None) 
 
     stack, x = encoder(3, **options), torch.randn(B, L, E)
     mask = masks.causal() & masks.lengths(torch.tensor([6, 3]))
-    whole, single = stack(x, mask=mask, positions=positions), x
+    expected, single = stack(x, mask=mask, positions=positions), x
     for layer in stack.layers:
         single = layer(single, mask=mask, positions=positions)
-    assert torch.allclose(whole, single, atol=1e-6)
+    assert torch.allclose(expected, single, atol=1e-6)
     if clearhead.explain(*(torch.zeros(B, H, L, 4),) * 3).kernel == "sdpa":
         assert evaluations(LAYERS, run) == evaluations(1, run)
-
-
-def test_a_decoders_masks() -> None:
-    stack, x, memory = decoder(3), torch.randn(B, L, E), torch.randn(B, S, E)
-    own, other = masks.causal(), masks.lengths(torch.tensor([7, 0]))
-    single = x
-    for layer in stack.layers:
-        single = layer(single, memory, mask=own, memory_mask=other)
-    assert torch.allclose(stack(x, memory, mask=own, memory_mask=other), single, atol=1e-6)
 
 
 def test_from_the_second_layer_on_few_operations() -> None:
@@ -105,9 +90,9 @@ def test_from_the_second_layer_on_few_operations() -> None:
             count(layers, mask), count(layers, None)
         one, twelve = count(1, mask), count(LAYERS, mask)
         bare = (len(count(LAYERS, None).names) - len(count(1, None).names)) // (LAYERS - 1)
-        each = (len(twelve.names) - len(one.names)) / (LAYERS - 1)
+        item = (len(twelve.names) - len(one.names)) / (LAYERS - 1)
         # A layer without a mask issues one operation for its attention, and what surrounds it.
-        assert each <= bare - 1 + most
+        assert item <= bare - 1 + most
         assert twelve.values_read == one.values_read
 
 
@@ -128,17 +113,17 @@ def test_a_bias_that_learns_gets_its_gradient() -> None:
     stack = encoder(3)
     stack(x, mask=bias & lengths).square().sum().backward()
     assert bias.weight.grad is not None
-    found, single = bias.weight.grad.clone(), x
+    result, single = bias.weight.grad.clone(), x
     bias.weight.grad = None
     for layer in stack.layers:
         single = layer(single, mask=bias & lengths)
     single.square().sum().backward()
     assert bias.weight.grad is not None
-    assert torch.allclose(found, bias.weight.grad, atol=1e-5)
+    assert torch.allclose(result, bias.weight.grad, atol=1e-5)
 
 
-def test_a_bool_tensor_for_layers_of_ours_and_as_it_is_for_others() -> None:
-    class Other(nn.Module):
+def test_a_bool_tensor_stays_one_for_layers_of_the_users_own() -> None:
+    class Own(nn.Module):
         def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
             assert isinstance(mask, Tensor)
             return x
@@ -146,7 +131,7 @@ def test_a_bool_tensor_for_layers_of_ours_and_as_it_is_for_others() -> None:
     x, visible = torch.randn(B, L, E), torch.ones(L, L, dtype=torch.bool).tril()
     stack = encoder(2)
     assert torch.allclose(stack(x, mask=visible), stack(x, mask=masks.causal()), atol=1e-6)
-    clearhead.transformer.Encoder([Other()])(x, mask=visible)
+    clearhead.transformer.Encoder([Own()])(x, mask=visible)
 
 
 def pytorchs() -> nn.TransformerEncoder:

@@ -19,35 +19,25 @@ from ._sharing import shared_in_forward
 def hidden_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, grid: Grid, appended: int = 0
 ) -> Mask | None:
-    """Combine `nn.MultiheadAttention`'s three ways to hide keys; a key must be allowed by all of them.
+    """Combine the masks of `nn.MultiheadAttention`. A query may attend to the keys that none of them hides.
 
-    Args:
-        attn_mask, key_padding_mask, is_causal: as for `nn.MultiheadAttention`.
-        grid: N, H, L and S, without the keys that the module appends.
-        appended: how many always visible keys it appends to the S.
+    The `grid` has N, H, L and S. The module appends `appended` keys after the S, which are always visible.
     """
-    tensors = attn_mask, key_padding_mask
-    if attn_mask is key_padding_mask is None:  # rules alone are lowered as fast as they are looked up
-        return _translated(*tensors, is_causal, grid, appended)
-    return shared_in_forward(
-        tensors, (is_causal, grid, appended), lambda: _translated(*tensors, is_causal, grid, appended)
-    )
 
+    def translate() -> Mask | None:
+        translated: list[Mask | None] = []
+        if is_causal:
+            # A causal mask would hide the appended keys, which come last, from most queries.
+            translated.append(causal() if appended == 0 else Or(causal(), Not(prefix(grid.key_length))))
+        if attn_mask is not None:
+            translated.append(_tensor_mask(_per_score(attn_mask, grid), appended))
+        if key_padding_mask is not None:
+            translated.append(_tensor_mask(_per_key(key_padding_mask, grid), appended))
+        return all_of(translated)
 
-def _translated(
-    attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool, grid: Grid, appended: int
-) -> Mask | None:
-    parts: list[Mask | None] = []
-    if is_causal:
-        # Appended keys stand behind the last: a causal mask alone would hide them from most queries.
-        parts.append(causal() if appended == 0 else Or(causal(), Not(prefix(grid.key_length))))
-    if attn_mask is not None:
-        require_bool_or_float("attn_mask", attn_mask, "True = hidden")
-        parts.append(_tensor_mask(_four_dimensional(attn_mask, grid), appended))
-    if key_padding_mask is not None:
-        require_bool_or_float("key_padding_mask", key_padding_mask, "True = hidden")
-        parts.append(_tensor_mask(_per_key(key_padding_mask, grid), appended))
-    return all_of(parts)
+    if attn_mask is key_padding_mask is None:  # lowering a rule costs as little as finding a shared mask
+        return translate()
+    return shared_in_forward((attn_mask, key_padding_mask), (is_causal, grid, appended), translate)
 
 
 def _tensor_mask(tensor: Tensor, appended: int) -> Mask:
@@ -56,53 +46,41 @@ def _tensor_mask(tensor: Tensor, appended: int) -> Mask:
     return bias(tensor) if tensor.is_floating_point() else drop(tensor)
 
 
-def _four_dimensional(attn_mask: Tensor, grid: Grid) -> Tensor:
-    """(L, S), (N·H, L, S), (N, L, S) or (N, H, L, S) → (1 or N, 1 or H, L, S)."""
-    batch, heads, length, keys = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length
-    shape = tuple(attn_mask.shape)
-    if shape == (length, keys):
-        return attn_mask[None, None]
-    if shape == (batch * heads, length, keys):
+def _per_score(attn_mask: Tensor, grid: Grid) -> Tensor:
+    """(L, S), (N·H, L, S), (N, L, S) or (N, H, L, S) → the same with (N, H, L, S) for (N·H, L, S)."""
+    require_bool_or_float("attn_mask", attn_mask, "True = hidden")
+    batch, heads, scores = grid.batch_size, grid.num_heads, (grid.query_length, grid.key_length)
+    shape, of_heads = tuple(attn_mask.shape), (batch * heads, *scores)
+    if shape == of_heads:
         return attn_mask.unflatten(0, (batch, heads))
-    if shape == (batch, length, keys):
-        return attn_mask[:, None]
-    if shape == (batch, heads, length, keys):
-        return attn_mask
-    raise ShapeError(
-        "attn_mask",
-        expected=f"(L, S) = ({length}, {keys}), (N·H, L, S) = ({batch * heads}, {length}, {keys}), "
-        f"(N, L, S) = ({batch}, {length}, {keys}) or (N, H, L, S) = ({batch}, {heads}, {length}, {keys})",
-        got=shape_text(shape),
-        fix="Marks per key, (N, S), go into key_padding_mask." if shape == (batch, keys) else "",
-    )
+    shapes: dict[str, tuple[int, ...]] = {"(L, S)": scores, "(N·H, L, S)": of_heads, "(N, L, S)": (batch, *scores)}
+    shapes["(N, H, L, S)"] = (batch, heads, *scores)
+    if all(shape != accepted for accepted in shapes.values()):
+        *others, last = (f"{name} = {shape_text(accepted)}" for name, accepted in shapes.items())
+        fix = "Marks per key, (N, S), go into key_padding_mask." if shape == (batch, grid.key_length) else ""
+        raise ShapeError("attn_mask", expected=f"{', '.join(others)} or {last}", got=shape_text(shape), fix=fix)
+    return attn_mask
 
 
 def _per_key(key_padding_mask: Tensor, grid: Grid) -> Tensor:
-    """(N, S), or (S,) without a batch → (N, 1, 1, S)."""
+    """(N, S) → (N, 1, 1, S)."""
+    require_bool_or_float("key_padding_mask", key_padding_mask, "True = hidden")
     expected = (grid.batch_size, grid.key_length)
-    if tuple(key_padding_mask.shape) != expected:
-        raise ShapeError(
-            "key_padding_mask",
-            expected=f"(N, S) = {shape_text(expected)}, or (S,) without a batch",
-            got=shape_text(key_padding_mask.shape),
-            fix="It is batch first, whatever batch_first says." if key_padding_mask.shape == expected[::-1] else "",
-        )
+    shape = tuple(key_padding_mask.shape)
+    if shape != expected:
+        fix = "It is batch first, whatever batch_first says." if shape == expected[::-1] else ""
+        text = f"(N, S) = {shape_text(expected)}, or (S,) without a batch"
+        raise ShapeError("key_padding_mask", expected=text, got=shape_text(shape), fix=fix)
     return key_padding_mask[:, None, None, :]
 
 
 def require_bool_or_float(name: str, mask: object, meaning: str) -> None:
     """Raise unless a mask is a bool tensor, which has this meaning, or a float one."""
     if not isinstance(mask, Tensor):
+        fix = "Masks of clearhead.masks go into clearhead.MultiHeadAttention." if isinstance(mask, Mask) else ""
+        raise DTypeError(name, expected="a torch.Tensor, bool or float", got=type(mask).__name__, fix=fix)
+    if strided(name, mask).dtype not in (torch.bool, *FLOATS):
+        expected, fix = f"bool ({meaning}) or float (added to the scores)", meaning.removeprefix("True = ")
         raise DTypeError(
-            name,
-            expected="a torch.Tensor, bool or float",
-            got=type(mask).__name__,
-            fix="Masks of clearhead.masks go into clearhead.MultiHeadAttention." if isinstance(mask, Mask) else "",
-        )
-    if strided(name, mask).dtype != torch.bool and mask.dtype not in FLOATS:
-        raise DTypeError(
-            name,
-            expected=f"bool ({meaning}) or float (added to the scores)",
-            got=str(mask.dtype),
-            fix=f"Write mask.bool() if non-zero means {meaning.removeprefix('True = ')}.",
+            name, expected=expected, got=str(mask.dtype), fix=f"Write mask.bool() if non-zero means {fix}."
         )

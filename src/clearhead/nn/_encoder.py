@@ -1,4 +1,4 @@
-"""What PyTorch's fast path does to the padding of a whole encoder, for encoders whose layers no longer take it."""
+"""Zeros in the padded outputs of an upgraded `nn.TransformerEncoder`, as PyTorch's fast path writes them."""
 
 from __future__ import annotations
 
@@ -24,31 +24,26 @@ def keep_padding(encoder: nn.TransformerEncoder) -> None:
     remove_hook(encoder, _zero_padding)
 
 
-def _zero_padding(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+def _zero_padding(encoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
     """Forward hook of an `nn.TransformerEncoder`."""
-    given = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-    src, padding = given["src"], given.get("src_key_padding_mask")
-    if padding is None or given.get("mask") is not None or not _took_fast_path(module, src, padding):
+    arguments = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    src, padding = arguments["src"], arguments.get("src_key_padding_mask")
+    if padding is None or arguments.get("mask") is not None or not _took_fast_path(encoder, src, padding):
         return None
-    # PyTorch pads with zeros before the norm, which makes its bias of them.
-    norm: nn.Module | None = getattr(module, "norm", None)
-    nothing = output.new_zeros(output.shape[-1])
-    filling = nothing if norm is None else norm(nothing)
-    return torch.where(padding.logical_not()[..., None], output, filling)
+    # PyTorch pads with zeros before the norm, which turns them into its bias.
+    padded, norm = output.new_zeros(output.shape[-1]), getattr(encoder, "norm", None)
+    return torch.where(padding.logical_not()[..., None], output, padded if norm is None else norm(padded))
 
 
 def _took_fast_path(encoder: Any, src: Tensor, padding: Tensor) -> bool:
-    """Whether `nn.TransformerEncoder.forward` would have left its padding out, layers permitting."""
-    # PyTorch decides by its first layer.
-    first = encoder.layers[0]
-    if not torch.backends.mha.get_fastpath_enabled() or first.training or src.dim() != 3 or src.is_nested:
+    """Whether `nn.TransformerEncoder.forward` would have removed the padding if its layers allowed it."""
+    layer = encoder.layers[0]  # the only one that PyTorch checks
+    if not torch.backends.mha.get_fastpath_enabled() or layer.training or src.dim() != 3 or src.is_nested:
         return False
     if torch.is_autocast_enabled() or torch.overrides.has_torch_function((src,)):
         return False
-    if torch.is_grad_enabled() and (src.requires_grad or any(x.requires_grad for x in first.parameters())):
+    if torch.is_grad_enabled() and (src.requires_grad or any(x.requires_grad for x in layer.parameters())):
         return False
     if not getattr(encoder, "mask_check", True):
         return True
-    if left_aligned_padding is None or is_tracing():
-        return False
-    return left_aligned_padding(src, padding.logical_not())
+    return left_aligned_padding is not None and not is_tracing() and left_aligned_padding(src, padding.logical_not())

@@ -1,7 +1,7 @@
-"""The drop-in's errors: Clearhead's, and at the same time of the types PyTorch raises in the same places.
+"""Errors of `clearhead.nn`: Clearhead's, and also of the types that PyTorch raises in the same places.
 
-PyTorch checks some arguments of its attention with `AssertionError`, meets others with `RuntimeError`, and what is no
-tensor with `AttributeError`; code that catches any of them goes on working.
+PyTorch's attention raises `AssertionError` or `RuntimeError` for invalid arguments, and `AttributeError` for arguments
+that are not tensors. Code that catches these types catches Clearhead's errors too.
 """
 
 from __future__ import annotations

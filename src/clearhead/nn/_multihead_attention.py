@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from .._call.naming import add_module
 from .._call.request import Request, WeightsWanted, weights_wanted
 from .._checks import flag, is_probability, number, require_factory, size, strided
 from .._environment import Environment, read_environment
-from .._layer.layer import Layer, Project
+from .._layer.layer import Layer
 from .._layer.linear import require_same
 from .._layer.packing import Costs
 from .._layer.unmodified import inputs_fit
@@ -24,12 +25,15 @@ from ._errors import also_pytorchs
 from ._nested import is_nested_sequence, nest_again, pad_nested
 from ._projection import append_keys, project
 
+#: Query, key and value.
+Inputs = tuple[Tensor, Tensor, Tensor]
+
 
 def keep_off_fast_path(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Do nothing, as a forward pre-hook.
 
-    `nn.TransformerEncoderLayer` goes round its attention module in eval mode and computes from the module's
-    weights itself, unless a hook is attached. This is that hook; it says nothing else.
+    In eval mode `nn.TransformerEncoderLayer` bypasses its attention module and computes with the module's parameters,
+    unless the module has a hook. This is that hook.
     """
 
 
@@ -40,9 +44,9 @@ class MultiheadAttention(nn.MultiheadAttention):
     Signature, parameters, ``state_dict`` keys, initialisation under a seed and return values are PyTorch's. It
     differs where PyTorch is wrong or contradicts itself:
 
-    * ``is_causal=True`` alone is causal, in training and eval. (PyTorch: ignored in eval, an error in training.)
+    * ``is_causal=True`` is causal without a mask too. (PyTorch: ignored in eval, an error in training.)
     * With an `attn_mask` as well, both hide. (PyTorch: a hint under which the mask may be dropped.)
-    * A query with every key hidden gives ``out_proj(0)`` and zero weights. (PyTorch: NaN; pytorch#41508.)
+    * The output of a fully masked row is ``out_proj(0)``, with zero weights. (PyTorch: NaN; pytorch#41508.)
     * Keys appended by `add_bias_kv` and `add_zero_attn` stay visible under every mask.
     * Returned weights are those before dropout.
     * `out_proj` is called as a module, so hooks, LoRA, pruning and parametrizations on it take effect.
@@ -50,7 +54,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Args:
         embed_dim: E, features of query and output.
-        num_heads: H; divides E.
+        num_heads: H, which divides E.
         dropout: probability that a weight is dropped in training. Default 0.
         bias: whether the projections have a bias. Default True.
         add_bias_kv: append one learned key and value. Default False.
@@ -61,7 +65,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         device, dtype: of the parameters.
 
     Raises:
-        ArgumentError: for sizes that are not positive or do not divide; also an `AssertionError` where PyTorch
+        ArgumentError: for sizes that are not positive or do not divide. It is also an `AssertionError` where PyTorch
             raises one.
 
     Example:
@@ -88,25 +92,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         dtype: torch.dtype | None = None,
     ) -> None:
         try:
-            _require_sizes(embed_dim, num_heads, dropout, kdim=kdim, vdim=vdim)
+            size("embed_dim", embed_dim)
+            size("num_heads", num_heads)
+            size("kdim", embed_dim if kdim is None else kdim)
+            size("vdim", embed_dim if vdim is None else vdim)
+            if embed_dim % num_heads:
+                raise ArgumentError("embed_dim", expected=f"a multiple of num_heads = {num_heads}", got=str(embed_dim))
+            number("dropout", dropout, "a probability in [0, 1]", is_probability)
             require_factory(device, dtype)
             bias, add_bias_kv = flag("bias", bias), flag("add_bias_kv", add_bias_kv)
             add_zero_attn, batch_first = flag("add_zero_attn", add_zero_attn), flag("batch_first", batch_first)
         except ClearheadError as error:
             raise also_pytorchs(error) from None
-        super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias,
-            add_bias_kv,
-            add_zero_attn,
-            kdim,
-            vdim,
-            batch_first,
-            device,
-            dtype,
-        )
+        flags = bias, add_bias_kv, add_zero_attn
+        super().__init__(embed_dim, num_heads, dropout, *flags, kdim, vdim, batch_first, device, dtype)
         self.register_forward_pre_hook(keep_off_fast_path)
 
     def forward(
@@ -123,23 +122,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Attend from `query` to `key` and mix `value`.
 
         Args:
-            query: (L, N, E), (N, L, E) if ``batch_first``, or (L, E) without a batch. For self-attention also one
-                nested tensor with ``layout=torch.strided`` as query, key and value, without masks; the output is
-                nested too, and weights are padded with zeros.
+            query: (L, N, E), (N, L, E) if ``batch_first``, or (L, E) without a batch. For self-attention without masks
+                also one nested tensor with ``layout=torch.strided`` as query, key and value. The output is then nested
+                too, and weights are padded with zeros.
             key: (S, N, kdim), (N, S, kdim) or (S, kdim).
             value: (S, N, vdim), (N, S, vdim) or (S, vdim).
-            key_padding_mask: (N, S), or (S,) without a batch; bool ``True`` = hidden, or float, added to scores.
+            key_padding_mask: (N, S), or (S,) without a batch. Bool ``True`` = hidden. Float is added to the scores.
             need_weights: also return the weights. The output is the same to rounding. Default True.
-            attn_mask: (L, S), (N·H, L, S), (N, L, S) or (N, H, L, S); bool ``True`` = hidden, or float, added.
+            attn_mask: (L, S), (N·H, L, S), (N, L, S) or (N, H, L, S). Bool ``True`` = hidden. Float is added.
             average_attn_weights: average the weights over heads. Default True.
-            is_causal: query i sees keys j ≤ i only, besides what the masks hide. Default False.
+            is_causal: query i attends only to keys j ≤ i that the masks leave visible. Default False.
 
         Returns:
-            Output in the layout of `query`, and the weights (N, L, S′), (N, H, L, S′) if not averaged, without N for
-            unbatched inputs, or ``None``; S′ counts appended keys too.
+            The output in the layout of `query`, and the weights or ``None``. Weights are (N, L, S′), or (N, H, L, S′)
+            if not averaged, where S′ includes appended keys. Unbatched inputs return unbatched outputs.
 
         Raises:
-            ShapeError, DTypeError: which are also instances of what PyTorch raises in the same place.
+            ShapeError, DTypeError: for invalid arguments. They are also instances of the types that PyTorch raises.
         """
         environment = read_environment()
         try:
@@ -149,145 +148,107 @@ class MultiheadAttention(nn.MultiheadAttention):
                 has_masks = attn_mask is not None or key_padding_mask is not None
                 query, padding = pad_nested(query, self.embed_dim, has_masks, self.batch_first)
                 key, value, key_padding_mask = query, query, padding
-            _require_inputs(self, query, key, value, environment)
-            output, weights = self._attend(
-                query, key, value, key_padding_mask, attn_mask, is_causal, wanted, environment
-            )
+            inputs = query, key, value
+            _require_inputs(self, inputs, environment)
+            output, weights = self._attend(inputs, (attn_mask, key_padding_mask, is_causal), wanted, environment)
             if padding is not None:
                 output = nest_again(output, padding)
                 if weights is not None:
-                    rows = padding[:, :, None] if wanted == "average" else padding[:, None, :, None]
-                    weights = weights.masked_fill(rows, 0)
+                    padded_rows = padding[:, :, None] if wanted == "average" else padding[:, None, :, None]
+                    weights = weights.masked_fill(padded_rows, 0)
         except ClearheadError as error:
-            theirs = also_pytorchs(error)
-            add_module(theirs, self)
-            raise theirs from error.__cause__
+            converted = also_pytorchs(error)
+            add_module(converted, self)
+            raise converted from error.__cause__
         return output, None if weights is None else weights.to(output.dtype)
 
     def _attend(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-        is_causal: bool,
-        weights: WeightsWanted,
+        inputs: Inputs,
+        masks: tuple[Tensor | None, Tensor | None, bool],
+        wanted: WeightsWanted,
         environment: Environment,
     ) -> tuple[Tensor, Tensor | None]:
         """The output in the layout of `query`, and the weights."""
-        # The core is batch first; these are views, and projections go back to what lies in memory.
-        unbatched = query.dim() == 2
+        attn_mask, key_padding_mask, is_causal = masks
+        unbatched = inputs[0].dim() == 2
+        sequence_first = not unbatched and not self.batch_first
+        # The core is batch first. These are views, and `_project` undoes them.
+        if unbatched or sequence_first:
+            inputs = _each(inputs, lambda x: x.unsqueeze(0) if unbatched else x.transpose(0, 1))
+        query, key, value = inputs  # (N, L or S, E)
         if unbatched and isinstance(key_padding_mask, Tensor) and key_padding_mask.dim() == 1:
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        sequence_first = not unbatched and not self.batch_first
-        q, k, v = (
-            _each(query, key, value, lambda x: x.unsqueeze(0) if unbatched else x.transpose(0, 1))
-            if (unbatched or sequence_first)
-            else (query, key, value)
-        )  # (N, L or S, E)
         appended = (self.bias_k is not None) + bool(self.add_zero_attn)
         mask = None
         if attn_mask is not None or key_padding_mask is not None or is_causal:
-            grid = Grid(q.shape[0], self.num_heads, q.shape[1], k.shape[1], q.device)
+            grid = Grid(query.shape[0], self.num_heads, query.shape[1], key.shape[1], query.device)
             mask = hidden_mask(attn_mask, key_padding_mask, is_causal, grid, appended)
-        layer = Layer(
-            self._project(sequence_first, environment),
-            self.out_proj,
-            self.num_heads,
-            self.num_heads,
-            Request(dropout_p=self.dropout if self.training else 0.0),
-            # Appended keys belong to no token, so that unpadded rows have no place for them.
-            costs=None if appended else _costs(self),
-            batch_first=not sequence_first,
-        )
-        output, found = layer.run(q, k, v, mask, environment, weights=weights)
+        heads, projections = self.num_heads, partial(self._project, sequence_first)
+        request = Request(dropout_p=self.dropout if self.training else 0.0)
+        # Appended keys belong to no token, so packed sequences cannot hold them.
+        width, kdim, vdim = self.embed_dim, cast(int, self.kdim), cast(int, self.vdim)
+        costs = None if appended else Costs(2 * width * width, (kdim + vdim) * width, 2 * width)
+        layer = Layer(projections, self.out_proj, heads, heads, request, costs=costs, batch_first=not sequence_first)
+        output, weights = layer.run(query, key, value, mask, environment, weights=wanted)
         if unbatched:
-            return output.squeeze(0), None if found is None else found.squeeze(0)
-        return output.transpose(0, 1) if sequence_first else output, found
+            return output.squeeze(0), None if weights is None else weights.squeeze(0)
+        return output.transpose(0, 1) if sequence_first else output, weights
 
-    def _project(self, sequence_first: bool, environment: Environment) -> Project:
-        separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-
-        def projected(query: Tensor, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Any, Any]:
-            batched = query.dim() == 3
-            inputs = (query, cast(Tensor, key), cast(Tensor, value))
-            if sequence_first and batched:  # as they lie in memory
-                inputs = _each(*inputs, lambda x: x.transpose(0, 1))
-            parts = project(*inputs, self.in_proj_weight, self.in_proj_bias, separate)
-            if sequence_first and batched:
-                parts = tuple(x.transpose(0, 1) for x in parts)
-            q, k, v = parts
-            if batched:
-                k, v = append_keys(k, v, self.bias_k, self.bias_v, self.add_zero_attn)  # (N, S′, E)
-            return q, k, v
-
-        return projected
+    def _project(self, sequence_first: bool, query: Tensor, key: Tensor | None, value: Tensor | None) -> Inputs:
+        batched = query.dim() == 3
+        inputs = query, cast(Tensor, key), cast(Tensor, value)
+        if sequence_first and batched:  # as they are in memory
+            inputs = _each(inputs, lambda x: x.transpose(0, 1))
+        separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
+        q, k, v = project(*inputs, self.in_proj_weight, self.in_proj_bias, separate)
+        if sequence_first and batched:
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        if batched:
+            k, v = append_keys(k, v, self.bias_k, self.bias_v, self.add_zero_attn)  # (N, S′, E)
+        return q, k, v
 
 
-def _each(
-    query: Tensor, key: Tensor, value: Tensor, change: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What `change` makes of each; one tensor stays one."""
+def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """The results of `change`. Inputs that are one tensor stay one."""
+    query, key, value = inputs
     q = change(query)
     k = q if key is query else change(key)
     return q, k, k if value is key else q if value is query else change(value)
 
 
-def _costs(module: MultiheadAttention) -> Costs:
-    width = module.embed_dim
-    return Costs(2 * width * width, (cast(int, module.kdim) + cast(int, module.vdim)) * width, 2 * width)
-
-
-def _require_sizes(embed_dim: int, num_heads: int, dropout: float, **sizes: int | None) -> None:
-    for name, value in ({"embed_dim": embed_dim, "num_heads": num_heads} | sizes).items():
-        if value is not None or name in ("embed_dim", "num_heads"):
-            size(name, value)
-    if embed_dim % num_heads:
-        raise ArgumentError("embed_dim", expected=f"a multiple of num_heads = {num_heads}", got=str(embed_dim))
-    number("dropout", dropout, "a probability in [0, 1]", is_probability)
-
-
-def _require_inputs(
-    module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, environment: Environment
-) -> None:
+def _require_inputs(module: MultiheadAttention, inputs: Inputs, environment: Environment) -> None:
     weight = module.__dict__["_parameters"].get("in_proj_weight")
     batch_dim = 0 if module.batch_first else 1
-    if not environment.tracing and inputs_fit(query, key, value, (weight, weight, weight), batch_dim):
+    if not environment.tracing and inputs_fit(*inputs, (weight, weight, weight), batch_dim):
         return
-    tensors = {"query": query, "key": key, "value": value}
-    for name, x in tensors.items():
+    query, key, value = inputs
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
         if not isinstance(x, Tensor) or not x.is_nested:
             strided(name, x)
-    if query.is_nested or key.is_nested or value.is_nested:
-        raise ShapeError(
-            "query, key, value",
-            expected="plain tensors, or for self-attention one nested tensor with layout=torch.strided",
-            got=", ".join(f"{name} nested, {x.layout}" for name, x in tensors.items() if x.is_nested),
-            fix="Pad them with torch.nested.to_padded_tensor, and pass the padding as key_padding_mask.",
-        )
+    nested = [f"{name} nested, {x.layout}" for name, x in named.items() if x.is_nested]
+    if nested:
+        expected = "plain tensors, or for self-attention one nested tensor with layout=torch.strided"
+        fix = "Pad them with torch.nested.to_padded_tensor, and pass the padding as key_padding_mask."
+        raise ShapeError("query, key, value", expected=expected, got=", ".join(nested), fix=fix)
     if query.dim() not in (2, 3) or key.dim() != query.dim() or value.dim() != query.dim():
-        problem, fix = "all three-dimensional, or all two-dimensional without a batch", "Add the batch with unsqueeze."
-        raise ShapeError("query, key, value", expected=problem, got=_shapes(tensors), fix=fix)
-    for name, x, features in (
-        ("query", query, module.embed_dim),
-        ("key", key, module.kdim),
-        ("value", value, module.vdim),
-    ):
+        expected, fix = "all three-dimensional, or all two-dimensional without a batch", "Add the batch with unsqueeze."
+        raise ShapeError("query, key, value", expected=expected, got=_shapes(named), fix=fix)
+    for (name, x), features in zip(named.items(), (module.embed_dim, module.kdim, module.vdim), strict=True):
         if x.shape[-1] != features:
             fix = "Sizes of key and value inputs are set by kdim= and vdim=."
             raise ShapeError(name, expected=f"{features} features", got=shape_text(x.shape), fix=fix)
-    layout = f"This module has batch_first={module.batch_first}."
+    fix = f"This module has batch_first={module.batch_first}."
     if key.shape[:-1] != value.shape[:-1]:
-        problem = "equal lengths and batch sizes"
-        raise ShapeError("key, value", expected=problem, got=_shapes(tensors), fix=layout)
+        raise ShapeError("key, value", expected="equal lengths and batch sizes", got=_shapes(named), fix=fix)
     if query.dim() == 3 and query.shape[batch_dim] != key.shape[batch_dim]:
-        problem = f"equal batch sizes N in dimension {batch_dim}"
-        raise ShapeError("query, key", expected=problem, got=_shapes(tensors), fix=layout)
+        expected = f"equal batch sizes N in dimension {batch_dim}"
+        raise ShapeError("query, key", expected=expected, got=_shapes(named), fix=fix)
     weight = module.in_proj_weight if module.in_proj_weight is not None else module.q_proj_weight
-    for name, x in tensors.items():
+    for name, x in named.items():
         require_same(name, x, cast(Tensor, weight))
 
 
-def _shapes(tensors: dict[str, Tensor]) -> str:
-    return ", ".join(f"{name} {shape_text(x.shape)}" for name, x in tensors.items())
+def _shapes(inputs: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {shape_text(x.shape)}" for name, x in inputs.items())

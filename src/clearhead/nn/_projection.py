@@ -1,4 +1,4 @@
-"""The input projections of `nn.MultiheadAttention`, whose three weights are packed into one parameter or separate."""
+"""The input projections of `nn.MultiheadAttention`, whose parameters are one tensor or three."""
 
 from __future__ import annotations
 
@@ -20,16 +20,10 @@ def project(
     in_proj_bias: Tensor | None,
     separate: tuple[Tensor | None, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiply query, key and value with their weights, in one product where inputs are one tensor.
+    """Multiply query, key and value with their parameters, in one GEMM where inputs are one tensor.
 
-    Args:
-        query, key, value: (…, features).
-        in_proj_weight: (3E, E), or ``None`` where the weights are separate.
-        in_proj_bias: (3E,), or ``None``.
-        separate: weights of query, key and value, used without `in_proj_weight`.
-
-    Returns:
-        Query, key and value, (…, E) each.
+    The inputs are (…, features) and the results (…, E). `in_proj_weight` is (3E, E). If it is ``None``, `separate` has
+    the parameters of query, key and value. `in_proj_bias` is (3E,) or ``None``.
     """
     weight, bias = in_proj_weight, in_proj_bias
     if weight is not None:
@@ -43,20 +37,19 @@ def project(
             return q, k, v
         separate = weight.chunk(3)
     biases = (None, None, None) if bias is None else bias.chunk(3)
-    parts = zip((query, key, value), separate, biases, strict=True)
-    q, k, v = (_linear(x, cast(Tensor, own), own_bias) for x, own, own_bias in parts)
+    operands = zip((query, key, value), cast("tuple[Tensor, ...]", separate), biases, strict=True)
+    q, k, v = (_linear(*triple) for triple in operands)
     return q, k, v
 
 
 def append_keys(
     k: Tensor, v: Tensor, bias_k: Tensor | None, bias_v: Tensor | None, add_zero_attn: bool
 ) -> tuple[Tensor, Tensor]:
-    """Append the learned key and value, then the zero ones, where there are any: (N, S, E) → (N, S′, E)."""
-    batch = k.shape[0]
+    """Append the learned key and value, then the zero ones, if the module has them: (N, S, E) → (N, S′, E)."""
     if bias_k is not None and bias_v is not None:
-        # Under autocast the parameters are of another dtype than the projections.
-        k = torch.cat([k, bias_k.to(k.dtype).expand(batch, 1, -1)], 1)
-        v = torch.cat([v, bias_v.to(v.dtype).expand(batch, 1, -1)], 1)
+        # Under autocast the parameters have another dtype than the projected tensors.
+        pairs = (k, bias_k), (v, bias_v)
+        k, v = (torch.cat([x, learned.to(x.dtype).expand(x.shape[0], 1, -1)], 1) for x, learned in pairs)
     if add_zero_attn:
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     return k, v
@@ -65,7 +58,7 @@ def append_keys(
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`linear`, with a bias of any float dtype.
 
-    PyTorch's class computes with one of another dtype or raises, depending on the strides of its inputs.
+    With another dtype PyTorch's class computes or raises, depending on the strides of its inputs.
     """
     if bias is None or bias.dtype == weight.dtype or autocast_is_on(x):
         return linear(x, weight, bias)

@@ -13,21 +13,20 @@ from .._torch_private import has_hook, remove_hook
 from ..masks._base import Mask
 from ..masks._prepared import shared
 
-#: Modules that hand the same mask tensors to all their layers.
+#: Modules that pass the same mask tensors to all their layers.
 STACKS = (nn.TransformerEncoder, nn.TransformerDecoder)
-
-_Held = dict[Hashable, tuple[tuple[Tensor | None, ...], "Mask | None"]]
 
 
 class _Forwards(threading.local):
-    running: tuple[_Held, ...] = ()
+    #: For each running forward, mask tensors and their translation.
+    running: tuple[dict[Hashable, tuple[object, Mask | None]], ...] = ()
 
 
 _forwards = _Forwards()
 
 
 def share_masks(stack: nn.Module) -> None:
-    """Let the attention modules of a stack share what they make of its masks, from now on."""
+    """Let the attention modules of a stack share their translated masks, from now on."""
     if not has_hook(stack, _begin):
         stack.register_forward_pre_hook(_begin)
         stack.register_forward_hook(_end, always_call=True)
@@ -40,25 +39,22 @@ def stop_sharing(stack: nn.Module) -> None:
 
 
 def shared_in_forward(
-    tensors: tuple[Tensor | None, ...], rest: Hashable, translate: Callable[[], Mask | None]
+    tensors: tuple[Tensor | None, ...], settings: Hashable, translate: Callable[[], Mask | None]
 ) -> Mask | None:
-    """What `translate` makes of mask tensors, shared by the layers of the stack whose forward is running.
+    """The mask that `translate` returns, shared by the layers of the stack whose forward runs.
 
-    Args:
-        tensors: the very tensors that the layers are given; held until the forward ends, so that none takes the place
-            of another.
-        rest: what else the translation depends on.
-        translate: makes the mask.
+    The translation depends on the mask tensors of the call and on `settings`. The tensors are kept until the forward
+    ends, so that no id is used twice.
     """
-    # What one graph made is no tensor of another.
+    # Tensors of a graph do not exist outside it.
     if not _forwards.running or is_tracing():
         return translate()
-    held = _forwards.running[-1]
-    # By identity: comparing values would cost what sharing saves, and these tensors live until the forward ends.
-    key = tuple(map(id, tensors)), rest
-    if key not in held:
-        held[key] = tensors, shared(translate())
-    return held[key][1]
+    masks = _forwards.running[-1]
+    # By identity, because comparing values would cost what sharing saves.
+    key = tuple(map(id, tensors)), settings
+    if key not in masks:
+        masks[key] = tensors, shared(translate())
+    return masks[key][1]
 
 
 def _begin(module: nn.Module, args: tuple[Any, ...]) -> None:

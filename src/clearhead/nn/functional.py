@@ -12,6 +12,7 @@ from .._checks import flag, strided
 from ..errors import ClearheadError, DeviceError, ShapeError, shape_text
 from ..masks import bias, causal, keep
 from ..masks._base import Mask
+from ..masks._of_tensor import broadcasts
 from ._convention import require_bool_or_float
 from ._errors import also_pytorchs
 
@@ -30,16 +31,16 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention` with Clearhead's meaning and kernels.
 
-    It differs in that a query with every key hidden gives zero on every kernel, NaN in hidden keys and values does
-    not spread, and `is_causal` together with `attn_mask` means both (PyTorch refuses that).
+    It differs from PyTorch's function in three ways. The output of a fully masked row is zero on every kernel. NaN in
+    masked keys and values does not spread. `is_causal` and `attn_mask` may be combined, which PyTorch refuses.
 
     Args:
-        query: (…, H, L, D); leading sizes broadcast.
+        query: (…, H, L, D). Leading sizes broadcast.
         key: (…, H, S, D), or (…, Hkv, S, D) with `enable_gqa`.
         value: (…, H, S, Dv), or (…, Hkv, S, Dv) with `enable_gqa`.
-        attn_mask: broadcasts to (…, H, L, S); bool ``True`` = may attend, or float, added to the scores.
-        dropout_p: probability that a weight is dropped, whatever the mode. Default 0.
-        is_causal: query i sees keys j ≤ i only. Default False.
+        attn_mask: broadcasts to (…, H, L, S). Bool ``True`` = may attend. Float is added to the scores.
+        dropout_p: probability that a weight is dropped, in every mode. Default 0.
+        is_causal: query i attends to keys j ≤ i. Default False.
         scale: factor of the scores. Default 1/√D.
         enable_gqa: let several query heads share a key/value head. Default False.
 
@@ -47,7 +48,7 @@ def scaled_dot_product_attention(
         (…, H, L, Dv).
 
     Raises:
-        ShapeError, DTypeError: which are also `RuntimeError`s, as PyTorch's are.
+        ShapeError, DTypeError: for invalid arguments. They are also `RuntimeError`s, as PyTorch's are.
 
     Example:
         >>> import torch, clearhead
@@ -67,37 +68,43 @@ def scaled_dot_product_attention(
 def translate(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> tuple[tuple[int, ...], tuple[Tensor, Tensor, Tensor], Mask | None]:
-    """Bring PyTorch's arguments into the core's form.
-
-    Returns:
-        The leading sizes, query, key and value as (B, H, L, D), B the product of the leading sizes, and the mask.
-
-    Raises:
-        ShapeError, DTypeError: for what does not fit.
-    """
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    """The leading sizes, query, key and value as (B, H, L, D) with their product B, and the mask."""
+    tensors = query, key, value
+    for name, tensor in zip(("query", "key", "value"), tensors, strict=True):
         if strided(name, tensor).dim() < 2:
             raise ShapeError(name, expected="at least (length, features)", got=shape_text(tensor.shape))
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
-    leading = _broadcast(query, key, value)
-    heads, key_heads, value_heads = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in (query, key, value))
+    leading = _broadcast(tensors)
+    heads, key_heads, value_heads = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in tensors)
     if not enable_gqa:
-        heads = key_heads = value_heads = _common(query, key, value, (heads, key_heads, value_heads))
+        heads = key_heads = value_heads = _common(tensors, (heads, key_heads, value_heads))
     q, k = _four_dimensional(query, leading, heads), _four_dimensional(key, leading, key_heads)
     v = _four_dimensional(value, leading, value_heads)
-    if key_heads != value_heads:  # PyTorch lets them group differently
-        k, v = (_repeated("key", k, heads), _repeated("value", v, heads))
-    return leading, (q, k, v), _mask(attn_mask, leading, (heads, q.shape[2], k.shape[2]), is_causal, q.device)
+    if key_heads != value_heads:  # PyTorch lets keys and values have different groups
+        k, v = _repeated("key", k, heads), _repeated("value", v, heads)
+    sizes = *leading, heads, q.shape[2], k.shape[2]
+    return leading, (q, k, v), _mask(attn_mask, sizes, is_causal, q.device)
 
 
-def _common(query: Tensor, key: Tensor, value: Tensor, heads: tuple[int, int, int]) -> int:
+def _broadcast(tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[int, ...]:
+    """The sizes before (H, L, D), broadcast together."""
+    try:
+        return tuple(torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors)))
+    except RuntimeError as error:
+        raise _misfit(tensors, "leading sizes that broadcast") from error
+
+
+def _common(tensors: tuple[Tensor, Tensor, Tensor], heads: tuple[int, int, int]) -> int:
     """The number of heads to which all broadcast."""
     most = max(heads)
-    if any(count != 1 and count != most for count in heads):
-        got = ", ".join(shape_text(tensor.shape) for tensor in (query, key, value))
-        fix = "Pass enable_gqa=True if query heads share keys."
-        raise ShapeError("query, key, value", expected=f"equal numbers of heads, H = {most}", got=got, fix=fix)
+    if not all(broadcasts(count, most) for count in heads):
+        raise _misfit(tensors, f"equal numbers of heads, H = {most}", "Pass enable_gqa=True if query heads share keys.")
     return most
+
+
+def _misfit(tensors: tuple[Tensor, Tensor, Tensor], expected: str, fix: str = "") -> ShapeError:
+    got = ", ".join(shape_text(tensor.shape) for tensor in tensors)
+    return ShapeError("query, key, value", expected=expected, got=got, fix=fix)
 
 
 def _repeated(name: str, tensor: Tensor, heads: int) -> Tensor:
@@ -107,46 +114,26 @@ def _repeated(name: str, tensor: Tensor, heads: int) -> Tensor:
     return tensor.repeat_interleave(heads // max(1, tensor.shape[1]), 1)
 
 
-def _broadcast(*tensors: Tensor) -> tuple[int, ...]:
-    """The sizes before (H, L, D), broadcast together."""
-    try:
-        return tuple(torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors)))
-    except RuntimeError as error:
-        got = ", ".join(shape_text(tensor.shape) for tensor in tensors)
-        raise ShapeError("query, key, value", expected="leading sizes that broadcast", got=got) from error
-
-
 def _four_dimensional(tensor: Tensor, leading: tuple[int, ...], heads: int) -> Tensor:
     """(…, H, L, D) → (B, H, L, D), B the product of the leading sizes."""
-    size = math.prod(leading)
-    return tensor.expand(*leading, heads, *tensor.shape[-2:]).reshape(size, heads, *tensor.shape[-2:])
+    full = tensor.expand(*leading, heads, *tensor.shape[-2:])
+    return full.reshape(math.prod(leading), *full.shape[-3:])
 
 
-def _mask(
-    attn_mask: Tensor | None,
-    leading: tuple[int, ...],
-    sizes: tuple[int, int, int],
-    is_causal: bool,
-    device: torch.device,
-) -> Mask | None:
-    rule = causal() if is_causal else None
+def _mask(attn_mask: Tensor | None, sizes: tuple[int, ...], is_causal: bool, device: torch.device) -> Mask | None:
     if attn_mask is None:
-        return rule
+        return causal() if is_causal else None
     require_bool_or_float("attn_mask", attn_mask, "True = may attend")
     if attn_mask.device != device:
         expected, fix = f"query's device {device}", "Move it with .to(query.device)."
         raise DeviceError("attn_mask", expected=expected, got=str(attn_mask.device), fix=fix)
-    full = (*leading, *sizes)
-    given = tuple(attn_mask.shape)
-    pairs = zip(reversed(given), reversed(full), strict=False)
-    if len(given) > len(full) or any(size != 1 and size != whole for size, whole in pairs):
-        got, expected = shape_text(given), f"a shape that broadcasts to {shape_text(full)}"
-        raise ShapeError("attn_mask", expected=expected, got=got)
-    # Leading sizes are one batch to the core, so that the mask's have to be expanded before they are merged.
-    if attn_mask.dim() > 3 and len(leading) != 1:
-        attn_mask = attn_mask.expand(*leading, *attn_mask.shape[-3:])
-        attn_mask = attn_mask.reshape(math.prod(leading), *attn_mask.shape[-3:])
-    while attn_mask.dim() < 4:
-        attn_mask = attn_mask.unsqueeze(0)
+    shape, leading = tuple(attn_mask.shape), sizes[:-3]
+    pairs = zip(reversed(shape), reversed(sizes), strict=False)
+    if len(shape) > len(sizes) or not all(broadcasts(*pair) for pair in pairs):
+        raise ShapeError("attn_mask", expected=f"a shape that broadcasts to {shape_text(sizes)}", got=shape_text(shape))
+    # The leading sizes become one batch, so those of the mask are expanded first.
+    if len(shape) > 3 and len(leading) != 1:
+        attn_mask = _four_dimensional(attn_mask, leading, shape[-3])
+    attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     mask = bias(attn_mask) if attn_mask.is_floating_point() else keep(attn_mask)
-    return mask if rule is None else rule & mask
+    return causal() & mask if is_causal else mask

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 
 from .._call.caching import Cache, Positions
-from .._checks import flag, module, size, strided
+from .._checks import flag, strided
 from ..caches._base import unchanged_if_refused
 from ..caches._cross import CrossKVCache
 from ..errors import ArgumentError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
-from ._parts import Norm, ResidualLayer, call_part, made_dropout, made_norm, make_part_cache, require_features
+from ._parts import Norm, ResidualLayer, call_part, make_part_cache
 
 
 class DecoderWeights(NamedTuple):
@@ -32,8 +32,8 @@ class DecoderCache(NamedTuple):
     """The caches of a decoder layer's two attentions.
 
     Args:
-        self_attention: of the text being written, such as a `clearhead.caches.KVCache`.
-        cross_attention: of the encoder's output, a `clearhead.caches.CrossKVCache`.
+        self_attention: holds the generated text, for example a `clearhead.caches.KVCache`.
+        cross_attention: holds the encoder's output, a `clearhead.caches.CrossKVCache`.
 
     Example:
         >>> import torch, clearhead
@@ -49,20 +49,20 @@ class DecoderCache(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many tokens have been written, padding included."""
+        """The number of stored tokens, padding included."""
         return self.self_attention.length
 
     def reorder(self, indices: Tensor) -> None:
-        """Let row b go on from what row ``indices[b]`` held, in both caches: beam search after each step."""
+        """Continue row b from row ``indices[b]`` in both caches, as beam search does after each step."""
         self.self_attention.reorder(indices)
         self.cross_attention.reorder(indices)
 
     def crop(self, length: int | Tensor) -> None:
-        """Forget the last tokens written; the encoder's output stays."""
+        """Remove the last tokens, and keep the encoder's output."""
         self.self_attention.crop(length)
 
     def reset(self) -> None:
-        """Forget everything, for another source."""
+        """Remove everything, for another source."""
         self.self_attention.reset()
         self.cross_attention.reset()
 
@@ -82,11 +82,11 @@ class DecoderLayer(ResidualLayer):
     Args:
         embed_dim: E.
         self_attention: a `MultiHeadAttention`, or any module with the same call.
-        cross_attention: the same, called with the encoder's output as its key.
+        cross_attention: the same. Its key is the encoder's output.
         feed_forward: a `FeedForward`, a `SwiGLU`, or any module from (B, L, E) to (B, L, E).
         norm: makes a norm for E features. Default `nn.LayerNorm`.
         norm_first: pre-norm. Default False.
-        dropout: on what each part adds to the residual, in training. Default 0.
+        dropout: probability that a feature of a part's output is dropped in training. Default 0.
 
     Raises:
         DTypeError: if a part is not a module.
@@ -101,6 +101,9 @@ class DecoderLayer(ResidualLayer):
         (torch.Size([2, 5, 12]), torch.Size([2, 5, 7]))
     """
 
+    cross_attention: nn.Module
+    norm3: nn.Module
+
     def __init__(
         self,
         embed_dim: int,
@@ -112,27 +115,17 @@ class DecoderLayer(ResidualLayer):
         norm_first: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.embed_dim = size("embed_dim", embed_dim)
-        self.self_attention = module("self_attention", self_attention)
-        self.cross_attention = module("cross_attention", cross_attention)
-        self.feed_forward = module("feed_forward", feed_forward)
-        self.norm1, self.norm2, self.norm3 = (made_norm(norm, embed_dim) for _ in range(3))
-        self.dropout = made_dropout(dropout)
-        self.norm_first = flag("norm_first", norm_first)
+        attentions = {"self_attention": self_attention, "cross_attention": cross_attention}
+        super().__init__(embed_dim, norm, norm_first, dropout, **attentions, feed_forward=feed_forward)
 
     def make_cache(self, batch_size: int, max_length: int) -> DecoderCache:
-        """An empty cache for both attentions.
-
-        Args:
-            batch_size: B.
-            max_length: how many tokens can be written.
+        """An empty cache of both attentions, for `batch_size` sequences of at most `max_length` tokens.
 
         Raises:
             DTypeError: if the self-attention makes no caches.
         """
-        own = make_part_cache("self_attention", "an attention", self.self_attention, batch_size, max_length)
-        return DecoderCache(own, CrossKVCache())
+        cache = make_part_cache("self_attention", "an attention", self.self_attention, batch_size, max_length)
+        return DecoderCache(cache, CrossKVCache())
 
     def forward(
         self,
@@ -149,71 +142,58 @@ class DecoderLayer(ResidualLayer):
         """Apply the layer.
 
         Args:
-            x: (B, L, E); with a cache, only the new tokens.
-            memory: the encoder's output, (B, S, features the cross-attention takes as key). May be left out once the
-                cache holds it.
-            mask: of the self-attention; ``masks.causal()`` for a language model. Default: everything visible.
-            memory_mask: of the cross-attention, L × S; usually the source's padding, needed in every call. Default:
-                everything visible.
+            x: (B, L, E). With a cache, only the new tokens.
+            memory: the encoder's output, (B, S, key features of the cross-attention). Optional once the cache holds it.
+            mask: of the self-attention, ``masks.causal()`` for a language model. By default every key is visible.
+            memory_mask: of the cross-attention, L × S. This is usually the source's padding, in every call. By default
+                every key is visible.
             positions: of the self-attention's tokens, as for `MultiHeadAttention`.
             cache: from `make_cache`. Default: none.
             need_weights, average_attn_weights: as for `MultiHeadAttention`.
 
         Returns:
-            (B, L, E); with `need_weights` also a `DecoderWeights`.
+            (B, L, E). With `need_weights` also a `DecoderWeights`.
 
         Raises:
             ShapeError: if `x` does not end in E.
-            ArgumentError: without memory while no cache holds it.
-            DTypeError: for a cache that is no `DecoderCache`.
-            And what the parts raise.
+            ArgumentError: if neither `memory` nor the cache has the encoder's output.
+            DTypeError: if the cache is not a `DecoderCache`. The parts raise errors of their own.
         """
-        require_features("x", x, self.embed_dim)
-        own_cache, cross_cache = _both(cache)
-        # An error here and not in the attention, where a missing key would mean self-attention.
-        if memory is None and (cross_cache is None or cross_cache.get() is None):
-            raise ArgumentError(
-                "memory",
-                expected="the encoder's output (B, S, E)",
-                got="None, and no cache that holds it",
-                fix="The first call needs it; later ones with the same cache do not.",
-            )
-        asked = flag("need_weights", need_weights), flag("average_attn_weights", average_attn_weights)
-        if memory is not None:
-            _require_memory(memory, x)
-        # A refusal by the cross-attention comes after the self-attention has written into its cache.
-        with unchanged_if_refused((own_cache, cross_cache), x, mask, memory_mask):
-            inputs = self._before(x, self.norm1), None
-            attended, own = call_part(
-                self.self_attention, inputs, {"mask": mask}, *asked, positions=positions, cache=own_cache
-            )
-            x = self._add(x, attended, self.norm1)
-            inputs = self._before(x, self.norm2), memory
-            attended, cross = call_part(self.cross_attention, inputs, {"mask": memory_mask}, *asked, cache=cross_cache)
-            x = self._add(x, attended, self.norm2)
-            x = self._add(x, self.feed_forward(self._before(x, self.norm3)), self.norm3)
-        return x if own is None or cross is None else (x, DecoderWeights(own, cross))
+        self._require_features(x)
+        if cache is not None and not isinstance(cache, DecoderCache):
+            expected = "a DecoderCache: a cache for each of the two attentions"
+            fix = "Take layer.make_cache(batch_size, max_length)."
+            raise DTypeError("cache", expected=expected, got=type(cache).__name__, fix=fix)
+        self_cache, cross_cache = cache or (None, None)
+        _require_memory(memory, x, cross_cache)
+        needs = flag("need_weights", need_weights), flag("average_attn_weights", average_attn_weights)
+
+        def attend(x: Tensor) -> tuple[Tensor, Any]:
+            options = {"positions": positions, "cache": self_cache}
+            return call_part(self.self_attention, (x, None), {"mask": mask}, *needs, **options)
+
+        def attend_to_memory(x: Tensor) -> tuple[Tensor, Any]:
+            return call_part(self.cross_attention, (x, memory), {"mask": memory_mask}, *needs, cache=cross_cache)
+
+        # The cross-attention may refuse the call after the self-attention has changed its cache.
+        with unchanged_if_refused((self_cache, cross_cache), x, mask, memory_mask):
+            x, self_weights = self._residual(x, self.norm1, attend)
+            x, cross_weights = self._residual(x, self.norm2, attend_to_memory)
+            x, _ = self._residual(x, self.norm3, self._feed_forward)
+        if self_weights is None or cross_weights is None:
+            return x
+        return x, DecoderWeights(self_weights, cross_weights)
 
 
-def _both(cache: DecoderCache | None) -> tuple[Cache | None, Cache | None]:
-    if cache is None:
-        return None, None
-    if not isinstance(cache, DecoderCache):
-        raise DTypeError(
-            "cache",
-            expected="a DecoderCache: a cache for each of the two attentions",
-            got=type(cache).__name__,
-            fix="Take layer.make_cache(batch_size, max_length).",
-        )
-    return cache
-
-
-def _require_memory(memory: Tensor, x: Tensor) -> None:
-    """Raise before the first attention has written into its cache."""
+def _require_memory(memory: Tensor | None, x: Tensor, cache: Cache | None) -> None:
+    """Raise before the self-attention changes its cache, or takes a missing key for self-attention."""
+    if memory is None:
+        if cache is not None and cache.get() is not None:
+            return
+        fix = "The first call needs it; later ones with the same cache do not."
+        expected, got = "the encoder's output (B, S, E)", "None, and no cache that holds it"
+        raise ArgumentError("memory", expected=expected, got=got, fix=fix)
     strided("memory", memory)
     if memory.dim() != x.dim() or memory.shape[:-2] != x.shape[:-2]:
-        raise ShapeError(
-            "memory",
-            expected="the encoder's output (B, S, E), with the batch of x",
-            got=f"{shape_text(memory.shape)} for x {shape_text(x.shape)}",
-        )
+        got = f"{shape_text(memory.shape)} for x {shape_text(x.shape)}"
+        raise ShapeError("memory", expected="the encoder's output (B, S, E), with the batch of x", got=got)

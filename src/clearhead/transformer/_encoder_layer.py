@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 from torch import Tensor, nn
 
 from .._call.caching import Cache, Positions
-from .._checks import flag, module, size
+from .._checks import flag
 from ..masks._base import Mask
-from ._parts import Norm, ResidualLayer, call_part, made_dropout, made_norm, make_part_cache, require_features
+from ._parts import Norm, ResidualLayer, call_part, make_part_cache
 
 
 @final
@@ -22,8 +22,8 @@ class EncoderLayer(ResidualLayer):
         pre-norm:             x ← x + attention(norm1(x));   x ← x + feed_forward(norm2(x))
 
     (Post-norm: Vaswani et al., 2017. Pre-norm: Xiong et al., "On layer normalization in the Transformer
-    architecture", 2020.) With a causal mask it is the layer of a decoder-only model: with `Rotary` positions,
-    `nn.RMSNorm` and `SwiGLU`, that of Llama.
+    architecture", 2020.) With a causal mask it is the layer of a decoder-only model. With `Rotary` positions,
+    `nn.RMSNorm` and `SwiGLU` it is the layer of Llama.
 
     Args:
         embed_dim: E.
@@ -31,7 +31,7 @@ class EncoderLayer(ResidualLayer):
         feed_forward: a `FeedForward`, a `SwiGLU`, or any module from (B, L, E) to (B, L, E).
         norm: makes a norm for E features. Default `nn.LayerNorm`.
         norm_first: pre-norm. Default False.
-        dropout: on what each part adds to the residual, in training. Default 0.
+        dropout: probability that a feature of a part's output is dropped in training. Default 0.
 
     Raises:
         DTypeError: if a part is not a module.
@@ -55,20 +55,11 @@ class EncoderLayer(ResidualLayer):
         norm_first: bool = False,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        self.embed_dim = size("embed_dim", embed_dim)
-        self.self_attention = module("self_attention", self_attention)
-        self.feed_forward = module("feed_forward", feed_forward)
-        self.norm1, self.norm2 = made_norm(norm, embed_dim), made_norm(norm, embed_dim)
-        self.dropout = made_dropout(dropout)
-        self.norm_first = flag("norm_first", norm_first)
+        parts = {"self_attention": self_attention, "feed_forward": feed_forward}
+        super().__init__(embed_dim, norm, norm_first, dropout, **parts)
 
     def make_cache(self, batch_size: int, max_length: int) -> Cache:
-        """An empty cache for the self-attention, made by it.
-
-        Args:
-            batch_size: B.
-            max_length: how many tokens it can hold.
+        """An empty cache of the self-attention, for `batch_size` sequences of at most `max_length` tokens.
 
         Raises:
             DTypeError: if the attention makes no caches.
@@ -88,23 +79,23 @@ class EncoderLayer(ResidualLayer):
         """Apply the layer.
 
         Args:
-            x: (B, L, E); with a cache, only the new tokens.
-            mask: which keys each query may attend to, as for `MultiHeadAttention`. Default: everything visible.
-            positions, cache, need_weights, average_attn_weights: as for `MultiHeadAttention`. Positions and cache
-                reach the attention only when given.
+            x: (B, L, E). With a cache, only the new tokens.
+            mask: which keys each query may attend to, as for `MultiHeadAttention`. By default every key is visible.
+            positions, cache, need_weights, average_attn_weights: as for `MultiHeadAttention`. The attention receives
+                positions and cache only if they are not ``None``.
 
         Returns:
-            (B, L, E); with `need_weights` also the attention's weights.
+            (B, L, E). With `need_weights` also the attention's weights.
 
         Raises:
-            ShapeError: if `x` does not end in E. And what the parts raise.
+            ShapeError: if `x` does not end in E. The parts raise errors of their own.
         """
-        require_features("x", x, self.embed_dim)
-        asked = flag("need_weights", need_weights), flag("average_attn_weights", average_attn_weights)
-        inputs = self._before(x, self.norm1), None
-        attended, weights = call_part(
-            self.self_attention, inputs, {"mask": mask}, *asked, positions=positions, cache=cache
-        )
-        x = self._add(x, attended, self.norm1)
-        x = self._add(x, self.feed_forward(self._before(x, self.norm2)), self.norm2)
+        self._require_features(x)
+        needs = flag("need_weights", need_weights), flag("average_attn_weights", average_attn_weights)
+
+        def attend(x: Tensor) -> tuple[Tensor, Any]:
+            return call_part(self.self_attention, (x, None), {"mask": mask}, *needs, positions=positions, cache=cache)
+
+        x, weights = self._residual(x, self.norm1, attend)
+        x, _ = self._residual(x, self.norm2, self._feed_forward)
         return x if weights is None else (x, weights)

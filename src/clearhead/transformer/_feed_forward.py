@@ -15,7 +15,7 @@ from ._parts import made_dropout
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with an activation between them, applied to every position alone.
+    """Two linear maps with an activation between them, applied to every position independently.
 
     ::
 
@@ -25,7 +25,7 @@ class FeedForward(nn.Module):
 
     Args:
         embed_dim: E, features of input and output.
-        hidden_dim: features in between; four times E in the original.
+        hidden_dim: features in between. The original has four times E.
         activation: function or module. Default ReLU.
         dropout: probability that a hidden feature is dropped in training. Default 0.
         bias: whether the linear maps have a bias. Default True.
@@ -49,12 +49,11 @@ class FeedForward(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        size("embed_dim", embed_dim)
-        size("hidden_dim", hidden_dim)
+        sizes = size("embed_dim", embed_dim), size("hidden_dim", hidden_dim)
         if activation is not None and not callable(activation):
             expected = "a function or module, such as torch.nn.GELU()"
             raise DTypeError("activation", expected=expected, got=type(activation).__name__)
-        self.linear1 = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        self.linear1 = Linear(*sizes, bias=bias, device=device, dtype=dtype)
         self.activation = nn.ReLU() if activation is None else activation
         self.dropout = made_dropout(dropout)
         self.linear2 = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
@@ -67,7 +66,7 @@ class FeedForward(nn.Module):
 
 @final
 class SwiGLU(nn.Module):
-    """Three linear maps, one of which gates another, applied to every position alone.
+    """Three linear maps, applied to every position independently. The first gates the second.
 
     ::
 
@@ -77,7 +76,7 @@ class SwiGLU(nn.Module):
 
     Args:
         embed_dim: E, features of input and output.
-        hidden_dim: features in between; 8/3 times E has as many weights as a `FeedForward` with four times E.
+        hidden_dim: features in between. 8/3 times E makes as many parameters as four times E in a `FeedForward`.
         bias: whether the linear maps have a bias. Default False.
         device, dtype: of the parameters.
 
@@ -97,10 +96,9 @@ class SwiGLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        size("embed_dim", embed_dim)
-        size("hidden_dim", hidden_dim)
-        self.gate_proj = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
-        self.up_proj = Linear(embed_dim, hidden_dim, bias=bias, device=device, dtype=dtype)
+        sizes = size("embed_dim", embed_dim), size("hidden_dim", hidden_dim)
+        self.gate_proj = Linear(*sizes, bias=bias, device=device, dtype=dtype)
+        self.up_proj = Linear(*sizes, bias=bias, device=device, dtype=dtype)
         self.down_proj = Linear(hidden_dim, embed_dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:

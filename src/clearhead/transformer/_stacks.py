@@ -1,4 +1,4 @@
-"""`Encoder` and `Decoder`: layers one after another, with a norm at the end if the model has one."""
+"""`Encoder` and `Decoder`: layers in sequence, and a last norm if the model has one."""
 
 from __future__ import annotations
 
@@ -15,62 +15,54 @@ from ..masks._base import Mask
 from ..masks._prepared import shared
 from ..masks._tensors import as_mask
 from ._decoder_layer import DecoderCache, DecoderWeights
-from ._parts import ResidualLayer, call_part, make_part_cache
+from ._parts import Masks, ResidualLayer, call_part, make_part_cache
 
-#: What holds the keys and values of one layer.
+#: The cache of one layer.
 LayerCache = TypeVar("LayerCache")
 
 
 class _Stack(nn.Module, Generic[LayerCache]):
-    """Layers one after another, and a norm."""
+    """Layers in sequence, and a norm."""
 
     def __init__(self, layers: Iterable[nn.Module], *, norm: nn.Module | None = None) -> None:
         super().__init__()
-        self.layers = _module_list(layers)
+        modules = [module(f"layers[{i}]", layer) for i, layer in enumerate(items("layers", layers, "a list of layers"))]
+        if not modules:
+            raise ArgumentError("layers", expected="at least one layer", got="none")
+        self.layers = nn.ModuleList(modules)
         self.norm = nn.Identity() if norm is None else module("norm", norm)
 
     def make_cache(self, batch_size: int, max_length: int) -> list[LayerCache]:
-        """An empty cache for each layer; all of them are passed as ``cache=``, and reordered or cropped one by one.
+        """An empty cache for each layer, for `batch_size` sequences of at most `max_length` tokens.
 
-        Args:
-            batch_size: B.
-            max_length: how many tokens can be written.
+        Pass all of them as ``cache=``, and reorder or crop them one by one.
         """
         sizes = batch_size, max_length
         return [make_part_cache(f"layers[{i}]", "a layer", layer, *sizes) for i, layer in enumerate(self.layers)]
 
-    def _run(
-        self,
-        inputs: tuple[Tensor, *tuple[Tensor | None, ...]],
-        masks: dict[str, Mask | Tensor | None],
-        positions: Positions | None,
-        cache: Sequence[LayerCache] | None,
-        need_weights: bool,
-        average_attn_weights: bool,
-    ) -> Any:
-        """The output of the last layer, normed, and a list of the layers' weights if they are wanted."""
-        need_weights = flag("need_weights", need_weights)
-        x, *others = inputs
-        collected: list[Any] = []
+    def _run(self, inputs: tuple[Any, ...], masks: Masks, positions: Positions | None, cache: Any, *needs: bool) -> Any:
+        """The normed output of the last layer, and with `need_weights` a list of the layers' weights."""
+        (x, *memory), (need_weights, average) = inputs, needs
+        need_weights, weights = flag("need_weights", need_weights), []
         caches = _caches(cache, self.layers)
-        held = [part for own in caches for part in (own if isinstance(own, DecoderCache) else (own,))]
-        # A layer may refuse the call after those before it have written into their caches.
-        with unchanged_if_refused(held, x, *masks.values()):
-            masks = {name: _shared(self.layers, mask) for name, mask in masks.items()}
-            for layer, own in zip(self.layers, caches, strict=True):
-                asked = need_weights, average_attn_weights
-                x, weights = call_part(layer, (x, *others), masks, *asked, positions=positions, cache=own)
-                collected.append(weights)
+        saved = [part for cache in caches for part in (cache if isinstance(cache, DecoderCache) else (cache,))]
+        # A layer may refuse the call after earlier layers have changed their caches.
+        with unchanged_if_refused(saved, x, *masks.values()):
+            shared_masks = {name: _shared(self.layers, mask) for name, mask in masks.items()}
+            for layer, layer_cache in zip(self.layers, caches, strict=True):
+                options = {"positions": positions, "cache": layer_cache}
+                x, layer_weights = call_part(layer, (x, *memory), shared_masks, need_weights, average, **options)
+                weights.append(layer_weights)
         x = self.norm(x)
-        return (x, collected) if need_weights else x
+        return (x, weights) if need_weights else x
 
 
 class Encoder(_Stack[Cache]):
-    """A stack of `EncoderLayer`s, or of any modules with the same call; with a causal mask, a decoder-only model.
+    """A stack of `EncoderLayer`s, or of any modules with the same call. A causal mask makes it a decoder-only model.
 
     Args:
         layers: applied in this order, at least one.
-        norm: applied to the last layer's output; pre-norm models have one. Default: none.
+        norm: applied to the last layer's output. Pre-norm models have one. Default: none.
 
     Raises:
         ArgumentError: if there is no layer.
@@ -107,15 +99,15 @@ class Encoder(_Stack[Cache]):
         """Apply every layer with the same mask and positions.
 
         Args:
-            x: (B, L, E); with caches, only the new tokens.
+            x: (B, L, E). With caches, only the new tokens.
             mask, positions, need_weights, average_attn_weights: as for `EncoderLayer`.
             cache: one per layer, from `make_cache` or of any kind, mixed kinds too. Default: none.
 
         Returns:
-            (B, L, E); with `need_weights` also a list of the layers' weights.
+            (B, L, E). With `need_weights` also a list of the layers' weights.
 
         Raises:
-            ArgumentError, DTypeError: unless there is one cache per layer. And what the layers raise.
+            ArgumentError, DTypeError: unless each layer has one cache. The layers raise errors of their own.
         """
         return self._run((x,), {"mask": mask}, positions, cache, need_weights, average_attn_weights)
 
@@ -125,7 +117,7 @@ class Decoder(_Stack[DecoderCache]):
 
     Args:
         layers: applied in this order, at least one.
-        norm: applied to the last layer's output; pre-norm models have one. Default: none.
+        norm: applied to the last layer's output. Pre-norm models have one. Default: none.
 
     Raises:
         ArgumentError: if there is no layer.
@@ -137,15 +129,15 @@ class Decoder(_Stack[DecoderCache]):
         ...     return clearhead.transformer.DecoderLayer(12, *attention, clearhead.transformer.FeedForward(12, 48))
         >>> decoder = clearhead.transformer.Decoder(layer() for _ in range(2))
         >>> x, memory, causal = torch.randn(2, 5, 12), torch.randn(2, 7, 12), clearhead.masks.causal()
-        >>> whole = decoder(x, memory, mask=causal)
+        >>> expected = decoder(x, memory, mask=causal)
 
-        Written step by step, with caches; the encoder's output is needed once:
+        Written step by step, with caches. Only the first call needs the encoder's output:
 
         >>> caches = decoder.make_cache(2, max_length=5)
         >>> with torch.no_grad():
         ...     steps = [decoder(x[:, :1], memory, mask=causal, cache=caches)]
         ...     steps += [decoder(x[:, [i]], None, mask=causal, cache=caches) for i in range(1, 5)]
-        >>> torch.allclose(torch.cat(steps, 1), whole, atol=1e-5)
+        >>> torch.allclose(torch.cat(steps, 1), expected, atol=1e-5)
         True
     """
 
@@ -164,45 +156,38 @@ class Decoder(_Stack[DecoderCache]):
         """Apply every layer with the same masks and positions.
 
         Args:
-            x: (B, L, E); with caches, only the new tokens.
-            memory: the encoder's output, (B, S, E). May be left out once the caches hold it.
+            x: (B, L, E). With caches, only the new tokens.
+            memory: the encoder's output, (B, S, E). Optional once the caches hold it.
             mask, memory_mask, positions, need_weights, average_attn_weights: as for `DecoderLayer`.
             cache: one per layer, from `make_cache`. Default: none.
 
         Returns:
-            (B, L, E); with `need_weights` also a list of the layers' `DecoderWeights`.
+            (B, L, E). With `need_weights` also a list of the layers' `DecoderWeights`.
 
         Raises:
-            ArgumentError, DTypeError: unless there is one cache per layer. And what the layers raise.
+            ArgumentError, DTypeError: unless each layer has one cache. The layers raise errors of their own.
         """
         masks = {"mask": mask, "memory_mask": memory_mask}
         return self._run((x, memory), masks, positions, cache, need_weights, average_attn_weights)
 
 
 def _shared(layers: nn.ModuleList, mask: Mask | Tensor | None) -> Mask | Tensor | None:
-    """The mask, lowered once for all layers of this forward. A tensor stays one for layers that may know no masks."""
-    if isinstance(mask, Tensor):
-        return shared(as_mask(mask)) if all(isinstance(layer, ResidualLayer) for layer in layers) else mask
+    """The mask, lowered once for all layers of this forward. A tensor stays one if a layer may not support masks."""
+    if isinstance(mask, Tensor) and all(isinstance(layer, ResidualLayer) for layer in layers):
+        mask = as_mask(mask)
     return shared(mask) if isinstance(mask, Mask) else mask
 
 
-def _module_list(layers: Iterable[nn.Module]) -> nn.ModuleList:
-    given = items("layers", layers, "a list of layers")
-    if not given:
-        raise ArgumentError("layers", expected="at least one layer", got="none")
-    return nn.ModuleList(module(f"layers[{number}]", layer) for number, layer in enumerate(given))
-
-
 def _caches(cache: Sequence[Any] | None, layers: nn.ModuleList) -> Sequence[Any]:
-    """One cache per layer, or as many times ``None``."""
+    """One cache or ``None`` per layer."""
     if cache is None:
         return [None] * len(layers)
     fix = "Take make_cache(batch_size, max_length)."
-    # A DecoderCache is a tuple of two, which two layers would share out between them.
+    # A DecoderCache is a tuple of two, which would pass as the caches of two layers.
     if not isinstance(cache, Sequence) or isinstance(cache, DecoderCache):
         raise DTypeError("cache", expected="a list of caches, one per layer", got=type(cache).__name__, fix=fix)
     if len(cache) != len(layers):
         raise ArgumentError("cache", expected=f"one per layer, {len(layers)}", got=str(len(cache)), fix=fix)
-    if len({id(own) for own in cache}) < len(cache):
+    if len(set(map(id, cache))) < len(cache):
         raise ArgumentError("cache", expected="a cache of its own for every layer", got="one cache twice", fix=fix)
     return cache
