@@ -65,18 +65,6 @@ def test_keys_that_differ_between_heads() -> None:
             torch.testing.assert_close(output[:, [head]], alone, rtol=0, atol=1e-12)
 
 
-def test_statistics_know_where_keys_stand() -> None:
-    query, key, _ = tensors()
-    starts = {"query_positions": 6, "mask": masks.causal()}
-    spelt = {"query_positions": torch.arange(6, 11), "mask": masks.causal()}
-    for name in ("offset", "distance"):
-        found, expected = (
-            getattr(clearhead.attention_statistics(query, key, statistics=(name,), offsets=(-2, -1, 0), **given), name)
-            for given in (starts, spelt)
-        )
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-
-
 BAD = {
     "negative": ({"query_positions": -1}, ArgumentError, r"query_positions: expected a first position ≥ 0, got -1"),
     "bool": ({"key_positions": True}, DTypeError, r"key_positions: expected an int, or an integer tensor"),
