@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -16,7 +18,6 @@ RULES: dict[str, Mask] = {
     "causal": masks.causal(),
     "bottom right": masks.causal("bottom_right"),
     "window": masks.sliding_window(3, 1),
-    "narrow": masks.sliding_window(0, 0),
     "causal window": masks.causal() & masks.sliding_window(2, 0),
     "prefix": masks.causal() | masks.prefix(4),
     "lengths": masks.lengths(torch.tensor([6, 9])),
@@ -27,15 +28,12 @@ RULES: dict[str, Mask] = {
 
 def tensors(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(3)
-    return (
-        torch.randn(BATCH, HEADS, QUERIES, DIM, dtype=dtype),
-        torch.randn(BATCH, KV_HEADS, KEYS, DIM, dtype=dtype),
-        torch.randn(BATCH, KV_HEADS, KEYS, DIM, dtype=dtype),
-    )
+    query = torch.randn(BATCH, HEADS, QUERIES, DIM, dtype=dtype)
+    return query, *torch.randn(2, BATCH, KV_HEADS, KEYS, DIM, dtype=dtype)
 
 
 @pytest.mark.parametrize("kernel", ["chunked", "reference", None])
-@pytest.mark.parametrize(("first_query", "first_key"), [(0, 0), (6, 0), (10, 0), (3, 4), (0, 8), (12, 5)])
+@pytest.mark.parametrize(("first_query", "first_key"), [(6, 0), (3, 4), (0, 8), (12, 5)])
 @pytest.mark.parametrize("rule", RULES)
 def test_an_int_counts_up(rule: str, first_query: int, first_key: int, kernel: str | None) -> None:
     query, key, value = tensors()
@@ -49,12 +47,9 @@ def test_an_int_counts_up(rule: str, first_query: int, first_key: int, kernel: s
     assert torch.equal(shown, mask.dense(QUERIES, KEYS, batch_size=BATCH, num_heads=HEADS, **spelt))
     with clearhead.use_kernel("reference"):
         expected = clearhead.attention(query, key, value, masks.keep(shown))
-    if kernel is None:
-        found = clearhead.attention(query, key, value, mask, **starts)
-    else:
-        with clearhead.use_kernel(kernel):
-            found = clearhead.attention(query, key, value, mask, **starts)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    with clearhead.use_kernel(kernel) if kernel else nullcontext():
+        output = clearhead.attention(query, key, value, mask, **starts)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
 
 
 def test_keys_that_differ_between_heads() -> None:
@@ -62,29 +57,12 @@ def test_keys_that_differ_between_heads() -> None:
     positions = torch.randint(0, 20, (BATCH, HEADS, KEYS))
     queries = torch.tensor([4, 5, 6, 12, 19])
     for mask in (masks.causal(), masks.sliding_window(3, 2), masks.documents(torch.arange(20) // 3)):
-        found = clearhead.attention(query, key, value, mask, query_positions=queries, key_positions=positions)
+        output = clearhead.attention(query, key, value, mask, query_positions=queries, key_positions=positions)
         for head in range(HEADS):
-            alone = clearhead.attention(
-                query[:, [head]],
-                key[:, [head // 2]],
-                value[:, [head // 2]],
-                mask,
-                query_positions=queries,
-                key_positions=positions[:, head],
-            )
-            torch.testing.assert_close(found[:, [head]], alone, rtol=0, atol=1e-12)
-
-
-def test_statistics_know_where_keys_stand() -> None:
-    query, key, _ = tensors()
-    starts = {"query_positions": 6, "mask": masks.causal()}
-    spelt = {"query_positions": torch.arange(6, 11), "mask": masks.causal()}
-    for name in ("offset", "distance"):
-        found, expected = (
-            getattr(clearhead.attention_statistics(query, key, statistics=(name,), offsets=(-2, -1, 0), **given), name)
-            for given in (starts, spelt)
-        )
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+            operands = query[:, [head]], key[:, [head // 2]], value[:, [head // 2]]
+            given = {"query_positions": queries, "key_positions": positions[:, head]}
+            alone = clearhead.attention(*operands, mask, **given)
+            torch.testing.assert_close(output[:, [head]], alone, rtol=0, atol=1e-12)
 
 
 BAD = {

@@ -10,17 +10,17 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "`highest_first`, which the row also sets, is enough: the two numbers are only used together",
     (
         "src/clearhead/caches/_kv.py",
-        "placed = columns.masked_fill(columns >= self._length, -1) → "
-        "placed = columns.masked_fill(columns >= self._length, - 2)",
+        "self._positions = columns.masked_fill(columns >= self._length, -1).repeat(self._key.shape[0], 1) → "
+        "self._positions = columns.masked_fill(columns >= self._length, - 2).repeat(self._key.shape[0], 1)",
     ): "columns behind the length are written, or set to −1, before anything reads them",
     (
         "src/clearhead/caches/_base.py",
-        "risky = len(held) > 1 or forced_kernels.value is not None or bool(state.observers) → "
-        "risky = len(held) >= 1 or forced_kernels.value is not None or bool(state.observers)",
+        "risky = len(written) > 1 or forced_kernels.value is not None or bool(state.observers) → "
+        "risky = len(written) >= 1 or forced_kernels.value is not None or bool(state.observers)",
     ): "a cache is saved where nothing can refuse the call, which only takes time",
     (
         "src/clearhead/caches/_evicting.py",
-        "if held.shape[2] == self.budget + 1: → if held.shape[2] == self.budget - 1:",
+        "if positions.shape[2] == self.budget + 1: → if positions.shape[2] == self.budget - 1:",
     ): "both branches keep the same tokens, in another order of the slots",
     (
         "src/clearhead/_layer/packing.py",

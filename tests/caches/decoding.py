@@ -1,4 +1,4 @@
-"""Decoding step by step, and what it has to give: one full causal pass over each row alone."""
+"""Decoding step by step, and the expected result: one full causal pass over each row alone."""
 
 from __future__ import annotations
 
@@ -35,35 +35,16 @@ class Turn(nn.Module):
 
 def module(*, rotary: bool = True, dtype: torch.dtype = torch.float64) -> MultiHeadAttention:
     torch.manual_seed(5)
-    position = Turn() if rotary else None
-    return MultiHeadAttention(
-        EMBED,
-        HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=DIM,
-        position=position,
-        k_norm=nn.RMSNorm(DIM, dtype=dtype),
-        dtype=dtype,
-    ).eval()
+    parts = {"position": Turn() if rotary else None, "k_norm": nn.RMSNorm(DIM, dtype=dtype)}
+    return MultiHeadAttention(EMBED, HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=dtype, **parts).eval()
 
 
-def kv(batch: int, dtype: torch.dtype) -> Cache:
-    return KVCache(batch, KV_HEADS, 40, DIM, dtype=dtype)
-
-
-def sliding(batch: int, dtype: torch.dtype) -> Cache:
-    return SlidingKVCache(batch, KV_HEADS, WINDOW, DIM, max_crop=4, dtype=dtype)
-
-
-def heavy(batch: int, dtype: torch.dtype) -> Cache:
-    return EvictingKVCache(batch, KV_HEADS, 40, DIM, policy=HeavyHitters(), dtype=dtype)
-
-
-def streaming(batch: int, dtype: torch.dtype) -> Cache:
-    return EvictingKVCache(batch, KV_HEADS, 40, DIM, policy=SinksAndRecent(), dtype=dtype)
-
-
-CACHES: dict[str, MakeCache] = {"kv": kv, "sliding": sliding, "heavy hitters": heavy, "streaming": streaming}
+CACHES: dict[str, MakeCache] = {
+    "kv": lambda batch, dtype: KVCache(batch, KV_HEADS, 40, DIM, dtype=dtype),
+    "sliding": lambda batch, dtype: SlidingKVCache(batch, KV_HEADS, WINDOW, DIM, max_crop=4, dtype=dtype),
+    "heavy hitters": lambda batch, dtype: EvictingKVCache(batch, KV_HEADS, 40, DIM, policy=HeavyHitters(), dtype=dtype),
+    "streaming": lambda batch, dtype: EvictingKVCache(batch, KV_HEADS, 40, DIM, policy=SinksAndRecent(), dtype=dtype),
+}
 
 
 def rule(kind: str) -> Mask:

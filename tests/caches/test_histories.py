@@ -1,4 +1,4 @@
-"""Whatever happens to the rows of a batch, each goes on as if it had been alone: generated histories."""
+"""Generated histories of a batch: each row continues as if it was alone."""
 
 from __future__ import annotations
 
@@ -35,17 +35,9 @@ CACHES: dict[str, tuple[int | None, Callable[..., Cache]]] = {
 
 def grouped(mask: masks.Mask | None) -> MultiHeadAttention:
     torch.manual_seed(5)
-    norm, options = nn.RMSNorm(DIM, dtype=torch.float64), {"softcap": 3.0, "sinks": True, "mask": mask}
-    attend = MultiHeadAttention(
-        EMBED,
-        HEADS,
-        num_kv_heads=KV_HEADS,
-        head_dim=DIM,
-        position=Rotary(DIM),
-        k_norm=norm,
-        dtype=torch.float64,
-        **options,  # type: ignore[arg-type]
-    )
+    sizes, parts = {"num_kv_heads": KV_HEADS, "head_dim": DIM}, {"position": Rotary(DIM), "mask": mask}
+    norm, scores = nn.RMSNorm(DIM, dtype=torch.float64), {"softcap": 3.0, "sinks": True}
+    attend = MultiHeadAttention(EMBED, HEADS, k_norm=norm, dtype=torch.float64, **sizes, **parts, **scores)  # type: ignore
     nn.init.normal_(attend.sinks)  # type: ignore[arg-type]
     return attend.eval()
 

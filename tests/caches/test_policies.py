@@ -28,13 +28,8 @@ def test_the_budget_is_kept_and_so_is_the_newest(policy: EvictionPolicy, sizes: 
     assert (held == 14).any(-1).all()
     for row in held.flatten(0, 1):
         assert len(set(row.tolist())) == BUDGET
-
-
-def test_sinks_and_the_latest_stay() -> None:
-    for sizes in ([1] * 15, [15], [3, 12]):
-        cache = cached(SinksAndRecent(2))
-        fed(module(), torch.randn(B, 15, EMBED, dtype=torch.float64), cache, sizes)
-        assert cache.positions.sort(-1).values.tolist() == [[[0, 1, 11, 12, 13, 14]] * KV_HEADS] * B
+    if isinstance(policy, SinksAndRecent):
+        assert held.sort(-1).values.tolist() == [[[0, 1, 11, 12, 13, 14]] * KV_HEADS] * B
 
 
 def test_heavy_hitters_are_those_that_received_most() -> None:
@@ -83,12 +78,9 @@ def test_what_is_left_is_attended_to_exactly() -> None:
     x = torch.randn(B, 12, EMBED, dtype=torch.float64)
     fed(attend, x[:, :11], cache, [11])
     stayed = cache.positions.repeat_interleave(HEADS // KV_HEADS, 1)  # (B, H, S)
-    visible = torch.zeros(B, HEADS, 12, 12, dtype=torch.bool)
-    for query in range(12):
-        visible[:, :, query, : query + 1] = True
-    last = torch.zeros(B, HEADS, 12, dtype=torch.bool).scatter_(2, stayed, True)
-    last[:, :, 11] = True
-    visible[:, :, 11] = last
+    visible = torch.ones(12, 12, dtype=torch.bool).tril().repeat(B, HEADS, 1, 1)
+    visible[:, :, 11, :11] = False
+    visible[:, :, 11].scatter_(2, stayed, True)
     with torch.no_grad():
         expected = attend(x, mask=masks.keep(visible))[:, 11:]
     close(fed(attend, x[:, 11:], cache, [1]), expected)
@@ -101,12 +93,6 @@ def test_a_window_looks_at_where_keys_stood() -> None:
     found = fed(attend, x, cache, [9, *[1] * 5])
     with torch.no_grad():
         close(found, attend(x, mask=masks.causal()))
-
-
-@pytest.mark.parametrize("recent", [-0.1, 1.5])
-def test_shares(recent: float) -> None:
-    with pytest.raises(ValueError, match=r"recent: expected a share in \[0, 1\]"):
-        HeavyHitters(recent)
 
 
 def test_statistics_are_those_of_attention_weights() -> None:

@@ -20,7 +20,7 @@ from clearhead.errors import ClearheadError
 from clearhead.masks import Mask
 from tests.malformed.values import OwnError, any_value, changed_tensor
 
-__all__ = ["CASES", "Call", "Case", "Outcome", "case", "malformed", "outcome_of"]
+__all__ = ["CASES", "Call", "Case", "Outcome", "case", "malformed", "outcome_of", "valid"]
 
 
 @dataclass
@@ -37,6 +37,11 @@ class Call:
     function: Callable[..., Any]
     arguments: dict[str, Any]
     after: Callable[[], Any] | None = None
+
+
+def valid(function: Callable[..., Any], /, after: Callable[[], Any] | None = None, **arguments: Any) -> Call:
+    """A valid call with these arguments."""
+    return Call(function, arguments, after)
 
 
 @dataclass(frozen=True)

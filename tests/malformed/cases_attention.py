@@ -1,100 +1,89 @@
-"""Attention and what surrounds it: functions, choices of kernels, positions."""
+"""Attention and its surroundings: functions, choices of kernels, positions."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import clearhead
 import clearhead.integrations.transformers as integration
 from clearhead import masks, positions
 from clearhead.nn import functional
-from tests.malformed.calls import Call, case
+from tests.malformed.calls import Call, case, valid
 
 B, H, KV, L, S, D = 2, 6, 3, 5, 7, 4
 
 
-def qkv() -> dict[str, Any]:
+def qkv() -> dict[str, Tensor]:
     return {"query": torch.randn(B, H, L, D), "key": torch.randn(B, KV, S, D), "value": torch.randn(B, KV, S, D)}
 
 
-case("attention", weight=16)(lambda: Call(clearhead.attention, {**qkv(), "mask": masks.causal()}))
-case("attention, a tensor as mask", weight=8)(
-    lambda: Call(clearhead.attention, {**qkv(), "mask": torch.rand(L, S) < 0.5})
-)
+def extras() -> dict[str, Any]:
+    given = {"query_positions": torch.arange(L), "key_positions": 0}
+    return {"mask": masks.causal(), "scale": 0.5, "softcap": 3.0, "sinks": torch.zeros(H), **given}
+
+
+case("attention", weight=16)(lambda: valid(clearhead.attention, **qkv(), mask=masks.causal()))
+case("attention, a tensor as mask", weight=8)(lambda: valid(clearhead.attention, **qkv(), mask=torch.rand(L, S) < 0.5))
 case("attention, everything given", weight=8)(
-    lambda: Call(clearhead.attention, {**qkv(), **_extras(), "return_lse": True, "dropout_p": 0.1})
+    lambda: valid(clearhead.attention, **qkv(), **extras(), return_lse=True, dropout_p=0.1)
 )
-case("attention without a mask", weight=8)(lambda: Call(clearhead.attention, qkv()))
-case("explain")(lambda: Call(clearhead.explain, {**qkv(), **_extras()}))
+case("attention without a mask", weight=8)(lambda: valid(clearhead.attention, **qkv()))
+case("explain")(lambda: valid(clearhead.explain, **qkv(), **extras()))
 
 
 @case("attention_weights", weight=8)
 def _() -> Call:
-    given = {**qkv(), **_extras(), "queries": [0, 3], "average_attn_weights": True}
+    given = {**qkv(), **extras(), "queries": [0, 3], "average_attn_weights": True}
     del given["value"]
-    return Call(clearhead.attention_weights, given)
+    return valid(clearhead.attention_weights, **given)
 
 
 @case("attention_statistics", weight=8)
 def _() -> Call:
     options = {"statistics": ("entropy", "rows", "top_k", "offset", "map"), "query_mask": torch.ones(B, L).bool()}
     more = {"queries": [0], "top_k": 2, "map_size": 3, "map_pooling": "max", "sink_keys": 1, "offsets": (-1, 0)}
-    return Call(clearhead.attention_statistics, {**qkv(), **_extras(), **options, **more, "per": "query_head"})
-
-
-def _extras() -> dict[str, Any]:
-    places = {"query_positions": torch.arange(L), "key_positions": 0}
-    return {"mask": masks.causal(), "scale": 0.5, "softcap": 3.0, "sinks": torch.zeros(H), **places}
+    return valid(clearhead.attention_statistics, **qkv(), **extras(), **options, **more, per="query_head")
 
 
 @case("attention_varlen", weight=8)
 def _() -> Call:
     ends = {"cu_seqlens_q": torch.tensor([0, 3, 5]), "cu_seqlens_k": torch.tensor([0, 3, 7])}
     tensors = {"query": torch.randn(5, H, D), "key": torch.randn(7, KV, D), "value": torch.randn(7, KV, D)}
-    return Call(clearhead.attention_varlen, {**tensors, **ends, "mask": masks.causal()})
+    return valid(clearhead.attention_varlen, **tensors, **ends, mask=masks.causal())
 
 
-case("split_heads")(lambda: Call(clearhead.split_heads, {"x": torch.randn(B, L, 12), "num_heads": 3}))
-case("merge_heads")(lambda: Call(clearhead.merge_heads, {"x": torch.randn(B, H, L, D)}))
+case("split_heads")(lambda: valid(clearhead.split_heads, x=torch.randn(B, L, 12), num_heads=3))
+case("merge_heads")(lambda: valid(clearhead.merge_heads, x=torch.randn(B, H, L, D)))
 
 
-@case("use_kernel")
-def _() -> Call:
-    def used(name: Any) -> None:
-        with clearhead.use_kernel(name):
-            pass
-
-    return Call(used, {"name": "reference"})
+def _entered(context: Any) -> None:
+    with context:
+        pass
 
 
-@case("use_linear")
-def _() -> Call:
-    def used(name: Any) -> None:
-        with clearhead.use_linear(name):
-            pass
-
-    return Call(used, {"name": "pytorch"})
+case("use_kernel")(lambda: valid(lambda name: _entered(clearhead.use_kernel(name)), name="reference"))
+case("use_linear")(lambda: valid(lambda name: _entered(clearhead.use_linear(name)), name="pytorch"))
 
 
 @case("nn.functional.scaled_dot_product_attention", weight=10)
 def _() -> Call:
-    given = {**qkv(), "attn_mask": torch.rand(L, S) < 0.5, "dropout_p": 0.0, "is_causal": True, "enable_gqa": True}
-    return Call(functional.scaled_dot_product_attention, given)
+    given = {"attn_mask": torch.rand(L, S) < 0.5, "dropout_p": 0.0, "is_causal": True, "enable_gqa": True}
+    return valid(functional.scaled_dot_product_attention, **qkv(), **given)
 
 
 @case("integrations.transformers.attention_forward", weight=8, attention_mask="mask")
 def _() -> Call:
-    given = {**qkv(), "attention_mask": torch.rand(B, 1, L, S) < 0.5, "scaling": 0.5, "dropout": 0.0}
-    return Call(integration.attention_forward, {"module": nn.Linear(2, 2), **given, "output_attentions": True})
+    given = {"attention_mask": torch.rand(B, 1, L, S) < 0.5, "scaling": 0.5, "dropout": 0.0, "output_attentions": True}
+    return valid(integration.attention_forward, module=nn.Linear(2, 2), **qkv(), **given)
 
 
 @case("integrations.transformers.attention_forward without a mask", weight=4)
 def _() -> Call:
-    given = {**qkv(), "attention_mask": None, "sliding_window": 3, "is_causal": True, "s_aux": torch.zeros(H)}
-    return Call(integration.attention_forward, {"module": nn.Linear(2, 2), **given})
+    given = {"attention_mask": None, "sliding_window": 3, "is_causal": True, "s_aux": torch.zeros(H)}
+    return valid(integration.attention_forward, module=nn.Linear(2, 2), **qkv(), **given)
 
 
 @case("integrations.transformers.attention_forward, packed", weight=4)
@@ -103,80 +92,68 @@ def _() -> Call:
     given = {name: torch.randn(1, 3, 5, D) for name in ("query", "key", "value")}
     packed = {"attention_mask": None, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
     bias = torch.randn(1, 3, 5, 5)
-    return Call(integration.attention_forward, {"module": nn.Linear(2, 2), **given, **packed, "position_bias": bias})
+    return valid(integration.attention_forward, module=nn.Linear(2, 2), **given, **packed, position_bias=bias)
 
 
 @case("integrations.transformers.make_mask")
 def _() -> Call:
     given = {"batch_size": B, "q_length": L, "kv_length": S, "q_offset": 2, "kv_offset": 0, "device": "cpu"}
-    return Call(integration.make_mask, {**given, "allow_is_causal_skip": True})
+    return valid(integration.make_mask, **given, allow_is_causal_skip=True)
 
 
-case("positions.ALiBi")(lambda: Call(lambda num_heads: positions.ALiBi(num_heads).dense(2, 3), {"num_heads": 3}))
+case("positions.ALiBi")(lambda: valid(lambda num_heads: positions.ALiBi(num_heads).dense(2, 3), num_heads=3))
 case("positions.RelativeBias")(
-    lambda: Call(positions.RelativeBias, {"num_heads": 3, "num_buckets": 8, "max_distance": 16, "bidirectional": True})
+    lambda: valid(positions.RelativeBias, num_heads=3, num_buckets=8, max_distance=16, bidirectional=True)
 )
-
-
-@case("positions.Rotary")
-def _() -> Call:
-    scaling = positions.LinearScaling(2.0)
-    given = {"head_dim": 8, "base": 100.0, "fraction": 0.5, "interleaved": True, "scaling": scaling}
-    return Call(positions.Rotary, given)
-
-
-case("positions.Rotary.forward", weight=6)(
-    lambda: Call(
-        positions.Rotary(D), {"q": torch.randn(B, H, L, D), "k": torch.randn(B, KV, L, D), "positions": torch.arange(L)}
+case("positions.Rotary")(
+    lambda: valid(
+        positions.Rotary,
+        **{"head_dim": 8, "base": 100.0, "fraction": 0.5, "interleaved": True},
+        scaling=positions.LinearScaling(2.0),
     )
 )
-case("positions.LinearScaling")(lambda: Call(positions.LinearScaling, {"factor": 2.0}))
-case("positions.DynamicNTKScaling")(lambda: Call(positions.DynamicNTKScaling, {"factor": 2.0, "original_length": 16}))
+case("positions.Rotary.forward", weight=6)(
+    lambda: valid(positions.Rotary(D), q=torch.randn(B, H, L, D), k=torch.randn(B, KV, L, D), positions=torch.arange(L))
+)
+case("positions.LinearScaling")(lambda: valid(positions.LinearScaling, factor=2.0))
+case("positions.DynamicNTKScaling")(lambda: valid(positions.DynamicNTKScaling, factor=2.0, original_length=16))
+
+LENGTHS = {"factor": 2.0, "original_length": 16}
+BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
-@case("positions.Llama3Scaling")
-def _() -> Call:
-    given = {"factor": 2.0, "original_length": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    return Call(lambda **given: positions.Rotary(8, scaling=positions.Llama3Scaling(**given)), given)
+def _scaled(scaling: Any) -> Any:
+    return lambda **given: positions.Rotary(8, scaling=scaling(**given))
 
 
-@case("positions.YarnScaling")
-def _() -> Call:
-    given = {"factor": 2.0, "original_length": 16, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
-    return Call(positions.YarnScaling, {**given, "truncate": True})
-
-
-@case("positions.YarnScaling in Rotary", arguments=("factor", "original_length", "beta_fast", "beta_slow"))
-def _() -> Call:
-    given = {"factor": 2.0, "original_length": 16, "beta_fast": 32.0, "beta_slow": 1.0}
-    return Call(lambda **given: positions.Rotary(8, scaling=positions.YarnScaling(**given)), given)
+case("positions.Llama3Scaling")(
+    lambda: valid(_scaled(positions.Llama3Scaling), **LENGTHS, low_freq_factor=1.0, high_freq_factor=4.0)
+)
+case("positions.YarnScaling")(
+    lambda: valid(positions.YarnScaling, **LENGTHS, **BETAS, attention_factor=1.0, truncate=True)
+)
+case("positions.YarnScaling in Rotary", arguments=(*LENGTHS, *BETAS))(
+    lambda: valid(_scaled(positions.YarnScaling), **LENGTHS, **BETAS)
+)
 
 
 @case("positions.rotary_from_config", rope_parameters=("rope_type", "rope_theta", "factor"))
 def _() -> Call:
     settings = {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
-    given = {"rope_parameters": settings, "head_dim": 8, "max_position_embeddings": 32, "interleaved": False}
-    return Call(positions.rotary_from_config, given)
+    given = {"head_dim": 8, "max_position_embeddings": 32, "interleaved": False}
+    return valid(positions.rotary_from_config, rope_parameters=settings, **given)
 
 
-@case(
-    "positions.rotary_from_config, its settings", arguments=("rope_type", "factor", "rope_theta", "beta_fast", "mscale")
+SETTINGS = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 100.0, "beta_fast": 32.0, "mscale": 1.0}
+case("positions.rotary_from_config, its settings", arguments=tuple(SETTINGS))(
+    lambda: valid(lambda **given: positions.rotary_from_config(given, 8, max_position_embeddings=32), **SETTINGS)
 )
-def _() -> Call:
-    settings = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 100.0, "beta_fast": 32.0, "mscale": 1.0}
-    wide = {"max_position_embeddings": 32}
-    return Call(lambda **settings: positions.rotary_from_config(settings, 8, **wide), settings)
 
 
-@case("upgrade")
-def _() -> Call:
-    given = {"attention": True, "linears": True, "unpad": False}
-    return Call(clearhead.upgrade, {"model": nn.TransformerEncoderLayer(12, 3, 8), **given})
+def _encoder_layer(**options: Any) -> nn.Module:
+    return nn.TransformerEncoderLayer(12, 3, 8, **options)
 
 
-case("downgrade")(lambda: Call(clearhead.downgrade, {"model": nn.TransformerEncoderLayer(12, 3, 8)}))
-case("load_transformer")(
-    lambda: Call(
-        clearhead.transformer.load_transformer, {"module": nn.TransformerEncoderLayer(12, 3, 8, batch_first=True)}
-    )
-)
+case("upgrade")(lambda: valid(clearhead.upgrade, model=_encoder_layer(), attention=True, linears=True, unpad=False))
+case("downgrade")(lambda: valid(clearhead.downgrade, model=_encoder_layer()))
+case("load_transformer")(lambda: valid(clearhead.transformer.load_transformer, module=_encoder_layer(batch_first=True)))

@@ -9,38 +9,28 @@ import torch
 import transformers
 
 from clearhead import caches
-from clearhead.caches import (
-    EvictingKVCache,
-    HeavyHitters,
-    Held,
-    KVCache,
-    RandomEviction,
-    SinksAndRecent,
-    SlidingKVCache,
-)
+from clearhead.caches import EvictingKVCache, HeavyHitters, Held, KVCache, SinksAndRecent, SlidingKVCache
 from clearhead.integrations.transformers import cache_for
-from tests.malformed.calls import Call, case
+from tests.malformed.calls import Call, case, valid
 
 B, KV, D = 2, 3, 4
 
 
-def _held(cache: Any) -> Any:
-    """The cache with five tokens written."""
-    draw = torch.Generator().manual_seed(3)
+def _step(cache: Any, count: int, seed: int) -> Any:
+    draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        cache.update(*(torch.randn(B, KV, 5, D, generator=draw) for _ in range(2)))
+        returned = cache.update(*(torch.randn(B, KV, count, D, generator=draw) for _ in range(2)))
+    return returned.key, returned.value, cache.length
+
+
+def _filled(cache: Any) -> Any:
+    """The cache with five tokens written."""
+    _step(cache, 5, 3)
     return cache
 
 
-def _next(cache: Any) -> Any:
-    """What a next step gives."""
-
-    def after() -> Any:
-        draw = torch.Generator().manual_seed(4)
-        found = cache.update(*(torch.randn(B, KV, 1, D, generator=draw) for _ in range(2)))
-        return found.key, found.value, cache.length
-
-    return after
+def _new() -> dict[str, Any]:
+    return {"key": torch.randn(B, KV, 2, D), "value": torch.randn(B, KV, 2, D)}
 
 
 MAKERS: dict[str, Any] = {
@@ -50,7 +40,7 @@ MAKERS: dict[str, Any] = {
     "CrossKVCache": caches.CrossKVCache,
 }
 ARGUMENTS: dict[str, Any] = {
-    "update": lambda: {"key": torch.randn(B, KV, 2, D), "value": torch.randn(B, KV, 2, D), "positions": 5},
+    "update": lambda: {**_new(), "positions": 5},
     "reorder": lambda: {"indices": torch.tensor([1, 0])},
     "crop": lambda: {"length": torch.tensor([4, 5])},
     "next_positions": lambda: {"count": 2},
@@ -61,8 +51,8 @@ def _register(kind: str, method: str) -> None:
     # A full or too small cache says so by its own name.
     @case(f"caches.{kind}.{method}", key="cache", value="cache", length="max_crop")
     def _() -> Call:
-        cache = _held(MAKERS[kind]())
-        return Call(getattr(cache, method), ARGUMENTS[method](), after=_next(cache))
+        cache = _filled(MAKERS[kind]())
+        return valid(getattr(cache, method), after=lambda: _step(cache, 1, 4), **ARGUMENTS[method]())
 
 
 for _kind in MAKERS:
@@ -72,31 +62,22 @@ for _kind in MAKERS:
 
 @case("caches.KVCache.update, rows that differ")
 def _() -> Call:
-    cache = _held(KVCache(B, KV, 9, D))
+    cache = _filled(KVCache(B, KV, 9, D))
     cache.crop(torch.tensor([3, 5]))
-    given = {
-        "key": torch.randn(B, KV, 2, D),
-        "value": torch.randn(B, KV, 2, D),
-        "positions": torch.tensor([[3, 4], [5, 6]]),
-    }
-    return Call(cache.update, given, after=_next(cache))
+    positions = torch.tensor([[3, 4], [5, 6]])
+    return valid(cache.update, after=lambda: _step(cache, 1, 4), **_new(), positions=positions)
 
 
-case("caches.KVCache")(lambda: Call(KVCache, {**_sizes(), "max_length": 5}))
-case("caches.SlidingKVCache")(lambda: Call(SlidingKVCache, {**_sizes(), "window": 5, "max_crop": 2}))
-case("caches.EvictingKVCache")(lambda: Call(EvictingKVCache, {**_sizes(), "budget": 5, "policy": HeavyHitters()}))
-
-
-def _sizes() -> dict[str, Any]:
-    sizes = {"batch_size": B, "num_kv_heads": KV, "head_dim": D, "value_head_dim": 5}
-    return {**sizes, "dtype": torch.float32, "device": "cpu"}
-
-
-case("caches.HeavyHitters", weight=2)(lambda: Call(HeavyHitters, {"recent": 0.5}))
-case("caches.SinksAndRecent", weight=2)(lambda: Call(SinksAndRecent, {"sinks": 2}))
-case("caches.RandomEviction", weight=2)(lambda: Call(RandomEviction, {"seed": 2}))
+SIZES: dict[str, Any] = {"batch_size": B, "num_kv_heads": KV, "head_dim": D, "value_head_dim": 5}
+SIZES |= {"dtype": torch.float32, "device": "cpu"}
+case("caches.KVCache")(lambda: valid(KVCache, **SIZES, max_length=5))
+case("caches.SlidingKVCache")(lambda: valid(SlidingKVCache, **SIZES, window=5, max_crop=2))
+case("caches.EvictingKVCache")(lambda: valid(EvictingKVCache, **SIZES, budget=5, policy=HeavyHitters()))
+case("caches.HeavyHitters", weight=2)(lambda: valid(HeavyHitters, recent=0.5))
+case("caches.SinksAndRecent", weight=2)(lambda: valid(SinksAndRecent, sinks=2))
+case("caches.RandomEviction", weight=2)(lambda: valid(caches.RandomEviction, seed=2))
 case("caches.Held.among_last", weight=2)(
-    lambda: Call(Held(torch.arange(4).expand(1, 1, 4), torch.zeros(1, 1, 4), 3).among_last, {"count": 2})
+    lambda: valid(Held(torch.arange(4).expand(1, 1, 4), torch.zeros(1, 1, 4), 3).among_last, count=2)
 )
 
 
@@ -108,13 +89,13 @@ def _decoder() -> Any:
     return model
 
 
-def _cache_for(kind: str, arguments: dict[str, Any]) -> None:
-    @case(f"integrations.transformers.cache_for, {kind}")
-    def _() -> Call:
-        return Call(cache_for, {"model": _decoder(), "kind": kind, **arguments})
-
-
-_cache_for("full", {"max_length": 9})
-_cache_for("sliding", {"window": 3})
-_cache_for("heavy_hitters", {"budget": 5, "recent": 0.25})
-_cache_for("sinks_and_recent", {"budget": 5, "sinks": 2})
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {"max_length": 9},
+    "sliding": {"window": 3},
+    "heavy_hitters": {"budget": 5, "recent": 0.25},
+    "sinks_and_recent": {"budget": 5, "sinks": 2},
+}
+for _kind, _given in KINDS.items():
+    case(f"integrations.transformers.cache_for, {_kind}")(
+        lambda kind=_kind, given=_given: valid(cache_for, model=_decoder(), kind=kind, **given)
+    )

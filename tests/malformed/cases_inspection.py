@@ -12,7 +12,7 @@ import clearhead
 from clearhead import masks
 from clearhead._statistics.rollout import rollout
 from clearhead.integrations.transformers import AttentionMonitorCallback
-from tests.malformed.calls import Call, case
+from tests.malformed.calls import Call, case, valid
 from tests.malformed.values import OwnError, users_own
 
 E, H = 12, 3
@@ -79,23 +79,21 @@ def _after() -> Any:
 def _() -> Call:
     given = {"model": model(), "statistics": ("entropy", "rows", "offset"), "layers": [0], "heads": [0, 2]}
     more = {"query_mask": torch.ones(2, 5).bool(), "keep": "queries_keys", "queries": [0], "offsets": (-1,)}
-    return Call(_record, {**given, **more}, after=_after)
+    return valid(_record, after=_after, **given, **more)
 
 
-case("record[...]", name="recorded")(lambda: Call(lambda name: recorded()[name], {"name": "self_attn"}))
-case("record[...][...]")(lambda: Call(lambda index: recorded()["self_attn"][index], {"index": 0}))
-case("record.name_of")(lambda: Call(recorded().name_of, {"layer": 0}))
-case("record.kept_call")(lambda: Call(recorded().kept_call, {"layer": 0, "call": 0}))
-case("record.weights", weight=6)(lambda: Call(recorded().weights, {"layer": 0, "head": 1, "queries": [0], "call": 0}))
+case("record[...]", name="recorded")(lambda: valid(lambda name: recorded()[name], name="self_attn"))
+case("record[...][...]")(lambda: valid(lambda index: recorded()["self_attn"][index], index=0))
+case("record.name_of")(lambda: valid(recorded().name_of, layer=0))
+case("record.kept_call")(lambda: valid(recorded().kept_call, layer=0, call=0))
+case("record.weights", weight=6)(lambda: valid(recorded().weights, layer=0, head=1, queries=[0], call=0))
 case("record.rollout", weight=6, layers="layer")(
-    lambda: Call(recorded().rollout, {"targets": [0, 2], "layers": ["self_attn"], "residual": 0.5})
+    lambda: valid(recorded().rollout, targets=[0, 2], layers=["self_attn"], residual=0.5)
 )
-case("rollout", calls="layers")(
-    lambda: Call(rollout, {"calls": [recorded().kept_call(0)], "targets": [0, 2], "residual": 0.5})
-)
-case("summary[...]")(lambda: Call(lambda statistic: recorded().summary()[statistic], {"statistic": "entropy"}))
-case("AttentionStatistics.with_heads")(lambda: Call(recorded()["self_attn"][0].with_heads, {"heads": [0, 1]}))
-case("AttentionStatistics.head_sums")(lambda: Call(recorded()["self_attn"][0].head_sums, {"name": "entropy"}))
+case("rollout", calls="layers")(lambda: valid(rollout, calls=[recorded().kept_call(0)], targets=[0, 2], residual=0.5))
+case("summary[...]")(lambda: valid(lambda statistic: recorded().summary()[statistic], statistic="entropy"))
+case("AttentionStatistics.with_heads")(lambda: valid(recorded()["self_attn"][0].with_heads, heads=[0, 1]))
+case("AttentionStatistics.head_sums")(lambda: valid(recorded()["self_attn"][0].head_sums, name="entropy"))
 
 
 @case("intervene", weight=6)
@@ -105,7 +103,7 @@ def _() -> Call:
             return _model(x())
 
     _model = model()
-    return Call(run, {"model": _model, "changes": {("self_attn", 1): 0.5}}, after=_after)
+    return valid(run, after=_after, model=_model, changes={("self_attn", 1): 0.5})
 
 
 @case("intervene, one change", weight=6, change="changes", head="changes", name="changes")
@@ -120,7 +118,7 @@ def _() -> Call:
         with clearhead.intervene(model(), {key: change}):
             return model()(x())
 
-    return Call(run, {"name": "self_attn", "head": 0, "change": torch.zeros(2, 5, 4)}, after=_after)
+    return valid(run, after=_after, name="self_attn", head=0, change=torch.zeros(2, 5, 4))
 
 
 @case("head_importance")
@@ -135,13 +133,13 @@ def _() -> Call:
         loss = users_own(loss) if callable(loss) else loss
         return clearhead.head_importance(model, batches, loss, progress=progress)
 
-    return Call(run, {"model": model(), "batches": [x()], "loss": loss, "progress": False}, after=_after)
+    return valid(run, after=_after, model=model(), batches=[x()], loss=loss, progress=False)
 
 
 @case("walkthrough", weight=6)
 def _() -> Call:
     given = {"module": model().self_attn, "query": x(), "key": x(), "value": x(), "mask": masks.causal()}
-    return Call(clearhead.walkthrough, {**given, "language": "en"}, after=_after)
+    return valid(clearhead.walkthrough, after=_after, **given, language="en")
 
 
 @functools.cache
@@ -149,7 +147,7 @@ def walked() -> Any:
     return clearhead.walkthrough(model().self_attn, x())
 
 
-case("walkthrough[...]")(lambda: Call(lambda name: walked()[name], {"name": "scores"}))
+case("walkthrough[...]")(lambda: valid(lambda name: walked()[name], name="scores"))
 
 
 @case("monitor", weight=6)
@@ -162,13 +160,13 @@ def _() -> Call:
             return model()(x())
 
     given = {"model": model(), "every": 2, "statistics": ("entropy", "sink"), "to": lambda step, values: None}
-    return Call(run, {**given, "entropy_threshold": 0.1, "logit_threshold": 9.0}, after=_after)
+    return valid(run, after=_after, **given, entropy_threshold=0.1, logit_threshold=9.0)
 
 
 @case("integrations.transformers.AttentionMonitorCallback", weight=3)
 def _() -> Call:
     given = {"every": 2, "statistics": ("entropy", "sink"), "to": lambda step, values: None}
-    return Call(AttentionMonitorCallback, {**given, "entropy_threshold": 0.1, "logit_threshold": 9.0})
+    return valid(AttentionMonitorCallback, **given, entropy_threshold=0.1, logit_threshold=9.0)
 
 
 @case("qk_clip_", weight=6)
@@ -177,4 +175,4 @@ def _() -> Call:
         torch.manual_seed(8)
         attend = clearhead.MultiHeadAttention(E, H)
     given = {"module": attend, "max_logits": torch.tensor([[1.0, 7.0, 2.0]]), "threshold": 3.0}
-    return Call(clearhead.qk_clip_, given, after=lambda: attend(x()))
+    return valid(clearhead.qk_clip_, after=lambda: attend(x()), **given)

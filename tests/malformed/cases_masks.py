@@ -2,65 +2,62 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 
 import clearhead
 from clearhead import masks
-from tests.malformed.calls import Call, case
+from tests.malformed.calls import Call, case, valid
 from tests.malformed.values import users_own
 
 LETTERS = {"batch_size": ("B", "batch"), "num_heads": "H", "query_length": "L", "key_length": "S"}
 LENGTHS = torch.tensor([3, 5])
+MARKS: dict[str, Any] = {"tensor": ("keep", "mask"), "keys": ("keep", "mask")}
 
 
 def _used(mask: masks.Mask) -> Any:
-    """Attend with a mask, look at it, and print it."""
+    """Print a mask, check it, and attend with it."""
     x = torch.randn(2, 3, 5, 4)
     repr(mask)
     report = mask.check(5, 5, batch_size=2, num_heads=3)
     return clearhead.attention(x, x, x, mask), str(report)
 
 
-case("masks.causal")(lambda: Call(lambda align: _used(masks.causal(align)), {"align": "bottom_right"}))
+def _mod(fn: Any) -> masks.Mask:
+    return masks.mask_mod(users_own(fn) if callable(fn) else fn)
+
+
+def _keep(tensor: Any = None, keys: Any = None) -> Any:
+    return _used(masks.keep(tensor, keys=keys))
+
+
+def _drop(tensor: Any = None, keys: Any = None) -> Any:
+    return _used(masks.drop(tensor, keys=keys))
+
+
+case("masks.causal")(lambda: valid(lambda align: _used(masks.causal(align)), align="bottom_right"))
 case("masks.sliding_window", weight=6, left="window", right="window")(
-    lambda: Call(lambda left, right: _used(masks.sliding_window(left, right)), {"left": 1, "right": 0})
+    lambda: valid(lambda left, right: _used(masks.sliding_window(left, right)), left=1, right=0)
 )
-case("masks.prefix", weight=6, n="prefix")(lambda: Call(lambda n: _used(masks.prefix(n)), {"n": LENGTHS}))
-
-
-@case("masks.lengths", weight=6, key_lengths="lengths", query_lengths="lengths")
-def _() -> Call:
-    given = {"key_lengths": LENGTHS, "query_lengths": LENGTHS}
-    return Call(lambda key_lengths, query_lengths: _used(masks.lengths(key_lengths, query_lengths)), given)
-
-
+case("masks.prefix", weight=6, n="prefix")(lambda: valid(lambda n: _used(masks.prefix(n)), n=LENGTHS))
+case("masks.lengths", weight=6, key_lengths="lengths", query_lengths="lengths")(
+    lambda: valid(
+        lambda key_lengths, query_lengths: _used(masks.lengths(key_lengths, query_lengths)),
+        **{"key_lengths": LENGTHS, "query_lengths": LENGTHS},
+    )
+)
 case("masks.documents", weight=6, ids="documents")(
-    lambda: Call(lambda ids: _used(masks.documents(ids)), {"ids": torch.tensor([0, 0, 1, 1, 2])})
+    lambda: valid(lambda ids: _used(masks.documents(ids)), ids=torch.tensor([0, 0, 1, 1, 2]))
 )
-
-
-@case("masks.mask_mod", fn="where")
-def _() -> Call:
-    def used(fn: Any) -> Any:
-        return _used(masks.mask_mod(users_own(fn) if callable(fn) else fn))
-
-    return Call(used, {"fn": lambda b, h, q, k: (q - k) % 2 == 0})
-
-
-case("masks.keep", weight=6, tensor=("keep", "mask"), keys=("keep", "mask"))(
-    lambda: Call(lambda tensor=None, keys=None: _used(masks.keep(tensor, keys=keys)), {"tensor": torch.ones(5, 5)})
-)
-case("masks.keep(keys=...)", weight=6, tensor=("keep", "mask"), keys=("keep", "mask"))(
-    lambda: Call(lambda tensor=None, keys=None: _used(masks.keep(tensor, keys=keys)), {"keys": torch.ones(2, 5)})
-)
+case("masks.mask_mod", fn="where")(lambda: valid(lambda fn: _used(_mod(fn)), fn=lambda b, h, q, k: (q - k) % 2 == 0))
+case("masks.keep", weight=6, **MARKS)(lambda: valid(_keep, tensor=torch.ones(5, 5)))
+case("masks.keep(keys=...)", weight=6, **MARKS)(lambda: valid(_keep, keys=torch.ones(2, 5)))
 case("masks.drop", weight=6, tensor=("drop", "mask"), keys=("drop", "mask"))(
-    lambda: Call(lambda tensor=None, keys=None: _used(masks.drop(tensor, keys=keys)), {"tensor": torch.ones(5, 5)})
+    lambda: valid(_drop, tensor=torch.ones(5, 5))
 )
 case("masks.bias", weight=6, tensor=("bias", "mask"))(
-    lambda: Call(lambda tensor: _used(masks.bias(tensor)), {"tensor": torch.randn(2, 3, 5, 5)})
+    lambda: valid(lambda tensor: _used(masks.bias(tensor)), tensor=torch.randn(2, 3, 5, 5))
 )
 
 
@@ -77,18 +74,18 @@ case("Mask.prepare", weight=8, **LETTERS)(lambda: Call((masks.causal() & masks.l
 @case("Mask.dense of a tensor", weight=4, **LETTERS)
 def _() -> Call:
     mask = masks.keep(torch.ones(5, 5)) & masks.documents(torch.arange(5)) & masks.bias(torch.zeros(2, 3, 5, 5))
-    return Call(mask.dense, _sizes())
+    return valid(mask.dense, **_sizes())
 
 
 case("Mask.check", weight=8, **LETTERS)(
-    lambda: Call((masks.sliding_window(2, 0) & masks.lengths(LENGTHS)).check, _sizes())
+    lambda: valid((masks.sliding_window(2, 0) & masks.lengths(LENGTHS)).check, **_sizes())
 )
 case("Mask.check of a rule", weight=4)(
-    lambda: Call((masks.causal("bottom_right") | masks.prefix(2)).check, {"query_length": 5, "key_length": 7})
+    lambda: valid((masks.causal("bottom_right") | masks.prefix(2)).check, query_length=5, key_length=7)
 )
 case("Mask & other", other=("mask", "bias"))(
-    lambda: Call(lambda other: _used(operator.and_(masks.causal(), other)), {"other": torch.ones(5, 5).bool()})
+    lambda: valid(lambda other: _used(masks.causal() & other), other=torch.ones(5, 5).bool())
 )
 case("Mask | other", other=("mask", "bias"))(
-    lambda: Call(lambda other: _used(operator.or_(masks.causal(), other)), {"other": torch.ones(5, 5).bool()})
+    lambda: valid(lambda other: _used(masks.causal() | other), other=torch.ones(5, 5).bool())
 )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import clearhead
 from clearhead import caches, masks, positions
 from clearhead.transformer import Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer, FeedForward, SwiGLU
-from tests.malformed.calls import Call, case
+from tests.malformed.calls import Call, case, valid
 
 E, H, B, L, S = 12, 3, 2, 5, 7
 
@@ -31,19 +31,15 @@ def _attention(**options: Any) -> Any:
     return _seeded(lambda: clearhead.MultiHeadAttention(E, H, **options))
 
 
-def _forward(module: Any, arguments: dict[str, Any], valid: dict[str, Any] | None = None) -> Call:
-    def after() -> Any:
-        return module(**(valid or arguments_kept))
-
-    arguments_kept = dict(arguments)
-    return Call(module, arguments, after=after)
+def _forward(module: Any, arguments: dict[str, Any]) -> Call:
+    return valid(module, after=lambda: module(**arguments), **arguments)  # `valid` copies the arguments
 
 
 @case("MultiHeadAttention", weight=8)
 def _() -> Call:
     sizes = {"embed_dim": E, "num_heads": H, "num_kv_heads": 3, "head_dim": 4, "qdim": 5, "kdim": 6, "vdim": 7}
     parts = {"position": positions.Rotary(4), "q_norm": nn.LayerNorm(4), "k_norm": None, "mask": masks.causal()}
-    return Call(clearhead.MultiHeadAttention, {**sizes, **parts, "scale": 0.5, "dropout": 0.1, "dtype": torch.float32})
+    return valid(clearhead.MultiHeadAttention, **sizes, **parts, scale=0.5, dropout=0.1, dtype=torch.float32)
 
 
 case("MultiHeadAttention.forward", weight=16)(
@@ -76,12 +72,12 @@ def _() -> Call:
     def after() -> Any:
         return module(_x(2), mask=masks.causal(), positions=4, cache=cache), cache.key, cache.length
 
-    return Call(module, given, after=after)
+    return valid(module, after=after, **given)
 
 
-case("MultiHeadAttention.make_cache")(lambda: Call(_attention().make_cache, {"batch_size": 2, "max_length": 5}))
+case("MultiHeadAttention.make_cache")(lambda: valid(_attention().make_cache, batch_size=2, max_length=5))
 case("MultiHeadLatentAttention", weight=6)(
-    lambda: Call(clearhead.MultiHeadLatentAttention, {"embed_dim": E, "num_heads": H, **_latent(), "dropout": 0.1})
+    lambda: valid(clearhead.MultiHeadLatentAttention, embed_dim=E, num_heads=H, **_latent(), dropout=0.1)
 )
 
 
@@ -94,7 +90,7 @@ def _() -> Call:
 @case("MultiHeadLatentAttention.make_cache")
 def _() -> Call:
     module = _seeded(lambda: clearhead.MultiHeadLatentAttention(E, H, **_latent()))
-    return Call(module.make_cache, {"batch_size": 2, "max_length": 5})
+    return valid(module.make_cache, batch_size=2, max_length=5)
 
 
 def _latent() -> dict[str, Any]:
@@ -102,20 +98,18 @@ def _latent() -> dict[str, Any]:
     return {**sizes, "position": positions.Rotary(2), "q_norm": nn.LayerNorm(5), "kv_norm": nn.LayerNorm(6)}
 
 
-case("Linear")(
-    lambda: Call(clearhead.nn.Linear, {"in_features": 3, "out_features": 5, "bias": True, "dtype": torch.float32})
-)
+case("Linear")(lambda: valid(clearhead.nn.Linear, in_features=3, out_features=5, bias=True, dtype=torch.float32))
 case("Linear.forward")(lambda: _forward(_seeded(lambda: clearhead.nn.Linear(E, 5)), {"input": _x()}))
 
 
 @case("FeedForward")
 def _() -> Call:
     given = {"embed_dim": E, "hidden_dim": 8, "activation": torch.relu, "dropout": 0.1, "bias": True}
-    return Call(FeedForward, {**given, "device": "cpu", "dtype": torch.float32})
+    return valid(FeedForward, **given, device="cpu", dtype=torch.float32)
 
 
 case("FeedForward.forward")(lambda: _forward(_seeded(lambda: FeedForward(E, 8)), {"x": _x()}))
-case("SwiGLU")(lambda: Call(SwiGLU, {"embed_dim": E, "hidden_dim": 8, "bias": True, "device": "cpu"}))
+case("SwiGLU")(lambda: valid(SwiGLU, embed_dim=E, hidden_dim=8, bias=True, device="cpu"))
 case("SwiGLU.forward")(lambda: _forward(_seeded(lambda: SwiGLU(E, 8)), {"x": _x()}))
 
 
@@ -131,14 +125,14 @@ def _decoder_layer() -> Any:
 @case("EncoderLayer")
 def _() -> Call:
     parts = {"self_attention": clearhead.MultiHeadAttention(E, H), "feed_forward": FeedForward(E, 8)}
-    return Call(EncoderLayer, {"embed_dim": E, **parts, "norm": nn.RMSNorm, "norm_first": True, "dropout": 0.1})
+    return valid(EncoderLayer, embed_dim=E, **parts, norm=nn.RMSNorm, norm_first=True, dropout=0.1)
 
 
 @case("DecoderLayer")
 def _() -> Call:
     parts = {name: clearhead.MultiHeadAttention(E, H) for name in ("self_attention", "cross_attention")}
     given = {"embed_dim": E, **parts, "feed_forward": FeedForward(E, 8), "norm": nn.LayerNorm}
-    return Call(DecoderLayer, {**given, "norm_first": True, "dropout": 0.1})
+    return valid(DecoderLayer, **given, norm_first=True, dropout=0.1)
 
 
 @case("EncoderLayer.forward", weight=8, x="query")
@@ -153,8 +147,8 @@ def _() -> Call:
     return _forward(_seeded(_decoder_layer), {**given, "need_weights": True})
 
 
-case("Encoder")(lambda: Call(Encoder, {"layers": [_encoder_layer(), _encoder_layer()], "norm": nn.LayerNorm(E)}))
-case("Decoder")(lambda: Call(Decoder, {"layers": [_decoder_layer()], "norm": nn.LayerNorm(E)}))
+case("Encoder")(lambda: valid(Encoder, layers=[_encoder_layer(), _encoder_layer()], norm=nn.LayerNorm(E)))
+case("Decoder")(lambda: valid(Decoder, layers=[_decoder_layer()], norm=nn.LayerNorm(E)))
 
 
 @case("Encoder.forward", weight=6, x="query")
@@ -175,13 +169,15 @@ def _() -> Call:
     held = module.make_cache(B, 8)
     module(_x(4), cache=held)
     given = {"x": _x(2), "mask": masks.causal(), "cache": held, "positions": 4}
-    return Call(module, given, after=lambda: (module(_x(2), mask=masks.causal(), cache=held), [c.length for c in held]))
+    return valid(
+        module, after=lambda: (module(_x(2), mask=masks.causal(), cache=held), [c.length for c in held]), **given
+    )
 
 
-case("Encoder.make_cache")(lambda: Call(Encoder([_encoder_layer()]).make_cache, {"batch_size": 2, "max_length": 4}))
-case("Decoder.make_cache")(lambda: Call(Decoder([_decoder_layer()]).make_cache, {"batch_size": 2, "max_length": 4}))
-case("DecoderCache.reorder", weight=2)(lambda: Call(_both().reorder, {"indices": torch.tensor([1, 0])}))
-case("DecoderCache.crop", weight=2)(lambda: Call(_both().crop, {"length": 0}))
+case("Encoder.make_cache")(lambda: valid(Encoder([_encoder_layer()]).make_cache, batch_size=2, max_length=4))
+case("Decoder.make_cache")(lambda: valid(Decoder([_decoder_layer()]).make_cache, batch_size=2, max_length=4))
+case("DecoderCache.reorder", weight=2)(lambda: valid(_both().reorder, indices=torch.tensor([1, 0])))
+case("DecoderCache.crop", weight=2)(lambda: valid(_both().crop, length=0))
 
 
 def _both() -> Any:
@@ -191,7 +187,7 @@ def _both() -> Any:
 @case("nn.MultiheadAttention", weight=6)
 def _() -> Call:
     given = {"embed_dim": E, "num_heads": H, "dropout": 0.1, "bias": True, "add_bias_kv": True, "add_zero_attn": True}
-    return Call(clearhead.nn.MultiheadAttention, {**given, "kdim": 5, "vdim": 6, "batch_first": True, "device": "cpu"})
+    return valid(clearhead.nn.MultiheadAttention, **given, kdim=5, vdim=6, batch_first=True, device="cpu")
 
 
 @case("nn.MultiheadAttention.forward", weight=16)

@@ -14,7 +14,7 @@ import torch
 import clearhead
 from clearhead import plot
 from clearhead.plot import Tokens, read_tokens
-from tests.malformed.calls import Call, case
+from tests.malformed.calls import Call, case, valid
 from tests.malformed.cases_inspection import recorded
 
 mpl.use("agg")
@@ -53,74 +53,72 @@ def vision_record() -> Any:
 @case("plot.page", weight=2)
 def _() -> Call:
     given = {"rec": recorded(), "tokens": [NAMES, NAMES], "layer": 0, "head": 1, "labels": ["a", "b"], "title": "t"}
-    return Call(plot.page, given)
+    return valid(plot.page, **given)
 
 
-case("record.page", weight=2)(lambda: Call(recorded().page, {"tokens": [NAMES, NAMES], "key_tokens": [NAMES, NAMES]}))
-case("plot.page, crops", weight=2)(
-    lambda: Call(plot.page, {"rec": recorded(), "crops": [(0, 1, slice(0, 3), slice(0, 2))]})
-)
-case("plot.plot_heads", weight=1)(lambda: Call(_closing(plot.plot_heads), {"rec": recorded(), "statistic": "entropy"}))
+case("record.page", weight=2)(lambda: valid(recorded().page, tokens=[NAMES, NAMES], key_tokens=[NAMES, NAMES]))
+case("plot.page, crops", weight=2)(lambda: valid(plot.page, rec=recorded(), crops=[(0, 1, slice(0, 3), slice(0, 2))]))
+case("plot.plot_heads", weight=1)(lambda: valid(_closing(plot.plot_heads), rec=recorded(), statistic="entropy"))
 
 
 @case("plot.plot_map", weight=1)
 def _() -> Call:
     given = {"layer": 0, "head": 1, "tokens": [NAMES, NAMES], "item": 0, "words": True}
-    return Call(_closing(plot.plot_map), {"rec": recorded(), **given})
+    return valid(_closing(plot.plot_map), rec=recorded(), **given)
 
 
 @case("plot.plot_received", weight=1)
 def _() -> Call:
     given = {"layer": 0, "head": 1, "tokens": [NAMES, NAMES], "item": 0}
-    return Call(_closing(plot.plot_received), {"rec": recorded(), **given})
+    return valid(_closing(plot.plot_received), rec=recorded(), **given)
 
 
 @case("plot.plot_rollout", weight=1, layers="layer")
 def _() -> Call:
     given = {"targets": 0, "tokens": [NAMES, NAMES], "item": 0, "layers": [0], "residual": 0.5}
-    return Call(_closing(plot.plot_rollout), {"rec": recorded(), **given})
+    return valid(_closing(plot.plot_rollout), rec=recorded(), **given)
 
 
 @case("plot.plot_rollout of patches", weight=1, layers="layer")
 def _() -> Call:
     given = {"targets": 0, "grid": (2, 2), "image": torch.rand(4, 4, 3), "item": 0}
-    return Call(_closing(plot.plot_rollout), {"rec": recorded(), **given})
+    return valid(_closing(plot.plot_rollout), rec=recorded(), **given)
 
 
 @case("plot.compare", weight=2)
 def _() -> Call:
     given = {"rec": recorded(), "other": recorded(), "tokens": [NAMES, NAMES], "other_tokens": [NAMES, NAMES]}
-    return Call(plot.compare, given)
+    return valid(plot.compare, **given)
 
 
 @case("plot.Comparison", weight=2)
 def _() -> Call:
     given = {"first": recorded(), "second": recorded(), "tokens": [NAMES, NAMES], "other_tokens": [NAMES, NAMES]}
-    return Call(plot.Comparison, given)
+    return valid(plot.Comparison, **given)
 
 
 @case("plot.plot_image", weight=1)
 def _() -> Call:
     given = {"image": torch.rand(4, 4, 3), "layer": 0, "head": 1, "query": (0, 1), "item": 0}
-    return Call(_closing(plot.plot_image), {"rec": vision_record(), **given})
+    return valid(_closing(plot.plot_image), rec=vision_record(), **given)
 
 
-case("plot.given")(lambda: Call(plot.given, {"weights": [torch.eye(3).expand(2, 3, 3)], "names": ["a"]}))
+case("plot.given")(lambda: valid(plot.given, weights=[torch.eye(3).expand(2, 3, 3)], names=["a"]))
 case("plot.given, its methods", weight=4)(
-    lambda: Call(plot.given([torch.eye(3).expand(2, 3, 3)]).weights, {"layer": 0, "head": 1, "queries": [0], "call": 0})
+    lambda: valid(plot.given([torch.eye(3).expand(2, 3, 3)]).weights, layer=0, head=1, queries=[0], call=0)
 )
 case("plot.given, rollout", weight=2, layers="layer")(
-    lambda: Call(plot.given([torch.eye(3).expand(2, 3, 3)]).rollout, {"targets": [0], "layers": [0], "residual": 0.5})
+    lambda: valid(plot.given([torch.eye(3).expand(2, 3, 3)]).rollout, targets=[0], layers=[0], residual=0.5)
 )
 
 
 @case("plot.Tokens", arguments=("names", "special", "words"), names=("tokens", "token"))
 def _() -> Call:
     given = {"names": NAMES, "special": [False] * 5, "words": [0, 1, 2, 3, 3]}
-    return Call(lambda **given: Tokens(**given).word_names(), given)
+    return valid(lambda **given: Tokens(**given).word_names(), **given)
 
 
-case("plot.Tokens.cut", weight=2)(lambda: Call(Tokens(NAMES).cut, {"start": 0, "stop": 2}))
+case("plot.Tokens.cut", weight=2)(lambda: valid(Tokens(NAMES).cut, start=0, stop=2))
 
 
 class _Tokenizer:
@@ -135,7 +133,7 @@ class _Tokenizer:
 
 
 case("plot.read_tokens", weight=2)(
-    lambda: Call(read_tokens, {"tokenizer": _Tokenizer(), "ids": [0, 3, 4], "words": [None, 0, 1]})
+    lambda: valid(read_tokens, tokenizer=_Tokenizer(), ids=[0, 3, 4], words=[None, 0, 1])
 )
 
 
@@ -151,4 +149,4 @@ def _() -> Call:
             finally:
                 os.chdir(before)
 
-    return Call(save, {"path": "page.html"})
+    return valid(save, path="page.html")

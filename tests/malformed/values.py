@@ -1,4 +1,4 @@
-"""Values of every type, shape, dtype, layout and device, to be put in the place of an argument."""
+"""Values of every type, shape, dtype, layout and device, which replace arguments."""
 
 from __future__ import annotations
 
@@ -82,16 +82,12 @@ def changed_tensor(rng: random.Random, tensor: Tensor) -> Tensor:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # prototypes of nested, sparse and quantised tensors
-                tensor = rng.choice(_CHANGES)(rng, tensor)
+                tensor = rng.choice(_CHANGES)(rng, tensor.detach())
         except (RuntimeError, TypeError, NotImplementedError, ValueError, IndexError, AttributeError, AssertionError):
             continue  # not every change fits every tensor
         if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
             break  # PyTorch itself crashes where some of these follow each other
     return tensor
-
-
-def _cast(rng: random.Random, x: Tensor) -> Tensor:
-    return x.detach().to(rng.choice(FLOATS + OTHERS))
 
 
 def _other_size(rng: random.Random, x: Tensor) -> Tensor:
@@ -100,64 +96,39 @@ def _other_size(rng: random.Random, x: Tensor) -> Tensor:
     return torch.zeros(shape).to(x.dtype)
 
 
-def _fewer(rng: random.Random, x: Tensor) -> Tensor:
-    return x.detach().select(rng.randrange(x.dim()), 0)
-
-
-def _more(rng: random.Random, x: Tensor) -> Tensor:
-    return x.detach().unsqueeze(rng.randrange(x.dim() + 1))
-
-
-def _turned(rng: random.Random, x: Tensor) -> Tensor:
-    return x.detach().transpose(rng.randrange(x.dim()), rng.randrange(x.dim()))
-
-
-def _expanded(rng: random.Random, x: Tensor) -> Tensor:
-    return x.detach().select(0, 0).unsqueeze(0).expand(x.shape)
-
-
-def _poisoned(rng: random.Random, x: Tensor) -> Tensor:
-    return torch.full_like(x.detach(), rng.choice((math.nan, math.inf, -math.inf, -1, 2**62, 10**4)))
-
-
-def _meta(rng: random.Random, x: Tensor) -> Tensor:
-    return x.detach().to("meta")
-
-
 def _sparse(rng: random.Random, x: Tensor) -> Tensor:
-    if rng.random() < 0.5:
-        return x.detach().to_sparse()
-    return x.detach().flatten(0, -2).to_sparse_csr()
+    return x.to_sparse() if rng.random() < 0.5 else x.flatten(0, -2).to_sparse_csr()
 
 
 def _nested(rng: random.Random, x: Tensor) -> Tensor:
-    layout = rng.choice((torch.jagged, torch.strided))
-    return torch.nested.nested_tensor(list(x.detach().unbind(0)), layout=layout)
-
-
-def _quantised(rng: random.Random, x: Tensor) -> Tensor:
-    return torch.quantize_per_tensor(x.detach().float(), 0.1, 0, torch.qint8)
-
-
-def _learned(rng: random.Random, x: Tensor) -> Tensor:
-    return rng.choice((lambda: x.detach().requires_grad_(), lambda: nn.Parameter(x.detach())))()
-
-
-def _subclassed(rng: random.Random, x: Tensor) -> Tensor:
-    return x.detach().as_subclass(Sub)
+    return torch.nested.nested_tensor(list(x.unbind(0)), layout=rng.choice((torch.jagged, torch.strided)))
 
 
 def _lazy_views(rng: random.Random, x: Tensor) -> Tensor:
     if x.dtype.is_floating_point and x.dtype not in (torch.float32, torch.float64):
-        x = x.float()  # these have no complex dtype of their own
-    return rng.choice(
-        (lambda: x.detach().to(torch.complex64).conj(), lambda: torch.complex(x.detach(), x.detach()).conj().imag)
-    )()
+        x = x.float()  # other floats have no complex dtype
+    return rng.choice((lambda: x.to(torch.complex64).conj(), lambda: torch.complex(x, x).conj().imag))()
 
 
-_CHANGES: tuple[Callable[[random.Random, Tensor], Tensor], ...] = (
-    *(_cast, _other_size, _fewer, _more, _turned, _expanded, _poisoned, _meta, _sparse, _nested, _quantised),
-    *(_learned, _subclassed, _lazy_views, _cast, _other_size),
+Change = Callable[[random.Random, Tensor], Tensor]
+_CAST: Change = lambda rng, x: x.to(rng.choice(FLOATS + OTHERS))  # noqa: E731
+_CHANGES: tuple[Change, ...] = (
+    _CAST,
+    _other_size,
+    lambda rng, x: x.select(rng.randrange(x.dim()), 0),
+    lambda rng, x: x.unsqueeze(rng.randrange(x.dim() + 1)),
+    lambda rng, x: x.transpose(rng.randrange(x.dim()), rng.randrange(x.dim())),
+    lambda rng, x: x.select(0, 0).unsqueeze(0).expand(x.shape),
+    lambda rng, x: torch.full_like(x, rng.choice((math.nan, math.inf, -math.inf, -1, 2**62, 10**4))),
+    lambda rng, x: x.to("meta"),
+    _sparse,
+    _nested,
+    lambda rng, x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8),
+    lambda rng, x: rng.choice((lambda: x.requires_grad_(), lambda: nn.Parameter(x)))(),
+    lambda rng, x: x.as_subclass(Sub),
+    _lazy_views,
+    _CAST,
+    _other_size,
 )
 
 _NUMBERS = (
@@ -206,24 +177,15 @@ _VALUES: tuple[Any, ...] = (
 )
 _MAKERS: tuple[Callable[[], Any], ...] = (
     *(lambda value=value: value for value in _VALUES),
-    *(
-        lambda: (n for n in (1, 2)),
-        lambda: nn.Linear(12, 12),
-        nn.Identity,
-        nn.Module,
-        lambda: nn.LayerNorm(12),
-        nn.ReLU,
-    ),
+    *(lambda: (n for n in (1, 2)), lambda: nn.Linear(12, 12), nn.Identity, nn.Module),
+    *(lambda: nn.LayerNorm(12), nn.ReLU),
     *(lambda: nn.LazyLinear(3), lambda: nn.MultiheadAttention(12, 3), lambda: nn.TransformerEncoderLayer(12, 3, 8)),
     *(lambda: nn.Linear(12, 12, device="meta"), lambda: nn.Linear(12, 12).half(), lambda: nn.Linear(5, 7)),
     *(lambda: clearhead.MultiHeadAttention(12, 3), lambda: clearhead.transformer.FeedForward(12, 24)),
     *(lambda: masks.causal(), lambda: masks.causal("bottom_right"), lambda: masks.sliding_window(1, 0)),
     *(lambda: masks.prefix(2), lambda: masks.lengths(torch.tensor([1, 9, 2]))),
     *(lambda: masks.documents(torch.tensor([0, 0, 1])), lambda: masks.keep(torch.ones(3, 3, dtype=torch.bool))),
-    *(
-        lambda: masks.bias(torch.zeros(2, 5)),
-        lambda: masks.keep(keys=torch.ones(2, 7, dtype=torch.bool, device="meta")),
-    ),
+    *(lambda: masks.bias(torch.zeros(2, 5)), lambda: masks.keep(keys=torch.ones(2, 7).bool().to("meta"))),
     *(lambda: ~masks.prefix(2**40), lambda: masks.mask_mod(_raising), lambda: _where_gives(None)),
     *(lambda: _where_gives(torch.ones(3, dtype=torch.bool)), lambda: masks.sliding_window(2**63, 2**64)),
     *(lambda: masks.prefix(2**65), lambda: positions.ALiBi(5), lambda: positions.RelativeBias(3)),

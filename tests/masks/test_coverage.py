@@ -1,4 +1,4 @@
-"""Who takes part under a mask that is a tensor, found by the native extension and by PyTorch's operations alike."""
+"""The coverage of masks with tensors, by the native extension and by PyTorch's operations alike."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from clearhead import masks
 from clearhead.masks import Mask
 from clearhead.masks._coverage import coverage
 from clearhead.masks._grid import Grid
-from clearhead.masks._lowering import dense_mask
 from tests.support.native import needs_native
 
 B, H, L, S = 2, 3, 67, 83  # more than are looked at in one go
-ways = pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
+paths = pytest.mark.parametrize("native", [False, True], ids=["torch", "native"])
 
 
 def sparse(*shape: int) -> Tensor:
@@ -36,7 +35,6 @@ def added(shown: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 MASKS: dict[str, Callable[[], Mask]] = {
-    "(L, S)": lambda: masks.keep(sparse(L, S)),
     "one of each batch item and head": lambda: masks.keep(sparse(B, H, L, S)),
     "(B·H, L, S)": lambda: masks.drop(~sparse(B * H, L, S)),
     "keys": lambda: masks.keep(keys=sparse(B, S)),
@@ -44,7 +42,6 @@ MASKS: dict[str, Callable[[], Mask]] = {
     "a band": lambda: masks.keep(band()),
     "transposed": lambda: masks.keep(sparse(S, L).mT),
     "every other column": lambda: masks.keep(sparse(L, 2 * S)[:, ::2]),
-    "nothing": lambda: masks.keep(torch.zeros(L, S)),
     "everything": lambda: masks.keep(torch.ones(L, S)),
     "the last key": lambda: masks.keep(torch.arange(S).expand(L, S) == S - 1),
     "NaN": lambda: masks.bias(torch.full((L, S), torch.nan)),
@@ -60,22 +57,22 @@ MASKS: dict[str, Callable[[], Mask]] = {
 }
 
 
-@ways
+@paths
 @pytest.mark.parametrize("name", MASKS)
-def test_who_takes_part(name: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fully_masked_rows_and_keys(name: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:
         monkeypatch.setattr("clearhead.masks._native_coverage.extension", None)
     mask, grid = MASKS[name](), Grid(B, H, L, S, torch.device("cpu"))
-    cells, found = dense_mask(mask, grid), coverage(mask, grid)
-    shown = cells if cells.dtype == torch.bool else cells != -torch.inf
-    for side, expected in ((found.queries, shown.any(-1)), (found.keys, shown.any(-2))):
-        assert (side is None) == bool(expected.all())
-        if side is not None:
-            assert torch.equal(side.squeeze(-1).expand(expected.shape), expected)
+    cells, covered = mask.dense(L, S, batch_size=B, num_heads=H), coverage(mask, grid)
+    visible = cells if cells.dtype == torch.bool else cells != -torch.inf
+    for axis, expected in ((covered.queries, visible.any(-1)), (covered.keys, visible.any(-2))):
+        assert (axis is None) == bool(expected.all())
+        if axis is not None:
+            assert torch.equal(axis.squeeze(-1).expand(expected.shape), expected)
 
 
 @needs_native
-@ways
+@paths
 def test_a_mask_that_is_changed_between_two_calls(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where PyTorch does not know of the change."""
     if not native:

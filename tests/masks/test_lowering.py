@@ -1,8 +1,9 @@
-"""From a mask to what kernels take: blocks of it, what can be skipped, who sees nothing, the dense tensor."""
+"""Lowering of masks: blocks, skipped columns, coverage, parts of a larger attention, and the dense tensor."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 
 import clearhead
 from clearhead import masks
-from clearhead.errors import ClearheadError, ShapeError
+from clearhead.errors import ShapeError
 from clearhead.masks import Mask
-from clearhead.masks._coverage import coverage as reach
+from clearhead.masks._coverage import Coverage, coverage
 from clearhead.masks._grid import Block, Grid, Offset
 from clearhead.masks._lowering import dense_mask, is_plain_causal
 from clearhead.masks._part import part_of
@@ -75,71 +76,41 @@ def visible(mask: Mask, grid: Grid) -> Tensor:
     return dense if dense.dtype == torch.bool else dense != -torch.inf
 
 
+def require_coverage(mask: Mask, grid: Grid, covered: Coverage) -> None:
+    cells = visible(mask, grid)
+    for marks, expected in ((covered.queries, cells.any(-1)), (covered.keys, cells.any(-2))):
+        actual = torch.ones_like(expected) if marks is None else marks.squeeze(-1).expand(expected.shape)
+        assert torch.equal(actual, expected), mask.describe()
+
+
 def pieces(draw: st.DataObject, length: int) -> list[slice]:
     cuts = draw.draw(st.sets(st.integers(1, length)))
     return [slice(start, stop) for start, stop in pairwise([0, *sorted(cuts - {length}), length])]
 
 
 @given(cases(), st.integers(1, 3), st.sampled_from([0, 1 << 16]), st.booleans())
-def test_hidden_queries_and_keys_are_found_exactly(
-    case: tuple[Mask, Grid], edge: int, few_cells: int, native: bool
-) -> None:
+def test_fully_masked_rows_and_keys_are_exact(case: tuple[Mask, Grid], edge: int, few_cells: int, native: bool) -> None:
     mask, grid = case
-    with pytest.MonkeyPatch.context() as patch:  # these masks are too small for their borders to be looked at first
+    with pytest.MonkeyPatch.context() as patch:  # these masks are too small for their borders to be evaluated first
         if not native:
             patch.setattr("clearhead.masks._native_coverage.extension", None)
         patch.setattr("clearhead.masks._coverage._EDGE_ROWS", edge)
         patch.setattr("clearhead.masks._coverage._EDGE_COLUMNS", edge)
         patch.setattr("clearhead.masks._coverage._FEW_CELLS", few_cells)
         patch.setattr("clearhead.masks._coverage._ROWS_AT_A_TIME", 20)
-        found = reach(mask, grid)
-    cells = visible(mask, grid)
-    assert torch.equal(expanded(found.queries, grid.query_length), cells.any(-1))
-    assert torch.equal(expanded(found.keys, grid.key_length), cells.any(-2))
-
-
-def test_padding_in_the_middle_of_a_large_mask_keeps_its_nan_to_itself() -> None:
-    length, keys = 283, 293
-    marks = torch.rand(length, keys) < 0.9
-    marks[101] = False
-    marks[:, 149:151] = False
-    query, key = torch.randn(1, 2, length, 3), torch.randn(1, 2, keys, 3)
-    key[:, :, 149:151] = torch.nan
-    output = clearhead.attention(query, key, key, masks.keep(marks))
-    assert output.isfinite().all()
-    assert not output[:, :, 101].any()
+        covered = coverage(mask, grid)
+    require_coverage(mask, grid, covered)
 
 
 @pytest.mark.parametrize("shift", [-9, -2, 0, 3, 9])
 @pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 7), (7, 5), (1, 7)])
-def test_hidden_queries_and_keys_of_every_small_band(queries: int, keys: int, shift: int) -> None:
+def test_coverage_of_every_small_band(queries: int, keys: int, shift: int) -> None:
     grid = Grid(B, H, queries, keys, CPU, *((shift, 0) if shift > 0 else (0, -shift)))
     windows = [masks.sliding_window(left, right) for left in (0, 1, 11) for right in (0, 1, 11)]
-    for mask in [masks.causal(), *windows, *(masks.causal() & window for window in windows)]:
-        for part in (mask, *(masks.prefix(n) & mask for n in (0, 1, 4, 13)), *(masks.prefix(n) for n in (0, 1, 4, 13))):
-            cells, found = visible(part, grid), reach(part, grid)
-            assert torch.equal(expanded(found.queries, queries), cells.any(-1)), part.describe()
-            assert torch.equal(expanded(found.keys, keys), cells.any(-2)), part.describe()
-
-
-def expanded(found: Tensor | None, length: int) -> Tensor:
-    if found is None:  # none is hidden
-        return torch.ones(B, H, length, dtype=torch.bool)
-    return found.squeeze(-1).expand(B, H, length)
-
-
-@given(cases(), st.data())
-def test_no_visible_key_lies_outside_the_span_that_kernels_look_at(
-    case: tuple[Mask, Grid], data: st.DataObject
-) -> None:
-    mask, grid = case
-    cells = visible(mask, grid)
-    for rows in pieces(data, grid.query_length):
-        start, stop = mask.structure(grid).columns(grid, rows)
-        assert 0 <= start <= stop <= grid.key_length
-        outside = cells[:, :, rows].clone()
-        outside[..., start:stop] = False
-        assert not outside.any()
+    prefixes = [masks.prefix(n) for n in (0, 1, 4, 13)]
+    bands = [masks.causal(), *windows, *(masks.causal() & window for window in windows)]
+    for mask in (*bands, *prefixes, *(prefix & band for prefix in prefixes for band in bands)):
+        require_coverage(mask, grid, coverage(mask, grid))
 
 
 @given(cases(), st.data())
@@ -152,11 +123,11 @@ def test_a_block_is_the_same_part_of_the_whole(case: tuple[Mask, Grid], data: st
     rows = data.draw(st.sampled_from(pieces(data, grid.query_length)) | chosen)
     block = Block(grid, items, heads, rows, columns)
     expected = whole[items, heads][:, :, rows][..., columns]
-    seen, added = mask.visible(block), mask.bias(block, torch.float64)
-    found = torch.ones_like(expected, dtype=torch.bool) if seen is None else seen.expand(expected.shape)
-    assert torch.equal(found, expected if added is None else expected != -torch.inf)
+    marks, added = mask.visible(block), mask.bias(block, torch.float64)
+    shown = torch.ones_like(expected, dtype=torch.bool) if marks is None else marks.expand(expected.shape)
+    assert torch.equal(shown, expected if added is None else expected != -torch.inf)
     if added is not None:
-        assert torch.equal(added.expand(expected.shape)[found], expected[found])
+        assert torch.equal(added.expand(expected.shape)[shown], expected[shown])
 
 
 @given(cases(), st.data())
@@ -168,12 +139,16 @@ def test_a_part_of_an_attention_sees_what_the_whole_sees_there(case: tuple[Mask,
     own = Grid(B, heads.stop - heads.start, rows.stop - rows.start, columns.stop - columns.start, CPU)
     part = part_of(mask, Offset(H, heads.start, rows.start, columns.start), grid)
     assert part is not None
-    expected = visible(mask, grid)[:, heads, rows, columns]
+    whole = visible(mask, grid)
+    expected = whole[:, heads, rows, columns]
     assert torch.equal(visible(part, own), expected)
-    for chosen in pieces(data, own.query_length):
-        start, stop = part.structure(own).columns(own, chosen)
-        assert not expected[:, :, chosen, :start].any()
-        assert not expected[:, :, chosen, stop:].any()
+    # No visible key is outside of the columns that a structure leaves.
+    for structure, size, cells in ((mask.structure(grid), grid, whole), (part.structure(own), own, expected)):
+        for chosen in pieces(data, size.query_length):
+            start, stop = structure.columns(size, chosen)
+            assert 0 <= start <= stop <= size.key_length
+            assert not cells[:, :, chosen, :start].any()
+            assert not cells[:, :, chosen, stop:].any()
 
 
 @pytest.mark.parametrize(("heads", "rows", "columns"), [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
@@ -204,14 +179,6 @@ def test_what_the_mask_rules_out_is_skipped(mask: Mask, rows: slice, span: tuple
     assert mask.structure(grid).columns(grid, rows) == span
 
 
-def test_hidden_rows_are_found_when_one_row_is_all_that_fits_at_a_time() -> None:
-    heads, keys = 1 << 12, (1 << 11) + 1
-    query, key = torch.ones(1, heads, 3, 1), torch.ones(1, heads, keys, 1)
-    output = clearhead.attention(query, key, key, masks.mask_mod(lambda b, h, q, k: q >= 1))
-    assert not output[:, :, 0].any()
-    assert (output[:, :, 1:] - 1).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize(
     "mask",
     [
@@ -223,7 +190,7 @@ def test_hidden_rows_are_found_when_one_row_is_all_that_fits_at_a_time() -> None
         masks.keep(torch.ones(5, 5)),
         masks.bias(torch.zeros(5, 5)),
     ],
-    ids=lambda mask: mask.describe(),
+    ids=Mask.describe,
 )
 def test_a_batch_of_none_is_answered_with_nothing(mask: Mask) -> None:
     x = torch.zeros(0, 3, 5, 2)
@@ -232,9 +199,7 @@ def test_a_batch_of_none_is_answered_with_nothing(mask: Mask) -> None:
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
 @pytest.mark.parametrize(
-    "mask",
-    [masks.causal(), masks.sliding_window(1, 1), masks.prefix(0), masks.lengths(torch.tensor([0]))],
-    ids=lambda mask: mask.describe(),
+    "mask", [masks.sliding_window(1, 1), masks.prefix(0), masks.lengths(torch.tensor([0]))], ids=Mask.describe
 )
 def test_lengths_of_zero(mask: Mask, queries: int, keys: int) -> None:
     query, key = torch.ones(1, 2, queries, 3), torch.ones(1, 2, keys, 3)
@@ -243,59 +208,53 @@ def test_lengths_of_zero(mask: Mask, queries: int, keys: int) -> None:
     assert keys > 0 or not output.any()
 
 
-def test_plain_causal_is_known_where_fused_kernels_have_a_flag() -> None:
+def test_unmodified_causal_masks_are_a_flag_of_fused_kernels() -> None:
     square, wide = Grid(1, 1, 5, 5, CPU), Grid(1, 1, 5, 7, CPU)
     assert is_plain_causal(masks.causal(), square)
     assert is_plain_causal(masks.causal(), wide)
     assert is_plain_causal(masks.causal("bottom_right"), square)
     assert not is_plain_causal(masks.causal("bottom_right"), wide)
     assert not is_plain_causal(masks.causal(), Grid(1, 1, 5, 5, CPU, torch.arange(5)[None]))
-    assert not is_plain_causal(masks.causal() & masks.sliding_window(1, 1), square)
-    assert not is_plain_causal(~masks.causal(), square)
-    assert not is_plain_causal(None, square)
+    for mask in (masks.causal() & masks.sliding_window(1, 1), ~masks.causal(), None):
+        assert not is_plain_causal(mask, square)
 
 
-def test_dense_learns_sizes_from_the_masks_tensors() -> None:
-    assert masks.keep(torch.ones(2, 3, 5, 7)).dense().shape == (2, 3, 5, 7)
-    assert masks.keep(keys=torch.ones(2, 7)).dense(5).shape == (2, 1, 5, 7)
-    assert (masks.causal() & masks.keep(keys=torch.ones(2, 7))).dense().shape == (2, 1, 7, 7)
-    assert masks.lengths(torch.ones(2, 5, dtype=torch.int64)).dense(key_length=7).shape == (2, 1, 5, 7)
-    assert masks.documents(torch.zeros(2, 5, dtype=torch.int64)).dense(num_heads=3).shape == (2, 3, 5, 5)
-    assert masks.causal().dense(query_positions=torch.arange(3), key_positions=torch.arange(4)).shape == (1, 1, 3, 4)
+ONE_OR_THREE = torch.tensor([1, 3])
+SIZES: list[tuple[Mask, dict[str, Any], tuple[int, ...]]] = [
+    (masks.keep(torch.ones(2, 3, 5, 7)), {}, (2, 3, 5, 7)),
+    (masks.keep(keys=torch.ones(2, 7)), {"query_length": 5}, (2, 1, 5, 7)),
+    (masks.causal() & masks.keep(keys=torch.ones(2, 7)), {}, (2, 1, 7, 7)),
+    (masks.lengths(torch.ones(2, 5, dtype=torch.int64)), {"key_length": 7}, (2, 1, 5, 7)),
+    (masks.documents(torch.zeros(2, 5, dtype=torch.int64)), {"num_heads": 3}, (2, 3, 5, 5)),
+    (masks.causal(), {"query_positions": torch.arange(3), "key_positions": torch.arange(4)}, (1, 1, 3, 4)),
+    (masks.causal(), {"query_positions": torch.tensor([[0, 1], [4, 5]]), "key_length": 3}, (2, 1, 2, 3)),
+    # Lengths, and dimensions of 1, leave a size open.
+    (masks.causal() & masks.lengths(ONE_OR_THREE), {"query_length": 5}, (2, 1, 5, 5)),
+    (masks.causal() | masks.prefix(ONE_OR_THREE), {"query_length": 5}, (2, 1, 5, 5)),
+    (masks.lengths(ONE_OR_THREE) & masks.keep(keys=torch.ones(2, 5)), {"query_length": 4}, (2, 1, 4, 5)),
+    (masks.keep(keys=torch.ones(1, 5)) & masks.lengths(ONE_OR_THREE), {"query_length": 4}, (2, 1, 4, 5)),
+    (masks.lengths(torch.tensor([3])) & masks.keep(keys=torch.ones(2, 5)), {"query_length": 4}, (2, 1, 4, 5)),
+]
 
 
-@pytest.mark.parametrize(
-    ("mask", "given", "shape"),
-    [
-        (masks.causal() & masks.lengths(torch.tensor([1, 3])), {"query_length": 5}, (2, 1, 5, 5)),
-        (masks.causal() | masks.prefix(torch.tensor([1, 3])), {"query_length": 5}, (2, 1, 5, 5)),
-        (masks.lengths(torch.tensor([1, 3])) & masks.keep(keys=torch.ones(2, 5)), {"query_length": 4}, (2, 1, 4, 5)),
-        (masks.keep(keys=torch.ones(1, 5)) & masks.lengths(torch.tensor([1, 3])), {"query_length": 4}, (2, 1, 4, 5)),
-        (masks.lengths(torch.tensor([3])) & masks.keep(keys=torch.ones(2, 5)), {"query_length": 4}, (2, 1, 4, 5)),
-        (masks.causal(), {"query_positions": torch.tensor([[0, 1], [4, 5]]), "key_length": 3}, (2, 1, 2, 3)),
-    ],
-    ids=["lengths", "prefix", "lengths & keys", "one item", "one length", "positions per item"],
-)
-def test_dense_learns_no_more_than_the_mask_says(mask: Mask, given: dict[str, int], shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("mask", "given", "shape"), SIZES, ids=range(len(SIZES)))
+def test_dense_takes_sizes_from_tensors(mask: Mask, given: dict[str, Any], shape: tuple[int, ...]) -> None:
     assert mask.dense(**given).shape == shape
 
 
 @pytest.mark.parametrize(
-    ("mask", "given"),
+    ("mask", "given", "text"),
     [
-        (masks.keep(torch.ones(2, 3)), {"query_length": 4, "key_length": 5}),
-        (masks.keep(keys=torch.ones(2, 3)), {"query_length": 4, "key_length": 5}),
-        (masks.documents(torch.zeros(5, dtype=torch.int64)), {"query_length": 3}),
-        (masks.lengths(torch.tensor([9])), {"query_length": 4, "key_length": 5}),
-        (masks.causal(), {"query_length": 3, "query_positions": torch.arange(5)}),
+        (masks.keep(torch.ones(2, 3)), {"query_length": 4, "key_length": 5}, r"got \(2, 3\)"),
+        (masks.causal(), {"query_length": 3, "query_positions": torch.arange(5)}, "expected 3 positions"),
+        (
+            masks.causal(),
+            {"query_positions": torch.arange(3)[None, None]},
+            r"shape \(n,\) or \(B, n\), got \(1, 1, 3\)",
+        ),
     ],
-    ids=["keep", "keep keys", "documents", "lengths", "positions"],
+    ids=["mask", "positions", "dimensions"],
 )
-def test_dense_refuses_what_a_call_would_refuse(mask: Mask, given: dict[str, int]) -> None:
-    with pytest.raises(ClearheadError, match=r"expected .*, got "):
+def test_dense_refuses_what_a_call_refuses(mask: Mask, given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ShapeError, match=text):
         mask.dense(**given)
-
-
-def test_dense_refuses_positions_of_other_dimensions() -> None:
-    with pytest.raises(ShapeError, match=r"query_positions: expected shape \(n,\) or \(B, n\), got \(1, 1, 3\)"):
-        masks.causal().dense(3, query_positions=torch.arange(3)[None, None])

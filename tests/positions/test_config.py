@@ -1,4 +1,4 @@
-"""`rotary_from_config`: what a configuration says, and what it must not leave unsaid."""
+"""`rotary_from_config`: the settings of configurations, and the errors of incomplete ones."""
 
 from __future__ import annotations
 
@@ -28,41 +28,24 @@ def test_base_fraction_and_pairs() -> None:
     assert (rotary.base, rotary.size, rotary.interleaved) == (5e5, 32, True)
 
 
+ORIGINAL = {"original_max_position_embeddings": 512}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+BOUNDS = {"low_freq_factor": 1.5, "high_freq_factor": 5.0}
 READINGS: dict[str, tuple[dict[str, object], int | None, Scaling]] = {
     "linear": ({"rope_type": "linear", "factor": 2.0}, None, LinearScaling(2.0)),
     "the older key": ({"type": "linear", "factor": 2.0}, None, LinearScaling(2.0)),
-    "dynamic, by the present maximum": (
-        {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 512},
-        2048,
-        DynamicNTKScaling(2.0, 2048),
-    ),
-    "dynamic, by the original one": (
-        {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 512},
-        None,
-        DynamicNTKScaling(2.0, 512),
-    ),
-    "yarn": (
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "truncate": False},
-        2048,
-        YarnScaling(4.0, 512, truncate=False),
-    ),
-    "yarn, factor from the lengths": (
-        {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 512},
-        2048,
-        YarnScaling(4.0, 512),
-    ),
-    "yarn, length from the maximum": ({"rope_type": "yarn", "factor": 4.0}, 2048, YarnScaling(4.0, 2048)),
+    "dynamic, present": ({"rope_type": "dynamic", "factor": 2.0, **ORIGINAL}, 2048, DynamicNTKScaling(2.0, 2048)),
+    "dynamic, original": ({"rope_type": "dynamic", "factor": 2.0, **ORIGINAL}, None, DynamicNTKScaling(2.0, 512)),
+    "yarn": ({**YARN, **ORIGINAL, "truncate": False}, 2048, YarnScaling(4.0, 512, truncate=False)),
+    "yarn, factor from the lengths": ({**YARN, "factor": None, **ORIGINAL}, 2048, YarnScaling(4.0, 512)),
+    "yarn, length from the maximum": (YARN, 2048, YarnScaling(4.0, 2048)),
     "yarn, equal mscales": (
-        {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
         2048,
         YarnScaling(4.0, 2048, attention_factor=1.0),
     ),
-    "yarn, one mscale alone": ({"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}, 2048, YarnScaling(4.0, 2048)),
-    "llama3": (
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.5, "high_freq_factor": 5.0},
-        2048,
-        Llama3Scaling(8.0, 2048, 1.5, 5.0),
-    ),
+    "yarn, one mscale": ({**YARN, "mscale": 0.7}, 2048, YarnScaling(4.0, 2048)),
+    "llama3": ({"rope_type": "llama3", "factor": 8.0, **BOUNDS}, 2048, Llama3Scaling(8.0, 2048, 1.5, 5.0)),
 }
 
 

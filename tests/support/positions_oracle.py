@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["alibi_slope", "bucket", "frequency", "turn", "weight_gradient"]
+__all__ = ["alibi_slope", "bucket", "frequency", "turn"]
 
 
 def frequency(base: float, size: int, i: int) -> float:
@@ -52,14 +52,3 @@ def bucket(distance: int, num_buckets: int, max_distance: int, *, bidirectional:
     share = math.log(back / single) / math.log(max_distance / single)
     # Rounding must not decide: the sizes used here never fall on an edge by a hair, except exactly.
     return min(num_buckets - 1, single + math.floor(share * (num_buckets - single) + 1e-9))
-
-
-def weight_gradient(bias_gradient: Tensor, buckets: list[list[list[int]]], num_buckets: int) -> Tensor:
-    """Sum the gradient of every score's bias (B, H, L, S) by buckets[b][i][j], one by one: (num_buckets, H)."""
-    batch, heads, length, count = bias_gradient.shape
-    total = torch.zeros(num_buckets, heads, dtype=torch.float64)
-    for b in range(batch):
-        for i in range(length):
-            for j in range(count):
-                total[buckets[b][i][j]] += bias_gradient[b, :, i, j]
-    return total

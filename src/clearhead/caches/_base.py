@@ -1,10 +1,11 @@
-"""What caches share: preallocated buffers, checks of what comes in, and undoing a refused call."""
+"""What the caches share: preallocated tensors, checks of arguments, and restoring caches after a refused call."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,16 +13,7 @@ from torch import Tensor
 from .._call.caching import Cache, Positions
 from .._checks import INTEGERS, integer, require_factory, shown, size, strided, with_values
 from .._environment import forced_kernels, is_tracing, state
-from ..errors import (
-    ArgumentError,
-    CacheError,
-    ClearheadError,
-    DeviceError,
-    DTypeError,
-    ShapeError,
-    explain_problem,
-    shape_text,
-)
+from ..errors import ArgumentError, CacheError, ClearheadError, DeviceError, DTypeError, ShapeError, shape_text
 from ..masks._base import Mask
 from ..masks._check import as_positions
 
@@ -29,39 +21,41 @@ from ..masks._check import as_positions
 def unchanged_if_refused(
     caches: Iterable[object], x: object, *masks: Mask | Tensor | None
 ) -> AbstractContextManager[None]:
-    """Bring caches back to what they held before the block where it raises a `ClearheadError`.
+    """Restore caches to their state before the block if the block raises a `ClearheadError`.
 
     Args:
-        caches: those that the block writes into.
+        caches: the caches that the block writes into.
         x: the new tokens (B, L, E), or (L, E).
-        masks: what the block attends with. One cache that is expensive to save is not saved where nothing can refuse
-            the call after the cache was written: the masks are rules that fit every call, no kernel is forced, and
-            nothing observes the call. Several caches are always saved, because a later layer may refuse its input.
+        masks: the masks of the block's attention. A cache that is expensive to save is saved only if the call can be
+            refused after the cache was written. One cache needs no saving if the masks are rules that fit every call,
+            no kernel is forced, and no observer receives the call. Several caches are always saved, because a later
+            layer may refuse its input.
     """
-    held = [cache for cache in caches if isinstance(cache, Cache)]
-    if not held or is_tracing():
+    written = [cache for cache in caches if isinstance(cache, Cache)]
+    if not written or is_tracing():
         return nullcontext()
     count = x.shape[-2] if isinstance(x, Tensor) and not x.is_nested and x.dim() > 1 else 0
-    risky = len(held) > 1 or forced_kernels.value is not None or bool(state.observers)
+    risky = len(written) > 1 or forced_kernels.value is not None or bool(state.observers)
     risky = risky or not all(mask is None or (isinstance(mask, Mask) and mask.fits_any_call) for mask in masks)
-    return _undoing([cache.saved(count) for cache in held if cache.saves_cheaply or risky])
+    return _undoing([cache.saved(count) for cache in written if cache.saves_cheaply or risky])
 
 
 @contextmanager
-def _undoing(undo: list[Callable[[], None]]) -> Generator[None, None, None]:
+def _undoing(restores: list[Callable[[], None]]) -> Generator[None, None, None]:
     try:
         yield
     except ClearheadError:
-        for bring_back in undo:
-            bring_back()
+        for restore in restores:
+            restore()
         raise
 
 
 class Buffered(Cache):
-    """A cache in key and value tensors that are made beforehand and written in place.
+    """A cache whose key and value tensors are preallocated and written in place.
 
     Args:
-        batch_size, num_kv_heads, slots, head_dim, value_head_dim: (B, Hkv, slots, D) and (…, Dv), by default as many.
+        batch_size, num_kv_heads, slots, head_dim, value_head_dim: (B, Hkv, slots, D) and (B, Hkv, slots, Dv); Dv is D
+            by default.
         dtype: default PyTorch's.
         device: default PyTorch's.
     """
@@ -80,7 +74,7 @@ class Buffered(Cache):
         size("head_dim", head_dim)
         value_head_dim = head_dim if value_head_dim is None else size("value_head_dim", value_head_dim, 0)
         require_factory(device, dtype)
-        # Zeros and not uninitialised memory: a hidden slot must hold no NaN.
+        # Zeros instead of uninitialised memory: a masked slot must hold no NaN.
         self._key = torch.zeros(*shape, head_dim, dtype=dtype, device=device)
         self._value = torch.zeros(*shape, value_head_dim, dtype=dtype, device=device)
         self._length = 0
@@ -92,104 +86,108 @@ class Buffered(Cache):
     def next_positions(self, count: int) -> Positions:
         integer("count", count, least=0)
         last = self._last_positions()
-        # An int where rows do not differ: masks then know what they hide without looking at positions.
+        # An int if all batch items agree: masks then need no position tensors.
         return self._length if last is None else last[:, None] + torch.arange(1, count + 1, device=last.device)
 
     @abstractmethod
     def _last_positions(self) -> Tensor | None:
-        """(B,) where the last token of every row stands; ``None`` where tokens stand at 0, 1, 2, … in all rows."""
+        """(B,) the position of each item's last token; ``None`` if all items hold tokens at 0, 1, 2 and so on."""
 
     def _check(self, key: Tensor, value: Tensor) -> None:
         """Raise unless the tensors can be stored."""
         _require_writable(self._key)
-        for name, given, own in (("key", key, self._key), ("value", value, self._value)):
-            strided(name, given)
-            if torch.is_grad_enabled() and given.requires_grad:
-                raise CacheError(
-                    name,
-                    expected="tensors without gradients: a cache is written in place",
-                    got="a tensor that requires them",
-                    fix="Decode under torch.no_grad() or torch.inference_mode(), or train without a cache.",
-                )
-            expected = (own.shape[0], own.shape[1], "L", own.shape[3])
-            if given.dim() != 4 or (given.shape[0], given.shape[1], "L", given.shape[3]) != expected:
-                raise ShapeError(
-                    name,
-                    expected=f"the cache's (B, Hkv, L, D) = ({', '.join(map(str, expected))})",
-                    got=shape_text(given.shape),
-                    fix="Make the cache with the module's sizes and this batch size: module.make_cache(...).",
-                )
-            if given.dtype != own.dtype:
-                raise DTypeError(_of_another("dtype", name, given.dtype, own.dtype))
-            if given.device != own.device:
-                raise DeviceError(_of_another("device", name, given.device, own.device))
+        for name, tensor, buffer in (("key", key, self._key), ("value", value, self._value)):
+            strided(name, tensor)
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                raise without_gradients(name, "a cache is written in place", "a tensor that requires them")
+            batch, heads, _, dim = buffer.shape
+            if tensor.dim() != 4 or (tensor.shape[0], tensor.shape[1], tensor.shape[3]) != (batch, heads, dim):
+                expected = f"the cache's (B, Hkv, L, D) = ({batch}, {heads}, L, {dim})"
+                fix = "Make the cache with the module's sizes and this batch size: module.make_cache(...)."
+                raise ShapeError(name, expected=expected, got=shape_text(tensor.shape), fix=fix)
+            for error, kind in ((DTypeError, "dtype"), (DeviceError, "device")):
+                actual, expected = getattr(tensor, kind), getattr(buffer, kind)
+                if actual != expected:
+                    advice = "make_cache does, under the autocast that the steps run under."
+                    fix = f"Make the cache with {kind}={actual}: {advice}"
+                    raise error(name, expected=f"the cache's {kind} {expected}", got=str(actual), fix=fix)
         if key.shape[2] != value.shape[2]:
             raise ShapeError("value", expected=f"{key.shape[2]} tokens as in key", got=str(value.shape[2]))
 
+    def _new_positions(self, key: Tensor, positions: Positions | None, *, counts_up: bool) -> Tensor | None:
+        """The positions of new tokens, (B, L); ``None`` if all items go on counting from the cache's length.
+
+        Args:
+            key: the new keys (B, Hkv, L, D).
+            positions: as for `update`.
+            counts_up: whether all items hold the positions 0, 1, 2, … so far.
+
+        Raises:
+            ShapeError: unless there is one position per token. And what `attention` raises for positions.
+        """
+        batch, count, device = key.shape[0], key.shape[2], key.device
+        if counts_up and (
+            positions is None or (isinstance(positions, int | torch.SymInt) and positions == self._length)
+        ):
+            return None
+        checked = as_positions("positions", self.next_positions(count) if positions is None else positions)
+        if not isinstance(checked, Tensor):
+            first = cast(int, checked)
+            return torch.arange(first, first + count, device=device).expand(batch, count)
+        if checked.is_meta and device.type != "meta":
+            with_values("positions", checked)
+        if checked.shape[0] not in (1, batch) or checked.shape[1] != count:
+            expected = f"shape ({count},) or ({batch}, {count})"
+            raise ShapeError("positions", expected=expected, got=shape_text(tuple(checked.shape)))
+        return checked.to(device).expand(batch, count)
+
     def _reorder(self, indices: Tensor, used: int) -> None:
-        """Move rows, in the same memory if their number stays; of every row the first `used` slots."""
+        """Reorder the first `used` slots of the batch items, in place if the batch size stays."""
         _require_writable(self._key)
         if indices.shape[0] != self._key.shape[0]:
             self._key, self._value = self._key.index_select(0, indices), self._value.index_select(0, indices)
             return
-        for own in (self._key[:, :, :used], self._value[:, :, :used]):
-            own.copy_(own.index_select(0, indices))
+        for buffer in (self._key[:, :, :used], self._value[:, :, :used]):
+            buffer.copy_(buffer.index_select(0, indices))
 
 
-def _of_another(kind: str, name: str, given: object, own: object) -> str:
-    fix = f"Make the cache with {kind}={given}: make_cache does, under the autocast that the steps run under."
-    return explain_problem(name, expected=f"the cache's {kind} {own}", got=str(given), fix=fix)
+def without_gradients(name: str, reason: str, got: str) -> CacheError:
+    """The error for keys or values that require gradients."""
+    fix = "Decode under torch.no_grad() or torch.inference_mode(), or train without a cache."
+    return CacheError(name, expected=f"tensors without gradients: {reason}", got=got, fix=fix)
 
 
-def _require_writable(own: Tensor) -> None:
-    if not is_tracing() and own.is_inference() and not torch.is_inference_mode_enabled():
-        raise CacheError(
-            "cache",
-            expected="one that was made outside torch.inference_mode(), to be written outside of it",
-            got="one that was made within",
-            fix="Make the cache before entering inference_mode, or stay in it.",
-        )
+def _require_writable(buffer: Tensor) -> None:
+    if not is_tracing() and buffer.is_inference() and not torch.is_inference_mode_enabled():
+        expected = "one that was made outside torch.inference_mode(), to be written outside of it"
+        fix = "Make the cache before entering inference_mode, or stay in it."
+        raise CacheError("cache", expected=expected, got="one that was made within", fix=fix)
 
 
-def checked_indices(indices: Tensor, own: Tensor) -> Tensor:
-    """Row numbers for `reorder` of a cache whose keys are `own` (B, …), on their device."""
+def reorder_tensors(items: object, indices: Tensor) -> None:
+    """Reorder the batch items of all attributes, which are tensors (B, …)."""
+    for name, tensor in list(vars(items).items()):
+        setattr(items, name, tensor.index_select(0, indices))
+
+
+def checked_indices(indices: Tensor, key: Tensor) -> Tensor:
+    """The indices for `reorder` of a cache with these keys (B, …), on their device."""
     expected = "an int64 or int32 tensor (B,)"
     if strided("indices", indices, expected, dtypes=(torch.int64, torch.int32)).dim() != 1:
         raise ShapeError("indices", expected="one row number per row, (B,)", got=shape_text(indices.shape))
-    if own.device.type != "meta":
+    if key.device.type != "meta":
         with_values("indices", indices)
     if indices.device.type == "cpu" and indices.numel() > 0 and not is_tracing():
-        # Elsewhere the device checks, which need not be waited for.
+        # Other devices check the range themselves, without a synchronisation.
         lowest, highest = int(indices.min()), int(indices.max())
-        if lowest < 0 or highest >= own.shape[0]:
-            raise ArgumentError(
-                "indices",
-                expected=f"0 … {own.shape[0] - 1}, the rows of the cache",
-                got=str(lowest if lowest < 0 else highest),
-            )
-    return indices.to(own.device)
+        if lowest < 0 or highest >= key.shape[0]:
+            expected = f"0 … {key.shape[0] - 1}, the rows of the cache"
+            raise ArgumentError("indices", expected=expected, got=str(lowest if lowest < 0 else highest))
+    return indices.to(key.device)
 
 
-def spelt_out(positions: Positions, batch_size: int, count: int, device: torch.device) -> Tensor:
-    """Positions as a tensor (B, count).
-
-    Raises:
-        ShapeError: if there are not as many. And what `attention` raises for positions.
-    """
-    checked = as_positions("positions", positions)
-    if isinstance(checked, Tensor) and checked.is_meta and device.type != "meta":
-        with_values("positions", checked)
-    if not isinstance(checked, Tensor):
-        first = 0 if checked is None else checked
-        return torch.arange(first, first + count, device=device).expand(batch_size, count)
-    if checked.shape[0] not in (1, batch_size) or checked.shape[1] != count:
-        expected = f"shape ({count},) or ({batch_size}, {count})"
-        raise ShapeError("positions", expected=expected, got=shape_text(tuple(checked.shape)))
-    return checked.to(device).expand(batch_size, count)
-
-
-def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> int | Tensor:
-    """The length given to `crop`: an int from 0 to `most`, or one per row, (B,) int64."""
+def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> tuple[int | Tensor, int]:
+    """The length for `crop`, an int from 0 to `most` or (B,) int64, and the longest one."""
     either = "an int or an integer tensor (B,)"
     if isinstance(length, Tensor):
         with_values("length", strided("length", length, either, dtypes=INTEGERS))
@@ -201,10 +199,6 @@ def checked_lengths(length: int | Tensor, most: int, key: Tensor) -> int | Tenso
     else:
         shortest = longest = length
     if shortest < 0 or longest > most:
-        raise ArgumentError(
-            "length",
-            expected=f"0 … {most}, the tokens in the cache",
-            got=shown(shortest if shortest < 0 else longest),
-            fix="crop only forgets the last tokens.",
-        )
-    return length.to(key.device, torch.int64) if isinstance(length, Tensor) else length
+        expected, got = f"0 … {most}, the tokens in the cache", shown(shortest if shortest < 0 else longest)
+        raise ArgumentError("length", expected=expected, got=got, fix="crop only forgets the last tokens.")
+    return length.to(key.device, torch.int64) if isinstance(length, Tensor) else length, longest

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from .._call.caching import Cache, KeyValues, Positions
 from .._checks import strided
-from ..errors import CacheError, ShapeError, shape_text
-from ._base import checked_indices
+from ..errors import ShapeError, shape_text
+from ._base import checked_indices, without_gradients
 
 
 @final
 class CrossKVCache(Cache):
-    """Keys and values of an encoder's output: projected in the first call, remembered for all others.
+    """Keys and values of an encoder's output, projected in the first call and reused in all others.
 
-    The first call of the module brings the memory; later ones need not, and what they bring is not looked at.
+    Pass the memory to the first call of the module. Later calls need no memory, and ignore it.
 
     Example:
         >>> import torch, clearhead
@@ -40,29 +40,25 @@ class CrossKVCache(Cache):
 
     @property
     def length(self) -> int:
-        """How many keys it holds; 0 before the first call."""
+        """The number of stored keys, 0 before the first call."""
         return 0 if self._key is None else self._key.shape[2]
 
     def next_positions(self, count: int) -> Positions:
         return 0
 
     def update(self, key: Tensor, value: Tensor, positions: Positions | None = None) -> KeyValues:
-        for name, given in (("key", key), ("value", value)):
-            if strided(name, given).dim() != 4:
-                raise ShapeError(name, expected="(B, Hkv, S, D)", got=shape_text(given.shape))
+        for name, tensor in (("key", key), ("value", value)):
+            if strided(name, tensor).dim() != 4:
+                raise ShapeError(name, expected="(B, Hkv, S, D)", got=shape_text(tensor.shape))
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
-            raise CacheError(
-                "cache",
-                expected="tensors without gradients: kept keys would hold on to their graph",
-                got="a key or value that requires them",
-                fix="Decode under torch.no_grad() or torch.inference_mode(), or train without a cache.",
-            )
+            got = "a key or value that requires them"
+            raise without_gradients("cache", "kept keys would hold on to their graph", got)
         self._key, self._value = key, value
         return KeyValues(key, value)
 
     def saved(self, count: int) -> Callable[[], None]:
-        kept = dict(vars(self))  # tensors are replaced, never written
-        return lambda: vars(self).update(kept)
+        attributes = dict(vars(self))  # tensors are replaced, never written
+        return lambda: vars(self).update(attributes)
 
     def get(self) -> KeyValues | None:
         if self._key is None or self._value is None:
@@ -75,7 +71,7 @@ class CrossKVCache(Cache):
             self._key, self._value = self._key.index_select(0, indices), self._value.index_select(0, indices)
 
     def crop(self, length: int | Tensor) -> None:
-        """Do nothing: what is written does not change what is read."""
+        """Do nothing: new tokens do not change the memory."""
 
     def reset(self) -> None:
         self._key = self._value = None

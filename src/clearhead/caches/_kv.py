@@ -1,4 +1,4 @@
-"""`KVCache`: every key and value, in memory laid out beforehand."""
+"""`KVCache`: every key and value, in preallocated tensors."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .._call.caching import KeyValues, Positions
 from .._checks import size
 from ..errors import CacheError
 from ..masks._positional import Present
-from ._base import Buffered, checked_indices, checked_lengths, spelt_out
+from ._base import Buffered, checked_indices, checked_lengths
 
 
 @final
 class KVCache(Buffered):
-    """Keys and values of all tokens so far, preallocated and written in place: a step copies nothing of the past.
+    """Keys and values of all tokens so far, preallocated and written in place. A step copies no earlier token.
 
-    Rows stand side by side, token n of every row in column n, so that masks made of tensors (``masks.keep(keys=…)``)
-    line up with columns, padding included. Rows may differ: left-padded batches give positions, right-padded ones
-    crop to their lengths.
+    Token n of every batch item is in column n, padding included. Masks made of tensors (``masks.keep(keys=…)``)
+    therefore line up with the columns. Batch items may have different lengths: pass positions for left-padded batches,
+    and crop right-padded batches to their lengths.
 
     Args:
         batch_size: B.
         num_kv_heads: Hkv.
-        max_length: how many tokens it can hold.
+        max_length: the most tokens that it can store.
         head_dim: D.
         value_head_dim: Dv. Default D.
         dtype: of keys and values. Default PyTorch's.
@@ -62,16 +62,15 @@ class KVCache(Buffered):
     ) -> None:
         self.max_length = size("max_length", max_length)
         super().__init__(batch_size, num_kv_heads, max_length, head_dim, value_head_dim, dtype, device)
-        self._lengths: Tensor | None = None  # (B,) columns in use per row, once rows differ
-        self._positions: Tensor | None = None  # (B, max_length), −1 where nothing stands, once they do not count up
+        self._lengths: Tensor | None = None  # (B,) columns in use, once the items differ
+        self._positions: Tensor | None = None  # (B, max_length), −1 in empty columns, once they are not 0, 1, 2, …
 
     @property
     def lengths(self) -> Tensor:
-        """(B,) columns in use in every row."""
+        """(B,) the columns that each batch item uses."""
         if self._lengths is not None:
             return self._lengths
-        key = self._key
-        return torch.full((key.shape[0],), self._length, dtype=torch.int64, device=key.device)
+        return torch.full((self._key.shape[0],), self._length, dtype=torch.int64, device=self._key.device)
 
     @property
     def key(self) -> Tensor:
@@ -91,30 +90,26 @@ class KVCache(Buffered):
         count = key.shape[2]
         start, stop = self._length, self._length + count
         if stop > self.max_length:
-            raise CacheError(
-                "cache",
-                expected=f"at most max_length = {self.max_length} tokens",
-                got=f"{start} held and {count} more, {stop}",
-                fix="Make the cache larger, or use a SlidingKVCache. Nothing was written.",
-            )
-        if self._positions is None and self._counts_up(positions, start):
+            got, fix = f"{start} held and {count} more, {stop}", "Make the cache larger, or use a SlidingKVCache."
+            expected = f"at most max_length = {self.max_length} tokens"
+            raise CacheError("cache", expected=expected, got=got, fix=f"{fix} Nothing was written.")
+        new_positions = self._new_positions(key, positions, counts_up=self._positions is None)
+        if new_positions is None:
             self._write(key, value, start, stop)
             return KeyValues(self.key, self.value)
-        places = self.next_positions(count) if positions is None else positions
-        placed = spelt_out(places, key.shape[0], count, key.device)
-        own = self._spelt_out()
+        all_positions = self._all_positions()
         if self._lengths is None:
-            own[:, start:stop] = placed
+            all_positions[:, start:stop] = new_positions
         else:
-            own.scatter_(1, self._columns(self._lengths, count), placed)
+            all_positions.scatter_(1, self._columns(self._lengths, count), new_positions)
         self._write(key, value, start, stop)
-        return KeyValues(self.key, self.value, own[:, :stop], Present())
+        return KeyValues(self.key, self.value, all_positions[:, :stop], Present())
 
     def saved(self, count: int) -> Callable[[], None]:
-        # What `update` writes lies behind what is held: putting the lengths back forgets it.
+        # `update` writes only beyond the lengths, so restoring the lengths is enough.
         length, lengths, counted_up = self._length, self._lengths, self._positions is None
 
-        def bring_back() -> None:
+        def restore() -> None:
             self._length, self._lengths = length, lengths
             if counted_up:
                 self._positions = None
@@ -122,7 +117,7 @@ class KVCache(Buffered):
                 columns = torch.arange(self.max_length, device=self._positions.device)
                 self._positions.masked_fill_(columns >= self.lengths[:, None], -1)
 
-        return bring_back
+        return restore
 
     def reorder(self, indices: Tensor) -> None:
         indices = checked_indices(indices, self._key)
@@ -133,18 +128,18 @@ class KVCache(Buffered):
             self._positions = self._positions.index_select(0, indices)
 
     def crop(self, length: int | Tensor) -> None:
-        kept = checked_lengths(length, self._length, self._key)
-        if isinstance(kept, Tensor):
-            kept = torch.minimum(kept, self.lengths)
-            own = self._spelt_out()
-            own.masked_fill_(torch.arange(self.max_length, device=own.device) >= kept[:, None], -1)
-            self._lengths, self._length = kept, int(kept.max())
+        checked, longest = checked_lengths(length, self._length, self._key)
+        if isinstance(checked, Tensor):
+            lengths = torch.minimum(checked, self.lengths)
+            columns = torch.arange(self.max_length, device=lengths.device)
+            self._all_positions().masked_fill_(columns >= lengths[:, None], -1)
+            self._lengths, self._length = lengths, int(lengths.max())
             return
         if self._positions is not None:
-            self._positions[:, kept:] = -1
+            self._positions[:, longest:] = -1
         if self._lengths is not None:
-            self._lengths = self._lengths.clamp(max=kept)
-        self._length = kept
+            self._lengths = self._lengths.clamp(max=longest)
+        self._length = longest
 
     def reset(self) -> None:
         self._length, self._lengths, self._positions = 0, None, None
@@ -153,29 +148,24 @@ class KVCache(Buffered):
         batch, heads, _, dim = self._key.shape
         return f"KVCache({self._length} of {self.max_length} tokens, B={batch}, Hkv={heads}, D={dim})"
 
-    def _counts_up(self, positions: Positions | None, start: int) -> bool:
-        return positions is None or (isinstance(positions, (int, torch.SymInt)) and positions == start)
-
     def _write(self, key: Tensor, value: Tensor, start: int, stop: int) -> None:
         if self._lengths is None:
             self._key[:, :, start:stop] = key
             self._value[:, :, start:stop] = value
         else:
-            rows = torch.arange(key.shape[0], device=key.device)[:, None]
+            items = torch.arange(key.shape[0], device=key.device)[:, None]
             columns = self._columns(self._lengths, key.shape[2])
-            self._key[rows, :, columns] = key.transpose(1, 2)  # (B, L, Hkv, D)
-            self._value[rows, :, columns] = value.transpose(1, 2)
+            self._key[items, :, columns] = key.transpose(1, 2)  # (B, L, Hkv, D)
+            self._value[items, :, columns] = value.transpose(1, 2)
             self._lengths = self._lengths + key.shape[2]
         self._length = stop
 
     def _columns(self, lengths: Tensor, count: int) -> Tensor:
         return lengths[:, None] + torch.arange(count, device=lengths.device)  # (B, L)
 
-    def _spelt_out(self) -> Tensor:
-        """The positions of all columns, written down from now on."""
+    def _all_positions(self) -> Tensor:
+        """The positions of all columns, (B, max_length), stored from now on."""
         if self._positions is None:
-            key = self._key
-            columns = torch.arange(self.max_length, device=key.device)
-            placed = columns.masked_fill(columns >= self._length, -1)
-            self._positions = placed.repeat(key.shape[0], 1)
+            columns = torch.arange(self.max_length, device=self._key.device)
+            self._positions = columns.masked_fill(columns >= self._length, -1).repeat(self._key.shape[0], 1)
         return self._positions

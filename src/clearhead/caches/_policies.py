@@ -1,4 +1,4 @@
-"""Which keys an evicting cache keeps; write your own by subclassing `EvictionPolicy`."""
+"""Eviction policies: the choice of the keys that stay in an evicting cache."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .._checks import integer, is_probability, number, size
 
 @dataclass(frozen=True)
 class Held:
-    """The keys that an evicting cache holds, one entry per slot.
+    """The keys in an evicting cache, one entry per slot.
 
     Args:
-        positions: (B, Hkv, S) absolute positions; −1 where nothing stands.
-        received: (B, Hkv, S) the weight each key has received so far, summed over queries and the group's query heads,
-            Σ_i p_ij; zeros for a policy that does not need it.
-        budget: how many keys may stay.
+        positions: (B, Hkv, S) absolute positions; −1 in empty slots.
+        received: (B, Hkv, S) the weight of each key so far, summed over queries and the group's query heads, Σ_i p_ij;
+            zeros for a policy that does not need it.
+        budget: the most keys that stay.
 
     Example:
         >>> import torch
@@ -34,18 +34,18 @@ class Held:
 
     @property
     def newest(self) -> Tensor:
-        """Bool (B, Hkv, S): the last token of every row."""
+        """Bool (B, Hkv, S): the last token of every batch item."""
         return (self.positions == self.positions.amax(-1, keepdim=True)) & (self.positions >= 0)
 
     def among_last(self, count: int) -> Tensor:
-        """Bool (B, Hkv, S): the `count` last tokens that are held."""
+        """Bool (B, Hkv, S): the last `count` tokens in the cache."""
         integer("count", count, least=0)
         order = self.positions.argsort(-1, descending=True)
-        return order.argsort(-1) < count  # the inverse permutation holds each token's rank
+        return order.argsort(-1) < count  # the inverse permutation is each token's rank
 
 
 class EvictionPolicy(ABC):
-    """Ranks the keys in a cache; the lowest are evicted when it is full. The newest token stays whatever its rank.
+    """Ranks the keys in a cache. A full cache evicts the keys of lowest rank, but never the newest token.
 
     Example:
         >>> import torch
@@ -58,22 +58,22 @@ class EvictionPolicy(ABC):
         [[[1.0, 0.0, 1.0, 0.0]]]
     """
 
-    #: Whether `Held.received` is to be kept; it costs a second pass over each query's scores.
+    #: Whether the policy reads `Held.received`, which needs a second pass over each query's scores.
     needs_received: bool = False
 
     @abstractmethod
     def rank(self, held: Held) -> Tensor:
-        """One number per key, (B, Hkv, S); the larger, the longer it stays."""
+        """One number per key, (B, Hkv, S). Keys with greater numbers stay longer."""
 
 
 @final
 class HeavyHitters(EvictionPolicy):
-    """Keep the keys that received the most weight so far, and the latest ones (H2O).
+    """Keep the keys with the most weight so far, and the latest keys (H2O).
 
     (Zhang et al., "H2O: heavy-hitter oracle for efficient generative inference of large language models", 2023.)
 
     Args:
-        recent: which share of the budget the latest tokens have. Default 0.5, as in the paper.
+        recent: the share of the budget for the latest tokens. Default 0.5, as in the paper.
 
     Raises:
         ArgumentError: outside [0, 1].
@@ -100,13 +100,13 @@ class HeavyHitters(EvictionPolicy):
 
 @final
 class SinksAndRecent(EvictionPolicy):
-    """Keep the first tokens, which serve as attention sinks, and the latest ones (StreamingLLM).
+    """Keep the first tokens, which are attention sinks, and the latest tokens (StreamingLLM).
 
     (Xiao et al., "Efficient streaming language models with attention sinks", 2023.) Positions stay absolute; the paper
-    numbers the kept tokens anew.
+    renumbers the tokens in the cache.
 
     Args:
-        sinks: how many of the first tokens stay. Default 4, as in the paper.
+        sinks: the number of first tokens that stay. Default 4, as in the paper.
 
     Raises:
         ArgumentError, DTypeError: unless an int ≥ 0.
@@ -134,7 +134,7 @@ class RandomEviction(EvictionPolicy):
     """Keep random keys: a baseline that other policies should beat.
 
     Args:
-        seed: of its own generator. Default 0.
+        seed: of the policy's generator. Default 0.
 
     Example:
         >>> import torch

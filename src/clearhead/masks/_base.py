@@ -1,9 +1,9 @@
-"""What a mask is.
+"""The base class of all masks.
 
-A mask stays a description until a kernel lowers it: `visible` gives the cells of a block in which keys may be attended
-to, `bias` what is added to their scores, `structure` what is known of a whole grid without evaluating it.
+A mask stays a description until a kernel lowers it. `visible` returns the cells of a block in which the query sees the
+key, `bias` the numbers that are added to their scores, and `structure` the facts about a grid that need no evaluation.
 
-Files that define masks import `Mask` from here, so its methods import from them when they are called.
+Files that define masks import `Mask` from here, so its methods import these files only when they are called.
 """
 
 from __future__ import annotations
@@ -42,63 +42,63 @@ class Mask(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """The mask as its user would write it."""
+        """The mask as a user writes it."""
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the block's scores, in their dtype, or ``None``."""
+        """The numbers that are added to the block's scores, in their dtype, or ``None``."""
         return None
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that biases are read from, for gradients, in a fixed order."""
+        """The tensors of the biases, for gradients, in a fixed order."""
         return ()
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        """The same mask reading its biases from other tensors, in the order of `bias_tensors`."""
+        """The same mask with other bias tensors, in the order of `bias_tensors`."""
         return self
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
         """Add a block's score gradient (b, h, l, s) to the gradient of each of `bias_tensors`."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors that it holds, and those of masks that it is made of, but for what closures hold."""
-        # By attribute, so that a mask written outside of this package need not list them.
-        found: list[Tensor] = []
+        """The tensors among its attributes, and those of its masks. Tensors of closures are not listed."""
+        # Read from the attributes, so that a mask outside of this package need not list them.
+        tensors: list[Tensor] = []
         for value in vars(self).values():
             if isinstance(value, Tensor):
-                found.append(value)
+                tensors.append(value)
             elif isinstance(value, Mask):
-                found += value.tensors()
-        return tuple(found)
+                tensors += value.tensors()
+        return tuple(tensors)
 
     def validate(self, grid: Grid) -> None:
         """Raise if the mask does not fit a call of these sizes."""
 
     def sizes(self) -> Sizes:
+        """The sizes that it requires of a call."""
         return Sizes()
 
     def structure(self, grid: Grid) -> Structure:
-        """What is known of the mask for a grid without evaluating it: what kernels skip blocks by, and lower from.
+        """The facts about the mask on a grid that need no evaluation. Kernels skip blocks by them, and lower them.
 
-        Called while tracing too, where no values may be read. Default: nothing is known, and kernels evaluate
-        `visible`.
+        Also called while tracing, where no values may be read. Default: no facts, and kernels evaluate `visible`.
         """
         return UNKNOWN
 
     def signature(self) -> Hashable | None:
-        """What the plan of a call may be cached under.
+        """The mask's part of the key of the plan cache.
 
-        Equal for masks that lower alike: of one kind, with the same settings and tensors of the same shapes, strides,
-        dtypes and devices. It must hold neither tensors nor their values, which `validate` checks in every call.
-        Default: ``None``, every call is planned anew.
+        Equal for masks that lower alike: of one class, with equal settings, and with tensors of equal shapes, strides,
+        dtypes and devices. It must contain neither tensors nor their values, which `validate` checks in every call.
+        Default: ``None``, so that no plan is cached.
         """
         return None
 
     def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
-        """What `make` gives: made in every call here, once for a grid and key where the mask is prepared."""
+        """The result of `make`. A prepared mask calls `make` once per grid and key."""
         return make()
 
     def parts(self) -> tuple[Mask, ...]:
-        """The masks that all have to allow a key."""
+        """The masks that must all allow a key."""
         return (self,)
 
     @property
@@ -108,17 +108,17 @@ class Mask(ABC):
 
     @property
     def fits_any_call(self) -> bool:
-        """Whether no call can be refused because of this mask."""
+        """Whether the mask fits every call, so that no call is refused because of it."""
         return False
 
     def after(self, parts: tuple[Mask, ...]) -> Mask:
-        """This mask and these, which come first."""
+        """These parts and then this mask, combined with ``&``."""
         from ._combined import And
 
         return And(parts + self.parts())
 
     def __and__(self, other: object) -> Mask:
-        # The right-hand mask decides, because a stack's mask is combined with each layer's own from there.
+        # The right-hand mask decides, because there a stack's shared mask is combined with each layer's mask.
         return _operand(other, "&").after(self.parts())
 
     def __or__(self, other: object) -> Mask:
@@ -141,22 +141,22 @@ class Mask(ABC):
         query_positions: Tensor | int | None = None,
         key_positions: Tensor | int | None = None,
     ) -> Tensor:
-        """Build the mask as a tensor, for looking at it.
+        """Build the mask as a tensor, to inspect it.
 
         Args:
-            query_length: L; left out where the mask's own tensors say it.
-            key_length: S; defaults to what the mask's tensors say, else to L.
-            batch_size: B; defaults to what the mask's tensors say, else to 1.
-            num_heads: H; likewise.
+            query_length: L. Default: from the mask's tensors.
+            key_length: S. Default: from the mask's tensors, else L.
+            batch_size: B. Default: from the mask's tensors, else 1.
+            num_heads: H. Default: from the mask's tensors, else 1.
             query_positions: absolute positions of the queries, as for `clearhead.attention`.
-            key_positions: absolute positions of the keys, likewise.
+            key_positions: absolute positions of the keys, as for `clearhead.attention`.
 
         Returns:
             (B, H, L, S): bool, ``True`` = may attend; with a bias in the mask, float, −inf = hidden.
 
         Raises:
-            ArgumentError: if no length is given and the mask does not know one.
-            And what a call of these sizes raises if the mask does not fit.
+            ArgumentError: without a length, if the mask fits any length.
+            And the errors of a call of these sizes if the mask does not fit.
 
         Example:
             >>> import torch
@@ -185,25 +185,25 @@ class Mask(ABC):
     ) -> Mask:
         """Fix the mask for one grid, so that many calls lower it once.
 
-        The result is a snapshot: what is written later to a tensor given to the mask, or to positions, does not change
-        it. (What a function given to `masks.mask_mod` reads besides its arguments is not copied, and must not change.)
-        The stacks of `clearhead.transformer` share their masks among their layers by themselves.
+        The result is a snapshot: later writes to the mask's tensors, or to positions, do not change it. (Variables that
+        a function of `masks.mask_mod` reads besides its arguments are not copied, and must not change.) The stacks of
+        `clearhead.transformer` already share the lowerings of their masks among their layers.
 
         Args:
             query_length, key_length, query_positions, key_positions: of the calls; as for `dense`.
-            batch_size, num_heads: B and H of the calls. Left out they stay open, where the mask itself depends on
-                neither; else as for `dense`.
-            device: of the calls. Defaults to the device of the mask's tensors and positions. Without any of these it
-                stays open: the mask fits every device.
+            batch_size, num_heads: B and H of the calls. By default they stay open if the mask does not depend on them;
+                else as for `dense`.
+            device: of the calls. Default: the device of the mask's tensors and positions. Without any of these the
+                mask fits every device.
 
         Returns:
-            A `PreparedMask`, which `clearhead.attention` and the modules take like any mask. A call of other sizes,
-            of other positions or on another device is refused.
+            A `PreparedMask`, which `clearhead.attention` and the modules accept like any mask. They refuse calls of
+            other sizes, with other positions or on another device.
 
         Raises:
             ArgumentError: for a mask with a bias that requires grad.
-            DeviceError: for a device that this machine does not have, or that the mask's tensors are not on.
-            And what `dense` raises.
+            DeviceError: for a device that this machine does not have, or that differs from the mask's tensors.
+            And the errors of `dense`.
 
         Example:
             >>> import torch, clearhead
@@ -221,12 +221,12 @@ class Mask(ABC):
 
         positions = query_positions, key_positions
         grid = grid_for(self, query_length, key_length, batch_size, num_heads, *positions, device=device)
-        known = self.sizes()
-        # Positions of several items fix B as tensors of the mask do; the grid's B shows it.
-        open_batch = batch_size is known.batch_size is None and grid.batch_size == 1
-        holds_tensors = any(isinstance(each, Tensor) for each in (*positions, *self.tensors(), *self.bias_tensors()))
-        open_device = device is known.device is None and not holds_tensors
-        return prepared(self, grid, open_batch, num_heads is known.num_heads is None, open_device)
+        required = self.sizes()
+        # Positions of several items determine B too, which is then the grid's B.
+        open_sizes = "B" if batch_size is required.batch_size is None and grid.batch_size == 1 else ""
+        open_sizes += "H" if num_heads is required.num_heads is None else ""
+        has_tensors = any(isinstance(item, Tensor) for item in (*positions, *self.tensors(), *self.bias_tensors()))
+        return prepared(self, grid, open_sizes, device is required.device is None and not has_tensors)
 
     def check(
         self,
@@ -238,10 +238,10 @@ class Mask(ABC):
         query_positions: Tensor | int | None = None,
         key_positions: Tensor | int | None = None,
     ) -> MaskReport:
-        """Look for the usual mistakes and say in words what was found.
+        """Search for common mistakes, and describe them in words.
 
-        Reported are shapes that do not fit, queries that see no key, keys that no query sees, padding whose
-        polarity looks inverted and causal masks that look the wrong way round. Arguments as for `dense`.
+        Reports shapes that do not fit, queries that see no key, keys that no query sees, padding with inverted polarity
+        and inverted causal masks. Arguments as for `dense`.
 
         Returns:
             A `MaskReport`: ``report.ok``, ``report.findings``, and a readable ``str(report)``.
@@ -271,10 +271,9 @@ def _operand(other: object, symbol: str) -> Mask:
         from ._tensors import as_mask
 
         return as_mask(other)
-    raise MaskTypeError(
-        f"mask {symbol} {type(other).__name__}: a mask combines with another mask or a bool tensor, "
-        f"got {type(other).__name__}. Wrap tensors with masks.keep(...), masks.drop(...) or masks.bias(...)."
-    )
+    got = type(other).__name__
+    expected = f"mask {symbol} {got}: a mask combines with another mask or a bool tensor, got {got}."
+    raise MaskTypeError(f"{expected} Wrap tensors with masks.keep(...), masks.drop(...) or masks.bias(...).")
 
 
 def _predicate(mask: Mask, symbol: str) -> Mask:

@@ -1,4 +1,4 @@
-"""Finding the usual mistakes in a mask, in words."""
+"""The search for common mistakes in a mask, and the sizes and positions of calls without tensors."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from torch import Tensor
 from .._checks import INTEGERS, existing_device, integer, strided
 from ..errors import ArgumentError, ClearheadError, DeviceError, ShapeError, shape_text
 from ._base import Mask
-from ._coverage import find_coverage
-from ._grid import Block, Grid
+from ._coverage import coverage
+from ._grid import Block, Grid, Sizes
 from ._report import MaskReport
 
-_CORNER = 64  # rows and columns looked at to tell a causal mask from its opposite
+_CORNER = 64  # rows and columns that are enough to recognise an inverted causal mask
 
 
 def check_mask(mask: Mask, grid: Grid) -> MaskReport:
     """See `Mask.check`."""
     if grid.device.type == "meta":
         raise DeviceError("mask", expected="a mask with values to look at", got="one on meta")
-    # A mask that does not fit is what a check is for; it is reported, not raised.
+    # A mask that does not fit is a finding, not an error.
     try:
         mask.validate(grid)
-        seen = find_coverage(mask, grid)
+        covered = coverage(mask, grid)
     except ClearheadError as error:
         return MaskReport(mask.describe(), (f"shape or value: {error}",))
     findings: list[str] = []
-    queries = None if seen.queries is None else _per_item(seen.queries, grid)
-    keys = None if seen.keys is None else _per_item(seen.keys, grid)
-    # First, because keys that no query sees follow from it, and would hide the cause.
+    queries, keys = _per_item(covered.queries, grid), _per_item(covered.keys, grid)
+    # First, because it is the cause of keys that no query sees.
     inverted = None if keys is None else _inverted_padding(keys, mask.describe())
     if inverted:
         findings.append(inverted)
@@ -39,7 +38,7 @@ def check_mask(mask: Mask, grid: Grid) -> MaskReport:
         )
     if queries is not None and not bool(queries.all()):
         findings.append(_hidden_text("queries that see no key", "their output will be zero", ~queries))
-    # Keys that only some items hide are padding, and nothing to report.
+    # Keys that only some items hide are padding, which is no mistake.
     if keys is not None and not bool(keys.any(0).all()):
         findings.append(_hidden_text("keys that no query sees", "fine for padding", ~keys))
     return MaskReport(mask.describe(), tuple(findings))
@@ -55,51 +54,40 @@ def grid_for(
     key_positions: Tensor | int | None = None,
     device: torch.device | str | None = None,
 ) -> Grid:
-    """The sizes that were given, completed by what the mask's own tensors say."""
-    known = mask.sizes()
-    given = {"query_length": query_length, "key_length": key_length, "batch_size": batch_size, "num_heads": num_heads}
-    for name, value in given.items():
-        if value is not None:
-            integer(name, value, least=0)
+    """The grid of the passed sizes, completed by the sizes that the mask and the positions require."""
+    sizes = Sizes(batch_size, num_heads, query_length, key_length)
+    for name in ("query_length", "key_length", "batch_size", "num_heads"):
+        if getattr(sizes, name) is not None:
+            integer(name, getattr(sizes, name), least=0)
     query_positions = as_positions("query_positions", query_positions)
     key_positions = as_positions("key_positions", key_positions, per_head=True)
-    length = _first(query_length, known.query_length, _count(query_positions))
-    keys = _first(key_length, known.key_length, _count(key_positions))
+    sizes = sizes.merged(mask.sizes())
+    sizes = sizes.merged(_sizes_of("query_length", query_positions)).merged(_sizes_of("key_length", key_positions))
+    length, keys = sizes.query_length, sizes.key_length
     if keys is None:
-        # Self-attention is what is usually meant, unless there are lengths that need more keys.
-        keys = max(length or 0, known.fewest_keys) or length
+        # Self-attention by default, unless lengths need more keys.
+        keys = max(length or 0, sizes.fewest_keys) or length
     if length is None:
         length = keys
     if length is None or keys is None:
-        raise ArgumentError(
-            "query_length",
-            expected=f"a length, because {mask.describe()} fits any",
-            got="none",
-            fix="Write for example mask.dense(8).",
-        )
-    batch = _first(batch_size, known.batch_size, _batch(query_positions), _batch(key_positions))
-    heads = _first(num_heads, known.num_heads)
-    grid = Grid(
-        batch_size=1 if batch is None else batch,
-        num_heads=1 if heads is None else heads,
-        query_length=length,
-        key_length=keys,
-        device=_device_of(mask) if device is None else existing_device(device),
-        query_positions=query_positions,
-        key_positions=key_positions,
-    )
+        expected, fix = f"a length, because {mask.describe()} fits any", "Write for example mask.dense(8)."
+        raise ArgumentError("query_length", expected=expected, got="none", fix=fix)
+    batch = 1 if sizes.batch_size is None else sizes.batch_size
+    heads = 1 if sizes.num_heads is None else sizes.num_heads
+    device = _device_of(mask) if device is None else existing_device(device)
+    grid = Grid(batch, heads, length, keys, device, query_positions, key_positions)
     _require_positions("query_positions", query_positions, grid, length)
     _require_positions("key_positions", key_positions, grid, keys)
     return grid
 
 
 def as_positions(name: str, positions: object, *, per_head: bool = False) -> Tensor | int | None:
-    """Read positions: an int stays one, a tensor (n,) or (B, n) becomes int64 (1 or B, n).
+    """Read positions: an int stays an int, and a tensor (n,) or (B, n) becomes int64 (1 or B, n).
 
     Args:
         name: of the argument.
-        positions: what was given.
-        per_head: whether (B, H, n) may be given too; it stays as it is.
+        positions: the argument.
+        per_head: whether (B, H, n) is allowed too; its shape stays.
     """
     if positions is None:
         return None
@@ -110,32 +98,25 @@ def as_positions(name: str, positions: object, *, per_head: bool = False) -> Ten
     positions = strided(name, positions, expected, dtypes=INTEGERS)
     if positions.dim() not in ((1, 2, 3) if per_head else (1, 2)):
         raise ShapeError(name, expected=f"shape {shapes}", got=shape_text(positions.shape))
-    # int64, because small and unsigned integers overflow when a window is added or taken off.
+    # int64, because a window added to small or unsigned integers overflows.
     return (positions[None] if positions.dim() == 1 else positions).long()
 
 
-def _first(*sizes: int | None) -> int | None:
-    return next((size for size in sizes if size is not None), None)
-
-
-def _count(positions: Tensor | int | None) -> int | None:
-    return positions.shape[-1] if isinstance(positions, Tensor) else None
-
-
-def _batch(positions: Tensor | int | None) -> int | None:
-    return positions.shape[0] if isinstance(positions, Tensor) and positions.shape[0] != 1 else None
+def _sizes_of(length: str, positions: Tensor | int | None) -> Sizes:
+    """The sizes that positions of queries, or of keys, require."""
+    if not isinstance(positions, Tensor):
+        return Sizes()
+    return Sizes.of(positions.shape[0])._replace(**{length: positions.shape[-1]})
 
 
 def _require_positions(name: str, positions: Tensor | int | None, grid: Grid, length: int) -> None:
     if not isinstance(positions, Tensor):
         return
     if positions.device != grid.device:
-        got = str(positions.device)
-        raise DeviceError(name, expected=f"positions on {grid.device}, like the mask", got=got)
-    got = shape_text(positions.shape)
-    if positions.shape[0] not in (1, grid.batch_size) or (
-        positions.dim() == 3 and positions.shape[1] != grid.num_heads
-    ):
+        expected = f"positions on {grid.device}, like the mask"
+        raise DeviceError(name, expected=expected, got=str(positions.device))
+    got, heads = shape_text(positions.shape), positions.shape[1:-1]
+    if positions.shape[0] not in (1, grid.batch_size) or heads not in ((), (grid.num_heads,)):
         expected = f"positions for B = {grid.batch_size} batch items and H = {grid.num_heads} heads"
         raise ShapeError(name, expected=expected, got=got)
     if positions.shape[-1] != length:
@@ -144,30 +125,30 @@ def _require_positions(name: str, positions: Tensor | int | None, grid: Grid, le
 
 
 def _device_of(mask: Mask) -> torch.device:
-    known = mask.sizes().device
+    required = mask.sizes().device
     devices = (tensor.device for tensor in (*mask.bias_tensors(), *mask.tensors()))
-    return next(devices, torch.device("cpu")) if known is None else known
+    return next(devices, torch.device("cpu")) if required is None else required
 
 
-def _per_item(seen: Tensor, grid: Grid) -> Tensor:
-    """(1 or B, 1 or H, n, 1) → (B, n): seen in any head."""
-    return seen[..., 0].any(1).expand(grid.batch_size, -1)
+def _per_item(covered: Tensor | None, grid: Grid) -> Tensor | None:
+    """(1 or B, 1 or H, n, 1) → (B, n): covered in any head."""
+    return None if covered is None else covered[..., 0].any(1).expand(grid.batch_size, -1)
 
 
-def _hidden_text(what: str, so: str, hidden: Tensor) -> str:
+def _hidden_text(problem: str, consequence: str, hidden: Tensor) -> str:
     item, first = (int(index) for index in hidden.nonzero()[0])
-    return f"{what}: {int(hidden.sum())} (the first: item {item}, index {first}); {so}"
+    return f"{problem}: {int(hidden.sum())} (the first: item {item}, index {first}); {consequence}"
 
 
 def _inverted_padding(keys: Tensor, description: str) -> str:
-    """Properly padded batches have one item without padding; an inverted one has an item with nothing else."""
+    """A padded batch has an item without padding. If its marks are inverted, this item has no visible key."""
     by_marks = "keep(" in description or "drop(" in description  # lengths have no polarity
     if keys.shape[0] < 2 or keys.shape[1] < 2 or not by_marks:
         return ""
     other = "if 1 marks padding in this tensor, use masks.drop(keys=t)"
     if "drop(" in description and "keep(" not in description:
         other = "if 1 marks real keys in this tensor, use masks.keep(keys=t)"
-    # An item of full length has, inverted, nothing visible; a batch without such an item says nothing.
+    # Without an item of full length the marks can be right.
     counts = keys.sum(-1)
     empty = counts == 0
     partial = keys[~empty]
@@ -184,7 +165,7 @@ def _inverted_padding(keys: Tensor, description: str) -> str:
 
 
 def _looks_anticausal(mask: Mask, grid: Grid) -> bool:
-    # The corner tells the two apart; the whole matrix may not fit into memory.
+    # The corner is enough, and the whole matrix may not fit into memory.
     size = min(grid.query_length, grid.key_length, _CORNER)
     if size < 2:
         return False

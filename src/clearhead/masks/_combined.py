@@ -1,8 +1,10 @@
-"""Masks made of other masks: all of them, either, the opposite, and another one seen otherwise."""
+"""Masks made of other masks: ``&``, ``|``, ``~``, and the base of masks that change another mask."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import reduce
+from operator import add, and_
 from typing import ClassVar, final
 
 import torch
@@ -10,11 +12,11 @@ from torch import Tensor
 
 from ._base import Mask
 from ._grid import Block, Grid, Sizes
-from ._structure import Structure, both, structure_of
+from ._structure import Structure, both, joined, structure_of
 
 
 class _Combined(Mask):
-    """A mask made of others, which fits a call where all of them do."""
+    """A mask made of others. It fits a call that all of them fit."""
 
     name: ClassVar[str]
 
@@ -29,10 +31,7 @@ class _Combined(Mask):
             mask.validate(grid)
 
     def sizes(self) -> Sizes:
-        sizes = Sizes()
-        for mask in self._masks:
-            sizes = sizes.merged(mask.sizes())
-        return sizes
+        return reduce(Sizes.merged, (mask.sizes() for mask in self._masks))
 
     def signature(self) -> Hashable | None:
         signatures = tuple(mask.signature() for mask in self._masks)
@@ -41,7 +40,7 @@ class _Combined(Mask):
 
 @final
 class And(_Combined):
-    """All parts have to allow a key; their biases add up."""
+    """All parts must allow a key; their biases add up."""
 
     name = "and"
 
@@ -49,19 +48,13 @@ class And(_Combined):
         return self._masks
 
     def visible(self, block: Block) -> Tensor | None:
-        # `None` as long as nothing is hidden, so that kernels can leave the mask out.
-        result: Tensor | None = None
-        for part in self._masks:
-            result = both(result, part.visible(block))
-        return result
+        return reduce(both, (part.visible(block) for part in self._masks))
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor | None:
-        result: Tensor | None = None
+        bias: Tensor | None = None
         for part in self._masks:
-            added = part.bias(block, dtype)
-            if added is not None:
-                result = added if result is None else result + added
-        return result
+            bias = joined(bias, part.bias(block, dtype), add)
+        return bias
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
         return tuple(tensor for part in self._masks for tensor in part.bias_tensors())
@@ -70,7 +63,7 @@ class And(_Combined):
         return And(tuple(part.with_bias_tensors(tensors) for part in self._masks))
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        # Gradients come in the order of `bias_tensors`, all parts' in one list.
+        # One list for all parts, in the order of `bias_tensors`.
         start = 0
         for part in self._masks:
             count = len(part.bias_tensors())
@@ -78,17 +71,13 @@ class And(_Combined):
             start += count
 
     def structure(self, grid: Grid) -> Structure:
-        # From a structure that hides nothing: each part takes away.
-        found = Structure()
-        for part in self._masks:
-            found = found.meet(structure_of(part, grid))
-        return found
+        return reduce(Structure.meet, (structure_of(part, grid) for part in self._masks))
 
     @property
     def has_bias(self) -> bool:
         return any(part.has_bias for part in self._masks)
 
-    # Not for `|` and `~`: packed documents look for masks that do not count within documents among parts alone.
+    # Not for `|` and `~`: packed sequences look only at parts for masks whose tensors line up with all sequences.
     @property
     def fits_any_call(self) -> bool:
         return all(part.fits_any_call for part in self._masks)
@@ -111,7 +100,7 @@ class Or(_Combined):
         return None if left is None or right is None else left | right
 
     def structure(self, grid: Grid) -> Structure:
-        # No kind of structure says "either" exactly; both together bound what has to be evaluated.
+        # A bound: the visible keys are in one of the two structures.
         return Structure(exact=False, either=tuple(structure_of(mask, grid) for mask in self._masks))
 
     def describe(self) -> str:
@@ -120,7 +109,7 @@ class Or(_Combined):
 
 @final
 class Not(_Combined):
-    """Allows what the other mask hides."""
+    """Allows the keys that the other mask hides."""
 
     name = "not"
 
@@ -129,11 +118,11 @@ class Not(_Combined):
         self._inner = inner
 
     def visible(self, block: Block) -> Tensor | None:
-        # It has no structure: what lies outside of a bound is all visible, inside anything may be.
-        seen = self._inner.visible(block)
-        if seen is None:
+        # It has no structure: keys outside a bound are visible, and keys inside it may be.
+        visible = self._inner.visible(block)
+        if visible is None:
             return torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=block.grid.device)  # broadcasts to any block
-        return ~seen
+        return ~visible
 
     def describe(self) -> str:
         inner = self._inner.describe()
@@ -141,13 +130,13 @@ class Not(_Combined):
 
 
 class Wrapping(Mask):
-    """Another mask, seen otherwise: what a subclass does not override is that of the other one."""
+    """Another mask with other blocks or with cached lowerings. Methods that are not overridden delegate to it."""
 
     def __init__(self, mask: Mask) -> None:
         self._mask = mask
 
     def place(self, block: Block) -> Block:
-        """The block of the other mask that a block of this one is."""
+        """The block of the other mask that corresponds to a block of this one."""
         return block
 
     def visible(self, block: Block) -> Tensor | None:
@@ -160,11 +149,20 @@ class Wrapping(Mask):
         return self._mask.bias_tensors()
 
     def with_bias_tensors(self, tensors: Iterator[Tensor]) -> Mask:
-        # Unwrapped, because what a subclass holds was made of the tensors that are replaced.
+        # Without the wrapper, because its cached lowerings were made from the replaced tensors.
         return self._mask.with_bias_tensors(tensors)
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
         self._mask.add_bias_gradients(gradients, self.place(block), scores_gradient)
+
+    def parts(self) -> tuple[Mask, ...]:
+        return self._mask.parts()
+
+    def sizes(self) -> Sizes:
+        return self._mask.sizes()
+
+    def signature(self) -> Hashable | None:
+        return self._mask.signature()
 
     @property
     def has_bias(self) -> bool:
@@ -175,9 +173,8 @@ class Wrapping(Mask):
 
 
 def all_of(masks: list[Mask | None]) -> Mask | None:
-    """One mask that shows what all of them show; ``None`` hides nothing, and is what nothing but ``None`` gives."""
+    """All masks combined with ``&``. ``None`` hides nothing; without any mask, ``None`` is returned."""
     combined: Mask | None = None
     for mask in masks:
-        if mask is not None:
-            combined = mask if combined is None else combined & mask
+        combined = joined(combined, mask, and_)
     return combined

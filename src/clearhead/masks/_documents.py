@@ -1,8 +1,7 @@
-"""The mask of packed documents, of which each sees itself alone."""
+"""The mask of packed sequences, each of which sees only itself."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import final
 
 import torch
@@ -15,15 +14,15 @@ from ._grid import Block, Grid, Sizes, take
 from ._of_tensor import OfTensor, broadcasts, require_integers
 from ._structure import UNKNOWN, RowRanges, Structure
 
-_WORTH_WAITING = 1 << 22  # scores; fewer take less time than an accelerator's answer
+_WORTH_WAITING = 1 << 22  # scores; for fewer, a synchronisation with an accelerator takes longer than it saves
 
 
 def documents(ids: Tensor) -> Mask:
     """Let queries see only keys of their own document: id of query = id of key.
 
     Args:
-        ids: integer tensor (T,) or (B, T): the document each position belongs to. Without explicit
-            positions T must equal both L and S; with them, ids are looked up at the absolute positions.
+        ids: integer tensor (T,) or (B, T): the document of each position. Without explicit positions T must equal L
+            and S. With them, the ids are read at the absolute positions.
 
     Raises:
         DTypeError: for floats or bools.
@@ -49,23 +48,24 @@ class _Documents(OfTensor):
         super().__init__("documents", ids if ids.dim() == 2 else ids[None])  # (1 or B, T)
 
     def signature(self) -> None:
-        # Whether documents lie in one piece, and so how the mask is lowered, depends on the ids' values.
+        # The lowering depends on the values: on whether each sequence is contiguous.
         return None
 
     def structure(self, grid: Grid) -> Structure:
-        if grid.shift is None or is_tracing() or is_transformed() or not _worth_reading(self._tensor, grid):
+        worth_reading = self._tensor.is_cpu or grid.query_length * grid.key_length >= _WORTH_WAITING
+        if grid.shift is None or is_tracing() or is_transformed() or not worth_reading:
             return UNKNOWN
-        # Documents in several pieces are evaluated; there is no one range per row.
+        # Sequences that are not contiguous have no single range per row.
         ranges = _row_ranges(self._tensor)
         if ranges is None:
             return UNKNOWN
         query, key = int(grid.query_positions or 0), int(grid.key_positions or 0)
-        # From positions to the rows and columns of this call.
+        # From positions to rows and columns of this call.
         first, stop = (numbers[:, query : query + grid.query_length].to(grid.device) - key for numbers in ranges)
         return Structure(rows=RowRanges(first, stop))
 
     def visible(self, block: Block) -> Tensor:
-        # Looked up at absolute positions: under a cache the call's rows are the last tokens alone.
+        # At absolute positions: with a cache, the rows of the call are only the last tokens.
         ids = take(self._tensor.to(block.grid.device), 0, block.batch)
         queries = _look_up(ids, block.q[:, 0, :, 0])[:, None, :, None]  # (1 or b, 1, l, 1)
         k = block.k[:, :, 0]  # (1 or b, 1 or h, s)
@@ -82,62 +82,50 @@ class _Documents(OfTensor):
                 self._require_ids(grid)
             return
         if length != grid.query_length or length != grid.key_length:
-            raise ShapeError(
-                "mask documents(...)",
-                expected=f"one id per position, with L = {grid.query_length} and S = {grid.key_length} both "
-                "equal to that count",
-                got=f"{length} ids",
-                fix="For queries that are only a part of the keys, pass query_positions and key_positions.",
-            )
+            sizes = f"L = {grid.query_length} and S = {grid.key_length}"
+            expected = f"one id per position, with {sizes} both equal to that count"
+            fix = "For queries that are only a part of the keys, pass query_positions and key_positions."
+            raise ShapeError("mask documents(...)", expected=expected, got=f"{length} ids", fix=fix)
 
     def _require_ids(self, grid: Grid) -> None:
         block, length = Block(grid), self._tensor.shape[1]
         for name, positions in (("query_positions", block.q), ("key_positions", block.k)):
             if positions.numel() and not bool(((positions >= 0) & (positions < length)).all()):
-                raise ArgumentError(
-                    "mask documents(...)",
-                    expected=f"positions from 0 to {length - 1}, one for each of the {length} ids",
-                    got=f"positions from {int(positions.min())} to {int(positions.max())} in {name}",
-                    fix="Give ids for every absolute position.",
-                )
+                expected = f"positions from 0 to {length - 1}, one for each of the {length} ids"
+                got = f"positions from {int(positions.min())} to {int(positions.max())} in {name}"
+                fix = "Give ids for every absolute position."
+                raise ArgumentError("mask documents(...)", expected=expected, got=got, fix=fix)
 
     def sizes(self) -> Sizes:
         batch, length = self._tensor.shape
-        return replace(Sizes.of(batch), query_length=length, key_length=length)
-
-
-def _worth_reading(ids: Tensor, grid: Grid) -> bool:
-    """Whether values may be read; an accelerator is waited for, which only pays where much can be skipped."""
-    return ids.is_cpu or grid.query_length * grid.key_length >= _WORTH_WAITING
+        return Sizes.of(batch)._replace(query_length=length, key_length=length)
 
 
 def _row_ranges(ids: Tensor) -> tuple[Tensor, Tensor] | None:
-    """For each place the first and one past the last place of its document, (1 or B, T) each.
+    """First and one past the last position of the sequence at each position, (1 or B, T) each.
 
-    ``None`` if a document of any item does not lie in one piece.
+    ``None`` if a sequence of any item is not contiguous.
     """
     length = ids.shape[1]
-    # Running extremes of nothing are refused by PyTorch.
+    # PyTorch refuses running extremes of an empty dimension.
     if ids.numel() == 0:
         return None
-    new = torch.ones_like(ids, dtype=torch.bool)
-    new[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    # Sorted by id, neighbours of one document have to be of one run.
-    runs = new.cumsum(1)
-    ordered, order = ids.sort(stable=True, dim=1)
-    runs_ordered = runs.gather(1, order)
-    split = (ordered[:, 1:] == ordered[:, :-1]) & (runs_ordered[:, 1:] != runs_ordered[:, :-1])
+    is_start = torch.ones_like(ids, dtype=torch.bool)
+    is_start[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    # Neighbours that are sorted by id belong to one segment if their sequence is contiguous.
+    segments = is_start.cumsum(1)
+    sorted_ids, order = ids.sort(stable=True, dim=1)
+    sorted_segments = segments.gather(1, order)
+    split = (sorted_ids[:, 1:] == sorted_ids[:, :-1]) & (sorted_segments[:, 1:] != sorted_segments[:, :-1])
     if bool(split.any()):
         return None
-    places = torch.arange(length, device=ids.device).expand_as(ids)
-    first = places.masked_fill(~new, 0).cummax(1).values  # (1 or B, T): the last start so far
-    starts_after = places.masked_fill(~new, length)[:, 1:]
-    stop = starts_after.flip(1).cummin(1).values.flip(1)  # (1 or B, T − 1)
+    positions = torch.arange(length, device=ids.device).expand_as(ids)
+    first = positions.masked_fill(~is_start, 0).cummax(1).values  # (1 or B, T): the last start so far
+    next_starts = positions.masked_fill(~is_start, length)[:, 1:]
+    stop = next_starts.flip(1).cummin(1).values.flip(1)  # (1 or B, T − 1)
     return first, torch.nn.functional.pad(stop, (0, 1), value=length)
 
 
 def _look_up(ids: Tensor, positions: Tensor) -> Tensor:
-    """Look ids (1 or b, T) up at positions (1 or b, n) → (1 or b, n)."""
-    # `gather` does not broadcast.
-    batch = positions.shape[0] if ids.shape[0] == 1 else ids.shape[0]
-    return ids.expand(batch, -1).gather(1, positions.expand(batch, -1))
+    """The ids (1 or b, T) at positions (1 or b, n), (1 or b, n)."""
+    return torch.take_along_dim(ids, positions, 1)  # which broadcasts, as `gather` does not

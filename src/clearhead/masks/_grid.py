@@ -1,4 +1,4 @@
-"""The score matrix of a call: its sizes, its absolute positions, and rectangles of it."""
+"""The score matrix of a call: its sizes, its absolute positions, and blocks of it."""
 
 from __future__ import annotations
 
@@ -9,26 +9,21 @@ import torch
 from torch import Tensor
 
 Index = slice | Tensor
-ALL = slice(None)  # compared by value: a dimension that is not cut needs no operator
-
-
-# A function, because torch.compile traces no call of `dict[object, Any]`.
-def _empty() -> dict[object, Any]:
-    return {}
+ALL = slice(None)  # compared by value, because a dimension that is not cut needs no operator
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes of one attention call, and where its queries and keys stand.
+    """The sizes of one attention call, and the positions of its queries and keys.
 
     Args:
         batch_size: B.
         num_heads: H, query heads.
         query_length: L.
         key_length: S.
-        device: where masks build their tensors.
-        query_positions: absolute positions of the queries: (1 or B, L), or an int p for p … p + L−1; ``None`` means
-            that the caller named none, and 0 … L−1.
+        device: of the tensors that masks build.
+        query_positions: absolute positions of the queries: (1 or B, L), or an int p for p … p + L−1; ``None`` for
+            0 … L−1 if the caller passed no positions.
         key_positions: of the keys: (1 or B, S), per head (B, H, S), or an int; ``None`` as above.
     """
 
@@ -39,25 +34,25 @@ class Grid:
     device: torch.device
     query_positions: Tensor | int | None = None
     key_positions: Tensor | int | None = None
-    #: What a mask has found out for this grid at some cost; it lives as long as the call.
-    memo: dict[object, Any] = field(default_factory=_empty, compare=False, repr=False)
+    #: Results that a mask computed for this grid; they live as long as the call.
+    memo: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def has_positions(self) -> bool:
-        """Whether the caller said where queries or keys stand."""
+        """Whether the caller passed positions of queries or keys."""
         return self.query_positions is not None or self.key_positions is not None
 
     @property
     def shift(self) -> int | None:
-        """How far the first query stands after the first key; ``None`` where positions do not simply count up."""
-        # Where both count up, what depends on their difference is a band of the score matrix, known without any tensor.
+        """Position of the first query minus position of the first key; ``None`` unless both count up by one."""
+        # If both count up, a rule about their difference is a band of the score matrix and needs no tensor.
         if isinstance(self.query_positions, Tensor) or isinstance(self.key_positions, Tensor):
             return None
         return (self.query_positions or 0) - (self.key_positions or 0)
 
 
 class Offset(NamedTuple):
-    """Where a call lies in a larger one.
+    """The place of a call in a larger one.
 
     Args:
         num_heads: H of the larger call.
@@ -71,45 +66,39 @@ class Offset(NamedTuple):
     item: int = 0
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """What a mask knows of the call it was made for; ``None`` where it fits any size."""
+class Sizes(NamedTuple):
+    """The sizes that a mask requires of a call; ``None`` for sizes that it leaves open."""
 
     batch_size: int | None = None
     num_heads: int | None = None
     query_length: int | None = None
     key_length: int | None = None
-    fewest_keys: int = 0  # of lengths, which leave S open but need room for the longest
-    device: torch.device | None = None  # of a prepared mask; others follow the call
+    fewest_keys: int = 0  # the longest length: `lengths` leaves S open above it
+    device: torch.device | None = None  # only prepared masks require one
 
     @staticmethod
     def of(
         batch_size: int, num_heads: int = 1, query_length: int = 1, key_length: int = 1, fewest_keys: int = 0
     ) -> Sizes:
-        """What a tensor of these sizes determines: a size of 1 broadcasts, and fits any."""
+        """The sizes that a tensor of these sizes requires: a size of 1 broadcasts, and fits any."""
         sizes = (None if size == 1 else size for size in (batch_size, num_heads, query_length, key_length))
         return Sizes(*sizes, fewest_keys=fewest_keys)
 
     def merged(self, other: Sizes) -> Sizes:
-        return Sizes(
-            self.batch_size if self.batch_size is not None else other.batch_size,
-            self.num_heads if self.num_heads is not None else other.num_heads,
-            self.query_length if self.query_length is not None else other.query_length,
-            self.key_length if self.key_length is not None else other.key_length,
-            max(self.fewest_keys, other.fewest_keys),
-            self.device if self.device is not None else other.device,
-        )
+        """Both requirements; the first mask decides where the two differ."""
+        missing = {name: size for name, size in other._asdict().items() if getattr(self, name) is None}
+        return self._replace(**missing, fewest_keys=max(self.fewest_keys, other.fewest_keys))
 
 
 @dataclass(frozen=True)
 class Block:
     """A rectangle of the grid: some batch items and heads, some rows (queries), some columns (keys).
 
-    `rows` and `columns` are slices with explicit ends, or index tensors when chosen rows are wanted.
+    `rows` and `columns` are slices with explicit ends, or index tensors of selected rows and columns.
     """
 
     grid: Grid
-    # Made anew for each block: slices have no hash before Python 3.12, and dataclasses refuse such defaults.
+    # Factories, because slices have no hash before Python 3.12, and dataclasses refuse such defaults.
     batch: slice = field(default_factory=lambda: ALL)
     heads: slice = field(default_factory=lambda: ALL)
     rows: Index = field(default_factory=lambda: ALL)
@@ -154,23 +143,21 @@ class Block:
 
     @property
     def ends(self) -> tuple[int, int, int, int] | None:
-        """First and one past the last row, the same of the columns; ``None`` for chosen ones."""
+        """First and one past the last row, first and one past the last column; ``None`` for index tensors."""
+        # Ints instead of tensors: with them masks skip rules that hide nothing in a block.
         if isinstance(self.rows, Tensor) or isinstance(self.columns, Tensor):
             return None
-        # Numbers, not tensors: masks look at them to leave out what hides nothing in a block.
-        first_row, stop_row = (0, self.grid.query_length) if self.rows == ALL else (self.rows.start, self.rows.stop)
-        first, stop = (0, self.grid.key_length) if self.columns == ALL else (self.columns.start, self.columns.stop)
-        return first_row, stop_row, first, stop
+        return *ends_of(self.rows, self.grid.query_length), *ends_of(self.columns, self.grid.key_length)
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The part of a (1 or B, 1 or H, 1 or L, 1 or S) tensor that lies in this block; a view for slices."""
+        """This block of a (1 or B, 1 or H, 1 or L, 1 or S) tensor; a view for slices."""
         for dim, index in enumerate((self.batch, self.heads, self.rows, self.columns)):
             tensor = take(tensor, dim, index)
         return tensor
 
 
 def take(tensor: Tensor, dim: int, index: Index) -> Tensor:
-    """Select along one dimension; a dimension of size 1 broadcasts and is left alone."""
+    """Select along one dimension. A dimension of size 1 broadcasts, and stays as it is."""
     if tensor.shape[dim] == 1:
         return tensor
     if isinstance(index, Tensor):
@@ -180,9 +167,10 @@ def take(tensor: Tensor, dim: int, index: Index) -> Tensor:
     return tensor[(ALL,) * dim + (index,)]  # a view, through which gradients of biases are added
 
 
+def ends_of(index: slice, length: int) -> tuple[int, int]:
+    """First and one past the last number of a slice of a dimension."""
+    return (0, length) if index == ALL else (index.start, index.stop)
+
+
 def _indices(index: Index, length: int, device: torch.device) -> Tensor:
-    if isinstance(index, Tensor):
-        return index
-    if index == ALL:
-        return torch.arange(length, device=device)
-    return torch.arange(index.start, index.stop, device=device)
+    return index if isinstance(index, Tensor) else torch.arange(*ends_of(index, length), device=device)

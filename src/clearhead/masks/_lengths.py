@@ -1,4 +1,4 @@
-"""Masks that show the first keys of each batch item, as many as a tensor says: right padding and prefixes."""
+"""Masks that show the first keys of each batch item: right padding and prefixes with a tensor."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ._structure import UNKNOWN, RowRanges, Structure
 def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
     """Let queries see only the first `key_lengths` keys of their batch item: right padding.
 
-    With `query_lengths`, queries that are padding themselves see nothing: attention gives zero there, a module
-    ``out_proj(0)``, and modules leave them out where that is faster.
+    With `query_lengths`, queries that are padding see no key: attention returns zero for them, and a module
+    ``out_proj(0)``. Modules remove them from the batch if that is faster.
 
     Args:
         key_lengths: integer tensor (B,), one length per batch item, or (B, L), one per query
-            (`valid_lens` in Dive into Deep Learning). Zero hides everything.
-        query_lengths: integer tensor (B,), how many queries of each item are real. Default: all.
+            (`valid_lens` in Dive into Deep Learning). A length of zero hides all keys.
+        query_lengths: integer tensor (B,), the number of queries of each item that are no padding. Default: all.
 
     Raises:
         ArgumentError: for negative lengths, and at the call for lengths beyond S or L.
@@ -37,12 +37,8 @@ def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
                 [1, 1, 1]], dtype=torch.int32)
     """
     if not isinstance(key_lengths, Tensor):
-        raise DTypeError(
-            "key_lengths",
-            expected="an integer tensor of shape (B,) or (B, L)",
-            got=type(key_lengths).__name__,
-            fix="Write masks.lengths(torch.tensor([...])).",
-        )
+        expected, fix = "an integer tensor of shape (B,) or (B, L)", "Write masks.lengths(torch.tensor([...]))."
+        raise DTypeError("key_lengths", expected=expected, got=type(key_lengths).__name__, fix=fix)
     require_integers("key_lengths", key_lengths)
     if key_lengths.dim() not in (1, 2):
         raise ShapeError("key_lengths", expected="shape (B,) or (B, L)", got=shape_text(key_lengths.shape))
@@ -52,16 +48,16 @@ def lengths(key_lengths: Tensor, query_lengths: Tensor | None = None) -> Mask:
     require_integers("query_lengths", query_lengths)
     if query_lengths.dim() != 1:
         raise ShapeError("query_lengths", expected="shape (B,)", got=shape_text(query_lengths.shape))
-    # Two masks: padded queries and padded keys are taken out of a batch one without the other.
+    # Two masks, because padded queries can be removed without padded keys, and keys without queries.
     return of_keys & _QueryLengths(query_lengths)
 
 
 class _Counts(OfTensor):
-    """How many of the first positions of each batch item are visible, or may see."""
+    """The number of first positions of each batch item that are no padding."""
 
     def __init__(self, name: str, argument: str, counts: Tensor) -> None:
         super().__init__(name, counts)
-        # Read once, so that a call on an accelerator never waits for the values.
+        # The values are read once, so that no call synchronises an accelerator.
         self._largest = 0
         if is_tracing() or counts.numel() == 0:
             return
@@ -69,32 +65,34 @@ class _Counts(OfTensor):
         if smallest < 0:
             raise ArgumentError(argument, expected="numbers ≥ 0", got=f"a smallest one of {smallest}")
 
-    def _require_at_most(self, length: int, size: str, of: str, of_this: str) -> None:
-        """Raise if a count is larger than the call's L or S, which without positions is a mistake."""
+    def _require_at_most(self, length: int, size: str, argument: str, tokens: str) -> None:
+        """Raise if a length is larger than the call's L or S, which without positions is a mistake."""
         if self._largest > length and not is_tracing():
-            raise ArgumentError(
-                "mask lengths(...)",
-                expected=f"{of} of at most {size} = {length} {of_this}",
-                got=f"a length of {self._largest}",
-                fix=f"Lengths count {of_this} of this call; cut them, or check that they belong to this batch.",
-            )
+            expected, got = f"{argument} of at most {size} = {length} {tokens}", f"a length of {self._largest}"
+            fix = f"Lengths count {tokens} of this call; cut them, or check that they belong to this batch."
+            raise ArgumentError("mask lengths(...)", expected=expected, got=got, fix=fix)
+
+    def _require_batch(self, mask: str, expected: str, fits: bool) -> None:
+        if not fits:
+            got, fix = shape_text(self._tensor.shape), "Give one number per batch item."
+            raise ShapeError(f"mask {mask}(...)", expected=expected, got=got, fix=fix)
 
 
 @final
 class Lengths(_Counts):
-    """`lengths` and `prefix` with a tensor: each query sees so many of the first keys."""
+    """`lengths` and `prefix` with a tensor: the number of first keys that each query sees."""
 
     def __init__(self, lengths: Tensor, name: Literal["lengths", "prefix"]) -> None:
         super().__init__(name, "key_lengths" if name == "lengths" else "n", lengths)
 
     def visible(self, block: Block) -> Tensor:
-        # Lengths are counted on the CPU as a rule, and are small.
+        # Lengths are usually on the CPU, and small.
         lengths = self._tensor.to(block.grid.device)
         column = lengths[:, None, None, None] if lengths.dim() == 1 else lengths[:, None, :, None]  # (B, 1, 1 or L, 1)
         return block.k < block.cut(column)
 
     def structure(self, grid: Grid) -> Structure:
-        # A range of positions is a range of columns only where they count up.
+        # Positions that count up turn a range of positions into a range of columns.
         if isinstance(grid.key_positions, Tensor):
             return UNKNOWN
         lengths = self._tensor.to(grid.device)
@@ -102,15 +100,11 @@ class Lengths(_Counts):
         return Structure(rows=RowRanges(None, stop.long() - grid.key_positions if grid.key_positions else stop))
 
     def validate(self, grid: Grid) -> None:
-        shape = self._tensor.shape
-        if not broadcasts(shape[0], grid.batch_size) or (
-            len(shape) == 2 and not broadcasts(shape[1], grid.query_length)
-        ):
-            per_query = f" or ({grid.batch_size}, {grid.query_length})" if self._name == "lengths" else ""
-            expected = f"shape ({grid.batch_size},){per_query}"
-            fix = "Give one number per batch item."
-            raise ShapeError(f"mask {self._name}(...)", expected=expected, got=shape_text(shape), fix=fix)
-        # A prefix may be longer than the keys. With positions, lengths count in those and may reach beyond the call.
+        batch, *per_query = self._tensor.shape
+        fits = broadcasts(batch, grid.batch_size) and all(broadcasts(size, grid.query_length) for size in per_query)
+        either = f" or ({grid.batch_size}, {grid.query_length})" if self._name == "lengths" else ""
+        self._require_batch(self._name, f"shape ({grid.batch_size},){either}", fits)
+        # A prefix may be longer than the keys. With positions, lengths are positions and may exceed the call's sizes.
         if self._name == "lengths" and not grid.has_positions:
             self._require_at_most(grid.key_length, "S", "lengths", "keys")
 
@@ -122,7 +116,7 @@ class Lengths(_Counts):
 
 @final
 class _QueryLengths(_Counts):
-    """Shows nothing to queries beyond the first so many of each item. See `lengths`."""
+    """Hides all keys from padded queries. See `lengths`."""
 
     def __init__(self, lengths: Tensor) -> None:
         super().__init__("query_lengths", "query_lengths", lengths)
@@ -133,15 +127,13 @@ class _QueryLengths(_Counts):
     def structure(self, grid: Grid) -> Structure:
         if isinstance(grid.query_positions, Tensor):
             return UNKNOWN
-        # A mark per query, which says more than a range: the row is fully masked.
-        places = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
-        return Structure(queries=places < self._tensor.to(grid.device)[:, None])  # (1 or B, L)
+        # One mark per query instead of a range, because a false mark is a fully masked row.
+        positions = torch.arange(grid.query_length, device=grid.device) + (grid.query_positions or 0)
+        return Structure(queries=positions < self._tensor.to(grid.device)[:, None])  # (1 or B, L)
 
     def validate(self, grid: Grid) -> None:
-        if not broadcasts(self._tensor.shape[0], grid.batch_size):
-            expected, fix = f"query_lengths of shape ({grid.batch_size},)", "Give one number per batch item."
-            got = shape_text(self._tensor.shape)
-            raise ShapeError("mask lengths(...)", expected=expected, got=got, fix=fix)
+        fits = broadcasts(self._tensor.shape[0], grid.batch_size)
+        self._require_batch("lengths", f"query_lengths of shape ({grid.batch_size},)", fits)
         if not grid.has_positions:
             self._require_at_most(grid.query_length, "L", "query_lengths", "queries")
 

@@ -1,8 +1,9 @@
-"""From the description of a mask to what a kernel takes."""
+"""Lowering: from the description of a mask to the form that a kernel reads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import add
 
 import torch
 from torch import Tensor
@@ -10,20 +11,20 @@ from torch import Tensor
 from .._environment import is_tracing
 from ._base import Mask
 from ._grid import Block, Grid
-from ._structure import Structure, structure_of
+from ._structure import Structure, both, joined, structure_of
 
-_ENOUGH_ROWS = 64  # fewer do not fill a matrix product, nor pay for the Python around it
+_ENOUGH_ROWS = 64  # fewer rows do not fill a GEMM, and the overhead of Python dominates
 
 
 def is_plain_causal(mask: Mask | None, grid: Grid) -> bool:
-    """True if the mask says exactly j ≤ i, which fused kernels know as a flag."""
+    """Whether the mask is exactly j ≤ i, which is a flag of fused kernels."""
     band = None if mask is None else structure_of(mask, grid).only_band(grid)
     return band is not None and band.is_causal(grid)
 
 
 def hides_nothing(mask: Mask, grid: Grid) -> bool:
-    """True if it is known without looking that every query sees every key, as the last one does under `causal`."""
-    # A graph is made for any length, and every query sees every key for some of them alone.
+    """Whether every query sees every key by the structure of the mask, as a single last query does under `causal`."""
+    # A graph holds for all lengths, and this only for some of them.
     if is_tracing():
         return False
     band = structure_of(mask, grid).only_band(grid)
@@ -31,33 +32,33 @@ def hides_nothing(mask: Mask, grid: Grid) -> bool:
 
 
 def completed(mask: Mask, grid: Grid, dtype: torch.dtype) -> Structure:
-    """The structure of a mask, exact: parts that say more than their structure are evaluated for the whole grid.
+    """The exact structure of a mask: parts without an exact structure are evaluated for the whole grid.
 
     Args:
         mask, grid: of the call.
         dtype: of the scores, for biases that are computed.
     """
-    found = Structure()
+    structure = Structure()
     for part in mask.parts():
-        # Only what is not known is built: a computed part does not turn the others into tensors.
-        own = structure_of(part, grid)
-        if not own.exact:
+        # Only this part becomes a tensor; the others keep their structure.
+        exact = structure_of(part, grid)
+        if not exact.exact:
             visible, bias = part.visible(Block(grid)), part.bias(Block(grid), dtype)
-            own = Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
-        found = found.meet(own)
-    return found
+            exact = Structure(tensors=() if visible is None else (visible,), biases=() if bias is None else (bias,))
+        structure = structure.meet(exact)
+    return structure
 
 
 def differs_between_heads(mask: Mask, grid: Grid) -> bool:
-    """Whether a part has to be evaluated and is of the size of the scores."""
+    """Whether a part must be evaluated for every head, so that its tensor is as large as the scores."""
     return any(heads > 1 for _, heads in computed_sizes(mask, grid))
 
 
 def computed_sizes(mask: Mask, grid: Grid) -> Iterator[tuple[int, int]]:
-    """Batch items and heads of what has to be evaluated of each part; 1 for what is the same for all of them."""
+    """Batch items and heads of the evaluated tensors of each part; 1 if all items or heads share them."""
     if 0 in (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length):
         return
-    # Evaluated for one cell, because a kernel is chosen before anything of the scores' size exists.
+    # Evaluated for one cell, because the choice of a kernel must not build a tensor as large as the scores.
     cell = chosen_cell(grid)
     for part in mask.parts():
         if not structure_of(part, grid).exact:
@@ -67,19 +68,14 @@ def computed_sizes(mask: Mask, grid: Grid) -> Iterator[tuple[int, int]]:
 
 
 def additive(mask: Mask, grid: Grid, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """A mask as a bool tensor, a bias, or both, (1 or B, 1 or H, 1 or L, 1 or S); a bias hides with its own −∞."""
+    """A mask as a bool tensor and a bias, (1 or B, 1 or H, 1 or L, 1 or S) each. A bias hides with its own −∞."""
     block, visible, bias = Block(grid), None, None
     biases = sum(part.has_bias for part in mask.parts())
     for part in mask.parts():
-        added = part.bias(block, dtype)
-        if added is not None:
-            bias = added if bias is None else bias + added
-        # Of several biases one may hide with −∞ where another adds ∞.
-        if biases < 2 and structure_of(part, grid).biases:
-            continue
-        seen = part.visible(block)
-        if seen is not None:
-            visible = seen if visible is None else visible & seen
+        bias = joined(bias, part.bias(block, dtype), add)
+        # With several biases, one may be −∞ where another is ∞, so their −∞ are needed as bools.
+        if biases > 1 or not structure_of(part, grid).biases:
+            visible = both(visible, part.visible(block))
     return visible, bias
 
 
@@ -87,7 +83,7 @@ def dense_mask(mask: Mask, grid: Grid) -> Tensor:
     """The whole mask, (B, H, L, S): bool, or float with −inf for hidden keys if there is a bias."""
     shape = (grid.batch_size, grid.num_heads, grid.query_length, grid.key_length)
     dtype = torch.float32
-    # The dtype of the scores is not known here; a bias is shown without losing digits.
+    # The dtype of the scores is not known here, so the bias keeps its digits.
     for tensor in mask.bias_tensors():
         dtype = torch.promote_types(dtype, tensor.dtype)
     visible, bias = additive(mask, grid, dtype)
@@ -101,27 +97,27 @@ def dense_mask(mask: Mask, grid: Grid) -> Tensor:
 def row_blocks(
     mask: Mask | None, grid: Grid, cells: int, fewest_rows: int = 1
 ) -> Iterator[tuple[slice, tuple[int, int]]]:
-    """Cut the rows into blocks that fit a budget, each with the columns its rows can see.
+    """Cut the rows into blocks that fit a budget, each with the columns that its rows can see.
 
-    r rows under a window of w columns touch w + r − 1 of them, so blocks end early enough that about half of what
-    they touch, at the least, is seen.
+    r rows under a window of w columns touch w + r − 1 columns. Blocks have so few rows that at least about half of
+    their cells are visible.
 
     Args:
-        mask: its structure says what can be skipped; ``None`` skips nothing.
+        mask: its structure rules out columns; ``None`` rules out none.
         grid: the sizes.
-        cells: rows × columns that a block may hold.
-        fewest_rows: in a block, whatever the budget.
+        cells: the most cells (rows × columns) of a block.
+        fewest_rows: the fewest rows of a block, even beyond the budget.
 
     Yields:
         The rows, and the first and one past the last column.
     """
-    # Once for all blocks: the structure of documents takes a pass over their ids.
+    # Once for all blocks, because the structure of packed sequences takes a pass over their ids.
     structure = Structure() if mask is None else structure_of(mask, grid)
     start = 0
     while start < grid.query_length:
         rows, columns = _block_from(start, structure, grid, cells, fewest_rows)
         count, width = rows.stop - start, columns[1] - columns[0]
-        while columns[1] - columns[0] <= width:  # the next rows often look alike
+        while columns[1] - columns[0] <= width:  # the next rows often see as many columns
             yield rows, columns
             start = rows.stop
             if start == grid.query_length:
@@ -132,21 +128,21 @@ def row_blocks(
 def _block_from(
     start: int, structure: Structure, grid: Grid, cells: int, fewest_rows: int
 ) -> tuple[slice, tuple[int, int]]:
-    """The block that begins at a row: as many rows as fit, or as see much the same columns as the first."""
-    left = grid.query_length - start
+    """The block that begins at a row: all rows that fit, or only the rows that see about the first row's columns."""
+    remaining = grid.query_length - start
     rows, columns = _range(structure, grid, start, 1)
-    seen = max(1, columns[1] - columns[0])
-    most = min(left, max(fewest_rows, cells // seen))
-    # As many rows as fit the budget, if they see little more than the first one; under a window as many as it is
-    # wide, or half as many, so that not much of what a block touches is hidden.
-    for count in (most, seen, seen // 2):
+    first_width = max(1, columns[1] - columns[0])
+    most = min(remaining, max(fewest_rows, cells // first_width))
+    # As many rows as fit the budget, if they see few more columns than the first one. Under a sliding window as many
+    # rows as its width, or half as many, so that most cells of the block are visible.
+    for count in (most, first_width, first_width // 2):
         count = min(most, max(count, _ENOUGH_ROWS))
         rows, columns = _range(structure, grid, start, count)
-        if columns[1] - columns[0] <= seen + seen // 4:
+        if columns[1] - columns[0] <= first_width + first_width // 4:
             break
-    # Rows further down may see more columns than the first, which the budget did not count.
+    # Later rows may see more columns than the first, so the block can exceed the budget.
     while (count := rows.stop - start) > fewest_rows and count * (width := columns[1] - columns[0]) > cells:
-        rows, columns = _range(structure, grid, start, min(left, max(fewest_rows, cells // width)))
+        rows, columns = _range(structure, grid, start, min(remaining, max(fewest_rows, cells // width)))
     return rows, columns
 
 
@@ -156,14 +152,16 @@ def _range(structure: Structure, grid: Grid, start: int, count: int) -> tuple[sl
 
 
 def touched_share(mask: Mask | None, grid: Grid) -> float:
-    """Which part of the L × S matrix is left when the columns that its structure rules out are skipped, in [0, 1]."""
-    whole = grid.query_length * grid.key_length
-    # The estimate that kernels are chosen by, from the same cut that kernels compute in.
-    blocks = row_blocks(mask, grid, cells=whole)
-    return sum((rows.stop - rows.start) * (stop - start) for rows, (start, stop) in blocks) / max(1, whole)
+    """The share of the L × S matrix in the blocks of `row_blocks`, in [0, 1]."""
+    all_cells = grid.query_length * grid.key_length
+    blocks = row_blocks(mask, grid, cells=all_cells)
+    return sum((rows.stop - rows.start) * (stop - start) for rows, (start, stop) in blocks) / max(1, all_cells)
 
 
 def chosen_cell(grid: Grid) -> Block:
-    """One cell of all items and heads, which shows how a mask broadcasts. Chosen, as for runs masks take short cuts."""
+    """One cell of all items and heads, which shows how a mask broadcasts.
+
+    It has index tensors, because masks may return ``None`` for slices.
+    """
     first = torch.zeros(1, dtype=torch.long, device=grid.device)
     return Block(grid, rows=first, columns=first)

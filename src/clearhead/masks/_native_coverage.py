@@ -1,4 +1,4 @@
-"""The coverage of a mask in one pass over its tensors, by the native extension where it was built."""
+"""The coverage of a mask in one pass over its tensors, by the native extension."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from .._torch_private import dispatch_modes
 from ._grid import Grid
 from ._structure import Band, Structure
 
-#: Bool (1 or B, 1 or H, L) of queries that see a key and (1 or B, 1 or H, S) of keys that are seen; ``None`` for all.
-Found = tuple[Tensor | None, Tensor | None]
-
-#: Bytes of a cell and the bits of one that hides, as a whole number with a sign.
+#: The bytes of a cell, and the bits of a cell that hides, as a signed integer.
 _HIDING = {
     torch.bool: (1, 0),
     torch.float32: (4, 0xFF800000),
@@ -25,21 +22,21 @@ _HIDING = {
 }
 
 
-def find_natively(structure: Structure, grid: Grid) -> Found | None:
-    """Which queries see a key, and which keys are seen.
+def find_natively(structure: Structure, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
+    """Which queries see a key, (1 or B, 1 or H, L), and which keys any query sees, (1 or B, 1 or H, S).
 
     Returns:
-        ``None`` where another search is needed: for structures that are not exact or have ranges of columns per row,
-        and where values are not those of plain tensors.
+        Two bool tensors, each ``None`` for all. Or ``None`` if the extension cannot read the mask: if the structure is
+        inexact or has ranges of columns per row, or if a tensor is not plain.
     """
-    # The extension reads memory, which only plain tensors outside of any mode or transform are.
+    # The extension reads memory, so it needs plain tensors outside of modes and transforms.
     if extension is None or grid.device.type != "cpu" or is_tracing() or is_transformed() or dispatch_modes() > 0:
         return None
     tensors = _tensors(structure)
     if not tensors or len(tensors) > extension.MOST_MASKS or not all(map(_is_plain, tensors)):
         return None
     band = structure.band or Band.whole(grid)
-    # As large as the tensors differ: one answer serves all items and heads that share a mask.
+    # One result for all items and heads that share the mask.
     batch, heads = max(tensor.shape[0] for tensor in tensors), max(tensor.shape[1] for tensor in tensors)
     queries = torch.empty(batch, heads, grid.query_length, dtype=torch.bool)
     keys = torch.empty(batch, heads, grid.key_length, dtype=torch.bool)
@@ -50,15 +47,15 @@ def find_natively(structure: Structure, grid: Grid) -> Found | None:
 
 
 def _tensors(structure: Structure) -> list[Tensor]:
-    """What hides besides the band, (1 or B, 1 or H, 1 or L, 1 or S) each; none where that is not known."""
+    """All tensors of a structure, (1 or B, 1 or H, 1 or L, 1 or S) each; none if they are not all of the mask."""
     if not structure.exact or structure.rows is not None:
         return []
-    found = [*structure.tensors, *structure.biases]
+    tensors = [*structure.tensors, *structure.biases]
     if structure.queries is not None:
-        found.append(structure.queries[:, None, :, None])
+        tensors.append(structure.queries[:, None, :, None])
     if structure.keys is not None:
-        found.append(structure.keys[:, None, None, :])
-    return found
+        tensors.append(structure.keys[:, None, None, :])
+    return tensors
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -66,6 +63,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _cells(tensor: Tensor) -> tuple[int, ...]:
-    # A stride of 0 broadcasts, so that the loop in C++ has one form.
-    steps = (0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.data_ptr(), *_HIDING[tensor.dtype], *steps)
+    # A stride of 0 broadcasts, so one loop in C++ is enough.
+    strides = (0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.data_ptr(), *_HIDING[tensor.dtype], *strides)

@@ -1,4 +1,4 @@
-"""A small picture of a mask for `repr`: a sample of rows and columns, never the whole L × S."""
+"""A small picture of a mask for `repr`: some rows and columns, never all of L × S."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from ._check import grid_for
 from ._grid import Block, Grid
 
 _SIDE = 12  # at most this many rows and columns are drawn
-_LENGTH = 8  # drawn length of a mask that fits any
+_LENGTH = 8  # the drawn length of a mask that fits any length
 
 
 def draw(mask: Mask) -> str:
     """Describe the mask and draw batch item 0, head 0: ``■`` visible, ``·`` hidden."""
     try:
-        # Drawn with the sizes that its tensors give, else with a few rows, which show a rule as well.
-        known = mask.sizes()
-        grid = grid_for(mask, known.query_length or known.key_length or known.fewest_keys or _LENGTH)
+        sizes = mask.sizes()
+        grid = grid_for(mask, sizes.query_length or sizes.key_length or sizes.fewest_keys or _LENGTH)
         mask.validate(grid)
         picture, note = _sample(mask, grid)
-    except Exception as error:  # a repr is for looking at what went wrong, so it must not fail itself
+    except Exception as error:  # a repr is read while debugging, so it must not raise
         return f"<mask {mask.describe()}: cannot be drawn, {error}>"
     return "\n".join([f"<mask {mask.describe()}{note}", *picture, ">"])
 
@@ -30,7 +29,7 @@ def _sample(mask: Mask, grid: Grid) -> tuple[list[str], str]:
     block = Block(grid, batch=slice(0, 1), heads=slice(0, 1), rows=rows, columns=columns)
     shape = (1, 1, len(rows), len(columns))
     visible = mask.visible(block)
-    # Of one head of one item: a picture is for looking at, and must cost nothing beside the mask.
+    # One head of one item, so the picture stays small.
     shown = torch.ones(shape, dtype=torch.bool) if visible is None else visible.expand(shape)
     lines = ["  " + "".join("■" if mark else "·" for mark in row) for row in shown[0, 0].tolist()]
     notes: list[str] = []

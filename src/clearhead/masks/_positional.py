@@ -1,4 +1,4 @@
-"""Masks that are rules about positions: causal, sliding window, prefix, and any predicate."""
+"""Masks that depend only on positions: causal, sliding window, prefix, and any predicate."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ._of_tensor import broadcasts, require_integers
 from ._structure import UNKNOWN, Band, Structure
 
 Align = Literal["top_left", "bottom_right"]
-_FAR = 2**61  # as good as no limit, and with a position added still within 64 bits
+_FAR = 2**61  # exceeds every position, and plus a position still fits 64 bits
 Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def causal(align: Align = "top_left") -> Mask:
-    """Let each query see itself and what comes before it: key j is visible from query i where j ≤ i.
+    """Let each query see its own and earlier positions: query i sees key j if j ≤ i.
 
     Args:
-        align: with L ≠ S, which corners of the L × S matrix the diagonal joins. ``"top_left"`` (default, as in
-            PyTorch's `is_causal`): j ≤ i. ``"bottom_right"``: j ≤ i + S − L, the last query sees every key.
+        align: the corner of the L × S matrix in which the diagonal starts, if L ≠ S. ``"top_left"`` (default, as in
+            PyTorch's `is_causal`): j ≤ i. ``"bottom_right"``: j ≤ i + S − L, so the last query sees every key.
             With explicit positions both mean key position ≤ query position.
 
     Raises:
@@ -45,11 +45,11 @@ def causal(align: Align = "top_left") -> Mask:
 
 
 def sliding_window(left: int, right: int) -> Mask:
-    """Let each query see its neighbourhood, both ends included: i − left ≤ j ≤ i + right.
+    """Let each query see a window around its position, both ends included: i − left ≤ j ≤ i + right.
 
     Args:
-        left: how many positions before the query are visible, ≥ 0.
-        right: how many positions after it, ≥ 0.
+        left: the number of visible positions before the query, ≥ 0.
+        right: the number of visible positions after it, ≥ 0.
 
     Raises:
         ArgumentError: for a negative number.
@@ -73,7 +73,7 @@ def prefix(n: int | Tensor) -> Mask:
     ``causal() | prefix(n)`` is a prefix language model.
 
     Args:
-        n: how many positions, ≥ 0; an int, or an integer tensor (B,) with one number per batch item.
+        n: the number of positions, ≥ 0; an int, or an integer tensor (B,) with one number per batch item.
 
     Raises:
         ArgumentError: for a negative number.
@@ -96,14 +96,14 @@ def prefix(n: int | Tensor) -> Mask:
 
 
 def mask_mod(fn: Predicate) -> Mask:
-    """Let a predicate of your own decide, from index tensors that broadcast to (B, H, L, S).
+    """Make a mask from a predicate of index tensors that broadcast to (B, H, L, S).
 
     Args:
         fn: ``fn(b, h, q, k) -> bool tensor``: batch index, query head index, absolute query and key position.
-            ``True`` means may attend. It is called on blocks, so it must not assume it sees whole rows.
+            ``True`` means may attend. Kernels call it on blocks, so it must not assume complete rows.
 
     Raises:
-        DTypeError: if `fn` cannot be called, or at the call if it does not return a bool tensor.
+        DTypeError: if `fn` is not callable, or at the call if it does not return a bool tensor.
 
     Example:
         >>> mask_mod(lambda b, h, q, k: (q - k) % 2 == 0).dense(3)[0, 0].int()
@@ -117,7 +117,7 @@ def mask_mod(fn: Predicate) -> Mask:
 
 
 class _Rule(Mask):
-    """A rule about positions that has settings instead of tensors, and so fits every call."""
+    """A rule about positions that has settings instead of tensors, so it fits every call."""
 
     def signature(self) -> Hashable:
         return type(self).__name__, *vars(self).values()
@@ -128,27 +128,27 @@ class _Rule(Mask):
 
 
 class _Diagonals(_Rule):
-    """Key j is visible from query i where j − i lies within limits: a band where positions count up."""
+    """Query i sees key j if j − i is within limits. If positions count up, this is a band."""
 
     @abstractmethod
     def limits(self, grid: Grid) -> tuple[int | None, int]:
         """The lowest j − i that is visible, ``None`` for no limit, and the highest."""
 
     def visible(self, block: Block) -> Tensor | None:
-        # A block that lies within the limits hides nothing, which its corners show without a tensor.
+        # The corners of a block show without a tensor whether the block hides nothing.
         low, high = self.limits(block.grid)
         shift = block.grid.shift
         if shift is not None and block.ends is not None:
             first_row, stop_row, first, stop = block.ends
-            # The first row sees least to the right, the last one least to the left.
+            # The first row limits the right side, and the last row the left side.
             all_right = stop - 1 <= first_row + shift + high
             if all_right and (low is None or first >= stop_row - 1 + shift + low):
                 return None
-        seen = block.k <= block.q + high
-        return seen if low is None else seen & (block.k >= block.q + low)
+        visible = block.k <= block.q + high
+        return visible if low is None else visible & (block.k >= block.q + low)
 
     def structure(self, grid: Grid) -> Structure:
-        # Positions that are tensors may stand in any order, and no block is known to be hidden.
+        # Position tensors can have any order.
         if grid.shift is None:
             return UNKNOWN
         low, high = self.limits(grid)
@@ -165,7 +165,7 @@ class Causal(_Diagonals):
         self.align = align
 
     def limits(self, grid: Grid) -> tuple[int | None, int]:
-        # Explicit positions leave nothing to align.
+        # Explicit positions need no alignment.
         aligned = grid.has_positions or self.align == "top_left"
         return None, 0 if aligned else grid.key_length - grid.query_length
 
@@ -190,17 +190,17 @@ class SlidingWindow(_Diagonals):
 
 @final
 class Present(_Rule):
-    """Hides what stands at position −1, which is padding, and lets it see nothing."""
+    """Hides padding, which has position −1, and hides all keys from it."""
 
     def visible(self, block: Block) -> Tensor | None:
-        # Positions that count up begin at 0 or above: nothing is padding.
+        # Positions that count up start at 0 or above, so none is padding.
         if block.grid.shift is not None:
             return None
         return (block.k >= 0) & (block.q >= 0)
 
     def structure(self, grid: Grid) -> Structure:
         queries, keys = grid.query_positions, grid.key_positions
-        # Marks of keys are the same for all heads, which these positions are not.
+        # Marks of keys are shared by all heads, but these positions differ between heads.
         if isinstance(keys, Tensor) and keys.dim() == 3:
             return UNKNOWN
         return Structure(
@@ -214,7 +214,7 @@ class Present(_Rule):
 
 @final
 class Prefix(_Rule):
-    """See `prefix`, with one number for all items."""
+    """`prefix` with one number for all batch items."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -226,7 +226,7 @@ class Prefix(_Rule):
         first, whole = grid.key_positions, Band.whole(grid)
         if isinstance(first, Tensor):
             return UNKNOWN
-        # Counted from position 0, and not from the call's first key.
+        # The prefix counts from position 0, not from the call's first key.
         stop = max(0, min(self.n - (first or 0), whole.stop))
         return Structure(band=Band(whole.low, whole.high, stop))
 
@@ -243,29 +243,24 @@ class _MaskMod(Mask):
         try:
             result = self._fn(block.b, block.h, block.q, block.k)
         except TypeError as error:
-            # Mostly a function of other arguments; the original error says which.
+            # Usually a function with other parameters; the original error names them.
             expected = "fn to take index tensors (b, h, q, k)"
             raise DTypeError("mask mask_mod(fn)", expected=expected, got=str(error)) from error
         if not isinstance(result, Tensor) or result.dtype != torch.bool:
             got = f"a {result.dtype} tensor" if isinstance(result, Tensor) else type(result).__name__
-            raise DTypeError(
-                "mask mask_mod(fn)", expected="fn to return a bool tensor", got=got, fix="Compare, as in q >= k."
-            )
+            expected, fix = "fn to return a bool tensor", "Compare, as in q >= k."
+            raise DTypeError("mask mask_mod(fn)", expected=expected, got=got, fix=fix)
         sizes = (block.b.shape[0], block.h.shape[1], block.q.shape[2], block.k.shape[3])
-        # Dimensions are missing at the front, as PyTorch broadcasts.
+        # Missing dimensions are the first ones, as PyTorch broadcasts.
         missing = 4 - result.dim()
         if missing < 0 or not all(map(broadcasts, result.shape, sizes[missing:])):
-            raise ShapeError(
-                "mask mask_mod(fn)",
-                expected=f"fn to return what broadcasts to {shape_text(sizes)}",
-                got=shape_text(result.shape),
-                fix="Compute it from the index tensors alone.",
-            )
+            expected, got = f"fn to return what broadcasts to {shape_text(sizes)}", shape_text(result.shape)
+            fix = "Compute it from the index tensors alone."
+            raise ShapeError("mask mask_mod(fn)", expected=expected, got=got, fix=fix)
         return result.reshape((1,) * missing + tuple(result.shape))
 
     def signature(self) -> Hashable | None:
-        # Code that reads no names and closes over nothing gives the same for the same indices. Any other may read
-        # what changes from call to call.
+        # Code without names and closures depends only on the indices. Other code may read values that change.
         code = getattr(self._fn, "__code__", None)
         if code is None or code.co_names or code.co_freevars or not isinstance(self._fn, FunctionType):
             return None

@@ -1,33 +1,62 @@
-"""Masks that are lowered once: prepared by their user for one grid, or shared by the layers of a stack."""
+"""Masks that are lowered once: prepared by the user for one grid, or shared by the layers of a stack."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from .._environment import is_tracing, is_transformed
 from ..errors import ArgumentError, DeviceError, ShapeError
-from ._base import Mask
+from ._base import Mask, Result
 from ._combined import And, Wrapping
 from ._grid import Grid, Sizes
 from ._lowering import computed_sizes
 from ._structure import Structure
 
-Result = TypeVar("Result")
+
+class _LoweredOnce(Wrapping):
+    """A mask that stores its lowerings."""
+
+    def __init__(self, mask: Mask) -> None:
+        super().__init__(mask)
+        self._lowerings: dict[Hashable, Any] = {}
+
+    @abstractmethod
+    def _grid_key(self, grid: Grid) -> Hashable:
+        """Equal for grids with equal lowerings."""
+
+    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
+        # A lowering of a graph or a transform is useless to later calls.
+        if is_tracing() or is_transformed():
+            return make()
+        key = key, self._grid_key(grid)
+        if key not in self._lowerings:
+            # Autograd cannot save inference tensors for the backward pass of a later call.
+            with torch.inference_mode(False), torch.no_grad():
+                lowering = make()
+            # A mode may make other tensors, such as fake ones, which have no values after it.
+            if not all(type(tensor) is Tensor for tensor in _tensors_in(lowering)):
+                return lowering
+            self._lowerings[key] = lowering
+        return self._lowerings[key]
+
+    def structure(self, grid: Grid) -> Structure:
+        return self.lowered(grid, "structure", lambda: self._mask.structure(grid))
 
 
 @final
-class PreparedMask(Wrapping):
-    """A snapshot of a mask for one grid, made by `Mask.prepare`, which kernels lower once.
+class PreparedMask(_LoweredOnce):
+    """A snapshot of a mask for one grid, made by `Mask.prepare`. Kernels lower it once.
 
-    `clearhead.attention` and the modules take it like any mask. What a kernel makes of it (a bias, blocks, ranges of
-    columns, which rows are fully masked) is made on first use and held. Combined with another mask it gives an ordinary
-    mask of the parts.
+    `clearhead.attention` and the modules accept it like any mask. A kernel lowers it on first use (to a bias, blocks,
+    ranges of columns, or the fully masked rows), and the mask stores the result. Combined with another mask it becomes
+    an ordinary mask of the parts.
 
     Example:
         >>> import torch, clearhead
@@ -40,70 +69,37 @@ class PreparedMask(Wrapping):
         torch.Size([2, 3, 5, 4])
     """
 
-    def __init__(
-        self, mask: Mask, grid: Grid, any_batch: bool = False, any_heads: bool = False, any_device: bool = False
-    ) -> None:
+    def __init__(self, mask: Mask, grid: Grid, open_sizes: str, open_device: bool) -> None:
         super().__init__(mask)
-        self._grid = grid
-        self._any = any_batch, any_heads
-        self._device = None if any_device else grid.device
-        self._held: dict[Hashable, Any] = {}
+        self._grid, self._open_sizes = grid, open_sizes
+        self._device = None if open_device else grid.device
 
-    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
-        # What is made here would belong to that graph or transform, and to no later call.
-        if is_tracing() or is_transformed():
-            return make()
-        # These may have been left open, and what is lowered can have their size, or lie on the device.
-        key = key, grid.batch_size, grid.num_heads, grid.device
-        if key not in self._held:
-            # Inference tensors could not be saved for the backward pass of a later call.
-            with torch.inference_mode(False), torch.no_grad():
-                found = make()
-            # Such as fake tensors, which have no values for the calls after the mode.
-            if not all(type(tensor) is Tensor for tensor in _tensors_in(found)):
-                return found  # of a mode that gives tensors of its own
-            self._held[key] = found
-        return self._held[key]
+    def _grid_key(self, grid: Grid) -> Hashable:
+        # Those that can be open. The lowerings depend on them.
+        return grid.batch_size, grid.num_heads, grid.device
 
     def validate(self, grid: Grid) -> None:
-        own = self._grid
+        name = "mask prepare(...)"
         if self._device is not None and grid.device != self._device:
-            raise DeviceError(
-                "mask prepare(...)",
-                expected=f"a call on {self._device}, for which it was prepared",
-                got=f"one on {grid.device}",
-                fix="Prepare the mask with device=query.device.",
-            )
-        expected, came = self._sizes_of(own), self._sizes_of(grid)
-        if expected != came:
-            raise ShapeError(
-                "mask prepare(...)",
-                expected=f"the sizes it was prepared for, {_sizes_text(expected)}",
-                got=_sizes_text(came),
-                fix="Prepare the mask for each grid, with batch_size= and num_heads= where it depends on them.",
-            )
-        for name in ("query_positions", "key_positions"):
-            if not _equal_positions(getattr(own, name), getattr(grid, name)):
-                raise ArgumentError(
-                    "mask prepare(...)",
-                    expected=f"the {name} it was prepared for",
-                    got="other positions",
-                    fix=f"Pass the call's {name} to prepare as well.",
-                )
+            expected, got = f"a call on {self._device}, for which it was prepared", f"one on {grid.device}"
+            raise DeviceError(name, expected=expected, got=got, fix="Prepare the mask with device=query.device.")
+        expected, sizes = self._sizes_of(self._grid), self._sizes_of(grid)
+        if expected != sizes:
+            expected = f"the sizes it was prepared for, {_sizes_text(expected)}"
+            fix = "Prepare the mask for each grid, with batch_size= and num_heads= where it depends on them."
+            raise ShapeError(name, expected=expected, got=_sizes_text(sizes), fix=fix)
+        for argument in ("query_positions", "key_positions"):
+            if not _equal_positions(getattr(self._grid, argument), getattr(grid, argument)):
+                expected, fix = f"the {argument} it was prepared for", f"Pass the call's {argument} to prepare as well."
+                raise ArgumentError(name, expected=expected, got="other positions", fix=fix)
 
     def sizes(self) -> Sizes:
-        known = self._sizes_of(self._grid)
-        return Sizes(known.get("B"), known.get("H"), known["L"], known["S"], device=self._device)
-
-    def structure(self, grid: Grid) -> Structure:
-        return self.lowered(grid, "structure", lambda: self._mask.structure(grid))
+        sizes = self._sizes_of(self._grid)
+        return Sizes(sizes.get("B"), sizes.get("H"), sizes["L"], sizes["S"], device=self._device)
 
     def signature(self) -> Hashable | None:
-        own = self._mask.signature()
-        return None if own is None else ("prepared", own)
-
-    def parts(self) -> tuple[Mask, ...]:
-        return self._mask.parts()
+        signature = self._mask.signature()
+        return None if signature is None else ("prepared", signature)
 
     def __and__(self, other: object) -> Mask:
         return self._mask & other
@@ -112,47 +108,29 @@ class PreparedMask(Wrapping):
         return f"<mask {self.describe()}, prepared for {_sizes_text(self._sizes_of(self._grid))}>"
 
     def _sizes_of(self, grid: Grid) -> dict[str, int]:
-        """The sizes that this mask depends on."""
-        sizes = _sizes_of(grid)
-        for name, free in zip("BH", self._any, strict=True):
-            if free:
-                del sizes[name]
-        return sizes
+        """The sizes that this mask depends on, by their letters."""
+        sizes = {"B": grid.batch_size, "H": grid.num_heads, "L": grid.query_length, "S": grid.key_length}
+        return {name: size for name, size in sizes.items() if name not in self._open_sizes}
 
 
 @final
-class _SharedMask(Wrapping):
-    """The mask of a stack during one forward: prepared for each grid that a layer calls it with."""
+class _SharedMask(_LoweredOnce):
+    """The mask of a stack during one forward, lowered once for each grid of its layers."""
 
     def __init__(self, mask: Mask) -> None:
         super().__init__(mask)
-        self._prepared: dict[Hashable, PreparedMask] = {}
+        self._grids: dict[Hashable, Grid] = {}
         self._combined: dict[Hashable, Mask] = {}
 
-    def lowered(self, grid: Grid, key: Hashable, make: Callable[[], Result]) -> Result:
-        if is_tracing() or is_transformed():
-            return make()
-        sizes = *_sizes_of(grid).values(), grid.device, *map(_place, (grid.query_positions, grid.key_positions))
-        # Layers of one stack call with few grids: self-attention, cross-attention, a window of the cache.
-        if sizes not in self._prepared:
-            self._prepared[sizes] = PreparedMask(self._mask, grid)  # holds the positions
-        return self._prepared[sizes].lowered(grid, key, make)
+    def _grid_key(self, grid: Grid) -> Hashable:
+        positions = map(_address, (grid.query_positions, grid.key_positions))
+        key = grid.batch_size, grid.num_heads, grid.query_length, grid.key_length, grid.device, *positions
+        self._grids.setdefault(key, grid)  # keeps the positions alive, so that no others get their address
+        return key
 
     def validate(self, grid: Grid) -> None:
         # Values do not change during one forward, so they are checked once for each grid.
         self.lowered(grid, "valid", lambda: self._mask.validate(grid))
-
-    def sizes(self) -> Sizes:
-        return self._mask.sizes()
-
-    def structure(self, grid: Grid) -> Structure:
-        return self.lowered(grid, "structure", lambda: self._mask.structure(grid))
-
-    def signature(self) -> Hashable | None:
-        return self._mask.signature()
-
-    def parts(self) -> tuple[Mask, ...]:
-        return self._mask.parts()
 
     def after(self, parts: tuple[Mask, ...]) -> Mask:
         return self._with_rules(parts) or super().after(parts)
@@ -163,8 +141,8 @@ class _SharedMask(Wrapping):
         return super().__and__(other)
 
     def _with_rules(self, rules: tuple[Mask, ...]) -> Mask | None:
-        """This mask and rules without tensors, such as a layer's window: shared by all layers that have the same."""
-        # Rules with equal signatures are the same rule, as they hold no tensors.
+        """This mask and rules without tensors, such as a layer's sliding window, shared by layers with equal rules."""
+        # Rules with equal signatures are equal, because they have no tensors.
         signatures = tuple(rule.signature() if rule.fits_any_call else None for rule in rules)
         if None in signatures:
             return None
@@ -177,98 +155,85 @@ class _SharedMask(Wrapping):
         return self._mask.fits_any_call
 
 
-def prepared(mask: Mask, grid: Grid, any_batch: bool, any_heads: bool, any_device: bool) -> PreparedMask:
+def prepared(mask: Mask, grid: Grid, open_sizes: str, open_device: bool) -> PreparedMask:
     """A snapshot of a mask for a grid; see `Mask.prepare`.
 
     Args:
-        mask: copied, but for what a function given to `masks.mask_mod` closes over.
-        grid: whose positions are copied too.
-        any_batch, any_heads: whether B and H were left open. They stay open where the mask is the same for all items
-            (heads).
-        any_device: whether calls on every device are taken.
+        mask: is copied, except for the closure of a function in `masks.mask_mod`.
+        grid: its positions are copied too.
+        open_sizes: those of "BH" that the caller left open. They stay open if the mask does not depend on them.
+        open_device: whether the mask fits calls on every device.
     """
     if any(tensor.requires_grad for tensor in mask.bias_tensors()):
-        raise ArgumentError(
-            "mask",
-            expected="a mask without a bias that requires grad",
-            got=mask.describe(),
-            fix="A bias that learns is not prepared: pass it as it is, combined with & in each call.",
-        )
+        expected, got = "a mask without a bias that requires grad", mask.describe()
+        fix = "A bias that learns is not prepared: pass it as it is, combined with & in each call."
+        raise ArgumentError("mask", expected=expected, got=got, fix=fix)
     mask.validate(grid)
     with torch.inference_mode(False), torch.no_grad():
-        # Part by part, so that what kernels read in place is still found among the parts.
+        # Part by part, so that the parts keep their classes and kernels read their tensors in place.
         mask = And(tuple(map(_snapshot, mask.parts()))) if len(mask.parts()) > 1 else _snapshot(mask)
-        given = grid.query_positions, grid.key_positions
-        queries, keys = (_copy(each) if isinstance(each, Tensor) else each for each in given)
+        positions = grid.query_positions, grid.key_positions
+        queries, keys = (_copy(numbers) if isinstance(numbers, Tensor) else numbers for numbers in positions)
         grid = replace(grid, query_positions=queries, key_positions=keys, memo={})
-        batch, heads = _depends_on(mask, grid)
-    return PreparedMask(mask, grid, any_batch and not batch, any_heads and not heads, any_device)
+        # Two items and two heads show whether the mask differs between them.
+        two = replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads), memo={})
+        for batch, heads in computed_sizes(mask, two):
+            open_sizes = open_sizes.replace("B", "" if batch > 1 else "B").replace("H", "" if heads > 1 else "H")
+    return PreparedMask(mask, grid, open_sizes, open_device)
 
 
 def shared(mask: Mask | None) -> Mask | None:
-    """The mask for the layers of one forward, lowered once for each grid; a bias that learns stays as it is."""
-    if mask is None or isinstance(mask, PreparedMask | _SharedMask) or is_tracing() or is_transformed():
+    """The mask for the layers of one forward, lowered once for each grid. Learned biases are not shared."""
+    if mask is None or isinstance(mask, _LoweredOnce) or is_tracing() or is_transformed():
         return mask
-    # What is held was made without gradients, which a bias that learns needs in every layer.
-    learnt = [part for part in mask.parts() if any(tensor.requires_grad for tensor in part.bias_tensors())]
-    rest = tuple(part for part in mask.parts() if part not in learnt)
-    if not learnt:
+    # Lowerings have no gradients, which a learned bias needs in every layer.
+    learned = [part for part in mask.parts() if any(tensor.requires_grad for tensor in part.bias_tensors())]
+    fixed = tuple(part for part in mask.parts() if part not in learned)
+    if not learned:
         return _SharedMask(mask)
-    return And((*learnt, _SharedMask(And(rest)))) if rest else mask
-
-
-def _depends_on(mask: Mask, grid: Grid) -> tuple[bool, bool]:
-    """Whether the mask differs between batch items, and between heads: two of each show it."""
-    # B and H were left open and stand as 1 in the grid, where every mask would look the same.
-    two = replace(grid, batch_size=max(2, grid.batch_size), num_heads=max(2, grid.num_heads), memo={})
-    sizes = list(computed_sizes(mask, two))
-    return any(batch > 1 for batch, _ in sizes), any(heads > 1 for _, heads in sizes)
+    return And((*learned, _SharedMask(And(fixed)))) if fixed else mask
 
 
 def _snapshot(mask: Mask) -> Mask:
-    # Not `deepcopy` of these: the mask may be a module, of which the table alone is needed.
+    # No `deepcopy` of a bias: the mask may be a module, and only its table is needed.
     biases = mask.bias_tensors()
     if biases:
         return mask.with_bias_tensors(map(_copy, biases))
-    # Tensors are copied here, because some subclasses refuse `deepcopy`.
+    # Tensors are copied separately, because some subclasses refuse `deepcopy`.
     return deepcopy(mask, {id(tensor): _copy(tensor) for tensor in mask.tensors()})
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """The values, without writing out what is expanded."""
-    once = tensor.detach()[tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())]
+    """A copy in which expanded dimensions stay expanded."""
+    once = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
     return once.clone().expand(tensor.shape)
-
-
-def _sizes_of(grid: Grid) -> dict[str, int]:
-    return {"B": grid.batch_size, "H": grid.num_heads, "L": grid.query_length, "S": grid.key_length}
 
 
 def _sizes_text(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name} = {size}" for name, size in sizes.items())
 
 
-def _place(positions: Tensor | int | None) -> Hashable:
-    """Equal for positions that are the same numbers, or lie in the same memory."""
-    # The address, because comparing values would wait for an accelerator in every layer.
+def _address(positions: Tensor | int | None) -> Hashable:
+    """Equal for equal ints, and for tensors in the same memory."""
+    # The address, because a comparison of values would synchronise an accelerator in every layer.
     if not isinstance(positions, Tensor):
         return positions
     return positions.data_ptr(), positions.shape, positions.stride()
 
 
-def _equal_positions(own: Tensor | int | None, other: Tensor | int | None) -> bool:
-    if isinstance(own, Tensor) and isinstance(other, Tensor):
-        return own.shape == other.shape and torch.equal(own, other)
-    return not isinstance(own, Tensor) and not isinstance(other, Tensor) and own == other
+def _equal_positions(expected: Tensor | int | None, actual: Tensor | int | None) -> bool:
+    if isinstance(expected, Tensor) and isinstance(actual, Tensor):
+        return expected.shape == actual.shape and torch.equal(expected, actual)
+    return not isinstance(expected, Tensor) and not isinstance(actual, Tensor) and expected == actual
 
 
-def _tensors_in(found: object) -> Iterator[Tensor]:
-    """Every tensor of what a lowering gives."""
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, tuple | list):
-        for each in found:
-            yield from _tensors_in(each)
-    elif is_dataclass(found):
-        for each in fields(found):
-            yield from _tensors_in(getattr(found, each.name))
+def _tensors_in(lowering: object) -> Iterator[Tensor]:
+    """Every tensor of a lowering."""
+    if isinstance(lowering, Tensor):
+        yield lowering
+    elif isinstance(lowering, tuple | list):
+        for item in lowering:
+            yield from _tensors_in(item)
+    elif is_dataclass(lowering):
+        for attribute in fields(lowering):
+            yield from _tensors_in(getattr(lowering, attribute.name))

@@ -1,4 +1,4 @@
-"""What checking a mask found."""
+"""The report of `Mask.check`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MaskReport:
-    """What `Mask.check` found; ``ok`` if nothing.
+    """The findings of `Mask.check`; ``ok`` if there are none.
 
     Args:
         description: the mask as its user would write it.

@@ -1,17 +1,31 @@
-"""The structure of a mask: what is known of it for one grid without evaluating it cell by cell."""
+"""The structure of a mask: the facts about it on one grid that need no evaluation of cells."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from operator import and_
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .._environment import is_tracing, is_transformed
 from ._grid import Block, Grid
+
+Item = TypeVar("Item")
+
+
+def joined(left: Item | None, right: Item | None, join: Callable[[Item, Item], Item]) -> Item | None:
+    """Both joined, or the only one that is not ``None``."""
+    return right if left is None else left if right is None else join(left, right)
+
+
+def both(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """True where both bool tensors are; ``None`` is true everywhere."""
+    return joined(left, right, and_)
 
 
 @dataclass(frozen=True)
@@ -20,8 +34,8 @@ class Band:
 
     Args:
         low: first column of a row, relative to the row's number.
-        high: its last column, likewise.
-        stop: one past the last column that any row may see.
+        high: last column of a row, relative to the row's number.
+        stop: one past the last column that any row sees.
     """
 
     low: int
@@ -31,18 +45,18 @@ class Band:
     @staticmethod
     def whole(grid: Grid) -> Band:
         """The band in which every row sees every column."""
-        # Row numbers are below L, so that −L and S are as good as no limit.
+        # Row numbers are below L, so −L and S limit nothing.
         return Band(-grid.query_length, grid.key_length, grid.key_length)
 
     def meet(self, other: Band) -> Band:
-        """The columns that both bands show."""
+        """The columns that are in both bands."""
         return Band(max(self.low, other.low), min(self.high, other.high), min(self.stop, other.stop))
 
     def rows(self, grid: Grid) -> tuple[int, int]:
-        """First and one past the last row that sees anything."""
+        """First and one past the last row that sees any column."""
         if self.low > self.high or self.stop <= 0:
             return 0, 0
-        # Row i begins to see where i + high ≥ 0, and sees nothing more where i + low ≥ stop.
+        # Row i sees columns if i + high ≥ 0 and i + low < stop.
         first, stop = max(0, -self.high), min(grid.query_length, self.stop - self.low)
         return (first, stop) if first < stop else (0, 0)
 
@@ -59,12 +73,12 @@ class Band:
         return grid.query_length - 1 + self.low <= 0 and self.high >= keys - 1 and self.stop >= keys
 
     def is_causal(self, grid: Grid) -> bool:
-        """Whether it says exactly j ≤ i."""
-        # A low limit of 1 − L is still none: the last row, L − 1, reaches column 0.
+        """Whether the band is exactly j ≤ i."""
+        # At low = 1 − L the last row, L − 1, still sees column 0.
         return self.high == 0 and self.low <= 1 - grid.query_length and self.stop >= grid.key_length
 
     def outline(self, block: Block) -> tuple[int, ...] | None:
-        """Equal for blocks that look the same; ``None`` for chosen rows or columns."""
+        """Equal for blocks with the same visible cells; ``None`` for index tensors."""
         if block.ends is None:
             return None
         row, row_stop, column, column_stop = block.ends
@@ -73,61 +87,56 @@ class Band:
 
 @dataclass(frozen=True)
 class RowRanges:
-    """Each row sees one range of columns; the numbers may lie beyond the grid.
+    """Each row sees one range of columns, which may extend beyond the grid.
 
     Args:
         first: first column, integers (1 or B, 1 or L); ``None`` for 0.
-        stop: one past the last column, likewise.
+        stop: one past the last column, of the same shapes.
     """
 
     first: Tensor | None
     stop: Tensor
 
     def meet(self, other: RowRanges) -> RowRanges:
-        """The columns that both show."""
-        if self.first is None or other.first is None:
-            first = other.first if self.first is None else self.first
-        else:
-            first = torch.maximum(self.first, other.first)
-        return RowRanges(first, torch.minimum(self.stop, other.stop))
+        """The columns that are in both ranges."""
+        return RowRanges(joined(self.first, other.first, torch.maximum), torch.minimum(self.stop, other.stop))
 
     def columns(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        """First and one past the last column that any of these rows sees; all of them where values cannot be read."""
-        # One range for all rows of an item rules no column out block by block, and is not worth reading.
+        """First and one past the last column that any of these rows sees; all columns if values cannot be read."""
+        # If all rows of an item have one range, every block has the same columns, and reading it saves nothing.
         if self.stop.shape[1] != grid.query_length or rows.start >= rows.stop or is_tracing() or is_transformed():
             return 0, grid.key_length
         first, stop, ordered = self._bounds
-        # So it is for documents in order and for causal rows, where long runs need no search.
+        # Packed sequences in order and causal rows need no search.
         if ordered:
             return first[rows.start], stop[rows.stop - 1]
         return min(first[rows]), max(stop[rows])
 
     @cached_property
     def _bounds(self) -> tuple[list[int], list[int], bool]:
-        """Of every row, over all batch items, and whether neither decreases from row to row."""
-        # Without items there is nothing to reduce, which `amax` refuses.
+        """First and stop of every row over all batch items, and whether neither decreases from row to row."""
+        # `amax` refuses an empty dimension.
         if self.stop.shape[0] == 0:
             return [0] * self.stop.shape[1], [0] * self.stop.shape[1], True
         stop: list[int] = self.stop.amax(0).tolist()
-        # Of all items together: a block of rows is computed for the whole batch.
+        # A block of rows is computed for all items at once.
         first: list[int] = [0] * len(stop) if self.first is None else self.first.amin(0).expand(len(stop)).tolist()
         return first, stop, all(a <= b for numbers in (first, stop) for a, b in pairwise(numbers))
 
 
 @dataclass(frozen=True)
 class Structure:
-    """A key is visible to a query where all of these allow it; what is absent allows everything.
+    """A query sees a key if every field allows it. An absent field allows all keys.
 
     Args:
-        exact: whether this is all that the mask says. Otherwise it may hide more, and the structure is a bound that
-            kernels skip blocks by.
+        exact: whether the mask hides nothing else. Otherwise the structure is a bound, by which kernels skip blocks.
         band: columns relative to the row.
         rows: one range of columns for each row.
-        queries: bool (1 or B, L), rows that may see anything.
-        keys: bool (1 or B, S), columns that may be seen.
+        queries: bool (1 or B, L), false in fully masked rows.
+        keys: bool (1 or B, S), false for keys masked for every query.
         tensors: bool (1 or B, 1 or H, 1 or L, 1 or S) each.
-        biases: floats of such shapes that are added to the scores, −∞ hides.
-        either: a key is visible only where one of the two allows it.
+        biases: floats of such shapes that are added to the scores; −∞ hides.
+        either: one of the two structures must allow the key.
 
     Example:
         >>> import torch
@@ -147,37 +156,33 @@ class Structure:
     either: tuple[Structure, ...] = ()
 
     def meet(self, other: Structure) -> Structure:
-        """The structure of a mask that shows what both show."""
+        """The structure of the two masks combined with ``&``."""
         return Structure(
             self.exact and other.exact,
-            other.band if self.band is None else self.band if other.band is None else self.band.meet(other.band),
-            other.rows if self.rows is None else self.rows if other.rows is None else self.rows.meet(other.rows),
+            joined(self.band, other.band, Band.meet),
+            joined(self.rows, other.rows, RowRanges.meet),
             both(self.queries, other.queries),
             both(self.keys, other.keys),
             self.tensors + other.tensors,
             self.biases + other.biases,
-            # Two alternatives at once would need a list of lists; the bound of one of them is good enough.
+            # Only one pair of alternatives is stored, which is still a bound.
             self.either or other.either,
         )
 
-    @property
-    def has_tensors(self) -> bool:
-        """Whether it says more than a band."""
-        marks = self.rows, self.queries, self.keys
-        return any(each is not None for each in marks) or bool(self.tensors or self.biases)
-
     def only_band(self, grid: Grid) -> Band | None:
-        """The band that is all the mask says, or ``None`` if it says more."""
-        if not self.exact or self.has_tensors:
+        """The band, if the mask is exactly this band; else ``None``."""
+        tensors = self.rows, self.queries, self.keys, *self.tensors, *self.biases
+        if not self.exact or any(tensor is not None for tensor in tensors):
             return None
         return Band.whole(grid) if self.band is None else self.band
 
     def marks(self, grid: Grid) -> tuple[Tensor | None, Tensor | None] | None:
-        """Bool (1 or B, L) and (1 or B, S): a key is visible where both are true, ``None`` for all of them.
+        """Bool (1 or B, L) and (1 or B, S): a key is visible where both are true. ``None`` is true everywhere.
 
-        ``None`` instead of the two if the mask says more. The values of a bias are read: 0 and −∞ are marks.
+        Returns ``None`` instead of the pair if the mask is not made of such marks. Reads the values of a bias, because
+        a bias of 0 and −∞ is a mark.
         """
-        # What is here besides marks would need a look at rows and columns together.
+        # Bands and tensors are not per-token marks.
         if not self.exact or self.band is not None or self.tensors or len(self.biases) > 1:
             return None
         keys = self.keys
@@ -185,18 +190,18 @@ class Structure:
             if self.rows.first is not None or self.rows.stop.shape[1] != 1:
                 return None
             keys = both(torch.arange(grid.key_length, device=grid.device) < self.rows.stop, keys)
-        # An additive mask of 0 and −∞ for each key is a mark, as long as it does not learn.
+        # A bias of 0 and −∞ for each key is a mark, unless it requires grad.
         for bias in self.biases:
             if bias.requires_grad or not (bias.shape[1] == bias.shape[2] == 1 and bias.shape[3] != 1):
                 return None
-            seen = bias[:, 0, 0] == 0  # (1 or B, S)
-            if not bool((seen | (bias[:, 0, 0] == float("-inf"))).all()):
+            is_zero = bias[:, 0, 0] == 0  # (1 or B, S)
+            if not bool((is_zero | (bias[:, 0, 0] == float("-inf"))).all()):
                 return None
-            keys = both(seen, keys)
+            keys = both(is_zero, keys)
         return self.queries, keys
 
     def columns(self, grid: Grid, rows: slice) -> tuple[int, int]:
-        """A range of columns outside which these rows see nothing."""
+        """A range of columns that contains all columns that these rows see."""
         start, stop = 0, grid.key_length
         if self.band is not None:
             start, stop = max(start, rows.start + self.band.low), min(stop, rows.stop + self.band.high, self.band.stop)
@@ -204,15 +209,15 @@ class Structure:
             first, last = self.rows.columns(grid, rows)
             start, stop = max(start, first), min(stop, last)
         if self.either:
-            # What neither alternative shows is hidden; a gap between them is evaluated.
-            ranges = [each.columns(grid, rows) for each in self.either]
+            # From the first column of either alternative to the last one; a gap between them is evaluated.
+            ranges = [alternative.columns(grid, rows) for alternative in self.either]
             start, stop = max(start, min(r[0] for r in ranges)), min(stop, max(r[1] for r in ranges))
-        # Limits may have crossed: an empty range, not one of negative length.
+        # If the limits crossed, the range is empty.
         stop = max(0, stop)
         return min(start, stop), stop
 
 
-#: Of a mask that says nothing of itself: everything may be visible.
+#: The structure of a mask without known facts: every key may be visible.
 UNKNOWN = Structure(exact=False)
 
 
@@ -223,8 +228,3 @@ def structure_of(mask: Any, grid: Grid) -> Structure:
     if mask not in grid.memo:
         grid.memo[mask] = mask.structure(grid)
     return grid.memo[mask]
-
-
-def both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """What both bool tensors mark; ``None`` marks everything."""
-    return other if one is None else one if other is None else one & other

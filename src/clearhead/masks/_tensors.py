@@ -1,4 +1,4 @@
-"""Masks that are read from a tensor: keep, drop and bias."""
+"""Masks that read a tensor: keep, drop and bias."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def keep(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
     Args:
         tensor: bool, or numbers that are all 0 or 1. (L, S); 3-D is (B, L, S) if its first size is B, else
             (B·H, L, S); per head (1 or B, 1 or H, 1 or L, 1 or S).
-        keys: the same for a whole batch item at a time, (B, S), such as a tokenizer's ``attention_mask``.
+        keys: one mark per key for all queries of a batch item, (B, S), such as a tokenizer's ``attention_mask``.
 
     Raises:
-        DTypeError: for floats other than 0 and 1; an additive mask belongs into `bias`.
-        MaskTypeError: if both or neither of the two are given.
-        ShapeError: if the shape cannot be a mask's, or at the call if it does not fit.
+        DTypeError: for floats other than 0 and 1; pass an additive mask to `bias`.
+        MaskTypeError: unless exactly one of the two is passed.
+        ShapeError: if no mask has this shape, or at the call if it does not fit.
 
     Example:
         >>> keep(keys=torch.tensor([[1, 1, 0]])).dense(2)[0, 0].int()
@@ -44,7 +44,7 @@ def drop(tensor: Tensor | None = None, *, keys: Tensor | None = None) -> Mask:
 
     Args:
         tensor: as for `keep`, with the opposite meaning.
-        keys: the same for a whole batch item at a time, (B, S), such as a ``key_padding_mask``.
+        keys: one mark per key for all queries of a batch item, (B, S), such as a ``key_padding_mask``.
 
     Raises:
         DTypeError, MaskTypeError, ShapeError: as for `keep`.
@@ -64,7 +64,7 @@ def bias(tensor: Tensor) -> Mask:
 
     Raises:
         DTypeError: if it is not floating point.
-        ShapeError: if the shape cannot be a mask's, or at the call if it does not fit.
+        ShapeError: if no mask has this shape, or at the call if it does not fit.
 
     Example:
         >>> bias(torch.tensor([[0.0, float("-inf")]])).dense(1, 2)
@@ -76,35 +76,31 @@ def bias(tensor: Tensor) -> Mask:
 
 
 def as_mask(value: object) -> Mask:
-    """Read what was given as `mask`: a mask, or a bool tensor, which means `keep`.
+    """Read the argument `mask`: a mask, or a bool tensor, which means `keep`.
 
     Raises:
-        MaskTypeError: for anything that could be read in two ways, with the choice spelt out.
+        MaskTypeError: for anything else. Ambiguous tensors come with a list of the choices.
     """
     if isinstance(value, Mask):
         return value
-    # As `scaled_dot_product_attention` reads bool tensors; numbers can be read in several ways.
-    if isinstance(value, Tensor) and strided("mask", value).dtype == torch.bool:
-        _require_mask_shape("mask", value)
-        return keep(value)
-    if isinstance(value, Tensor):
-        raise MaskTypeError(
-            "mask",
-            expected="a mask or a bool tensor (True = may attend)",
-            got=f"a {value.dtype} tensor of shape {shape_text(value.shape)}",
-            fix="Say what its numbers mean: masks.bias(t) adds them to the scores, masks.keep(t) reads 1 as "
-            "visible, masks.drop(t) reads 1 as hidden.",
+    if not isinstance(value, Tensor):
+        expected = "a mask from clearhead.masks or a bool tensor"
+        fix = "For example masks.causal(), or masks.keep(keys=attention_mask)."
+        raise MaskTypeError("mask", expected=expected, got=type(value).__name__, fix=fix)
+    # As `scaled_dot_product_attention` reads bool tensors; numbers are ambiguous.
+    if strided("mask", value).dtype != torch.bool:
+        expected, got = "a mask or a bool tensor (True = may attend)", f"a {value.dtype} tensor of shape"
+        fix = (
+            "Say what its numbers mean: masks.bias(t) adds them to the scores, masks.keep(t) reads 1 as "
+            "visible, masks.drop(t) reads 1 as hidden."
         )
-    raise MaskTypeError(
-        "mask",
-        expected="a mask from clearhead.masks or a bool tensor",
-        got=type(value).__name__,
-        fix="For example masks.causal(), or masks.keep(keys=attention_mask).",
-    )
+        raise MaskTypeError("mask", expected=expected, got=f"{got} {shape_text(value.shape)}", fix=fix)
+    _require_mask_shape("mask", value)
+    return keep(value)
 
 
 class _OfScores(OfTensor):
-    """One whose rows and columns are those of the call."""
+    """A mask whose tensor lines up with the rows and columns of the call."""
 
     def view(self, grid: Grid) -> Tensor:
         """The tensor as (1 or B, 1 or H, 1 or L, 1 or S)."""
@@ -113,7 +109,7 @@ class _OfScores(OfTensor):
             return tensor[None, None]
         if tensor.dim() == 4:
             return tensor
-        # With one head B and B·H are the same number, and so are the two readings.
+        # With one head, (B, L, S) and (B·H, L, S) are the same.
         if broadcasts(tensor.shape[0], grid.batch_size):
             return tensor[:, None]
         return tensor.unflatten(0, (grid.batch_size, grid.num_heads))  # (B, H, 1 or L, 1 or S)
@@ -128,16 +124,13 @@ class _OfScores(OfTensor):
         if len(sizes) == 4:
             fits = fits and broadcasts(sizes[0], b) and broadcasts(sizes[1], h)
         if not fits:
-            raise ShapeError(
-                f"mask {self._name}(...)",
-                expected=f"a shape that broadcasts to (B, H, L, S) = ({b}, {h}, {length}, {keys}): (L, S), (B, L, S), "
-                "(B·H, L, S) or four sizes, each 1 or full",
-                got=shape_text(sizes),
-                fix=_likely_fix(self._name, sizes, grid),
-            )
+            forms = "(L, S), (B, L, S), (B·H, L, S) or four sizes, each 1 or full"
+            expected = f"a shape that broadcasts to (B, H, L, S) = ({b}, {h}, {length}, {keys}): {forms}"
+            got, fix = shape_text(sizes), _likely_fix(self._name, sizes, grid)
+            raise ShapeError(f"mask {self._name}(...)", expected=expected, got=got, fix=fix)
 
     def sizes(self) -> Sizes:
-        # Three sizes may mean (B·H, L, S) too, but where nothing else gives B, the first is taken for it.
+        # A 3-D tensor can also be (B·H, L, S). Its first size counts as B, because B is not known here.
         *outer, rows, columns = self._tensor.shape
         batch, heads = (*outer, 1, 1)[:2]
         return Sizes.of(batch, heads, rows, columns)
@@ -145,14 +138,14 @@ class _OfScores(OfTensor):
 
 @final
 class Keep(_OfScores):
-    """True where a key may be attended to, whatever the user's polarity was."""
+    """True where a key is visible, for `keep` and for `drop`."""
 
     def visible(self, block: Block) -> Tensor:
         return block.cut(self.view(block.grid))
 
     def structure(self, grid: Grid) -> Structure:
         marks = self.view(grid)
-        # The same for all heads and rows. One column alone may broadcast, and is then no mark of one key.
+        # One mark per key if all heads and rows share it. A single column can broadcast, so it is no mark.
         if marks.shape[1] == marks.shape[2] == 1 and marks.shape[3] != 1:
             return Structure(keys=marks[:, 0, 0])  # (1 or B, S)
         return Structure(tensors=(marks,))
@@ -160,7 +153,7 @@ class Keep(_OfScores):
 
 @final
 class KeepKeys(OfTensor):
-    """The same with one mark per key, (1 or B, S)."""
+    """One mark per key, (1 or B, S), true where the key is visible."""
 
     def visible(self, block: Block) -> Tensor:
         return block.cut(self._tensor[:, None, None, :])  # (1 or b, 1, 1, s)
@@ -179,7 +172,7 @@ class KeepKeys(OfTensor):
 
     def sizes(self) -> Sizes:
         batch, length = self._tensor.shape
-        return replace(Sizes.of(batch), key_length=length)  # one mark is for one key, and broadcasts to no more
+        return Sizes.of(batch)._replace(key_length=length)  # a single mark does not broadcast
 
     def describe(self) -> str:
         return f"{self._name}(keys={shape_text(self._tensor.shape)})"
@@ -187,13 +180,13 @@ class KeepKeys(OfTensor):
 
 @final
 class Bias(_OfScores):
-    """Added to the scores; −∞ hides."""
+    """A tensor that is added to the scores; −∞ hides."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__("bias", tensor)
 
     def visible(self, block: Block) -> Tensor:
-        # In its own dtype: a large negative number would become −∞ in float16, and hide.
+        # In the bias's dtype: in float16 a large negative number would become −∞, and hide.
         return self.bias(block, self._tensor.dtype) != float("-inf")
 
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
@@ -209,18 +202,19 @@ class Bias(_OfScores):
         return Bias(next(tensors))
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        # Slices are views, so adding to the block adds to the whole gradient; chosen rows are copies.
-        whole_rows = replace(block, rows=ALL) if isinstance(block.rows, Tensor) else block
-        part = whole_rows.cut(Bias(gradients[0]).view(block.grid))  # as `bias` is cut
-        if isinstance(block.rows, Tensor) and part.shape[2] > 1:
-            added = scores_gradient.sum_to_size(*part.shape[:2], scores_gradient.shape[2], part.shape[3])
-            part.index_add_(2, block.rows, added)
+        # Slices are views of the gradient. Rows selected by a tensor would be copies, so they are added by index.
+        selected = block.rows if isinstance(block.rows, Tensor) else None
+        all_rows = block if selected is None else replace(block, rows=ALL)
+        gradient = all_rows.cut(Bias(gradients[0]).view(block.grid))  # as `bias` is cut
+        if selected is not None and gradient.shape[2] > 1:
+            added = scores_gradient.sum_to_size(*gradient.shape[:2], scores_gradient.shape[2], gradient.shape[3])
+            gradient.index_add_(2, selected, added)
         else:
-            part += scores_gradient.sum_to_size(part.shape)
+            gradient += scores_gradient.sum_to_size(gradient.shape)
 
 
 def _likely_fix(name: str, sizes: tuple[int, ...], grid: Grid) -> str:
-    """What the user of a tensor that does not fit may have meant."""
+    """The likely mistake behind a tensor that does not fit."""
     length, keys = grid.query_length, grid.key_length
     if sizes == (grid.batch_size, keys):
         if name == "bias":
@@ -233,18 +227,13 @@ def _likely_fix(name: str, sizes: tuple[int, ...], grid: Grid) -> str:
 
 def _keep(name: str, tensor: Tensor | None, keys: Tensor | None) -> Mask:
     if (tensor is None) == (keys is None):
-        raise MaskTypeError(
-            f"masks.{name}",
-            expected="one tensor, either positional (L, S …) or keys= (B, S)",
-            got="both" if keys is not None else "none",
-        )
-    # One error for what is no tensor of marks, whichever of the two it came as.
-    given = tensor if keys is None else keys
-    marks = _marks(name, given)
+        expected, got = "one tensor, either positional (L, S …) or keys= (B, S)", "none" if keys is None else "both"
+        raise MaskTypeError(f"masks.{name}", expected=expected, got=got)
+    marks = _marks(name, tensor if keys is None else keys)
     if keys is not None and keys.dim() != 2:
         raise ShapeError(f"masks.{name}(keys=...)", expected="shape (B, S)", got=shape_text(keys.shape))
     _require_mask_shape(f"masks.{name}", marks)
-    # Turned once, so that everything below works with one polarity.
+    # `drop` is inverted here, so that both classes have one polarity.
     return (Keep if keys is None else KeepKeys)(name, marks if name == "keep" else ~marks)
 
 
@@ -253,36 +242,24 @@ def _marks(name: str, tensor: Tensor | None) -> Tensor:
     if tensor.dtype == torch.bool:
         return tensor
     with_values(name, tensor)
-    # Read here, once: in a call an accelerator would be waited for.
+    # The values are read once, here. A read in every call would synchronise an accelerator.
     marks = tensor == 1
     if not is_tracing() and not bool((marks | (tensor == 0)).all()):
-        other = tensor[~marks & (tensor != 0)][0].item()
-        raise DTypeError(
-            name,
-            expected="bool, or numbers that are all 0 or 1",
-            got=f"{tensor.dtype} with {other}",
-            fix="An additive mask (0 and −inf) goes into masks.bias(t)."
-            if tensor.is_floating_point()
-            else "Lengths go into masks.lengths(t), ids of documents into masks.documents(t).",
-        )
+        got = f"{tensor.dtype} with {tensor[~marks & (tensor != 0)][0].item()}"
+        fix = "Lengths go into masks.lengths(t), ids of documents into masks.documents(t)."
+        if tensor.is_floating_point():
+            fix = "An additive mask (0 and −inf) goes into masks.bias(t)."
+        raise DTypeError(name, expected="bool, or numbers that are all 0 or 1", got=got, fix=fix)
     return marks
 
 
 def _require_device(name: str, tensor: Tensor, grid: Grid) -> None:
     if tensor.device != grid.device:
-        raise DeviceError(
-            f"mask {name}(...)",
-            expected=f"a tensor on {grid.device}, like query",
-            got=f"one on {tensor.device}",
-            fix="Move it with .to(query.device).",
-        )
+        expected, got = f"a tensor on {grid.device}, like query", f"one on {tensor.device}"
+        raise DeviceError(f"mask {name}(...)", expected=expected, got=got, fix="Move it with .to(query.device).")
 
 
 def _require_mask_shape(name: str, tensor: Tensor) -> None:
     if tensor.dim() not in (2, 3, 4):
-        raise ShapeError(
-            name,
-            expected="2 to 4 dimensions, ending in (L, S)",
-            got=shape_text(tensor.shape),
-            fix="One mark per key is t[None].",
-        )
+        expected, fix = "2 to 4 dimensions, ending in (L, S)", "One mark per key is t[None]."
+        raise ShapeError(name, expected=expected, got=shape_text(tensor.shape), fix=fix)

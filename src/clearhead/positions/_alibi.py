@@ -1,4 +1,4 @@
-"""ALiBi: each head subtracts its own multiple of the distance from the scores."""
+"""ALiBi: each head subtracts a multiple of the distance from the scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._checks import require_heads
 
 @final
 class ALiBi(Mask):
-    """Attention with linear biases: scores fall with the distance, at another rate in every head.
+    """Attention with linear biases: scores decrease with the distance, at a different rate in each head.
 
     ::
 
@@ -24,14 +24,14 @@ class ALiBi(Mask):
         m_h = 2^(−4 (2 (h − n) + 1) / n)    h = n … H − 1
 
     with i, j absolute positions (Press et al., "Train short, test long", 2022). It hides nothing; combine it with
-    ``masks.causal()`` for a decoder. BLOOM adds + m_h · j instead, which is the same after a causal softmax.
+    ``masks.causal()`` for a decoder. BLOOM adds + m_h · j instead, which a causal softmax turns into the same weights.
 
     Args:
         num_heads: H, query heads.
 
     Raises:
         ArgumentError: if `num_heads` is not positive.
-        DTypeError: if it is no int.
+        DTypeError: if it is not an int.
         ShapeError: at the call, if the query has another number of heads.
 
     Example:
@@ -67,8 +67,8 @@ class ALiBi(Mask):
         return f"ALiBi({self.num_heads})"
 
     def _slopes(self, heads: Tensor, dtype: torch.dtype) -> Tensor:
-        # From head numbers on the call's device: a stored list would be copied there for every block.
+        # Computed on the call's device, because a stored tensor would be copied there for every block.
         power = 1 << (self.num_heads.bit_length() - 1)
         first = (heads + 1).to(dtype) * (8 / power)
-        others = (2 * (heads - power) + 1).to(dtype) * (4 / power)
-        return torch.exp2(-torch.where(heads < power, first, others))
+        further = (2 * (heads - power) + 1).to(dtype) * (4 / power)
+        return torch.exp2(-torch.where(heads < power, first, further))

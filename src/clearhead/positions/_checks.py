@@ -1,4 +1,4 @@
-"""Checks of the sizes and numbers that position parts are made with."""
+"""Checks of the arguments of position parts."""
 
 from __future__ import annotations
 
@@ -8,51 +8,36 @@ import torch
 
 from .._checks import number
 from .._environment import is_tracing, is_transformed
-from ..errors import ArgumentError, DeviceError, ShapeError
+from ..errors import ArgumentError, ShapeError
 from ..masks._grid import Grid
 
 
 def positive(name: str, value: object, above: float = 0) -> float:
     """A finite number greater than `above`."""
-    return number(name, value, f"a finite number > {above:g}", lambda given: above < given < math.inf)
+    return number(name, value, f"a finite number > {above:g}", lambda x: above < x < math.inf)
 
 
 def factor_at_least_one(value: object) -> float:
-    """A scaling's factor, by how much the context grows."""
-    return number("factor", value, "a finite number ≥ 1", lambda given: 1 <= given < math.inf)
+    """The factor of a scaling, by which the context grows."""
+    return number("factor", value, "a finite number ≥ 1", lambda x: 1 <= x < math.inf)
 
 
 def require_heads(name: str, num_heads: int, grid: Grid) -> None:
-    """Raise unless a per-head mask was made for as many heads as the call has."""
+    """Raise unless a per-head mask has as many heads as the call."""
     if grid.num_heads != num_heads:
-        raise ShapeError(
+        mask, expected = (
             f"mask {name}(num_heads={num_heads})",
-            expected=f"num_heads = {grid.num_heads}, the query's head count H",
-            got=str(num_heads),
-            fix="Grouped heads count too: give the number of query heads, not of key/value heads.",
+            f"num_heads = {grid.num_heads}, the query's head count H",
         )
-
-
-def require_device(name: str, tensor: torch.Tensor, grid: Grid) -> None:
-    """Raise unless a mask's tensor lives where the call does."""
-    if tensor.device != grid.device:
-        raise DeviceError(
-            f"mask {name}(...)",
-            expected=f"weights on {grid.device}, like query",
-            got=f"weights on {tensor.device}",
-            fix=f"Move it with .to({str(grid.device)!r}).",
-        )
+        fix = "Grouped heads count too: give the number of query heads, not of key/value heads."
+        raise ShapeError(mask, expected=expected, got=str(num_heads), fix=fix)
 
 
 def require_in_range(positions: torch.Tensor) -> None:
-    """Raise for positions below −1, where looking at them waits for no device."""
+    """Raise for positions below −1 on the CPU, where reading them needs no synchronisation."""
     if is_tracing() or is_transformed() or positions.device.type != "cpu" or positions.numel() == 0:
         return
     lowest = int(positions.min())
     if lowest < -1:
-        raise ArgumentError(
-            "positions",
-            expected="positions ≥ 0, or −1 for padding",
-            got=str(lowest),
-            fix="Positions count from 0, the first token of a sequence.",
-        )
+        fix = "Positions count from 0, the first token of a sequence."
+        raise ArgumentError("positions", expected="positions ≥ 0, or −1 for padding", got=str(lowest), fix=fix)

@@ -1,4 +1,4 @@
-"""From the rotary settings of a model's configuration to a `Rotary`."""
+"""`rotary_from_config`: a `Rotary` from the settings of a model's configuration."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from .._checks import flag, integer, is_finite, number, shown
 from ..errors import ArgumentError, DTypeError
-from ._checks import factor_at_least_one
+from ._checks import factor_at_least_one, positive
 from ._rotary import Rotary
 from ._scaling import DynamicNTKScaling, LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
@@ -32,21 +32,21 @@ def rotary_from_config(
     """Make the `Rotary` that a transformers configuration describes.
 
     Args:
-        rope_parameters: ``config.rope_parameters`` of transformers 5 (``rope_scaling`` before it): ``rope_type``, one
-            of default, linear, dynamic, yarn and llama3, with the numbers that belong to it, ``rope_theta`` (default
-            10000) and ``partial_rotary_factor`` (default 1). Where it holds one dictionary per kind of layer, give
-            the one of your layer. ``None`` means unscaled.
+        rope_parameters: ``config.rope_parameters`` of transformers 5 (``rope_scaling`` before it): ``rope_type`` (one
+            of default, linear, dynamic, yarn and llama3) with its settings, ``rope_theta`` (default 10000) and
+            ``partial_rotary_factor`` (default 1). If it has one dictionary per layer type, pass the one of your layer.
+            ``None`` means unscaled.
         head_dim: D.
-        max_position_embeddings: ``config.max_position_embeddings``: what dynamic measures lengths against, and what
-            stands in for a missing ``original_max_position_embeddings`` of yarn and llama3.
+        max_position_embeddings: ``config.max_position_embeddings``: the original length of dynamic, and the default of
+            ``original_max_position_embeddings`` of yarn and llama3.
         interleaved: as for `Rotary`; configurations do not contain it. Default False.
 
     Returns:
-        A `Rotary`. YaRN's ``mscale`` and ``mscale_all_dim`` become its attention factor; models of the DeepSeek
-        family also change the scale of their scores by ``mscale_all_dim``, which is not part of a rotary embedding.
+        A `Rotary`. YaRN's ``mscale`` and ``mscale_all_dim`` become its attention factor. Models of the DeepSeek family
+        also multiply the scale of their scores by ``mscale_all_dim``; the rotary embedding does not contain this.
 
     Raises:
-        ArgumentError: for an unknown ``rope_type``, a missing, unknown or impossible setting.
+        ArgumentError: for an unknown ``rope_type``, or a missing, unknown or invalid setting.
         DTypeError: for settings of another type.
 
     Example:
@@ -55,12 +55,8 @@ def rotary_from_config(
         Rotary(head_dim=64, base=500000, scaling=LinearScaling(factor=4.0))
     """
     if rope_parameters is not None and not isinstance(rope_parameters, Mapping):
-        raise DTypeError(
-            "rope_parameters",
-            expected="a dictionary, or None",
-            got=type(rope_parameters).__name__,
-            fix="Give config.rope_parameters.",
-        )
+        got, fix = type(rope_parameters).__name__, "Give config.rope_parameters."
+        raise DTypeError("rope_parameters", expected="a dictionary, or None", got=got, fix=fix)
     settings = {key: value for key, value in (rope_parameters or {}).items() if value is not None}
     rope_type = _rope_type(settings)
     _require_known(settings, rope_type)
@@ -79,12 +75,11 @@ def rotary_from_config(
 def _rope_type(settings: dict[str, Any]) -> str:
     nested = [key for key, value in settings.items() if isinstance(value, Mapping)]
     if nested:
-        raise ArgumentError(
-            "rope_parameters",
-            expected="the settings of one kind of layer",
-            got=f"a dictionary for each of {', '.join(nested)}",
-            fix=f"Give rope_parameters[{nested[0]!r}] for such a layer.",
+        got, fix = (
+            f"a dictionary for each of {', '.join(nested)}",
+            f"Give rope_parameters[{nested[0]!r}] for such a layer.",
         )
+        raise ArgumentError("rope_parameters", expected="the settings of one kind of layer", got=got, fix=fix)
     rope_type = settings.get("rope_type", settings.get("type", "default"))
     if not isinstance(rope_type, str) or rope_type not in _KEYS:
         raise ArgumentError("rope_type", expected=f"one of {', '.join(_KEYS)}", got=shown(rope_type))
@@ -92,15 +87,13 @@ def _rope_type(settings: dict[str, Any]) -> str:
 
 
 def _require_known(settings: dict[str, Any], rope_type: str) -> None:
-    """A setting that would be left out of account could change what the model computes."""
+    """Raise for unknown settings, because they could change the outputs of the model."""
     unknown = sorted(settings.keys() - _ANY - _KEYS[rope_type], key=str)
     if unknown:
-        raise ArgumentError(
-            "rope_parameters",
-            expected=f"settings of rope_type {rope_type!r}: {', '.join(sorted(_ANY | _KEYS[rope_type]))}",
-            got=", ".join(name if isinstance(name, str) else shown(name) for name in unknown),
-            fix="Remove what has no effect in your model; other kinds of rotary embedding are not supported.",
-        )
+        expected = f"settings of rope_type {rope_type!r}: {', '.join(sorted(_ANY | _KEYS[rope_type]))}"
+        got = ", ".join(name if isinstance(name, str) else shown(name) for name in unknown)
+        fix = "Remove what has no effect in your model; other kinds of rotary embedding are not supported."
+        raise ArgumentError("rope_parameters", expected=expected, got=got, fix=fix)
 
 
 def _require_numbers(settings: dict[str, Any]) -> None:
@@ -110,7 +103,7 @@ def _require_numbers(settings: dict[str, Any]) -> None:
         elif name == "original_max_position_embeddings":
             integer(name, value, least=1)
         elif name == "rope_theta":
-            number(name, value, "a finite number > 1", lambda given: 1 < given < math.inf)
+            positive(name, value, above=1)
         elif name == "factor":
             factor_at_least_one(value)
         elif name not in ("rope_type", "type"):
@@ -126,11 +119,11 @@ def _scaling(rope_type: str, settings: dict[str, Any], longest: int | None) -> S
     factor = _needed(settings, "factor", rope_type)
     if rope_type == "linear":
         return LinearScaling(factor)
-    # Dynamic scaling is measured against the present maximum, the others against that of the training.
+    # Dynamic scaling compares with the present maximum, and the others with the one in training.
     length = longest or original if rope_type == "dynamic" else original or longest
     if length is None:
-        wanted = "max_position_embeddings" if rope_type == "dynamic" else "original_max_position_embeddings"
-        raise _missing(wanted, rope_type)
+        prefix = "" if rope_type == "dynamic" else "original_"
+        length = _needed(settings, f"{prefix}max_position_embeddings", rope_type)  # raises
     if rope_type == "dynamic":
         return DynamicNTKScaling(factor, length)
     if rope_type == "llama3":
@@ -147,17 +140,15 @@ def _scaling(rope_type: str, settings: dict[str, Any], longest: int | None) -> S
 
 
 def _attention_factor(factor: float, settings: dict[str, Any]) -> float | None:
-    given, mscale, all_dim = (settings.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-    if given is not None or not mscale or not all_dim or factor < 1:
-        return given
+    attention_factor = settings.get("attention_factor")
+    mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+    if attention_factor is not None or not mscale or not all_dim or factor < 1:
+        return attention_factor
     return (0.1 * mscale * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
 
 
 def _needed(settings: dict[str, Any], name: str, rope_type: str) -> Any:
     if name not in settings:
-        raise _missing(name, rope_type)
+        expected = f"a number, which rope_type {rope_type!r} needs"
+        raise ArgumentError(name, expected=expected, got="none", fix="Give it.")
     return settings[name]
-
-
-def _missing(name: str, rope_type: str) -> ArgumentError:
-    return ArgumentError(name, expected=f"a number, which rope_type {rope_type!r} needs", got="none", fix="Give it.")

@@ -1,4 +1,4 @@
-"""Relative position bias: a learned number per head and bucket of distances, as in T5."""
+"""The relative position bias of T5: a learned number per head and bucket of distances."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import flag, integer, require_factory
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DeviceError
 from ..masks._base import Mask
 from ..masks._grid import Block, Grid, Sizes
-from ._checks import require_device, require_heads
+from ._checks import require_heads
 
 
 class _Bucketed(Mask):
@@ -28,10 +28,10 @@ class _Bucketed(Mask):
     def bias(self, block: Block, dtype: torch.dtype) -> Tensor:
         """weight[bucket, h] for every score of the block, (1 or b, h, l, s)."""
         per_head = self.weight[:, block.heads].t().to(dtype)[None, :, None]  # (1, h, 1, num_buckets)
-        chosen = _block_buckets(self.buckets, block)
-        batch, _, rows, columns = chosen.shape
-        chosen = chosen.expand(batch, per_head.shape[1], rows, columns)
-        return per_head.expand(batch, -1, rows, -1).gather(-1, chosen)
+        numbers = _block_buckets(self.buckets, block)
+        batch, _, rows, columns = numbers.shape
+        numbers = numbers.expand(batch, per_head.shape[1], rows, columns)
+        return per_head.expand(batch, -1, rows, -1).gather(-1, numbers)
 
     def bias_tensors(self) -> tuple[Tensor, ...]:
         return (self.weight,)
@@ -40,15 +40,18 @@ class _Bucketed(Mask):
         return _Table(next(tensors), self.buckets, self.describe())
 
     def add_bias_gradients(self, gradients: list[Tensor], block: Block, scores_gradient: Tensor) -> None:
-        chosen = _block_buckets(self.buckets, block).expand_as(scores_gradient)
-        # Row by row first: one running sum over all rows would lose digits in float32.
+        numbers = _block_buckets(self.buckets, block).expand_as(scores_gradient)
+        # First per row, because one running sum over all rows would lose digits in float32.
         per_row = scores_gradient.new_zeros(*scores_gradient.shape[:3], gradients[0].shape[0])
-        per_row.scatter_add_(-1, chosen, scores_gradient)  # (b, h, l, num_buckets)
+        per_row.scatter_add_(-1, numbers, scores_gradient)  # (b, h, l, num_buckets)
         gradients[0][:, block.heads] += per_row.sum((0, 2)).t()
 
     def validate(self, grid: Grid) -> None:
         require_heads("RelativeBias", self.weight.shape[1], grid)
-        require_device("RelativeBias", self.weight, grid)
+        if self.weight.device != grid.device:
+            expected, got = f"weights on {grid.device}, like query", f"weights on {self.weight.device}"
+            fix = f"Move it with .to({str(grid.device)!r})."
+            raise DeviceError("mask RelativeBias(...)", expected=expected, got=got, fix=fix)
 
     def sizes(self) -> Sizes:
         return Sizes(num_heads=self.weight.shape[1])
@@ -56,23 +59,23 @@ class _Bucketed(Mask):
 
 @final
 class RelativeBias(nn.Module, _Bucketed):
-    """A learned bias per head and bucket of the distance from query to key; a mask and a module at once.
+    """A learned bias per head and bucket of the distance from query to key. It is both a mask and a module.
 
     ::
 
         s_ij ← s_ij + weight[bucket(j − i), h]
 
-    with i, j absolute positions (Raffel et al., "T5", 2020). Half of the buckets are for single distances, the other
-    half widens logarithmically up to `max_distance`; everything beyond shares the last one.
+    with i, j absolute positions (Raffel et al., "T5", 2020). Half of the buckets have one distance each. The other half
+    widens logarithmically up to `max_distance`. Greater distances share the last bucket.
 
-    It hides nothing; combine it with ``masks.causal()`` for a decoder. Give it to a layer, or keep it as a submodule,
+    It hides nothing; combine it with ``masks.causal()`` for a decoder. Pass it to a layer, or store it as a submodule,
     so that an optimiser finds `weight`.
 
     Args:
         num_heads: H, query heads.
         num_buckets: rows of the table. Default 32.
-        max_distance: from here on all distances share a bucket. Default 128.
-        bidirectional: whether half of the buckets is for keys after the query; False puts those into the bucket of
+        max_distance: the distance from which on all distances share a bucket. Default 128.
+        bidirectional: whether half of the buckets is for keys after the query. False puts these keys into the bucket of
             distance 0. Default True; T5's decoder uses False.
         device, dtype: of `weight`.
 
@@ -81,7 +84,7 @@ class RelativeBias(nn.Module, _Bucketed):
             bidirectional, and a `max_distance` above the single distances.
         DTypeError: if one is no int.
         ShapeError: at the call, if the query has another number of heads.
-        DeviceError: at the call, if the query lives on another device.
+        DeviceError: at the call, if the query is on another device.
 
     Example:
         >>> import torch
@@ -128,17 +131,17 @@ class RelativeBias(nn.Module, _Bucketed):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        # A module made on "meta" and given memory by `to_empty` gets its table here.
+        # `to_empty` gives a module on "meta" memory without values, so the table is computed again.
         self.buckets = self._bucket_table().to(self.weight.device)
         return self
 
     def _bucket_table(self) -> Tensor:
-        """Bucket of the distances −max_distance … max_distance, int64 (2 · max_distance + 1,)."""
+        """The buckets of the distances −max_distance … max_distance, int64 (2 · max_distance + 1,)."""
         distances = torch.arange(-self.max_distance, self.max_distance + 1, device="cpu")
         count = self.num_buckets // 2 if self.bidirectional else self.num_buckets
         lengths = distances.abs() if self.bidirectional else -distances.clamp(max=0)
         single = count // 2
-        # In float32 and in this order, because trained tables hang on how it rounds at the edges of buckets.
+        # In float32 and in this order, because trained tables depend on the rounding at the edges of buckets.
         steps = torch.log(lengths.float() / single) / math.log(self.max_distance / single) * (count - single)
         wide = (single + steps.clamp(min=0).long()).clamp(max=count - 1)
         table = torch.where(lengths < single, lengths, wide)
@@ -147,23 +150,17 @@ class RelativeBias(nn.Module, _Bucketed):
     def _require_buckets(self) -> None:
         least = 4 if self.bidirectional else 2
         if self.num_buckets < least or (self.bidirectional and self.num_buckets % 2):
-            raise ArgumentError(
-                "num_buckets",
-                expected="an even number ≥ 4, half for each direction" if self.bidirectional else "an int ≥ 2",
-                got=str(self.num_buckets),
-            )
+            expected = "an even number ≥ 4, half for each direction" if self.bidirectional else "an int ≥ 2"
+            raise ArgumentError("num_buckets", expected=expected, got=str(self.num_buckets))
         single = self.num_buckets // least
         if self.max_distance <= single:
-            raise ArgumentError(
-                "max_distance",
-                expected=f"more than {single}, the distances that {self.num_buckets} buckets tell apart one by one",
-                got=str(self.max_distance),
-            )
+            expected = f"more than {single}, the distances that {self.num_buckets} buckets tell apart one by one"
+            raise ArgumentError("max_distance", expected=expected, got=str(self.max_distance))
 
 
 @final
 class _Table(_Bucketed):
-    """The bias read from another tensor in the place of a module's weight."""
+    """The bias with another tensor instead of the module's weight."""
 
     def __init__(self, weight: Tensor, buckets: Tensor, description: str) -> None:
         self.weight, self.buckets = weight, buckets
@@ -177,5 +174,5 @@ def _block_buckets(buckets: Tensor, block: Block) -> Tensor:
     """Bucket numbers, (1 or b, 1 or h, l, s)."""
     farthest = buckets.shape[0] // 2
     distances = (block.k - block.q).clamp(-farthest, farthest) + farthest
-    # Selecting from a flat list takes half the time of indexing.
+    # `index_select` of a flat tensor takes half the time of indexing.
     return buckets.index_select(0, distances.flatten()).view(distances.shape)

@@ -1,4 +1,4 @@
-"""Rotary frequencies for contexts longer than a model was trained on."""
+"""Rotary frequencies for contexts that are longer than in training."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ._checks import factor_at_least_one, positive
 
 def unscaled(base: float | Tensor, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The frequencies of Su et al., "RoFormer", 2021: f_i = base^(−2i/size), (size / 2,), in radians per position."""
-    # Divided as the models that were trained with float32 frequencies divide, so that the last bit is theirs too.
+    # In the order of models trained with float32 frequencies, so that the last bit is equal.
     exponents = torch.arange(0, size, 2, device=device).to(dtype) / size
     return 1.0 / base**exponents
 
 
 class Scaling(ABC):
-    """How the frequencies of a rotary embedding change for long contexts.
+    """A change of the frequencies of a rotary embedding for long contexts.
 
-    To write one of your own, implement `frequencies`; it is called once, or in every call if `follows_length`.
+    Subclasses implement `frequencies`. `Rotary` calls it once, or in every call if `follows_length` is set.
 
     Example:
         >>> from clearhead.positions import LinearScaling, Rotary
@@ -44,7 +44,7 @@ class Scaling(ABC):
 
         Args:
             base: of the unscaled frequencies.
-            size: how many features are rotated, even.
+            size: the number of rotated features, even.
             length: 1 + the longest position of the call, a scalar; ``None`` unless `follows_length`.
             dtype: float32 or float64, of the result.
             device: of the result.
@@ -54,25 +54,25 @@ class Scaling(ABC):
         """
 
     def validate(self, size: int) -> None:
-        """Raise if the scaling does not fit a rotary embedding that turns `size` features."""
+        """Raise if the scaling does not fit a rotary embedding of `size` features."""
 
     @property
     def magnitude(self) -> float:
-        """What sine and cosine are multiplied by; scores grow with its square."""
+        """The factor of sine and cosine; scores grow with its square."""
         return 1.0
 
 
 @final
 @dataclass(frozen=True)
 class LinearScaling(Scaling):
-    """Squeeze positions: f_i ← f_i / factor (Chen et al., "Position interpolation", 2023).
+    """Interpolate positions: f_i ← f_i / factor (Chen et al., "Position interpolation", 2023).
 
     Args:
-        factor: by how much the context grows, ≥ 1.
+        factor: the growth of the context, ≥ 1.
 
     Raises:
         ArgumentError: for a factor below 1.
-        DTypeError: if it is no number.
+        DTypeError: if it is not a number.
 
     Example:
         >>> LinearScaling(factor=2.0)
@@ -93,24 +93,24 @@ class LinearScaling(Scaling):
 @final
 @dataclass(frozen=True)
 class DynamicNTKScaling(Scaling):
-    """Enlarge the base as soon as a call reaches beyond the original context.
+    """Enlarge the base if a call exceeds the original context.
 
     ::
 
         base ← base · (factor · n / original_length − factor + 1)^(size / (size − 2)),  n = max(length, original_length)
 
     where length is 1 + the longest position in the call (u/emozilla's variant of "NTK-aware" scaling, 2023). Within
-    the original context nothing changes. Beyond it, every longer call turns its keys a little differently, while keys
-    that a cache already holds stay as they were rotated: step-by-step decoding then differs from one pass over the
-    whole sequence, here as in the models that use this scaling.
+    the original context nothing changes. Beyond it, the rotation depends on the length of the call, and keys in a cache
+    keep their earlier rotation. Step-by-step decoding then differs from one pass over the whole sequence, as in the
+    models that use this scaling.
 
     Args:
-        factor: how strongly the base grows, ≥ 1.
-        original_length: longest context of the training, in positions.
+        factor: the strength of the growth of the base, ≥ 1.
+        original_length: the longest context in training, in positions.
 
     Raises:
         ArgumentError: for a factor below 1, no positive length, or fewer than four rotated features.
-        DTypeError: if one is no number.
+        DTypeError: if one is not a number.
 
     Example:
         >>> DynamicNTKScaling(factor=2.0, original_length=4096)
@@ -131,43 +131,40 @@ class DynamicNTKScaling(Scaling):
     ) -> Tensor:
         if length is None:
             return unscaled(base, size, dtype, device)
-        reached = length.to(dtype).clamp(min=self.original_length)
-        growth = self.factor * reached / self.original_length - (self.factor - 1)
+        longest = length.to(dtype).clamp(min=self.original_length)
+        growth = self.factor * longest / self.original_length - (self.factor - 1)
         return unscaled(base * growth ** (size / (size - 2)), size, dtype, device)
 
     def validate(self, size: int) -> None:
         if size < 4:
-            raise ArgumentError(
-                "scaling",
-                expected="one that fits a single pair of features",
-                got="DynamicNTKScaling, whose exponent size / (size − 2) needs at least two pairs",
-                fix="Enlarge head_dim or fraction, or use LinearScaling.",
-            )
+            got = "DynamicNTKScaling, whose exponent size / (size − 2) needs at least two pairs"
+            fix = "Enlarge head_dim or fraction, or use LinearScaling."
+            raise ArgumentError("scaling", expected="one that fits a single pair of features", got=got, fix=fix)
 
 
 @final
 @dataclass(frozen=True)
 class YarnScaling(Scaling):
-    """Squeeze slow pairs, keep fast ones, blend in between, and sharpen the softmax (YaRN, Peng et al., 2023).
+    """Interpolate slow pairs, keep fast pairs, blend in between, and sharpen the softmax (YaRN, Peng et al., 2023).
 
     ::
 
         f_i ← (1 − r_i) · f_i + r_i · f_i / factor,   r_i = clamp((i − i_fast) / (i_slow − i_fast), 0, 1)
-        i_β = size · ln(original_length / (2π β)) / (2 ln base)      the pair that turns β times in that context
+        i_β = size · ln(original_length / (2π β)) / (2 ln base)      the pair with β rotations in that context
 
     Sine and cosine are multiplied by `attention_factor`.
 
     Args:
-        factor: by how much the context grows, ≥ 1.
-        original_length: longest context of the training, in positions.
-        beta_fast: pairs with more turns keep their frequency. Default 32.
-        beta_slow: pairs with fewer turns are squeezed in full. Default 1.
+        factor: the growth of the context, ≥ 1.
+        original_length: the longest context in training, in positions.
+        beta_fast: pairs with more rotations keep their frequency. Default 32.
+        beta_slow: the frequency of pairs with fewer rotations is divided by the factor. Default 1.
         attention_factor: default 0.1 · ln(factor) + 1.
-        truncate: whether i_fast is rounded down and i_slow up to whole pairs. Default True; gpt-oss uses False.
+        truncate: whether i_fast is rounded down and i_slow is rounded up. Default True; gpt-oss uses False.
 
     Raises:
         ArgumentError: for a factor below 1, numbers that are not positive, or beta_fast < beta_slow.
-        DTypeError: if one is no number.
+        DTypeError: if one is not a number.
 
     Example:
         >>> round(YarnScaling(factor=32.0, original_length=4096).magnitude, 4)
@@ -187,26 +184,23 @@ class YarnScaling(Scaling):
         number("beta_slow", self.beta_slow, "a finite number > 2⁻⁶³", lambda turns: 2.0**-63 < turns < math.inf)
         number("beta_fast", self.beta_fast, "a finite number > 0 and < 2⁶³", lambda turns: 0 < turns < 2.0**63)
         if positive("beta_fast", self.beta_fast) < self.beta_slow:
-            raise ArgumentError(
-                "beta_fast",
-                expected=f"at least beta_slow = {float(self.beta_slow):g}",
-                got=f"{float(self.beta_fast):g}",
-                fix="It counts the turns of the fast pairs, which turn more often.",
-            )
+            expected, got = f"at least beta_slow = {float(self.beta_slow):g}", f"{float(self.beta_fast):g}"
+            fix = "It counts the turns of the fast pairs, which turn more often."
+            raise ArgumentError("beta_fast", expected=expected, got=got, fix=fix)
         if self.attention_factor is not None:
             positive("attention_factor", self.attention_factor)
 
     def frequencies(
         self, base: float, size: int, length: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        kept = unscaled(base, size, dtype, device)
+        frequencies = unscaled(base, size, dtype, device)
         first, last = self._pair(self.beta_fast, base, size), self._pair(self.beta_slow, base, size)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, size - 1)
-        width = last - first if last != first else 0.001  # a step in place of a ramp, without dividing by zero
-        squeezed = ((torch.arange(size // 2, device=device).to(dtype) - first) / width).clamp(0, 1)
-        return kept / self.factor * squeezed + kept * (1 - squeezed)
+        width = last - first if last != first else 0.001  # a step instead of a ramp, without a division by zero
+        slow = ((torch.arange(size // 2, device=device).to(dtype) - first) / width).clamp(0, 1)
+        return frequencies / self.factor * slow + frequencies * (1 - slow)
 
     def _pair(self, turns: float, base: float, size: int) -> float:
         return size * math.log(self.original_length / (2 * math.pi * turns)) / (2 * math.log(base))
@@ -221,22 +215,22 @@ class YarnScaling(Scaling):
 @final
 @dataclass(frozen=True)
 class Llama3Scaling(Scaling):
-    """Squeeze pairs by how often they turn in the original context (Llama 3.1, Dubey et al., 2024).
+    """Interpolate pairs by their number of rotations in the original context (Llama 3.1, Dubey et al., 2024).
 
     ::
 
-        n_i = original_length · f_i / 2π                                            turns in the original context
+        n_i = original_length · f_i / 2π                                        rotations in the original context
         f_i ← (1 − t_i) · f_i / factor + t_i · f_i,   t_i = clamp((n_i − low) / (high − low), 0, 1)
 
     Args:
-        factor: by how much the context grows, ≥ 1.
-        original_length: longest context of the training, in positions.
-        low_freq_factor: pairs with fewer turns are squeezed in full. Default 1.
-        high_freq_factor: pairs with more turns keep their frequency; above `low_freq_factor`. Default 4.
+        factor: the growth of the context, ≥ 1.
+        original_length: the longest context in training, in positions.
+        low_freq_factor: the frequency of pairs with fewer rotations is divided by the factor. Default 1.
+        high_freq_factor: pairs with more rotations keep their frequency; above `low_freq_factor`. Default 4.
 
     Raises:
         ArgumentError: for a factor below 1, numbers that are not positive, or high_freq_factor ≤ low_freq_factor.
-        DTypeError: if one is no number.
+        DTypeError: if one is not a number.
 
     Example:
         >>> Llama3Scaling(factor=8.0, original_length=8192)
@@ -253,16 +247,13 @@ class Llama3Scaling(Scaling):
         integer("original_length", self.original_length, least=1)
         positive("low_freq_factor", self.low_freq_factor)
         if positive("high_freq_factor", self.high_freq_factor) <= self.low_freq_factor:
-            raise ArgumentError(
-                "high_freq_factor",
-                expected=f"more than low_freq_factor = {self.low_freq_factor:g}",
-                got=f"{self.high_freq_factor:g}",
-            )
+            expected = f"more than low_freq_factor = {self.low_freq_factor:g}"
+            raise ArgumentError("high_freq_factor", expected=expected, got=f"{self.high_freq_factor:g}")
 
     def frequencies(
         self, base: float, size: int, length: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        plain = unscaled(base, size, dtype, device)
-        turns = self.original_length * plain / (2 * math.pi)
-        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
-        return (1 - kept) * plain / self.factor + kept * plain
+        frequencies = unscaled(base, size, dtype, device)
+        rotations = self.original_length * frequencies / (2 * math.pi)
+        fast = ((rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return (1 - fast) * frequencies / self.factor + fast * frequencies
