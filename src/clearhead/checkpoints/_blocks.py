@@ -19,21 +19,18 @@ from ._unpack import Projections, unpack
 
 Attention = MultiHeadAttention | MultiHeadLatentAttention
 
-#: What a loaded module says about the future, if the model hides it and the module does not.
-HIDDEN_BY_THE_MODEL = "not hidden here, but hidden in the model. Pass mask=masks.causal()"
-
 
 @dataclass(frozen=True)
 class Block:
     """One attention block of a transformers model, as data.
 
     Args:
-        part: which of the model's attentions it is: ``"self"``, or T5's ``"encoder"``, ``"decoder"``, ``"cross"``.
-        path: where its tensors are, with ``{layer}`` for the number of the layer.
+        path: the prefix of its tensors, with ``{layer}`` for the number of the layer.
         naming: their names below that path.
-        build: makes the module from the tensors and the configuration. Latent attention reads all settings itself.
         reads: what the configuration, or further tensors, say besides the weights of the projections: arguments of
             the module.
+        part: which of the model's attentions it is: ``"self"``, or T5's ``"encoder"``, ``"decoder"``, ``"cross"``.
+        build: makes the module from the tensors and the configuration. Default: `multi_head`.
         causal: whether the model hides the future from it.
         dropout: the setting with the dropout of the weights.
         bias: whether query, key and value have a bias: yes, no, or a setting's value.
@@ -43,11 +40,11 @@ class Block:
             so on. Default False: all queries first.
     """
 
-    part: str
     path: str
     naming: Naming
-    build: Callable[[Layer], Attention]
     reads: tuple[Reading, ...] = ()
+    part: str = "self"
+    build: Callable[[Layer], Attention] | None = None
     causal: bool = True
     dropout: str = "attention_dropout"
     bias: bool | str = True
@@ -144,38 +141,37 @@ class Layer:
         ]
         if unexpected:
             raise _does_not_fit("config", "a configuration with these biases", f"none for {', '.join(unexpected)}")
-        self._read.update(prefix + entry.key for entry in entries)
-        tensors = {prefix + entry.key: self.tensors[prefix + entry.key] for entry in entries}
-        if self.block.fused_by_head:
-            fused = {prefix + entry.key for entry in entries if len(entry.holds) > 1}
-            tensors = {
-                key: self._by_projection(key, tensor) if key in fused else tensor for key, tensor in tensors.items()
-            }
+        tensors: Tensors = {}
+        for entry in entries:
+            key = prefix + entry.key
+            fused_by_head = self.block.fused_by_head and len(entry.holds) > 1
+            tensors[key] = self._by_projection(key) if fused_by_head else self.tensors[key]
+        self._read.update(tensors)
         projections = unpack(tensors, naming, prefix)
         self._require_sizes(projections)
         return projections
 
     def require_nothing_left(self) -> None:
         """Raise if the block has tensors that were not read: leaving them out could change what it computes."""
-        here = (key for key in self.tensors if key.startswith(self.prefix) and key not in self._read)
-        left = [
+        known = re.compile("|".join(self.block.naming.ignored) or r"(?!)")
+        unread = [
             key
-            for key in here
-            if not any(re.fullmatch(pattern, key.removeprefix(self.prefix)) for pattern in self.block.naming.ignored)
+            for key in self.tensors
+            if key.startswith(self.prefix) and key not in self._read and not known.fullmatch(key, len(self.prefix))
         ]
-        if left:
+        if unread:
             fix = "Merge adapters first, and leave out what has nothing to do with attention."
-            if any(key.endswith("_scale_inv") for key in left):
+            if any(key.endswith("_scale_inv") for key in unread):
                 fix = "The weights are quantised: convert them to bfloat16 first."
             expected = f"nothing but what {self.config.model_type} has under {self.prefix!r}"
-            raise CheckpointError("source", expected=expected, got=", ".join(left), fix=fix)
+            raise CheckpointError("source", expected=expected, got=", ".join(unread), fix=fix)
 
     def _has_bias(self, role: str) -> bool:
         own = self.block.bias if role != "output" or self.block.out_bias is None else self.block.out_bias
         return bool(self.setting(own)) if isinstance(own, str) else own
 
-    def _by_projection(self, key: str, tensor: Tensor) -> Tensor:
-        rows = 3 * self.num_heads * self.head_dim
+    def _by_projection(self, key: str) -> Tensor:
+        tensor, rows = self.tensors[key], 3 * self.num_heads * self.head_dim
         if tensor.dim() == 0 or tensor.shape[0] != rows:
             raise _does_not_fit(key, f"{rows} rows", shape_text(tuple(tensor.shape)))
         heads = tensor.unflatten(0, (self.num_heads, 3, self.head_dim))  # (H, 3, D, …)

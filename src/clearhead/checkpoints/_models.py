@@ -13,6 +13,7 @@ from .._checks import shown, size, text
 from ..errors import ArgumentError, CheckpointError, DTypeError
 from ._architectures import ARCHITECTURES
 from ._blocks import Attention, Block, Layer, without_setting
+from ._build import multi_head
 from ._sources import Source, Tensors, read_source
 
 _LOGGER = logging.getLogger("clearhead")
@@ -111,7 +112,7 @@ class _Model:
     def load(self, number: int, shared: dict[str, nn.Module]) -> Attention:
         block, root = _find(self, number)
         layer = Layer(block, self.config, number, root, self.tensors, shared)
-        loaded = block.build(layer)
+        loaded = (block.build or multi_head)(layer)
         remember_name(loaded, root.removesuffix("."))
         _LOGGER.info("loaded attention from %s", loaded.loaded_from)
         return loaded.train(self.training)
