@@ -12,7 +12,7 @@ from ._fill import fill
 
 
 def multi_head(layer: Layer) -> MultiHeadAttention:
-    """Attention with copies of the layer's tensors and the parts that its configuration describes."""
+    """Attention with copies of the layer's tensors, and with the settings of its configuration."""
     projections = layer.projections()
     parts: dict[str, Any] = {}
     for read in layer.block.reads:
@@ -48,12 +48,12 @@ def multi_head(layer: Layer) -> MultiHeadAttention:
 
 def _dropout(layer: Layer) -> float:
     name = layer.block.dropout
-    given = layer.setting(name)
-    return 0.0 if given is None else number(f"config.{name}", given, "a probability in [0, 1]", is_probability)
+    dropout = layer.setting(name)
+    return 0.0 if dropout is None else number(f"config.{name}", dropout, "a probability in [0, 1]", is_probability)
 
 
 def report(module: Attention, lines: list[str], *, causal: bool) -> None:
-    """Write into the module what was read, and whether the model hides the future, which the module does not."""
+    """Store in `loaded_from` what was read, and whether the model is causal. The module itself is not causal."""
     hidden = (
         "not hidden here, but hidden in the model. Pass mask=masks.causal()" if causal else "not hidden in the model"
     )

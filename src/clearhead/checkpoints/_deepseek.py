@@ -12,7 +12,7 @@ from ._blocks import Layer
 from ._build import report
 from ._fill import copied
 
-#: Our submodules by transformers' names, which the original checkpoints have too.
+#: The names of transformers and of the original checkpoints, by Clearhead's names.
 _NAMES = {
     "q_proj.down": "q_a_proj",
     "q_proj.norm": "q_a_layernorm",
@@ -26,7 +26,7 @@ _NAMES = {
 
 
 def latent(layer: Layer) -> MultiHeadLatentAttention:
-    """Latent attention with copies of the layer's tensors; its scale has YaRN's squared ``mscale_all_dim``."""
+    """Latent attention with copies of the layer's tensors. Its scale contains YaRN's squared ``mscale_all_dim``."""
     module = _empty(layer)
     ours = module.state_dict()
     theirs = {name: f"{_NAMES[stem]}.{kind}" for name in ours for stem, _, kind in [name.rpartition(".")]}
@@ -47,7 +47,7 @@ def latent(layer: Layer) -> MultiHeadLatentAttention:
 
 
 def _empty(layer: Layer) -> MultiHeadLatentAttention:
-    """The module that the configuration describes, its parameters without memory."""
+    """The module that the configuration describes, with parameters on ``"meta"``."""
     heads, kv_heads = layer.setting("num_attention_heads"), layer.setting("num_key_value_heads")
     if kv_heads not in (None, heads):
         expected = f"num_attention_heads = {heads}, for every head has keys of its own"
@@ -75,7 +75,7 @@ def _empty(layer: Layer) -> MultiHeadLatentAttention:
 
 
 def _sharpening(config: Any) -> float:
-    """What scores are multiplied by for longer contexts: (0.1 · mscale_all_dim · ln factor + 1)²."""
+    """The factor of the scores for longer contexts, (0.1 · mscale_all_dim · ln factor + 1)²."""
     rope = config.rope_parameters or {}
     mscale = rope.get("mscale_all_dim")
     if rope.get("rope_type", "default") == "default" or not mscale:

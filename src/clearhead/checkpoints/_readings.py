@@ -38,12 +38,12 @@ def softcap(layer: Layer) -> dict[str, Any]:
 
 
 def query_scale(layer: Layer) -> dict[str, Any]:
-    """1/√ of a number of its own in the place of head_dim."""
+    """1/√ of a setting instead of 1/√D."""
     return {"scale": layer.setting("query_pre_attn_scalar") ** -0.5}
 
 
 def gpt2_scale(layer: Layer) -> dict[str, Any]:
-    """1/√D, 1, and either of them divided by the number of the layer, from 1."""
+    """1/√D or 1, which may be divided by the number of the layer, from 1."""
     scale = layer.head_dim**-0.5 if layer.setting("scale_attn_weights") else 1.0
     return {"scale": scale / (layer.number + 1) if layer.setting("scale_attn_by_inverse_layer_idx") else scale}
 
@@ -59,7 +59,7 @@ def sinks(layer: Layer) -> dict[str, Any]:
 
 
 def window(layer: Layer) -> dict[str, Any]:
-    """Each query sees the last ``sliding_window`` positions, itself included."""
+    """Each query attends to the last ``sliding_window`` positions, its own included."""
     size = layer.setting("sliding_window")
     return {} if size is None else {"mask": masks.sliding_window(size - 1, 0)}
 
@@ -92,7 +92,7 @@ def alibi(layer: Layer) -> dict[str, Any]:
 
 
 def relative_bias(*, bidirectional: bool) -> Reading:
-    """A learned bias per head and bucket of distances; all layers use the first one's."""
+    """A learned bias per head and bucket of distances. All layers use that of the first layer."""
 
     def read(layer: Layer) -> dict[str, Any]:
         buckets, heads = layer.setting("relative_attention_num_buckets"), layer.num_heads
