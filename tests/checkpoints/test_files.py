@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-import clearhead
 from clearhead.checkpoints import load, save
 from clearhead.errors import CheckpointError
 
@@ -32,11 +31,9 @@ def write(path: Path, content: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "pt", "pth", "bin"])
-@pytest.mark.parametrize("as_text", [False, True])
-def test_a_state_dict_is_read(tmp_path: Path, state: dict[str, Tensor], suffix: str, as_text: bool) -> None:
-    path = write(tmp_path / f"weights.{suffix}", state)
-    ours = load(str(path) if as_text else path, H)
+@pytest.mark.parametrize(("suffix", "kind"), [("safetensors", str), ("pt", Path), ("pth", Path), ("bin", str)])
+def test_a_state_dict_is_read(tmp_path: Path, state: dict[str, Tensor], suffix: str, kind: type[Any]) -> None:
+    ours = load(kind(write(tmp_path / f"weights.{suffix}", state)), H)
     saved = save(ours, "w_q", prefix="layers.3.attn")
     assert saved.keys() == state.keys()
     assert all(torch.equal(saved[key], state[key]) for key in state)
@@ -50,15 +47,11 @@ def test_what_is_loaded_does_not_hold_on_to_the_file(tmp_path: Path, state: dict
     assert torch.equal(ours.q_proj.weight, before)
 
 
-@pytest.mark.parametrize("suffix", ["pt", "pth", "bin"])
-def test_a_pickled_module_is_refused(tmp_path: Path, suffix: str) -> None:
-    path = write(tmp_path / f"module.{suffix}", TransformerLesson(E, H))
-    with pytest.raises(CheckpointError) as raised:
+def test_a_pickled_module_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "module.pt", TransformerLesson(E, H))
+    text = "source: expected a file of tensors alone.*module.pt, which fails with UnpicklingError.*runs code when it is"
+    with pytest.raises(CheckpointError, match=text):
         load(path, H)
-    text = str(raised.value)
-    assert text.startswith("source: expected a file of tensors alone")
-    assert f"{path}, which fails with UnpicklingError" in text
-    assert "runs code when it is opened and is not read here" in text
 
 
 class Trap:
@@ -76,24 +69,16 @@ def test_code_in_a_file_does_not_run(tmp_path: Path) -> None:
     assert not (tmp_path / "sprung").exists()
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "pt", "bin"])
-@pytest.mark.parametrize("content", [b"", b"\x00" * 9, b"not a checkpoint" * 9])
-def test_a_broken_file(tmp_path: Path, suffix: str, content: bytes) -> None:
-    path = tmp_path / f"broken.{suffix}"
-    path.write_bytes(content)
+@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint" * 9, None], ids=["empty", "other bytes", "cut off"])
+def test_a_broken_file(tmp_path: Path, state: dict[str, Tensor], suffix: str, content: bytes | None) -> None:
+    path = write(tmp_path / f"broken.{suffix}", state)
+    path.write_bytes(path.read_bytes()[:-999] if content is None else content)
     with pytest.raises(CheckpointError, match=f"source: expected .*broken.{suffix}, which fails with"):
         load(path, H)
 
 
-def test_a_cut_off_file(tmp_path: Path, state: dict[str, Tensor]) -> None:
-    for name in ("weights.safetensors", "weights.pt"):
-        path = write(tmp_path / name, state)
-        path.write_bytes(path.read_bytes()[:-999])
-        with pytest.raises(CheckpointError, match="which fails with"):
-            load(path, H)
-
-
-@pytest.mark.parametrize("name", ["model.ckpt", "model.safetensors.index.json", "model.pkl", "model"])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model"])
 def test_another_kind_of_file(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"{}")
     with pytest.raises(CheckpointError, match=r"expected a file that ends in \.safetensors, \.pt, \.pth, \.bin, got"):
@@ -107,17 +92,6 @@ def test_no_file(tmp_path: Path) -> None:
             load(tmp_path / name, H)
 
 
-def test_a_file_with_something_else(tmp_path: Path, state: dict[str, Tensor]) -> None:
+def test_a_file_with_something_else(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="expected a file with a state dict, names and tensors, got list in"):
         load(write(tmp_path / "list.pt", [torch.ones(3)]), H)
-    path = write(tmp_path / "training.pt", {"model_state_dict": state, "epoch": 3})
-    with pytest.raises(CheckpointError, match=r"got dict under 'model_state_dict'\. .*source\['model_state_dict'\]"):
-        load(path, H)
-    assert load(torch.load(path, weights_only=True)["model_state_dict"], H).num_heads == H
-
-
-def test_saved_weights_go_into_a_safetensors_file(tmp_path: Path) -> None:
-    ours = clearhead.MultiHeadAttention(E, H)
-    for naming in ("clearhead", "torch", "gpt2", "w_q"):
-        path = write(tmp_path / f"{naming}.safetensors", save(ours, naming))
-        assert torch.equal(load(path, H).v_proj.weight, ours.v_proj.weight)

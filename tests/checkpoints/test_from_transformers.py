@@ -12,9 +12,9 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
-from clearhead import MultiHeadAttention, masks
+from clearhead import masks
 from clearhead.checkpoints import from_transformers, layers_from_transformers
 from clearhead.errors import ArgumentError, CheckpointError, DTypeError
 from tests.support.models import VIT
@@ -23,17 +23,16 @@ from .architectures import CASES, B, L, randomised, t5
 
 
 @pytest.fixture(scope="module")
-def models() -> dict[str, nn.Module]:
+def models() -> dict[str, Any]:
     torch.manual_seed(7)
-    return {
-        name: CASES[name].model() for name in ("llama", "mistral", "qwen3", "gemma2", "gpt_oss", "gpt_neox", "bert")
-    }
+    names = ("llama", "mistral", "qwen3", "gemma2", "gpt_oss", "gpt_neox", "bert")
+    return {name: CASES[name].model() for name in names} | {"deepseek_v3": CASES["deepseek, low-rank queries"].model()}
 
 
-def same(left: MultiHeadAttention, right: MultiHeadAttention) -> bool:
+@torch.no_grad()
+def same(left: Any, right: Any) -> bool:
     x = torch.randn(B, L, left.embed_dim)
-    with torch.no_grad():
-        return torch.equal(left.eval()(x, mask=masks.causal()), right.eval()(x, mask=masks.causal()))
+    return torch.equal(left.eval()(x, mask=masks.causal()), right.eval()(x, mask=masks.causal()))
 
 
 def changed(config: Any, **settings: Any) -> Any:
@@ -43,7 +42,7 @@ def changed(config: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("source", ["state dict", "safetensors", "torch.save", "wrapped"])
-def test_every_kind_of_source_gives_the_same(models: dict[str, nn.Module], source: str, tmp_path: Path) -> None:
+def test_every_kind_of_source_gives_the_same(models: dict[str, Any], source: str, tmp_path: Path) -> None:
     model = models["gpt_oss"]
     config, given = model.config, None
     if source == "state dict":
@@ -69,26 +68,25 @@ def test_a_model_saved_by_transformers(tmp_path: Path) -> None:
     assert same(from_file, from_transformers(model, 1))
 
 
-def test_the_result_is_a_copy_in_its_own_dtypes(models: dict[str, nn.Module]) -> None:
-    model = copy.deepcopy(models["gpt_oss"]).to(torch.bfloat16)
-    model.layers[1].self_attn.sinks.data = model.layers[1].self_attn.sinks.data.float()
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_the_result_is_a_copy_in_its_own_dtypes(models: dict[str, Any], name: str) -> None:
+    model = copy.deepcopy(models[name]).to(torch.bfloat16)
+    kept = getattr(model.layers[1].self_attn, "sinks", model.layers[1].self_attn.o_proj.weight)
+    kept.data = kept.data.float()
     ours = from_transformers(model, 1)
-    assert ours.q_proj.weight.dtype == torch.bfloat16
-    assert ours.sinks is not None
-    assert ours.sinks.dtype == torch.float32
-    assert {name for name, _ in ours.named_parameters()} == {
-        *(f"{role}_proj.{kind}" for role in ("q", "k", "v", "out") for kind in ("weight", "bias")),
-        "sinks",
-    }
-    own = {parameter.data_ptr() for parameter in ours.parameters()}
-    assert not own & {parameter.data_ptr() for parameter in model.parameters()}
+    dtypes = {key: parameter.dtype for key, parameter in ours.named_parameters()}
+    single = "sinks" if name == "gpt_oss" else "out_proj.weight"
+    assert dtypes == dict.fromkeys(dtypes, torch.bfloat16) | {single: torch.float32}
+    assert not {each.data_ptr() for each in ours.parameters()} & {each.data_ptr() for each in model.parameters()}
     assert all(parameter.requires_grad for parameter in ours.parameters())
+    assert not any(tensor.is_meta for tensor in (*ours.parameters(), *ours.buffers()))
 
 
-def test_nothing_random_is_drawn(models: dict[str, nn.Module]) -> None:
+def test_nothing_random_is_drawn(models: dict[str, Any]) -> None:
     theirs = t5()
     before = torch.get_rng_state()
     from_transformers(models["qwen3"], 1)
+    from_transformers(models["deepseek_v3"], 1)
     from_transformers(theirs, 0, part="decoder")
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -101,15 +99,15 @@ def test_dropout_and_mode_are_the_model_s() -> None:
     assert not from_transformers(model.eval(), 0).training
 
 
-def test_all_layers_are_what_each_is_alone(models: dict[str, nn.Module]) -> None:
-    for name, count in (("llama", 2), ("gemma2", 3), ("gpt_neox", 2)):
+def test_all_layers_are_what_each_is_alone(models: dict[str, Any]) -> None:
+    for name, count in (("llama", 2), ("gemma2", 3), ("gpt_neox", 2), ("deepseek_v3", 2)):
         layers = layers_from_transformers(models[name])
         assert len(layers) == count
         assert all(same(layer, from_transformers(models[name], number)) for number, layer in enumerate(layers))
 
 
 def test_what_was_read_is_told_by_the_module_and_the_logger(
-    models: dict[str, nn.Module], caplog: pytest.LogCaptureFixture
+    models: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="clearhead"):
         ours = from_transformers(models["gemma2"], 2)
@@ -129,20 +127,14 @@ def test_what_was_read_is_told_by_the_module_and_the_logger(
     assert "the future: not hidden in the model" in str(from_transformers(models["bert"], 0).loaded_from)
 
 
-def test_settings_that_switch_something_off(models: dict[str, nn.Module]) -> None:
+def test_settings_that_switch_something_off(models: dict[str, Any]) -> None:
     mistral, gemma2 = models["mistral"], models["gemma2"]
     assert from_transformers(mistral, 0, config=changed(mistral.config, sliding_window=None)).mask is None
     uncapped = changed(gemma2.config, attn_logit_softcapping=None)
     assert from_transformers(gemma2, 1, config=uncapped).softcap is None
 
 
-def test_an_unknown_model_lists_those_known() -> None:
-    config = SimpleNamespace(model_type="mamba", num_hidden_layers=1)
-    with pytest.raises(ArgumentError) as raised:
-        from_transformers({}, 0, config=config)
-    known = "llama, mistral, qwen3, gemma2, gpt_oss, gpt_neox, bloom, t5, deepseek_v2, deepseek_v3, gpt2, bert, vit"
-    assert str(raised.value).startswith(f"config.model_type: expected one of {known}")
-    assert "got 'mamba'. For other models, checkpoints.load reads the weights" in str(raised.value)
+KNOWN = "llama, mistral, qwen3, gemma2, gpt_oss, gpt_neox, bloom, t5, deepseek_v2, deepseek_v3, gpt2, bert, vit"
 
 
 @pytest.mark.parametrize(
@@ -151,9 +143,14 @@ def test_an_unknown_model_lists_those_known() -> None:
         (None, ArgumentError, r"config: expected the model's configuration, got None. .* pass config=model.config"),
         ({"model_type": "llama"}, DTypeError, r"object with model_type, got dict. transformers.AutoConfig"),
         (3, DTypeError, r"an object with model_type, got int\."),
+        (
+            SimpleNamespace(model_type="mamba", num_hidden_layers=1),
+            ArgumentError,
+            f"config.model_type: expected one of {KNOWN}, got 'mamba'. For other models, checkpoints.load reads the w",
+        ),
     ],
 )
-def test_what_is_no_configuration(config: Any, error: type[Exception], text: str) -> None:
+def test_what_is_no_configuration_of_a_known_model(config: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         from_transformers({}, 0, config=config)
 
@@ -167,12 +164,12 @@ def test_what_is_no_configuration(config: Any, error: type[Exception], text: str
         (None, DTypeError, r"layer: expected an int, got NoneType"),
     ],
 )
-def test_a_layer_that_is_not_there(models: dict[str, nn.Module], layer: Any, error: type[Exception], text: str) -> None:
+def test_a_layer_that_is_not_there(models: dict[str, Any], layer: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         from_transformers(models["llama"], layer)
 
 
-def test_a_part_that_is_not_there(models: dict[str, nn.Module]) -> None:
+def test_a_part_that_is_not_there(models: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=r"part: expected 'self' in llama, got 'cross'"):
         from_transformers(models["llama"], 0, part="cross")
     with pytest.raises(ArgumentError, match=r"part: expected 'encoder' or 'decoder' or 'cross' in t5, got None"):
@@ -180,16 +177,22 @@ def test_a_part_that_is_not_there(models: dict[str, nn.Module]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "key"),
-    [("llama", "o_proj.weight"), ("llama", "k_proj.bias"), ("qwen3", "k_norm.weight"), ("gpt_oss", "sinks")],
+    ("name", "keys"),
+    [
+        ("llama", ["o_proj.weight"]),
+        ("llama", ["k_proj.bias"]),
+        ("qwen3", ["k_norm.weight"]),
+        ("gpt_oss", ["sinks"]),
+        ("deepseek_v3", ["q_b_proj.weight", "kv_a_layernorm.weight"]),
+    ],
 )
-def test_a_tensor_that_is_missing(models: dict[str, nn.Module], name: str, key: str) -> None:
-    state = models[name].state_dict()
-    del state[f"layers.1.self_attn.{key}"]
+def test_a_tensor_that_is_missing(models: dict[str, Any], name: str, keys: list[str]) -> None:
+    absent = [f"layers.1.self_attn.{key}" for key in keys]
+    state = {key: tensor for key, tensor in models[name].state_dict().items() if key not in absent}
     with pytest.raises(CheckpointError) as raised:
         from_transformers(state, 1, config=models[name].config)
     expected = f"source: expected what {name} with this configuration has under 'layers.1.self_attn.'"
-    assert str(raised.value).startswith(f"{expected}, got no layers.1.self_attn.{key}")
+    assert str(raised.value) == f"{expected}, got no {', '.join(absent)}."
 
 
 def test_t5_without_its_bias() -> None:
@@ -200,7 +203,7 @@ def test_t5_without_its_bias() -> None:
         from_transformers(state, 2, config=model.config, part="decoder")
 
 
-def test_weights_of_another_model(models: dict[str, nn.Module]) -> None:
+def test_weights_of_another_model(models: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError) as raised:
         from_transformers(models["bert"].state_dict(), 0, config=models["llama"].config)
     assert "expected attention of llama under 'layers.0.self_attn.'" in str(raised.value)
@@ -209,13 +212,13 @@ def test_weights_of_another_model(models: dict[str, nn.Module]) -> None:
         from_transformers({}, 0, config=models["llama"].config)
 
 
-def test_two_models_in_one(models: dict[str, nn.Module]) -> None:
+def test_two_models_in_one(models: dict[str, Any]) -> None:
     both = nn.ModuleDict({"teacher": models["llama"], "student": models["llama"]})
     with pytest.raises(CheckpointError, match=r"got several, under 'teacher.layers.0.self_attn.', 'student.layers"):
         from_transformers(both, 0, config=models["llama"].config)
 
 
-def test_layers_of_another_name_do_not_count(models: dict[str, nn.Module]) -> None:
+def test_layers_of_another_name_do_not_count(models: dict[str, Any]) -> None:
     state = models["llama"].state_dict()
     more = {name.replace("layers.", "draft_layers."): torch.zeros_like(tensor) for name, tensor in state.items()}
     assert same(
@@ -224,27 +227,34 @@ def test_layers_of_another_name_do_not_count(models: dict[str, nn.Module]) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("llama", "q_norm.weight"), ("qwen3", "sinks"), ("gpt_oss", "q_proj.lora_A.weight")]
+    ("name", "key", "text"),
+    [
+        ("llama", "q_norm.weight", r"Merge adapters first"),
+        ("qwen3", "sinks", ""),
+        ("gpt_oss", "q_proj.lora_A.weight", ""),
+        ("deepseek_v3", "q_norm.weight", ""),
+        ("deepseek_v3", "kv_b_proj.weight_scale_inv", "The weights are quantised: convert them to bfloat16 first"),
+    ],
 )
-def test_a_tensor_that_would_be_left_out(models: dict[str, nn.Module], name: str, key: str) -> None:
+def test_a_tensor_that_would_be_left_out(models: dict[str, Any], name: str, key: str, text: str) -> None:
     state = {**models[name].state_dict(), f"layers.1.self_attn.{key}": torch.ones(10)}
-    with pytest.raises(CheckpointError, match=rf"nothing but what {name} has under .*, got layers.1.self_attn.{key}"):
+    with pytest.raises(CheckpointError, match=rf"nothing but what {name} has under .*, got layers.1.*{key}. {text}"):
         from_transformers(state, 1, config=models[name].config)
     from_transformers(state, 0, config=models[name].config)
 
 
 @pytest.mark.parametrize(
-    "extra",
+    ("name", "key"),
     [
         ("gpt_neox", "layers.1.attention.masked_bias"),
         ("gpt_neox", "layers.1.attention.bias"),
         ("gpt_neox", "layers.1.attention.rotary_emb.inv_freq"),
         ("llama", "layers.1.self_attn.rotary_emb.inv_freq"),
+        ("deepseek_v3", "layers.1.self_attn.rotary_emb.inv_freq"),
         ("bert", "encoder.layer.1.attention.output.LayerNorm.gamma"),
     ],
 )
-def test_what_old_files_have_besides(models: dict[str, nn.Module], extra: tuple[str, str]) -> None:
-    name, key = extra
+def test_what_old_files_have_besides(models: dict[str, Any], name: str, key: str) -> None:
     state = {**models[name].state_dict(), key: torch.ones(3)}
     assert same(from_transformers(state, 1, config=models[name].config), from_transformers(models[name], 1))
 
@@ -260,9 +270,7 @@ OTHER_SIZES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "settings", "text"), OTHER_SIZES)
-def test_a_configuration_of_other_sizes(
-    models: dict[str, nn.Module], name: str, settings: dict[str, Any], text: str
-) -> None:
+def test_a_configuration_of_other_sizes(models: dict[str, Any], name: str, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(CheckpointError, match=text):
         from_transformers(models[name], 1, config=changed(models[name].config, **settings))
 
@@ -276,17 +284,26 @@ OTHER_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"sliding_window": None, "layer_types": ["sliding_attention"] * 3}, r"sliding_window = None"),
     ("qwen3", {"layer_types": ["chunked_attention"] * 3}, r"layer_types\[1\] full_attention, .* got 'chunked"),
     ("qwen3", {"layer_types": ["full_attention"]}, r"layer_types\[1\] full_attention, .* got None"),
+    ("deepseek_v3", {"v_head_dim": ...}, "config: expected the setting v_head_dim, .*deepseek_v3"),
+    ("deepseek_v3", {"num_key_value_heads": 1}, "expected num_attention_heads = 5, for every head has .* own, got 1"),
+    ("deepseek_v3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type: expected one of default, "),
 ]
 
 
 @pytest.mark.parametrize(("name", "settings", "text"), OTHER_SETTINGS)
-def test_settings_that_do_not_fit(models: dict[str, nn.Module], name: str, settings: dict[str, Any], text: str) -> None:
+def test_settings_that_do_not_fit(models: dict[str, Any], name: str, settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ArgumentError, match=text):
         from_transformers(models[name], 1, config=changed(models[name].config, **settings))
 
 
-def test_a_norm_of_another_size(models: dict[str, nn.Module]) -> None:
-    state: dict[str, Tensor] = models["qwen3"].state_dict()
-    state["layers.1.self_attn.q_norm.weight"] = torch.ones(42)
-    with pytest.raises(CheckpointError, match=r"q_norm.weight: expected \(10,\), got \(42,\). Does the config"):
-        from_transformers(state, 1, config=models["qwen3"].config)
+@pytest.mark.parametrize(
+    ("name", "key", "text"),
+    [
+        ("qwen3", "q_norm.weight", r"\(10,\), got \(42,\)"),
+        ("deepseek_v3", "kv_b_proj.weight", r"\(90, 13\), got \(42,\)"),
+    ],
+)
+def test_a_tensor_of_another_size(models: dict[str, Any], name: str, key: str, text: str) -> None:
+    state = models[name].state_dict() | {f"layers.1.self_attn.{key}": torch.ones(42)}
+    with pytest.raises(CheckpointError, match=rf"{key}: expected {text}. Does the config"):
+        from_transformers(state, 1, config=models[name].config)

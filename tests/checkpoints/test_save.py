@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import clearhead
 from clearhead.checkpoints import NAMINGS, Naming, identify, load, save
-from clearhead.errors import ArgumentError, CheckpointError, DTypeError
+from clearhead.errors import CheckpointError, DTypeError
 
 from .lessons import AnnotatedLesson, DiveLesson, NanoLesson, SelfAttentionLesson, TransformerLesson, VisionLesson
 
@@ -36,7 +34,7 @@ def odd_numbers(module: nn.Module) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("naming", NAMINGS, ids=lambda naming: naming.name)
 def test_there_and_back(naming: Naming, dtype: torch.dtype) -> None:
     ours = odd_numbers(clearhead.MultiHeadAttention(E, H, dtype=dtype))
@@ -47,36 +45,22 @@ def test_there_and_back(naming: Naming, dtype: torch.dtype) -> None:
     assert_same_bits(save(again, naming), theirs)
 
 
-LESSONS = {
-    "o_proj": lambda: SelfAttentionLesson(E, H),
-    "w_q": lambda: TransformerLesson(E, H),
-    "d2l": lambda: DiveLesson(17, 19, 23, E, H, 0.1),
-    "timm": lambda: VisionLesson(E, H, qkv_bias=False),
-    "linears": lambda: AnnotatedLesson(H, E),
-    "torch": lambda: nn.MultiheadAttention(E, H),
-}
+CLASSES: list[tuple[str, nn.Module]] = [
+    ("o_proj", SelfAttentionLesson(E, H)),
+    ("w_q", TransformerLesson(E, H)),
+    ("d2l", DiveLesson(17, 19, 23, E, H)),
+    ("timm", VisionLesson(E, H, qkv_bias=False)),
+    ("linears", AnnotatedLesson(H, E)),
+    ("nanogpt", NanoLesson(E, H, 7)),
+    ("torch", nn.MultiheadAttention(E, H)),
+    ("torch", nn.MultiheadAttention(E, H, kdim=17, vdim=19)),
+]
 
 
-@pytest.mark.parametrize("name", LESSONS)
-def test_the_lessons_class_gets_its_weights_back(name: str) -> None:
-    lesson = odd_numbers(LESSONS[name]())
-    state = deepcopy(lesson.state_dict())
-    saved = save(load(lesson, H), name)
-    assert_same_bits(saved, state)
-    fresh = LESSONS[name]()
-    fresh.load_state_dict(saved)
-    assert_same_bits(fresh.state_dict(), state)
-
-
-def test_pytorchs_class_with_sizes_of_its_own_gets_its_weights_back() -> None:
-    theirs = odd_numbers(nn.MultiheadAttention(E, H, kdim=17, vdim=19))
-    assert_same_bits(save(load(theirs), "torch"), theirs.state_dict())
-
-
-def test_nanogpt_gets_its_weights_back_but_keeps_its_mask() -> None:
-    lesson = odd_numbers(NanoLesson(E, H, 7))
-    saved = save(load(lesson), "nanogpt")
-    assert_same_bits(saved, {key: value for key, value in lesson.state_dict().items() if key != "bias"})
+@pytest.mark.parametrize(("name", "theirs"), CLASSES, ids=[name for name, _ in CLASSES])
+def test_a_class_gets_its_weights_back(name: str, theirs: nn.Module) -> None:
+    state = odd_numbers(theirs).state_dict()
+    assert_same_bits(save(load(theirs, H), name), {key: state[key] for key in state if key != "bias"})  # nanoGPT's mask
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 5])
@@ -87,14 +71,10 @@ def test_grouped_heads(num_kv_heads: int) -> None:
     assert_same_bits(again.state_dict(), ours.state_dict())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("naming", ["clearhead", "torch", "gpt2"])
-def test_a_device_without_memory_is_kept(naming: str, dtype: torch.dtype) -> None:
-    ours = clearhead.MultiHeadAttention(E, H, device="meta", dtype=dtype)
-    saved = save(ours, naming)
-    again = load(saved, H)
-    tensors = [*saved.values(), *again.parameters()]
-    assert {(tensor.device.type, tensor.dtype) for tensor in tensors} == {("meta", dtype)}
+def test_a_device_without_memory_is_kept(naming: str) -> None:
+    saved = save(clearhead.MultiHeadAttention(E, H, device="meta"), naming)
+    assert all(tensor.is_meta for tensor in (*saved.values(), *load(saved, H).parameters()))
 
 
 def test_each_tensor_keeps_a_dtype_of_its_own() -> None:
@@ -146,8 +126,6 @@ def test_our_own_module_can_be_the_source() -> None:
 
 def test_what_cannot_be_saved() -> None:
     ours = clearhead.MultiHeadAttention(E, H)
-    with pytest.raises(ArgumentError, match=r"naming: expected one of clearhead, o_proj, .* got 'keras'"):
-        save(ours, "keras")
     with pytest.raises(DTypeError, match=r"module: expected a clearhead\.MultiHeadAttention, got MultiheadAttention"):
         save(nn.MultiheadAttention(E, H), "torch")  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"inputs of 35, 17, 35 features, which share one weight there"):

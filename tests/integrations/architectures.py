@@ -23,16 +23,11 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 2,
 }
 GROUPED = {**SMALL, "num_key_value_heads": 2, "head_dim": 8}
-SMALL_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
 
 # model class, configuration class, what differs from SMALL or GROUPED
 DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", SMALL_GPT2 | {"bos_token_id": 1, "eos_token_id": 2}),
-    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", SMALL),
-    "opt": ("OPTForCausalLM", "OPTConfig", SMALL | {"ffn_dim": 40, "word_embed_proj_dim": 32}),
     "llama": ("LlamaForCausalLM", "LlamaConfig", GROUPED),
     "mistral, window": ("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": 5}),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", GROUPED),
     "gemma2, soft-cap, window": (
         "Gemma2ForCausalLM",
         "Gemma2Config",
@@ -43,7 +38,6 @@ DECODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssConfig",
         GROUPED | {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 1},
     ),
-    "phi": ("PhiForCausalLM", "PhiConfig", SMALL),
     "llama4, chunks": (
         "Llama4ForCausalLM",
         "Llama4TextConfig",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from clearhead.errors import ArgumentError, DTypeError, MaskTypeError, ShapeError
+from clearhead.errors import ArgumentError, DeviceError, DTypeError, MaskTypeError, ShapeError
 from clearhead.integrations.transformers import attention_forward
 
 B, H, HKV, L, S, D = 2, 6, 3, 5, 7, 4
@@ -61,12 +61,7 @@ def check(expected: tuple[Tensor, Tensor], module: Any, *arguments: Any, **optio
     assert without.equal(output)
 
 
-def test_nothing_but_the_tensors() -> None:
-    inputs = tensors()
-    check(formula(*inputs), layer(), *inputs, None)
-
-
-@pytest.mark.parametrize("options", [{"scaling": 0.3}, {"softcap": 1.5}, {"s_aux": torch.linspace(-2, 3, H)}])
+@pytest.mark.parametrize("options", [{}, {"scaling": 0.3}, {"softcap": 1.5}, {"s_aux": torch.linspace(-2, 3, H)}])
 def test_numbers_of_the_softmax(options: dict[str, Any]) -> None:
     inputs = tensors()
     ours = {"scaling": "scale", "softcap": "softcap", "s_aux": "sinks"}
@@ -94,13 +89,6 @@ def test_no_mask_hides_nothing_whatever_the_module_says(options: dict[str, Any])
     check(formula(*inputs), layer(is_causal=True), *inputs, None, **options)
 
 
-def test_a_mask_is_the_whole_truth() -> None:
-    inputs = tensors(5, 5)
-    keep = torch.rand(B, 1, 5, 5) > 0.3
-    keep[..., 0] = True
-    check(formula(*inputs, bias=hidden(keep)), layer(is_causal=True), *inputs, keep, sliding_window=2)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("length", "keys"), [(7, 7), (3, 7)])
 def test_sliding_window_without_a_mask(causal: bool, length: int, keys: int) -> None:
@@ -119,20 +107,20 @@ def test_packed_rows_by_their_boundaries() -> None:
     check(formula(*inputs, bias=hidden(visible)), layer(), *inputs, None, is_causal=True, **options)
 
 
-@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, float("-inf")])
-def test_additive_masks_hide_with_the_lowest_number(lowest: float) -> None:
-    inputs = tensors()
-    keep = torch.rand(B, 1, L, S) > 0.3
+@pytest.mark.parametrize("lowest", [None, torch.finfo(torch.float32).min, float("-inf")])
+def test_masks_are_bool_or_hide_with_the_lowest_number(lowest: float | None) -> None:
+    """A mask hides all that is hidden: a window of the call or what the module says adds nothing."""
+    inputs = tensors(5, 5)
+    keep = torch.rand(B, 1, 5, 5) > 0.3
     keep[..., 0] = True
-    check(formula(*inputs, bias=hidden(keep)), layer(), *inputs, torch.where(keep, 0.0, lowest))
+    mask = keep if lowest is None else torch.where(keep, 0.0, lowest)
+    check(formula(*inputs, bias=hidden(keep)), layer(is_causal=True), *inputs, mask, sliding_window=2)
 
 
 def test_a_query_that_sees_nothing_gives_zero() -> None:
-    inputs = tensors()
-    keep = torch.ones(B, 1, L, S, dtype=torch.bool)
+    inputs, keep = tensors(), torch.ones(B, 1, L, S, dtype=torch.bool)
     keep[0, :, 2] = False
-    additive = torch.where(keep, 0.0, torch.finfo(torch.float32).min)
-    for mask in (keep, additive):
+    for mask in (keep, torch.where(keep, 0.0, torch.finfo(torch.float32).min)):
         output, weights = attention_forward(layer(), *inputs, mask, output_attentions=True)
         assert weights is not None
         assert output[0, 2].eq(0).all()
@@ -147,20 +135,19 @@ def test_dropout_counts_only_while_training() -> None:
     assert trained.eq(0).all()
 
 
+def test_half_precision_weights_have_the_models_dtype() -> None:
+    output, weights = attention_forward(layer(), *(t.bfloat16() for t in tensors()), None, output_attentions=True)
+    assert weights is not None
+    assert output.dtype == weights.dtype == torch.bfloat16
+
+
 def test_queries_shared_by_the_batch() -> None:
     query, key, value = tensors()
     expected = formula(query[:1].expand(B, -1, -1, -1), key, value)
     check(expected, layer(), query[:1], key, value, None)
 
 
-def test_half_precision_weights_have_the_models_dtype() -> None:
-    inputs = [tensor.bfloat16() for tensor in tensors()]
-    output, weights = attention_forward(layer(), *inputs, None, output_attentions=True)
-    assert weights is not None
-    assert output.dtype == weights.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "cache", "head_mask", "block_table"])
+@pytest.mark.parametrize("name", ["indices", "sinks"])
 def test_unknown_keywords_are_refused_by_name(name: str) -> None:
     with pytest.raises(ArgumentError, match=f"^{name}: .*may change the result"):
         attention_forward(layer(), *tensors(), None, **{name: torch.zeros(1)})
@@ -179,3 +166,11 @@ def test_masks_that_cannot_be_read() -> None:
         attention_forward(layer(), *inputs, "causal")  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="cu_seq_lens_q"):
         attention_forward(layer(), *inputs, None, cu_seq_lens_q=torch.tensor([0, 5]))
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
+def test_boundaries_without_data_are_refused(name: str) -> None:
+    starts = torch.tensor([0, 3, 5])
+    given: dict[str, Any] = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, name: starts.to("meta")}
+    with pytest.raises(DeviceError, match=rf"{name}: expected the \w+'s cpu, got meta"):
+        attention_forward(torch.nn.Module(), *tensors(5, 5, batch=1), None, **given)

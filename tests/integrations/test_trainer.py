@@ -9,8 +9,10 @@ import pytest
 import torch
 import transformers
 
+import clearhead
 from clearhead.errors import ArgumentError, DTypeError
 from clearhead.integrations.transformers import AttentionMonitorCallback
+from tests.integrations.conftest import Rows
 
 pytest.importorskip("accelerate")
 # Of transformers and TensorBoard, about their own settings.
@@ -20,6 +22,8 @@ pytestmark = [
 ]
 
 LENGTH, TEXTS = 7, 24
+SIZES = {"vocab_size": 31, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 16}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LAYERS = [f"bert.encoder.layer.{number}.attention.self" for number in range(2)]
 NAMES = {f"attention/{layer}/{statistic}" for layer in LAYERS for statistic in ("entropy", "max_logit", "sink")}
 
@@ -31,12 +35,14 @@ def texts() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": i, "attention_mask": m, "labels": i[0] % 2} for i, m in zip(ids, mask, strict=True)]
 
 
-def make_trainer(folder: Path, *callbacks: transformers.TrainerCallback, **options: Any) -> transformers.Trainer:
-    config = transformers.BertConfig(
-        vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=16
-    )
-    model = transformers.BertForSequenceClassification(config)
+def make_trainer(
+    folder: Path, *callbacks: transformers.TrainerCallback, unpad: bool = False, **options: Any
+) -> transformers.Trainer:
+    torch.manual_seed(1)
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, **NO_DROPOUT))
     model.set_attn_implementation("clearhead")
+    if unpad:
+        clearhead.upgrade(model, unpad=True)
     settings = {"report_to": "none", "save_strategy": "no", "logging_steps": 2, "disable_tqdm": True, "use_cpu": True}
     arguments = transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=4, num_train_epochs=1, **(settings | options)
@@ -50,20 +56,11 @@ def means(values: dict[str, float]) -> set[str]:
 
 def test_a_function_gets_scalars_with_the_trainers_steps(tmp_path: Path) -> None:
     found: dict[int, dict[str, float]] = {}
-    callback = AttentionMonitorCallback(every=3, to=found.__setitem__)
-    trainer = make_trainer(tmp_path, callback)
+    trainer = make_trainer(tmp_path, AttentionMonitorCallback(every=3, to=found.__setitem__))
     trainer.train()
     assert list(found) == [1, 4]
     assert all(means(values) == NAMES for values in found.values())
     assert all(not module._forward_pre_hooks for module in trainer.model.modules())
-
-
-def test_by_default_they_are_in_the_trainers_history(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, AttentionMonitorCallback(every=5))
-    trainer.train()
-    history = [entry for entry in trainer.state.log_history if means(entry)]
-    assert [entry["step"] for entry in history] == [1, 6]
-    assert all(means(entry) == NAMES for entry in history)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TensorBoard's own dependencies
@@ -85,20 +82,26 @@ def test_the_trainer_reports_them_where_it_reports_losses(tmp_path: Path, monkey
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]  # none is lost
 
 
-def test_with_gradient_accumulation_forward_passes_are_counted(tmp_path: Path) -> None:
-    found: dict[int, dict[str, float]] = {}
-    callback = AttentionMonitorCallback(every=4, to=found.__setitem__)
-    make_trainer(tmp_path, callback, gradient_accumulation_steps=2).train()
-    assert list(found) == [1, 3]
-
-
-def test_of_several_measured_in_one_step_the_last_is_handed_on(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, AttentionMonitorCallback(every=1), gradient_accumulation_steps=3)
+def test_with_gradient_accumulation_forward_passes_are_counted_and_the_last_of_a_step_is_handed_on(
+    tmp_path: Path,
+) -> None:
+    trainer = make_trainer(tmp_path, AttentionMonitorCallback(every=2), gradient_accumulation_steps=3)
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if means(entry)]
     assert [entry["step"] for entry in entries] == [1, 2]
     for entry in entries:  # one mean and one worst head each
         assert sum("attention/" in name for name in entry) == 2 * len(NAMES)
+
+
+def test_an_upgraded_model_learns_the_same_without_padding(tmp_path: Path, rows: Rows) -> None:
+    losses = []
+    for unpad in (False, True):
+        trainer = make_trainer(tmp_path, unpad=unpad, logging_steps=1, learning_rate=1e-3)
+        trainer.train()
+        losses.append(torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
+    assert rows.batches[-1] == 1
+    assert losses[0][-1] != losses[0][0]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
 
 
 def test_after_a_training_that_failed_the_next_is_watched_once(tmp_path: Path) -> None:

@@ -19,35 +19,31 @@ from ._unpack import Projections, unpack
 
 Attention = MultiHeadAttention | MultiHeadLatentAttention
 
-#: What a loaded module says about the future, if the model hides it and the module does not.
-HIDDEN_BY_THE_MODEL = "not hidden here, but hidden in the model. Pass mask=masks.causal()"
-
 
 @dataclass(frozen=True)
 class Block:
     """One attention block of a transformers model, as data.
 
     Args:
-        part: which of the model's attentions it is: ``"self"``, or T5's ``"encoder"``, ``"decoder"``, ``"cross"``.
-        path: where its tensors are, with ``{layer}`` for the number of the layer.
-        naming: their names below that path.
-        build: makes the module from the tensors and the configuration. Latent attention reads all settings itself.
-        reads: what the configuration, or further tensors, say besides the weights of the projections: arguments of
-            the module.
-        causal: whether the model hides the future from it.
-        dropout: the setting with the dropout of the weights.
-        bias: whether query, key and value have a bias: yes, no, or a setting's value.
-        out_bias: whether the output has one. Default as `bias`.
-        layers: the setting with the number of layers.
-        fused_by_head: whether the fused weight holds query, key and value of the first head, then of the second, and
-            so on. Default False: all queries first.
+        path: the prefix of its tensors, with ``{layer}`` for the number of the layer.
+        naming: the names of the tensors below that path.
+        reads: functions that read arguments of the module from the configuration, or from further tensors.
+        part: ``"self"``, or T5's ``"encoder"``, ``"decoder"`` or ``"cross"``. Default ``"self"``.
+        build: makes the module. Default `multi_head`.
+        causal: whether the model makes the block causal. Default True.
+        dropout: the name of the setting with the dropout of the weights. Default ``"attention_dropout"``.
+        bias: whether query, key and value have a bias, or the name of the setting that decides it. Default True.
+        out_bias: the same for the output. Default as `bias`.
+        layers: the name of the setting with the number of layers. Default ``"num_hidden_layers"``.
+        fused_by_head: whether the fused weight holds query, key and value of the first head first, then of the
+            second head. If not, it holds all queries first. Default False.
     """
 
-    part: str
     path: str
     naming: Naming
-    build: Callable[[Layer], Attention]
     reads: tuple[Reading, ...] = ()
+    part: str = "self"
+    build: Callable[[Layer], Attention] | None = None
     causal: bool = True
     dropout: str = "attention_dropout"
     bias: bool | str = True
@@ -58,15 +54,15 @@ class Block:
 
 @dataclass
 class Layer:
-    """A block of a checkpoint and the configuration it belongs to, with errors where the two do not fit.
+    """A block of a checkpoint and its configuration. Its methods raise an error if the two do not fit.
 
     Args:
-        block: what kind it is.
+        block: the kind of block.
         config: the model's configuration.
-        number: of the layer, from 0.
-        root: what stands before the block's path in the names.
-        tensors: all of the checkpoint.
-        shared: parts that all layers of one model have together, by name.
+        number: number of the layer, from 0.
+        root: the prefix before the block's path.
+        tensors: all tensors of the checkpoint.
+        shared: modules that all layers of one model share, by name.
     """
 
     block: Block
@@ -79,15 +75,15 @@ class Layer:
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of the block's tensors."""
+        """The prefix of the block's tensors."""
         return self.prefix_of(self.number)
 
     def prefix_of(self, number: int) -> str:
-        """What stands before the names of another layer's tensors."""
+        """The prefix of another layer's tensors."""
         return self.root + self.block.path.format(layer=number)
 
     def setting(self, name: str) -> Any:
-        """A setting of the configuration, which must be there."""
+        """A setting that the configuration must have."""
         if not hasattr(self.config, name):
             raise without_setting(self.config, name)
         return getattr(self.config, name)
@@ -104,38 +100,32 @@ class Layer:
 
     @property
     def num_kv_heads(self) -> int:
-        """Hkv; as many as H where the model does not group them."""
-        given = getattr(self.config, "num_key_value_heads", None)
-        return self.num_heads if given is None else size("config.num_key_value_heads", given)
+        """Hkv. It is H for a model without grouped heads."""
+        count = getattr(self.config, "num_key_value_heads", None)
+        return self.num_heads if count is None else size("config.num_key_value_heads", count)
 
     @property
     def head_dim(self) -> int:
-        """D; E / H where the configuration does not give it."""
-        given = getattr(self.config, "head_dim", None)
-        return self.embed_dim // self.num_heads if given is None else size("config.head_dim", given)
+        """D. It is E / H for a configuration without `head_dim`."""
+        features = getattr(self.config, "head_dim", None)
+        return self.embed_dim // self.num_heads if features is None else size("config.head_dim", features)
 
     def tensor(self, name: str, shape: tuple[int, ...], *, layer: int | None = None) -> Tensor:
-        """A tensor besides the projections, which must be there and have this shape.
-
-        Args:
-            name: below the block's path.
-            shape: as the configuration has it.
-            layer: the layer to read it from. Default: this one.
-        """
+        """A tensor besides the projections, with the shape that the configuration requires. Default layer: this one."""
         key = self.prefix_of(self.number if layer is None else layer) + name
         self._require_keys([key])
         self._read.add(key)
-        found = self.tensors[key]
-        if tuple(found.shape) != shape:
-            raise _does_not_fit(key, shape_text(shape), shape_text(tuple(found.shape)))
-        return found
+        tensor = self.tensors[key]
+        if tuple(tensor.shape) != shape:
+            raise _does_not_fit(key, shape_text(shape), shape_text(tensor.shape))
+        return tensor
 
     def require(self, names: list[str]) -> None:
-        """Raise unless all of these tensors are there."""
+        """Raise if one of these tensors is missing."""
         self._require_keys([self.prefix + name for name in names])
 
     def projections(self) -> Projections:
-        """The four projections, which must be there with the sizes and biases that the configuration has."""
+        """The four projections, with the sizes and biases that the configuration requires."""
         naming, prefix = self.block.naming, self.prefix
         entries = naming.weights + tuple(entry for entry in naming.biases if self._has_bias(entry.holds[0]))
         self.require([entry.key for entry in entries])
@@ -144,51 +134,50 @@ class Layer:
         ]
         if unexpected:
             raise _does_not_fit("config", "a configuration with these biases", f"none for {', '.join(unexpected)}")
-        self._read.update(prefix + entry.key for entry in entries)
-        tensors = {prefix + entry.key: self.tensors[prefix + entry.key] for entry in entries}
-        if self.block.fused_by_head:
-            fused = {prefix + entry.key for entry in entries if len(entry.holds) > 1}
-            tensors = {
-                key: self._by_projection(key, tensor) if key in fused else tensor for key, tensor in tensors.items()
-            }
+        tensors: Tensors = {}
+        for entry in entries:
+            key = prefix + entry.key
+            fused_by_head = self.block.fused_by_head and len(entry.holds) > 1
+            tensors[key] = self._by_projection(key) if fused_by_head else self.tensors[key]
+        self._read.update(tensors)
         projections = unpack(tensors, naming, prefix)
         self._require_sizes(projections)
         return projections
 
     def require_nothing_left(self) -> None:
-        """Raise if the block has tensors that were not read: leaving them out could change what it computes."""
-        here = (key for key in self.tensors if key.startswith(self.prefix) and key not in self._read)
-        left = [
+        """Raise if a tensor of the block was not read, because the block may compute with it."""
+        known = re.compile("|".join(self.block.naming.ignored) or r"(?!)")
+        unread = [
             key
-            for key in here
-            if not any(re.fullmatch(pattern, key.removeprefix(self.prefix)) for pattern in self.block.naming.ignored)
+            for key in self.tensors
+            if key.startswith(self.prefix) and key not in self._read and not known.fullmatch(key, len(self.prefix))
         ]
-        if left:
+        if unread:
             fix = "Merge adapters first, and leave out what has nothing to do with attention."
-            if any(key.endswith("_scale_inv") for key in left):
+            if any(key.endswith("_scale_inv") for key in unread):
                 fix = "The weights are quantised: convert them to bfloat16 first."
             expected = f"nothing but what {self.config.model_type} has under {self.prefix!r}"
-            raise CheckpointError("source", expected=expected, got=", ".join(left), fix=fix)
+            raise CheckpointError("source", expected=expected, got=", ".join(unread), fix=fix)
 
     def _has_bias(self, role: str) -> bool:
-        own = self.block.bias if role != "output" or self.block.out_bias is None else self.block.out_bias
-        return bool(self.setting(own)) if isinstance(own, str) else own
+        bias = self.block.bias if role != "output" or self.block.out_bias is None else self.block.out_bias
+        return bool(self.setting(bias)) if isinstance(bias, str) else bias
 
-    def _by_projection(self, key: str, tensor: Tensor) -> Tensor:
-        rows = 3 * self.num_heads * self.head_dim
+    def _by_projection(self, key: str) -> Tensor:
+        tensor, rows = self.tensors[key], 3 * self.num_heads * self.head_dim
         if tensor.dim() == 0 or tensor.shape[0] != rows:
-            raise _does_not_fit(key, f"{rows} rows", shape_text(tuple(tensor.shape)))
+            raise _does_not_fit(key, f"{rows} rows", shape_text(tensor.shape))
         heads = tensor.unflatten(0, (self.num_heads, 3, self.head_dim))  # (H, 3, D, …)
         return heads.transpose(0, 1).flatten(0, 2)  # (3·H·D, …)
 
     def _require_sizes(self, projections: Projections) -> None:
-        inner, kv_inner = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        sizes = {"query": inner, "key": kv_inner, "value": kv_inner}
-        shapes = {role: (rows, self.embed_dim) for role, rows in sizes.items()} | {"output": (self.embed_dim, inner)}
+        inner = self.num_heads * self.head_dim
+        keys = (self.num_kv_heads * self.head_dim, self.embed_dim)
+        shapes = {"query": (inner, self.embed_dim), "key": keys, "value": keys, "output": (self.embed_dim, inner)}
         for role, (weight, _) in projections.items():
             if tuple(weight.shape) != shapes[role]:
                 where = f"the weight of the {role} under {self.prefix!r}"
-                raise _does_not_fit(where, shape_text(shapes[role]), shape_text(tuple(weight.shape)))
+                raise _does_not_fit(where, shape_text(shapes[role]), shape_text(weight.shape))
 
     def _require_keys(self, keys: list[str]) -> None:
         absent = [key for key in keys if key not in self.tensors]
@@ -202,7 +191,7 @@ Reading = Callable[[Layer], dict[str, Any]]
 
 
 def without_setting(config: Any, name: str) -> ArgumentError:
-    """The error for a configuration that lacks a setting."""
+    """The error for a configuration without a setting."""
     expected = f"the setting {name}, as configurations of {config.model_type} have it"
     return ArgumentError("config", expected=expected, got=f"a {type(config).__name__} without it")
 

@@ -7,12 +7,12 @@ from typing import Any
 from .._checks import is_probability, number
 from .._multihead import MultiHeadAttention
 from ..masks._base import Mask
-from ._blocks import HIDDEN_BY_THE_MODEL, Layer
+from ._blocks import Attention, Layer
 from ._fill import fill
 
 
 def multi_head(layer: Layer) -> MultiHeadAttention:
-    """Attention with copies of the layer's tensors and the parts that its configuration describes."""
+    """Attention with copies of the layer's tensors, and with the settings of its configuration."""
     projections = layer.projections()
     parts: dict[str, Any] = {}
     for read in layer.block.reads:
@@ -36,27 +36,30 @@ def multi_head(layer: Layer) -> MultiHeadAttention:
         module.sinks = sinks
     if module.position is not None:
         parts["position"].to(module.q_proj.weight.device)
-    module.loaded_from = _report(layer, module, parts)  # pyright: ignore[reportArgumentType]
+    lines = [
+        f"{layer.config.model_type}, layer {layer.number}, {layer.block.part} attention",
+        f"  weights: {', '.join(layer.block.naming.keys)} (under {layer.prefix!r})",
+        f"  heads: {module.num_heads}, key/value heads {module.num_kv_heads}, head_dim {module.head_dim}",
+    ]
+    lines += [f"  {name}: {_in_words(part)}" for name, part in parts.items() if part is not None]
+    report(module, lines + ["  sinks: one per head"] * (sinks is not None), causal=layer.block.causal)
     return module
 
 
 def _dropout(layer: Layer) -> float:
     name = layer.block.dropout
-    given = layer.setting(name)
-    return 0.0 if given is None else number(f"config.{name}", given, "a probability in [0, 1]", is_probability)
+    dropout = layer.setting(name)
+    return 0.0 if dropout is None else number(f"config.{name}", dropout, "a probability in [0, 1]", is_probability)
 
 
-def _report(layer: Layer, module: MultiHeadAttention, parts: dict[str, Any]) -> str:
-    block = layer.block
-    lines = [
-        f"{layer.config.model_type}, layer {layer.number}, {block.part} attention",
-        f"  weights: {', '.join(block.naming.keys)} (under {layer.prefix!r})",
-        f"  heads: {module.num_heads}, key/value heads {module.num_kv_heads}, head_dim {module.head_dim}",
-    ]
-    lines += [f"  {name}: {_in_words(part)}" for name, part in parts.items() if part is not None]
-    lines += ["  sinks: one per head"] if module.sinks is not None else []
-    lines += [f"  dropout: {module.dropout}"] if module.dropout else []
-    return "\n".join([*lines, f"  the future: {HIDDEN_BY_THE_MODEL if block.causal else 'not hidden in the model'}"])
+def report(module: Attention, lines: list[str], *, causal: bool) -> None:
+    """Store in `loaded_from` what was read, and whether the model is causal. The module itself is not causal."""
+    hidden = (
+        "not hidden here, but hidden in the model. Pass mask=masks.causal()" if causal else "not hidden in the model"
+    )
+    dropout = [f"  dropout: {module.dropout}"] if module.dropout else []
+    text = "\n".join([*lines, *dropout, f"  the future: {hidden}"])
+    module.loaded_from = text  # pyright: ignore[reportArgumentType]
 
 
 def _in_words(part: object) -> str:

@@ -8,10 +8,11 @@ from typing import Any
 from .._latent import MultiHeadLatentAttention
 from ..errors import ArgumentError
 from ..positions import rotary_from_config
-from ._blocks import HIDDEN_BY_THE_MODEL, Layer
+from ._blocks import Layer
+from ._build import report
 from ._fill import copied
 
-#: Our submodules by transformers' names, which the original checkpoints have too.
+#: The names of transformers and of the original checkpoints, by Clearhead's names.
 _NAMES = {
     "q_proj.down": "q_a_proj",
     "q_proj.norm": "q_a_layernorm",
@@ -25,20 +26,28 @@ _NAMES = {
 
 
 def latent(layer: Layer) -> MultiHeadLatentAttention:
-    """Latent attention with copies of the layer's tensors; its scale has YaRN's squared ``mscale_all_dim``."""
+    """Latent attention with copies of the layer's tensors. Its scale contains YaRN's squared ``mscale_all_dim``."""
     module = _empty(layer)
-    shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    layer.require([_theirs(name) for name in shapes])
-    copies = {name: copied(layer.tensor(_theirs(name), shape)) for name, shape in shapes.items()}
+    ours = module.state_dict()
+    theirs = {name: f"{_NAMES[stem]}.{kind}" for name in ours for stem, _, kind in [name.rpartition(".")]}
+    layer.require(list(theirs.values()))
+    copies = {name: copied(layer.tensor(theirs[name], tuple(tensor.shape))) for name, tensor in ours.items()}
     layer.require_nothing_left()
     module.load_state_dict(copies, assign=True)
     module.to(copies["kv_up.weight"].device)
-    module.loaded_from = _report(layer, module)  # pyright: ignore[reportArgumentType]
+    lines = [
+        f"{layer.config.model_type}, latent attention",
+        f"  weights: {', '.join(theirs.values())} (under {layer.prefix!r})",
+        f"  heads: {module.num_heads}, latent {module.kv_lora_rank}, rotary {module.qk_rope_head_dim}",
+        f"  position: {module.position}",
+        f"  scale: {module.scale:g}",
+    ]
+    report(module, lines, causal=True)
     return module
 
 
 def _empty(layer: Layer) -> MultiHeadLatentAttention:
-    """The module that the configuration describes, its parameters without memory."""
+    """The module that the configuration describes, with parameters on ``"meta"``."""
     heads, kv_heads = layer.setting("num_attention_heads"), layer.setting("num_key_value_heads")
     if kv_heads not in (None, heads):
         expected = f"num_attention_heads = {heads}, for every head has keys of its own"
@@ -54,11 +63,9 @@ def _empty(layer: Layer) -> MultiHeadLatentAttention:
     return MultiHeadLatentAttention(
         layer.setting("hidden_size"),
         heads,
-        q_lora_rank=layer.setting("q_lora_rank"),
-        kv_lora_rank=layer.setting("kv_lora_rank"),
+        **{name: layer.setting(name) for name in ("q_lora_rank", "kv_lora_rank", "v_head_dim")},
         qk_nope_head_dim=unrotated,
         qk_rope_head_dim=rotary,
-        v_head_dim=layer.setting("v_head_dim"),
         bias=bool(layer.setting("attention_bias")),
         scale=(unrotated + rotary) ** -0.5 * _sharpening(layer.config),
         dropout=layer.setting("attention_dropout") or 0.0,
@@ -68,28 +75,10 @@ def _empty(layer: Layer) -> MultiHeadLatentAttention:
 
 
 def _sharpening(config: Any) -> float:
-    """What scores are multiplied by for longer contexts: (0.1 · mscale_all_dim · ln factor + 1)²."""
+    """The factor of the scores for longer contexts, (0.1 · mscale_all_dim · ln factor + 1)²."""
     rope = config.rope_parameters or {}
     mscale = rope.get("mscale_all_dim")
     if rope.get("rope_type", "default") == "default" or not mscale:
         return 1.0
     factor = rope.get("factor") or config.max_position_embeddings / rope["original_max_position_embeddings"]
     return (0.1 * mscale * math.log(factor) + 1) ** 2 if factor > 1 else 1.0
-
-
-def _theirs(ours: str) -> str:
-    stem, _, kind = ours.rpartition(".")
-    return f"{_NAMES[stem]}.{kind}"
-
-
-def _report(layer: Layer, module: MultiHeadLatentAttention) -> str:
-    weights = (_theirs(ours) for ours in module.state_dict())
-    lines = [
-        f"{layer.config.model_type}, latent attention",
-        f"  weights: {', '.join(weights)} (under {layer.prefix!r})",
-        f"  heads: {module.num_heads}, latent {module.kv_lora_rank}, rotary {module.qk_rope_head_dim}",
-        f"  position: {module.position}",
-        f"  scale: {module.scale:g}",
-    ]
-    lines += [f"  dropout: {module.dropout}"] if module.dropout else []
-    return "\n".join([*lines, f"  the future: {HIDDEN_BY_THE_MODEL}"])

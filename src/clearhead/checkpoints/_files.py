@@ -1,4 +1,4 @@
-"""Reading tensors from a file, without running any code that lies in it."""
+"""Tensors of a file, read without running code of the file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ from ..errors import CheckpointError
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
-    """Read a state dict, onto the CPU, from a ``.safetensors`` file or one that `torch.save` wrote.
+    """Read a state dict onto the CPU, from a ``.safetensors`` file or from a file that `torch.save` wrote.
 
-    The latter only as ``torch.load(weights_only=True)`` reads it, which unpickles tensors and plain containers and
-    nothing that could run.
-
-    Raises:
-        CheckpointError: for another kind of file, one that cannot be read, or one that holds no state dict.
+    Files of `torch.save` are read with ``weights_only=True``, which unpickles only tensors and plain containers.
     """
     read = _READERS.get(path.suffix)
     if read is None:
@@ -57,7 +53,7 @@ def _read_safetensors(path: Path) -> object:
 def _read_torch(path: Path) -> object:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    # What torch.load raises depends on the bytes; any of it means that these are not plain tensors.
+    # The exception depends on the bytes. Each one means that these are not plain tensors.
     except Exception as error:
         raise _unreadable(
             path,
@@ -68,14 +64,12 @@ def _read_torch(path: Path) -> object:
 
 
 def _unreadable(path: Path, error: Exception, expected: str, fix: str = "") -> CheckpointError:
-    said = str(error).strip().splitlines()
-    got = f"{path}, which fails with {type(error).__name__}" + (f" ({said[0].rstrip('. ')})" if said else "")
+    lines = str(error).strip().splitlines()
+    got = f"{path}, which fails with {type(error).__name__}" + (f" ({lines[0].rstrip('. ')})" if lines else "")
     return CheckpointError("source", expected=expected, got=got, fix=fix)
 
 
 _READERS: dict[str, Callable[[Path], object]] = {
     ".safetensors": _read_safetensors,
-    ".pt": _read_torch,
-    ".pth": _read_torch,
-    ".bin": _read_torch,
+    **dict.fromkeys((".pt", ".pth", ".bin"), _read_torch),
 }

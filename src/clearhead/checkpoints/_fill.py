@@ -1,6 +1,8 @@
-"""Putting copies of tensors into a module that has no memory yet."""
+"""Copies of tensors as the parameters of a module whose own parameters are on ``"meta"``."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,16 +11,18 @@ from .._multihead import MultiHeadAttention
 from ._namings import ROLES
 from ._unpack import Projections
 
+#: The names of the projections in `MultiHeadAttention`.
+LINEARS = dict(zip(ROLES, ("q_proj", "k_proj", "v_proj", "out_proj"), strict=True))
+
 
 def fill(module: MultiHeadAttention, projections: Projections) -> None:
-    """Put copies of the tensors in place of the parameters of the module's projections, made on ``"meta"``."""
-    linears = (module.q_proj, module.k_proj, module.v_proj, module.out_proj)
-    for role, linear in zip(ROLES, linears, strict=True):
-        weight, bias = projections[role]
+    """Replace the parameters of the module's projections by copies of the tensors."""
+    for role, (weight, bias) in projections.items():
+        linear: Any = getattr(module, LINEARS[role])
         linear.weight = parameter(weight)
         if bias is not None:
             linear.bias = parameter(bias)
-        elif linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        elif linear.bias is not None:
             linear.bias = nn.Parameter(weight.new_zeros(weight.shape[0]))
 
 
@@ -28,5 +32,5 @@ def parameter(tensor: Tensor) -> nn.Parameter:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """The tensor's values in memory of their own, in order, outside of any graph."""
+    """A contiguous copy of the tensor, outside of any graph."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)

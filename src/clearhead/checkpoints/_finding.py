@@ -1,4 +1,4 @@
-"""What was recognised in a checkpoint, in words: `Finding`."""
+"""The description of a recognised attention block: `Finding`."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _T5 = re.compile(r"(.*\.)?(SelfAttention|EncDecAttention)\.")
 
 @dataclass(frozen=True)
 class Finding:
-    """What `identify` saw.
+    """The result of `identify`.
 
     Args:
         naming: the naming that fits.
-        prefix: what stands before its keys, ending in a dot unless empty.
+        prefix: the prefix of its keys. It ends in a dot unless it is empty.
         embed_dim: E, features of the output.
         qdim: features of the query input.
         kdim: features of the key input.
         vdim: features of the value input.
         inner_dim: H·D, features of all query heads together.
-        kv_inner_dim: Hkv·D, features of all key/value heads together; less than `inner_dim` with grouped heads.
+        kv_inner_dim: Hkv·D, features of all key/value heads together. It is less than `inner_dim` with grouped heads.
         biases: the projections that have a bias.
-        ignored: keys of the block that are not weights of attention and not needed.
-        obstacles: keys that `load` refuses, each with the reason.
+        ignored: keys of the block that attention does not need.
+        obstacles: the reason for each key that `load` refuses.
 
     Example:
         >>> import torch, clearhead
@@ -80,12 +80,12 @@ class Finding:
 
 
 def describe(tensors: Mapping[str, Tensor], naming: Naming, prefix: str, projections: Projections) -> Finding:
-    """Read sizes, biases and what else the block holds."""
+    """The sizes, biases and other keys of a block."""
     query, key, value, output = (projections[role].weight for role in ROLES)
     known = {prefix + entry.key for entry in naming.weights + naming.biases}
-    others = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix) and name not in known]
-    ignored = tuple(name for name in others if any(re.fullmatch(pattern, name) for pattern in naming.ignored))
-    obstacles = {name: _reason(name) for name in others if name not in ignored}
+    unknown = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix) and name not in known]
+    ignored = tuple(name for name in unknown if any(re.fullmatch(pattern, name) for pattern in naming.ignored))
+    obstacles = {name: _reason(name) for name in unknown if name not in ignored}
     if _T5.fullmatch(prefix):
         obstacles[naming.keys[0]] = (
             "T5: its scores are not scaled and have a relative bias; checkpoints.from_transformers reads both"
@@ -106,7 +106,5 @@ def describe(tensors: Mapping[str, Tensor], naming: Naming, prefix: str, project
 
 
 def _reason(name: str) -> str:
-    for pattern, reason in _OBSTACLES:
-        if re.fullmatch(pattern, name):
-            return reason
-    return "no part of attention that is known here"
+    reasons = (reason for pattern, reason in _OBSTACLES if re.fullmatch(pattern, name))
+    return next(reasons, "no part of attention that is known here")

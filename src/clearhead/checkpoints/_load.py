@@ -21,16 +21,15 @@ _INPUTS: tuple[Role, ...] = ("query", "key", "value")
 
 
 def identify(source: Source, *, naming: str | Naming | None = None, prefix: str = "") -> Finding:
-    """Find which naming the attention weights of a source follow, without loading them.
+    """Recognise the naming of attention weights, without loading them.
 
     Args:
         source: as for `load`.
-        naming: look for this naming alone. Default: all that are known, `checkpoints.NAMINGS`.
-        prefix: look only at names that start with this path. Default: all.
+        naming: the only naming to recognise. Default all of `checkpoints.NAMINGS`.
+        prefix: the path that all names start with. Default none.
 
     Returns:
-        A `Finding`: the naming, the prefix it was found under, the sizes, which biases there are, and which keys
-        `load` would ignore or refuse. Print it.
+        A `Finding` with naming, prefix, sizes and biases, and with the keys that `load` ignores or refuses. Print it.
 
     Raises:
         CheckpointError, ArgumentError, DTypeError: as `load`.
@@ -43,7 +42,7 @@ def identify(source: Source, *, naming: str | Naming | None = None, prefix: str 
           sizes: query 12, key 5, value 12, all heads 12, output 12
           biases: query, key, value, output
     """
-    return recognise(read_source(source).tensors, namings_called(naming), prefix)[0]
+    return recognise(read_source(source)[0], namings_called(naming), prefix)[0]
 
 
 def load(
@@ -58,35 +57,35 @@ def load(
 ) -> MultiHeadAttention:
     """Build a `clearhead.MultiHeadAttention` with a copy of attention weights from elsewhere.
 
-    The naming is recognised from the keys; the attribute ``loaded_from`` of the result describes what was found,
-    and so does the logger ``clearhead`` at level INFO. Weights are all that is loaded: rotary positions, as in
-    Llama, Mistral and Qwen2, are not applied, nor are masks, which go into the call; `from_transformers` reads them
-    from a model's configuration. The result is batch first.
+    The keys determine the naming. The attribute ``loaded_from`` of the result describes what was read, and the logger
+    ``clearhead`` writes it at level INFO. Only weights are loaded. The result does not apply the rotary positions of
+    Llama, Mistral and Qwen2, and masks are arguments of the call. `from_transformers` reads both from a model's
+    configuration. The result is batch first.
 
-    dtype and device are those of each tensor; files are read onto the CPU. If only some of query, key and value have
-    a bias, the others get one of zeros, which changes nothing and is mentioned in ``loaded_from``.
+    Each tensor keeps its dtype and device. Files are read onto the CPU. If only some of query, key and value have a
+    bias, the others get a bias of zeros, and ``loaded_from`` mentions it.
 
     Args:
-        source: a module; a state dict; a mapping of the four projections, such as ``{"query": linear, "key": linear,
-            "value": linear, "output": linear}`` (or ``q``, ``k``, ``v``, ``o``), each an `nn.Linear` or the (out, in)
-            weight of one; or the path of a ``.safetensors`` file or of a state dict written by `torch.save`, which
-            is read with ``weights_only=True``.
-        num_heads: H. Default: the module's; shapes of weights do not determine it, so otherwise it must be given.
-        num_kv_heads: Hkv. Default: read from the shapes.
-        naming: name of the naming, or a `Naming` of your own. Default: recognised.
-        prefix: path of the attention block, or of something that holds just one, inside the source. Default: none.
-        dropout: of the weights, in training. Default: that of the module, 0 for anything else.
-        scale: factor of the scores. Default: that of the module if it has one (``scaling`` in transformers), 1/√D
-            otherwise. Weights do not show it; GPT-Neo and T5, for example, use 1.
+        source: a module, a state dict, a mapping of the four projections, or a path. The mapping has the keys
+            ``query``, ``key``, ``value`` and ``output``, or ``q``, ``k``, ``v`` and ``o``. Each value is an `nn.Linear`
+            or its (out, in) weight. The path is that of a ``.safetensors`` file, or of a state dict written by
+            `torch.save`, which is read with ``weights_only=True``.
+        num_heads: H. Default that of the module. Shapes of weights do not determine it, so other sources require it.
+        num_kv_heads: Hkv. Default read from the shapes.
+        naming: name of the naming, or a `Naming` of your own. Default recognised.
+        prefix: path of the attention block, or of a module that holds only one. Default none.
+        dropout: dropout of the weights in training. Default that of the module, and 0 for other sources.
+        scale: factor of the scores. Default that of the module if it has one (``scaling`` in transformers), and 1/√D
+            otherwise. Weights do not determine it. GPT-Neo and T5, for example, use 1.
 
     Returns:
         The module, in the training mode of the source module.
 
     Raises:
-        CheckpointError: for names that are unknown, incomplete or ambiguous, tensors that do not fit together, keys
-            that this module has no place for (`bias_k` and `bias_v`: use `clearhead.nn.MultiheadAttention`), or a
-            file that cannot be read.
-        ArgumentError: for heads that are missing or do not fit the sizes, or an unknown naming.
+        CheckpointError: for unknown, incomplete or ambiguous names, tensors that do not fit together, keys that the
+            module does not support, or a file that cannot be read. `clearhead.nn.MultiheadAttention` supports `bias_k`
+            and `bias_v`.
+        ArgumentError: for missing heads, heads that do not fit the sizes, or an unknown naming.
         DTypeError: for a source or naming of another type.
 
     Example:
@@ -100,16 +99,17 @@ def load(
           biases: none
     """
     tensors, module = read_source(source)
-    for name, number_of in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if number_of is not None and not isinstance(number_of, (int, float)):
-            raise DTypeError(name, expected="an int ≥ 1", got=shown(number_of))
+    for name, count in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if count is not None and not isinstance(count, (int, float)):
+            raise DTypeError(name, expected="an int ≥ 1", got=shown(count))
     scale = None if scale is None else number("scale", scale, "a finite number, or None for 1/√D", is_finite)
     finding, projections = recognise(tensors, namings_called(naming), prefix)
     _require_place(finding)
     block = None if module is None else module.get_submodule(finding.prefix.removesuffix("."))
     settings = Settings() if block is None else read_settings(block)
-    heads = _heads(num_heads, settings)
-    head_dim = _head_dim(heads, finding)
+    scale = settings.scale if scale is None else scale
+    heads = _heads(num_heads, settings, finding)
+    head_dim = finding.inner_dim // heads
     loaded = MultiHeadAttention(
         finding.embed_dim,
         heads,
@@ -120,7 +120,7 @@ def load(
         vdim=finding.vdim,
         bias=any(role in finding.biases for role in _INPUTS),
         out_bias="output" in finding.biases,
-        scale=_scale(scale, settings, head_dim),
+        scale=None if scale is None or math.isclose(scale, head_dim**-0.5) else scale,
         dropout=(settings.dropout or 0.0) if dropout is None else dropout,
         device="meta",
     )
@@ -141,40 +141,31 @@ def _require_place(finding: Finding) -> None:
         )
 
 
-def _heads(given: int | None, settings: Settings) -> int:
-    heads = settings.num_heads if given is None else given
+def _heads(num_heads: int | None, settings: Settings, finding: Finding) -> int:
+    heads = settings.num_heads if num_heads is None else num_heads
     if heads is None:
         raise ArgumentError("num_heads", expected="an int ≥ 1", got="None", fix="Shapes of weights do not say it.")
     if settings.num_heads not in (None, heads):
         expected = f"{settings.num_heads}, which is what the module says"
         raise ArgumentError("num_heads", expected=expected, got=shown(heads))
-    return heads
-
-
-def _head_dim(heads: int, finding: Finding) -> int:
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1 or finding.inner_dim % heads:
         expected = f"a divisor of {finding.inner_dim}, the features of the queries"
         raise ArgumentError("num_heads", expected=expected, got=shown(heads))
-    return finding.inner_dim // heads
+    return heads
 
 
-def _kv_heads(given: int | None, finding: Finding, heads: int, head_dim: int) -> int:
-    kv_heads, rest = divmod(finding.kv_inner_dim, head_dim)
-    if rest or not kv_heads or heads % kv_heads:
+def _kv_heads(num_kv_heads: int | None, finding: Finding, heads: int, head_dim: int) -> int:
+    kv_heads, remainder = divmod(finding.kv_inner_dim, head_dim)
+    if remainder or not kv_heads or heads % kv_heads:
         expected = (
             f"a number of heads under which {finding.inner_dim} features of queries and {finding.kv_inner_dim} of keys "
             "are whole heads of one size, the one number a multiple of the other"
         )
         raise ArgumentError("num_heads", expected=expected, got=str(heads))
-    if given not in (None, kv_heads):
+    if num_kv_heads not in (None, kv_heads):
         expected = f"{kv_heads}, as the shapes say for num_heads = {heads}"
-        raise ArgumentError("num_kv_heads", expected=expected, got=shown(given))
+        raise ArgumentError("num_kv_heads", expected=expected, got=shown(num_kv_heads))
     return kv_heads
-
-
-def _scale(given: float | None, settings: Settings, head_dim: int) -> float | None:
-    scale = settings.scale if given is None else given
-    return None if scale is None or math.isclose(scale, head_dim**-0.5) else scale
 
 
 def _report(finding: Finding, module: MultiHeadAttention) -> str:

@@ -13,7 +13,8 @@ from .._checks import shown, size, text
 from ..errors import ArgumentError, CheckpointError, DTypeError
 from ._architectures import ARCHITECTURES
 from ._blocks import Attention, Block, Layer, without_setting
-from ._sources import Source, Tensors, read_source
+from ._build import multi_head
+from ._sources import Source, Tensors, listed, read_source
 
 _LOGGER = logging.getLogger("clearhead")
 
@@ -21,27 +22,26 @@ _LOGGER = logging.getLogger("clearhead")
 def from_transformers(source: Source, layer: int, *, config: Any = None, part: str | None = None) -> Attention:
     """Build one attention layer of a transformers model: its weights and every setting of its configuration.
 
-    That is: grouped heads and head size, rotary positions with their scaling, ALiBi or relative bias, norms of queries
-    and keys, scale, soft-cap, sinks, sliding window, dropout. Known are Llama, Mistral, Qwen3, Gemma 2, gpt-oss,
-    GPT-NeoX, BLOOM, T5, DeepSeek-V2 and -V3, GPT-2, BERT and ViT. Hiding the future stays with the call,
-    ``mask=masks.causal()``; ``loaded_from`` of the result says whether the model does, and what else was read.
+    The settings are: grouped heads and head size, rotary positions with their scaling, ALiBi or relative bias, norms
+    of queries and keys, scale, soft-cap, sinks, sliding window, dropout. The known models are Llama, Mistral, Qwen3,
+    Gemma 2, gpt-oss, GPT-NeoX, BLOOM, T5, DeepSeek-V2 and -V3, GPT-2, BERT and ViT. The module itself is not causal:
+    pass ``mask=masks.causal()``. Its attribute ``loaded_from`` lists what was read, and whether the model is causal.
 
     Args:
-        source: the model, or one that contains it; its state dict; or the path of a file, as for `load`.
+        source: the model, a model that contains it, its state dict, or the path of a file, as for `load`.
         layer: number of the layer, from 0.
-        config: the model's configuration, an object with ``model_type``. Default: ``source.config``; a state dict or
-            a file has none.
-        part: which of the layer's attentions: ``"encoder"``, ``"decoder"`` or ``"cross"`` in T5, ``"self"`` in all
-            others. Default ``"self"``.
+        config: the model's configuration, an object with ``model_type``. Default ``source.config``. A state dict or
+            a file requires it.
+        part: the attention of the layer. It is ``"encoder"``, ``"decoder"`` or ``"cross"`` in T5, and ``"self"`` in
+            all other models. Default ``"self"``.
 
     Returns:
-        A `clearhead.MultiHeadAttention`, of DeepSeek a `clearhead.MultiHeadLatentAttention`, with copies of
-        the tensors in their own dtypes, in the training mode of the model.
+        A `clearhead.MultiHeadAttention`, or a `clearhead.MultiHeadLatentAttention` for DeepSeek. It holds copies of
+        the tensors in their own dtypes, and is in the training mode of the model.
 
     Raises:
-        ArgumentError: for a model that is not known, a layer or part it does not have, or settings that have no
-            counterpart here.
-        CheckpointError: for tensors that are missing, unexpected, or do not have the sizes of the configuration.
+        ArgumentError: for an unknown model, a missing layer or part, or settings that Clearhead does not support.
+        CheckpointError: for missing or unexpected tensors, or sizes that differ from the configuration.
         DTypeError: for a source, configuration or layer of another type.
 
     Example:
@@ -64,9 +64,9 @@ def from_transformers(source: Source, layer: int, *, config: Any = None, part: s
 
 
 def layers_from_transformers(source: Source, *, config: Any = None, part: str | None = None) -> list[Attention]:
-    """Build the attention of every layer of a transformers model; parameters shared there are shared here.
+    """Build the attention of every layer of a transformers model. Parameters that the layers share stay shared.
 
-    T5's layers have one relative bias together. Everything else is as in `from_transformers`.
+    T5's layers share one relative bias. Everything else is as in `from_transformers`.
 
     Args:
         source, config, part: as for `from_transformers`.
@@ -105,13 +105,13 @@ class _Model:
 
     @property
     def count(self) -> int:
-        """How many layers there are."""
+        """The number of layers."""
         return getattr(self.config, self.blocks[0].layers)
 
     def load(self, number: int, shared: dict[str, nn.Module]) -> Attention:
         block, root = _find(self, number)
         layer = Layer(block, self.config, number, root, self.tensors, shared)
-        loaded = block.build(layer)
+        loaded = (block.build or multi_head)(layer)
         remember_name(loaded, root.removesuffix("."))
         _LOGGER.info("loaded attention from %s", loaded.loaded_from)
         return loaded.train(self.training)
@@ -128,7 +128,7 @@ def _open(source: Source, config: Any, part: str | None) -> _Model:
 
 
 def _blocks_of(config: Any, part: str | None) -> tuple[Block, ...]:
-    """The ways in which the model may store the part."""
+    """The blocks that may store the part."""
     if config is None:
         fix = "Weights do not say which model they belong to: pass config=model.config."
         raise ArgumentError("config", expected="the model's configuration", got="None", fix=fix)
@@ -147,13 +147,13 @@ def _blocks_of(config: Any, part: str | None) -> tuple[Block, ...]:
             got=repr(model_type),
             fix="For other models, checkpoints.load reads the weights. Pass the other settings yourself.",
         )
-    known = ARCHITECTURES[model_type]
-    wanted = "self" if part is None else text("part", part)
-    found = tuple(block for block in known if block.part == wanted)
-    if not found:
-        parts = " or ".join(repr(name) for name in dict.fromkeys(block.part for block in known))
+    architecture = ARCHITECTURES[model_type]
+    name = "self" if part is None else text("part", part)
+    blocks = tuple(block for block in architecture if block.part == name)
+    if not blocks:
+        parts = " or ".join(map(repr, dict.fromkeys(block.part for block in architecture)))
         raise ArgumentError("part", expected=f"{parts} in {model_type}", got=repr(part))
-    return found
+    return blocks
 
 
 def _checked_layer(layer: object, model: _Model) -> int:
@@ -167,26 +167,25 @@ def _checked_layer(layer: object, model: _Model) -> int:
 
 
 def _find(model: _Model, number: int) -> tuple[Block, str]:
-    """Which way of storing the part is used, and what stands before its path."""
-    found = {(block, root): None for block in model.blocks for root in _roots(model.tensors, block, number)}
-    if len(found) == 1:
-        return next(iter(found))
+    """The block that stores the part, and the root of its path."""
+    matches = [(block, root) for block in model.blocks for root in _roots(model.tensors, block, number)]
+    if len(matches) == 1:
+        return matches[0]
     paths = [block.path.format(layer=number) for block in model.blocks]
-    if found:
+    if matches:
         fix = "Pass the one model that you mean, not what contains several."
-        got = "several, under " + ", ".join(repr(root + block.path.format(layer=number)) for block, root in found)
+        got = "several, under " + ", ".join(repr(root + block.path.format(layer=number)) for block, root in matches)
         raise CheckpointError("source", expected=f"one {paths[0]!r}", got=got, fix=fix)
-    names = list(model.tensors)
     raise CheckpointError(
         "source",
         expected=f"attention of {model.config.model_type} under " + " or ".join(map(repr, paths)),
-        got=", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "") or "no names",
+        got=listed(list(model.tensors), 6),
         fix="Pass the whole model, or all of its state dict; a sharded checkpoint by the file that has the layer.",
     )
 
 
 def _roots(tensors: Tensors, block: Block, number: int) -> list[str]:
-    """What stands before the block's path wherever one of its weights is found."""
+    """The roots of the block's path at which the tensors include one of its weights."""
     path = block.path.format(layer=number)
     ends = tuple(path + entry.key for entry in block.naming.weights)
     roots = (key.removesuffix(end) for end in ends for key in tensors if key.endswith(end))

@@ -27,7 +27,7 @@ class Entry:
 
     Args:
         key: its name, without the prefix of the block.
-        holds: the projections in it, one after the other; more than one means fused.
+        holds: the projections in it, one after the other. A fused tensor holds more than one.
     """
 
     key: str
@@ -39,14 +39,14 @@ class Naming:
     """How one family of classes names and lays out the weights of an attention block.
 
     Args:
-        name: what to pass as ``naming=``.
-        description: whose naming it is, and what its classes do besides that the weights do not show.
-        weights: the weights, all of them required.
-        biases: the biases, each of them optional.
+        name: the value of ``naming=``.
+        description: the classes with this naming, and what they compute that the weights do not show.
+        weights: all weights. Each is required.
+        biases: all biases. Each is optional.
         transposed: weights are stored (in, out) instead of (out, in). Default False.
-        square: its classes have one size for inputs, outputs and all heads together, so others cannot be written
-            in it. Default False.
-        ignored: regular expressions of keys that belong to the block but not to attention's weights. Default none.
+        square: inputs, outputs and all heads together have one size. Modules with other sizes cannot be saved in this
+            naming. Default False.
+        ignored: regular expressions of keys of the block that attention does not need. Default none.
 
     Example:
         >>> mine = Naming.of_linears("mine", "ask", "offer", "content", "mix")
@@ -75,15 +75,16 @@ class Naming:
         square: bool = False,
         ignored: tuple[str, ...] = (),
     ) -> Naming:
-        """Name four separate `Linear`s by what comes before ``.weight`` and ``.bias``."""
-        given = {"name": name, "query": query, "key": key, "value": value, "output": output, "description": description}
-        for argument, value_of in given.items():
-            text(argument, value_of)
+        """A naming of four separate `Linear`s. Each name is the part before ``.weight`` and ``.bias``."""
+        texts = {"name": name, "query": query, "key": key, "value": value, "output": output, "description": description}
+        for argument, content in texts.items():
+            text(argument, content)
         square = flag("square", square)
         ignored = tuple(text("ignored", pattern) for pattern in items("ignored", ignored, "a list of strings"))
         stems = dict(zip(ROLES, (query, key, value, output), strict=True))
-        weights = tuple(Entry(f"{stem}.weight", (role,)) for role, stem in stems.items())
-        biases = tuple(Entry(f"{stem}.bias", (role,)) for role, stem in stems.items())
+        weights, biases = (
+            tuple(Entry(f"{stem}.{kind}", (role,)) for role, stem in stems.items()) for kind in ("weight", "bias")
+        )
         return cls(name, description, weights, biases, square=square, ignored=ignored)
 
     @property
@@ -99,7 +100,7 @@ class Naming:
 
 _INPUTS: tuple[Role, ...] = ("query", "key", "value")
 _IN_PROJ_BIASES = (Entry("in_proj_bias", _INPUTS), Entry("out_proj.bias", ("output",)))
-# Masks that lessons register as buffers; what they hide is said by `mask=` at the call.
+# Masks that lessons register as buffers. The call passes `mask=` instead.
 _MASK_BUFFERS = (r"mask", r"causal_mask", r"tril")
 _ROTARY_TABLES = (r"rotary_emb\.inv_freq",)
 
@@ -114,17 +115,12 @@ def _lesson(name: str, stems: str, whose: str = "step-by-step lessons") -> Namin
 
 
 def fused(name: str, stems: str, description: str, ignored: tuple[str, ...] = (), transposed: bool = False) -> Naming:
-    """Query, key and value in one weight, and the output's: what comes before ``.weight`` and ``.bias``."""
+    """A naming with query, key and value in one weight. `stems` has the two names before ``.weight`` and ``.bias``."""
     inputs, output = stems.split()
-    return Naming(
-        name,
-        description,
-        weights=(Entry(f"{inputs}.weight", _INPUTS), Entry(f"{output}.weight", ("output",))),
-        biases=(Entry(f"{inputs}.bias", _INPUTS), Entry(f"{output}.bias", ("output",))),
-        transposed=transposed,
-        square=True,
-        ignored=ignored,
+    weights, biases = (
+        (Entry(f"{inputs}.{kind}", _INPUTS), Entry(f"{output}.{kind}", ("output",))) for kind in ("weight", "bias")
     )
+    return Naming(name, description, weights, biases, transposed, square=True, ignored=ignored)
 
 
 NAMINGS: tuple[Naming, ...] = (
@@ -153,9 +149,7 @@ NAMINGS: tuple[Naming, ...] = (
         "torch",
         "torch.nn.MultiheadAttention with a kdim or vdim of its own",
         weights=(
-            Entry("q_proj_weight", ("query",)),
-            Entry("k_proj_weight", ("key",)),
-            Entry("v_proj_weight", ("value",)),
+            *(Entry(f"{role[0]}_proj_weight", (role,)) for role in _INPUTS),
             Entry("out_proj.weight", ("output",)),
         ),
         biases=_IN_PROJ_BIASES,
@@ -197,12 +191,7 @@ NAMINGS: tuple[Naming, ...] = (
 
 
 def namings_called(naming: str | Naming | None) -> tuple[Naming, ...]:
-    """The layouts that `naming` stands for: those of one name, the one given, or all for None.
-
-    Raises:
-        ArgumentError: for an unknown name, with the list of those known.
-        DTypeError: for anything that is no naming.
-    """
+    """The layouts of one name, a `Naming` itself, or all known layouts for ``None``."""
     if naming is None:
         return NAMINGS
     if isinstance(naming, Naming):
@@ -210,13 +199,13 @@ def namings_called(naming: str | Naming | None) -> tuple[Naming, ...]:
     if not isinstance(naming, str):
         expected = "the name of a naming, or a clearhead.checkpoints.Naming"
         raise DTypeError("naming", expected=expected, got=type(naming).__name__)
-    found = tuple(known for known in NAMINGS if known.name == naming)
-    if not found:
-        names = ", ".join(dict.fromkeys(known.name for known in NAMINGS))
+    layouts = tuple(layout for layout in NAMINGS if layout.name == naming)
+    if not layouts:
+        names = ", ".join(dict.fromkeys(layout.name for layout in NAMINGS))
         raise ArgumentError(
             "naming",
             expected=f"one of {names}",
             got=shown(naming),
             fix="For other names build one with clearhead.checkpoints.Naming.of_linears.",
         )
-    return found
+    return layouts

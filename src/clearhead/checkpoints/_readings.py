@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .. import masks
 from ..errors import ArgumentError
@@ -25,8 +25,11 @@ def rotary(layer: Layer) -> dict[str, Any]:
 
 def head_norms(layer: Layer) -> dict[str, Any]:
     """Root-mean-square norms of every query and key, with the model's weights and eps."""
-    eps = layer.setting("rms_norm_eps")
-    return {name: _rms_norm(layer.tensor(f"{name}.weight", (layer.head_dim,)), eps) for name in ("q_norm", "k_norm")}
+    norms: dict[str, Any] = {}
+    for name in ("q_norm", "k_norm"):
+        norms[name] = nn.RMSNorm(layer.head_dim, eps=layer.setting("rms_norm_eps"), device="meta")
+        norms[name].weight = parameter(layer.tensor(f"{name}.weight", (layer.head_dim,)))
+    return norms
 
 
 def softcap(layer: Layer) -> dict[str, Any]:
@@ -35,12 +38,12 @@ def softcap(layer: Layer) -> dict[str, Any]:
 
 
 def query_scale(layer: Layer) -> dict[str, Any]:
-    """1/√ of a number of its own in the place of head_dim."""
+    """1/√ of a setting instead of 1/√D."""
     return {"scale": layer.setting("query_pre_attn_scalar") ** -0.5}
 
 
 def gpt2_scale(layer: Layer) -> dict[str, Any]:
-    """1/√D, 1, and either of them divided by the number of the layer, from 1."""
+    """1/√D or 1, which may be divided by the number of the layer, from 1."""
     scale = layer.head_dim**-0.5 if layer.setting("scale_attn_weights") else 1.0
     return {"scale": scale / (layer.number + 1) if layer.setting("scale_attn_by_inverse_layer_idx") else scale}
 
@@ -56,14 +59,20 @@ def sinks(layer: Layer) -> dict[str, Any]:
 
 
 def window(layer: Layer) -> dict[str, Any]:
-    """Each query sees the last ``sliding_window`` positions, itself included."""
+    """Each query attends to the last ``sliding_window`` positions, its own included."""
     size = layer.setting("sliding_window")
     return {} if size is None else {"mask": masks.sliding_window(size - 1, 0)}
 
 
 def alternating_window(layer: Layer) -> dict[str, Any]:
     """A window in the layers that ``layer_types`` gives one."""
-    _require_causal(layer)
+    if getattr(layer.config, "use_bidirectional_attention", None):
+        raise ArgumentError(
+            "config",
+            expected="windows that look back",
+            got="use_bidirectional_attention = True",
+            fix="Build the layer yourself, with mask=masks.sliding_window(size - 1, size - 1).",
+        )
     kinds = layer.setting("layer_types")
     kind = kinds[layer.number] if len(kinds) > layer.number else None
     if kind == "full_attention":
@@ -83,39 +92,17 @@ def alibi(layer: Layer) -> dict[str, Any]:
 
 
 def relative_bias(*, bidirectional: bool) -> Reading:
-    """A learned bias per head and bucket of distances; all layers use the first one's."""
+    """A learned bias per head and bucket of distances. All layers use that of the first layer."""
 
     def read(layer: Layer) -> dict[str, Any]:
-        found = layer.shared.get("relative_bias")
-        count, name = layer.setting("relative_attention_num_buckets"), "relative_attention_bias.weight"
-        weight = layer.tensor(name, (count, layer.num_heads), layer=0)
-        if found is None:
+        buckets, heads = layer.setting("relative_attention_num_buckets"), layer.num_heads
+        weight = layer.tensor("relative_attention_bias.weight", (buckets, heads), layer=0)
+        if "relative_bias" not in layer.shared:
             most = layer.setting("relative_attention_max_distance")
-            found = layer.shared["relative_bias"] = _relative_bias(weight, most, bidirectional)
-        return {"mask": found}
+            # Made without memory, so that no random number is drawn.
+            bias = RelativeBias(heads, buckets, most, bidirectional, device="meta").to_empty(device=weight.device)
+            bias.weight = parameter(weight)
+            layer.shared["relative_bias"] = bias
+        return {"mask": layer.shared["relative_bias"]}
 
     return read
-
-
-def _relative_bias(weight: Tensor, max_distance: int, bidirectional: bool) -> RelativeBias:
-    buckets, heads = weight.shape
-    # Made without memory, so that no random number is drawn.
-    bias = RelativeBias(heads, buckets, max_distance, bidirectional, device="meta").to_empty(device=weight.device)
-    bias.weight = parameter(weight)
-    return bias
-
-
-def _rms_norm(weight: Tensor, eps: float) -> nn.RMSNorm:
-    norm = nn.RMSNorm(weight.shape[0], eps=eps, device="meta")
-    norm.weight = parameter(weight)
-    return norm
-
-
-def _require_causal(layer: Layer) -> None:
-    if getattr(layer.config, "use_bidirectional_attention", None):
-        raise ArgumentError(
-            "config",
-            expected="windows that look back",
-            got="use_bidirectional_attention = True",
-            fix="Build the layer yourself, with mask=masks.sliding_window(size - 1, size - 1).",
-        )

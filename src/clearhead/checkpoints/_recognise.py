@@ -1,9 +1,9 @@
-"""Finding attention in a state dict by its names: which naming, at which prefix."""
+"""Recognition of attention in a state dict by its names: the naming and the prefix."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from difflib import SequenceMatcher
 
 from torch import Tensor
@@ -12,21 +12,17 @@ from .._checks import text
 from ..errors import CheckpointError
 from ._finding import Finding, describe
 from ._namings import Naming
+from ._sources import listed
 from ._unpack import Projections, unpack
 
 
 def recognise(
     tensors: Mapping[str, Tensor], namings: tuple[Naming, ...], prefix: str = ""
 ) -> tuple[Finding, Projections]:
-    """Find the one attention block under `prefix`, and its projections as views of the tensors.
-
-    Raises:
-        CheckpointError: if there is none, more than one, or one whose tensors do not fit together.
-    """
-    prefix = text("prefix", prefix)
-    prefix = prefix if not prefix or prefix.endswith(".") else f"{prefix}."
-    places = {(at, naming): None for naming in namings for at in _places(tensors, naming) if at.startswith(prefix)}
-    prefixes = list(dict.fromkeys(at for at, _ in places))
+    """The only attention block under `prefix`, and its projections as views of the tensors."""
+    prefix = as_path(prefix)
+    blocks = [(path, naming) for naming in namings for path in _prefixes(tensors, naming) if path.startswith(prefix)]
+    prefixes = list(dict.fromkeys(path for path, _ in blocks))
     if not prefixes:
         raise _nothing_found(tensors, namings, prefix)
     if prefix in prefixes:
@@ -35,25 +31,28 @@ def recognise(
         raise CheckpointError(
             "source",
             expected="one attention block",
-            got=f"{len(prefixes)}, under " + ", ".join(repr(at) for at in sorted(prefixes, key=_natural)),
+            got=f"{len(prefixes)}, under " + ", ".join(repr(path) for path in sorted(prefixes, key=_natural)),
             fix="Choose one with prefix=.",
         )
-    return _only_fit(tensors, [naming for at, naming in places if at == prefixes[0]], prefixes[0])
+    return _only_fit(tensors, [naming for path, naming in blocks if path == prefixes[0]], prefixes[0])
+
+
+def as_path(prefix: object) -> str:
+    """The argument `prefix`, ending in a dot unless it is empty."""
+    path = text("prefix", prefix)
+    return path if not path or path.endswith(".") else f"{path}."
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key under which layer 10 comes after layer 9."""
+    """Sort key that places layer 10 after layer 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def _places(tensors: Mapping[str, Tensor], naming: Naming) -> Iterable[str]:
-    """The prefixes under which every weight of a naming is there."""
-    anchor = naming.weights[0].key
-    for key in tensors:
-        if _ends(key, anchor):
-            prefix = key.removesuffix(anchor)
-            if all(prefix + entry.key in tensors for entry in naming.weights):
-                yield prefix
+def _prefixes(tensors: Mapping[str, Tensor], naming: Naming) -> list[str]:
+    """The prefixes under which the tensors include every weight of a naming."""
+    first = naming.keys[0]
+    prefixes = [key.removesuffix(first) for key in tensors if _ends(key, first)]
+    return [prefix for prefix in prefixes if all(prefix + key in tensors for key in naming.keys)]
 
 
 def _ends(name: str, key: str) -> bool:
@@ -61,7 +60,7 @@ def _ends(name: str, key: str) -> bool:
 
 
 def _only_fit(tensors: Mapping[str, Tensor], namings: list[Naming], prefix: str) -> tuple[Finding, Projections]:
-    """Where several namings have the same keys, as GPT-2's and nanoGPT's, the shapes decide."""
+    """The naming that fits the shapes. GPT-2 and nanoGPT, for example, have the same keys."""
     fits: list[tuple[Finding, Projections]] = []
     errors: list[CheckpointError] = []
     for naming in namings:
@@ -75,7 +74,7 @@ def _only_fit(tensors: Mapping[str, Tensor], namings: list[Naming], prefix: str)
         raise CheckpointError(
             "source",
             expected="one naming",
-            got=f"keys under {prefix!r} that fit " + ", ".join(found.naming.name for found, _ in fits),
+            got=f"keys under {prefix!r} that fit " + ", ".join(finding.naming.name for finding, _ in fits),
             fix="Choose one with naming=.",
         )
     if not fits:
@@ -84,14 +83,14 @@ def _only_fit(tensors: Mapping[str, Tensor], namings: list[Naming], prefix: str)
 
 
 def _nothing_found(tensors: Mapping[str, Tensor], namings: tuple[Naming, ...], prefix: str) -> CheckpointError:
-    """Describe what is there, what is missing, and which naming comes nearest."""
+    """The error that lists the names, the nearest naming, and the names missing for it."""
     names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
-    elsewhere = sorted({at for naming in namings for at in _places(tensors, naming)}, key=_natural)
-    fix = f"There is attention under {', '.join(repr(at) for at in elsewhere)}. " if elsewhere else ""
+    elsewhere = sorted({path for naming in namings for path in _prefixes(tensors, naming)}, key=_natural)
+    fix = f"There is attention under {', '.join(map(repr, elsewhere))}. " if elsewhere else ""
     if names:
         nearest = max(namings, key=lambda naming: _nearness(naming, names))
-        at = _best_place(nearest, names)
-        missing = (at + key for key in nearest.keys if at + key not in names)
+        path = _best_prefix(nearest, names)
+        missing = (path + key for key in nearest.keys if path + key not in names)
         fix += (
             f"The nearest known naming is {nearest.name} ({', '.join(nearest.keys)}); missing for it: "
             f"{', '.join(missing)}. Projections of other names are given as "
@@ -100,23 +99,23 @@ def _nothing_found(tensors: Mapping[str, Tensor], namings: tuple[Naming, ...], p
     return CheckpointError(
         "source",
         expected="the names of an attention block" + (f" under {prefix!r}" if prefix else ""),
-        got=", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") or "no names",
+        got=listed(names, 12),
         fix=fix.strip(),
     )
 
 
 def _nearness(naming: Naming, names: list[str]) -> tuple[int, int, float]:
-    """How many keys of a naming are there, how specific these are, and how much the others look like what is there."""
-    at = _best_place(naming, names)
-    there = [key for key in naming.keys if at + key in names]
+    """The number of present keys of a naming, how specific they are, and how similar the names are to all its keys."""
+    prefix = _best_prefix(naming, names)
+    present = [key for key in naming.keys if prefix + key in names]
     likeness = sum(_likeness(key, names) for key in naming.keys) / len(naming.keys)
-    return len(there), sum(key.count(".") for key in there), likeness
+    return len(present), sum(key.count(".") for key in present), likeness
 
 
-def _best_place(naming: Naming, names: list[str]) -> str:
-    """The prefix under which most keys of a naming are."""
-    places = Counter(name.removesuffix(key) for key in naming.keys for name in names if _ends(name, key))
-    return max(places, key=lambda place: places[place], default="")
+def _best_prefix(naming: Naming, names: list[str]) -> str:
+    """The prefix of most keys of a naming."""
+    counts = Counter(name.removesuffix(key) for key in naming.keys for name in names if _ends(name, key))
+    return max(counts, key=lambda prefix: counts[prefix], default="")
 
 
 def _likeness(key: str, names: list[str]) -> float:

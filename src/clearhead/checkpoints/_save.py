@@ -5,25 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .._checks import text
 from .._multihead import MultiHeadAttention
 from ..errors import CheckpointError, DTypeError
-from ._fill import copied
-from ._namings import ROLES, Entry, Naming, Projection, namings_called
+from ._fill import LINEARS, copied
+from ._namings import ROLES, Naming, Projection, Role, namings_called
+from ._recognise import as_path
 from ._unpack import Projections
 
 
 def save(module: MultiHeadAttention, naming: str | Naming, *, prefix: str = "") -> dict[str, Tensor]:
     """Write the module's weights under the names, and in the layout, of another class.
 
-    Loading them again gives the same bits. Only weights are written: heads, scale and dropout have no names. Where
-    several projections share one tensor and only some of them have a bias, the others are written as zeros.
+    Loading them again gives the same bits. Only weights are written, because heads, scale and dropout have no names.
+    If several projections share one tensor and only some of them have a bias, the others are written as zeros.
 
     Args:
         module: the module.
         naming: a name out of `checkpoints.NAMINGS`, such as ``"w_q"``, ``"d2l"`` or ``"torch"``, or a `Naming`.
-            ``"torch"`` writes the packed layout, or separate weights where `kdim` or `vdim` requires them.
-        prefix: path to put before the names. Default: none.
+            The name ``"torch"`` writes the packed layout, or separate weights if `kdim` or `vdim` requires them.
+        prefix: path before the names. Default none.
 
     Returns:
         A state dict of detached copies, each on its own device and in its own dtype.
@@ -50,18 +50,17 @@ def save(module: MultiHeadAttention, naming: str | Naming, *, prefix: str = "") 
             got="; ".join(dict.fromkeys(problems)),
             fix="A naming of four separate weights, such as o_proj, takes every size.",
         )
-    prefix = text("prefix", prefix)
-    prefix = prefix if not prefix or prefix.endswith(".") else f"{prefix}."
-    layout = layouts[problems.index("")]
-    return {prefix + key: tensor for key, tensor in _pack(layout, projections).items()}
+    packed = _pack(layouts[problems.index("")], projections)
+    return {as_path(prefix) + key: tensor for key, tensor in packed.items()}
 
 
 def _projections(module: object) -> Projections:
     if not isinstance(module, MultiHeadAttention):
         expected = "a clearhead.MultiHeadAttention"
         raise DTypeError("module", expected=expected, got=type(module).__name__)
-    linears = (module.q_proj, module.k_proj, module.v_proj, module.out_proj)
-    for name, linear in zip(("q_proj", "k_proj", "v_proj", "out_proj"), linears, strict=True):
+    projections: dict[Role, Projection] = {}
+    for role, name in LINEARS.items():
+        linear = getattr(module, name)
         if not isinstance(linear, nn.Linear) or nn.utils.parametrize.is_parametrized(linear):
             raise CheckpointError(
                 f"module.{name}",
@@ -69,21 +68,25 @@ def _projections(module: object) -> Projections:
                 got=type(linear).__name__,
                 fix="Merge adapters and remove parametrizations first.",
             )
-    return {role: Projection(linear.weight, linear.bias) for role, linear in zip(ROLES, linears, strict=True)}
+        projections[role] = Projection(linear.weight, linear.bias)
+    return projections
 
 
 def _problem(naming: Naming, projections: Projections) -> str:
-    """Why a naming cannot hold these projections; empty if it can."""
+    """The reason why a naming cannot hold these projections. Empty if it can."""
     query, key, _, output = (projections[role].weight for role in ROLES)
     if naming.square and len({*query.shape, *output.shape, key.shape[0]}) > 1:
         sizes = f"query {query.shape[1]}, all heads {query.shape[0]}, key/value heads {key.shape[0]}"
         return f"{sizes} and output {output.shape[0]} features, which must be one number"
     for entry in (entry for entry in naming.weights + naming.biases if len(entry.holds) > 1):
-        held = [projections[role] for role in entry.holds]
-        if entry in naming.weights and len({weight.shape for weight, _ in held}) > 1:
-            inputs = ", ".join(str(weight.shape[1]) for weight, _ in held)
+        fused = [projections[role] for role in entry.holds]
+        if entry in naming.weights and len({weight.shape for weight, _ in fused}) > 1:
+            inputs = ", ".join(str(weight.shape[1]) for weight, _ in fused)
             return f"inputs of {inputs} features, which share one weight there"
-        if len({(part.dtype, part.device) for projection in held for part in projection if part is not None}) > 1:
+        if (
+            len({(tensor.dtype, tensor.device) for projection in fused for tensor in projection if tensor is not None})
+            > 1
+        ):
             return f"several dtypes or devices for what is one tensor there, {entry.key}"
     return ""
 
@@ -94,11 +97,8 @@ def _pack(naming: Naming, projections: Projections) -> dict[str, Tensor]:
         weight = torch.cat([projections[role].weight for role in entry.holds])  # (rows of all, in)
         packed[entry.key] = copied(weight.t() if naming.transposed else weight)
     for entry in naming.biases:
-        if any(projections[role].bias is not None for role in entry.holds):
-            packed[entry.key] = copied(_bias(entry, projections))
+        fused = [projections[role] for role in entry.holds]
+        if any(bias is not None for _, bias in fused):
+            biases = [weight.new_zeros(weight.shape[0]) if bias is None else bias for weight, bias in fused]
+            packed[entry.key] = copied(torch.cat(biases))
     return packed
-
-
-def _bias(entry: Entry, projections: Projections) -> Tensor:
-    held = [projections[role] for role in entry.holds]
-    return torch.cat([weight.new_zeros(weight.shape[0]) if bias is None else bias for weight, bias in held])

@@ -1,11 +1,10 @@
-"""What `load` can be given: a module, a state dict, a mapping of the four projections, or a file."""
+"""The tensors of a module, a state dict, a mapping of the four projections, or a file."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,32 +15,25 @@ from ._files import read_file
 Source = nn.Module | Mapping[str, Tensor | nn.Linear] | str | os.PathLike[str]
 Tensors = dict[str, Tensor]
 
-# Keys of a mapping that was written by hand: `{"query": linear, …}`, or a bare weight in the Linear's place.
+# Keys of a mapping that was written by hand: `{"query": linear, …}`. A weight may replace the Linear.
 _BY_HAND = ("q", "k", "v", "o", "query", "key", "value", "output")
 
 
-class Contents(NamedTuple):
-    """The tensors of a source by name, and the module if it was one."""
-
-    tensors: Tensors
-    module: nn.Module | None
-
-
-def read_source(source: Source) -> Contents:
-    """Collect the named tensors of a source.
-
-    Raises:
-        CheckpointError: if a mapping or file holds something else than tensors, or a file cannot be read.
-        DTypeError: if `source` is none of the kinds that can be read.
-    """
+def read_source(source: Source) -> tuple[Tensors, nn.Module | None]:
+    """The tensors of a source by name, and the source itself if it is a module."""
     if isinstance(source, nn.Module):
-        return Contents(_flat(source.state_dict()), source)
-    if isinstance(source, Mapping):
-        return Contents(_flat(source), None)
+        return _flat(source.state_dict()), source
     if isinstance(source, str | os.PathLike):
-        return Contents(_flat(read_file(Path(source))), None)
+        source = read_file(Path(source))
+    if isinstance(source, Mapping):
+        return _flat(source), None
     expected = "a module, a state dict, a mapping of the four projections, or the path of a file"
     raise DTypeError("source", expected=expected, got=type(source).__name__)
+
+
+def listed(names: list[str], most: int) -> str:
+    """The first names in words, and how many others follow."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "") or "no names"
 
 
 def _flat(mapping: Mapping[str, object]) -> Tensors:

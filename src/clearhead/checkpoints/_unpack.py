@@ -1,4 +1,4 @@
-"""From the tensors of one naming to the four projections, as views."""
+"""The four projections as views of the tensors of one naming."""
 
 from __future__ import annotations
 
@@ -14,19 +14,15 @@ Projections = Mapping[Role, Projection]
 
 
 def unpack(tensors: Mapping[str, Tensor], naming: Naming, prefix: str) -> Projections:
-    """Split what is fused and turn what is transposed.
-
-    Raises:
-        CheckpointError: if a tensor has the wrong dimensions or dtype, or the sizes do not fit together.
-    """
+    """Split fused tensors, and transpose weights that are stored (in, out)."""
     weights: dict[Role, Tensor] = {}
     biases: dict[Role, Tensor] = {}
-    for entries, dimensions, parts in ((naming.weights, 2, weights), (naming.biases, 1, biases)):
+    for entries, dimensions, tensors_of in ((naming.weights, 2, weights), (naming.biases, 1, biases)):
         for entry in entries:
             if prefix + entry.key in tensors:
                 tensor = _require_plain(prefix + entry.key, tensors[prefix + entry.key], dimensions)
                 tensor = tensor.t() if naming.transposed and dimensions == 2 else tensor  # (out, in)
-                parts.update(_split(prefix, entry, tensor))
+                tensors_of.update(_split(prefix, entry, tensor))
     projections: Projections = {role: Projection(weights[role], biases.get(role)) for role in ROLES}
     _require_fit(naming, prefix, projections)
     return projections

@@ -1,10 +1,10 @@
-"""A cache of transformers that holds a part of the keys, and the masks that a model must run with for it.
+"""A cache of transformers that holds some of the keys, and the masks that a model needs for it.
 
-What a model attends to is decided in two places: the cache hands out keys, and the model's mask says which of them a
-query sees. transformers makes that mask for keys that stand side by side. The cache here keeps others, so a hook before
-the decoder's forward replaces the mask by that of the keys which the cache will hand out, in the form of the model's
-attention implementation. Which keys these are depends on the padding alone, but for heavy hitters: there the mask
-carries the cache to the attention function (`Carried`), which shows it queries and keys.
+The cache returns keys, and the model's mask selects those that a query attends to. transformers makes this mask for
+consecutive keys. This cache returns other keys. A hook before the decoder's forward therefore replaces the mask. The
+new mask is for the keys that the cache will return, in the form of the model's attention implementation. These keys
+depend only on the padding. Heavy hitters are the exception: there the mask carries the cache to the attention function
+(`Carried`), which passes queries and keys to the cache.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ..errors import ArgumentError, CacheError, ShapeError, shape_text
 from ._cache_layers import BoundedLayer, MakeBounded, not_croppable, require_rows
 from ._lazy_mask import Carried, carrying
 
-#: Those whose `forward` takes one mask per type of layer.
+#: Models whose `forward` takes one mask per type of layer.
 _MASK_PER_TYPE = ("qwen3", "gemma2", "gpt_oss")
 _IMPLEMENTATIONS = ("eager", "sdpa", "clearhead")
 
 
 @final
 class BoundedCache(Cache):
-    """A part of the keys, which a window or a policy chooses.
+    """A cache whose window or policy chooses the keys that it holds.
 
     Args:
-        kind: what `cache_for` was given.
-        make: the cache of a layer, from that layer's own window or ``None``, its first keys and values.
-        windows: of the model's layers.
+        kind: the argument of `cache_for`.
+        make: makes the cache of a layer.
+        windows: the sliding window of each layer, or ``None``.
     """
 
     layers: list[BoundedLayer]
@@ -44,9 +44,9 @@ class BoundedCache(Cache):
     def __init__(self, kind: str, make: MakeBounded, windows: list[int | None]) -> None:
         super().__init__(layers=[BoundedLayer(make, window) for window in windows])
         self.kind = kind
-        # What a window or a policy keeps without looking at weights is the same in all layers of one window. A layer of
-        # a single feature runs ahead of them, to tell what they will hand out.
-        self._ahead = {} if kind == "heavy_hitters" else {each: BoundedLayer(make, each) for each in windows}
+        # A window, and a policy that needs no weights, keep the same keys in all layers of one window. A layer with one
+        # feature runs ahead of them and finds the keys that they will return.
+        self._ahead = {} if kind == "heavy_hitters" else {window: BoundedLayer(make, window) for window in windows}
         self._every_layer = [*self.layers, *self._ahead.values()]
         self._expected: tuple[Tensor | int, int] | None = None  # positions of the forward's tokens, and how many
 
@@ -56,12 +56,12 @@ class BoundedCache(Cache):
         return f"{type(self).__name__}({self.kind}, {content})"
 
     def begin(self, decoder: PreTrainedModel, tokens: Tensor, attention_mask: object) -> Tensor | dict[str, Tensor]:
-        """Prepare for the tokens of a forward, and return the masks it shall run with.
+        """Prepare for the tokens of a forward, and return its masks.
 
         Args:
             decoder: the model that runs.
             tokens: ids (B, L) or embeddings (B, L, E).
-            attention_mask: what the model was called with.
+            attention_mask: the argument of the model's call.
         """
         config: Any = decoder.config
         require_implementation(self.kind, config)
@@ -76,7 +76,7 @@ class BoundedCache(Cache):
         else:
             shape = batch_size, 1, length, 1
             mask = carrying(Carried(None, self), _unreadable, shape, decoder.dtype, tokens.device)
-            masks = {layer.window: mask for layer in self.layers}
+            masks = dict.fromkeys((layer.window for layer in self.layers), mask)
         self._expected = positions, length
         if config.model_type not in _MASK_PER_TYPE:
             return masks[self.layers[0].window]
@@ -89,11 +89,11 @@ class BoundedCache(Cache):
         if expected is None or expected[1] != key_states.shape[2]:
             raise _of_another_model()
         if layer_idx > 0:
-            self.layers[layer_idx - 1].evict()  # its attention is over
+            self.layers[layer_idx - 1].evict()  # after its attention
         return self.layers[layer_idx].update(key_states, value_states, expected[0])
 
     def end(self) -> None:
-        """A forward is over."""
+        """Finish a forward."""
         self._expected = None
         self.layers[-1].evict()
 
@@ -118,7 +118,7 @@ class BoundedCache(Cache):
         raise not_croppable("past_key_values")
 
     def _require_ready(self, config: Any, batch_size: int) -> None:
-        if len(self.layers) != config.num_hidden_layers or [each.window for each in self.layers] != windows(config):
+        if len(self.layers) != config.num_hidden_layers or [layer.window for layer in self.layers] != windows(config):
             raise _of_another_model()
         if len({layer.get_seq_length() for layer in self._every_layer}) > 1:
             raise CacheError(
@@ -127,46 +127,45 @@ class BoundedCache(Cache):
                 got="one that an interrupted forward left halfway",
                 fix="reset() it and begin with the prompt.",
             )
-        require_rows(self.layers[0].rows, batch_size)
+        require_rows(self.layers[0].batch_size, batch_size)
 
     def _positions(self, attention_mask: object, batch_size: int, length: int) -> Tensor | int:
-        """Where the new tokens stand in their texts: an int, or (B, L) with −1 for padding."""
-        first, taken = self.layers[0].next_positions(), self.get_seq_length()
+        """The positions of the new tokens in their texts: an int, or (B, L) with −1 for padding."""
+        first, cached = self.layers[0].next_positions(), self.get_seq_length()
         if attention_mask is None:
             return first if isinstance(first, int) else first + torch.arange(length, device=first.device)
-        expected = f"the tokenizer's marks of all tokens so far, {shape_text((batch_size, taken + length))}"
-        if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != (batch_size, taken + length):
+        shape = batch_size, cached + length
+        if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != shape:
+            expected = f"the tokenizer's marks of all tokens so far, {shape_text(shape)}"
             fix = "The cache makes the masks of its keys itself."
             raise ShapeError("attention_mask", expected=expected, got=shown(attention_mask), fix=fix)
         real = attention_mask.bool()
-        if taken > 0 and bool((real[:, :taken].sum(1, keepdim=True) != first).any()):
+        if cached > 0 and bool((real[:, :cached].sum(1, keepdim=True) != first).any()):
             raise CacheError(
                 "attention_mask",
                 expected="the same marks as before for the tokens in the cache",
                 got="others",
                 fix="A token stays padding, or stays real, once it is in the cache. Call reset() to start again.",
             )
-        new = real[:, taken:]
+        new = real[:, cached:]
         if isinstance(first, int) and bool(new.all()):
             return first
         return (new.cumsum(1) - 1 + first).masked_fill(~new, -1)  # (B, L)
 
 
 def _visible_ahead(ahead: BoundedLayer, tokens: Tensor, positions: Tensor | int) -> Tensor:
-    """Bool (B, 1, L, S): which of the keys that the layers of one window will hand out the queries see."""
+    """Bool (B, 1, L, S): the keys that a query attends to, of those that the layers of one window will return."""
     batch_size, length = tokens.shape[:2]
     feature = torch.zeros(batch_size, 1, length, 1, device=tokens.device)
     keys, _ = ahead.update(feature, feature, positions)
-    mask, query_positions, key_positions = ahead.seen
-    positions_of: dict[str, Any] = {"query_positions": query_positions, "key_positions": key_positions}
-    return mask.dense(length, keys.shape[2], batch_size=batch_size, num_heads=1, **positions_of)
+    return ahead.mask.dense(length, keys.shape[2], batch_size=batch_size, num_heads=1, **ahead.mask_positions)
 
 
 def windows(config: Any) -> list[int | None]:
     """The sliding window of every layer, or ``None``."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return [window if each == "sliding_attention" else None for each in types]
+    return [window if kind == "sliding_attention" else None for kind in types]
 
 
 def require_implementation(kind: str, config: Any) -> None:
@@ -219,7 +218,7 @@ def _as_implemented(config: Any, visible: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def hook(decoder: nn.Module) -> None:
-    """Let caches of this kind take part in the decoder's forward, however many there are."""
+    """Register the forward hooks of all bounded caches at a decoder, once."""
     if not has_hook(decoder, _before_forward):
         decoder.register_forward_pre_hook(_before_forward, with_kwargs=True)
         decoder.register_forward_hook(_after_forward, with_kwargs=True, always_call=True)
@@ -228,21 +227,21 @@ def hook(decoder: nn.Module) -> None:
 def _before_forward(
     decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Replace the mask by that of the cache."""
+    """Replace the mask by the mask of the cache."""
     names = list(signature(decoder.forward).parameters)
     named = dict(zip(names, args, strict=False)) | kwargs
     cache = named.get("past_key_values")
     tokens = named.get("input_ids") if named.get("inputs_embeds") is None else named["inputs_embeds"]
-    if not isinstance(cache, BoundedCache) or tokens is None:  # without tokens: for the model to refuse
+    if not isinstance(cache, BoundedCache) or tokens is None:  # the model refuses a call without tokens
         return None
     mask = cache.begin(decoder, tokens, named.get("attention_mask"))
-    place = names.index("attention_mask")
-    if place < len(args):
-        return (*args[:place], mask, *args[place + 1 :]), kwargs
+    index = names.index("attention_mask")
+    if index < len(args):
+        return (*args[:index], mask, *args[index + 1 :]), kwargs
     return args, kwargs | {"attention_mask": mask}
 
 
 def _after_forward(decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, BoundedCache):
-            each.end()
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, BoundedCache):
+            argument.end()

@@ -1,4 +1,4 @@
-"""`cache_for`: small key/value caches for the `generate` of transformers; which models they serve."""
+"""`cache_for`: small key/value caches for the `generate` of transformers, and the models that they serve."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ._cache_layers import Bounded, FullLayer, Within, cache_like, require_rows
 
 Kind = Literal["full", "sliding", "heavy_hitters", "sinks_and_recent"]
 
-#: What every kind is made with; the others are refused.
+#: The arguments of each kind. It refuses the others.
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "full": ("max_length",),
     "sliding": ("window",),
@@ -32,7 +32,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "sinks_and_recent": ("budget", "sinks"),
 }
 
-#: The ``model_type`` of the models that all kinds serve, and of those that "full" alone does, with the reason.
+#: The ``model_type`` of models that all kinds serve, and of those that only "full" serves, with the reason.
 _SERVED = ("llama", "mistral", "qwen3", "gemma2", "gpt_oss", "gpt_neox", "gpt2", "deepseek_v2", "deepseek_v3")
 _FULL_ONLY = {
     "bloom": "its attention adds a bias to every column, whatever stands there",
@@ -52,42 +52,43 @@ def cache_for(
 ) -> Cache:
     """Make a key/value cache for the `generate` of a transformers model.
 
-    A decoding step reads all keys that a cache holds. ``"full"`` holds every one, and gives the tokens of transformers'
-    `DynamicCache`. The others hold a fixed number, and give what the model gives under the dense mask of what is held:
-    exact as long as nothing had to go, an approximation from then on. A prompt's tokens attend to each other before
-    anything is evicted; with ``"sliding"`` they too see no further than the window.
+    A decoding step reads all keys of a cache. ``"full"`` holds every key, and gives the tokens of transformers'
+    `DynamicCache`. The other kinds hold a fixed number of keys. They give the results of the model under the dense mask
+    of these keys. This is exact until a key is evicted, and an approximation from then on. The tokens of a prompt
+    attend to each other before a key is evicted. With ``"sliding"`` they attend only within the window.
 
-    Layers with a sliding window of their own (Mistral, Gemma 2, gpt-oss, some of Qwen3) keep no more than that window,
-    and evict first what it has passed.
+    Layers with a sliding window (Mistral, Gemma 2, gpt-oss, some of Qwen3) never keep more than that window, and first
+    evict the keys behind it.
+
+    * ``"full"`` keeps all tokens. It also serves bloom and t5.
+    * ``"sliding"`` keeps the last `window` tokens (`clearhead.caches.SlidingKVCache`).
+    * ``"heavy_hitters"`` keeps, in every head, the latest keys and the keys that received the most weight
+      (`clearhead.caches.HeavyHitters`). The model must have attention ``clearhead``.
+    * ``"sinks_and_recent"`` keeps the first and the latest tokens (`clearhead.caches.SinksAndRecent`).
 
     Args:
-        model: a decoder of transformers: llama, mistral, qwen3, gemma2, gpt_oss, gpt_neox, gpt2, deepseek_v2,
-            deepseek_v3; with ``"full"`` also bloom and t5. Kinds other than ``"full"`` leave two forward hooks at its
-            decoder, which do nothing without such a cache, and need the attention implementation ``eager``, ``sdpa``
-            or ``clearhead``.
-        kind: ``"full"``; ``"sliding"``, the last `window` tokens (`clearhead.caches.SlidingKVCache`);
-            ``"heavy_hitters"``, in every head the keys that received the most weight and the latest
-            (`clearhead.caches.HeavyHitters`), for which the model must have attention ``clearhead``;
-            ``"sinks_and_recent"``, the first and the latest (`clearhead.caches.SinksAndRecent`). Default ``"full"``.
-        window: how many tokens a query sees, itself included; of ``"sliding"``, which needs it.
-        budget: how many keys of every layer and head stay after a step; of ``"heavy_hitters"`` and
-            ``"sinks_and_recent"``, which need it.
-        sinks: how many of the first tokens stay, fewer than the budget; of ``"sinks_and_recent"``. Default 4.
-        recent: the share of the budget for the latest tokens, in [0, 1]; of ``"heavy_hitters"``. Default 0.5.
-        max_length: how many tokens room is made for at once; more are refused. Of ``"full"``, which makes more room
-            whenever it is used up by default.
+        model: a decoder of transformers (llama, mistral, qwen3, gemma2, gpt_oss, gpt_neox, gpt2, deepseek_v2,
+            deepseek_v3). Kinds other than ``"full"`` register two forward hooks at its decoder, which do nothing
+            without such a cache. They need the attention implementation ``eager``, ``sdpa`` or ``clearhead``.
+        kind: one of the kinds above. Default ``"full"``.
+        window: number of tokens that a query attends to, its own included. Only ``"sliding"`` has it, and needs it.
+        budget: number of keys of every layer and head that stay after a step. Only ``"heavy_hitters"`` and
+            ``"sinks_and_recent"`` have it, and need it.
+        sinks: number of first tokens that stay, fewer than the budget. Only for ``"sinks_and_recent"``. Default 4.
+        recent: share of the budget for the latest tokens, in [0, 1]. Only for ``"heavy_hitters"``. Default 0.5.
+        max_length: number of tokens that memory is allocated for at once. The cache refuses more. Only for
+            ``"full"``. By default a full cache allocates more.
 
     Returns:
-        The cache, for one batch: pass it as ``past_key_values``, or `reset` it for the next. Beam search reorders it;
-        rows may be padded on any side. Only ``"full"`` can take tokens back, which assisted decoding needs.
-        ``cache.layers[i].keys`` are those held, (B, Hkv, S, D), and but for ``"full"`` ``cache.layers[i].positions``
-        where they stand in their texts, (B, Hkv or 1, S).
+        The cache for one batch. Pass it as ``past_key_values``, and `reset` it before the next batch. Beam search
+        reorders it, and rows may be padded on any side. Only ``"full"`` can remove tokens, which assisted decoding
+        needs. ``cache.layers[i].keys`` has its keys, (B, Hkv, S, D). Layers of the other kinds also have their
+        `positions`, (B, Hkv or 1, S).
 
     Raises:
-        ArgumentError, DTypeError: for a model that cannot be served, an argument that the kind does not use, a missing
-            one, or one out of bounds. The model is then as it was.
-        CacheError: when used, for more than `max_length` tokens, for tokens to be taken back, and for a model that the
-            cache was not made for.
+        ArgumentError, DTypeError: for a model that cannot be served, or an argument that is unused, missing or out of
+            bounds. The model is then unchanged.
+        CacheError: raised in use, for more than `max_length` tokens, for tokens to be removed, and for another model.
 
     Example:
         >>> import torch
@@ -121,7 +122,7 @@ def cache_for(
 
 @final
 class FullCache(Cache):
-    """Everything, as `DynamicCache`; layers with a sliding window of their own keep that."""
+    """All tokens, as `DynamicCache`. Layers with a sliding window keep only the window."""
 
     def __init__(self, layers: list[Any], max_length: int | None) -> None:
         super().__init__(layers=layers)
@@ -145,13 +146,13 @@ class FullCache(Cache):
 
 
 def _require_used(kind: str, arguments: dict[str, Any]) -> None:
-    """Raise unless the arguments are those of the kind, and within their bounds."""
+    """Raise if an argument is not one of the kind's, or is out of bounds."""
     used = _ARGUMENTS[kind]
     for name, value in arguments.items():
         default = signature(cache_for).parameters[name].default
         if name not in used and not (type(value) is type(default) and value == default):
-            of = " and ".join(repr(each) for each, names in _ARGUMENTS.items() if name in names)
-            fix = f"{name} is for {of}."
+            kinds = " and ".join(repr(other) for other, names in _ARGUMENTS.items() if name in names)
+            fix = f"{name} is for {kinds}."
             raise ArgumentError(name, expected=f"nothing for kind={kind!r}", got=shown(value), fix=fix)
     for name in ("window", "budget"):
         if name in used:
@@ -170,7 +171,7 @@ def _require_used(kind: str, arguments: dict[str, Any]) -> None:
 
 def _served(model: object, kind: str) -> PreTrainedModel:
     """The model of transformers in `model`, which may be wrapped (peft, torch.compile)."""
-    decoder = next((each for each in module("model", model).modules() if isinstance(each, PreTrainedModel)), None)
+    decoder = next((part for part in module("model", model).modules() if isinstance(part, PreTrainedModel)), None)
     if decoder is None:
         raise DTypeError("model", expected="a model of transformers", got=shown(type(model).__name__))
     config: Any = decoder.config
@@ -189,28 +190,28 @@ def _served(model: object, kind: str) -> PreTrainedModel:
 
 
 def _full(served: PreTrainedModel, max_length: int | None) -> Cache:
-    # transformers' own choice of the layers that need no more than a window.
+    # transformers chooses the layers that need only a window.
     dynamic = DynamicCache(config=served.get_decoder().config).layers
-    layers = [FullLayer(max_length) if type(each) is DynamicLayer else each for each in dynamic]
-    if any(type(each) not in (FullLayer, DynamicSlidingWindowLayer) for each in layers):
+    layers = [FullLayer(max_length) if type(layer) is DynamicLayer else layer for layer in dynamic]
+    if any(type(layer) not in (FullLayer, DynamicSlidingWindowLayer) for layer in layers):
         raise ArgumentError(
             "model",
             expected="layers with attention to all tokens or to a sliding window",
-            got=", ".join(sorted({type(each).__name__ for each in layers} - {"FullLayer"})),
+            got=", ".join(sorted({type(layer).__name__ for layer in layers} - {"FullLayer"})),
         )
     cache = FullCache(layers, max_length)
     return EncoderDecoderCache(cache, DynamicCache()) if served.config.is_encoder_decoder else cache
 
 
 def _sliding(window: int, layer_window: int | None, key: Tensor, value: Tensor) -> Bounded:
-    """The cache of a layer: the last `window` tokens, or fewer where the layer has a smaller window of its own."""
+    """The cache of a layer for the last `window` tokens, or for the layer's own window if it is smaller."""
     return cache_like(SlidingKVCache, key, value, min(window, layer_window or window))
 
 
 def _evicting(budget: int, policy: EvictionPolicy, layer_window: int | None, key: Tensor, value: Tensor) -> Bounded:
-    """The cache of a layer: what a policy keeps, of the layer's own window if it has one."""
+    """The cache of a layer for the keys that a policy keeps, within the layer's own window if it has one."""
     if layer_window is None:
         return cache_like(EvictingKVCache, key, value, budget, policy=policy)
-    if layer_window - 1 <= budget:  # the window is the budget: nothing that it reaches has to go
+    if layer_window - 1 <= budget:  # all keys of the window fit into the budget
         return cache_like(SlidingKVCache, key, value, layer_window)
     return cache_like(EvictingKVCache, key, value, budget, policy=Within(policy, layer_window))

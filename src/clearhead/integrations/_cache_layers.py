@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, final
+from typing import Any, Generic, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -15,29 +15,15 @@ from ..errors import CacheError, ShapeError
 from ..masks._base import Mask
 from ..masks._positional import Present, causal, sliding_window
 
-#: What holds a part of the keys.
+#: A cache that holds some of the keys.
 Bounded: TypeAlias = SlidingKVCache | EvictingKVCache
 
-#: Its maker: from the sliding window of the model's layer, if it has one, and its first keys and values.
+#: Makes the cache of a layer from its sliding window or ``None``, its first keys and its first values.
 MakeBounded: TypeAlias = Callable[[int | None, Tensor, Tensor], Bounded]
 
 AnyCache = TypeVar("AnyCache", bound=KVCache | Bounded)
 
-_FAR = 1 << 62  # no limit to the right: that is for the causal mask to say
-
-
-class Seen(NamedTuple):
-    """What the queries of a call see of the keys that a layer handed out.
-
-    Args:
-        mask: in absolute positions.
-        query_positions: an int, or (B, L).
-        key_positions: ``None`` for 0 … S−1, (B, S), or (B, Hkv, S).
-    """
-
-    mask: Mask
-    query_positions: Tensor | int
-    key_positions: Tensor | None
+_FAR = 1 << 62  # no limit to the right: the causal mask has it
 
 
 def cache_like(
@@ -50,7 +36,7 @@ def cache_like(
 
 
 class _Layer(CacheLayerMixin, Generic[AnyCache]):
-    """What both kinds of layers share: `keys` and `values` are those held between two calls."""
+    """The base of both kinds of layers. `keys` and `values` are those that it holds between two calls."""
 
     is_sliding = False
     is_compileable = False
@@ -64,7 +50,7 @@ class _Layer(CacheLayerMixin, Generic[AnyCache]):
 
     @property
     def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """(B, Hkv, S, D); of DeepSeek its latents."""
+        """(B, Hkv, S, D), or the latents of DeepSeek."""
         return None if self.cache is None else self.cache.key
 
     @property
@@ -75,10 +61,10 @@ class _Layer(CacheLayerMixin, Generic[AnyCache]):
     def update(
         self, key_states: Tensor, value_states: Tensor, positions: Tensor | int = 0, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Take the tokens that stand at `positions`, an int or (B, L), and return all that they attend to."""
+        """Store the tokens at `positions`, an int or (B, L), and return the keys and values that they attend to."""
         # Rotary positions leave keys in float32 under autocast.
-        handed_out = self._update(key_states, value_states.to(key_states.dtype), positions)
-        return handed_out.key, handed_out.value
+        returned = self._update(key_states, value_states.to(key_states.dtype), positions)
+        return returned.key, returned.value
 
     @abstractmethod
     def _update(self, key: Tensor, value: Tensor, positions: Tensor | int) -> KeyValues: ...
@@ -101,14 +87,14 @@ class _Layer(CacheLayerMixin, Generic[AnyCache]):
             self.cache.reorder(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(torch.arange(self.rows, device=indices.device)[indices])  # a bool mask selects too
+        self.reorder_cache(torch.arange(self.batch_size, device=indices.device)[indices])  # a bool mask selects too
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.keys is not None:
-            self.reorder_cache(torch.arange(self.rows, device=self.keys.device).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(self.batch_size, device=self.keys.device).repeat_interleave(repeats))
 
     @property
-    def rows(self) -> int:
+    def batch_size(self) -> int:
         """B, or 0 before the first keys."""
         return 0 if self.keys is None else self.keys.shape[0]
 
@@ -118,7 +104,7 @@ class FullLayer(_Layer[KVCache]):
     """Every key and value, written in place.
 
     Args:
-        max_length: how many tokens there is room for; ``None`` doubles the room when it is used up.
+        max_length: the number of tokens that it can hold. With ``None``, a full cache doubles its memory.
     """
 
     is_croppable = True
@@ -146,7 +132,7 @@ class FullLayer(_Layer[KVCache]):
         return -1 if self._max_length is None else self._max_length
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget as many of the last tokens, a number below 0; one above is how many stay, as in early versions."""
+        """Remove the last tokens. As in early versions, a positive number is the number of tokens that stay."""
         if self.cache is not None and tokens_to_remove != 0:
             length = self.cache.length
             self.cache.crop(
@@ -154,17 +140,19 @@ class FullLayer(_Layer[KVCache]):
             )
 
     def _make(self, key: Tensor, value: Tensor, needed: int) -> KVCache:
-        room = self._max_length or 1 << needed.bit_length()
-        return cache_like(KVCache, key, value, room)
+        return cache_like(KVCache, key, value, self._max_length or 1 << needed.bit_length())
 
 
 @final
 class BoundedLayer(_Layer[Bounded]):
-    """The keys and values that a window or a budget leaves.
+    """The keys and values that a window or a budget keeps.
+
+    The attribute `mask` is the mask of the last `update`, in absolute positions. `mask_positions` has the positions of
+    its queries, an int or (B, L), and of its keys, (B, S), (B, Hkv, S), or ``None`` for 0 … S−1.
 
     Args:
-        make: its cache, when the first keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) arrive.
-        window: the sliding window of the model's own layer, if it has one.
+        make: makes its cache, when the first keys (B, Hkv, L, D) and values (B, Hkv, L, Dv) arrive.
+        window: the sliding window of the model's layer, or ``None``.
     """
 
     is_croppable = False
@@ -172,11 +160,12 @@ class BoundedLayer(_Layer[Bounded]):
     def __init__(self, make: MakeBounded, window: int | None) -> None:
         super().__init__()
         self._make, self.window = make, window
-        self.seen = Seen(causal(), 0, None)  # of the last `update`
+        self.mask: Mask = causal()
+        self.mask_positions: dict[str, Any] = {"query_positions": 0, "key_positions": None}
 
     @property
     def positions(self) -> Tensor | None:
-        """(B, Hkv or 1, S): where the keys it holds stand among the tokens of their row; −1 where nothing stands."""
+        """(B, Hkv or 1, S): the positions of its keys among the tokens of their row, −1 for an empty slot."""
         if self.cache is None:
             return None
         positions = self.cache.positions
@@ -187,33 +176,34 @@ class BoundedLayer(_Layer[Bounded]):
 
     def _update(self, key: Tensor, value: Tensor, positions: Tensor | int) -> KeyValues:
         cache = self._make(self.window, key, value) if self.cache is None else self.cache
-        handed_out = cache.update(key, value, positions)
+        returned = cache.update(key, value, positions)
         mask = causal() if self.window is None else causal() & sliding_window(self.window - 1, _FAR)
-        if handed_out.mask is not None:
-            mask = mask & handed_out.mask
+        if returned.mask is not None:
+            mask = mask & returned.mask
         elif isinstance(positions, Tensor):
             mask = mask & Present()
-        self.cache, self.seen = cache, Seen(mask, positions, handed_out.positions)
-        return handed_out
+        self.cache, self.mask = cache, mask
+        self.mask_positions = {"query_positions": positions, "key_positions": returned.positions}
+        return returned
 
     def observe(self, query: Tensor, key: Tensor, **options: Any) -> None:
-        """Show the cache the attention of the last `update`.
+        """Pass the attention of the last `update` to the cache.
 
         Args:
             query: (B, H, L, D).
-            key: (B, H or Hkv, S, D), as attention took them; DeepSeek makes them from the latents that are held.
+            key: (B, H or Hkv, S, D), the keys of the attention. DeepSeek computes them from the latents of the cache.
             options: scale, softcap and sinks, as for `Cache.observe`.
         """
         if self.cache is not None:
-            mask, positions, placed = self.seen
-            self.cache.observe(query, KeyValues(key, key, placed), mask, positions, **options)
+            keys = KeyValues(key, key, self.mask_positions["key_positions"])
+            self.cache.observe(query, keys, self.mask, self.mask_positions["query_positions"], **options)
 
     def next_positions(self) -> Tensor | int:
-        """Where the next token stands: an int, or (B, 1) where rows differ."""
+        """The position of the next token: an int, or (B, 1) if rows differ."""
         return 0 if self.cache is None else self.cache.next_positions(1)
 
     def evict(self) -> None:
-        """Evict what was left for the attention of the last `update`, where a policy does without its weights."""
+        """Evict after the attention of the last `update`, if the policy does not need its weights."""
         if isinstance(self.cache, EvictingKVCache) and not self.cache.policy.needs_received:
             self.cache.evict()
 
@@ -226,14 +216,14 @@ class BoundedLayer(_Layer[Bounded]):
 
 
 def require_rows(cached: int, batch_size: int) -> None:
-    """Raise unless the keys of the cache, if there are any, are of as many rows as a batch has."""
+    """Raise if the cache holds the keys of another number of rows."""
     if cached not in (0, batch_size):
         fix = "Make a cache for each batch, or reset() it before the next."
         raise ShapeError("past_key_values", expected=f"a batch of {cached} rows", got=str(batch_size), fix=fix)
 
 
 def not_croppable(argument: str) -> CacheError:
-    """The error for what takes tokens back."""
+    """The error for decoding that takes tokens back."""
     return CacheError(
         argument,
         expected="decoding that only goes forward: the keys that these tokens displaced are gone",
@@ -244,11 +234,11 @@ def not_croppable(argument: str) -> CacheError:
 
 @final
 class Within(EvictionPolicy):
-    """The policy of a layer with a sliding window of its own: what the window has passed is evicted first.
+    """The policy of a layer with a sliding window. It first evicts the keys behind the window.
 
     Args:
-        policy: which of the others to evict.
-        window: of the layer, in tokens.
+        policy: ranks the other keys.
+        window: the window of the layer, in tokens.
     """
 
     def __init__(self, policy: EvictionPolicy, window: int) -> None:
@@ -257,8 +247,8 @@ class Within(EvictionPolicy):
 
     def rank(self, held: Held) -> Tensor:
         newest = held.positions.amax(-1, keepdim=True)
-        passed = held.positions < newest + 2 - self.window  # out of sight of the next query, at newest + 1
-        return self.policy.rank(held).masked_fill(passed, float("-inf"))
+        behind = held.positions < newest + 2 - self.window  # the next query is at newest + 1
+        return self.policy.rank(held).masked_fill(behind, float("-inf"))
 
     def __repr__(self) -> str:
         return f"{self.policy!r} within a window of {self.window}"

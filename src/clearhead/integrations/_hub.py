@@ -1,4 +1,4 @@
-"""Read other people's models with transformers: safetensors only, no code of theirs, and no noise."""
+"""Models of others, read with transformers: only safetensors, without their code and without warnings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from ..errors import ArgumentError
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
-
-#: transformers' classes of what a model is called through.
+#: transformers' classes that prepare a model's input.
 Companion = Literal["AutoTokenizer", "AutoImageProcessor"]
 
 
@@ -25,9 +24,9 @@ def read_model(name: str, companion: Companion, *, notify: Callable[[str], None]
     """Read a model without its task's head, in float32 and with eager attention, and its tokenizer or image processor.
 
     Args:
-        name: a folder, or a name on the Hugging Face hub; the local cache comes before the network.
-        companion: which of the two.
-        notify: called with a sentence before anything is downloaded.
+        name: a folder, or a name on the Hugging Face hub. The local cache is read first.
+        companion: the class of the tokenizer or image processor.
+        notify: called with a sentence before a download.
 
     Raises:
         ArgumentError: if there is no such model, or transformers cannot read it.
@@ -47,10 +46,10 @@ def read_model(name: str, companion: Companion, *, notify: Callable[[str], None]
 
 @contextlib.contextmanager
 def without_noise() -> Generator[None]:
-    """Keep transformers and what it imports from writing warnings and progress bars; leave all settings as they were.
+    """Suppress warnings and progress bars of transformers and of its imports, and restore all settings.
 
-    transformers imports each optional library that it finds, and some of these write what they lack: torchao, for
-    instance, which of its extensions do not fit the PyTorch that is there. Errors are raised as ever.
+    transformers imports all optional libraries, and some of them write warnings. torchao, for example, lists its
+    extensions that do not fit the installed PyTorch. Errors are still raised.
     """
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
@@ -71,7 +70,7 @@ def without_noise() -> Generator[None]:
 
 
 def _require_on_hub(name: str) -> None:
-    """One quick request, because transformers retries for minutes where there is no network."""
+    """Make one quick request, because transformers retries for minutes without a network."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -79,7 +78,7 @@ def _require_on_hub(name: str) -> None:
         HfApi().model_info(name, timeout=10)
     except RepositoryNotFoundError as error:
         raise _unknown_model(name, "no folder here and no public model there") from error
-    except Exception as error:  # whatever the network or the settings for it make of it
+    except Exception as error:  # of the network or its settings
         reason = shortened(str(error), 80)
         raise _unknown_model(name, f"no folder here and no answer from the hub ({reason})") from error
 
@@ -94,7 +93,7 @@ def _from_pretrained(path: str, companion: Companion, *, local: bool) -> tuple[A
             model = transformers.AutoModel.from_pretrained(
                 path, use_safetensors=True, dtype=torch.float32, attn_implementation="eager", **options
             )
-        except Exception as error:  # transformers lets through whatever its readers raise
+        except Exception as error:  # transformers passes on the exceptions of its readers
             reason = shortened(str(error) or type(error).__name__, 200)
             raise _unknown_model(path, f"this from transformers: {reason}") from error
     return model, tokenizer

@@ -1,12 +1,11 @@
-"""The mask that a transformers model hands from its mask function to its attention layers.
+"""The mask that a transformers model passes from its mask function to its attention layers.
 
-Between the two runs the model's own code, which was written for the additive mask of ``eager``: it may slice it, add to
-it, concatenate it, or never call an attention function at all. So a mask is always what ``eager`` would get, by dtype,
-shape and value, and carries beside it what `clearhead.attention` computes faster with. ``None`` means that no key is
-hidden, as it does for ``eager``.
+The model's own code runs between the two. It is written for the additive mask of ``eager``, and may slice the mask, add
+to it or concatenate it. So the mask has the dtype, shape and values of the mask of ``eager``. In addition it carries a
+Clearhead mask, which `clearhead.attention` applies faster. ``None`` means that no key is masked, as for ``eager``.
 
-Outside of a traced graph the additive values do not exist until an operator reads them. From then on the values count
-and not what was carried, since they may have been written to.
+Outside of a traced graph, the additive values are computed when an operator first reads them. From then on only the
+values count, because the operator may have changed them.
 """
 
 from __future__ import annotations
@@ -23,12 +22,15 @@ from ..masks._base import Mask
 
 
 class Carried(NamedTuple):
-    """What an additive mask stands for."""
+    """The meaning of an additive mask.
+
+    Args:
+        mask: shared by the layers of a forward. ``None`` is causal with the last query at the last key.
+        cache: the `BoundedCache` that has the mask instead, if its layers and heads hold different keys.
+    """
 
     mask: Mask | None
-    """Shared by the layers of a forward; ``None`` for causal with the last query at the last key."""
     cache: Any = None
-    """The cache that says instead, where every layer and head holds keys of its own (`BoundedCache`)."""
 
 
 class _LazyMask(Tensor):
@@ -38,7 +40,7 @@ class _LazyMask(Tensor):
     _build: Callable[[], Tensor]
     _computed: Tensor | None
 
-    # Shape, dtype and device are read without coming here; operators arrive in `__torch_dispatch__`.
+    # Operators call `__torch_dispatch__`. Shape, dtype and device are read without a call.
     __torch_function__ = disabled_torch_function
 
     def describe(self, carried: Carried, build: Callable[[], Tensor]) -> None:
@@ -57,7 +59,7 @@ class _LazyMask(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*_values(args), **_values(kwargs or {}))
 
-    # What reads a tensor without an operator.
+    # These methods read a tensor without an operator.
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return repr(self.computed())
@@ -88,8 +90,8 @@ def carrying(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:
-    """Return the additive mask that ``build`` makes, of this shape and dtype, and what it stands for beside it."""
-    if is_tracing() or is_transformed() or not has_wrappers:  # a graph holds no values that are computed later
+    """Return the additive mask of ``build``, of this shape and dtype, which carries its meaning."""
+    if is_tracing() or is_transformed() or not has_wrappers:  # a graph cannot compute values later
         return build()
     mask = wrapper_of(_LazyMask, shape, dtype=dtype, device=device)
     mask.describe(carried, build)
@@ -97,7 +99,7 @@ def carrying(
 
 
 def carried_by(mask: Tensor) -> Carried | None:
-    """Return what the mask stands for, or ``None`` where its values alone say it."""
+    """Return the meaning of the mask, or ``None`` if only its values have it."""
     return mask.carried if isinstance(mask, _LazyMask) else None
 
 
@@ -106,10 +108,10 @@ def values_of(mask: Tensor) -> Tensor:
     return mask.computed() if isinstance(mask, _LazyMask) else mask
 
 
-def _values(given: Any) -> Any:
-    """Arguments of an operator with the values of lazy masks among them."""
-    if isinstance(given, dict):
-        return {name: _values(each) for name, each in given.items()}
-    if isinstance(given, (list, tuple)):
-        return type(given)([_values(each) for each in given])
-    return values_of(given) if isinstance(given, Tensor) else given
+def _values(argument: Any) -> Any:
+    """An argument of an operator, with the values of lazy masks in it."""
+    if isinstance(argument, dict):
+        return {name: _values(item) for name, item in argument.items()}
+    if isinstance(argument, (list, tuple)):
+        return type(argument)([_values(item) for item in argument])
+    return values_of(argument) if isinstance(argument, Tensor) else argument

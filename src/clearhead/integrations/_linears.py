@@ -1,4 +1,4 @@
-"""`torch.nn.Linear` layers of a model: which of them `clearhead.nn.Linear` computes faster, and the swap."""
+"""The `torch.nn.Linear` layers of a model that `clearhead.nn.Linear` computes faster."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .._layer.unmodified import is_unmodified
 
 
 def linears_to_swap(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """The layers of which all that computes is x Wᵀ + b, where the rule of `linear` may prefer oneDNN's GEMM.
+    """The layers that compute only x Wᵀ + b, if `clearhead.nn.Linear` may choose oneDNN's GEMM for them.
 
     Returns:
-        The layers by their qualified names, and why the others are left.
+        The layers by their qualified names, and the reason for each other layer.
     """
     swapped: dict[str, nn.Linear] = {}
-    left: dict[str, str] = {}
+    unchanged: dict[str, str] = {}
     prefers_pytorch = chosen_backend() == "pytorch"
     for name, module in _outside_of_ours(model):
         if not isinstance(module, nn.Linear):
@@ -27,17 +27,17 @@ def linears_to_swap(model: nn.Module) -> tuple[dict[str, nn.Linear], dict[str, s
         if why is None:
             swapped[name] = module
         else:
-            left[name] = why
-    return swapped, left
+            unchanged[name] = why
+    return swapped, unchanged
 
 
 def own_linears(model: nn.Module) -> dict[str, Linear]:
-    """The layers that `linears_to_swap` may once have found."""
+    """The layers of Clearhead's class, which `upgrade` may have set."""
     return {name: module for name, module in _outside_of_ours(model) if type(module) is Linear}
 
 
 def _outside_of_ours(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Modules but the parts of attention modules, which multiply with their projections' parameters themselves."""
+    """All modules except parts of attention modules, which multiply with their projections' parameters themselves."""
     inside = {
         id(part)
         for module in model.modules()
@@ -63,8 +63,8 @@ def _why_not(module: nn.Linear) -> str | None:
 
 
 def _is_part_of_lora(model: nn.Module, name: str) -> bool:
-    """Whether an adapter of peft holds the layer: what it trains, or what it was put around."""
-    parts = name.split(".")[:-1]
-    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
-    kinds = [kind for ancestor in around for kind in type(ancestor).__mro__]
+    """Whether an adapter of peft contains the layer: a layer that it trains, or the layer that it wraps."""
+    path = name.split(".")[:-1]
+    ancestors = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
+    kinds = [kind for ancestor in ancestors for kind in type(ancestor).__mro__]
     return any(kind.__name__ == "BaseTunerLayer" and kind.__module__.startswith("peft.") for kind in kinds)

@@ -1,4 +1,4 @@
-"""The masks of transformers' models: made for them by `make_mask`, read from them by `read_mask`."""
+"""The masks of transformers' models: `make_mask` makes them, and `read_mask` reads them."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    **rest: Any,
+    **description: Any,
 ) -> Tensor | None:
-    """Build the mask of a transformers model; transformers calls it.
+    """Build the mask of a transformers model. transformers calls it.
 
     Args:
         batch_size, q_length, kv_length: B, L and S.
         q_offset, kv_offset: absolute position of the first query and of the first key.
-        allow_is_causal_skip: the mask is causal but for windows and padding, so it need not be written out where
-            these hide nothing.
-        allow_is_bidirectional_skip: whether the model takes ``None`` for a mask that hides nothing.
-        dtype: of the additive mask.
-        device: where the mask is made.
-        rest: what else describes the mask, as for transformers' own ``eager_mask``.
+        allow_is_causal_skip: whether windows and padding are the only additions to a causal mask. If they mask
+            nothing, the mask carries only that it is causal.
+        allow_is_bidirectional_skip: whether the model accepts ``None`` for a mask that masks nothing.
+        dtype: dtype of the additive mask.
+        device: device of the mask.
+        description: further arguments of transformers' ``eager_mask``.
 
     Returns:
-        What transformers' ``eager_mask`` returns: an additive mask (B, 1, L, S), or ``None`` where nothing is hidden
-        and the model takes that. Its values are computed when they are first read; `attention_forward` reads the bool
-        mask that it carries, or that it is causal.
+        The result of transformers' ``eager_mask``: an additive mask (B, 1, L, S), or ``None`` if nothing is masked and
+        the model accepts that. Its values are computed when they are first read. `attention_forward` reads the bool
+        mask that it carries instead.
 
     Example:
         >>> from clearhead.integrations.transformers import make_mask
@@ -58,20 +58,20 @@ def make_mask(
     require_factory(device, dtype)
     allow_is_causal_skip = flag("allow_is_causal_skip", allow_is_causal_skip)
     allow_is_bidirectional_skip = flag("allow_is_bidirectional_skip", allow_is_bidirectional_skip)
-    described: dict[str, Any] = rest | {
+    arguments: dict[str, Any] = description | {
         **sizes,
         "q_offset": q_offset,
         "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
         "device": device,
     }
-    # With a static cache the keys reach further than the last query, so "causal" alone would not say where it stands.
+    # With a static cache there are keys behind the last query, so a causal mask needs the position of the query.
     aligned = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     may_be_causal = allow_is_causal_skip and aligned and not allow_is_bidirectional_skip
-    visible = sdpa_mask(**described, allow_is_causal_skip=may_be_causal)
+    visible = sdpa_mask(**arguments, allow_is_causal_skip=may_be_causal)
     if visible is not None:
         build = partial(additive_mask, visible, dtype)
     elif may_be_causal:
-        build = partial(eager_mask, **described, dtype=dtype)
+        build = partial(eager_mask, **arguments, dtype=dtype)
     else:
         return None
     mask = None if visible is None else shared(masks.keep(visible))
@@ -79,7 +79,7 @@ def make_mask(
 
 
 def _require_offset(q_offset: object) -> None:
-    """An int, or from static caches a tensor of one."""
+    """Raise if the offset is not an int, or the tensor with one int of a static cache."""
     if not isinstance(q_offset, Tensor):
         integer("q_offset", q_offset, least=0)
     elif strided("q_offset", q_offset).numel() != 1 or q_offset.dtype not in INTEGERS:
@@ -87,7 +87,7 @@ def _require_offset(q_offset: object) -> None:
 
 
 def read_mask(attention_mask: Tensor, query: Tensor, key: Tensor) -> masks.Mask | None:
-    """What a model's mask, which may have been made by `make_mask`, stands for."""
+    """The meaning of a model's mask, which may be a mask of `make_mask`."""
     if not isinstance(attention_mask, Tensor):
         raise MaskTypeError("attention_mask", expected="a tensor or None", got=type(attention_mask).__name__)
     carried = carried_by(attention_mask)
@@ -109,7 +109,7 @@ def read_mask(attention_mask: Tensor, query: Tensor, key: Tensor) -> masks.Mask 
 
 
 def causal_mask(query: Tensor, key: Tensor) -> masks.Mask | None:
-    """Causal with the last query at the last key; ``None`` where that hides nothing."""
+    """Causal with the last query at the last key, or ``None`` if that masks nothing."""
     length, keys = query.shape[2], key.shape[2]
     if length == 1:
         return None

@@ -1,4 +1,4 @@
-"""The models of transformers inside a module, and the attention that they compute with."""
+"""The models of transformers inside a module, and the attention implementation of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 NAME = "clearhead"
 _BEFORE = "_clearhead_attention_before"
 
-#: What Clearhead is chosen over; anything else was chosen for its own sake.
+#: Implementations that `upgrade` replaces. A user chose any other one on purpose.
 _COMMON = ("eager", "sdpa")
 
 #: Models whose attention takes arguments that Clearhead refuses (docs/model-table.md).
@@ -29,7 +29,7 @@ _REFUSED = (
 
 
 def models_of_transformers(model: nn.Module) -> dict[str, Any]:
-    """Every model of transformers in a module by its qualified name, those inside others included."""
+    """Every model of transformers in a module by its qualified name, including nested ones."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:  # then none of its models exists
         return {}
@@ -37,19 +37,14 @@ def models_of_transformers(model: nn.Module) -> dict[str, Any]:
 
 
 def outermost(models: dict[str, Any]) -> dict[str, Any]:
-    """Those models that are not inside another."""
-    return {name: models[name] for name in models if _around(models, name) is None}
+    """The models that are not inside another model."""
+    return {name: model for name, model in models.items() if head_of(models, name) is None}
 
 
 def head_of(models: dict[str, Any], name: str) -> Any:
-    """The model that one is directly a part of; ``None`` if it is not inside another."""
-    around = _around(models, name)
-    return None if around is None else models[around]
-
-
-def _around(models: dict[str, Any], name: str) -> str | None:
-    found = [other for other in models if other != name and (not other or name.startswith(f"{other}."))]
-    return max(found, key=len, default=None)
+    """The model that directly contains a model, or ``None``."""
+    outer = [other for other in models if other != name and (not other or name.startswith(f"{other}."))]
+    return models[max(outer, key=len)] if outer else None
 
 
 def runs_on_clearhead(model: Any) -> bool:
@@ -58,7 +53,7 @@ def runs_on_clearhead(model: Any) -> bool:
 
 
 def why_not_set(model: Any) -> str | None:
-    """Why a model keeps its attention; ``None`` if Clearhead's can be set."""
+    """The reason why a model keeps its attention, or ``None`` if Clearhead's can be set."""
     if runs_on_clearhead(model):
         return f"it runs on {NAME!r} already"
     if model.config._attn_implementation not in _COMMON:
@@ -72,10 +67,9 @@ def why_not_set(model: Any) -> str | None:
 
 
 def set_attention(model: Any) -> str | None:
-    """Set Clearhead's attention on a model of which `why_not_set` says nothing.
+    """Set Clearhead's attention on a model for which `why_not_set` returns ``None``.
 
-    Returns:
-        Why transformers refused it, the model being as it was; ``None`` if it did not.
+    If transformers refuses it, the model stays unchanged and the result is the reason.
     """
     before = [(config, config._attn_implementation) for config in _configs(model)]
     try:
@@ -92,7 +86,7 @@ def set_attention(model: Any) -> str | None:
 
 
 class _Before(list[tuple[Any, str]]):
-    """Configs and the attention they had; where a pickle is read, Clearhead's is registered."""
+    """Configs and their previous attention. Reading a pickle of it registers Clearhead's attention."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _read_before, (list(self),)
@@ -108,7 +102,7 @@ def _register() -> None:
 
 
 def restore_attention(model: Any) -> bool:
-    """Undo `set_attention`, if it was called."""
+    """Undo `set_attention`. Returns whether it was called."""
     before = model.__dict__.pop(_BEFORE, None)
     _restore([(config, name) for config, name in before or () if config._attn_implementation == NAME])
     return before is not None
@@ -120,13 +114,12 @@ def _restore(before: list[tuple[Any, str]]) -> None:
 
 
 def _configs(model: Any) -> Iterator[Any]:
-    """Every config that says which attention a part of a model uses, each once."""
-    seen: set[int] = set()
-    waiting = [module.config for module in models_of_transformers(model).values()]
-    while waiting:
-        config = waiting.pop()
-        if config is None or id(config) in seen:
-            continue
-        seen.add(id(config))
-        yield config
-        waiting.extend(getattr(config, name, None) for name in config.sub_configs)
+    """Every config that sets the attention of a part of a model, each once."""
+    yielded: set[int] = set()
+    pending = [module.config for module in models_of_transformers(model).values()]
+    while pending:
+        config = pending.pop()
+        if config is not None and id(config) not in yielded:
+            yielded.add(id(config))
+            yield config
+            pending.extend(getattr(config, name, None) for name in config.sub_configs)

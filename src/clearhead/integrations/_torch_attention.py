@@ -1,4 +1,4 @@
-"""PyTorch's attention modules inside a model, and the stacks that they are in: Clearhead's class, and back."""
+"""PyTorch's attention modules inside a model and the stacks around them: swapped for Clearhead's class, and back."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from ..nn._sharing import STACKS, share_masks, stop_sharing
 _NESTED_BEFORE = "_clearhead_use_nested_tensor"
 
 
-#: Names of modules whose class was changed, of others the reason why not, and names of encoders that were switched.
+#: Names of modules with a new class, names of other attention modules with the reason, names of switched encoders.
 Swapped = tuple[list[str], dict[str, str], list[str]]
 
 
 def swap_attention(model: nn.Module) -> Swapped:
-    """Make every `nn.MultiheadAttention` Clearhead's, and let stacks share masks and keep nested tensors out.
+    """Make every `nn.MultiheadAttention` Clearhead's. Stacks then share masks, and use no nested tensors.
 
-    `nn.TransformerEncoder` turns padded batches into nested tensors, which only its fast path can compute with.
+    `nn.TransformerEncoder` makes nested tensors from padded batches, and only its fast path supports these.
     """
     changed: list[str] = []
-    left: dict[str, str] = {}
+    unchanged: dict[str, str] = {}
     for name, module in model.named_modules():
         if type(module) is nn.MultiheadAttention:
             module.__class__ = MultiheadAttention
             module.register_forward_pre_hook(keep_off_fast_path)
             changed.append(name)
         elif isinstance(module, MultiheadAttention):
-            left[name] = "it is Clearhead's already"
+            unchanged[name] = "it is Clearhead's already"
         elif isinstance(module, nn.MultiheadAttention):
-            left[name] = _of_a_subclass(module)
+            unchanged[name] = _of_a_subclass(module)
     encoders: list[str] = []
     for name, stack in _stacks(model, ours=True):
         share_masks(stack)
@@ -40,20 +40,20 @@ def swap_attention(model: nn.Module) -> Swapped:
             stack.use_nested_tensor = False
             drop_padding(stack)
             encoders.append(name)
-    return changed, left, encoders
+    return changed, unchanged, encoders
 
 
 def swap_attention_back(model: nn.Module) -> Swapped:
     """Undo `swap_attention`."""
     changed: list[str] = []
-    left: dict[str, str] = {}
+    unchanged: dict[str, str] = {}
     for name, module in model.named_modules():
         if type(module) is MultiheadAttention:
             remove_hook(module, keep_off_fast_path)
             module.__class__ = nn.MultiheadAttention  # pyright: ignore[reportAttributeAccessIssue]
             changed.append(name)
         elif isinstance(module, MultiheadAttention):
-            left[name] = _of_a_subclass(module)
+            unchanged[name] = _of_a_subclass(module)
     encoders: list[str] = []
     for name, stack in _stacks(model, ours=False):
         stop_sharing(stack)
@@ -62,16 +62,15 @@ def swap_attention_back(model: nn.Module) -> Swapped:
             stack.use_nested_tensor = True
             keep_padding(stack)
             encoders.append(name)
-    return changed, left, encoders
+    return changed, unchanged, encoders
 
 
 def _stacks(model: nn.Module, *, ours: bool) -> list[tuple[str, nn.Module]]:
-    """Stacks of layers by name, those with Clearhead's attention in them or those without."""
-    stacks = [(name, module) for name, module in model.named_modules() if isinstance(module, STACKS)]
+    """Stacks of layers by name, either those that contain Clearhead's attention or the others."""
     return [
         (name, stack)
-        for name, stack in stacks
-        if any(isinstance(part, MultiheadAttention) for part in stack.modules()) == ours
+        for name, stack in model.named_modules()
+        if isinstance(stack, STACKS) and any(isinstance(part, MultiheadAttention) for part in stack.modules()) == ours
     ]
 
 

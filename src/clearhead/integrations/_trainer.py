@@ -14,22 +14,21 @@ from ..inspection._monitor import Scalars, ScalarWriter, monitor, receiver
 
 
 class AttentionMonitorCallback(TrainerCallback):
-    """Watch the attention of a model that a transformers `Trainer` trains, as `clearhead.monitor` does.
+    """Monitor the attention of a model that a transformers `Trainer` trains, as `clearhead.monitor` does.
 
-    The model is watched from the begin to the end of ``trainer.train()``, in the main process only. Scalars are handed
-    on at the end of the optimizer's step, with the Trainer's ``global_step``; with gradient accumulation `every` counts
-    the forward passes, and the last that was measured in a step is handed on.
+    The model is monitored from the begin to the end of ``trainer.train()``, in the main process only. Scalars are
+    written at the end of the optimizer's step, with the Trainer's ``global_step``. With gradient accumulation, `every`
+    counts forward passes, and each step writes its last measurement.
 
     Args:
         every, statistics, entropy_threshold, logit_threshold: as for `clearhead.monitor`.
-        to: as for `clearhead.monitor`; or a `Trainer`, whose ``log`` gets the scalars, so that they are wherever its
-            losses are: in what ``report_to`` names (TensorBoard, …) and in ``trainer.state.log_history``. It is made
-            before the callback, which then comes in with ``trainer.add_callback``. Default: ``state.log_history``
-            alone.
+        to: as for `clearhead.monitor`, or a `Trainer`. The trainer logs the scalars with its losses, in
+            ``trainer.state.log_history`` and where ``report_to`` sends them (TensorBoard, …). Make the trainer first,
+            and pass the callback to ``trainer.add_callback``. Default only ``state.log_history``.
 
     Raises:
         ArgumentError: when training begins with ``torch_compile=True``.
-        And warns: what `clearhead.monitor` does.
+        And warns: as `clearhead.monitor`.
 
     Example:
         >>> from clearhead.integrations.transformers import AttentionMonitorCallback
@@ -49,16 +48,16 @@ class AttentionMonitorCallback(TrainerCallback):
         self._thresholds = {"entropy_threshold": entropy_threshold, "logit_threshold": logit_threshold}
         self._every, self._statistics = every, statistics
         self._trainer: Any = to if _is_trainer(to) else None
-        self._give = None if to is None or self._trainer is not None else receiver(to)
-        self._found: dict[str, float] = {}
-        self._watching: monitor | None = None
-        self._watch(nn.Module()).remove()  # arguments that mean nothing are refused here, not when training begins
+        self._write = None if to is None or self._trainer is not None else receiver(to)
+        self._scalars: dict[str, float] = {}
+        self._monitor: monitor | None = None
+        self._start(nn.Module()).remove()  # invalid arguments raise here, not when training begins
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin to watch the model."""
-        self._stop()  # a training that an error ended does not say so
+        """Start the monitor."""
+        self._stop()  # a training that ended with an error did not call `on_train_end`
         if args.torch_compile:
             raise ArgumentError(
                 "torch_compile",
@@ -67,38 +66,38 @@ class AttentionMonitorCallback(TrainerCallback):
                 fix="Leave it out, or train without this callback.",
             )
         if state.is_world_process_zero:
-            self._watching = self._watch(kwargs["model"])
+            self._monitor = self._start(kwargs["model"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Hand on what was measured in this step."""
-        found, self._found = self._found, {}
-        if not found:
+        """Write the scalars of this step."""
+        scalars, self._scalars = self._scalars, {}
+        if not scalars:
             return
-        if self._give is not None:
-            self._give(state.global_step, found)
+        if self._write is not None:
+            self._write(state.global_step, scalars)
         elif self._trainer is None:
-            state.log_history.append({**found, "epoch": state.epoch, "step": state.global_step})
+            state.log_history.append({**scalars, "epoch": state.epoch, "step": state.global_step})
         else:
             logs_loss = control.should_log
-            self._trainer.log(found)
-            control.should_log = logs_loss  # `log` takes it for done
+            self._trainer.log(scalars)
+            control.should_log = logs_loss  # `log` resets it
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave nothing on the model."""
+        """Remove the monitor from the model."""
         self._stop()
 
-    def _watch(self, model: nn.Module) -> monitor:
+    def _start(self, model: nn.Module) -> monitor:
         return monitor(model, self._every, self._statistics, to=self._keep, **self._thresholds)
 
     def _keep(self, step: int, values: dict[str, float]) -> None:
-        self._found = values
+        self._scalars = values
 
     def _stop(self) -> None:
-        if self._watching is not None:
-            self._watching.remove()
-        self._watching, self._found = None, {}
+        if self._monitor is not None:
+            self._monitor.remove()
+        self._monitor, self._scalars = None, {}
 
 
 def _is_trainer(to: object) -> bool:

@@ -1,7 +1,7 @@
-"""Encoders of transformers on the real tokens of a padded batch alone, as one row that is padded again at the end.
+"""Encoders of transformers that run only on the real tokens of a padded batch, as one packed row.
 
-A forward around the encoder's own does it, so that everything inside is transformers'. Between attention layers an
-encoder works token by token; its attention functions are told where each text begins.
+A forward around the encoder's own forward removes the padding and restores it. The code inside is unchanged. Outside of
+attention, an encoder works token by token. Its attention functions receive the boundaries of the texts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .._torch_private import remove_hook
 from ._packed_row import boundaries_of
 from ._unpad_checks import OF_TOKENS, has_windows, takes_tokens, works_token_by_token
 
-#: What works token by token but for its attention, takes positions, and hands boundaries on to the attention function.
+#: Encoders that work token by token outside of attention, accept positions, and pass boundaries to attention.
 ENCODERS: dict[str, str] = {
     "BertModel": "bert.modeling_bert",
     "CamembertModel": "camembert.modeling_camembert",
@@ -41,18 +41,18 @@ ENCODERS: dict[str, str] = {
     "XLMRobertaXLModel": "xlm_roberta_xl.modeling_xlm_roberta_xl",
 }
 
-#: Heads that read each real token by itself; others may read the first column, whatever stands there.
+#: Heads that read each real token by itself. Other heads may read the first column, padded or not.
 _HEADS_OF_TOKENS = ("ForMaskedLM", "ForTokenClassification", "ForPreTraining")
-#: Heads whose loss is a softmax over all columns, padding included.
+#: Heads whose loss is a softmax over all columns, including padding.
 _HEADS_OF_PADDING = ("ForQuestionAnswering",)
 
-#: Heads whose loss leaves labels at padding out, whatever they are.
+#: Heads whose loss ignores all labels at padding.
 _HEADS_WITHOUT_PADDING = ("ElectraForPreTraining",)
-_IGNORED = -100  # the label that PyTorch's cross-entropy leaves out
+_IGNORED = -100  # the label that PyTorch's cross-entropy ignores
 
 
 def why_no_encoder(model: nn.Module) -> str | None:
-    """What a model of transformers is if not an encoder that can run without padding; ``None`` if it is one."""
+    """The reason why a model of transformers is not a supported encoder, or ``None`` if it is one."""
     kind, config = type(model), cast(Any, model.config)
     if kind.__module__ != f"transformers.models.{ENCODERS.get(kind.__name__)}":
         return f"{kind.__name__}, which is not one of them"
@@ -62,12 +62,7 @@ def why_no_encoder(model: nn.Module) -> str | None:
 
 
 def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
-    """Why an encoder goes on with its padding as it is; ``None`` if it need not.
-
-    Args:
-        encoder: of which `why_no_encoder` says nothing.
-        head: the model of transformers that it is a part of, if any.
-    """
+    """The reason why a supported encoder keeps its padding, or ``None``. `head` is the model that contains it."""
     if is_unpadded(encoder):
         return "it runs without padding already"
     if "forward" in encoder.__dict__:
@@ -83,31 +78,33 @@ def why_padded(encoder: nn.Module, head: nn.Module | None) -> str | None:
     return None
 
 
-def leave_out_padding(encoder: nn.Module, head: nn.Module | None) -> None:
-    """Let an encoder of which `why_no_encoder` says nothing run on real tokens, from now on."""
-    pooler = cast("nn.Module | None", getattr(encoder, "pooler", None))
+def remove_padding(encoder: nn.Module, head: nn.Module | None) -> None:
+    """Let a supported encoder run on real tokens from now on."""
+    pooler: nn.Module | None = getattr(encoder, "pooler", None)
     of_tokens = head is None or type(head).__name__.endswith(_HEADS_OF_TOKENS)
-    # Not hooks: sentence-transformers calls `forward` itself. A `partial` is copied and pickled with its encoder.
-    forward: Any = functools.partial(_forward, encoder, pooler is not None or not of_tokens)
-    forward.__wrapped__ = encoder.forward  # for its signature
-    encoder.forward = forward
+    _replace_forward(encoder, _forward, pooler is not None or not of_tokens)
     if head is not None and "forward" not in head.__dict__ and type(head).__name__ not in _HEADS_WITHOUT_PADDING:
-        of_head: Any = functools.partial(_forward_of_head, head)
-        of_head.__wrapped__ = head.forward
-        head.forward = of_head
+        _replace_forward(head, _forward_of_head)
     if pooler is not None:
         _unhook(pooler)
         pooler.register_forward_pre_hook(_pad_for_pooler, prepend=True)
 
 
 def keep_padding(encoder: nn.Module, head: nn.Module | None) -> None:
-    """Undo `leave_out_padding`."""
+    """Undo `remove_padding`."""
     del encoder.forward
     if head is not None and _is_partial_of(head, _forward_of_head):
         del head.forward
-    pooler = cast("nn.Module | None", getattr(encoder, "pooler", None))
+    pooler: nn.Module | None = getattr(encoder, "pooler", None)
     if pooler is not None:
         _unhook(pooler)
+
+
+def _replace_forward(module: nn.Module, function: Callable[..., Any], *arguments: object) -> None:
+    # Not a hook, because sentence-transformers calls `forward` itself. A `partial` can be copied and pickled.
+    forward: Any = functools.partial(function, module, *arguments)
+    forward.__wrapped__ = module.forward  # for its signature
+    module.forward = forward
 
 
 def _unhook(pooler: nn.Module) -> None:
@@ -116,26 +113,26 @@ def _unhook(pooler: nn.Module) -> None:
 
 
 def is_unpadded(module: nn.Module) -> bool:
-    """Whether `leave_out_padding` was called for a module."""
+    """Whether `remove_padding` was called for a module."""
     return _is_partial_of(module, _forward)
 
 
 def _is_partial_of(module: nn.Module, function: Callable[..., Any]) -> bool:
-    """Whether the forward of a module was replaced by this function of it."""
-    own = module.__dict__.get("forward")
-    own = getattr(own, "__func__", own)  # accelerate's unwrap_model binds it once more
-    return isinstance(own, functools.partial) and own.func is function
+    """Whether `_replace_forward` set this function as the forward of a module."""
+    forward = module.__dict__.get("forward")
+    forward = getattr(forward, "__func__", forward)  # accelerate's unwrap_model binds it again
+    return isinstance(forward, functools.partial) and forward.func is function
 
 
 @dataclass(frozen=True)
 class _Packed:
-    """A forward that runs on one row.
+    """A forward that runs on one packed row.
 
     Args:
-        encoder: that runs.
-        tokens: of the padded batch, which are in the row.
-        as_tuple: whether the caller wants a tuple.
-        padded: tensors of the row, and what they are padded.
+        encoder: the encoder that runs.
+        tokens: the real tokens of the padded batch.
+        as_tuple: whether the call returns a tuple.
+        padded: pairs of a packed tensor and its padded form.
     """
 
     encoder: nn.Module
@@ -144,15 +141,15 @@ class _Packed:
     padded: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def pad(self, x: Tensor) -> Tensor:
-        """(1, T, E) → (B, L, E), zero at padding; once for each tensor."""
-        for row, whole in self.padded:
-            if row is x:
-                return whole
+        """(1, T, E) → (B, L, E), zero at padding. Each tensor is padded once."""
+        for packed, padded in self.padded:
+            if packed is x:
+                return padded
         self.padded.append((x, self.tokens.pad(x[0])))
         return self.padded[-1][1]
 
     def unpack(self, output: Any) -> Any:
-        """What the encoder returned for the row, padded."""
+        """The output of the encoder for the row, padded."""
         output["last_hidden_state"] = self.pad(output["last_hidden_state"])
         states = output.get("hidden_states")
         if states is not None:
@@ -162,78 +159,70 @@ class _Packed:
 
 class _Running(threading.local):
     forwards: tuple[_Packed, ...] = ()
-    labels_padding: bool = False  # the head that is running scores padding too
+    labels_padding: bool = False  # the loss of the running head includes padding
 
 
 _running = _Running()
 
 
 def _forward_of_head(head: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a head, whose encoder runs padded where labels at padding count in the loss."""
-    if args and args[0] is head:  # accelerate's unwrap_model binds it once more
-        args = args[1:]
+    """The forward of a head. Its encoder runs padded if labels at padding count in the loss."""
+    args = _without_module(head, args)
     before = _running.labels_padding
-    _running.labels_padding = not is_tracing() and _labels_padding(type(head), args, kwargs)
+    _running.labels_padding = not is_tracing() and _labels_padding(_by_name(head, args, kwargs))
     try:
         return type(head).forward(head, *args, **kwargs)
     finally:
         _running.labels_padding = before
 
 
-def _labels_padding(kind: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _labels_padding(arguments: dict[str, Any]) -> bool:
     """Whether a call of a head has labels (B, L) that are not ignored at padding."""
-    given = dict(zip(_parameters(kind), args, strict=False)) | kwargs
-    labels, mask = given.get("labels"), given.get("attention_mask")
+    labels, mask = arguments.get("labels"), arguments.get("attention_mask")
     if not isinstance(labels, Tensor) or not _is_padding(mask):
         return False
-    # On the CPU alone, so that no accelerator is waited for; elsewhere encoders run padded.
+    # Labels on an accelerator are not read, because that synchronizes. Encoders run padded there anyway.
     if not labels.is_cpu or labels.shape != mask.shape:
         return False
     return bool(((labels != _IGNORED) & mask.logical_not()).any())
 
 
 def _forward(encoder: nn.Module, reads_first: bool, *args: Any, **kwargs: Any) -> Any:
-    """The forward of an encoder on one row of real tokens, where that fits the call.
+    """The forward of an encoder, on one row of real tokens if the call allows it.
 
-    Args:
-        encoder: whose class has the forward that is called.
-        reads_first: whether something reads the first column of the padded result.
-        args, kwargs: of the call.
+    `reads_first` tells whether a pooler or a head reads the first column of the padded result.
     """
-    if args and args[0] is encoder:  # accelerate's unwrap_model binds it once more
-        args = args[1:]
-    forward = type(encoder).forward
-    found = None if is_tracing() or _running.labels_padding else _pack(encoder, reads_first, args, kwargs)
-    if found is None:
+    args, forward = _without_module(encoder, args), type(encoder).forward
+    packed_call = None
+    if not is_tracing() and not _running.labels_padding:
+        packed_call = _pack(encoder, reads_first, _by_name(encoder, args, kwargs))
+    if packed_call is None:
         return forward(encoder, *args, **kwargs)
-    packed, row = found
+    packed, packed_arguments = packed_call
     before = _running.forwards
     _running.forwards = (*before, packed)
     try:
-        output = forward(encoder, **row)
+        output = forward(encoder, **packed_arguments)
     finally:
         _running.forwards = before
     return packed.unpack(output)
 
 
-def _pack(
-    encoder: nn.Module, reads_first: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[_Packed, dict[str, Any]] | None:
-    """The call as one of a row of its real tokens; ``None`` where it has to run padded."""
-    given = dict(zip(_parameters(type(encoder)), args, strict=False)) | kwargs
-    given = {name: value for name, value in given.items() if value is not None}
-    mask = given.pop("attention_mask", None)
-    if not _is_padding(mask) or not takes_tokens(encoder, given, mask):
+def _pack(encoder: nn.Module, reads_first: bool, arguments: dict[str, Any]) -> tuple[_Packed, dict[str, Any]] | None:
+    """The call and its arguments as one row of real tokens, or ``None`` if it must run padded."""
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    mask = arguments.pop("attention_mask", None)
+    if not _is_padding(mask) or not takes_tokens(encoder, arguments, mask):
         return None
-    # No costs are compared as for a layer (`_layer/packing.py`): all layers share one row, which always pays.
+    # Unlike `_layer/packing.py`, this compares no costs: all layers share one row, so packing always pays.
     tokens = find_tokens(mask.bool(), mask.shape[0], mask.shape[1])
     if tokens.indices is None or not _fits(encoder, tokens, reads_first):
         return None
-    wanted = given.pop("return_dict", getattr(encoder.config, "return_dict", True))
-    given["position_ids"] = _positions(encoder, given, mask.shape[1])
-    row = {name: tokens.unpad(value)[None] if name in OF_TOKENS else value for name, value in given.items()}
+    return_dict = arguments.pop("return_dict", getattr(encoder.config, "return_dict", True))
+    arguments["position_ids"] = _positions(encoder, arguments, mask.shape[1])
+    row = {name: tokens.unpad(value)[None] if name in OF_TOKENS else value for name, value in arguments.items()}
     boundaries, longest = boundaries_of(sequences_between(tokens, tokens)), max(tokens.counts)
-    return _Packed(encoder, tokens, wanted is False), {
+    return _Packed(encoder, tokens, return_dict is False), {
         **row,
         "attention_mask": _no_mask(encoder),
         "cu_seq_lens_q": boundaries,
@@ -245,13 +234,13 @@ def _pack(
 
 
 def _fits(encoder: nn.Module, tokens: Tokens, reads_first: bool) -> bool:
-    """Whether what surrounds the call, and where its padding is, allow for one row."""
+    """Whether the environment, the modules and the position of the padding allow one row."""
     environment = read_environment()
     if environment.observed or environment.transformed or environment.dispatching or environment.module_hooks:
         return False
     if 0 in tokens.counts or (reads_first and any(tokens.starts)):
         return False
-    # Across padding between the tokens of a text, windows would reach further in a row.
+    # In a row, a window covers more tokens if padding between them is removed.
     if has_windows(encoder) and not tokens.contiguous:
         return False
     pooler = encoder.__dict__["_modules"].get("pooler")
@@ -261,11 +250,20 @@ def _fits(encoder: nn.Module, tokens: Tokens, reads_first: bool) -> bool:
 
 
 def _pad_for_pooler(pooler: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Forward pre-hook of a pooler, which reads the first column of the padded result."""
+    """Forward pre-hook of a pooler, which then reads the first column of the padded result."""
     if is_tracing() or not _running.forwards:
         return None
     packed = _running.forwards[-1]
     return (packed.pad(args[0]), *args[1:]) if getattr(packed.encoder, "pooler", None) is pooler else None
+
+
+def _without_module(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return args[1:] if args and args[0] is module else args  # accelerate's unwrap_model binds it again
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a model's forward, by name."""
+    return dict(zip(_parameters(type(module)), args, strict=False)) | kwargs
 
 
 @functools.cache
@@ -278,19 +276,19 @@ def _is_padding(mask: object) -> TypeGuard[Tensor]:
     return type(mask) is Tensor and mask.dim() == 2 and mask.is_cpu and mask.numel() > 0
 
 
-def _positions(module: nn.Module, given: dict[str, Any], length: int) -> Tensor:
-    """The positions (1 or B, L) that the tokens of the padded batch have."""
-    if "position_ids" in given:
-        return given["position_ids"]
-    # Models that descend from RoBERTa count the tokens that are not padding, by the padding token.
-    embeddings = cast(Any, getattr(module, "embeddings", None))
+def _positions(module: nn.Module, arguments: dict[str, Any], length: int) -> Tensor:
+    """The positions (1 or B, L) of the tokens of the padded batch."""
+    if "position_ids" in arguments:
+        return arguments["position_ids"]
+    # Descendants of RoBERTa count the tokens that are not the padding token.
+    embeddings: Any = getattr(module, "embeddings", None)
     if hasattr(embeddings, "create_position_ids_from_input_ids"):
-        if "input_ids" in given:
-            return embeddings.create_position_ids_from_input_ids(given["input_ids"], embeddings.padding_idx)
-        return embeddings.create_position_ids_from_inputs_embeds(given["inputs_embeds"], embeddings.padding_idx)
+        if "input_ids" in arguments:
+            return embeddings.create_position_ids_from_input_ids(arguments["input_ids"], embeddings.padding_idx)
+        return embeddings.create_position_ids_from_inputs_embeds(arguments["inputs_embeds"], embeddings.padding_idx)
     return torch.arange(length, device="cpu")[None]
 
 
 def _no_mask(module: nn.Module) -> dict[str, None] | None:
-    """What hides nothing: ``None`` would still be made a mask of the row where layers differ in theirs."""
+    """A mask that masks nothing. If masks differ between layers, a model makes its own mask from ``None``."""
     return {"full_attention": None, "sliding_attention": None} if hasattr(module.config, "layer_types") else None

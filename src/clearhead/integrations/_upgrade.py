@@ -1,4 +1,4 @@
-"""`upgrade` and `downgrade`: what Clearhead computes faster in a model, swapped in place and back."""
+"""`upgrade` and `downgrade`: swap the parts of a model that Clearhead computes faster, in place and back."""
 
 from __future__ import annotations
 
@@ -21,38 +21,43 @@ from ._pretrained import (
     why_not_set,
 )
 from ._torch_attention import swap_attention, swap_attention_back
-from ._unpad import ENCODERS, is_unpadded, keep_padding, leave_out_padding, why_no_encoder, why_padded
+from ._unpad import ENCODERS, is_unpadded, keep_padding, remove_padding, why_no_encoder, why_padded
 from ._upgrade_report import UpgradeReport
 
 
 def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, unpad: bool = False) -> UpgradeReport:
-    """Swap, in place, the parts of a model that Clearhead computes faster on this machine; `downgrade` undoes it.
+    """Swap, in place, the parts of a model that Clearhead computes faster on this machine. `downgrade` undoes it.
 
-    Parameters stay the same objects, so optimizers keep their references, and so does the ``state_dict``; the model
-    trains, compiles and takes hooks as before. What cannot be swapped is left, and the report says why.
+    Parameters and the ``state_dict`` stay the same objects, so optimizers keep their references. The model trains,
+    compiles and accepts hooks as before. The report lists the parts that cannot be swapped, with the reason.
+
+    With ``attention``, every `torch.nn.MultiheadAttention` becomes a `clearhead.nn.MultiheadAttention`. This includes
+    those inside `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer`, which then do not use PyTorch's
+    inference fast path. Subclasses have code of their own and are not changed. The attention of transformers' models
+    becomes ``"clearhead"``. An `nn.TransformerEncoder` still zeroes its padded outputs in inference.
+
+    With ``linears``, every unmodified `torch.nn.Linear` becomes a `clearhead.nn.Linear`, on machines where that may
+    choose another GEMM than PyTorch's. A subclass, hook, parametrization, adapter or quantised weight is a
+    modification.
+
+    With ``unpad``, the encoders of transformers' models run only on the real tokens of a padded batch. Results are the
+    same at real tokens and zero at padding. Other calls run padded, as before. These are calls with
+    ``output_attentions``, masks of 3 or 4 dimensions, cross-attention, a text without tokens, a head that reads a
+    first column of padding, hooks inside or chunked feed-forward, and calls while recording or tracing.
 
     Args:
-        model: any module; it may itself be what is swapped.
-        attention: turn every `torch.nn.MultiheadAttention` into `clearhead.nn.MultiheadAttention`, those inside
-            `nn.TransformerEncoderLayer` and `nn.TransformerDecoderLayer` included, which PyTorch's inference fast path
-            then no longer goes round (only that exact class: subclasses have code of their own), and set the attention
-            of transformers' models to ``"clearhead"``. An `nn.TransformerEncoder` goes on zeroing its padded outputs in
-            inference. Default True.
-        linears: turn every `torch.nn.Linear` that nothing was changed on (no subclass, hook, parametrization, adapter
-            or quantised weight) into `clearhead.nn.Linear`, on machines where its rule may choose another GEMM than
-            PyTorch's. Default True.
-        unpad: let the encoders of transformers' models run on the real tokens of a padded batch alone. Results are the
-            same at real tokens and zero at padding. A call that this does not fit runs padded, as before: one with
-            ``output_attentions``, masks of 3 or 4 dimensions, cross-attention, a text without tokens, a head that reads
-            a first column of padding, hooks inside, chunked feed-forward, while recording or tracing. Default False.
+        model: any module. It may itself be swapped.
+        attention: whether to swap attention. Default True.
+        linears: whether to swap linear layers. Default True.
+        unpad: whether encoders run without padding. Default False.
 
     Returns:
-        An `UpgradeReport`; print it.
+        An `UpgradeReport`. Print it.
 
     Raises:
-        DTypeError: if `model` is not a module, or a choice not a bool.
-        ArgumentError: for ``unpad=True`` if no model in it is an encoder that can leave padding out, by name, or if it
-            is to keep another attention than Clearhead's. The model is then as it was.
+        DTypeError: if `model` is not a module, or another argument not a bool.
+        ArgumentError: for ``unpad=True`` without an encoder that supports it, or with another attention than
+            Clearhead's. The model is then unchanged.
 
     Example:
         >>> import torch, clearhead
@@ -64,48 +69,34 @@ def upgrade(model: nn.Module, *, attention: bool = True, linears: bool = True, u
     module("model", model)
     attention, linears, unpad = flag("attention", attention), flag("linears", linears), flag("unpad", unpad)
     pretrained = models_of_transformers(model)
-    encoders, left_padded = _encoders(model, pretrained, attention) if unpad else ({}, {})
-    swapped, left_linears = linears_to_swap(model) if linears else ({}, {})
-    models: list[str] = []
-    left: dict[str, str] = {}
-    for name, each in outermost(pretrained).items() if attention else ():
-        why = why_not_set(each) or set_attention(each)
-        if why is None:
-            models.append(name)
-        else:
-            left[name] = why
+    encoders, padded = _encoders(model, pretrained, attention) if unpad else ({}, {})
+    layers, other_layers = linears_to_swap(model) if linears else ({}, {})
+    pretrained_models = outermost(pretrained) if attention else {}
+    reasons = {name: why_not_set(part) or set_attention(part) for name, part in pretrained_models.items()}
+    models = tuple(name for name, why in reasons.items() if why is None)
     for name in [name for name, encoder in encoders.items() if not runs_on_clearhead(encoder)]:
         del encoders[name]
-        left_padded[name] = "its attention is not Clearhead's"
-    changed, others, stacks = swap_attention(model) if attention else ([], {}, [])
-    left = others | left
-    for layer in swapped.values():
+        padded[name] = "its attention is not Clearhead's"
+    changed, unchanged, stacks = swap_attention(model) if attention else ([], {}, [])
+    unchanged |= {name: why for name, why in reasons.items() if why is not None}
+    for layer in layers.values():
         layer.__class__ = Linear
     for name, encoder in encoders.items():
-        leave_out_padding(encoder, head_of(pretrained, name))
+        remove_padding(encoder, head_of(pretrained, name))
     remember_names(model)
-    return UpgradeReport(
-        "upgraded",
-        tuple(changed),
-        left,
-        tuple(stacks),
-        tuple(models),
-        tuple(swapped),
-        left_linears,
-        tuple(encoders),
-        left_padded,
-    )
+    attentions = tuple(changed), unchanged, tuple(stacks), models
+    return UpgradeReport("upgraded", *attentions, tuple(layers), other_layers, tuple(encoders), padded)
 
 
 def downgrade(model: nn.Module) -> UpgradeReport:
-    """Undo `upgrade`, in place: PyTorch's classes everywhere, and the attention that transformers' models had before.
+    """Undo `upgrade`, in place: restore PyTorch's classes, and the previous attention of transformers' models.
 
     Args:
         model: any module.
 
     Returns:
-        An `UpgradeReport`; subclasses of Clearhead's attention are left alone and named, and so are models of
-        transformers whose attention `upgrade` did not set.
+        An `UpgradeReport`. It names subclasses of Clearhead's attention, and models of transformers whose attention
+        `upgrade` did not set. Both stay unchanged.
 
     Raises:
         DTypeError: if `model` is not a module.
@@ -120,63 +111,47 @@ def downgrade(model: nn.Module) -> UpgradeReport:
     """
     module("model", model)
     pretrained = models_of_transformers(model)
-    unpadded = [name for name, each in pretrained.items() if is_unpadded(each)]
+    unpadded = tuple(name for name, part in pretrained.items() if is_unpadded(part))
     for name in unpadded:
         keep_padding(pretrained[name], head_of(pretrained, name))
     layers = own_linears(model)
     for layer in layers.values():
         layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
-    models = [name for name, each in pretrained.items() if restore_attention(each)]
-    changed, left, stacks = swap_attention_back(model)
-    for name, each in outermost(pretrained).items():
-        if runs_on_clearhead(each):
-            left[name] = "its attention was set by something else, or by upgrading a model that it is a part of"
-    return UpgradeReport(
-        "downgraded",
-        tuple(changed),
-        left,
-        tuple(stacks),
-        tuple(models),
-        tuple(layers),
-        unpadded=tuple(unpadded),
-    )
+    models = tuple(name for name, part in pretrained.items() if restore_attention(part))
+    changed, unchanged, stacks = swap_attention_back(model)
+    for name, part in outermost(pretrained).items():
+        if runs_on_clearhead(part):
+            unchanged[name] = "its attention was set by something else, or by upgrading a model that it is a part of"
+    attentions = tuple(changed), unchanged, tuple(stacks), models
+    return UpgradeReport("downgraded", *attentions, tuple(layers), unpadded=unpadded)
 
 
 def _encoders(
     model: nn.Module, pretrained: dict[str, Any], attention: bool
 ) -> tuple[dict[str, nn.Module], dict[str, str]]:
-    """The encoders that can leave padding out, and why other models of transformers go on with theirs.
-
-    Raises:
-        ArgumentError: if there is no such architecture in the model, or if it is to keep another attention.
-    """
+    """The encoders that can run without padding, and the reasons for other models of transformers."""
     heads = {id(head_of(pretrained, name)) for name in pretrained}
-    found = {name: (each, why_no_encoder(each)) for name, each in pretrained.items()}
-    listed = {name: each for name, (each, why) in found.items() if why is None}
-    left = {name: why for name, (each, why) in found.items() if why is not None and id(each) not in heads}
-    if not listed:
+    kinds = {name: why_no_encoder(part) for name, part in pretrained.items()}
+    padded = {name: why for name, why in kinds.items() if why is not None and id(pretrained[name]) not in heads}
+    supported = [name for name, why in kinds.items() if why is None]
+    if not supported:
         expected = f"one of the encoders that can leave padding out ({', '.join(ENCODERS)}) for unpad=True"
-        got = "; ".join(left.values()) or f"{type(model).__name__}, which holds no model of transformers"
+        got = "; ".join(padded.values()) or f"{type(model).__name__}, which holds no model of transformers"
         fix = "Leave unpad out: upgrade(model) swaps the rest."
         raise ArgumentError("unpad", expected=expected, got=got, fix=fix)
-    for name in listed:
+    for name in supported:
         _require_attention(pretrained, name, attention)
-    encoders: dict[str, nn.Module] = {}
-    for name, each in listed.items():
-        why = why_padded(each, head_of(pretrained, name))
-        if why is None:
-            encoders[name] = each
-        else:
-            left[name] = why
-    return encoders, left
+    reasons = {name: why_padded(pretrained[name], head_of(pretrained, name)) for name in supported}
+    padded |= {name: why for name, why in reasons.items() if why is not None}
+    return {name: pretrained[name] for name, why in reasons.items() if why is None}, padded
 
 
 def _require_attention(pretrained: dict[str, Any], name: str, attention: bool) -> None:
-    """Only Clearhead's attention keeps the texts of one row apart."""
+    """Raise if the encoder will not run on Clearhead's attention, which separates the texts of one row."""
     if runs_on_clearhead(pretrained[name]):
         return
-    around = next(root for part, root in outermost(pretrained).items() if not part or f"{name}.".startswith(f"{part}."))
-    why = why_not_set(around) if attention else "attention=False leaves it as it is"
+    root = next(outer for path, outer in outermost(pretrained).items() if not path or f"{name}.".startswith(f"{path}."))
+    why = why_not_set(root) if attention else "attention=False leaves it as it is"
     if why is not None:
         fix = 'Call model.set_attn_implementation("clearhead") or upgrade(model, unpad=True) on a model with "sdpa".'
         expected = f"Clearhead's attention in {name or 'the model'}, by which texts in one row are kept apart"

@@ -1,4 +1,4 @@
-"""What `upgrade` and `downgrade` did to a model."""
+"""The changes of `upgrade` and `downgrade` to a model."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class UpgradeReport:
-    """What `upgrade` or `downgrade` did.
+    """The changes of `upgrade` or `downgrade`.
 
     Args:
-        changed: qualified names of the `nn.MultiheadAttention` modules whose class was swapped.
-        left: names of attention modules and of models of transformers that were left alone, with the reason.
-        encoders: names of the `nn.TransformerEncoder`s whose nested-tensor path was switched off or on.
-        models: names of the models of transformers whose attention was set or set back.
-        linears: names of the `nn.Linear` layers whose class was swapped.
-        left_linears: names of linear layers that were left alone, with the reason.
-        unpadded: names of the encoders of transformers that run on real tokens alone from now on, or no longer.
-        left_padded: names of models of transformers that go on running padded, with the reason.
+        action: ``"upgraded"`` or ``"downgraded"``.
+        changed: qualified names of the `nn.MultiheadAttention` modules with a new class.
+        left: attention modules and models of transformers that were not changed, with the reason.
+        encoders: the `nn.TransformerEncoder`s whose nested-tensor path was switched off or on.
+        models: the models of transformers whose attention was set or restored.
+        linears: the `nn.Linear` layers with a new class.
+        left_linears: linear layers that were not changed, with the reason.
+        unpadded: the encoders of transformers that now run without padding, or with padding again.
+        left_padded: models of transformers that still run with padding, with the reason.
 
     Example:
         >>> import torch, clearhead
@@ -38,22 +39,19 @@ class UpgradeReport:
     left_padded: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        counts = (
-            (self.changed, "attention module(s)"),
-            (self.models, "model(s) of transformers"),
-            (self.linears, "linear layer(s)"),
-            (self.unpadded, "encoder(s) without padding"),
+        kinds = (
+            (self.changed, "attention module(s)", ""),
+            (self.models, "model(s) of transformers", "attention: "),
+            (self.linears, "linear layer(s)", "linear: "),
+            (self.unpadded, "encoder(s) without padding", "without padding: "),
         )
-        found = ", ".join(f"{len(names)} {what}" for names, what in counts if names)
-        lines = [f"{self.action}: {found or 'nothing'}"]
-        lines += [f"  {_shown(name)}" for name in self.changed]
-        lines += [f"  attention: {_shown(name)}" for name in self.models]
-        lines += [f"  linear: {_shown(name)}" for name in self.linears]
-        lines += [f"  without padding: {_shown(name)}" for name in self.unpadded]
+        counts = ", ".join(f"{len(names)} {what}" for names, what, _ in kinds if names)
+        lines = [f"{self.action}: {counts or 'nothing'}"]
+        lines += [f"  {label}{_shown(name)}" for names, _, label in kinds for name in names]
         lines += [f"  left alone: {_shown(name)}, {reason}" for name, reason in self.left.items()]
         lines += [f"  left padded: {_shown(name)}, {reason}" for name, reason in self.left_padded.items()]
         for reason in dict.fromkeys(self.left_linears.values()):
-            names = [name for name, its in self.left_linears.items() if its == reason]
+            names = [name for name, why in self.left_linears.items() if why == reason]
             what = _shown(names[0]) if len(names) == 1 else f"{len(names)} linear layers"
             lines.append(f"  left alone: {what}, {reason}")
         switched = "switched off" if self.action == "upgraded" else "switched on again"

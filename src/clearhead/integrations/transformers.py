@@ -1,18 +1,17 @@
-"""Clearhead as an attention implementation of Hugging Face transformers; importing this module registers it.
+"""Clearhead as an attention implementation of Hugging Face transformers. The import of this module registers it.
 
     import clearhead.integrations.transformers
 
     model.set_attn_implementation("clearhead")
     outputs = model(**inputs, output_attentions=True)
 
-Models then compute with `clearhead.attention`, grouped heads are never copied out, and ``output_attentions=True``
-in the call returns the exact weights (before dropout), which are built only when they are asked for.
-(``config.output_attentions = True`` is refused by transformers for everything but ``eager``.)
+Models then compute with `clearhead.attention`, and grouped heads are never copied. ``output_attentions=True`` in the
+call returns the exact weights before dropout. Other calls do not compute them. transformers refuses
+``config.output_attentions = True`` for all implementations except ``eager``.
 
-What a layer computes is what ``eager`` computes. A mask that arrives is the whole truth: transformers has already put
-the causal, window and padding patterns in. ``None`` hides nothing, whatever ``module.is_causal`` says. `make_mask`
-therefore never leaves a causal mask out, as ``sdpa`` does; it hands over a mask whose values are not computed unless
-the model's own code reads them (`_lazy_mask`).
+A layer computes the result of ``eager``. The mask of a call is complete: transformers has already added the causal,
+window and padding patterns. ``None`` masks nothing, for any ``module.is_causal``. `make_mask` therefore always makes
+the causal mask, which ``sdpa`` omits. Its values are only computed if the model's own code reads them (`_lazy_mask`).
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["AttentionMonitorCallback", "attention_forward", "cache_for", "make_mask", "register"]
 
 NAME = "clearhead"
-#: What errors call the arguments, to what transformers calls them.
+#: The names of transformers for the arguments in errors.
 _NAMES = {
     "scale": "scaling",
     "dropout_p": "dropout",
@@ -59,8 +58,8 @@ _NAMES = {
     "mask keep(...)": "attention_mask",
 }
 
-# Models pass these to every attention function. They steer caches, outputs, losses or other kernels' settings, and
-# transformers' own eager attention ignores each of them as well.
+# Models pass these to every attention function, for caches, outputs, losses or other kernels. The eager attention of
+# transformers ignores them too.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -83,13 +82,13 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 
-# Models with layers that neither hand ``output_attentions`` down nor are collected from: the model puts whatever the
-# attention function returns into its output.
+# Layers of these models do not pass ``output_attentions`` on, and transformers' hooks do not collect from them. Their
+# output contains the weights that the attention function returns.
 _WEIGHTS_IN_EVERY_CALL = frozenset({"bridgetower_text_model"})
 
 
 def __getattr__(name: str) -> object:
-    """Import what trains only where it is used: it takes a tenth of the time to read a model."""
+    """Import the callback only where it is used, because its import takes a tenth of the time to read a model."""
     if name != "AttentionMonitorCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ._trainer import AttentionMonitorCallback
@@ -116,30 +115,30 @@ def attention_forward(
     output_attentions: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute one attention layer of a transformers model; transformers calls it, under the name ``clearhead``.
+    """Compute one attention layer of a transformers model. transformers calls it under the name ``clearhead``.
 
     Args:
-        module: the layer; dropout applies while it trains. Its ``is_causal`` has no effect, as for ``eager``.
-        query: (B, H, L, D); a batch of 1 is expanded to the keys' batch.
-        key, value: (B, Hkv, S, D) and (B, Hkv, S, Dv), grouped heads not repeated.
-        attention_mask: bool (``True`` = may attend) or additive, (B or 1, H or 1, L or 1, S). Its dtype's lowest
-            number hides, as −inf does. ``None`` hides nothing.
-        scaling: factor of q·k, 1/√D by default.
-        dropout: probability, used while the module trains.
+        module: the layer. Dropout applies in training. Its ``is_causal`` has no effect, as for ``eager``.
+        query: (B, H, L, D). A batch of 1 is expanded to the batch of the keys.
+        key, value: (B, Hkv, S, D) and (B, Hkv, S, Dv), without repeated heads.
+        attention_mask: bool (``True`` = may attend) or additive, (B or 1, H or 1, L or 1, S). The lowest number of its
+            dtype masks a key, as −inf does. ``None`` masks nothing.
+        scaling: factor of q·k. Default 1/√D.
+        dropout: probability, applied in training.
         softcap: c of c·tanh(s/c).
         s_aux: (H,) sink logits.
-        sliding_window: without a mask, keys further than ``sliding_window`` − 1 positions away are hidden.
-        is_causal: without a mask, ``True`` in the call itself hides the future, the last query at the last key.
-        position_bias: added to the scores, (B or 1, H or 1, L or 1, S).
-        cu_seq_lens_q, cu_seq_lens_k: (n + 1,) boundaries of sequences packed into one row; causal masks and windows
-            then count within each.
-        output_attentions: return the weights too.
+        sliding_window: without a mask, keys more than ``sliding_window`` − 1 positions away are masked.
+        is_causal: without a mask, ``True`` makes the call causal, with the last query at the last key.
+        position_bias: bias of the scores, (B or 1, H or 1, L or 1, S).
+        cu_seq_lens_q, cu_seq_lens_k: (n + 1,) boundaries of packed sequences. Causal masks and windows then apply
+            within each sequence.
+        output_attentions: whether to return the weights.
 
     Returns:
-        The output (B, L, H, Dv), and the weights (B, H, L, S) in the query's dtype where they are asked for.
+        The output (B, L, H, Dv), and on request the weights (B, H, L, S) in the query's dtype.
 
     Raises:
-        ArgumentError: for a keyword that would change the result and is not supported, by name.
+        ArgumentError: names a keyword that may change the result and is not supported.
         DTypeError, MaskTypeError, ShapeError: for a mask that cannot be read.
 
     Example:
@@ -158,13 +157,13 @@ def attention_forward(
         scores: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
         cache_layer = _carried_layer(module, attention_mask)
         if cache_layer is not None:
-            mask, positions = _mask_of_cache(cache_layer, query.shape[1])
+            mask, positions = cache_layer.mask, _positions_per_head(cache_layer, query.shape[1])
         elif attention_mask is not None:
             mask, positions = read_mask(attention_mask, query, key), {}
         else:
             mask, positions = _mask_of_call(query, key, sliding_window, is_causal)
         if position_bias is not None:
-            mask = _both(mask, masks.bias(position_bias))
+            mask = _combined(mask, masks.bias(position_bias))
         rows = rows_of(query, key, cu_seq_lens_q, cu_seq_lens_k)
         request = Request(mask, dropout_p=dropout if module.training else 0.0, sequences=rows, **scores, **positions)
         output = attend(query, key, value, request, read_environment()).output
@@ -175,14 +174,14 @@ def attention_forward(
             cache_layer.observe(query, key, **scores)
         return output.transpose(1, 2).contiguous(), weights  # (B, L, H, Dv)
     except ClearheadError as error:
-        theirs = in_words_of(error, _NAMES)
+        renamed = in_words_of(error, _NAMES)
         if isinstance(module, nn.Module):
-            add_module(theirs, module)
-        raise theirs from error.__cause__
+            add_module(renamed, module)
+        raise renamed from error.__cause__
 
 
 def register() -> None:
-    """Make ``clearhead`` a name that ``model.set_attn_implementation`` takes; importing this module does it.
+    """Register the name ``clearhead`` for ``model.set_attn_implementation``. The import of this module calls it.
 
     Example:
         >>> import clearhead.integrations.transformers
@@ -197,8 +196,8 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, make_mask)
 
 
-def _refuse_unknown(others: dict[str, Any]) -> None:
-    for name, value in others.items():
+def _refuse_unknown(keywords: dict[str, Any]) -> None:
+    for name, value in keywords.items():
         if value is not None and name not in _WITHOUT_EFFECT:
             raise ArgumentError(
                 name,
@@ -209,7 +208,7 @@ def _refuse_unknown(others: dict[str, Any]) -> None:
 
 
 def _same_batch(**inputs: Tensor) -> list[Tensor]:
-    """Expand a batch of 1 (learned queries, shared keys) to the others' size."""
+    """Expand a batch of 1 (learned queries, shared keys) to the largest batch."""
     for name, tensor in inputs.items():
         if strided(name, tensor).dim() != 4:
             raise ShapeError(name, expected="(B, H, L, D)", got=shape_text(tensor.shape))
@@ -218,32 +217,33 @@ def _same_batch(**inputs: Tensor) -> list[Tensor]:
 
 
 def _carried_layer(module: Any, attention_mask: Tensor | None) -> BoundedLayer | None:
-    """The layer of a cache whose heads hold keys of their own, which the mask brings."""
+    """The layer of the cache that the mask carries, if its heads hold different keys."""
     carried = carried_by(attention_mask) if isinstance(attention_mask, Tensor) else None
     return None if carried is None or carried.cache is None else carried.cache.layers[module.layer_idx]
 
 
-def _mask_of_cache(layer: BoundedLayer, num_heads: int) -> tuple[masks.Mask, dict[str, Any]]:
-    """What queries see of the keys of a cache, and the positions of both."""
-    mask, query_positions, key_positions = layer.seen
-    if key_positions is not None and key_positions.dim() == 3:
-        key_positions = key_positions.repeat_interleave(num_heads // key_positions.shape[1], 1)  # (B, H, S)
-    return mask, {"query_positions": query_positions, "key_positions": key_positions}
+def _positions_per_head(layer: BoundedLayer, num_heads: int) -> dict[str, Any]:
+    """The positions of the last call's queries and keys, those of the keys repeated for all query heads."""
+    positions = layer.mask_positions
+    keys: Tensor | None = positions["key_positions"]
+    if keys is None or keys.dim() < 3:
+        return positions
+    return positions | {"key_positions": keys.repeat_interleave(num_heads // keys.shape[1], 1)}  # (B, H, S)
 
 
 def _mask_of_call(
     query: Tensor, key: Tensor, sliding_window: int | None, is_causal: bool | None
 ) -> tuple[masks.Mask | None, dict[str, Any]]:
-    """What a call without a mask hides, and the positions of its queries."""
+    """The mask of a call without `attention_mask`, and the positions of its queries."""
     mask = causal_mask(query, key) if is_causal is not None and flag("is_causal", is_causal) else None
     if sliding_window is None or size("sliding_window", sliding_window) >= key.shape[2]:
         return mask, {}
-    mask = _both(mask, masks.sliding_window(sliding_window - 1, sliding_window - 1))
-    # The last query stands at the last key.
+    mask = _combined(mask, masks.sliding_window(sliding_window - 1, sliding_window - 1))
+    # The last query is at the last key.
     return mask, {"query_positions": key.shape[2] - query.shape[2]} if query.shape[2] < key.shape[2] else {}
 
 
-def _both(first: masks.Mask | None, second: masks.Mask) -> masks.Mask:
+def _combined(first: masks.Mask | None, second: masks.Mask) -> masks.Mask:
     return second if first is None else first & second
 
 
@@ -255,7 +255,7 @@ def _weights(
     positions: dict[str, Any],
     scores: dict[str, Any],
 ) -> Tensor:
-    """The weights (B, H, L, S) of a call, those of a packed row within its sequences."""
+    """The weights (B, H, L, S) of a call. Packed sequences attend only within each sequence."""
     if rows is not None:
         mask = within_sequences(rows, mask)
         positions = {"query_positions": rows.query_positions[None], "key_positions": rows.key_positions[None]}
@@ -263,10 +263,10 @@ def _weights(
 
 
 def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
-    """Whether the caller of the model asked for weights.
+    """Whether the model's caller requested weights.
 
-    Some models hand ``output_attentions`` down; others only let transformers' hooks collect what the attention function
-    returns, and some of these hand down a default of ``False`` all the same. So the hooks' collector counts as well.
+    Some models pass ``output_attentions`` on. In others, transformers' hooks collect the returned weights, and some of
+    these models still pass on a default of ``False``. The collector of the hooks therefore decides as well.
     """
     if output_attentions is not None:
         output_attentions = flag("output_attentions", output_attentions)
@@ -282,7 +282,7 @@ def _weights_wanted(module: nn.Module, output_attentions: bool | None) -> bool:
 
 
 def _hooked_outputs() -> dict[str, list[Any]] | None:
-    # transformers has no public name for it; without it, the models that hand nothing down return no weights.
+    # transformers has no public name for it. Without it, models that do not pass `output_attentions` return no weights.
     collector = getattr(output_capturing, "_active_collector", None)
     if collector is None or (torch.compiler.is_compiling() and not collector.compiling):
         return None
