@@ -220,7 +220,7 @@ class _Squares(Statistic):
     meaning = "Σ_j p_ij²"
 
     def add(self, rows: BlockRows) -> None:
-        self.put(self.found, rows, rows.weights.square().sum(-1, keepdim=True))
+        self.put(self.accumulator, rows, rows.weights.square().sum(-1, keepdim=True))
 
 
 @pytest.mark.parametrize("keys", [131, 1031], ids=["exact", "long"])

@@ -1,4 +1,4 @@
-"""Attention rollout: how much of the input tokens a final token mixes, through all layers, without an L × L tensor."""
+"""Attention rollout through all layers, without an L × L tensor."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, res
 
         r ← residual · r + (1 − residual) · r A_l    for l = last … first,  A_l the mean of layer l's weights over heads
 
-    starting from one-hot rows at the targets (Abnar and Zuidema, "Quantifying attention flow in Transformers", 2020).
-    Only products r A_l are formed, block by block.
+    It starts with one-hot rows at the targets (Abnar and Zuidema, "Quantifying attention flow in Transformers", 2020).
+    Each product r A_l is computed block by block.
 
     Args:
         calls: the layers' self-attention calls, first to last.
@@ -31,11 +31,11 @@ def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, res
         residual: share of the residual connection. Default 0.5.
 
     Returns:
-        (B, t, L); rows sum to 1 where every token sees something.
+        (B, t, L). Rows sum to 1 if every token sees a key.
 
     Raises:
-        ShapeError: if a layer's queries and keys differ in number, or layers differ in these or in their batch size.
-        ArgumentError: for a target that is not there, or a residual outside [0, 1].
+        ShapeError: if the layers are not self-attention over the same number of tokens and the same batch size.
+        ArgumentError: for a target that does not exist, or a residual outside [0, 1].
     """
     residual = number("residual", residual, "a share in [0, 1]", is_probability)
     calls = items("calls", calls, "a list of calls")
@@ -44,7 +44,7 @@ def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, res
             raise DTypeError("calls", expected="calls of a record, kept_call(...)", got=shown(call))
     if not calls:
         raise ArgumentError("layers", expected="at least one layer", got="none")
-    length = calls[0].grid.query_length
+    batch_size, length = calls[0].grid.batch_size, calls[0].grid.query_length
     for place, call in enumerate(calls):
         if (call.grid.query_length, call.grid.key_length) != (length, length):
             raise ShapeError(
@@ -53,33 +53,30 @@ def rollout(calls: Sequence[AttentionCall], targets: Sequence[int] | Tensor, res
                 got=f"{call.grid.query_length} queries and {call.grid.key_length} keys in layer {place}",
                 fix="Record or choose the self-attention layers of one stack only.",
             )
-        if call.grid.batch_size != calls[0].grid.batch_size:
+        if call.grid.batch_size != batch_size:
             raise ShapeError(
                 "layers",
-                expected=f"the same batch size B = {calls[0].grid.batch_size} in every layer",
+                expected=f"the same batch size B = {batch_size} in every layer",
                 got=f"B = {call.grid.batch_size} in layer {place}",
                 fix="A rollout needs the whole batch in every layer, not windows of an image.",
             )
     index = row_numbers(targets, length, "targets", "token numbers below")
     if index is None:
         raise DTypeError("targets", expected="token numbers", got="None")
-    query = calls[0].query
-    rows = torch.zeros(
-        calls[0].grid.batch_size, len(index), length, dtype=calls[0].spec.compute_dtype, device=query.device
-    )
+    rows = calls[0].query.new_zeros(batch_size, len(index), length, dtype=calls[0].spec.compute_dtype)
     rows[:, torch.arange(len(index)), index] = 1  # (B, t, L)
     with torch.no_grad():
-        # From the last layer down, so that only t rows are carried and no L × L product is formed.
+        # From the last layer to the first, so that the products have t rows and not L.
         for call in reversed(calls):
             rows = residual * rows + (1 - residual) * _through(call, rows)
     return rows
 
 
 def _through(call: AttentionCall, rows: Tensor) -> Tensor:
-    """The product r A with the head average, (B, t, L)."""
+    """The product r A, (B, t, L), with A the mean of the weights over heads."""
     result = torch.zeros_like(rows)
     for block, place, query, key in score_blocks(call):
-        part = BlockRows(call, block, place, query, key)
-        spread = rows[block.batch, None, :, place] @ part.weights  # (b, h, t, s)
-        result[block.batch, :, part.columns] += spread.sum(1) / call.grid.num_heads  # (b, t, s)
+        block_rows = BlockRows(call, block, place, query, key)
+        product = rows[block.batch, None, :, place] @ block_rows.weights  # (b, h, t, s)
+        result[block.batch, :, block_rows.columns] += product.sum(1) / call.grid.num_heads  # (b, t, s)
     return result
