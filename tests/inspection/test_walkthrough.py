@@ -16,7 +16,7 @@ from clearhead import MultiHeadAttention, masks
 from clearhead.errors import ArgumentError, DTypeError, ShapeError
 from clearhead.inspection._walkthrough import walkthrough
 from clearhead.inspection._walkthrough_result import Walkthrough
-from clearhead.inspection._walkthrough_text import CHINESE, ENGLISH
+from clearhead.inspection._walkthrough_text import words_in
 from clearhead.positions import ALiBi, RelativeBias, Rotary
 
 B, H, L, S, D = 2, 6, 5, 7, 4
@@ -244,7 +244,7 @@ def test_the_mask_of_the_module_is_told_from_that_of_the_call() -> None:
     assert "The call has no mask" in walk["mask"].meaning
     assert torch.equal(walk["mask"].tensor, walk["own_mask"].tensor)
     walk, _ = SETTINGS["own bias"].run()
-    assert walk["own_mask"].formula.startswith(ENGLISH.phrases["biased"])
+    assert walk["own_mask"].formula.startswith(words_in("en")["phrases"]["biased"])
     assert "hides 0 of" in walk["own_mask"].meaning
     assert f"hides {B * H * L * (L - 1) // 2} of" in walk["mask"].meaning
 
@@ -279,7 +279,7 @@ def test_every_step_explains_the_letters_of_its_shape() -> None:
     assert "Ek  = 11   key input dim" in page
     for step in walk.steps:
         letters = dict.fromkeys(re.findall(r"[A-Za-z]+", step.symbols))
-        legend = ", ".join(f"{letter} {ENGLISH.letters[letter]}" for letter in letters)
+        legend = ", ".join(f"{letter} {words_in('en')['letters'][letter]}" for letter in letters)
         assert re.search(rf"{re.escape(str(step.shape))}\n +{legend}\n", page), step.name
 
 
@@ -290,9 +290,10 @@ def test_chinese_uses_the_terms_of_chinese_textbooks() -> None:
 
 
 def test_both_languages_have_the_same_entries() -> None:
-    assert ENGLISH.letters.keys() == CHINESE.letters.keys()
-    assert ENGLISH.steps.keys() == CHINESE.steps.keys()
-    assert ENGLISH.phrases.keys() == CHINESE.phrases.keys()
+    english, chinese = words_in("en"), words_in("zh")
+    assert english.keys() == chinese.keys()
+    for section, entries in english.items():
+        assert entries.keys() == chinese[section].keys()
 
 
 def test_the_chinese_page_can_be_written_in_gbk() -> None:
