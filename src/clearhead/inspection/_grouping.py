@@ -1,4 +1,4 @@
-"""Undoing what transformers does to grouped heads before it calls PyTorch's attention."""
+"""Restores grouped heads, which transformers rearranges before it calls PyTorch's attention."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor, nn
 def regroup(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-    """Bring a call of a transformers attention module back to H query and Hkv key/value heads.
+    """Restore H query heads and Hkv key/value heads in a call of a transformers attention module.
 
-    With grouped heads, transformers either repeats keys and values for every query head, or, for a single query, lays
-    the heads of a group under each other as if they were queries: (B, H, 1, D) → (B, Hkv, G, D).
+    With grouped heads, transformers usually repeats keys and values for every query head. For a single query it moves
+    the heads of a group into the query axis: (B, H, 1, D) → (B, Hkv, G, D).
 
     Args:
-        module: the module that calls; one with ``num_key_value_groups`` and a config is transformers'.
-        query, key, value, attn_mask: as PyTorch's attention gets them.
+        module: the calling module. Modules of transformers have ``num_key_value_groups`` and a config.
+        query, key, value, attn_mask: the arguments of PyTorch's attention.
 
     Returns:
         Query (B, H, L, D), key and value (B, Hkv, S, D), mask, and whether heads are grouped.
