@@ -10,7 +10,6 @@ from torch import nn
 
 import clearhead
 from clearhead import masks
-from clearhead._statistics.rollout import rollout
 from clearhead.integrations.transformers import AttentionMonitorCallback
 from tests.malformed.calls import Call, case
 from tests.malformed.values import OwnError, users_own
@@ -89,9 +88,6 @@ case("record.kept_call")(lambda: Call(recorded().kept_call, {"layer": 0, "call":
 case("record.weights", weight=6)(lambda: Call(recorded().weights, {"layer": 0, "head": 1, "queries": [0], "call": 0}))
 case("record.rollout", weight=6, layers="layer")(
     lambda: Call(recorded().rollout, {"targets": [0, 2], "layers": ["self_attn"], "residual": 0.5})
-)
-case("rollout", calls="layers")(
-    lambda: Call(rollout, {"calls": [recorded().kept_call(0)], "targets": [0, 2], "residual": 0.5})
 )
 case("summary[...]")(lambda: Call(lambda statistic: recorded().summary()[statistic], {"statistic": "entropy"}))
 case("AttentionStatistics.with_heads")(lambda: Call(recorded()["self_attn"][0].with_heads, {"heads": [0, 1]}))

@@ -31,14 +31,9 @@ class Received(Statistic):
         self._received.run.unsqueeze(2)[where] += long_product(rows.share, rows.terms)  # (b, h, 1, s)
         self._received.end_block()
         # Counted from the mask, because a visible key may have a weight that rounds to 0.
+        counted = torch.ones_like(rows.total[:1, :1], dtype=torch.bool) if rows.counted is None else rows.counted
         mask = None if self.call.mask is None else self.call.mask.visible(rows.block)
-        count = rows.place.stop - rows.place.start
-        if mask is None:
-            viewers = count if rows.counted is None else rows.counted.sum(-2, keepdim=True)
-        else:
-            mask = mask.expand(*mask.shape[:2], count, mask.shape[3])
-            viewers = (mask if rows.counted is None else mask & rows.counted).sum(-2, keepdim=True)
-        self._viewers.unsqueeze(2)[where] += viewers
+        self._viewers.unsqueeze(2)[where] += (counted if mask is None else counted & mask).sum(-2, keepdim=True)
 
     def result(self) -> dict[str, Any]:
         received, viewers = self.totals.of_keys(torch.stack((self._received.result(), self._viewers)))
@@ -196,8 +191,7 @@ class Map(Statistic):
     def add(self, rows: BlockRows) -> None:
         row_tiles = rows.block.i.flatten() * self._tiles[0] // max(1, self.call.grid.query_length)  # (l,)
         pooled = self._pool_columns(rows)  # (b, h, l, R)
-        weight = rows.counted if rows.counted is not None else torch.ones_like(rows.total[:, :1], dtype=torch.bool)
-        pooled = pooled * weight
+        pooled = pooled if rows.counted is None else pooled * rows.counted
         target = self._map.run[rows.block.batch, rows.block.heads]
         # A maximum over many blocks loses no digits, so it needs no `end_block`.
         if self.options.map_pooling == "max":

@@ -5,15 +5,18 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from .._call.call import AttentionCall
-from .._checks import index, items
+from .._checks import index, is_probability, items, number
 from .._weights import Queries, row_numbers
+from ..errors import ArgumentError, DTypeError, ShapeError
+from ..kernels._block_rows import BlockRows
+from ..kernels._blocks import score_blocks
 from ..kernels._weights import exact_weights
 from .patch_layout import PatchLayout
 from .result import AttentionStatistics
-from .rollout import rollout
 from .summary import Summary, summarize
 
 
@@ -69,22 +72,74 @@ class Recorded(Mapping[str, Sequence[AttentionStatistics]]):
     ) -> Tensor:
         """Attention rollout from target tokens of the last layer to the input. It needs ``keep="queries_keys"``.
 
+        ::
+
+            r ← residual · r + (1 − residual) · r A_l    for l = last … first
+
+        A_l is the mean of layer l's weights over heads. r starts with one-hot rows at the targets (Abnar and Zuidema,
+        "Quantifying attention flow in Transformers", 2020). Each product r A_l is computed block by block.
+
         Args:
             targets: token numbers, (t,).
             layers: the layers, first to last. Default all.
             residual: share of the residual connection. Default 0.5.
 
         Returns:
-            (B, t, L). r ← residual · r + (1 − residual) · r A_l, from the last layer to the first. A_l is the mean of
-            layer l's weights over heads.
+            (B, t, L). Rows sum to 1 if every token sees a key.
 
         Raises:
             RecordError: if queries and keys were not saved.
-            ShapeError, ArgumentError: for other layers than self-attention over the same tokens, or invalid arguments.
+            ShapeError: if the layers are not self-attention over the same number of tokens and the same batch size.
+            ArgumentError: for a target that does not exist, or a residual outside [0, 1].
         """
         chosen = list(self) if layers is None else items("layers", layers, "a list of names or numbers")
-        return rollout([self.kept_call(layer) for layer in chosen], targets, residual)
+        calls = [self.kept_call(layer) for layer in chosen]
+        residual = number("residual", residual, "a share in [0, 1]", is_probability)
+        batch_size, length = _common_sizes(calls)
+        index = row_numbers(targets, length, "targets", "token numbers below")
+        if index is None:
+            raise DTypeError("targets", expected="token numbers", got="None")
+        rows = calls[0].query.new_zeros(batch_size, len(index), length, dtype=calls[0].spec.compute_dtype)
+        rows[:, torch.arange(len(index)), index] = 1  # (B, t, L)
+        with torch.no_grad():
+            # From the last layer to the first, so that the products have t rows and not L.
+            for call in reversed(calls):
+                rows = residual * rows + (1 - residual) * _through(call, rows)
+        return rows
 
     def summary(self) -> Summary:
         """One number per head for each statistic that has one. Print it for a layers × heads table."""
         return summarize(self)
+
+
+def _common_sizes(calls: Sequence[AttentionCall]) -> tuple[int, int]:
+    """B and L of self-attention calls over the same tokens."""
+    if not calls:
+        raise ArgumentError("layers", expected="at least one layer", got="none")
+    batch_size, length = calls[0].grid.batch_size, calls[0].grid.query_length
+    for place, call in enumerate(calls):
+        if (call.grid.query_length, call.grid.key_length) != (length, length):
+            raise ShapeError(
+                "layers",
+                expected=f"self-attention over the same L = {length} tokens in every layer",
+                got=f"{call.grid.query_length} queries and {call.grid.key_length} keys in layer {place}",
+                fix="Record or choose the self-attention layers of one stack only.",
+            )
+        if call.grid.batch_size != batch_size:
+            raise ShapeError(
+                "layers",
+                expected=f"the same batch size B = {batch_size} in every layer",
+                got=f"B = {call.grid.batch_size} in layer {place}",
+                fix="A rollout needs the whole batch in every layer, not windows of an image.",
+            )
+    return batch_size, length
+
+
+def _through(call: AttentionCall, rows: Tensor) -> Tensor:
+    """The product r A, (B, t, L), with A the mean of the weights over heads."""
+    result = torch.zeros_like(rows)
+    for block, place, query, key in score_blocks(call):
+        block_rows = BlockRows(call, block, place, query, key)
+        product = rows[block.batch, None, :, place] @ block_rows.weights  # (b, h, t, s)
+        result[block.batch, :, block_rows.columns] += product.sum(1) / call.grid.num_heads  # (b, t, s)
+    return result

@@ -76,11 +76,8 @@ class TopKeys(Statistic):
     def native(self) -> dict[str, Any] | None:
         if self._count > MOST_NATIVE_KEYS:
             return None
-        weights = self.zeros(*self.row_shape, self._count)
-        return {"top": self._count, "top_weights": weights, "top_keys": torch.zeros_like(weights, dtype=torch.int64)}
-
-    def read(self, written: dict[str, Any]) -> dict[str, Any]:
-        return {"top_k": TopK(written["top_keys"], written["top_weights"])}
+        self.begin()
+        return {"top": self._count, "top_weights": self._weights, "top_keys": self._indices}
 
 
 def _largest_columns(rows: BlockRows, count: int) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Protocol, cast
 
 import torch
@@ -133,9 +132,7 @@ class monitor:
     def __enter__(self) -> monitor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ class CountedQueries:
         return None
 
     def signature(self, name: str) -> Hashable:
-        """A value that must be equal on all processes. Masks of root calls may be full or split, so they are not in it."""
+        """A value that is equal on all processes. It omits sizes of root calls' masks, which may be full or split."""
         return self._mask_of(name) is not None if self._query_mask is None else tuple(self._query_mask.shape)
 
     def forget(self) -> None:
