@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,20 +12,6 @@ from torch import Tensor, nn
 import clearhead
 from clearhead._environment import state
 from tests.support.statistics_oracle import EVERY
-
-__all__ = [
-    "BATCH",
-    "CAUSAL",
-    "HEADS",
-    "LENGTH",
-    "NAMES",
-    "WIDTH",
-    "Block",
-    "Stack",
-    "hooks",
-    "nothing_left",
-    "require_same_training",
-]
 
 BATCH, LENGTH, WIDTH, HEADS = 2, 7, 12, 4
 CAUSAL = clearhead.masks.causal()
@@ -61,6 +48,14 @@ def hooks(model: nn.Module) -> list[str]:
         for attribute, value in vars(module).items()
         if "hooks" in attribute and isinstance(value, Mapping) and value
     ]
+
+
+def recorded(model: nn.Module, *calls: Any, **options: Any) -> clearhead.record:
+    """The record of calls with these inputs; a dictionary holds keyword arguments."""
+    with clearhead.record(model, **options) as rec:
+        for inputs in calls:
+            model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    return rec
 
 
 def nothing_left(model: nn.Module) -> bool:
