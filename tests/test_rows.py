@@ -157,62 +157,33 @@ def test_nothing_leaks_between_sequences(kernel: str, mask: Any, poison: float, 
         torch.testing.assert_close(mine[~tokens], theirs[~tokens], rtol=1e-5, atol=1e-6)
 
 
-def as_padded(sequences: list[Tensor]) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-
-
 @every_kernel
-@pytest.mark.parametrize("layout", ["padded", "jagged"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_nothing_leaks_between_rows_of_a_module(kernel: str, layout: str, causal: bool) -> None:
+def test_padded_and_jagged_rows_of_a_module_are_equal_and_nothing_leaks(kernel: str, causal: bool) -> None:
     dtype = KERNELS[kernel][1][0]
     module = clearhead.MultiHeadAttention(12, H, num_kv_heads=KV, dtype=dtype)
     lengths = [5, 2, 7]
     sequences = [drawn(n, 12, dtype=dtype) for n in lengths]
 
     def of_each(batch: Tensor) -> list[Tensor]:
-        if batch.is_nested:
-            return list(batch.unbind())
-        return [row[:n] for row, n in zip(batch, lengths, strict=True)]
+        return [row[:n] for row, n in zip(batch.unbind(), lengths, strict=True)]
 
-    def results(sequences: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def results(sequences: list[Tensor], layout: str) -> tuple[Tensor, Tensor]:
         mask, counts = masks.causal() if causal else None, torch.tensor(lengths)
         if layout == "jagged":
             x = torch.nested.nested_tensor(sequences, layout=torch.jagged, requires_grad=True)
         else:
-            x = as_padded(sequences).requires_grad_()
+            x = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True).requires_grad_()
             mask = masks.lengths(counts, counts) & (mask or masks.lengths(counts))
         with forced(kernel):
             first, _, last = of_each(module(x, mask=mask))
         (gradient,) = torch.autograd.grad(first.square().sum() + last.square().sum(), x)
         return torch.cat([first, last]), torch.cat(of_each(gradient)[::2])
 
-    found = results([sequences[0], torch.full_like(sequences[1], torch.nan), sequences[2]])
-    for mine, theirs in zip(found, results(sequences), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
-
-
-@every_kernel
-def test_padded_varlen_and_jagged_are_the_same(kernel: str) -> None:
-    dtype, tolerance = KERNELS[kernel][1]
-    module = clearhead.MultiHeadAttention(12, H, num_kv_heads=KV, softcap=3.0, sinks=True, dtype=dtype)
-    lengths, counts = [5, 0, 7], torch.tensor([5, 0, 7])
-    sequences = [drawn(n, 12, dtype=dtype) for n in lengths]
-    x = torch.cat(sequences)
-    with forced(kernel):
-        try:
-            batch = module(as_padded(sequences), mask=masks.lengths(counts, counts) & masks.causal())
-        except KernelError as error:
-            pytest.skip(str(error))
-        jagged = module(torch.nested.nested_tensor(sequences, layout=torch.jagged), mask=masks.causal()).values()
-        q, k, v = (
-            project(x).unflatten(1, (-1, 2)) for project in (module.q_proj, module.k_proj, module.v_proj)
-        )  # (T, heads, 2)
-        more = {"softcap": 3.0, "sinks": module.sinks}
-        varlen = attention_varlen(q, k, v, ends(lengths), ends(lengths), masks.causal(), **more)
-    padded = torch.cat([row[:n] for row, n in zip(batch, lengths, strict=True)])
-    for found in (jagged, module.out_proj(varlen.flatten(1))):
-        torch.testing.assert_close(found, padded, rtol=tolerance, atol=tolerance)
+    poisoned = [sequences[0], torch.full_like(sequences[1], torch.nan), sequences[2]]
+    for layout in ("padded", "jagged"):
+        for found, expected in zip(results(poisoned, layout), results(sequences, "padded"), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def dropped(dropout_p: float, dtype: torch.dtype = torch.float32, mask: Mask | None = None) -> tuple[Tensor, Tensor]:

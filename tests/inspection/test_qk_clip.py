@@ -146,7 +146,7 @@ def quantised() -> nn.Module:
     return module
 
 
-def parametrized(kind: type[nn.Module], name: str, parameter: str = "weight") -> nn.Module:
+def parametrized(kind: type[nn.Module], name: str, parameter: str) -> nn.Module:
     module = kind(E, H)
     parametrize.register_parametrization(module.get_submodule(name), parameter, nn.Identity())
     return module
@@ -158,71 +158,66 @@ def pruned() -> nn.Module:
     return module
 
 
-CHANGED = {
-    "LoRA": with_lora,
-    "quantised": quantised,
-    "parametrized bias": lambda: parametrized(clearhead.MultiHeadAttention, "q_proj", "bias"),
-    "parametrized, PyTorch's": lambda: parametrized(clearhead.nn.MultiheadAttention, "", "in_proj_weight"),
-    "pruned": pruned,
-}
+CHANGED: list[Callable[[], nn.Module]] = [
+    with_lora,
+    quantised,
+    pruned,
+    lambda: parametrized(clearhead.MultiHeadAttention, "q_proj", "bias"),
+    lambda: parametrized(clearhead.nn.MultiheadAttention, "", "in_proj_weight"),
+]
 
 
-@pytest.mark.parametrize("name", CHANGED)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-def test_projections_of_another_kind_are_refused_by_name(name: str) -> None:
-    module = CHANGED[name]()
-    with pytest.raises(DTypeError, match=r"^module\.(q_proj|in_proj_weight).*Merge or remove LoRA, quantisation"):
-        clearhead.qk_clip_(module, torch.full((H,), 200.0))
-
-
-def refuse(module: Any, logits: Any, threshold: Any, kind: type[Exception], text: str) -> None:
-    """The call raises, and parameters do not change."""
-    old = copy.deepcopy(module.state_dict()) if isinstance(module, nn.Module) else {}
-    with pytest.raises(kind, match=text):
-        clearhead.qk_clip_(module, logits, threshold)
-    assert all(torch.equal(value, module.state_dict()[name]) for name, value in old.items())
-
-
-@pytest.mark.parametrize("norms", [("q_norm", "k_norm"), ("k_norm",)], ids=str)
-def test_norms_after_projections_are_refused(norms: tuple[str, ...]) -> None:
-    module = clearhead.MultiHeadAttention(E, H, **{name: nn.RMSNorm(D) for name in norms})
-    text = r"module: expected projections without norms after them.*k_norm"
-    refuse(module, torch.full((H,), 200.0), 100.0, ArgumentError, text)
-
-
-@pytest.mark.parametrize("shared", ["k_proj", "k_proj.weight"])
-def test_projections_that_queries_and_keys_share_are_refused(shared: str) -> None:
+def shared(module_too: bool) -> nn.Module:
     module, _ = multi_head()
-    if shared == "k_proj":
+    if module_too:
         module.k_proj = module.q_proj
     else:
         module.k_proj.weight = module.q_proj.weight
-    text = r"^module\.q_proj\.weight: expected .* one projection.* k_proj\.weight as well"
-    refuse(module, torch.full((H,), 200.0), 100.0, ArgumentError, text)
+    return module
 
 
+def with_norms(*names: str) -> nn.Module:
+    return clearhead.MultiHeadAttention(E, H, **{name: nn.RMSNorm(D) for name in names})
+
+
+def plain() -> nn.Module:
+    return multi_head()[0]
+
+
+LARGE = torch.full((H,), 200.0)
+OTHER = r"module: expected a MultiHeadAttention, .*Give the attention module itself"
+CHANGED_TEXT = r"^module\.(q_proj|in_proj_weight).*Merge or remove LoRA, quantisation"
+NORMS = r"module: expected projections without norms after them.*k_norm"
+SHARED = r"^module\.q_proj\.weight: expected .* one projection.* k_proj\.weight as well"
+FLOATS = "max_logits: expected a float tensor"
 DIVERGED = "max_logits: expected finite logits.*diverged"
+REFUSED: list[tuple[Callable[[], Any], Any, Any, type[Exception], str]] = [
+    *((make, LARGE, 100.0, DTypeError, CHANGED_TEXT) for make in CHANGED),
+    (lambda: with_norms("q_norm", "k_norm"), LARGE, 100.0, ArgumentError, NORMS),
+    (lambda: with_norms("k_norm"), LARGE, 100.0, ArgumentError, NORMS),
+    (lambda: shared(True), LARGE, 100.0, ArgumentError, SHARED),
+    (lambda: shared(False), LARGE, 100.0, ArgumentError, SHARED),
+    (lambda: nn.Linear(3, 3), LARGE, 1.0, DTypeError, OTHER),
+    (lambda: "attend", LARGE, 1.0, DTypeError, OTHER),
+    (plain, torch.ones(H + 1), 1.0, ShapeError, r"max_logits: expected \(H,\) or \(B, H\) with H = 3, got \(4,\)"),
+    (plain, torch.ones(2, 2, H), 1.0, ShapeError, "max_logits: expected"),
+    (plain, torch.ones(H, dtype=torch.int64), 1.0, DTypeError, FLOATS),
+    (plain, [1.0] * H, 1.0, DTypeError, FLOATS),
+    (plain, torch.tensor([1.0, torch.nan, 1.0]), 1.0, ArgumentError, DIVERGED),
+    (plain, torch.tensor([1.0, torch.inf, 1.0]), 1.0, ArgumentError, DIVERGED),
+    (plain, torch.ones(H), 0.0, ArgumentError, "threshold: expected a finite logit > 0, got 0"),
+    (plain, torch.ones(H), torch.inf, ArgumentError, "threshold: expected"),
+    (plain, torch.ones(H), "1", DTypeError, "threshold: expected"),
+]
 
 
-@pytest.mark.parametrize(
-    ("logits", "threshold", "kind", "text"),
-    [
-        (torch.ones(H + 1), 1.0, ShapeError, r"max_logits: expected \(H,\) or \(B, H\) with H = 3, got \(4,\)"),
-        (torch.ones(2, 2, H), 1.0, ShapeError, "max_logits: expected"),
-        (torch.ones(H, dtype=torch.int64), 1.0, DTypeError, "max_logits: expected a float tensor"),
-        ([1.0] * H, 1.0, DTypeError, "max_logits: expected a float tensor"),
-        (torch.tensor([1.0, torch.nan, 1.0]), 1.0, ArgumentError, DIVERGED),
-        (torch.tensor([1.0, torch.inf, 1.0]), 1.0, ArgumentError, DIVERGED),
-        (torch.ones(H), 0.0, ArgumentError, "threshold: expected a finite logit > 0, got 0"),
-        (torch.ones(H), torch.inf, ArgumentError, "threshold: expected"),
-        (torch.ones(H), "1", DTypeError, "threshold: expected"),
-    ],
-)
-def test_malformed_arguments(logits: Any, threshold: Any, kind: type[Exception], text: str) -> None:
-    refuse(multi_head()[0], logits, threshold, kind, text)
-
-
-@pytest.mark.parametrize("module", [nn.Linear(3, 3), None, "attend"])
-def test_other_modules_are_refused(module: Any) -> None:
-    text = r"module: expected a MultiHeadAttention, .*Give the attention module itself"
-    refuse(module, torch.ones(3), 1.0, DTypeError, text)
+@pytest.mark.parametrize(("make", "logits", "threshold", "kind", "text"), REFUSED)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+def test_refused(make: Callable[[], Any], logits: Any, threshold: Any, kind: type[Exception], text: str) -> None:
+    module = make()
+    parameters = list(module.parameters()) if isinstance(module, nn.Module) else []
+    parameters = [parameter for parameter in parameters if type(parameter.data) is Tensor]
+    old = [parameter.clone() for parameter in parameters]
+    with pytest.raises(kind, match=text):
+        clearhead.qk_clip_(module, logits, threshold)
+    assert all(torch.equal(*pair) for pair in zip(old, parameters, strict=True))
