@@ -74,14 +74,6 @@ def test_reduce_concatenates_batches(model: Stack) -> None:
     torch.testing.assert_close(reduced.max_logit, torch.cat([first.max_logit, second.max_logit]))
 
 
-def test_a_module_used_twice_in_one_pass_has_two_calls(x: Tensor) -> None:
-    class Recurrent(Stack):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.blocks[0](self.blocks[0](x))
-
-    assert len(recorded(Recurrent(1), x)[NAMES[0]]) == 2
-
-
 def test_weights_on_demand(model: Stack, x: Tensor) -> None:
     rec = recorded(model, x, x[:, :4], keep="queries_keys")
     assert rec.weights(layer=2, head=1, queries=slice(0, 4)).shape == (BATCH, 4, LENGTH)
@@ -92,6 +84,10 @@ def test_weights_on_demand(model: Stack, x: Tensor) -> None:
     torch.testing.assert_close(-torch.xlogy(weights, weights).sum(-1), entropy, rtol=0, atol=1e-5)
     saved = rec.kept_call(0)
     assert not any(tensor.requires_grad for tensor in (saved.query, saved.key, saved.value))
+    unsaved, text = recorded(model, x), "keep: expected a record made with keep='queries_keys', got keep='statist"
+    for question in (lambda: unsaved.weights(0), lambda: unsaved.rollout([0])):
+        with pytest.raises(RecordError, match=text):
+            question()
 
 
 @pytest.mark.parametrize(
@@ -106,11 +102,6 @@ def test_weights_on_demand(model: Stack, x: Tensor) -> None:
 def test_weights_that_do_not_exist(arguments: dict[str, Any], text: str, model: Stack, x: Tensor) -> None:
     with pytest.raises(ArgumentError, match=text):
         recorded(model, x, keep="queries_keys").weights(**arguments)
-    keep = "keep: expected a record made with keep='queries_keys', got keep='statist"
-    with pytest.raises(RecordError, match=keep):
-        recorded(model, x).weights(0)
-    with pytest.raises(RecordError, match=keep):
-        recorded(model, x).rollout([0])
 
 
 def test_only_copies_of_queries_and_keys_are_saved() -> None:

@@ -16,10 +16,9 @@ import clearhead
 import clearhead.integrations.transformers
 from clearhead.cli._demo import default_model_path
 from clearhead.errors import RecordError
-from tests.support.models import encoder_decoder
 from tests.support.statistics_oracle import EVERY, Oracle, compare
 
-from .small_models import VOCABULARY, enlivened, padding, small, small_bart, token_ids
+from .small_models import padding, small, small_bart, token_ids
 from .stacks import require_same_training
 
 OPTIONS: dict[str, Any] = {"statistics": EVERY, "top_k": 8, "map_size": 5, "sink_keys": 2, "offsets": (-1, 0, 2)}
@@ -68,9 +67,7 @@ def _minilm() -> tuple[Any, Any]:
     return model, transformers.AutoTokenizer.from_pretrained(path)
 
 
-def compare_all(
-    rec: Any, model: nn.Module, attended: list[Attended], visible: Any, counted: Any = lambda call: None
-) -> None:
+def compare_all(rec: Any, model: nn.Module, attended: list[Attended], visible: Any, counted: Any) -> None:
     """Compare every call of every module. `visible` and `counted` are functions of a call."""
     names = {module: name for name, module in model.named_modules()}
     by_name: dict[str, list[Attended]] = {}
@@ -171,30 +168,6 @@ def test_encoder_and_decoder_count_their_own_queries(
         return lower(target_length, target_length)
 
     compare_all(rec, model, attended, visible, lambda call: mask if call.module in encoder else None)
-
-
-@both
-def test_whisper(implementation: str, attended: list[Attended]) -> None:
-    lengths = {"num_mel_bins": 8, "max_source_positions": 19, "max_target_positions": 12}
-    config = transformers.WhisperConfig(**encoder_decoder(24, 3, 1), **lengths, vocab_size=VOCABULARY)
-    model = enlivened(transformers.WhisperForConditionalGeneration(config))
-    inputs = {"input_features": torch.randn(3, 8, 38), "decoder_input_ids": token_ids(5)}
-    rec = recorded(model, implementation, lambda **inputs: model(**inputs), **inputs)
-    compare_all(rec, model, attended, lambda call: lower(5, 5) if call.module.is_causal else EVERYTHING)
-    assert [(found.query_length, found.key_length) for found in rec.values()] == [(19, 19), (5, 5), (5, 19)]
-
-
-@both
-def test_grouped_heads_can_be_reduced(implementation: str) -> None:
-    model, inputs = small("llama"), {"input_ids": token_ids(9), "attention_mask": padding("right", 9)}
-    model.set_attn_implementation(implementation)
-    entropies: list[Tensor] = []
-    for per in ("query_head", "kv_head"):
-        with torch.no_grad(), clearhead.record(model, ("entropy",), per=per) as rec:
-            model(**inputs)
-        entropies.append(rec["model.layers.1.self_attn"].entropy)
-    assert entropies[1].shape == (3, 2, 9)
-    torch.testing.assert_close(entropies[1], entropies[0].unflatten(1, (2, 3)).mean(2))
 
 
 def test_eager_attention_is_an_error_by_name() -> None:

@@ -21,7 +21,6 @@ from tests.support.calls import Call, calls
 from tests.support.statistics_oracle import EVERY, Oracle, compare
 
 EXACT = {torch.float64: 1e-10, torch.float32: None}
-SHORT = ("entropy", "normalized_entropy", "confidence", "sink", "distance", "output_norm")
 
 
 def visible(*shape: int) -> Tensor:
@@ -153,17 +152,6 @@ def test_few_queries_or_keys(sizes: tuple[int, int, int], mask: masks.Mask | Non
         assert found.top_k.indices.shape == (0, 4, length, min(8, count))
     else:
         compare(found, Oracle(query, key, seen if mask is None else seen.tril(count - length), value))
-
-
-def test_fully_masked_queries_have_zeros_and_are_counted() -> None:
-    query, key = torch.randn(2, 3, 5, 7), torch.randn(2, 3, 11, 7)
-    seen = torch.rand(2, 3, 5, 11) > 0.3
-    seen[0, 1, 2] = seen[1, 2, 0] = seen[1, 2, 4] = False
-    found = clearhead.attention_statistics(query, key, seen, value=key, statistics=EVERY)
-    assert found.hidden_queries.tolist() == [[0, 1, 0], [0, 0, 2]]
-    assert all(getattr(found, name)[0, 1, 2] == 0 for name in SHORT)
-    assert found.top_k.indices[1, 2, 4].eq(-1).all()
-    compare(found, Oracle(query, key, seen, key))
 
 
 def test_the_raw_logit_is_before_soft_cap_and_bias() -> None:
